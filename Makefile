@@ -1,0 +1,57 @@
+# The five commands of a working day. Each sets up `.venv` first if pyproject.toml or constraints.txt has changed.
+#   make demo     serve a Poisson trace on a bundled model and leave an HTML report
+#   make test     the whole test suite
+#   make lint     ruff, pyright and the import floors
+#   make bench    the benchmarks of tests/benchmarks
+#   make setup    only the set-up
+# PYTHON chooses the interpreter (3.11 or newer). TORCH_INDEX names an extra package index for torch; on Linux
+# TORCH_INDEX=https://download.pytorch.org/whl/cpu avoids the download of CUDA libraries.
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-stamp
+DEMO_DIR ?= psctl-workspace/demo
+PYTEST_ARGS ?=
+
+.PHONY: setup demo test lint format bench
+.DELETE_ON_ERROR:
+
+setup: $(STAMP)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "psctl needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+		--constraint constraints.txt --editable '.[dev,eval,train]'
+	@mkdir -p $(VENV)/pyright && ln -sfn ../.. $(VENV)/pyright/patchedserve
+	@touch $@
+
+demo: setup
+	$(BIN)/psctl serve --trace poisson --model emoji-xl --num-prompts 24 --request-rate 1 \
+		--num-inference-steps 20 --seed 7 --save-dir $(DEMO_DIR)
+	@test -f $(DEMO_DIR)/report.html
+	@echo "Open the report in a browser: file://$(abspath $(DEMO_DIR))/report.html"
+
+test: setup
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup
+	@set -e; for script in $(or $(wildcard tests/benchmarks/bench_*.py),none); do \
+		if [ $$script = none ]; then echo "tests/benchmarks holds no bench_*.py yet" >&2; exit 1; fi; \
+		echo "== $$script"; $(BIN)/python $$script; \
+	done

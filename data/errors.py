@@ -1,0 +1,33 @@
+"""Errors that a user may see: each carries a one-line message and the exit code of the command that it ends."""
+
+
+class PsctlError(Exception):
+    """Base of all errors that `psctl` shows as one line instead of a traceback."""
+
+    exit_code: int = 1
+
+
+class UsageError(PsctlError, ValueError):
+    """The user gave something that is not allowed; the message says what was given and what is allowed."""
+
+    exit_code = 2
+
+
+class RunError(PsctlError):
+    """The input was fine but the run failed; the message says what failed and what to do."""
+
+    exit_code = 1
+
+
+class MissingExtraError(RunError):
+    """An optional dependency is not installed; the message holds the command that installs it.
+
+    Args:
+        package: what could not be imported, for example "torchmetrics".
+        extra: the extra of pyproject.toml that brings it, for example "eval".
+    """
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(f"{package} is not installed; install it with: pip install 'psctl[{extra}]'")
+        self.package = package
+        self.extra = extra

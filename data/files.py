@@ -1,0 +1,95 @@
+"""Files that are either complete or absent: written under a temporary name, synced, then renamed."""
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; on leaving without an error it becomes `path`, otherwise it is removed.
+
+    The body writes the yielded path by name (`image.save(temporary)`, `frame.to_parquet(temporary)`); the name keeps
+    the suffix of `path`, because libraries choose the format by it. Missing parent folders are created, a link is
+    written through, and an existing file keeps its permissions. A target that is no regular file (`/dev/stdout`, a
+    pipe) cannot be renamed onto, so the finished temporary file is copied into it.
+
+    Raises:
+        IsADirectoryError: if `path` is a folder.
+        FileNotFoundError: if the body wrote nothing.
+        OSError: what the file system says (disk full, no permission); `path` is then as it was before.
+    """
+    target = Path(path)
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
+    if target.exists() and not target.is_file():
+        with _special_file(target) as temporary:
+            yield temporary
+        return
+    # Resolved, so that renaming replaces the file and not the link that points to it.
+    target = Path(os.path.realpath(target))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.stem[:100]}.{secrets.token_hex(4)}.tmp{target.suffix}")
+    try:
+        yield temporary
+        _sync(temporary)
+        if target.exists():
+            shutil.copymode(target, temporary)
+        temporary.replace(target)
+    except BaseException:
+        # BaseException: Ctrl-C must not leave a temporary file behind either.
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync(target.parent)
+
+
+def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write `content` to `path` atomically. Raises OSError."""
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def write_text(path: str | os.PathLike[str], content: str) -> None:
+    """Write `content` to `path` atomically, as UTF-8 with the line ends that it has. Raises OSError."""
+    write_bytes(path, content.encode("utf-8"))
+
+
+def write_json(path: str | os.PathLike[str], content: Any) -> None:
+    """Write `content` to `path` atomically, as indented JSON with a final line end.
+
+    Raises:
+        TypeError, ValueError: if `content` is not JSON (NaN and infinity are not); `path` is then untouched.
+        OSError: as `atomic_write`.
+    """
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def sha256_of(path: str | os.PathLike[str]) -> str:
+    """Return the SHA-256 of a file's content as 64 hexadecimal digits. Raises OSError."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def _special_file(target: Path) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="psctl-") as folder:
+        temporary = Path(folder, "content" + target.suffix)
+        yield temporary
+        with temporary.open("rb") as source, target.open("wb") as sink:
+            shutil.copyfileobj(source, sink)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

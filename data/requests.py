@@ -1,0 +1,74 @@
+"""The request: one image that somebody asks for. It is what traces hold and what the engine serves."""
+
+import math
+from dataclasses import dataclass
+
+from .errors import UsageError
+from .resolution import Resolution
+
+MAX_SEED = 2**63 - 1
+"""Largest seed: what a table's signed 64-bit column and torch's generator both hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One image to generate. It checks itself, so a `Request` that exists is a valid one.
+
+    Attributes:
+        request_id: number of the request, unique within a run, from 0.
+        prompt: what the image shows; may be empty (an unconditional image).
+        resolution: size of the image in pixels.
+        num_inference_steps: number of denoising steps, at least 1.
+        guidance_scale: weight of classifier-free guidance, 0 or more.
+        seed: seed of the request's own noise generator, 0 to `MAX_SEED`.
+        negative_prompt: what the image should not show, or None.
+        arrival_s: when it arrives, in seconds from the start of the trace.
+        slo_s: how long it may take from its arrival to its image, in seconds; None when nothing was promised.
+
+    Raises:
+        UsageError: a field is out of its range.
+    """
+
+    request_id: int
+    prompt: str
+    resolution: Resolution
+    num_inference_steps: int = 30
+    guidance_scale: float = 4.0
+    seed: int = 0
+    negative_prompt: str | None = None
+    arrival_s: float = 0.0
+    slo_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _require_int("request_id", self.request_id, 0)
+        if not isinstance(self.prompt, str):
+            raise UsageError(f"prompt is {self.prompt!r}, but it must be text")
+        if not isinstance(self.resolution, Resolution):
+            raise UsageError(f"resolution is {self.resolution!r}, but it must be a Resolution(width, height)")
+        self.resolution.checked()
+        _require_int("num_inference_steps", self.num_inference_steps, 1)
+        _require_number("guidance_scale", self.guidance_scale)
+        _require_int("seed", self.seed, 0, MAX_SEED)
+        if self.negative_prompt is not None and not isinstance(self.negative_prompt, str):
+            raise UsageError(f"negative_prompt is {self.negative_prompt!r}, but it must be text or nothing")
+        _require_number("arrival_s", self.arrival_s)
+        if self.slo_s is not None:
+            _require_number("slo_s", self.slo_s)
+            if self.slo_s == 0:
+                raise UsageError("slo_s is 0, but it must be more than 0 seconds")
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When the image must be there, in seconds from the start of the trace; None without an SLO."""
+        return None if self.slo_s is None else self.arrival_s + self.slo_s
+
+
+def _require_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    allowed = f"a whole number from {low}" + ("" if high is None else f" to {high}")
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+        raise UsageError(f"{name} is {value!r}, but it must be {allowed}")
+
+
+def _require_number(name: str, value: object) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise UsageError(f"{name} is {value!r}, but it must be a finite number that is not negative")

@@ -1,0 +1,67 @@
+"""Resolutions: the width and height of an image in pixels, as users write them ("192", "128x192")."""
+
+import re
+from typing import NamedTuple, Self
+
+from .errors import UsageError
+
+RESOLUTION_MULTIPLE = 8
+"""Every side is a multiple of this many pixels: the autoencoders of SDXL and SD3 shrink images eight times."""
+
+_PATTERN = re.compile(r"([0-9]{1,6})(?:[xX]([0-9]{1,6}))?")
+
+
+class Resolution(NamedTuple):
+    """Size of an image in pixels, always WIDTH first. Sorts and hashes as the tuple `(width, height)`."""
+
+    width: int
+    height: int
+
+    def __str__(self) -> str:
+        return f"{self.width}x{self.height}"
+
+    @property
+    def pixels(self) -> int:
+        """Number of pixels of the image."""
+        return self.width * self.height
+
+    def checked(self) -> Self:
+        """Return this resolution if both sides are positive integers and multiples of `RESOLUTION_MULTIPLE`.
+
+        Raises:
+            UsageError: a side is not. (A model may allow less than this; it checks for itself.)
+        """
+        for name, side in zip(self._fields, self, strict=True):
+            if not isinstance(side, int) or isinstance(side, bool):
+                raise UsageError(f"{name} is {side!r}, but it must be a whole number of pixels")
+            if side <= 0 or side % RESOLUTION_MULTIPLE:
+                raise UsageError(
+                    f"{name} is {side} in resolution {self}, but must be a positive multiple of {RESOLUTION_MULTIPLE}"
+                )
+        return self
+
+
+def parse(text: str) -> Resolution:
+    """Read `"192"` (a square) or `"128x192"` (WIDTHxHEIGHT).
+
+    Raises:
+        UsageError: the text has another form, or a side is not a positive multiple of `RESOLUTION_MULTIPLE`.
+    """
+    match = _PATTERN.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"resolution is {text!r}, but it must be SIDE or WIDTHxHEIGHT in pixels, as 192 or 128x192")
+    width, height = match.groups()
+    return Resolution(int(width), int(height or width)).checked()
+
+
+def parse_list(text: str) -> tuple[Resolution, ...]:
+    """Read resolutions separated by commas, as `"128,192,128x256"`, in the order given.
+
+    Raises:
+        UsageError: an item is not a resolution, there is none, or one is given twice.
+    """
+    resolutions = tuple(parse(item) for item in text.split(","))
+    for i, resolution in enumerate(resolutions):
+        if resolution in resolutions[:i]:
+            raise UsageError(f"resolutions are {text!r}, but {resolution} may be given only once")
+    return resolutions

@@ -1,0 +1,169 @@
+"""Tables that commands hand on: their columns with types and units, and parquet files that carry their schema."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from .errors import UsageError
+from .files import atomic_write
+
+if TYPE_CHECKING:
+    import pandas
+
+_NAME_KEY, _VERSION_KEY = b"psctl.table", b"psctl.version"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column: its name, Arrow type, unit ("s", "px"; "" for none), whether it may be empty, and what it says."""
+
+    name: str
+    type: pa.DataType
+    unit: str = ""
+    nullable: bool = False
+    meaning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TableSchema:
+    """The columns of one kind of table. The version changes whenever a column does, so old files are told apart."""
+
+    name: str
+    version: int
+    columns: tuple[Column, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Column names in order."""
+        return tuple(column.name for column in self.columns)
+
+    def to_arrow(self) -> pa.Schema:
+        """The Arrow schema, with units, meanings and this schema's name and version as metadata."""
+        arrow_fields = [
+            pa.field(column.name, column.type, column.nullable, {"unit": column.unit, "meaning": column.meaning})
+            for column in self.columns
+        ]
+        return pa.schema(arrow_fields, {_NAME_KEY: self.name.encode(), _VERSION_KEY: str(self.version).encode()})
+
+
+_I, _F, _S, _B = pa.int64(), pa.float64(), pa.string(), pa.bool_()
+
+RECORDS = TableSchema(
+    "records",
+    1,
+    (
+        Column("request_id", _I, meaning="number of the request in its trace"),
+        Column("prompt", _S),
+        Column("width", _I, "px"),
+        Column("height", _I, "px"),
+        Column("num_inference_steps", _I),
+        Column("guidance_scale", _F),
+        Column("seed", _I),
+        Column("arrival_s", _F, "s", meaning="all times count from the start of the trace"),
+        Column("prepare_start_s", _F, "s", True),
+        Column("prepare_end_s", _F, "s", True),
+        Column("admitted_s", _F, "s", True, "when it joined the active queue"),
+        Column("denoise_end_s", _F, "s", True),
+        Column("finish_s", _F, "s", True, "when the image was there, or the request ended without one"),
+        Column("slo_s", _F, "s", True, "how long it was allowed to take"),
+        Column("deadline_s", _F, "s", True, "arrival_s + slo_s"),
+        Column("status", _S, meaning="completed, failed, discarded or cancelled"),
+        Column("reason", _S, "", True, "why it was not completed"),
+        Column("queueing_s", _F, "s", True, "admitted_s - arrival_s"),
+        Column("latency_s", _F, "s", True, "finish_s - arrival_s of a completed request"),
+        Column("slo_met", _B, "", True, "whether latency_s <= slo_s; false without an image"),
+        Column("image_path", _S, "", True, "where the image was saved"),
+    ),
+)
+"""One row per request (`serving.lifecycle.RequestRecord.to_row`)."""
+
+STEPS = TableSchema(
+    "steps",
+    1,
+    (
+        Column("step", _I, meaning="number of the denoising iteration, from 0"),
+        Column("start_s", _F, "s", meaning="from the start of the trace"),
+        Column("duration_s", _F, "s"),
+        Column("active", _I, meaning="requests in the batch"),
+        Column("waiting", _I, meaning="requests that were prepared but had no place"),
+        Column("resolutions", pa.map_(_S, _I), meaning="requests in the batch by resolution, as WIDTHxHEIGHT"),
+    ),
+)
+"""One row per denoising iteration, in order (`dataclasses.asdict` of `serving.engine.StepRow`)."""
+
+
+def write_table(path: str | Path, schema: TableSchema, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write rows as parquet, atomically.
+
+    Args:
+        path: file to write.
+        schema: which table it is.
+        rows: one mapping per row, with exactly the schema's columns.
+
+    Raises:
+        RuntimeError: a row does not fit the schema (a column is missing, unknown, empty, not finite or of another
+            type). Rows come from our own code, so this is a fault of ours.
+        OSError: the file cannot be written; nothing is left half-written.
+    """
+    checked = [_checked(schema, i, row) for i, row in enumerate(rows)]
+    try:
+        table = pa.Table.from_pylist(checked, schema.to_arrow())
+    except (pa.ArrowException, OverflowError, TypeError) as error:
+        raise RuntimeError(f"{schema.name} table: a value has the wrong type: {error}") from error
+    with atomic_write(path) as temporary:
+        pq.write_table(table, temporary)
+
+
+def read_table(path: str | Path, schema: TableSchema) -> pa.Table:
+    """Read a table that `write_table` has written.
+
+    Raises:
+        UsageError: the file cannot be read, is damaged or no parquet, or is another table or another version of it.
+    """
+    try:
+        # Opened here, not by Arrow, whose messages repeat the path; and as one file, so that no folder adds columns.
+        with Path(path).open("rb") as raw, pq.ParquetFile(raw) as file:
+            table = file.read()
+    except (pa.ArrowException, OSError) as error:
+        what = error.strerror if isinstance(error, OSError) and error.strerror else "it is damaged or not parquet"
+        raise UsageError(f"{path}: cannot read the {schema.name} table: {what}") from error
+    metadata = table.schema.metadata or {}
+    name = metadata.get(_NAME_KEY, b"").decode(errors="replace")
+    version = metadata.get(_VERSION_KEY, b"").decode(errors="replace")
+    if name != schema.name:
+        found = f"the {name} table" if name else "a file of another program"
+        raise UsageError(f"{path}: is {found}, but it must be the {schema.name} table")
+    if version != str(schema.version):
+        raise UsageError(f"{path}: is version {version} of the {name} table, but it must be version {schema.version}")
+    if not table.schema.equals(schema.to_arrow()):
+        raise UsageError(f"{path}: columns are {', '.join(table.schema.names)}, which is not the {name} table's schema")
+    return table
+
+
+def read_rows(path: str | Path, schema: TableSchema) -> list[dict[str, Any]]:
+    """The rows of a table as dicts, equal to those that were written. Raises as `read_table`."""
+    return read_table(path, schema).to_pylist(maps_as_pydicts="strict")
+
+
+def read_frame(path: str | Path, schema: TableSchema) -> "pandas.DataFrame":
+    """A table as a pandas frame; maps become dicts. Raises as `read_table`."""
+    return read_table(path, schema).to_pandas(maps_as_pydicts="strict")
+
+
+def _checked(schema: TableSchema, index: int, row: Mapping[str, Any]) -> dict[str, Any]:
+    where = f"{schema.name} table, row {index}"
+    if set(row) != set(schema.names):
+        wrong = sorted(set(row) ^ set(schema.names))
+        raise RuntimeError(f"{where}: columns {wrong} are missing or unknown")
+    for column in schema.columns:
+        value = row[column.name]
+        if value is None and not column.nullable:
+            raise RuntimeError(f"{where}: {column.name} is empty")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise RuntimeError(f"{where}: {column.name} is {value}")
+    return dict(row)

@@ -1,0 +1,166 @@
+"""The command line application: registers the commands, and maps every error to one line and an exit code.
+
+Exit codes: 0 done, 1 the run failed, 2 wrong usage, 130 interrupted.
+"""
+
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from .. import __version__
+from ..data.errors import PsctlError, UsageError
+from .doctor import doctor
+
+# Name and function of every command, in the order of the help. The modules must be cheap to import (no torch, pandas,
+# numpy, matplotlib at module level): all of them are imported before `psctl --help` prints.
+COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (("doctor", doctor),)
+
+_EPILOG = (
+    "Every option can be set by an environment variable: PSCTL_<COMMAND>_<OPTION>, such as PSCTL_SERVE_REQUEST_RATE; "
+    "shared ones by PSCTL_<OPTION>, such as PSCTL_MODEL. PSCTL_THREADS sets the CPU threads; PSCTL_DEBUG=1 shows "
+    "tracebacks."
+)
+
+app = typer.Typer(
+    name="psctl",
+    help="Serve text-to-image diffusion models whose requests mix resolutions.",
+    epilog=_EPILOG,
+    invoke_without_command=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"], "auto_envvar_prefix": "PSCTL"},
+)
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"psctl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            help="Print the version and exit.",
+            callback=_print_version,
+            is_eager=True,
+            # Images and CI often set <NAME>_VERSION to a number, which is no answer to this question.
+            allow_from_autoenv=False,
+        ),
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help(), nl=False)
+        raise typer.Exit(2)
+
+
+for _name, _function in COMMANDS:
+    app.command(_name)(_function)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; the console script `psctl`.
+
+    Args:
+        arguments: what follows `psctl`; None takes the process's own arguments.
+    """
+    try:
+        apply_thread_settings(os.environ)
+        command = typer.main.get_command(app)
+        # Not standalone: typer hands errors up instead of printing them in its own form. What it returns is the code of
+        # typer.Exit, or 130 after Ctrl-C, or None, since commands return nothing.
+        result: Any = command.main(
+            args=None if arguments is None else list(arguments), prog_name="psctl", standalone_mode=False
+        )
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of our output has left (`psctl ... | head`); there is nobody to tell.
+        _discard_stdout()
+        return 1
+    except BaseException as error:
+        if isinstance(error, SystemExit):
+            raise
+        return _report(error)
+    code = result if isinstance(result, int) else 0
+    return _report(KeyboardInterrupt()) if code == 130 else code
+
+
+def apply_thread_settings(environ: MutableMapping[str, str]) -> None:
+    """Set the environment variables of CPU threading, which libraries read once, when they are first imported.
+
+    `PSCTL_THREADS` becomes the number of OpenMP and MKL threads.
+
+    Raises UsageError if `PSCTL_THREADS` is not a whole number of at least 1.
+    """
+    threads = environ.get("PSCTL_THREADS")
+    if threads is None:
+        return
+    if not (threads.isascii() and threads.isdigit() and int(threads) > 0):
+        raise UsageError(f"PSCTL_THREADS is {threads!r}; it must be a whole number of at least 1")
+    environ["OMP_NUM_THREADS"] = environ["MKL_NUM_THREADS"] = threads
+
+
+def describe_error(error: BaseException) -> tuple[str, int] | None:
+    """Return the line that a user sees for an error and the exit code, or None if the error is a bug of ours."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", 130
+    if isinstance(error, PsctlError):
+        return str(error), error.exit_code
+    if isinstance(error, typer.TyperException):
+        context = getattr(error, "ctx", None)
+        hint = f" (see '{context.command_path} --help')" if context is not None else ""
+        return error.format_message() + hint, error.exit_code
+    if isinstance(error, typer.Abort):
+        return "aborted", 1
+    # torch.OutOfMemoryError is matched by its name, because torch must not be imported for it.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return "out of memory; use smaller resolutions, a smaller --max-batch-size or another --dtype", 1
+    if isinstance(error, OSError) and error.errno is not None:
+        return _describe_os_error(error), 1
+    return None
+
+
+_OS_ERRORS = {
+    errno.ENOSPC: "disk full",
+    errno.EDQUOT: "disk quota used up",
+    errno.EACCES: "no permission",
+    errno.EPERM: "no permission",
+    errno.EROFS: "the file system is read-only",
+    errno.ENOENT: "no such file or folder",
+    errno.EISDIR: "is a folder, not a file",
+    errno.ENOTDIR: "is not a folder",
+    errno.EEXIST: "exists already",
+}
+
+
+def _describe_os_error(error: OSError) -> str:
+    assert error.errno is not None
+    reason = _OS_ERRORS.get(error.errno, (error.strerror or os.strerror(error.errno)).lower())
+    files = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
+    return ": ".join([reason, *files])
+
+
+def _report(error: BaseException) -> int:
+    """Print an error on stderr and return the exit code. Only what is unknown, a bug, shows where it came from."""
+    known = describe_error(error)
+    if known is None or os.environ.get("PSCTL_DEBUG", "0") not in ("", "0"):
+        traceback.print_exception(error)
+    message, code = known or (f"{type(error).__name__}: {error} (this is a bug in psctl; please report it)", 1)
+    print("Error:", " ".join(message.split()), file=sys.stderr)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        # Whatever stdout still holds would fail again at exit, with a traceback.
+        _discard_stdout()
+    return code
+
+
+def _discard_stdout() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

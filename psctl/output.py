@@ -1,0 +1,140 @@
+"""The one object that prints: results to stdout; notes, warnings and progress to stderr."""
+
+import dataclasses
+import json as jsonlib
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from datetime import date
+from enum import Enum
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.progress import Progress, ProgressColumn
+
+# A pipe has no width; 80 columns would cut the cells of wide tables in what people grep.
+_PIPE_WIDTH = 160
+
+
+class Output:
+    """Prints the results and the progress of one command.
+
+    Args:
+        json: print results as JSON instead of for people.
+        quiet: print no notes and no progress; results, warnings and errors still show.
+    """
+
+    def __init__(self, *, json: bool = False, quiet: bool = False) -> None:
+        self.is_json = json
+        self.is_quiet = quiet
+
+    def data(
+        self,
+        payload: Any,
+        *,
+        table: "RenderableType | Callable[[], RenderableType] | None" = None,
+    ) -> None:
+        """Print a result on stdout.
+
+        Args:
+            payload: what `--json` prints: mappings, sequences, dataclasses, paths, numbers (numpy's too). NaN and
+                infinity become null, which JSON has no word for.
+            table: what people see: something rich can print, or a function that makes it. Without it, a mapping is
+                printed as lines of `name: value` and anything else as it is.
+        """
+        if self.is_json:
+            sys.stdout.write(jsonlib.dumps(_plain(payload), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        elif table is not None:
+            self.stdout.print(table() if callable(table) else table)
+        elif isinstance(payload, Mapping):
+            for name, value in payload.items():
+                sys.stdout.write(f"{name}: {value}\n")
+        else:
+            sys.stdout.write(f"{payload}\n")
+        # Flushed here, so that a full disk or a closed pipe is met while the error table can still report it.
+        sys.stdout.flush()
+
+    def note(self, message: str) -> None:
+        """Tell on stderr what happens or what to do next; `--quiet` hides it."""
+        if not self.is_quiet:
+            self.stderr.print(message, markup=False, highlight=False, soft_wrap=True)
+
+    def warn(self, message: str) -> None:
+        """Warn on stderr about something that the user should know; shown under `--quiet` too."""
+        self.stderr.print(f"Warning: {message}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+    def progress(self, *columns: "str | ProgressColumn") -> "Progress":
+        """Return a rich Progress to be used as a context manager.
+
+        It draws on stderr if that is a terminal and `--quiet` is not given; otherwise its methods do nothing. Notes and
+        warnings given meanwhile appear above it.
+
+            with out.progress() as progress:
+                task = progress.add_task("images", total=8)
+                progress.advance(task)
+        """
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        shown = columns or (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        return Progress(
+            *shown, console=self.stderr, transient=True, disable=self.is_quiet or not self.stderr.is_terminal
+        )
+
+    def status(self, message: str) -> AbstractContextManager[Any]:
+        """Return a context manager that shows `message` while something of unknown length runs.
+
+        On a terminal it is a spinner on stderr, otherwise a note.
+        """
+        if not self.is_quiet and self.stderr.is_terminal:
+            return self.stderr.status(message)
+        self.note(message)
+        return _Nothing()
+
+    @cached_property
+    def stdout(self) -> "Console":
+        """rich console of results."""
+        from rich.console import Console
+
+        is_pipe = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+        return Console(file=sys.stdout, width=_PIPE_WIDTH if is_pipe else None)
+
+    @cached_property
+    def stderr(self) -> "Console":
+        """rich console of everything that is not a result."""
+        from rich.console import Console
+
+        return Console(file=sys.stderr)
+
+
+class _Nothing(AbstractContextManager[None]):
+    def __exit__(self, *details: object) -> None:
+        return None
+
+
+def _plain(value: Any) -> Any:
+    """Turn a payload into what JSON knows."""
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, date):
+        return value.isoformat()
+    # numpy arrays and scalars, and torch tensors, without importing either.
+    to_list = getattr(value, "tolist", None)
+    if callable(to_list):
+        return _plain(to_list())
+    raise TypeError(f"cannot print {type(value).__name__} as JSON")

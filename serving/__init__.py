@@ -1,0 +1,4 @@
+"""Requests, models, samplers, policies, the three-stage engine (prepare, denoise, postprocess) and trace replay.
+
+Policies, the request life cycle and the metrics import no torch, so that a simulator can run them on a virtual clock.
+"""

@@ -1,0 +1,167 @@
+"""The served model: one diffusers pipeline, taken apart into what the three stages need.
+
+`ServedModel` owns no copied model code. It calls the pipeline's own text encoders, denoising model, scheduler and
+autoencoder, in the order in which the pipeline calls them, but for one request at a time (prepare, decode) or for
+any number of requests of one resolution (predict). Latents and images equal those of the plain pipeline called with
+the same prompt, size, steps, guidance scale and `torch.Generator("cpu").manual_seed(seed)`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..data.errors import UsageError
+from ..data.requests import Request
+from ..data.resolution import Resolution
+from .defaults import ModelDefaults
+from .families import Family, build_family
+from .samplers import PerRequestSampler, Sampler, SamplerState
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(slots=True)
+class PreparedRequest:
+    """A request between its prepare and postprocess stages.
+
+    Attributes:
+        request: what was asked for.
+        latents: current latents, (1, channels, height / 8, width / 8), in the model's dtype.
+        conditioning: the family's tensors; 2 rows (unconditional, conditional) if `is_guided`, else 1.
+        state: the request's own place in its denoising schedule.
+        is_guided: whether classifier-free guidance is applied.
+    """
+
+    request: Request
+    latents: torch.Tensor
+    conditioning: dict[str, torch.Tensor]
+    state: SamplerState
+    is_guided: bool
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that the request takes in a forward pass."""
+        return 2 if self.is_guided else 1
+
+
+class ServedModel:
+    """One loaded model, ready to be driven by the engine.
+
+    `prepare`, `predict`/`advance` and `decode` use disjoint parts of the pipeline (text encoders, denoising model,
+    autoencoder), so three threads may call them at the same time, but no two threads the same one.
+
+    Args:
+        pipe: a diffusers pipeline of a supported class, already on its device and in its dtype.
+        name: what the user called the model; used for tables and reports.
+        fingerprint: changes when the model's files change; part of the key of cached measurements.
+        defaults: steps, guidance scale and resolutions that suit the model.
+    """
+
+    def __init__(self, pipe: Any, *, name: str, fingerprint: str = "", defaults: ModelDefaults | None = None) -> None:
+        self.pipe = pipe
+        self.name = name
+        self.fingerprint = fingerprint
+        self.defaults = defaults or ModelDefaults()
+        self.family: Family = build_family(pipe, max_sequence_length=self.defaults.max_sequence_length)
+        self.sampler: Sampler = PerRequestSampler(pipe.scheduler, pass_step_kwargs=self.family.pass_step_kwargs)
+        denoiser = pipe.unet if hasattr(pipe, "unet") else pipe.transformer
+        self.device: torch.device = denoiser.device
+        self.dtype: torch.dtype = denoiser.dtype
+        self._known_schedules: set[tuple[int, Resolution]] = set()
+
+    @property
+    def default_resolution(self) -> Resolution:
+        """The size that the plain pipeline draws when none is given: its training size, square."""
+        side = self.pipe.default_sample_size * self.pipe.vae_scale_factor
+        return Resolution(side, side)
+
+    def check_resolution(self, resolution: Resolution) -> None:
+        """Raise UsageError if the model cannot draw this resolution; the message names the allowed multiple."""
+        multiple, largest = self.family.size_multiple, self.family.max_side
+        if resolution.width % multiple or resolution.height % multiple:
+            raise UsageError(
+                f"resolution {resolution.width}x{resolution.height}: "
+                f"width and height must be multiples of {multiple} pixels for {self.name}"
+            )
+        if largest is not None and max(resolution) > largest:
+            raise UsageError(
+                f"resolution {resolution.width}x{resolution.height}: "
+                f"width and height may be at most {largest} pixels for {self.name}"
+            )
+
+    def check_request(self, request: Request) -> None:
+        """Raise UsageError if the model cannot serve the request (its resolution or number of steps)."""
+        self.check_resolution(request.resolution)
+        schedule = (request.num_inference_steps, request.resolution)
+        if schedule in self._known_schedules:
+            return
+        try:
+            self._start_schedule(request, generator=None)
+        except (ValueError, IndexError, RuntimeError) as error:
+            scheduler = type(self.pipe.scheduler).__name__
+            raise UsageError(f"{scheduler} cannot take {request.num_inference_steps} steps: {error}") from error
+        self._known_schedules.add(schedule)
+
+    def _start_schedule(self, request: Request, generator: torch.Generator | None) -> SamplerState:
+        return self.sampler.start(
+            request.num_inference_steps,
+            device=self.device,
+            generator=generator,
+            schedule_kwargs=self.family.schedule_kwargs(request.resolution),
+        )
+
+    @torch.inference_mode()
+    def prepare(self, request: Request) -> PreparedRequest:
+        """Encode the text, set the schedule and draw the first latents from the request's own generator.
+
+        The latents are drawn on the CPU whatever the device, so that a seed means the same image everywhere.
+        """
+        is_guided = self.family.uses_guidance(request.guidance_scale)
+        conditioning = self.family.condition(request, is_guided=is_guided)
+        generator = torch.Generator("cpu").manual_seed(request.seed)
+        state = self._start_schedule(request, generator)
+        latents = self.family.initial_latents(request.resolution, generator, conditioning["text"].dtype, state)
+        if self.device.type == "cuda":
+            # The denoise loop works on another stream: hand over finished tensors only.
+            torch.cuda.current_stream(self.device).synchronize()
+        return PreparedRequest(request, latents, conditioning, state, is_guided)
+
+    @torch.inference_mode()
+    def predict(self, batch: Sequence[PreparedRequest]) -> list[torch.Tensor]:
+        """Run the denoising model once for requests of one resolution, each at its own timestep.
+
+        Returns:
+            The guided prediction of every request, each (1, channels, height / 8, width / 8).
+        """
+        states = [prepared.state for prepared in batch]
+        rows = [prepared.num_rows for prepared in batch]
+        inputs = self.sampler.model_input(states, [prepared.latents for prepared in batch])
+        latents = torch.cat([part.expand(count, -1, -1, -1) for part, count in zip(inputs, rows, strict=True)])
+        timesteps = self.sampler.timesteps(states)
+        timesteps = timesteps.repeat_interleave(torch.tensor(rows, device=timesteps.device), output_size=sum(rows))
+        conditioning = {
+            key: torch.cat([prepared.conditioning[key] for prepared in batch]) for key in batch[0].conditioning
+        }
+        predictions = self.family.predict(latents, timesteps, conditioning).split(rows)
+        return [_guide(prepared, part) for prepared, part in zip(batch, predictions, strict=True)]
+
+    @torch.inference_mode()
+    def advance(self, prepared: PreparedRequest, prediction: torch.Tensor) -> None:
+        """Take one denoising step: replace the request's latents and move its state on."""
+        prepared.latents = self.sampler.update(prepared.state, prediction, prepared.latents)
+
+    @torch.inference_mode()
+    def decode(self, latents: torch.Tensor) -> "Image":
+        """Turn the final latents of one request into its image."""
+        return self.family.decode(latents)[0]
+
+
+def _guide(prepared: PreparedRequest, rows: torch.Tensor) -> torch.Tensor:
+    """Combine the unconditional and conditional rows of one request (classifier-free guidance)."""
+    if not prepared.is_guided:
+        return rows
+    unconditional, conditional = rows.chunk(2)
+    return unconditional + prepared.request.guidance_scale * (conditional - unconditional)

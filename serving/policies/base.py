@@ -1,0 +1,116 @@
+"""What a policy is: which waiting requests join the denoise batch now, which are given up, and which go on waiting."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from ...data.resolution import Resolution
+from ..lifecycle import RequestView
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a policy decided; whoever is named in neither field goes on waiting.
+
+    Attributes:
+        admit: ids of waiting requests that join the active queue, in the order in which they join.
+        drop: `(id, reason)` of waiting requests that are discarded; the reason is shown to the user.
+    """
+
+    admit: tuple[int, ...] = ()
+    drop: tuple[tuple[int, str], ...] = ()
+
+
+class StepLatencyPredictor(Protocol):
+    """Says how long one denoising step of a batch takes (PatchedServe section 6, "Schedule Predictor")."""
+
+    def step_latency_s(self, active: Sequence[Resolution]) -> float:
+        """Seconds of one step over one image of each resolution in `active` (with repeats, in any order)."""
+        ...
+
+
+class Policy(Protocol):
+    """Decides before every denoising step. The engine and the simulator call the same objects.
+
+    A policy is a pure function of its arguments: it keeps no state between calls, reads no clock, draws no random
+    number and changes nothing that it is given, so the same arguments always give the same decision.
+
+    Attributes:
+        name: what the user calls it (`--policy`).
+        requires_one_resolution: whether all active requests always have one resolution and one number of steps.
+    """
+
+    name: ClassVar[str]
+    requires_one_resolution: ClassVar[bool]
+
+    def decide(
+        self,
+        now_s: float,
+        waiting: Sequence[RequestView],
+        active: Sequence[RequestView],
+        max_batch_size: int,
+        predictor: StepLatencyPredictor | None = None,
+    ) -> Decision:
+        """Choose who joins and who is dropped before the next step.
+
+        Called whenever a step has ended, and when a request becomes ready while nothing is active. It must admit
+        somebody when nothing is active and not all of `waiting` are dropped; otherwise the engine would stand still.
+
+        Args:
+            now_s: the time, in seconds from the start of the trace, on the same clock as `arrival_s` and `deadline_s`.
+            waiting: requests that are prepared and may join, in order of arrival (equal arrivals: by id).
+            active: requests in the running batch, in the order in which they joined.
+            max_batch_size: largest number of active requests, at least 1 and never below `len(active)`.
+            predictor: step latencies for policies that look ahead; the others ignore it.
+
+        Returns:
+            A decision that `check_decision` accepts: only waiting requests are named, each once, and no more are
+            admitted than there is room for.
+        """
+        ...
+
+
+def free_places(active: Sequence[RequestView], max_batch_size: int) -> int:
+    """Number of requests that may still join.
+
+    Raises:
+        ValueError: `max_batch_size` is below 1 or below the number of active requests.
+    """
+    if max_batch_size < 1:
+        raise ValueError(f"max_batch_size is {max_batch_size}, but it must be at least 1")
+    if len(active) > max_batch_size:
+        raise ValueError(f"{len(active)} requests are active, but max_batch_size is {max_batch_size}")
+    return max_batch_size - len(active)
+
+
+def check_decision(
+    decision: Decision,
+    waiting: Sequence[RequestView],
+    active: Sequence[RequestView],
+    max_batch_size: int,
+    *,
+    requires_one_resolution: bool = False,
+) -> None:
+    """Check a decision against the contract of `Policy.decide` (and of `Policy.requires_one_resolution`, if given).
+
+    Raises:
+        RuntimeError: the policy broke its contract. That is a fault of ours, never of the user.
+    """
+    views = {view.request_id: view for view in waiting}
+    dropped = [request_id for request_id, _ in decision.drop]
+    named = [*decision.admit, *dropped]
+    unknown = [request_id for request_id in named if request_id not in views]
+    if unknown:
+        raise RuntimeError(f"policy named requests {unknown}, which are not waiting")
+    if len(set(named)) < len(named):
+        raise RuntimeError(f"policy named a request twice: admitted {list(decision.admit)}, dropped {dropped}")
+    if len(active) + len(decision.admit) > max_batch_size:
+        raise RuntimeError(
+            f"policy admitted {len(decision.admit)} requests to {len(active)} active ones, "
+            f"but max_batch_size is {max_batch_size}"
+        )
+    if waiting and not active and not decision.admit and len(dropped) < len(waiting):
+        raise RuntimeError(f"policy admitted none of {len(waiting)} waiting requests although nothing is active")
+    batch = [*active, *(views[request_id] for request_id in decision.admit)]
+    if requires_one_resolution and len({(view.resolution, view.num_steps) for view in batch}) > 1:
+        raise RuntimeError("policy mixed resolutions or numbers of steps, but it requires one of each")

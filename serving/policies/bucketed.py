@@ -1,0 +1,30 @@
+"""Same-resolution continuous batching: iteration-level scheduling as in ORCA, the strong baseline without patches."""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from ..lifecycle import RequestView
+from .base import Decision, StepLatencyPredictor, free_places
+
+
+class BucketedPolicy:
+    """Fills every free place in order of arrival, at any step. Never drops.
+
+    Resolutions may mix in the active queue; the plain engine then runs one forward pass for each resolution (bucket)
+    in every iteration. Places are given strictly by arrival, so nobody is overtaken and nobody starves.
+    """
+
+    name: ClassVar[str] = "bucketed"
+    requires_one_resolution: ClassVar[bool] = False
+
+    def decide(
+        self,
+        now_s: float,
+        waiting: Sequence[RequestView],
+        active: Sequence[RequestView],
+        max_batch_size: int,
+        predictor: StepLatencyPredictor | None = None,
+    ) -> Decision:
+        """See `Policy.decide`."""
+        num_free = free_places(active, max_batch_size)
+        return Decision(admit=tuple(view.request_id for view in waiting[:num_free]))

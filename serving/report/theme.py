@@ -1,0 +1,108 @@
+"""Colours and the look of all axes. Each plot is drawn once in light and once in dark colours."""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from matplotlib import colormaps
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+
+DOTS_PER_INCH = 150
+
+
+@dataclass(frozen=True, slots=True)
+class Theme:
+    """Colours of one scheme; `series` is handed out to resolutions from the smallest to the largest."""
+
+    name: str
+    background: str
+    ink: str
+    muted: str
+    grid: str
+    good: str
+    bad: str
+    series: tuple[str, ...]
+
+
+# Neighbours differ in lightness as well as in hue, so that they stay apart for colour-blind eyes and in grey print.
+LIGHT = Theme(
+    name="light",
+    background="#ffffff",
+    ink="#1c2230",
+    muted="#667085",
+    grid="#e6e9ef",
+    good="#2e9e73",
+    bad="#d1495b",
+    series=("#2f6fde", "#f0913a", "#1f9e89", "#8e5bd0", "#d1495b", "#7fb800", "#0fb5d6", "#a0703c"),
+)
+DARK = Theme(
+    name="dark",
+    background="#161b26",
+    ink="#e7ebf3",
+    muted="#98a2b5",
+    grid="#2b3345",
+    good="#4cc596",
+    bad="#f07184",
+    series=("#6ea2ff", "#ffb066", "#4fd0b8", "#b891f2", "#f07184", "#b2dc4a", "#5cd6f0", "#d3a877"),
+)
+
+
+def series_colours(labels: Sequence[str], theme: Theme) -> dict[str, str]:
+    """One colour per label, in order; past the fixed ones, evenly spaced colours of a map."""
+    if len(labels) <= len(theme.series):
+        return dict(zip(labels, theme.series, strict=False))
+    colours = colormaps["turbo"]
+    return {label: to_hex(colours((i + 0.5) / len(labels))) for i, label in enumerate(labels)}
+
+
+def new_figure(width_in: float, height_in: float, theme: Theme) -> Figure:
+    """An empty figure in the theme's background colour; no pyplot, so nobody has to close it."""
+    return Figure(figsize=(width_in, height_in), dpi=DOTS_PER_INCH, layout="constrained", facecolor=theme.background)
+
+
+def style_axes(
+    ax: Axes, theme: Theme, *, title: str, x_label: str, y_label: str, grid_axis: Literal["x", "y", "both"] = "y"
+) -> None:
+    """Title, labels and the common look: no box, light grid behind the data, room between ticks and labels."""
+    ax.set_facecolor(theme.background)
+    ax.set_title(title, loc="left", color=theme.ink, fontsize=11, fontweight="bold", pad=10)
+    ax.set_xlabel(x_label, color=theme.muted, fontsize=9)
+    ax.set_ylabel(y_label, color=theme.muted, fontsize=9)
+    ax.tick_params(colors=theme.muted, labelsize=8.5, length=0, pad=5)
+    for side, spine in ax.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(theme.muted)
+        spine.set_linewidth(0.8)
+    ax.set_axisbelow(True)
+    ax.grid(visible=True, axis=grid_axis, color=theme.grid, linewidth=0.8)
+
+
+def add_legend(ax: Axes, theme: Theme, *, handles: Sequence[Artist] | None = None, ncols: int = 4) -> None:
+    """A legend without a box above the right end of the axes; of the labelled artists, if none are given."""
+    handles = ax.get_legend_handles_labels()[0] if handles is None else handles
+    if not handles:
+        return
+    ax.legend(
+        handles=handles,
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.0),
+        borderaxespad=0.35,
+        ncols=min(len(handles), ncols),
+        frameon=False,
+        fontsize=8.5,
+        labelcolor=theme.ink,
+        handlelength=1.1,
+        handletextpad=0.5,
+        columnspacing=1.1,
+    )
+
+
+def to_png(figure: Figure) -> bytes:
+    """The figure as PNG; the same figure gives the same bytes."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", facecolor=figure.get_facecolor(), metadata={"Software": None})
+    return buffer.getvalue()

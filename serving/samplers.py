@@ -1,0 +1,122 @@
+"""Samplers: advance the latents of a batch by one denoising step, every request at its own timestep.
+
+diffusers' schedulers are written for one image at a time: they hold a step index and, for multistep methods, earlier
+model outputs. `PerRequestSampler` therefore gives each request its own copy of the model's scheduler and calls that
+copy, which is exact for every scheduler that the pipeline accepts. The methods take whole batches, so that a sampler
+which updates all requests at once can take its place (PatchedServe section 7, "re-organize the common components of
+the sampler").
+"""
+
+import copy
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(slots=True)
+class SamplerState:
+    """Where one request stands in its own denoising schedule.
+
+    Attributes:
+        scheduler: the request's own diffusers scheduler, with its timesteps set.
+        timesteps: all timesteps of the request, in the order they are visited; shape (num_steps,).
+        step_kwargs: further arguments of the scheduler's `step` (`eta`, `generator`), as the pipeline gives them.
+        steps_done: number of finished steps; `timesteps[steps_done]` is the next one.
+    """
+
+    scheduler: Any
+    timesteps: torch.Tensor
+    step_kwargs: dict[str, Any] = field(default_factory=dict)
+    steps_done: int = 0
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.timesteps)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.steps_done >= len(self.timesteps)
+
+
+class Sampler(Protocol):
+    """What the denoise stage asks of a sampler."""
+
+    def start(
+        self,
+        num_inference_steps: int,
+        *,
+        device: torch.device,
+        generator: torch.Generator | None = None,
+        schedule_kwargs: dict[str, Any] | None = None,
+    ) -> SamplerState:
+        """Return the state of a new request, before its first step. Raises ValueError if the schedule is impossible."""
+        ...
+
+    def model_input(self, states: Sequence[SamplerState], latents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what the model sees of each request's latents, each (1, channels, height, width)."""
+        ...
+
+    def timesteps(self, states: Sequence[SamplerState]) -> torch.Tensor:
+        """Return the current timestep of every request, shape (len(states),)."""
+        ...
+
+    def update(self, state: SamplerState, prediction: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
+        """Return the request's latents after the step and advance `state`."""
+        ...
+
+
+class PerRequestSampler:
+    """Runs `scheduler.step` of each request's own scheduler copy; exact, one small update per request.
+
+    Args:
+        scheduler: the pipeline's scheduler; it is copied and never changed.
+        pass_step_kwargs: whether `step` gets `generator` and `eta` where it accepts them (SDXL's pipeline passes
+            them, SD3's does not).
+    """
+
+    def __init__(self, scheduler: Any, *, pass_step_kwargs: bool) -> None:
+        self._scheduler = scheduler
+        accepted = inspect.signature(scheduler.step).parameters if pass_step_kwargs else {}
+        self._accepts_generator = "generator" in accepted
+        self._accepts_eta = "eta" in accepted
+
+    def start(
+        self,
+        num_inference_steps: int,
+        *,
+        device: torch.device,
+        generator: torch.Generator | None = None,
+        schedule_kwargs: dict[str, Any] | None = None,
+    ) -> SamplerState:
+        scheduler = copy.deepcopy(self._scheduler)
+        scheduler.set_timesteps(num_inference_steps, device=device, **(schedule_kwargs or {}))
+        if hasattr(scheduler, "set_begin_index"):
+            # Saves a search for the first timestep, which on CUDA would wait for the device.
+            scheduler.set_begin_index(0)
+        step_kwargs: dict[str, Any] = {}
+        if self._accepts_eta:
+            step_kwargs["eta"] = 0.0
+        if self._accepts_generator:
+            step_kwargs["generator"] = generator
+        return SamplerState(scheduler, scheduler.timesteps, step_kwargs)
+
+    def model_input(self, states: Sequence[SamplerState], latents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        # Flow-match schedulers have no `scale_model_input`: the model sees the latents themselves.
+        return [
+            state.scheduler.scale_model_input(latent, state.timesteps[state.steps_done])
+            if hasattr(state.scheduler, "scale_model_input")
+            else latent
+            for state, latent in zip(states, latents, strict=True)
+        ]
+
+    def timesteps(self, states: Sequence[SamplerState]) -> torch.Tensor:
+        return torch.stack([state.timesteps[state.steps_done] for state in states])
+
+    def update(self, state: SamplerState, prediction: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
+        timestep = state.timesteps[state.steps_done]
+        updated = state.scheduler.step(prediction, timestep, latents, **state.step_kwargs, return_dict=False)[0]
+        state.steps_done += 1
+        return updated

@@ -1,0 +1,158 @@
+"""Tiny diffusers pipelines with random weights, built in code: the real architectures at a size for tests."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+
+_TEXT_POSITIONS = 16
+_UNET: dict[str, Any] = {
+    "block_out_channels": (16, 32, 32),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "layers_per_block": 1,
+    "attention_head_dim": (1, 2, 2),
+    "cross_attention_dim": 64,
+    "norm_num_groups": 8,
+    "sample_size": 8,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 8,
+    "projection_class_embeddings_input_dim": 6 * 8 + 32,
+    "use_linear_projection": True,
+}
+
+
+def tiny_tokenizer() -> CLIPTokenizer:
+    """Return a CLIP tokenizer that knows single letters, digits and signs only."""
+    letters = [chr(code) for code in range(33, 127)]
+    words = ["<|startoftext|>", "<|endoftext|>", *letters, *(f"{letter}</w>" for letter in letters)]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    return CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=_TEXT_POSITIONS)
+
+
+def _text_config() -> CLIPTextConfig:
+    return CLIPTextConfig(
+        vocab_size=190,
+        hidden_size=32,
+        intermediate_size=48,
+        projection_dim=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=_TEXT_POSITIONS,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+    )
+
+
+def _autoencoder(**config: Any) -> AutoencoderKL:
+    config |= {
+        "block_out_channels": (8, 8, 16, 16),
+        "down_block_types": ("DownEncoderBlock2D",) * 4,
+        "up_block_types": ("UpDecoderBlock2D",) * 4,
+        "latent_channels": 4,
+        "norm_num_groups": 4,
+        "sample_size": 64,
+    }
+    return AutoencoderKL(**config)
+
+
+def tiny_sdxl(seed: int = 0) -> StableDiffusionXLPipeline:
+    """Return SDXL's architecture, small: two text encoders, three down blocks, 8x autoencoder, Euler."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        unet = UNet2DConditionModel(**_UNET)
+        scheduler: Any = EulerDiscreteScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
+        return StableDiffusionXLPipeline(
+            vae=_autoencoder(scaling_factor=0.5),
+            text_encoder=CLIPTextModel(_text_config()),
+            text_encoder_2=CLIPTextModelWithProjection(_text_config()),
+            tokenizer=tiny_tokenizer(),
+            tokenizer_2=tiny_tokenizer(),
+            unet=unet,
+            scheduler=scheduler,
+            add_watermarker=False,
+        )
+
+
+def tiny_sd3(seed: int = 0, **scheduler: Any) -> StableDiffusion3Pipeline:
+    """Return SD3's architecture, small: two CLIP encoders, no T5, two joint blocks, flow-match Euler."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformer = SD3Transformer2DModel(
+            sample_size=8,
+            patch_size=2,
+            in_channels=4,
+            out_channels=4,
+            num_layers=2,
+            attention_head_dim=8,
+            num_attention_heads=4,
+            joint_attention_dim=64,
+            caption_projection_dim=32,
+            pooled_projection_dim=64,
+            pos_embed_max_size=12,
+        )
+        no_t5: dict[str, Any] = {"text_encoder_3": None, "tokenizer_3": None}
+        return StableDiffusion3Pipeline(
+            transformer=transformer,
+            scheduler=FlowMatchEulerDiscreteScheduler(**{"shift": 1.5, **scheduler}),
+            vae=_autoencoder(scaling_factor=0.7, shift_factor=0.1),
+            text_encoder=CLIPTextModelWithProjection(_text_config()),
+            tokenizer=tiny_tokenizer(),
+            text_encoder_2=CLIPTextModelWithProjection(_text_config()),
+            tokenizer_2=tiny_tokenizer(),
+            **no_t5,
+        )
+
+
+def save_tiny(directory: Path, pipe: Any, **defaults: Any) -> Path:
+    """Save a pipeline as a plain diffusers directory, with `psctl.json` if defaults are given."""
+    pipe.save_pretrained(directory)
+    if defaults:
+        (directory / "psctl.json").write_text(json.dumps(defaults))
+    return directory
+
+
+def plain_latents(pipe: Any, request: Any) -> torch.Tensor:
+    """Return what the plain pipeline gives for one request alone: its final latents."""
+    return _plain(pipe, request, "latent")
+
+
+def plain_image(pipe: Any, request: Any) -> Any:
+    """Return what the plain pipeline gives for one request alone: its PIL image."""
+    return _plain(pipe, request, "pil")
+
+
+def _plain(pipe: Any, request: Any, output_type: str) -> Any:
+    pipe.set_progress_bar_config(disable=True)
+    return pipe(
+        prompt=request.prompt,
+        negative_prompt=request.negative_prompt,
+        width=request.resolution.width,
+        height=request.resolution.height,
+        num_inference_steps=request.num_inference_steps,
+        guidance_scale=request.guidance_scale,
+        generator=torch.Generator("cpu").manual_seed(request.seed),
+        output_type=output_type,
+    ).images[0]
+
+
+def largest_error(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """Return the largest absolute difference over pairs of tensors, each pair of the same shape."""
+    errors = []
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape, f"{tuple(one.shape)} against {tuple(other.shape)}"
+        errors.append(float((one.float() - other.float()).abs().max()))
+    return max(errors)

@@ -1,0 +1,281 @@
+"""The engine: stages, failures, drops, Ctrl-C, threads. Whether the images are right is in test_engine_exact."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from PIL import Image
+
+from patchedserve.data.errors import UsageError
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.serving.engine import Engine, RunResult
+from patchedserve.serving.lifecycle import RequestView
+from patchedserve.serving.model import PreparedRequest, ServedModel
+from patchedserve.serving.policies import Decision, get_policy
+from patchedserve.serving.stages import denoise_step, group_by_resolution
+
+from .helpers import largest_error, plain_latents, tiny_sd3, tiny_sdxl
+
+SMALL, LARGE = Resolution(32, 32), Resolution(64, 32)
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Any:
+    return tiny_sdxl()
+
+
+@pytest.fixture
+def model(pipe: Any) -> ServedModel:
+    return ServedModel(pipe, name="tiny")
+
+
+def requests_of(count: int, steps: int = 3) -> list[Request]:
+    return [Request(i, f"prompt {i}", (SMALL, LARGE)[i % 2], steps, seed=i) for i in range(count)]
+
+
+def serve(model: ServedModel, requests: Sequence[Request], policy: Any = None, **options: Any) -> RunResult:
+    engine = Engine(model, policy or get_policy("bucketed"), **options)
+    for request in requests:
+        engine.submit(request)
+    engine.close()
+    return engine.run()
+
+
+def test_records_tell_the_story_in_order(model: ServedModel, tmp_path: Path) -> None:
+    finished: list[int] = []
+    result = serve(
+        model,
+        requests_of(4),
+        image_path=lambda request: tmp_path / "images" / f"{request.request_id}.png",
+        on_finish=lambda record: finished.append(record.request_id),
+    )
+    assert sorted(finished) == [0, 1, 2, 3]
+    assert not result.was_interrupted
+    for record in result.records:
+        assert record.status == "completed"
+        times = (
+            record.arrival_s,
+            record.prepare_start_s,
+            record.prepare_end_s,
+            record.admitted_s,
+            record.denoise_end_s,
+            record.finish_s,
+        )
+        assert all(time_s is not None for time_s in times)
+        assert list(times) == sorted(times)  # type: ignore[type-var]
+        assert record.image_path is not None
+        assert Image.open(record.image_path).size == record.resolution
+    assert result.duration_s == max(record.finish_s or 0 for record in result.records)
+    assert [file.name for file in sorted((tmp_path / "images").iterdir())] == ["0.png", "1.png", "2.png", "3.png"]
+
+
+def test_steps_count_every_request_step(model: ServedModel) -> None:
+    requests = [Request(0, "a", SMALL, 5), Request(1, "b", LARGE, 2), Request(2, "c", SMALL, 3)]
+    result = serve(model, requests)
+    assert [row.step for row in result.steps] == list(range(len(result.steps)))
+    assert sum(row.active for row in result.steps) == 5 + 2 + 3
+    assert sum(row.resolutions.get("32x32", 0) for row in result.steps) == 5 + 3
+    assert sum(row.resolutions.get("64x32", 0) for row in result.steps) == 2
+    assert all(after.start_s >= row.start_s + row.duration_s for row, after in pairwise(result.steps))
+
+
+def test_requests_may_come_while_it_runs(model: ServedModel) -> None:
+    engine = Engine(model, get_policy("bucketed"))
+    engine.submit(Request(0, "first", SMALL, 3))
+
+    def submit_later() -> None:
+        time.sleep(0.3)
+        engine.submit(Request(1, "second", SMALL, 3, arrival_s=0.3))
+        engine.close()
+
+    thread = threading.Thread(target=submit_later)
+    thread.start()
+    cpu_before = time.thread_time()
+    result = engine.run()
+    thread.join()
+    assert [record.status for record in result.records] == ["completed", "completed"]
+    idle_s = (result.records[1].prepare_start_s or 0) - (result.records[0].finish_s or 0)
+    # The loop sleeps while it has nothing to do: it may not have used the processor all the time.
+    assert time.thread_time() - cpu_before < result.duration_s - idle_s / 2
+
+
+class _FailingModel(ServedModel):
+    """The real model, but requests whose prompt says so fail in the stage that it names."""
+
+    def prepare(self, request: Request) -> PreparedRequest:
+        if request.prompt == "fail in prepare":
+            raise RuntimeError("no words for it\nsecond line")
+        prepared = super().prepare(request)
+        if request.prompt == "not finite":
+            prepared.latents = prepared.latents * float("nan")
+        return prepared
+
+    def predict(self, batch: Sequence[PreparedRequest]) -> list[torch.Tensor]:
+        if any(prepared.request.prompt == "fail in forward" for prepared in batch):
+            raise RuntimeError("forward failed")
+        return super().predict(batch)
+
+    def advance(self, prepared: PreparedRequest, prediction: torch.Tensor) -> None:
+        if prepared.request.prompt == "fail in step":
+            raise IndexError("step failed")
+        super().advance(prepared, prediction)
+
+    def decode(self, latents: torch.Tensor) -> Any:
+        if latents.shape[-1] == 12:
+            raise RuntimeError("decode failed")
+        return super().decode(latents)
+
+
+def test_one_failing_request_takes_down_no_other(pipe: Any) -> None:
+    good = [Request(i, f"good {i}", SMALL, 4, seed=i) for i in range(2)]
+    bad = {
+        10: ("fail in prepare", SMALL, "preparing: RuntimeError: no words for it"),
+        11: ("not finite", SMALL, "denoising: latents are not finite"),
+        12: ("fail in forward", SMALL, "denoising: RuntimeError: forward failed"),
+        13: ("fail in step", SMALL, "denoising: IndexError: step failed"),
+        14: ("decode", Resolution(96, 32), "postprocessing: RuntimeError: decode failed"),
+    }
+    requests = [*good, *(Request(i, prompt, size, 3) for i, (prompt, size, _) in bad.items())]
+    result = serve(_FailingModel(pipe, name="tiny"), requests, keep_latents=True)
+    assert sorted(result.latents) == [0, 1]
+    found = [result.latents[request.request_id][0] for request in good]
+    assert largest_error(found, [plain_latents(pipe, request) for request in good]) < 1e-3
+    for record in result.records:
+        if record.request_id in bad:
+            assert record.status == "failed"
+            assert (record.reason or "").startswith(bad[record.request_id][2])
+            assert "\n" not in (record.reason or "")
+        else:
+            assert record.status == "completed"
+
+
+def test_image_that_cannot_be_saved_fails_alone(model: ServedModel, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    folders = {0: tmp_path / "file" / "0.png", 1: tmp_path / "1.png"}
+    result = serve(model, requests_of(2), image_path=lambda request: folders[request.request_id])
+    assert [record.status for record in result.records] == ["failed", "completed"]
+    assert result.records[0].image_path is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.png", "file"]
+
+
+class _DropOdd:
+    name: ClassVar[str] = "drop-odd"
+    requires_one_resolution: ClassVar[bool] = False
+
+    def decide(
+        self, now_s: float, waiting: Sequence[RequestView], active: Sequence[RequestView], *_: Any, **__: Any
+    ) -> Decision:
+        return Decision(
+            admit=tuple(view.request_id for view in waiting if view.request_id % 2 == 0),
+            drop=tuple((view.request_id, "odd") for view in waiting if view.request_id % 2),
+        )
+
+
+def test_policy_may_drop(model: ServedModel) -> None:
+    result = serve(model, requests_of(5), _DropOdd())
+    assert [record.status for record in result.records] == ["completed", "discarded"] * 2 + ["completed"]
+    assert result.records[1].reason == "odd"
+
+
+def test_a_faulty_policy_ends_the_run_with_its_error(model: ServedModel) -> None:
+    class Faulty(_DropOdd):
+        def decide(self, *_: Any, **__: Any) -> Decision:
+            return Decision(admit=(99,))
+
+    with pytest.raises(RuntimeError, match="99"):
+        serve(model, requests_of(2), Faulty())
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("psctl-")]
+
+
+def test_a_faulty_callback_ends_the_run_with_its_error(model: ServedModel) -> None:
+    def fail(record: Any) -> None:
+        raise ZeroDivisionError("callback")
+
+    with pytest.raises(ZeroDivisionError):
+        serve(model, requests_of(1), on_finish=fail)
+
+
+def test_interrupt_keeps_what_is_finished(model: ServedModel, tmp_path: Path) -> None:
+    # Ctrl-C while the second request denoises: the first has its image, the second and third are cancelled.
+    engine = Engine(
+        model,
+        get_policy("fcfs"),
+        image_path=lambda request: tmp_path / f"{request.request_id}.png",
+        on_finish=lambda record: os.kill(os.getpid(), signal.SIGINT) if record.request_id == 0 else None,
+    )
+    for request in (Request(0, "a", SMALL, 2), Request(1, "b", SMALL, 900), Request(2, "c", SMALL, 2)):
+        engine.submit(request)
+    engine.close()
+    result = engine.run()
+    assert result.was_interrupted
+    assert [record.status for record in result.records] == ["completed", "cancelled", "cancelled"]
+    assert [path.name for path in tmp_path.iterdir()] == ["0.png"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("psctl-")]
+
+
+def test_stage_threads_leave_the_callers_threads_alone(model: ServedModel) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        serve(model, requests_of(2))
+        inherited: list[int] = []
+        thread = threading.Thread(target=lambda: inherited.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert torch.get_num_threads() == 2
+        assert inherited == [2]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_one_forward_pass_per_resolution(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = [model.prepare(request) for request in requests_of(5)]
+    assert [len(group) for group in group_by_resolution(prepared).values()] == [3, 2]
+    rows: list[int] = []
+    forward = model.family.predict
+
+    def counting(latents: torch.Tensor, *rest: Any) -> torch.Tensor:
+        rows.append(len(latents))
+        return forward(latents, *rest)
+
+    monkeypatch.setattr(model.family, "predict", counting)
+    assert denoise_step(model, prepared) == {}
+    assert rows == [6, 4]  # guided: two rows each
+
+
+def test_wrong_use(model: ServedModel) -> None:
+    with pytest.raises(UsageError, match="max batch size is 0"):
+        Engine(model, get_policy("fcfs"), max_batch_size=0)
+    engine = Engine(model, get_policy("fcfs"))
+    engine.submit(Request(0, "a", SMALL, 1))
+    with pytest.raises(UsageError, match="used twice"):
+        engine.submit(Request(0, "b", SMALL, 1))
+    engine.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.submit(Request(1, "c", SMALL, 1))
+    engine.run()
+    with pytest.raises(RuntimeError, match="runs once"):
+        engine.start()
+
+
+def test_requests_that_the_model_cannot_serve(model: ServedModel) -> None:
+    sd3 = ServedModel(tiny_sd3(), name="tiny-3")
+    with pytest.raises(UsageError, match=r"40x32: .*multiples of 16 pixels"):
+        sd3.check_request(Request(0, "a", Resolution(40, 32), 2))
+    with pytest.raises(UsageError, match=r"208x32: .*at most 192 pixels"):
+        sd3.check_request(Request(0, "a", Resolution(208, 32), 2))
+    model.check_request(Request(0, "a", Resolution(40, 32), 2))
+    from diffusers import DDIMScheduler
+
+    pipe = tiny_sdxl()
+    pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config)
+    with pytest.raises(UsageError, match="DDIMScheduler cannot take 1001 steps"):
+        ServedModel(pipe, name="ddim").check_request(Request(0, "a", SMALL, 1001))

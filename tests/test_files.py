@@ -1,0 +1,101 @@
+"""Files are complete or absent."""
+
+import errno
+import hashlib
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from patchedserve.data.files import atomic_write, sha256_of, write_bytes, write_json, write_text
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_file_appears_only_when_it_is_complete(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "a.json"
+    with atomic_write(target) as temporary:
+        assert temporary.parent == target.parent
+        assert temporary.suffix == ".json"
+        temporary.write_text("1")
+        assert not target.exists()
+    assert target.read_text() == "1"
+    assert names(target.parent) == ["a.json"]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt(), ValueError()])
+def test_error_leaves_the_old_file_and_nothing_else(tmp_path: Path, error: BaseException) -> None:
+    target = tmp_path / "a.txt"
+    target.write_text("old")
+
+    def write_half() -> None:
+        with atomic_write(target) as temporary:
+            temporary.write_text("half")
+            raise error
+
+    with pytest.raises(type(error)):
+        write_half()
+    assert target.read_text() == "old"
+    assert names(tmp_path) == ["a.txt"]
+
+
+def test_body_that_writes_nothing_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), atomic_write(tmp_path / "a.txt"):
+        pass
+    assert names(tmp_path) == []
+
+
+def test_permissions_stay(tmp_path: Path) -> None:
+    target = tmp_path / "secret"
+    target.write_text("old")
+    target.chmod(0o600)
+    write_text(target, "new")
+    assert stat.S_IMODE(target.stat().st_mode) == 0o600
+
+
+def test_new_file_has_the_usual_permissions(tmp_path: Path) -> None:
+    usual = tmp_path / "usual"
+    usual.write_text("")
+    write_text(tmp_path / "a", "")
+    assert (tmp_path / "a").stat().st_mode == usual.stat().st_mode
+
+
+def test_link_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").write_text("old")
+    (tmp_path / "link").symlink_to("real")
+    write_text(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_text() == "new"
+
+
+def test_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError):
+        write_text(tmp_path, "a")
+
+
+def test_pipe_is_written_into_and_stays_a_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_text(pipe, "through")
+        assert os.read(reader, 100) == b"through"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+
+
+def test_contents(tmp_path: Path) -> None:
+    write_bytes(tmp_path / "b", b"\x00\xff")
+    assert (tmp_path / "b").read_bytes() == b"\x00\xff"
+    write_text(tmp_path / "t", "é\r\n")
+    assert (tmp_path / "t").read_bytes() == b"\xc3\xa9\r\n"
+    write_json(tmp_path / "j.json", {"é": [1, 0.5]})
+    assert json.loads((tmp_path / "j.json").read_text(encoding="utf-8")) == {"é": [1, 0.5]}
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(tmp_path / "j.json", float("nan"))
+    assert sha256_of(tmp_path / "b") == hashlib.sha256(b"\x00\xff").hexdigest()

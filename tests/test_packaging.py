@@ -1,0 +1,100 @@
+"""The package list, the version, what is shipped, and how fast `psctl --help` answers."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import patchedserve
+
+NOT_PACKAGES = {"tests", "build", "dist", "psctl-workspace", "__pycache__"}
+
+
+@pytest.fixture(scope="module")
+def setuptools_config(repository: Path) -> dict[str, Any]:
+    return tomllib.loads((repository / "pyproject.toml").read_text())["tool"]["setuptools"]
+
+
+def _folder(repository: Path, package: str) -> Path:
+    return repository.joinpath(*package.split(".")[1:])
+
+
+def _code_folders(repository: Path) -> Iterator[Path]:
+    """Yield every folder of the checkout that holds Python files of the product."""
+    for folder, subfolders, files in os.walk(repository):
+        is_root = Path(folder) == repository
+        subfolders[:] = [
+            name
+            for name in subfolders
+            if not name.startswith(".") and not (is_root and name in NOT_PACKAGES) and not name.endswith(".egg-info")
+        ]
+        if any(name.endswith(".py") for name in files):
+            yield Path(folder)
+
+
+def test_every_code_folder_is_a_listed_package(repository: Path, setuptools_config: dict[str, Any]) -> None:
+    listed = {_folder(repository, package) for package in setuptools_config["packages"]}
+    assert set(_code_folders(repository)) == listed
+    assert all((folder / "__init__.py").is_file() for folder in listed)
+
+
+def test_every_data_file_of_a_package_is_shipped(repository: Path, setuptools_config: dict[str, Any]) -> None:
+    packages = {_folder(repository, package): package for package in setuptools_config["packages"]}
+    shipped: set[Path] = set()
+    for package, patterns in setuptools_config["package-data"].items():
+        for pattern in patterns:
+            shipped.update(path for path in _folder(repository, package).glob(pattern) if path.is_file())
+    present = {
+        path
+        for package in packages
+        if package != repository
+        for path in package.rglob("*")
+        if path.is_file() and path.suffix not in {".py", ".pyc"} and not path.name.startswith(".")
+    }
+    assert present - shipped == set()
+
+
+def test_version_is_the_one_of_the_installed_distribution() -> None:
+    assert metadata.version("psctl") == patchedserve.__version__
+
+
+def test_package_is_the_checkout(repository: Path) -> None:
+    assert patchedserve.__file__ is not None
+    assert Path(patchedserve.__file__).parent == repository
+
+
+def test_every_constraint_is_exact_and_torch_comes_first(repository: Path) -> None:
+    lines = [line for line in (repository / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    assert lines[0].startswith("torch==")
+    assert [line for line in lines if line.count("==") != 1] == []
+
+
+def _cpu_seconds(*command: str) -> float:
+    """Return the least CPU time of five runs; unlike the wall clock it does not count what other processes take."""
+    times: list[float] = []
+    for _ in range(5):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0
+        times.append(usage.ru_utime + usage.ru_stime)
+    return min(times)
+
+
+def test_help_answers_at_once(psctl_script: str) -> None:
+    assert _cpu_seconds(psctl_script, "--help") - _cpu_seconds(sys.executable, "-c", "pass") < 0.3
+
+
+@pytest.mark.parametrize("heavy", ["torch", "diffusers", "transformers", "pandas", "matplotlib", "click"])
+def test_help_does_not_import(heavy: str) -> None:
+    code = (
+        "import sys; from patchedserve.psctl.app import main; "
+        f"code = main(['--help']); assert code == 0; sys.exit({heavy!r} in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

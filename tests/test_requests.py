@@ -1,0 +1,67 @@
+"""Requests check themselves."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from patchedserve.data.errors import UsageError
+from patchedserve.data.requests import MAX_SEED, Request
+from patchedserve.data.resolution import Resolution
+
+SMALL = Resolution(128, 128)
+
+
+def test_defaults() -> None:
+    request = Request(3, "a red apple", SMALL)
+    assert (request.num_inference_steps, request.guidance_scale, request.seed) == (30, 4.0, 0)
+    assert (request.arrival_s, request.slo_s, request.negative_prompt, request.deadline_s) == (0.0, None, None, None)
+
+
+def test_deadline_counts_from_the_arrival() -> None:
+    assert Request(0, "", SMALL, arrival_s=1.5, slo_s=2.0).deadline_s == 3.5
+
+
+def test_limits_that_are_allowed() -> None:
+    request = Request(0, "", Resolution(8, 4096), 1, 0, MAX_SEED, "", 0, 1e-9)
+    assert request.seed == 2**63 - 1
+
+
+def test_it_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Request(0, "", SMALL).seed = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"request_id": -1},
+        {"request_id": 1.0},
+        {"request_id": True},
+        {"prompt": None},
+        {"prompt": b"bytes"},
+        {"resolution": (128, 128)},
+        {"resolution": Resolution(128, 100)},
+        {"num_inference_steps": 0},
+        {"num_inference_steps": "30"},
+        {"guidance_scale": -0.1},
+        {"guidance_scale": math.nan},
+        {"guidance_scale": math.inf},
+        {"seed": -1},
+        {"seed": MAX_SEED + 1},
+        {"negative_prompt": 5},
+        {"arrival_s": -1e-9},
+        {"arrival_s": math.nan},
+        {"slo_s": 0},
+        {"slo_s": -1.0},
+        {"slo_s": math.inf},
+    ],
+)
+def test_bad_fields_are_named(change: dict[str, Any]) -> None:
+    fields: dict[str, Any] = {"request_id": 0, "prompt": "", "resolution": SMALL} | change
+    name = "height" if change.get("resolution") == Resolution(128, 100) else next(iter(change))
+    with pytest.raises(UsageError, match=f"^{name} is .*must be") as caught:
+        Request(**fields)
+    assert isinstance(caught.value, ValueError)
+    assert "\n" not in str(caught.value)

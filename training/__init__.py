@@ -1,0 +1,1 @@
+"""Training of the bundled models and, later, of the predictors: resumable, seeded, one command per part."""

@@ -1,0 +1,129 @@
+"""Training of `emoji-clip`: a CLIPModel that judges pictures. It shares no weight and no seed with the generators."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
+
+from ..data.emoji.dataset import EmojiDataset
+from ..data.emoji.scene import caption_of
+from ..data.resolution import Resolution
+from .images import draw_pool, to_float
+from .loop import LoopConfig, TrainingRun
+from .optim import OptimConfig
+from .text import MAX_TOKENS, tokenize
+
+IMAGE_SIDE = 96
+PATCH_SIDE = 12
+SOURCES: dict[Resolution, int] = {Resolution(128, 128): 6000, Resolution(192, 192): 3000, Resolution(256, 256): 2000}
+MIN_BLUR_SCALE, MAX_NOISE = 0.6, 0.06
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeTask:
+    """What `train_judge` needs besides the data, which it draws itself (seeds apart from the generators')."""
+
+    folder: Path
+    steps: int = 800
+    seed: int = 1000
+    batch_size: int = 192
+
+
+def new_judge(tokenizer: CLIPTokenizer) -> CLIPModel:
+    """CLIP with a 5-layer image tower of width 160 on 96 x 96 pixels in 12 x 12 patches."""
+    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 96,
+        "intermediate_size": 384,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 3,
+        "max_position_embeddings": MAX_TOKENS,
+        "hidden_act": "gelu",
+        **special,
+    }
+    vision = {
+        "hidden_size": 160,
+        "intermediate_size": 640,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 5,
+        "image_size": IMAGE_SIDE,
+        "patch_size": PATCH_SIDE,
+        "hidden_act": "gelu",
+    }
+    return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=128))
+
+
+def draw_judge_pool(seed: int, on_image: Callable[[], None] = lambda: None) -> tuple[list[Tensor], list[list[str]]]:
+    """Training pictures of the three sizes as float [n, 3, 96, 96] in -1..1, and for each several captions."""
+    pools, captions = [], []
+    rng = np.random.default_rng([seed, 3])
+    for resolution, size in SOURCES.items():
+        images, scenes = draw_pool(EmojiDataset(resolution, size, "train", seed), on_image)
+        small = [F.interpolate(to_float(part), IMAGE_SIDE, mode="bicubic", antialias=True) for part in images.split(64)]
+        pools.append(torch.cat(small).half())
+        captions += [
+            [caption_of(tuple(p.name for p in scene.placements), scene.background, rng) for _ in range(3)] for scene in scenes
+        ]
+    return pools, captions
+
+
+def degraded(images: Tensor, rng: np.random.Generator) -> Tensor:
+    """A third of the batch slightly blurred or noisy, so that the judge reads decoded pictures as well as drawn ones."""
+    images = images.clone()
+    third = len(images) // 3
+    scale = rng.uniform(MIN_BLUR_SCALE, 1.0)
+    small = F.interpolate(images[:third], scale_factor=scale, mode="bilinear", antialias=True)
+    images[:third] = F.interpolate(small, IMAGE_SIDE, mode="bilinear")
+    noise = torch.from_numpy(rng.standard_normal(images[:third].shape, np.float32))
+    images[:third] += noise * rng.uniform(0, MAX_NOISE)
+    shifts = [int(value) for value in rng.integers(-4, 5, size=2)]
+    return torch.roll(images, shifts, (2, 3))
+
+
+def contrastive_loss(model: CLIPModel, images: Tensor, ids: Tensor, captions: list[str]) -> tuple[Tensor, float]:
+    """Symmetric cross entropy where equal captions in a batch are all right (their share of the target is equal)."""
+    output = model(input_ids=ids, pixel_values=images)
+    image, text = output.image_embeds.float(), output.text_embeds.float()
+    logits = model.logit_scale.clamp(max=4.6).exp() * image @ text.T
+    numbers = {caption: number for number, caption in enumerate(captions)}
+    groups = torch.tensor([numbers[caption] for caption in captions], device=logits.device)
+    target = (groups[:, None] == groups[None]).float()
+    target /= target.sum(1, keepdim=True)
+    loss = (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+    is_right = groups[logits.argmax(1)] == groups
+    return loss, float(is_right.float().mean())
+
+
+def train_judge(
+    tokenizer: CLIPTokenizer,
+    task: JudgeTask,
+    device: torch.device,
+    on_step: Callable[[int, dict[str, float]], None] = lambda step, figures: None,
+    on_image: Callable[[], None] = lambda: None,
+) -> CLIPModel:
+    """Train contrastively; returns the model with averaged weights."""
+    pools, captions = draw_judge_pool(task.seed, on_image)
+    images = torch.cat(pools)
+    torch.manual_seed(task.seed)
+    model = new_judge(tokenizer).to(device)
+    config = LoopConfig(task.steps, task.seed, ema_decay=0.995, optim=OptimConfig(muon_lr=2e-3, adam_lr=1.5e-3))
+    run = TrainingRun(model, config, task.folder, lambda name: "layers" not in name)
+
+    def loss_of(step: int) -> tuple[Tensor, dict[str, float]]:
+        rng = np.random.default_rng([task.seed, 4, step])
+        chosen = rng.integers(len(images), size=task.batch_size)
+        words = [captions[index][int(rng.integers(3))] for index in chosen]
+        pixels = degraded(images[torch.from_numpy(chosen)].float(), rng).to(device)
+        with torch.autocast(device.type, torch.bfloat16):
+            loss, accuracy = contrastive_loss(model, pixels, tokenize(tokenizer, words).to(device), words)
+        return loss, {"accuracy": accuracy}
+
+    run.run(loss_of, on_step=on_step)
+    run.copy_ema_to(model)
+    return model.eval()
