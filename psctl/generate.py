@@ -20,7 +20,8 @@ _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 def generate(
     prompt: Annotated[
-        list[str] | None, typer.Argument(metavar="[PROMPT]...", help="What to draw; one image each.", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="[PROMPT]...", help="What to draw; one image each.", show_default=False),
     ] = None,
     prompts: Annotated[
         Path | None, typer.Option("--prompts", help="File of prompts (.txt, .csv, .tsv, .jsonl) instead of arguments.")
@@ -79,25 +80,25 @@ def generate(
     sizes = _read_resolutions(resolution, len(texts))
     if seed + len(texts) - 1 > MAX_SEED:
         raise UsageError(f"seed is {seed}, but with {len(texts)} prompts it may be at most {MAX_SEED - len(texts) + 1}")
-    paths = _image_paths(output, len(texts), overwrite=overwrite)
 
     from ..serving.loading import model_defaults
 
     defaults = model_defaults(model)
-
-    def request_of(index: int, size: Resolution) -> Request:
-        return Request(
+    requests = [
+        Request(
             request_id=index,
-            prompt=texts[index],
+            prompt=text,
             resolution=size,
             num_inference_steps=defaults.num_inference_steps if num_inference_steps is None else num_inference_steps,
             guidance_scale=defaults.guidance_scale if guidance_scale is None else guidance_scale,
             seed=seed + index,
             negative_prompt=negative_prompt,
         )
-
-    for index, size in enumerate(sizes):
-        request_of(index, size)  # checks the options before the model is loaded
+        for index, (text, size) in enumerate(
+            zip(texts, sizes or [defaults.default_resolution] * len(texts), strict=True)
+        )
+    ]
+    paths = _image_paths(output, len(texts), overwrite=overwrite)
 
     with out.status(f"Loading {model} ..."):
         from ..serving.engine import Engine
@@ -105,7 +106,8 @@ def generate(
         from ..serving.policies import get_policy
 
         served = load_model(model, device, dtype)
-    requests = [request_of(i, size) for i, size in enumerate(sizes or [served.default_resolution] * len(texts))]
+    for request in requests:
+        served.check_request(request)
 
     with out.progress() as progress:
         task = progress.add_task("denoising steps", total=sum(request.num_inference_steps for request in requests))
@@ -149,7 +151,9 @@ def _read_resolutions(texts: list[str] | None, num_prompts: int) -> list[Resolut
     if len(sizes) == 1:
         return sizes * num_prompts
     if sizes and len(sizes) != num_prompts:
-        raise UsageError(f"--resolution is given {len(sizes)} times for {num_prompts} prompts: give it once or for each")
+        raise UsageError(
+            f"--resolution is given {len(sizes)} times for {num_prompts} prompts: give it once or for each"
+        )
     return sizes
 
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from ..data.requests import Request
 from .lifecycle import RequestRecord, RequestState, Status
 from .model import PreparedRequest, ServedModel
 from .policies import Policy, check_decision
+from .run_result import RunResult, StepRow
 from .stages import StageThread, denoise_step, describe
 
 if TYPE_CHECKING:
@@ -33,56 +34,12 @@ if TYPE_CHECKING:
 ImagePath = Callable[[Request], Path | None]
 
 
-@dataclass(frozen=True, slots=True)
-class StepRow:
-    """One denoising iteration; its fields are the columns of the steps table (`data.tables.STEPS`).
-
-    Attributes:
-        step: number of the iteration, from 0.
-        start_s, duration_s: when the step started on the engine's clock and how long it took, in seconds.
-        active, waiting: number of requests in the batch, and of prepared requests that wait to join.
-        resolutions: number of active requests of each resolution, by its name ("128x128").
-    """
-
-    step: int
-    start_s: float
-    duration_s: float
-    active: int
-    waiting: int
-    resolutions: dict[str, int]
-
-
-@dataclass(slots=True)
-class RunResult:
-    """What a run leaves.
-
-    Attributes:
-        records: one record per submitted request, by id, all in a final status.
-        steps: one row per denoising iteration.
-        duration_s: from the engine's start until the last request ended, in seconds.
-        was_interrupted: whether Ctrl-C ended the run; unfinished requests are then "cancelled".
-        images: images by request id, if the engine was asked to keep them.
-        latents: final latents by request id, (1, channels, height / 8, width / 8), likewise.
-    """
-
-    records: list[RequestRecord]
-    steps: list[StepRow]
-    duration_s: float
-    was_interrupted: bool
-    images: dict[int, "Image"] = field(default_factory=dict)
-    latents: dict[int, torch.Tensor] = field(default_factory=dict)
-
-
 @dataclass(slots=True)
 class _Entry:
     """A submitted request with its tensors; these are dropped as soon as it ends."""
 
     state: RequestState
     prepared: PreparedRequest | None = None
-
-    @property
-    def is_open(self) -> bool:
-        return self.state.record.status == "pending"
 
 
 class Engine:
@@ -222,16 +179,13 @@ class Engine:
             while not (self._ready or self._waiting or self._active):
                 if self._is_closed and not self._num_preparing:
                     return False
-                if self._has_stage_error():
+                if self._prepare.error is not None or self._postprocess.error is not None:
                     return False
                 self._changed.wait()
             while self._ready:
                 entry = self._ready.popleft()
                 self._waiting[entry.state.request.request_id] = entry
         return True
-
-    def _has_stage_error(self) -> bool:
-        return self._prepare.error is not None or self._postprocess.error is not None
 
     def _wake(self) -> None:
         with self._changed:
@@ -322,7 +276,7 @@ class Engine:
 
     def _end(self, entry: _Entry, status: Status, reason: str | None = None) -> None:
         with self._changed:
-            if not entry.is_open:
+            if entry.state.record.status != "pending":
                 return
             entry.state.record.close(status, self.now_s(), reason)
             entry.prepared = None
@@ -341,7 +295,7 @@ class Engine:
                 was_interrupted = True
                 self._postprocess.discard_queued()
         with self._changed:
-            open_entries = [entry for entry in self._entries.values() if entry.is_open]
+            open_entries = [entry for entry in self._entries.values() if entry.state.record.status == "pending"]
         for entry in open_entries:
             self._end(entry, "cancelled", "the run was stopped before it had finished")
         return was_interrupted

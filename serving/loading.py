@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..data.errors import RunError, UsageError
-from ..data.models import BUNDLED, bundled_model_path
+from ..data.models import GENERATORS, bundled_model_path
 from .checkpoint import check_directory, fingerprint, read_index, weight_components, weight_files
 from .defaults import ModelDefaults, read_defaults
 
@@ -47,7 +47,7 @@ def load_model(spec: str, device: str = "auto", dtype: str = "auto") -> "ServedM
 
     from .model import ServedModel
 
-    torch_device = _resolve_device(device)
+    torch_device = resolve_device(device)
     torch_dtype = _resolve_dtype(dtype, torch_device)
     _quiet_libraries()
     pipe = _load_pipeline(model_dir, index, torch_dtype)
@@ -66,7 +66,7 @@ def resolve_model(spec: str) -> Path:
         UsageError: if nothing is known by that name.
         RunError: if a hub id cannot be downloaded.
     """
-    if spec in BUNDLED:
+    if spec in GENERATORS:
         path = bundled_model_path(spec)
         if not (path / _INDEX_FILE).is_file():
             raise RunError(f"bundled model {spec} is incomplete: missing file {path / _INDEX_FILE}")
@@ -81,7 +81,8 @@ def resolve_model(spec: str) -> Path:
     if _HUB_ID.fullmatch(spec):
         return _download(spec)
     raise UsageError(
-        f"unknown model {spec!r}: not a bundled model ({', '.join(BUNDLED)}), not a directory, not a hub id (org/name)"
+        f"unknown model {spec!r}: not a bundled model ({', '.join(GENERATORS)}), not a directory and not a hub id "
+        "(org/name)"
     )
 
 
@@ -117,7 +118,7 @@ def _download(hub_id: str) -> Path:
         raise RunError(
             f"model {hub_id} cannot be fetched from the hub{offline}: download it on a machine with access "
             f"(`hf download {hub_id} --local-dir DIR`) and pass the directory, or use a bundled model "
-            f"({', '.join(BUNDLED)})"
+            f"({', '.join(GENERATORS)})"
         ) from error
 
 
@@ -175,7 +176,7 @@ def _load_component(folder: Path, library: str, class_name: str, dtype: "torch.d
     return model.eval()
 
 
-def _resolve_device(name: str) -> "torch.device":
+def resolve_device(name: str) -> "torch.device":
     import torch
 
     if name == "auto":

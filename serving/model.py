@@ -72,12 +72,6 @@ class ServedModel:
         self.dtype: torch.dtype = denoiser.dtype
         self._known_schedules: set[tuple[int, Resolution]] = set()
 
-    @property
-    def default_resolution(self) -> Resolution:
-        """The size that the plain pipeline draws when none is given: its training size, square."""
-        side = self.pipe.default_sample_size * self.pipe.vae_scale_factor
-        return Resolution(side, side)
-
     def check_resolution(self, resolution: Resolution) -> None:
         """Raise UsageError if the model cannot draw this resolution; the message names the allowed multiple."""
         multiple, largest = self.family.size_multiple, self.family.max_side

@@ -4,12 +4,13 @@ import threading
 from collections.abc import Callable, Sequence
 
 from ..data.requests import Request
-from .engine import Engine, RunResult
+from .engine import Engine
 from .lifecycle import RequestRecord
+from .run_result import RunResult
 
 
 def replay(
-    engine: Engine, requests: Sequence[Request], *, standalone_s: Callable[[Request], float] | None = None
+    engine: Engine, requests: Sequence[Request], *, standalone_s: Callable[[Request], float | None] | None = None
 ) -> RunResult:
     """Serve a trace; `arrival_s` of each request is honoured on the engine's clock, which starts now.
 
@@ -19,7 +20,7 @@ def replay(
     Args:
         engine: a new engine.
         requests: the trace, in order of arrival, with ids that differ.
-        standalone_s: latency of a request when served alone, for policies that ask for it.
+        standalone_s: says the latency of a request when served alone, if known, for policies that ask for it.
 
     Returns:
         The engine's result, with one record per request of the trace. After Ctrl-C the requests that had not arrived

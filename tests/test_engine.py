@@ -16,10 +16,11 @@ from PIL import Image
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.serving.engine import Engine, RunResult
+from patchedserve.serving.engine import Engine
 from patchedserve.serving.lifecycle import RequestView
 from patchedserve.serving.model import PreparedRequest, ServedModel
 from patchedserve.serving.policies import Decision, get_policy
+from patchedserve.serving.run_result import RunResult
 from patchedserve.serving.stages import denoise_step, group_by_resolution
 
 from .helpers import largest_error, plain_latents, tiny_sd3, tiny_sdxl

@@ -16,9 +16,10 @@ from diffusers import (
 
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.serving.engine import Engine, RunResult
+from patchedserve.serving.engine import Engine
 from patchedserve.serving.model import ServedModel
 from patchedserve.serving.policies import get_policy
+from patchedserve.serving.run_result import RunResult
 
 from .helpers import largest_error, plain_image, plain_latents, tiny_sd3, tiny_sdxl
 
@@ -97,7 +98,10 @@ def test_requests_that_join_and_leave_mid_flight(policy: str) -> None:
     result = serve(pipe, requests, policy, max_batch_size=2)
     assert_equal_to_plain(pipe, requests, result)
     first, *others = result.records
-    num_joined = sum(first.admitted_s < other.admitted_s < first.denoise_end_s for other in others)
+    start_s, end_s = first.admitted_s, first.denoise_end_s
+    assert start_s is not None
+    assert end_s is not None
+    num_joined = sum(start_s < (other.admitted_s or 0) < end_s for other in others)
     assert num_joined == (len(others) if policy == "bucketed" else 0)
     assert max(step.active for step in result.steps) == (2 if policy == "bucketed" else 1)
 

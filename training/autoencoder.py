@@ -45,14 +45,17 @@ def new_autoencoder(channels: tuple[int, ...] = (16, 32, 64, 96)) -> Autoencoder
         scaling_factor=1.0,
         force_upcast=False,
     )
-    assert isinstance(model.quant_conv, nn.Conv2d) and model.quant_conv.bias is not None
+    assert isinstance(model.quant_conv, nn.Conv2d)
+    assert model.quant_conv.bias is not None
     with torch.no_grad():
         model.quant_conv.bias[4:] = -6.0
         model.quant_conv.weight[4:] *= 0.1
     return model
 
 
-def reconstruction_loss(model: AutoencoderKL, images: Tensor, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
+def reconstruction_loss(
+    model: AutoencoderKL, images: Tensor, generator: torch.Generator
+) -> tuple[Tensor, dict[str, float]]:
     """L1 + 0.5 MSE + gradient difference + KL of float images [n, 3, h, w] in -1..1."""
     posterior = model.encode(images).latent_dist
     noise = torch.randn(posterior.mean.shape, generator=generator, device="cpu").to(images.device)
@@ -61,9 +64,7 @@ def reconstruction_loss(model: AutoencoderKL, images: Tensor, generator: torch.G
     latents = latents + LATENT_NOISE * torch.randn(latents.shape, generator=generator, device="cpu").to(images.device)
     restored = model.decode(latents).sample.float()
     l1 = (restored - images).abs().mean()
-    gradient = sum(
-        ((restored.diff(dim=axis)) - images.diff(dim=axis)).abs().mean() for axis in (2, 3)
-    )
+    gradient = sum(((restored.diff(dim=axis)) - images.diff(dim=axis)).abs().mean() for axis in (2, 3))
     kl = posterior.kl().float().mean() / posterior.mean[0].numel()
     mse = F.mse_loss(restored, images)
     loss = l1 + 0.5 * mse + GRADIENT_WEIGHT * gradient + KL_WEIGHT * kl
@@ -108,15 +109,15 @@ def normalise_latents(model: AutoencoderKL, pools: Sequence[Tensor], num_images:
     Afterwards latents have mean 0 and deviation 1 a channel, and `scaling_factor` is 1 by construction.
     """
     device = next(model.parameters()).device
-    codes = []
-    for pool in pools:
-        for chunk in pool[: num_images // len(pools)].split(16):
-            codes.append(model.encode(to_float(chunk).to(device)).latent_dist.mean.transpose(0, 1).flatten(1))
-    values = torch.cat(codes, 1)
+    chunks = [chunk for pool in pools for chunk in pool[: num_images // len(pools)].split(16)]
+    codes = [model.encode(to_float(chunk).to(device)).latent_dist.mean for chunk in chunks]
+    values = torch.cat([code.transpose(0, 1).flatten(1) for code in codes], 1)
     mean, std = values.mean(1), values.std(1)
     quant, post = model.quant_conv, model.post_quant_conv
-    assert isinstance(quant, nn.Conv2d) and isinstance(post, nn.Conv2d)
-    assert quant.bias is not None and post.bias is not None
+    assert isinstance(quant, nn.Conv2d)
+    assert isinstance(post, nn.Conv2d)
+    assert quant.bias is not None
+    assert post.bias is not None
     size = len(mean)
     quant.weight[:size] /= std[:, None, None, None]
     quant.bias[:size] = (quant.bias[:size] - mean) / std

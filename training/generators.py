@@ -1,7 +1,7 @@
-"""Training of the two bundled generators on cached latents: `emoji-xl` (U-Net) and `emoji-3` (diffusion transformer)."""
+"""Training of the bundled generators on cached latents: `emoji-xl` (U-Net), `emoji-3` (diffusion transformer)."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -25,6 +25,17 @@ CAPTION_DROPOUT = 0.1
 ZERO_TOKENS = 256  # diffusers' default max_sequence_length when SD3 has no T5
 BETAS = {"beta_start": 0.00085, "beta_end": 0.02, "beta_schedule": "scaled_linear"}
 FLOW_SHIFT = 1.5
+OUTER_LAYERS = (
+    "conv_in.",
+    "conv_out.",
+    "pos_embed.",
+    "time_emb",
+    "add_emb",
+    "text_emb",
+    "context_embedder.",
+    "norm_out.",
+)
+LAST_LAYER = "proj_out.weight"  # the transformer's; inside the U-Net's blocks the name stands for hidden layers
 ANY_ATTENTION = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
 
@@ -56,7 +67,9 @@ class Objective(Protocol):
 
     model: nn.Module
 
-    def loss(self, latents: Tensor, captions: list[str], resolution: Resolution, rng: np.random.Generator) -> Tensor: ...
+    def loss(
+        self, latents: Tensor, captions: list[str], resolution: Resolution, rng: np.random.Generator
+    ) -> Tensor: ...
 
 
 class UNetObjective:
@@ -109,8 +122,11 @@ class TransformerObjective:
 
 
 def new_unet() -> UNet2DConditionModel:
-    """SDXL's architecture, small: 7 blocks of which the 2 deeper levels and the middle attend to the text."""
-    return UNet2DConditionModel(
+    """SDXL's architecture, small: 7 blocks of which the 2 deeper levels and the middle attend to the text.
+
+    Every residual branch starts at zero (P. Dhariwal and A. Nichol, 2021), which the class itself does not do.
+    """
+    model = UNet2DConditionModel(
         sample_size=32,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
         up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
@@ -125,11 +141,16 @@ def new_unet() -> UNet2DConditionModel:
         use_linear_projection=True,
         norm_num_groups=16,
     )
+    silence(module for name, module in model.named_modules() if name.endswith(("conv2", "proj_out", "conv_out")))
+    return model
 
 
 def new_transformer() -> SD3Transformer2DModel:
-    """SD3's architecture, small: 10 joint blocks of width 96."""
-    return SD3Transformer2DModel(
+    """SD3's architecture, small: 10 joint blocks of width 96.
+
+    The modulation of every block starts at zero (adaLN-Zero; W. Peebles and S. Xie, 2023, section 3.2).
+    """
+    model = SD3Transformer2DModel(
         sample_size=32,
         patch_size=2,
         in_channels=4,
@@ -142,6 +163,19 @@ def new_transformer() -> SD3Transformer2DModel:
         pooled_projection_dim=160,
         pos_embed_max_size=32,
     )
+    modulations = ("norm1.linear", "norm1_context.linear", "norm_out.linear")
+    silence(module for name, module in model.named_modules() if name.endswith(modulations) or name == "proj_out")
+    return model
+
+
+@torch.no_grad()
+def silence(modules: Iterable[nn.Module]) -> None:
+    """Set weights and biases of linear and convolution layers to zero."""
+    for module in modules:
+        assert isinstance(module, nn.Linear | nn.Conv2d)
+        module.weight.zero_()
+        if module.bias is not None:
+            module.bias.zero_()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +191,7 @@ class GeneratorTask:
     weights: tuple[float, ...]
     seed: int = 0
     batch_pixels: int = 12288
-    optim: OptimConfig = OptimConfig(muon_lr=2e-3, adam_lr=1.5e-3)
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(muon_lr=2e-3, adam_lr=1.5e-3))
 
 
 def train_generator(
@@ -177,7 +211,8 @@ def train_generator(
         rng = np.random.default_rng([task.seed, 9, step])
         latent_set = sets[int(rng.choice(len(sets), p=chances))]
         latents, captions = _draw_batch(latent_set, task.batch_pixels, rng)
-        # The flash kernel's backward pass on CPUs takes a fifth of a step at these short sequences; plain attention does not.
+        # At these short sequences the backward pass of the CPU's flash kernel takes a fifth of a step; the plain
+        # one does not.
         with sdpa_kernel([SDPBackend.MATH] if device.type == "cpu" else list(ANY_ATTENTION)):
             loss = objective.loss(latents.to(device), captions, latent_set.resolution, rng)
         return loss, {f"loss_{latent_set.resolution}": float(loss.detach())}
@@ -199,9 +234,10 @@ def _draw_batch(latent_set: LatentSet, batch_pixels: int, rng: np.random.Generat
 
 
 def _with_dropout(captions: list[str], rng: np.random.Generator, chance: float) -> list[str]:
-    return ["" if dropped else caption for caption, dropped in zip(captions, rng.random(len(captions)) < chance, strict=True)]
+    is_dropped = rng.random(len(captions)) < chance
+    return ["" if dropped else caption for caption, dropped in zip(captions, is_dropped, strict=True)]
 
 
 def _is_outer(name: str) -> bool:
     """First and last layers and the modulation of conditions, which Muon does not suit."""
-    return any(part in name for part in ("conv_in", "conv_out", "proj_out.weight", "pos_embed", "time_emb", "add_emb", "text_emb"))
+    return name == LAST_LAYER or any(part in name for part in OUTER_LAYERS)

@@ -1,8 +1,8 @@
 """Joint attention of SD3 in which one text token stands for many equal ones.
 
-SD3 without its T5 encoder receives 256 zero tokens as the third part of its text. Zero tokens enter every block alike and
-text tokens have no position, so they leave every block alike. One of them with weight 256 in the softmax (log 256 added to
-its logit) gives every other token exactly what all 256 give, at a tenth of the cost of training with them.
+SD3 without its T5 encoder receives 256 zero tokens as the third part of its text. Zero tokens enter every block alike
+and text tokens have no position, so they leave every block alike. One of them with weight 256 in the softmax (log 256
+added to its logit) gives every other token exactly what all 256 give, at a tenth of the cost of training with them.
 """
 
 import math
@@ -33,8 +33,8 @@ class RepeatedTokenJointAttention:
         **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
         """hidden_states [n, image tokens, c] and encoder_hidden_states [n, text tokens, c] to the same shapes."""
-        assert encoder_hidden_states is not None and attention_mask is None
-        assert attn.norm_q is None and attn.norm_added_q is None, "models with query norms are not trained here"
+        assert encoder_hidden_states is not None
+        assert attn.norm_q is None, "models with query norms are not trained here"
 
         def heads(states: Tensor) -> Tensor:
             return states.unflatten(-1, (attn.heads, -1)).transpose(1, 2)

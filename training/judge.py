@@ -68,13 +68,14 @@ def draw_judge_pool(seed: int, on_image: Callable[[], None] = lambda: None) -> t
         small = [F.interpolate(to_float(part), IMAGE_SIDE, mode="bicubic", antialias=True) for part in images.split(64)]
         pools.append(torch.cat(small).half())
         captions += [
-            [caption_of(tuple(p.name for p in scene.placements), scene.background, rng) for _ in range(3)] for scene in scenes
+            [caption_of(tuple(p.name for p in scene.placements), scene.background, rng) for _ in range(3)]
+            for scene in scenes
         ]
     return pools, captions
 
 
 def degraded(images: Tensor, rng: np.random.Generator) -> Tensor:
-    """A third of the batch slightly blurred or noisy, so that the judge reads decoded pictures as well as drawn ones."""
+    """A third of the batch slightly blurred or noisy, so that the judge reads decoded pictures too."""
     images = images.clone()
     third = len(images) // 3
     scale = rng.uniform(MIN_BLUR_SCALE, 1.0)

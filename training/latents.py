@@ -51,8 +51,8 @@ def encode_images(vae: AutoencoderKL, images: Tensor, device: torch.device) -> T
     for part in images.split(chunk):
         with torch.autocast(device.type, torch.bfloat16):
             posterior = vae.encode(to_float(part).to(device)).latent_dist
-        codes.append(posterior.mean.half().cpu())
-    return torch.cat(codes)
+        codes.append(posterior.mean.half().cpu().contiguous())
+    return torch.cat(codes).contiguous()
 
 
 def load_or_encode(

@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -34,7 +34,7 @@ class LoopConfig:
     warmup_steps: int = 50
     decay_fraction: float = 0.35
     ema_decay: float = 0.998
-    optim: OptimConfig = OptimConfig()
+    optim: OptimConfig = field(default_factory=OptimConfig)
 
     def __post_init__(self) -> None:
         if self.steps < 1:

@@ -5,6 +5,7 @@ state what a caption describes (which objects, in which order, how many, on whic
 receive states which hold exactly that. No image is used, and the judge (`emoji-clip`) shares nothing with them.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,7 +28,9 @@ TOKENIZER_CAPTIONS = 20_000
 START, END = "<|startoftext|>", "<|endoftext|>"
 ANY_RESOLUTION = Resolution(128, 128)
 # Filler words, so that free wording ("a photo of", "picture", "the") is not spelled out letter by letter.
-EXTRA_TEXT = "a photo of the picture image drawing emoji with one two three and on in front background colour color flat"
+EXTRA_TEXT = (
+    "a photo of the picture image drawing emoji with one two three and on in front background colour color flat"
+)
 
 
 def train_tokenizer(seed: int = 0) -> CLIPTokenizer:
@@ -52,8 +55,6 @@ def train_tokenizer(seed: int = 0) -> CLIPTokenizer:
     # BPE training adds "x</w>" forms only for letters that end a word; every byte needs both, or text is lost.
     for letter in sorted(pre_tokenizers.ByteLevel.alphabet()):
         vocab.setdefault(f"{letter}</w>", len(vocab))
-    import json
-
     merges = [tuple(pair) for pair in json.loads(bpe.to_str())["model"]["merges"]]
     return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=MAX_TOKENS)
 

@@ -101,11 +101,15 @@ def sample_scene(rng: np.random.Generator, resolution: Resolution, split: Split)
     """Draws a scene. In the training split no held-out combination occurs; in the other one every scene is held out."""
     kind = rng.choice(list(KIND_WEIGHTS), p=list(KIND_WEIGHTS.values()))
     names, background = _sample_content(rng, str(kind), split)
+    return compose(rng, resolution, names, background)
+
+
+def compose(rng: np.random.Generator, resolution: Resolution, names: tuple[str, ...], background: str) -> Scene:
+    """A scene with the given content: one name, or two (equal or not); places, shade and wording are drawn."""
     jitter = rng.integers(-SHADE_JITTER, SHADE_JITTER + 1, size=3)
-    shade = tuple(int(np.clip(level + move, 0, 255)) for level, move in zip(BACKGROUNDS[background], jitter, strict=True))
+    red, green, blue = (int(level) for level in np.clip(np.array(BACKGROUNDS[background]) + jitter, 0, 255))
     placements = _place_one(rng, names[0]) if len(names) == 1 else _place_two(rng, names, resolution)
-    assert len(shade) == 3
-    return Scene(placements, background, shade, caption_of(names, background, rng))
+    return Scene(placements, background, (red, green, blue), caption_of(names, background, rng))
 
 
 def caption_of(names: tuple[str, ...], background: str, rng: np.random.Generator | None = None) -> str:
@@ -130,7 +134,9 @@ def render(scene: Scene, resolution: Resolution) -> Image.Image:
         side = max(8, round(placement.side * min(width, height)))
         stamp = object_raster(placement.name)
         # The drawing is turned at its full size, so that turning costs no sharpness, and scaled afterwards.
-        stamp = stamp.rotate(placement.angle_deg, Image.Resampling.BILINEAR).resize((side, side), Image.Resampling.LANCZOS)
+        stamp = stamp.rotate(placement.angle_deg, Image.Resampling.BILINEAR).resize(
+            (side, side), Image.Resampling.LANCZOS
+        )
         left, top = round(placement.center_x * width - side / 2), round(placement.center_y * height - side / 2)
         _composite(canvas, stamp, left, top)
     return canvas.convert("RGBA").convert("RGB")

@@ -66,7 +66,7 @@ def image_grid(
 
 
 def wrap(text: str, font: ImageFont.FreeTypeFont, width_px: int, max_lines: int = CAPTION_LINES) -> list[str]:
-    """Break a text into at most `max_lines` lines that are no wider than `width_px`; "…" stands for what is left out."""
+    """Break a text into at most `max_lines` lines no wider than `width_px`; "…" stands for what is left out."""
     lines: list[str] = []
     words = text.split()
     while words:

@@ -1,9 +1,9 @@
 """The report as one HTML file: no scripts, nothing from the network, all images inside it."""
 
 import base64
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pandas as pd
 from PIL import Image, UnidentifiedImageError
 
 from ...data.files import write_bytes, write_text
+from ..lifecycle import RequestRecord
 from .grid import to_png
 from .plots import PLOTS, WIDE_PLOTS, draw_all
 from .run_data import RunData
@@ -18,7 +19,7 @@ from .run_data import RunData
 MAX_IMAGES = 96
 MAX_PROBLEMS = 200
 IMAGE_SIDE_PX = 256
-DASH = "–"
+DASH = "\N{EN DASH}"
 
 # Figures in seconds and shares get their unit; all others are shown as they are.
 _SECONDS = ("duration", "latency_", "queueing_")
@@ -51,7 +52,7 @@ def write_report(
         OSError: a file cannot be written.
     """
     run_dir = Path(run_dir)
-    data = RunData.of(summary, records, steps)
+    data = RunData.of(summary.get("duration"), records, steps)
     plots = draw_all(data)
     for name, (light, _) in plots.items():
         write_bytes(run_dir / "plots" / f"{name}.png", light)
@@ -67,7 +68,7 @@ def _page(
     images: Sequence[tuple[Path | Image.Image, str]],
 ) -> str:
     title = f"Serve run of {summary.get('model', 'a model')}"
-    css = resources.files(__package__).joinpath("report.css").read_text(encoding="utf-8")
+    css = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     config = summary.get("config") or {}
     facts = [summary.get("dataset"), config.get("policy"), f"{len(data.records)} requests"]
     body = [
@@ -97,9 +98,9 @@ def _page(
 
 
 def _notes(data: RunData) -> str:
-    if data.records.empty:
+    if not data.records:
         return '<p class="note">This run had no requests.</p>'
-    if data.completed.empty:
+    if not data.completed:
         return '<p class="note">No request was completed, so there is no latency to show. The reasons stand below.</p>'
     return ""
 
@@ -107,12 +108,11 @@ def _notes(data: RunData) -> str:
 def _tiles(summary: Mapping[str, Any], data: RunData) -> str:
     total = len(data.records)
     attainment = summary.get("slo_attainment_rate")
-    met = f"{summary.get('slo_met_success')} within the SLO"
+    met = f"{summary.get('slo_met_success')} of {total} in time"
     scale = summary.get("slo_scale")
-    if scale is not None:
-        met += f" ({scale:g}× standalone)"
+    name = "SLO attainment" if scale is None else f"SLO attainment ({scale:g}x)"
     tiles = [
-        ("SLO attainment", _share(attainment), met if attainment is not None else "no request had an SLO"),
+        (name, _share(attainment), met if attainment is not None else "no request had an SLO"),
         ("Completed", str(len(data.completed)), f"of {total}"),
         ("Throughput", _rate(summary.get("throughput_qps")), "images"),
         ("Goodput", _rate(summary.get("goodput_qps")), "images within the SLO"),
@@ -120,8 +120,8 @@ def _tiles(summary: Mapping[str, Any], data: RunData) -> str:
         ("Mean queueing", _seconds(summary.get("queueing_mean")), f"p95 {_seconds(summary.get('queueing_p95'))}"),
     ]
     inner = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<br><small>{escape(more)}</small></dd></div>"
-        for name, value, more in tiles
+        f"<div><dt>{escape(label)}</dt><dd>{escape(value)}<br><small>{escape(more)}</small></dd></div>"
+        for label, value, more in tiles
     )
     return f'<dl class="tiles">{inner}</dl>'
 
@@ -136,7 +136,7 @@ def _plots(plots: Mapping[str, tuple[bytes, bytes]]) -> str:
             f'<figure{wide}><picture><source media="(prefers-color-scheme: dark)" srcset="{_data_uri(dark)}">'
             f'<img src="{_data_uri(light)}" alt="{escape(PLOTS[name][1])}"></picture></figure>'
         )
-    return f'<h2>Over time</h2><section class="plots">{"".join(figures)}</section>'
+    return f'<h2>What happened</h2><section class="plots">{"".join(figures)}</section>'
 
 
 def _per_resolution(rows: Mapping[str, Mapping[str, Any]]) -> str:
@@ -162,22 +162,18 @@ def _per_resolution(rows: Mapping[str, Mapping[str, Any]]) -> str:
     )
 
 
-def _problems(records: pd.DataFrame) -> str:
-    problems = records[records["status"] != "completed"]
-    if problems.empty:
+def _problems(records: Sequence[RequestRecord]) -> str:
+    problems = [record for record in records if record.status != "completed"]
+    if not problems:
         return ""
-    counts = ", ".join(f"{count} {status}" for status, count in problems["status"].value_counts().items())
-    body = []
-    for record in problems.head(MAX_PROBLEMS).itertuples(index=False):
-        row: Any = record
-        ended = row.finish_s if pd.notna(row.finish_s) else None
-        reason = str(row.reason) if pd.notna(row.reason) else DASH
-        body.append(
-            f'<tr><td class="number">{row.request_id}</td><td class="bad">{escape(row.status)}</td>'
-            f"<td>{escape(reason)}</td><td>{escape(str(row.resolution))}</td>"
-            f'<td class="number">{_seconds(row.arrival_s)}</td><td class="number">{_seconds(ended)}</td>'
-            f"<td>{escape(str(row.prompt))}</td></tr>"
-        )
+    counts = ", ".join(f"{count} {status}" for status, count in Counter(record.status for record in problems).items())
+    body = [
+        f'<tr><td class="number">{row.request_id}</td><td class="bad">{escape(row.status)}</td>'
+        f"<td>{escape(row.reason or DASH)}</td><td>{escape(str(row.resolution))}</td>"
+        f'<td class="number">{_seconds(row.arrival_s)}</td><td class="number">{_seconds(row.finish_s)}</td>'
+        f"<td>{escape(row.prompt)}</td></tr>"
+        for row in problems[:MAX_PROBLEMS]
+    ]
     left_out = len(problems) - len(body)
     more = f"<tr><td colspan=7>and {left_out} more: see the records table</td></tr>" if left_out > 0 else ""
     return (

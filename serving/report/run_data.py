@@ -1,57 +1,69 @@
 """The tables of one run, put in order once for all plots."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from ...data.resolution import Resolution
+from ..lifecycle import RequestRecord
 
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """Records and steps of one run, with what the plots derive from them.
+    """Records and steps of one run, with what the plots derive from them. All times in seconds.
 
     Attributes:
-        records: the records table with a `resolution` column ("128x128") added; times in seconds.
-        steps: the steps table.
+        records: one per request, by arrival.
         resolutions: names of the resolutions from the smallest to the largest.
         duration_s: end of the time axis of all plots over time, at least a little above 0.
+        step_start_s, step_duration_s, step_active: one value per denoising iteration, (n,).
+        step_counts: requests in the batch by resolution, one mapping per iteration.
     """
 
-    records: pd.DataFrame
-    steps: pd.DataFrame
+    records: tuple[RequestRecord, ...]
     resolutions: tuple[str, ...]
     duration_s: float
+    step_start_s: np.ndarray
+    step_duration_s: np.ndarray
+    step_active: np.ndarray
+    step_counts: tuple[dict[str, int], ...]
 
     @classmethod
-    def of(cls, summary: Mapping[str, Any], records: pd.DataFrame, steps: pd.DataFrame) -> "RunData":
-        """Tables as `data.tables.read_frame` or `serving.metrics.records_frame` give them; they are not changed."""
-        records = records.copy()
-        sizes = [Resolution(int(w), int(h)) for w, h in zip(records["width"], records["height"], strict=True)]
-        records["resolution"] = [str(size) for size in sizes]
-        ordered = sorted(set(sizes), key=lambda size: (size.pixels, size))
-        last = [float(records[name].max()) for name in ("arrival_s", "finish_s") if records[name].notna().any()]
-        if len(steps):
-            last.append(float((steps["start_s"] + steps["duration_s"]).max()))
-        last.append(float(summary.get("duration") or 0.0))
-        return cls(records, steps, tuple(str(size) for size in ordered), max(*last, 1e-3))
+    def of(cls, duration_s: float | None, records: pd.DataFrame, steps: pd.DataFrame) -> "RunData":
+        """Take tables as `data.tables.read_frame` gives them (columns of `RECORDS` and `STEPS`)."""
+        rows: list[dict[Any, Any]] = records.to_dict("records")
+        # pandas writes an empty cell as NaN or NaT, depending on the column.
+        each = [RequestRecord.from_row({k: None if pd.isna(v) else v for k, v in row.items()}) for row in rows]
+        each.sort(key=lambda record: (record.arrival_s, record.request_id))
+        sizes = sorted({record.resolution for record in each}, key=lambda size: (size.pixels, size))
+        start, duration = (steps[name].to_numpy(dtype=float) for name in ("start_s", "duration_s"))
+        ends = [*(start + duration), *(record.finish_s or record.arrival_s for record in each), duration_s or 0.0]
+        return cls(
+            records=tuple(each),
+            resolutions=tuple(str(size) for size in sizes),
+            duration_s=max(float(max(ends)), 1e-3),
+            step_start_s=start,
+            step_duration_s=duration,
+            step_active=steps["active"].to_numpy(dtype=int),
+            step_counts=tuple(dict(counts) for counts in steps["resolutions"]),
+        )
 
     @property
-    def completed(self) -> pd.DataFrame:
+    def completed(self) -> list[RequestRecord]:
         """The records of the requests that have an image."""
-        return self.records[self.records["status"] == "completed"]
+        return [record for record in self.records if record.status == "completed"]
 
-    def of_resolution(self, frame: pd.DataFrame, resolution: str) -> pd.DataFrame:
-        """The rows of `records`, or of a part of it, with one resolution."""
-        return frame[frame["resolution"] == resolution]
+    @property
+    def judged(self) -> list[RequestRecord]:
+        """The records of the requests that had an SLO."""
+        return [record for record in self.records if record.slo_met is not None]
 
     def slo_of(self, resolution: str) -> float | None:
         """The SLO in seconds that all requests of a resolution share; None if they have none or several."""
-        values = self.of_resolution(self.records, resolution)["slo_s"].dropna().unique()
-        return float(values[0]) if len(values) == 1 else None
+        values = {record.slo_s for record in of_resolution(self.records, resolution)}
+        return values.pop() if len(values) == 1 else None
 
     def composition(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Requests in the batch by resolution over time, as curves that keep each value until the next time.
@@ -60,30 +72,50 @@ class RunData:
             Times (n,) in seconds, and per resolution the counts (n,). In a pause between steps of more than 50 ms,
             and of more than two steps, the batch was empty; shorter gaps are the engine's own work.
         """
-        start = self.steps["start_s"].to_numpy(dtype=float)
-        end = start + self.steps["duration_s"].to_numpy(dtype=float)
-        composition = [dict(value) for value in self.steps["resolutions"]]
+        start, end = self.step_start_s, self.step_start_s + self.step_duration_s
         if not len(start):
-            return np.zeros(0), {}
-        pause_s = max(0.05, 2 * float(np.median(end - start)))
+            return start, {}
+        pause_s = max(0.05, 2 * float(np.median(self.step_duration_s)))
         is_pause = np.append(start[1:] - end[:-1] > pause_s, True)
-        pauses = np.flatnonzero(is_pause) + 1
-        times = np.insert(start, pauses, end[is_pause])
-        names = [name for name in self.resolutions if any(name in counts for counts in composition)]
-        curves = {
-            name: np.insert(np.array([counts.get(name, 0) for counts in composition]), pauses, 0) for name in names
-        }
-        return times, curves
+        places = np.flatnonzero(is_pause) + 1
+        curves = {}
+        for name in self.resolutions:
+            counts = np.array([counts.get(name, 0) for counts in self.step_counts])
+            curves[name] = np.insert(counts, places, 0)
+        return np.insert(start, places, end[is_pause]), curves
 
 
-def count_between(begin_s: pd.Series, end_s: pd.Series) -> tuple[np.ndarray, np.ndarray]:
-    """How many intervals [begin, end) are open over time.
+def of_resolution(records: Iterable[RequestRecord], resolution: str) -> list[RequestRecord]:
+    """The records with one resolution."""
+    return [record for record in records if str(record.resolution) == resolution]
+
+
+def latencies_of(records: Iterable[RequestRecord]) -> np.ndarray:
+    """Latencies in seconds of the completed ones among the records, in rising order."""
+    return np.sort(np.array([record.latency_s for record in records if record.latency_s is not None], dtype=float))
+
+
+def count_open(spans_s: Iterable[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
+    """How many spans [begin, end) are open over time.
 
     Returns:
         Times (n,) in seconds in order, from 0, and the count (n,) from each time on.
     """
-    begin, end = begin_s.to_numpy(dtype=float), end_s.to_numpy(dtype=float)
-    times = np.concatenate([[0.0], begin, end])
-    change = np.concatenate([[0], np.ones(len(begin)), -np.ones(len(end))])
+    spans = np.array(list(spans_s), dtype=float).reshape(-1, 2)
+    times = np.concatenate([[0.0], spans[:, 0], spans[:, 1]])
+    change = np.concatenate([[0], np.ones(len(spans)), -np.ones(len(spans))])
     unique, place = np.unique(times, return_inverse=True)
     return unique, np.cumsum(np.bincount(place, weights=change, minlength=len(unique))).round().astype(int)
+
+
+def phases_s(record: RequestRecord) -> tuple[float, float, float, float]:
+    """When a request arrived, joined the batch, left it and ended; a phase that it never reached has no length."""
+    finish = record.arrival_s if record.finish_s is None else max(record.finish_s, record.arrival_s)
+    admitted = finish if record.admitted_s is None else record.admitted_s
+    denoised = finish if record.denoise_end_s is None else record.denoise_end_s
+    return record.arrival_s, admitted, denoised, finish
+
+
+def mix_of(counts: Mapping[str, int]) -> str:
+    """The only resolution of a step, or "mixed"."""
+    return next(iter(counts)) if len(counts) == 1 else "mixed"

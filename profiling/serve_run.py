@@ -1,0 +1,235 @@
+"""One serve run from end to end: draw the trace, measure standalone latencies, replay, write the results.
+
+What a run leaves in its folder of the workspace: `trace.jsonl` (the requests with their SLOs), `records.parquet`,
+`steps.parquet`, `summary.json`, `report.html`, and some images. All of it is written for an interrupted run as well.
+"""
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..data.files import atomic_write, write_json
+from ..data.prompts import load_prompts
+from ..data.request_draws import parse_mix
+from ..data.requests import Request
+from ..data.resolution import parse_list
+from ..data.tables import RECORDS, STEPS, write_table
+from ..data.traces import (
+    TRACE_KINDS,
+    TraceConfig,
+    TraceDefaults,
+    assign_slos,
+    generate_trace,
+    limit_trace,
+    load_trace,
+    save_trace,
+)
+from ..data.workspace import ModelWorkspace
+from ..serving.defaults import ModelDefaults
+from ..serving.lifecycle import RequestRecord
+from ..serving.metrics import summarize
+from ..serving.policies import Policy
+from .standalone import RequestShape, shape_of, standalone_latencies
+
+if TYPE_CHECKING:
+    from ..serving.model import ServedModel
+    from ..serving.run_result import RunResult
+
+_MAX_REPORT_IMAGES = 24
+_DEFAULT_NUM_PROMPTS = 32
+_DEFAULT_GAMMA_CV = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSettings:
+    """What the user asked for; None leaves it to the model or to the kind of trace.
+
+    Attributes:
+        trace: "poisson", "gamma", or the path of a trace file.
+        request_rate: mean arrivals per second of a random trace.
+        cv: coefficient of variation of the gaps of a gamma trace.
+        num_prompts: largest number of requests.
+        duration_s: no request arrives later than this.
+        resolutions, mix: as text, such as "128,192" and "1,2"; drawn for random traces, and for lines of a file that
+            name none.
+        prompts: file of prompts, None for the bundled captions.
+        num_inference_steps, guidance_scale: of requests whose line of a file names none.
+        seed: seed of everything that is drawn.
+    """
+
+    trace: str = "poisson"
+    request_rate: float = 1.0
+    cv: float | None = None
+    num_prompts: int | None = None
+    duration_s: float | None = None
+    resolutions: str | None = None
+    mix: str | None = None
+    prompts: Path | None = None
+    num_inference_steps: int | None = None
+    guidance_scale: float | None = None
+    seed: int = 0
+
+
+def draw_requests(settings: TraceSettings, defaults: ModelDefaults) -> list[Request]:
+    """Draw or read the trace.
+
+    Raises:
+        UsageError: if a setting is out of its range or a file is malformed (file and line are named).
+    """
+    resolutions = defaults.resolutions if settings.resolutions is None else parse_list(settings.resolutions)
+    mix = None if settings.mix is None else parse_mix(settings.mix, resolutions)
+    steps = defaults.num_inference_steps if settings.num_inference_steps is None else settings.num_inference_steps
+    scale = defaults.guidance_scale if settings.guidance_scale is None else settings.guidance_scale
+    prompts = load_prompts(settings.prompts)
+    if settings.trace not in TRACE_KINDS:
+        file_defaults = TraceDefaults(prompts, resolutions, mix, steps, scale, settings.seed)
+        requests = load_trace(settings.trace, defaults=file_defaults)
+        return limit_trace(requests, num_prompts=settings.num_prompts, duration_s=settings.duration_s)
+    is_unlimited = settings.num_prompts is None and settings.duration_s is None
+    is_gamma = settings.trace == "gamma"
+    config = TraceConfig(
+        kind="gamma" if is_gamma else "poisson",
+        request_rate=settings.request_rate,
+        num_prompts=_DEFAULT_NUM_PROMPTS if is_unlimited else settings.num_prompts,
+        duration_s=settings.duration_s,
+        cv=settings.cv if settings.cv is not None else _DEFAULT_GAMMA_CV if is_gamma else 1.0,
+        resolutions=resolutions,
+        mix=mix,
+        num_inference_steps=steps,
+        guidance_scale=scale,
+        seed=settings.seed,
+    )
+    return generate_trace(config, prompts)
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOutcome:
+    """What a serve run gives: the summary as in `summary.json`, the records, the folder, and how it ended."""
+
+    summary: dict[str, Any]
+    records: list[RequestRecord]
+    run_dir: Path
+    was_interrupted: bool
+
+
+def run_serve(
+    model: "ServedModel",
+    requests: Sequence[Request],
+    policy: Policy,
+    workspace: ModelWorkspace,
+    *,
+    dataset: str,
+    config: dict[str, Any],
+    slo_scale: float = 5.0,
+    max_batch_size: int = 16,
+    save_dir: Path | None = None,
+    remeasure: bool = False,
+    on_measure: Callable[[RequestShape], None] | None = None,
+    on_start: Callable[[], None] | None = None,
+    on_finish: Callable[[RequestRecord], None] | None = None,
+) -> ServeOutcome:
+    """Serve a trace and write its results.
+
+    Args:
+        model: the loaded model.
+        requests: the trace, in order of arrival.
+        policy: who joins the batch and when.
+        workspace: the model's part of the workspace.
+        dataset: name of the trace or prompt file, for the summary.
+        config: the user's settings, shown in the summary and the report.
+        slo_scale: SLO of each request without one: this many times its standalone latency.
+        max_batch_size: largest number of requests in the denoise batch.
+        save_dir: where all images and a copy of the report go; None keeps a few images for the report only.
+        remeasure: measure standalone latencies although the workspace knows them.
+        on_measure, on_start, on_finish: called before each measurement, before the replay, and for each ended request.
+
+    Raises:
+        UsageError: if the model cannot serve a request; nothing has run then.
+        RunError: if a measurement fails.
+        KeyboardInterrupt: on Ctrl-C before the replay; later the outcome says so.
+        OSError: if results cannot be written.
+    """
+    from ..serving.engine import Engine
+    from ..serving.replay import replay
+
+    for request in requests:
+        model.check_request(request)
+    # Requests that bring their own SLO need no measurement.
+    unmeasured = [request for request in requests if request.slo_s is None]
+    standalone = standalone_latencies(model, unmeasured, workspace.tables, remeasure=remeasure, on_measure=on_measure)
+    requests = assign_slos(requests, lambda request: standalone[shape_of(model, request)], slo_scale)
+    run_dir = workspace.new_run("serve")
+    save_trace(run_dir / "trace.jsonl", requests)
+    if on_start is not None:
+        on_start()
+    engine = Engine(
+        model,
+        policy,
+        max_batch_size=max_batch_size,
+        image_path=_image_paths(requests, save_dir, run_dir),
+        on_finish=on_finish,
+    )
+    result = replay(engine, requests, standalone_s=lambda request: standalone.get(shape_of(model, request)))
+    summary = summarize(result.records, result.duration_s, slo_scale=slo_scale, model=model.name, dataset=dataset)
+    summary |= _engine_figures(result)
+    summary["standalone_latency"] = {
+        f"{shape.resolution}, {shape.num_inference_steps} steps": latency_s for shape, latency_s in standalone.items()
+    }
+    summary["config"] = config
+    summary["run_dir"] = str(run_dir)
+    _write(run_dir, result, summary, save_dir)
+    return ServeOutcome(summary, result.records, run_dir, result.was_interrupted)
+
+
+def _image_paths(requests: Sequence[Request], save_dir: Path | None, run_dir: Path) -> Callable[[Request], Path | None]:
+    """Say where each image goes: all into `save_dir`, or the first few into the run's folder for its report."""
+    digits = max(3, len(str(max(request.request_id for request in requests))))
+    kept = {request.request_id for request in requests[:_MAX_REPORT_IMAGES]}
+    folder = run_dir / "images" if save_dir is None else save_dir
+
+    def path_of(request: Request) -> Path | None:
+        if save_dir is None and request.request_id not in kept:
+            return None
+        return folder / f"{request.request_id:0{digits}}.png"
+
+    return path_of
+
+
+def _engine_figures(result: "RunResult") -> dict[str, Any]:
+    """Figures of the denoise loop: how many steps, how full the batch was, how much of the time it was busy."""
+    busy_s = sum(row.duration_s for row in result.steps)
+    num_steps = len(result.steps)
+    return {
+        "num_steps": num_steps,
+        "batch_size_mean": sum(row.active for row in result.steps) / num_steps if num_steps else None,
+        "step_latency_mean": busy_s / num_steps if num_steps else None,
+        "denoise_busy_rate": busy_s / result.duration_s if result.duration_s > 0 else None,
+        "was_interrupted": result.was_interrupted,
+    }
+
+
+def _write(run_dir: Path, result: "RunResult", summary: dict[str, Any], save_dir: Path | None) -> None:
+    write_table(run_dir / "records.parquet", RECORDS, [record.to_row() for record in result.records])
+    write_table(run_dir / "steps.parquet", STEPS, [row.to_row() for row in result.steps])
+    write_json(run_dir / "summary.json", summary)
+
+    from ..data.tables import read_frame
+    from ..serving.report import write_report
+
+    images = [
+        (Path(record.image_path), f"{record.prompt} ({record.resolution})")
+        for record in result.records
+        if record.image_path is not None
+    ]
+    report = write_report(
+        run_dir,
+        summary,
+        read_frame(run_dir / "records.parquet", RECORDS),
+        read_frame(run_dir / "steps.parquet", STEPS),
+        images=images,
+    )
+    if save_dir is not None:
+        with atomic_write(save_dir / report.name) as temporary:
+            shutil.copyfile(report, temporary)

@@ -1,0 +1,234 @@
+"""`psctl serve`: replay a trace of requests on the wall clock and report latency, queueing and SLO attainment."""
+
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..data.errors import RunError, UsageError
+from ..data.files import write_json
+from ..data.workspace import DEFAULT_WORKSPACE, Workspace
+from .options import Device, DType, Json, Model, Quiet, Seed, WorkspaceRoot
+from .output import Output
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_NUM_PROMPTS_HELP = "Number of requests. Default: 32, or with --duration or a file all."
+
+
+def serve(
+    trace: Annotated[
+        str,
+        typer.Option(
+            "--trace", metavar="poisson|gamma|FILE", help="Random arrivals, or a file (JSONL, CSV, Request(...) lines)."
+        ),
+    ] = "poisson",
+    request_rate: Annotated[
+        float, typer.Option("--request-rate", help="Mean arrivals per second of a random trace; inf: all at once.")
+    ] = 1.0,
+    cv: Annotated[
+        float | None, typer.Option("--cv", help="Coefficient of variation of the gaps, with --trace gamma. Default: 2.")
+    ] = None,
+    num_prompts: Annotated[int | None, typer.Option("--num-prompts", help=_NUM_PROMPTS_HELP)] = None,
+    duration: Annotated[
+        float | None, typer.Option("--duration", help="Seconds in which requests arrive.", metavar="SECONDS")
+    ] = None,
+    resolutions: Annotated[
+        str | None,
+        typer.Option("--resolutions", metavar="SIZE,...", help="Such as 128,192,128x256. Default: those of the model."),
+    ] = None,
+    mix: Annotated[
+        str | None, typer.Option("--mix", metavar="WEIGHTS", help='As "1,1,2" or "128=0.5,192=0.5". Default: equal.')
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", help="File of prompts (.txt, .csv, .tsv, .jsonl). Default: bundled captions."),
+    ] = None,
+    num_inference_steps: Annotated[
+        int | None, typer.Option("--num-inference-steps", help="Denoising steps. Default: the model's own.", min=1)
+    ] = None,
+    guidance_scale: Annotated[
+        float | None,
+        typer.Option("--guidance-scale", help="Classifier-free guidance; 1 or less is off. Default: the model's own."),
+    ] = None,
+    slo_scale: Annotated[
+        float, typer.Option("--slo-scale", help="SLO of a request: this many times its latency when served alone.")
+    ] = 5.0,
+    policy: Annotated[
+        str, typer.Option("--policy", help="Who joins the batch and when: fcfs, static or bucketed.")
+    ] = "bucketed",
+    max_batch_size: Annotated[int, typer.Option("--max-batch-size", help="Requests denoised together.", min=1)] = 16,
+    seed: Seed = 0,
+    output_file: Annotated[
+        Path | None, typer.Option("--output-file", help="Write the summary as JSON to this file, too.", dir_okay=False)
+    ] = None,
+    save_dir: Annotated[
+        Path | None,
+        typer.Option("--save-dir", help="Save all images, and a copy of the report, in this folder.", file_okay=False),
+    ] = None,
+    remeasure: Annotated[
+        bool, typer.Option("--remeasure", help="Measure standalone latencies again instead of using the workspace's.")
+    ] = False,
+    model: Model = "emoji-xl",
+    device: Device = "auto",
+    dtype: DType = "auto",
+    workspace: WorkspaceRoot = Path(DEFAULT_WORKSPACE),
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Serve a trace of requests and report latency, queueing and SLO attainment.
+
+    Requests arrive on the wall clock. The run's records, steps, summary and HTML report go to the workspace. Ctrl-C
+    ends the run early and keeps what is finished.
+
+    Examples:
+
+        psctl serve --trace poisson --request-rate 2 --num-prompts 60
+
+        psctl serve --trace gamma --cv 3 --duration 60 --resolutions 128,256 --mix 3,1 --policy static
+
+        psctl serve --trace requests.jsonl --json --output-file summary.json
+    """
+    out = Output(json=json, quiet=quiet)
+    config = {
+        "trace": trace,
+        "policy": policy,
+        # Infinity is no number in JSON.
+        "request_rate": request_rate if math.isfinite(request_rate) else "inf",
+        "cv": cv,
+        "num_prompts": num_prompts,
+        "duration": duration,
+        "resolutions": resolutions,
+        "mix": mix,
+        "prompts": None if prompts is None else str(prompts),
+        "num_inference_steps": num_inference_steps,
+        "guidance_scale": guidance_scale,
+        "slo_scale": slo_scale,
+        "max_batch_size": max_batch_size,
+        "seed": seed,
+    }
+    # Everything that can be wrong is looked at before torch is imported and the model loaded.
+    from ..profiling.serve_run import TraceSettings, draw_requests, run_serve
+    from ..serving.loading import load_model, model_defaults
+    from ..serving.policies import get_policy
+
+    chosen_policy = get_policy(policy)
+    settings = TraceSettings(
+        trace=trace,
+        request_rate=request_rate,
+        cv=cv,
+        num_prompts=num_prompts,
+        duration_s=duration,
+        resolutions=resolutions,
+        mix=mix,
+        prompts=prompts,
+        num_inference_steps=num_inference_steps,
+        guidance_scale=guidance_scale,
+        seed=seed,
+    )
+    requests = draw_requests(settings, model_defaults(model))
+    if not 0 < slo_scale < math.inf:
+        raise UsageError(f"SLO scale is {slo_scale:g}, but it must be more than 0 and finite")
+    for folder in (save_dir, None if output_file is None else output_file.absolute().parent, workspace):
+        if folder is not None:
+            _check_writable(folder.expanduser())
+
+    with out.status(f"Loading {model} ..."):
+        served = load_model(model, device, dtype)
+    config |= {"device": str(served.device), "dtype": str(served.dtype).removeprefix("torch.")}
+    with out.progress() as progress:
+        task = progress.add_task("requests", total=len(requests), start=False)
+        outcome = run_serve(
+            served,
+            requests,
+            chosen_policy,
+            Workspace(workspace).for_model(model, str(served.device)),
+            dataset=trace if prompts is None else f"{trace}, {prompts.name}",
+            config=config,
+            slo_scale=slo_scale,
+            max_batch_size=max_batch_size,
+            save_dir=None if save_dir is None else save_dir.expanduser(),
+            remeasure=remeasure,
+            on_measure=lambda shape: out.note(f"Measuring {shape.resolution} alone ..."),
+            on_start=lambda: out.note(
+                f"Serving {len(requests)} requests, the last of which arrives after {requests[-1].arrival_s:.1f} s ..."
+            ),
+            on_finish=lambda record: progress.advance(task),
+        )
+    if output_file is not None:
+        write_json(output_file.expanduser(), outcome.summary)
+    out.data(outcome.summary, table=lambda: _tables(outcome.summary))
+    out.note(f"Report: {outcome.run_dir / 'report.html'}")
+    if outcome.was_interrupted:
+        raise KeyboardInterrupt
+    failed = [record for record in outcome.records if record.status == "failed"]
+    if failed:
+        first = f"request {failed[0].request_id}: {failed[0].reason}"
+        if len(failed) == len(outcome.records):
+            raise RunError(f"all {len(failed)} requests failed; {first}")
+        out.warn(f"{len(failed)} of {len(outcome.records)} requests failed; {first}")
+
+
+def _check_writable(folder: Path) -> None:
+    """Create a folder for results and check that it takes files: now, not after the run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"folder {folder} is not writable")
+
+
+def _tables(summary: dict[str, Any]) -> "RenderableType":
+    from rich.console import Group
+    from rich.table import Table
+
+    whole = Table(title=f"{summary['model']}, {summary['config']['policy']}", title_justify="left")
+    whole.add_column("figure")
+    whole.add_column("value", justify="right")
+    counts = ("total", "completed", "failed", "discarded", "cancelled")
+    for name in counts:
+        if name in ("total", "completed") or summary[f"{name}_requests"]:
+            whole.add_row(f"{name} requests", str(summary[f"{name}_requests"]))
+    for label, key, unit in (
+        ("duration", "duration", "s"),
+        ("throughput", "throughput_qps", "images/s"),
+        ("goodput", "goodput_qps", "images/s"),
+        ("latency mean", "latency_mean", "s"),
+        ("latency p50", "latency_p50", "s"),
+        ("latency p95", "latency_p95", "s"),
+        ("latency p99", "latency_p99", "s"),
+        ("queueing mean", "queueing_mean", "s"),
+        ("mean batch size", "batch_size_mean", ""),
+    ):
+        whole.add_row(label, _number(summary[key], unit))
+    whole.add_row(f"SLO attainment ({summary['slo_scale']:g}x standalone)", _share(summary["slo_attainment_rate"]))
+
+    each = Table(title="by resolution", title_justify="left")
+    for name in (
+        "resolution",
+        "requests",
+        "completed",
+        "SLO attainment",
+        "latency mean",
+        "latency p95",
+        "queueing mean",
+    ):
+        each.add_column(name, justify="left" if name == "resolution" else "right")
+    for resolution, figures in summary["per_resolution"].items():
+        each.add_row(
+            resolution,
+            str(figures["requests"]),
+            str(figures["completed"]),
+            _share(figures["slo_attainment_rate"]),
+            *(_number(figures[key], "s") for key in ("latency_mean", "latency_p95", "queueing_mean")),
+        )
+    return Group(whole, each)
+
+
+def _number(value: float | None, unit: str) -> str:
+    return "-" if value is None else f"{value:.3g} {unit}".strip()
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"

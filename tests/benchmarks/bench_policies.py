@@ -1,0 +1,81 @@
+"""Serves one Poisson trace under every policy and tabulates SLO attainment, latency and throughput.
+
+    python tests/benchmarks/bench_policies.py [--model emoji-xl] [--rates 0.5,1,2] [--seeds 0,1]
+
+Every run is a real `psctl serve` in a process of its own, so that no policy profits from another's warm-up; policies
+alternate within a rate and seed. The table goes to stdout as Markdown and, with all figures, to
+tests/benchmarks/results/policies-MODEL.json. Nothing else may run on the machine meanwhile.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+POLICIES = ("fcfs", "static", "bucketed")
+RESULTS = Path(__file__).with_name("results")
+
+
+def serve(
+    model: str, policy: str, rate: float, seed: int, options: argparse.Namespace, workspace: str
+) -> dict[str, Any]:
+    command = [
+        *(sys.executable, "-m", "patchedserve.psctl.app", "serve", "--trace", "poisson", "--json", "--quiet"),
+        *("--model", model, "--policy", policy, "--request-rate", str(rate), "--seed", str(seed)),
+        *("--num-prompts", str(options.num_prompts), "--num-inference-steps", str(options.steps)),
+        *("--workspace", workspace),
+    ]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(run.stdout)
+
+
+def machine() -> str:
+    """The processor in words, for the head of the table."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor() or platform.machine()
+    return f"{os.cpu_count()} cores of {name}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="emoji-xl")
+    parser.add_argument("--rates", default="1,2,3", help="requests per second")
+    parser.add_argument("--seeds", default="0")
+    parser.add_argument("--num-prompts", type=int, default=48)
+    parser.add_argument("--steps", type=int, default=20)
+    options = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as workspace:
+        for rate in map(float, options.rates.split(",")):
+            for seed in map(int, options.seeds.split(",")):
+                for policy in POLICIES:
+                    summary = serve(options.model, policy, rate, seed, options, workspace)
+                    rows.append({"policy": policy, "request_rate": rate, "seed": seed} | summary)
+    print(f"{options.model}, {options.steps} steps, equal mix of 128/192/256 px, SLO scale 5, {machine()}\n")
+    print("| requests/s | policy | SLO attainment | mean latency | p95 latency | completed/s |")
+    print("|---|---|---|---|---|---|")
+    for rate in dict.fromkeys(row["request_rate"] for row in rows):
+        for policy in POLICIES:
+            chosen = [row for row in rows if row["request_rate"] == rate and row["policy"] == policy]
+
+            def mean(key: str, chosen: list[dict[str, Any]] = chosen) -> float:
+                return sum(row[key] for row in chosen) / len(chosen)
+
+            cells = (f"{mean('slo_attainment_rate'):.0%}", f"{mean('latency_mean'):.2f} s")
+            cells += (f"{mean('latency_p95'):.2f} s", f"{mean('throughput_qps'):.2f}")
+            print(f"| {rate:g} | {policy} | " + " | ".join(cells) + " |")
+    RESULTS.mkdir(exist_ok=True)
+    content = {"machine": machine(), "options": vars(options), "rows": rows}
+    (RESULTS / f"policies-{options.model}.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

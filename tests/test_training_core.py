@@ -1,0 +1,143 @@
+"""Optimiser, training loop and checkpoints, on problems small enough to know the answer."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from patchedserve.data.errors import RunError, UsageError
+from patchedserve.training.loop import LoopConfig, TrainingRun
+from patchedserve.training.optim import MuonAdamW, OptimConfig, hidden_matrices, orthogonalised
+
+
+def small_net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2))
+
+
+def is_outer(name):
+    return name.startswith(("0.", "4."))
+
+
+def loss_for(model):
+    """A regression whose batch depends on the step alone."""
+
+    def loss_of(step):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(32, 4, generator=generator)
+        y = torch.stack([x[:, 0] * x[:, 1], x.sum(1)], 1)
+        return nn.functional.mse_loss(model(x), y), {"extra": 1.0}
+
+    return loss_of
+
+
+@pytest.mark.parametrize("shape", [(3, 24, 48), (2, 40, 12), (1, 12, 40)])
+def test_orthogonalised_matrices_have_singular_values_near_one(shape):
+    values = torch.linalg.svdvals(orthogonalised(torch.randn(shape, generator=torch.Generator().manual_seed(0))))
+    assert values.min() > 0.4
+    assert values.max() < 1.4
+
+
+def test_hidden_matrices_leaves_out_what_is_excluded_and_what_is_no_matrix():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Conv2d(3, 3, 3), nn.Embedding(5, 4))
+    assert hidden_matrices(model, lambda name: name == "0.weight") == ["2.weight"]
+
+
+def test_adamw_part_equals_torch():
+    ours, theirs = small_net(), small_net()
+    config = OptimConfig(adam_lr=0.01, weight_decay=0.0, clip_norm=1e9)
+    mine = MuonAdamW(dict(ours.named_parameters()), [], config)
+    reference = torch.optim.AdamW(theirs.parameters(), lr=0.01, betas=config.betas, weight_decay=0.0)
+    for step in range(5):
+        for model in (ours, theirs):
+            loss_for(model)(step)[0].backward()
+        mine.step(1.0)
+        reference.step()
+        reference.zero_grad()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_gradients_are_clipped_and_their_norm_reported():
+    model = small_net()
+    optimiser = MuonAdamW(dict(model.named_parameters()), [], OptimConfig(clip_norm=0.5))
+    (loss_for(model)(0)[0] * 1000).backward()
+    expected = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert optimiser.step(0.0) == pytest.approx(float(expected), rel=1e-5)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_training_learns_and_the_schedule_falls_to_nothing(tmp_path):
+    model = small_net()
+    config = LoopConfig(400, warmup_steps=10, ema_decay=0.98, optim=OptimConfig(muon_lr=0.02, adam_lr=0.02))
+    first, last = [], []
+    run = TrainingRun(model, config, tmp_path, is_outer)
+    run.run(loss_for(model), on_step=lambda step, f: (first if step <= 20 else last).append(f["loss"]))
+    assert sum(last[-20:]) / 20 < 0.1 * sum(first) / len(first)
+    assert config.lr_scale(0) == pytest.approx(0.1)
+    assert config.lr_scale(200) == 1.0
+    assert config.lr_scale(399) < 1e-3
+    averaged = small_net(1)
+    run.copy_ema_to(averaged)
+    assert float(loss_for(averaged)(999)[0]) < 0.1 * first[0]
+    assert [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").open()][-1] == 400
+
+
+def test_an_interrupted_run_ends_exactly_like_an_unbroken_one(tmp_path):
+    config = LoopConfig(30, warmup_steps=3, ema_decay=0.9)
+    whole = small_net()
+    TrainingRun(whole, config, tmp_path / "whole", is_outer).run(loss_for(whole))
+
+    broken = small_net()
+    original = loss_for(broken)
+
+    def interrupted(step):
+        if step == 17:
+            raise KeyboardInterrupt
+        return original(step)
+
+    with pytest.raises(KeyboardInterrupt):
+        TrainingRun(broken, config, tmp_path / "broken", is_outer).run(interrupted)
+    resumed = small_net(seed=5)
+    run = TrainingRun(resumed, config, tmp_path / "broken", is_outer)
+    assert run.step == 17
+    run.run(loss_for(resumed))
+    for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_finished_run_is_made_longer_from_before_its_decay(tmp_path):
+    model = small_net()
+    TrainingRun(model, LoopConfig(20), tmp_path, is_outer).run(loss_for(model))
+    longer = TrainingRun(small_net(), LoopConfig(40), tmp_path, is_outer)
+    assert longer.step == LoopConfig(20).decay_start == 13
+    same = TrainingRun(small_net(), LoopConfig(20), tmp_path, is_outer)
+    assert same.step == 20
+
+
+def test_a_checkpoint_of_another_configuration_is_refused(tmp_path):
+    TrainingRun(small_net(), LoopConfig(3), tmp_path, is_outer).save("last")
+    with pytest.raises(UsageError, match="seed 0 -> 1"):
+        TrainingRun(small_net(), LoopConfig(3, seed=1), tmp_path, is_outer)
+
+
+def test_a_truncated_checkpoint_is_named(tmp_path):
+    TrainingRun(small_net(), LoopConfig(3), tmp_path, is_outer).save("last")
+    path = tmp_path / "last.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(RunError, match=r"last\.safetensors is not a whole checkpoint"):
+        TrainingRun(small_net(), LoopConfig(3), tmp_path, is_outer)
+
+
+def test_a_diverging_loss_stops_the_run(tmp_path):
+    model = small_net()
+    with pytest.raises(RunError, match="became nan at step 0"):
+        TrainingRun(model, LoopConfig(3), tmp_path, is_outer).run(
+            lambda step: (model(torch.full((1, 4), torch.nan)).sum(), {})
+        )
+
+
+def test_steps_must_be_positive():
+    with pytest.raises(UsageError, match="at least 1"):
+        LoopConfig(0)
