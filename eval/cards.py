@@ -70,7 +70,12 @@ def measure_judge(clip: Clip, options: CardOptions) -> dict[str, float]:
     figures = measure_clip_retrieval(clip, images, [scene.caption for scene in scenes])
     singles = [(scene, image) for scene, image in zip(scenes, images, strict=True) if len(scene.placements) == 1]
     seen = measure_objects(
-        clip, [image for _, image in singles], [scene.names for scene, _ in singles], object_names(), NAME_TEMPLATES
+        clip,
+        [image for _, image in singles],
+        [scene.names for scene, _ in singles],
+        object_names(),
+        NAME_TEMPLATES,
+        describe=with_article,
     )
     return figures | {
         "zero_shot_object_at_1": seen["object_at_1"],
@@ -170,6 +175,7 @@ def _measure_recognition(
             palette=BACKGROUNDS,
             real_images=[real[index] for index in members],
             templates=NAME_TEMPLATES,
+            describe=with_article,
         ) | {"num_images": len(members)}
     return figures
 

@@ -24,6 +24,7 @@ from ..data.traces import (
     generate_trace,
     limit_trace,
     load_trace,
+    retime,
     save_trace,
 )
 from ..data.workspace import ModelWorkspace
@@ -57,6 +58,7 @@ class TraceSettings:
         prompts: file of prompts, None for the bundled captions.
         num_inference_steps, guidance_scale: of requests whose line of a file names none.
         seed: seed of everything that is drawn.
+        from_zero: whether a file's first request is moved to 0, for files stamped with clock time.
     """
 
     trace: str = "poisson"
@@ -70,6 +72,7 @@ class TraceSettings:
     num_inference_steps: int | None = None
     guidance_scale: float | None = None
     seed: int = 0
+    from_zero: bool = False
 
 
 def draw_requests(settings: TraceSettings, defaults: ModelDefaults) -> list[Request]:
@@ -86,6 +89,8 @@ def draw_requests(settings: TraceSettings, defaults: ModelDefaults) -> list[Requ
     if settings.trace not in TRACE_KINDS:
         file_defaults = TraceDefaults(prompts, resolutions, mix, steps, scale, settings.seed)
         requests = load_trace(settings.trace, defaults=file_defaults)
+        if settings.from_zero:
+            requests = retime(requests, from_zero=True)
         return limit_trace(requests, num_prompts=settings.num_prompts, duration_s=settings.duration_s)
     is_unlimited = settings.num_prompts is None and settings.duration_s is None
     is_gamma = settings.trace == "gamma"

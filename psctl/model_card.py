@@ -1,7 +1,7 @@
 """`psctl model-card`: measures a bundled model on held-out data and writes its card."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -9,6 +9,9 @@ from ..data.files import atomic_write, write_json, write_text
 from ..data.models import MODELS_DIR, write_checksums
 from .options import Device, DType, Json, Quiet, Seed
 from .output import Output
+
+if TYPE_CHECKING:
+    from ..eval.cards import CardOptions
 
 ModelName = Literal["emoji-xl", "emoji-3", "emoji-clip"]
 
@@ -80,7 +83,7 @@ def model_card(
         if write:
             grid = sample_grid(model, options)
     if write:
-        command = f"psctl model-card {name}" + ("" if num_fid or name == "emoji-clip" else " --num-fid 0")
+        command = _command(name, options)
         write_json(folder / "figures.json", figures)
         write_text(folder / "README.md", card_text(name, figures, command))
         if grid is not None:
@@ -88,3 +91,19 @@ def model_card(
                 grid.save(temporary, optimize=True)
         write_checksums(models_dir)
     out.data(figures)
+
+
+def _command(name: str, options: "CardOptions") -> str:
+    """The command that measures the same again: what differs from the defaults is named."""
+    parts = [f"psctl model-card {name}"]
+    if name == "emoji-clip":
+        given = {"num-pairs": (options.num_pairs, 1000)}
+    else:
+        given = {
+            "num-images": (options.num_generated, 500),
+            "num-fid": (options.num_fid, 1000),
+            "num-inference-steps": (options.num_inference_steps, None),
+            "seed": (options.seed, 0),
+        }
+    parts += [f"--{option} {value}" for option, (value, default) in given.items() if value != default]
+    return " ".join(parts)

@@ -69,6 +69,9 @@ def serve(
         Path | None,
         typer.Option("--save-dir", help="Save all images, and a copy of the report, in this folder.", file_okay=False),
     ] = None,
+    from_zero: Annotated[
+        bool, typer.Option("--from-zero", help="Start a trace file with its first request, whatever its clock says.")
+    ] = False,
     remeasure: Annotated[
         bool, typer.Option("--remeasure", help="Measure standalone latencies again instead of using the workspace's.")
     ] = False,
@@ -128,6 +131,7 @@ def serve(
         num_inference_steps=num_inference_steps,
         guidance_scale=guidance_scale,
         seed=seed,
+        from_zero=from_zero,
     )
     requests = draw_requests(settings, model_defaults(model))
     if not 0 < slo_scale < math.inf:

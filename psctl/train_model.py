@@ -22,7 +22,7 @@ def train_model(
     ] = None,
     seed: Seed = 0,
     device: Device = "auto",
-    workspace: WorkspaceRoot = DEFAULT_WORKSPACE,
+    workspace: WorkspaceRoot = Path(DEFAULT_WORKSPACE),
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -40,7 +40,9 @@ def train_model(
         psctl train-model all --output my-models
     """
     out = Output(json=json, quiet=quiet)
-    from ..serving.loading import resolve_device
+    from ..serving.loading import quiet_libraries, resolve_device
+
+    quiet_libraries()
     from ..training.recipe import PARTS, Reporter, train_part
 
     root = workspace / "training"

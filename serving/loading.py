@@ -49,7 +49,7 @@ def load_model(spec: str, device: str = "auto", dtype: str = "auto") -> "ServedM
 
     torch_device = resolve_device(device)
     torch_dtype = _resolve_dtype(dtype, torch_device)
-    _quiet_libraries()
+    quiet_libraries()
     pipe = _load_pipeline(model_dir, index, torch_dtype)
     pipe.set_progress_bar_config(disable=True)
     try:
@@ -97,7 +97,7 @@ def _download(hub_id: str) -> Path:
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-    _quiet_libraries()
+    quiet_libraries()
     try:
         if not isinstance(try_to_load_from_cache(hub_id, _INDEX_FILE), str):
             # Without a connection this fails at once, while downloads try again for 20 seconds.
@@ -201,7 +201,7 @@ def _resolve_dtype(name: str, device: "torch.device") -> "torch.dtype":
     return getattr(torch, name)
 
 
-def _quiet_libraries() -> None:
+def quiet_libraries() -> None:
     """Keep progress bars and notices of the libraries out of our own output; errors still raise."""
     import diffusers.utils.logging
     import huggingface_hub.utils

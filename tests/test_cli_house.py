@@ -237,12 +237,30 @@ def test_table_is_made_only_for_people(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_threads_are_set_before_libraries_load() -> None:
-    environment = {"PSCTL_THREADS": "3"}
+    environment = {"PSCTL_THREADS": "3", "OMP_NUM_THREADS": "8", "GOMP_SPINCOUNT": "1"}
     apply_thread_settings(environment)
-    assert environment == {"PSCTL_THREADS": "3", "OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3"}
-    untouched: dict[str, str] = {}
-    apply_thread_settings(untouched)
-    assert untouched == {}
+    assert environment == {
+        "PSCTL_THREADS": "3",
+        "OMP_NUM_THREADS": "3",
+        "MKL_NUM_THREADS": "3",
+        "GOMP_SPINCOUNT": "1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "added"),
+    [
+        ({}, {"GOMP_SPINCOUNT": "20000"}),
+        ({"OMP_NUM_THREADS": "2"}, {"GOMP_SPINCOUNT": "20000"}),
+        ({"GOMP_SPINCOUNT": "0"}, {}),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, {}),
+        ({"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "5"}, {}),
+    ],
+)
+def test_idle_threads_spin_briefly_unless_the_user_says_otherwise(given: dict[str, str], added: dict[str, str]) -> None:
+    environment = dict(given)
+    apply_thread_settings(environment)
+    assert environment == given | added
 
 
 @pytest.mark.parametrize("threads", ["0", "-1", "two", "", "1.5", "²"])

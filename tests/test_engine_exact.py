@@ -9,14 +9,17 @@ import pytest
 import torch
 from diffusers import (
     DDIMScheduler,
+    DiffusionPipeline,
     DPMSolverMultistepScheduler,
     EulerAncestralDiscreteScheduler,
     EulerDiscreteScheduler,
 )
 
+from patchedserve.data.models import bundled_model_path
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.engine import Engine
+from patchedserve.serving.loading import load_model
 from patchedserve.serving.model import ServedModel
 from patchedserve.serving.policies import get_policy
 from patchedserve.serving.run_result import RunResult
@@ -167,3 +170,19 @@ def test_model_scheduler_is_left_alone() -> None:
     before = pipe.scheduler.timesteps.clone()
     serve(pipe, mixed_requests()[:2])
     assert torch.equal(pipe.scheduler.timesteps, before)
+
+
+@pytest.mark.parametrize(("name", "sampler"), [("emoji-xl", "euler"), ("emoji-xl", "ddim"), ("emoji-3", None)])
+def test_bundled_models_draw_what_plain_diffusers_draws(name: str, sampler: str | None) -> None:
+    """The promise of the README, on trained weights, through each project's own loading."""
+    plain = DiffusionPipeline.from_pretrained(bundled_model_path(name))
+    ours = load_model(name, "cpu", "float32").pipe
+    if sampler is not None:
+        plain.scheduler, ours.scheduler = (SAMPLERS[sampler](pipe.scheduler.config) for pipe in (plain, ours))
+    requests = [
+        Request(0, "a red apple on a blue background", Resolution(128, 128), 20, guidance_scale=4.0, seed=1),
+        Request(1, "a hedgehog and a candle on a yellow background", Resolution(256, 128), 12, seed=2),
+        Request(2, "a butterfly on a pink background", Resolution(192, 192), 8, guidance_scale=1.0, seed=3),
+        Request(3, "a red apple on a blue background", Resolution(128, 128), 5, seed=1, negative_prompt="a fox"),
+    ]
+    assert_equal_to_plain(plain, requests, serve(ours, requests))

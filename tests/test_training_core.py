@@ -1,6 +1,7 @@
 """Optimiser, training loop and checkpoints, on problems small enough to know the answer."""
 
 import json
+import signal
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def test_gradients_are_clipped_and_their_norm_reported():
     model = small_net()
     optimiser = MuonAdamW(dict(model.named_parameters()), [], OptimConfig(clip_norm=0.5))
     (loss_for(model)(0)[0] * 1000).backward()
-    expected = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    expected = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     assert optimiser.step(0.0) == pytest.approx(float(expected), rel=1e-5)
     assert all(p.grad is None for p in model.parameters())
 
@@ -114,6 +115,54 @@ def test_a_finished_run_is_made_longer_from_before_its_decay(tmp_path):
     assert longer.step == LoopConfig(20).decay_start == 13
     same = TrainingRun(small_net(), LoopConfig(20), tmp_path, is_outer)
     assert same.step == 20
+
+
+def test_an_interrupt_in_the_middle_of_an_update_waits_for_its_end(tmp_path, monkeypatch):
+    config = LoopConfig(30, warmup_steps=3, ema_decay=0.9)
+    whole = small_net()
+    TrainingRun(whole, config, tmp_path / "whole", is_outer).run(loss_for(whole))
+
+    broken = small_net()
+    run = TrainingRun(broken, config, tmp_path / "broken", is_outer)
+    adam_step = run.optimiser._adam_step
+
+    def interrupted(lr):
+        if run.step == 17:
+            signal.raise_signal(signal.SIGINT)
+        adam_step(lr)
+
+    monkeypatch.setattr(run.optimiser, "_adam_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.run(loss_for(broken))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    resumed = small_net(seed=5)
+    run = TrainingRun(resumed, config, tmp_path / "broken", is_outer)
+    assert run.step == 18
+    run.run(loss_for(resumed))
+    for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_run_interrupted_where_its_decay_starts_can_still_be_made_longer(tmp_path):
+    def interrupt(step, figures):
+        if step == 13:
+            raise KeyboardInterrupt
+
+    model = small_net()
+    with pytest.raises(KeyboardInterrupt):
+        TrainingRun(model, LoopConfig(20), tmp_path, is_outer).run(loss_for(model), on_step=interrupt)
+    model = small_net()
+    TrainingRun(model, LoopConfig(20), tmp_path, is_outer).run(loss_for(model))
+    assert TrainingRun(small_net(), LoopConfig(40), tmp_path, is_outer).step == 13
+
+
+def test_a_longer_run_is_not_spoilt_by_asking_for_fewer_steps(tmp_path):
+    model = small_net()
+    TrainingRun(model, LoopConfig(20), tmp_path, is_outer).run(loss_for(model))
+    before = (tmp_path / "last.safetensors").read_bytes()
+    with pytest.raises(UsageError, match="is at step 13 already, but 5 steps are asked for"):
+        TrainingRun(small_net(), LoopConfig(5), tmp_path, is_outer)
+    assert (tmp_path / "last.safetensors").read_bytes() == before
 
 
 def test_a_checkpoint_of_another_configuration_is_refused(tmp_path):

@@ -1,5 +1,7 @@
 """The parts of the bundled models before training: tokenizer, text encoders, autoencoder, generators, export."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -87,7 +89,7 @@ def test_the_caption_reader_trains_its_encoder(tokenizer):
 
 def test_normalised_latents_have_unit_scale_and_decode_as_before():
     torch.manual_seed(0)
-    vae = new_autoencoder().eval()
+    vae: Any = new_autoencoder().eval()
     pool, _ = draw_pool(EmojiDataset(SMALL, 8))
     with torch.no_grad():
         before = vae.decode(vae.encode(to_float(pool)).latent_dist.mean).sample
@@ -111,7 +113,7 @@ def test_the_reconstruction_loss_is_zero_only_for_a_perfect_copy():
 
 def test_one_repeated_token_does_what_all_of_them_do():
     torch.manual_seed(0)
-    model = new_transformer().eval()
+    model: Any = new_transformer().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.1)
@@ -160,7 +162,7 @@ def test_exported_generators_are_plain_diffusers_directories(tokenizer, encoders
     export_emoji_xl(tmp_path / "xl", new_unet(), new_autoencoder(), tokenizer, encoders)
     export_emoji_3(tmp_path / "3", new_transformer(), new_autoencoder(), tokenizer, encoders)
     for pipeline_class, name in ((StableDiffusionXLPipeline, "xl"), (StableDiffusion3Pipeline, "3")):
-        pipe = pipeline_class.from_pretrained(tmp_path / name)
+        pipe: Any = pipeline_class.from_pretrained(tmp_path / name)
         pipe.set_progress_bar_config(disable=True)
         image = pipe("a red apple on a blue background", width=128, height=192, num_inference_steps=2).images[0]
         assert image.size == (128, 192)
@@ -175,7 +177,8 @@ def test_exported_generators_are_plain_diffusers_directories(tokenizer, encoders
 def test_the_exported_judge_is_a_plain_clip_model(tokenizer, tmp_path):
     torch.manual_seed(0)
     export_emoji_clip(tmp_path / "clip", new_judge(tokenizer), tokenizer)
-    model, processor = CLIPModel.from_pretrained(tmp_path / "clip"), CLIPProcessor.from_pretrained(tmp_path / "clip")
+    model = CLIPModel.from_pretrained(tmp_path / "clip")
+    processor: Any = CLIPProcessor.from_pretrained(tmp_path / "clip")
     images = [EmojiDataset(size, 1).image(0) for size in (SMALL, Resolution(192, 128))]
     inputs = processor(text=["a red apple", "a fox"], images=images, padding="max_length", return_tensors="pt")
     assert model(**inputs).logits_per_image.shape == (2, 2)

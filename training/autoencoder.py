@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,10 +35,14 @@ class AutoencoderTask:
 
 def new_autoencoder(channels: tuple[int, ...] = (16, 32, 64, 96)) -> AutoencoderKL:
     """A fresh autoencoder whose posterior starts narrow (log-variance near -6), so that it learns to code at once."""
+    # diffusers annotates tuples of any length as tuples of one.
+    blocks: dict[str, Any] = {
+        "down_block_types": ("DownEncoderBlock2D",) * len(channels),
+        "up_block_types": ("UpDecoderBlock2D",) * len(channels),
+        "block_out_channels": channels,
+    }
     model = AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * len(channels),
-        up_block_types=("UpDecoderBlock2D",) * len(channels),
-        block_out_channels=channels,
+        **blocks,
         layers_per_block=1,
         latent_channels=4,
         norm_num_groups=GROUPS,
@@ -57,12 +62,12 @@ def reconstruction_loss(
     model: AutoencoderKL, images: Tensor, generator: torch.Generator
 ) -> tuple[Tensor, dict[str, float]]:
     """L1 + 0.5 MSE + gradient difference + KL of float images [n, 3, h, w] in -1..1."""
-    posterior = model.encode(images).latent_dist
+    posterior: Any = model.encode(images, return_dict=False)[0]
     noise = torch.randn(posterior.mean.shape, generator=generator, device="cpu").to(images.device)
     latents = posterior.mean + posterior.std * noise
     # Noise on the codes, so that small errors of the generators do not show.
     latents = latents + LATENT_NOISE * torch.randn(latents.shape, generator=generator, device="cpu").to(images.device)
-    restored = model.decode(latents).sample.float()
+    restored = model.decode(latents, return_dict=False)[0].float()
     l1 = (restored - images).abs().mean()
     gradient = sum(((restored.diff(dim=axis)) - images.diff(dim=axis)).abs().mean() for axis in (2, 3))
     kl = posterior.kl().float().mean() / posterior.mean[0].numel()
@@ -80,7 +85,8 @@ def train_autoencoder(
 ) -> AutoencoderKL:
     """Train on random crops of uint8 pools [n, 3, h, w]; returns the averaged model, latents normalised."""
     torch.manual_seed(task.seed)
-    model = new_autoencoder(task.channels).to(device)
+    model = new_autoencoder(task.channels)
+    nn.Module.to(model, device)  # diffusers' own `to` is annotated without its self
     config = LoopConfig(task.steps, task.seed, optim=OptimConfig(muon_lr=4e-3, adam_lr=2e-3, weight_decay=0.0))
     run = TrainingRun(model, config, task.folder, _is_outer)
 
@@ -110,7 +116,7 @@ def normalise_latents(model: AutoencoderKL, pools: Sequence[Tensor], num_images:
     """
     device = next(model.parameters()).device
     chunks = [chunk for pool in pools for chunk in pool[: num_images // len(pools)].split(16)]
-    codes = [model.encode(to_float(chunk).to(device)).latent_dist.mean for chunk in chunks]
+    codes = [model.encode(to_float(chunk).to(device), return_dict=False)[0].mean for chunk in chunks]
     values = torch.cat([code.transpose(0, 1).flatten(1) for code in codes], 1)
     mean, std = values.mean(1), values.std(1)
     quant, post = model.quant_conv, model.post_quant_conv

@@ -59,7 +59,7 @@ def export_emoji_xl(
         tokenizer=tokenizer,
         tokenizer_2=tokenizer,
         unet=unet,
-        scheduler=EulerDiscreteScheduler(
+        scheduler=EulerDiscreteScheduler(  # pyright: ignore[reportArgumentType]  # annotated as an enum of names
             prediction_type="v_prediction", timestep_spacing="trailing", num_train_timesteps=1000, **BETAS
         ),
         force_zeros_for_empty_prompt=True,
@@ -118,7 +118,7 @@ def export_emoji_clip(folder: Path, model: CLIPModel, tokenizer: CLIPTokenizer) 
         image_std=[0.5, 0.5, 0.5],
     )
     with _Replacing(folder) as staged:
-        model.to(torch.float16).save_pretrained(staged)
+        model.half().save_pretrained(staged)
         load_as_float32(staged / "config.json")
         CLIPProcessor(images, tokenizer).save_pretrained(staged)
 

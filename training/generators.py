@@ -65,7 +65,8 @@ class TextTower:
 class Objective(Protocol):
     """How one family of generators is trained on a batch of latents fp32 [n, 4, h, w] with captions."""
 
-    model: nn.Module
+    @property
+    def model(self) -> nn.Module: ...
 
     def loss(
         self, latents: Tensor, captions: list[str], resolution: Resolution, rng: np.random.Generator
@@ -133,7 +134,7 @@ def new_unet() -> UNet2DConditionModel:
         block_out_channels=(64, 96, 96),
         layers_per_block=1,
         transformer_layers_per_block=1,
-        attention_head_dim=(2, 3, 3),
+        attention_head_dim=(2, 3, 3),  # pyright: ignore[reportArgumentType]  # annotated as a tuple of one
         cross_attention_dim=160,
         addition_embed_type="text_time",
         addition_time_embed_dim=32,

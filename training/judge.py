@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
@@ -29,7 +29,7 @@ class JudgeTask:
     """What `train_judge` needs besides the data, which it draws itself (seeds apart from the generators')."""
 
     folder: Path
-    steps: int = 800
+    steps: int = 560
     seed: int = 1000
     batch_size: int = 192
 
@@ -112,7 +112,8 @@ def train_judge(
     pools, captions = draw_judge_pool(task.seed, on_image)
     images = torch.cat(pools)
     torch.manual_seed(task.seed)
-    model = new_judge(tokenizer).to(device)
+    model = new_judge(tokenizer)
+    nn.Module.to(model, device)  # transformers' own `to` is annotated without its self
     config = LoopConfig(task.steps, task.seed, ema_decay=0.995, optim=OptimConfig(muon_lr=2e-3, adam_lr=1.5e-3))
     run = TrainingRun(model, config, task.folder, lambda name: "layers" not in name)
 

@@ -50,7 +50,7 @@ def encode_images(vae: AutoencoderKL, images: Tensor, device: torch.device) -> T
     codes = []
     for part in images.split(chunk):
         with torch.autocast(device.type, torch.bfloat16):
-            posterior = vae.encode(to_float(part).to(device)).latent_dist
+            posterior = vae.encode(to_float(part).to(device), return_dict=False)[0]
         codes.append(posterior.mean.half().cpu().contiguous())
     return torch.cat(codes).contiguous()
 

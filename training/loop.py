@@ -7,8 +7,11 @@ Batches depend on (seed, step) only, so a resumed run sees what an unbroken one 
 
 import json
 import math
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -83,10 +86,10 @@ class TrainingRun:
         saved_at = time.monotonic()
         try:
             while self.step < self.config.steps:
-                figures = self._train_step(loss_of)
-                on_step(self.step, figures)
                 if self.step == self.config.decay_start:
                     self.save("stable")
+                figures = self._train_step(loss_of)
+                on_step(self.step, figures)
                 if time.monotonic() - saved_at > checkpoint_every_s:
                     self.save("last")
                     saved_at = time.monotonic()
@@ -116,17 +119,21 @@ class TrainingRun:
         if not torch.isfinite(loss):
             raise RunError(f"the loss became {float(loss.detach())} at step {self.step}; lower the learning rate")
         figures["loss"] = float(loss.detach())
-        figures["grad_norm"] = self.optimiser.step(self.config.lr_scale(self.step))
-        self.step += 1
+        with _interrupts_held():
+            figures["grad_norm"] = self.optimiser.step(self.config.lr_scale(self.step))
+            self.step += 1
+            self._update_ema()
+        if self.step % 20 == 0:
+            with (self.folder / "log.jsonl").open("a") as log:
+                log.write(json.dumps({"step": self.step, "time": round(time.time(), 1)} | _rounded(figures)) + "\n")
+        return figures
+
+    def _update_ema(self) -> None:
         # Young averages follow quickly, so that the random start is forgotten.
         decay = min(self.config.ema_decay, (1 + self.step) / (10 + self.step))
         with torch.no_grad():
             averages = list(self.ema.values())
             torch._foreach_lerp_(averages, [p.detach() for p in self.optimiser.parameters.values()], 1 - decay)
-        if self.step % 20 == 0:
-            with (self.folder / "log.jsonl").open("a") as log:
-                log.write(json.dumps({"step": self.step, "time": round(time.time(), 1)} | _rounded(figures)) + "\n")
-        return figures
 
     def _resume(self) -> None:
         """Continue from the newest checkpoint that fits the schedule: a longer run goes back to before the decay."""
@@ -144,6 +151,11 @@ class TrainingRun:
                     self._check_same(path, saved)
                     if was_longer_planned and has_decayed:
                         continue
+                    if step > self.config.steps:
+                        raise UsageError(
+                            f"{path} is at step {step} already, but {self.config.steps} steps are asked for; "
+                            "ask for more, or use another folder"
+                        )
                     self._load({name: file.get_tensor(name) for name in file.keys()}, step)  # noqa: SIM118
                 return
             except SafetensorError as error:
@@ -164,6 +176,22 @@ class TrainingRun:
         optim = {name.removeprefix("optim."): tensor for name, tensor in tensors.items() if name.startswith("optim.")}
         self.optimiser.load_state_tensors(optim, step)
         self.step = step
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of the block, so that no checkpoint holds a half-made update."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python hands signals to the main thread only
+        return
+    received: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if received:
+        signal.raise_signal(signal.SIGINT)
 
 
 def _rounded(figures: dict[str, float]) -> dict[str, float]:

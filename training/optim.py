@@ -93,7 +93,7 @@ class MuonAdamW:
     def _muon_step(self, lr: float) -> None:
         config = self.config
         for (rows, columns), names in self.muon_groups:
-            weights = [self.parameters[name] for name in names]
+            weights: list[Tensor] = [self.parameters[name] for name in names]
             gradients = [w.grad if w.grad is not None else torch.zeros_like(w) for w in weights]
             momenta = [self.momentum[name] for name in names]
             torch._foreach_lerp_(momenta, gradients, 1 - config.momentum)
@@ -106,7 +106,7 @@ class MuonAdamW:
     def _adam_step(self, lr: float) -> None:
         config = self.config
         names = [name for name in self.adam_names if self.parameters[name].grad is not None]
-        weights = [self.parameters[name] for name in names]
+        weights: list[Tensor] = [self.parameters[name] for name in names]
         gradients = [w.grad for w in weights if w.grad is not None]
         first, second = [self.first[name] for name in names], [self.second[name] for name in names]
         beta1, beta2 = config.betas

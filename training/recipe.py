@@ -32,9 +32,9 @@ PARTS: tuple[Part, ...] = get_args(Part)
 DEFAULT_STEPS: dict[Part, int] = {
     "text": 1200,
     "autoencoder": 2200,
-    "emoji-clip": 800,
-    "emoji-xl": 12000,
-    "emoji-3": 12000,
+    "emoji-clip": 560,
+    "emoji-xl": 3300,
+    "emoji-3": 3300,
 }
 
 TEXT_ENCODERS = {"small": (64, 2, 1), "large": (96, 3, 2)}
@@ -73,7 +73,8 @@ def train_part(
     """Train one part in `root`/part; the three models are also written to `models_dir`. Returns the finished folder.
 
     Raises:
-        UsageError: if a part that this one needs has not been trained, or a checkpoint has another configuration.
+        UsageError: if a part that this one needs has not been trained, or a checkpoint has another configuration or
+            more steps than are asked for.
         RunError: if the loss diverges or a checkpoint is damaged.
     """
     length = steps or DEFAULT_STEPS[part]
@@ -94,13 +95,14 @@ def train_part(
 
 def _train_text(folder: Path, device: torch.device, steps: int, seed: int, report: Reporter) -> Path:
     tokenizer = train_tokenizer(seed)
-    tokenizer.save_pretrained(folder / "tokenizer")
     for name, (width, num_layers, offset) in TEXT_ENCODERS.items():
         torch.manual_seed(seed + offset)
         encoder = new_text_encoder(width, num_layers, tokenizer)
         report.on_stage(f"text encoder {name}", steps)
         train_text_encoder(encoder, tokenizer, folder / name, steps, seed + offset, device, report.on_step)
         encoder.cpu().save_pretrained(folder / f"{name}-model")
+    # Last, so that a run which is refused (another seed) or unfinished leaves no tokenizer without its encoders.
+    tokenizer.save_pretrained(folder / "tokenizer")
     return folder
 
 

@@ -8,6 +8,7 @@ receive states which hold exactly that. No image is used, and the judge (`emoji-
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -55,7 +56,8 @@ def train_tokenizer(seed: int = 0) -> CLIPTokenizer:
     # BPE training adds "x</w>" forms only for letters that end a word; every byte needs both, or text is lost.
     for letter in sorted(pre_tokenizers.ByteLevel.alphabet()):
         vocab.setdefault(f"{letter}</w>", len(vocab))
-    merges = [tuple(pair) for pair in json.loads(bpe.to_str())["model"]["merges"]]
+    # Pairs, although the annotation says strings.
+    merges: Any = [tuple(pair) for pair in json.loads(bpe.to_str())["model"]["merges"]]
     return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=MAX_TOKENS)
 
 
@@ -69,9 +71,9 @@ def new_text_encoder(width: int, num_layers: int, tokenizer: CLIPTokenizer) -> C
         max_position_embeddings=MAX_TOKENS,
         projection_dim=width,
         hidden_act="gelu",
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=cast(int, tokenizer.bos_token_id),
+        eos_token_id=cast(int, tokenizer.eos_token_id),
+        pad_token_id=cast(int, tokenizer.pad_token_id),
     )
     return CLIPTextModelWithProjection(config)
 
@@ -98,6 +100,7 @@ class CaptionReader(nn.Module):
     def __init__(self, encoder: CLIPTextModelWithProjection) -> None:
         super().__init__()
         width = encoder.config.projection_dim
+        assert width is not None
         self.encoder = encoder
         num_objects = len(object_names())
         self.heads = nn.ModuleList(nn.Linear(width, size) for size in (num_objects, num_objects + 1, len(BACKGROUNDS)))

@@ -1,0 +1,31 @@
+"""Runs dispatchers with kernels="triton" in triton's interpreter, in a process of its own.
+
+The interpreter must be chosen before triton is imported, and diffusers imports triton; so the tests start this script
+with TRITON_INTERPRET=1 and no other test notices. It answers pickled calls (module, name, args, kwargs) on standard
+input with the pickled result, or error, on standard output. Tensors keep their strides.
+"""
+
+import importlib
+import pickle
+import sys
+
+
+def main() -> None:
+    replies = sys.stdout.buffer
+    sys.stdout = sys.stderr  # what a kernel prints must not get between the replies
+    while True:
+        try:
+            module, name, args, kwargs = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            function = getattr(importlib.import_module(f"patchedserve.kernels.{module}"), name)
+            reply = function(*args, kernels="triton", **kwargs)
+        except Exception as error:  # noqa: BLE001 - the test that called raises it again
+            reply = error
+        pickle.dump(reply, replies)
+        replies.flush()
+
+
+if __name__ == "__main__":
+    main()
