@@ -39,8 +39,8 @@ def card_text(name: str, figures: Mapping[str, Any], command: str) -> str:
     head = f"---\nlicense: apache-2.0\nlibrary_name: {'transformers' if name == 'emoji-clip' else 'diffusers'}\n---\n"
     use = (
         f'from diffusers import {pipeline}\n\npipe = {pipeline}.from_pretrained("{name}")\n'
-        'image = pipe("a red apple on a blue background", width=192, height=192, num_inference_steps=30,\n'
-        "             guidance_scale=4.0).images[0]"
+        'prompt = "a red apple on a blue background"\n'
+        "image = pipe(prompt, width=192, height=192, num_inference_steps=30, guidance_scale=4.0).images[0]"
         if name != "emoji-clip"
         else f'from transformers import CLIPModel, CLIPProcessor\n\nmodel = CLIPModel.from_pretrained("{name}")\n'
         f'processor = CLIPProcessor.from_pretrained("{name}")'

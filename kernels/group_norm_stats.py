@@ -6,8 +6,8 @@
 Both passes are over deviations from a mean, never E[x^2] - E[x]^2, which loses all digits where the mean is large. Each
 patch yields its mean and its sum of squared deviations, which Chan's formula merges in a fixed order, so that results
 are the same in every run; what one request holds, be it infinity, never reaches another. Sources: Wu and He, Group
-Normalization (2018); Chan, Golub and LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample Variances (1979);
-PatchedServe section 4.2.2.
+Normalization (2018); Chan, Golub and LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample Variances
+(1979); PatchedServe section 4.2.2.
 """
 
 from __future__ import annotations

@@ -15,6 +15,9 @@ import torch
 KERNELS = ("auto", "torch", "triton")
 """Choices of every dispatcher's `kernels`: "auto" is Triton for CUDA tensors and torch for all others."""
 
+COMPILE_OPTIONS = {"enable_fp_fusion": True}
+"""Said explicitly, as its default is on until triton 3.9 and off from 3.10."""
+
 _TILE = 4096
 """Elements that one Triton program holds at a time: 32 registers of each of its 128 threads."""
 
@@ -48,9 +51,9 @@ def use_triton(kernels: str, device: torch.device) -> bool:
 class TritonKernel:
     """A Triton kernel, written as any other but for this decorator, that is compiled when it is first launched.
 
-    Inside the kernel, `tl` is `triton.language`, which the module imports for type checkers only. The module starts with
-    `from __future__ import annotations`, so that the annotation `tl.constexpr` is not looked up before. (In quotes it
-    would be a constant to the compiler but not to triton's interpreter.)
+    Inside the kernel, `tl` is `triton.language`, which the module imports for type checkers only. The module begins
+    with `from __future__ import annotations`, so that the annotation `tl.constexpr` is not looked up before. (In quotes
+    it would be a constant to the compiler but not to triton's interpreter.)
     """
 
     def __init__(self, function: Callable[..., None]) -> None:
@@ -72,7 +75,7 @@ class TritonKernel:
             return
         current: AbstractContextManager[Any] = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
         with current:
-            self.jit[grid](*arguments, **constants)
+            self.jit[grid](*arguments, **constants, **COMPILE_OPTIONS)
 
 
 def tile(num_pixels: int, num_channels: int) -> tuple[int, int]:

@@ -106,7 +106,7 @@ def test_layout_is_read_only() -> None:
 @pytest.mark.parametrize(
     ("name", "index", "value", "message"),
     [
-        ("order", 0, 1, "order is not a permutation"),
+        ("order", 0, 0, "order is not a permutation"),
         ("resolution_offset", 1, 0, "resolution_offset does not rise"),
         ("resolution_patch_offset", 1, 2, "resolution_patch_offset contradicts"),
         ("request_offset", 1, 2, "request_offset contradicts grid"),
@@ -117,6 +117,7 @@ def test_layout_is_read_only() -> None:
         ("neighbours", (1, 4), 3, "does not lie there"),
         ("neighbours", (1, 4), -1, "not -1 exactly at the image edge"),
         ("neighbours", (1, 4), 99, "names a patch that is not there"),
+        ("neighbours", (1, 4), -2, "not -1 exactly at the image edge"),
         ("neighbours", (1, 0), 0, "not -1 exactly at the image edge"),
     ],
 )
@@ -139,7 +140,7 @@ def test_patch_size_is_the_greatest_common_divisor() -> None:
 def test_patch_size_that_does_not_divide() -> None:
     with pytest.raises(UsageError, match=r"^patch size 8 does not divide the latent size 20x32 \(height x width\); "):
         PatchLayout.build([(16, 16), (20, 32)], 8)
-    with pytest.raises(UsageError, match="allowed for these requests: 1, 2, 4$"):
+    with pytest.raises(UsageError, match=r"allowed for these requests: 1, 2, 4$"):
         PatchLayout.build([(16, 16), (20, 32)], 8)
 
 

@@ -138,7 +138,7 @@ def test_a_generator_names_the_part_it_lacks(run_psctl: RunPsctl, workspace: Pat
         (["emoji-4"], ["'emoji-4'", "'emoji-3'"]),
         (["text", "--steps", "0"], ["--steps"]),
         (["text", "--steps", "many"], ["--steps"]),
-        ([], ["PART"]),
+        ([], ["Missing argument 'part'", "emoji-xl"]),
     ],
 )
 def test_wrong_usage_exits_with_2(run_psctl: RunPsctl, tmp_path: Path, arguments: list[str], words: list[str]) -> None:

@@ -38,21 +38,22 @@ def _both(run_triton: RunTriton, function: Callable[..., Any], *args: Any, **kwa
     return [function(*args, **kwargs), run_triton(function, *args, **kwargs)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "activation"), [(torch.float32, False), *((dtype, True) for dtype in DTYPES)], ids=str
+)
 @pytest.mark.parametrize(("sizes", "patch_size"), MIXES, ids=MIX_IDS)
 def test_norm_and_border_of_whole_images(
     sizes: list[tuple[int, int]], patch_size: int, activation: bool, dtype: torch.dtype, run_triton: RunTriton
 ) -> None:
-    tolerance = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
-    for channels, num_groups, halo in ((6, 2, 1), (5, 1, 1), (4, 4, patch_size)):
+    tolerance = TOLERANCE[dtype]
+    for channels, num_groups, halo in ((6, 2, 1), (5, 5, patch_size)):
         batch = random_batch(sizes, patch_size, channels, dtype=dtype)
         images = _expected(batch, num_groups, activation=activation)
         arguments = _arguments(batch, num_groups)
         for applied in _both(run_triton, group_norm_apply, *arguments, activation=activation):
             assert applied.dtype == dtype
             assert applied.is_contiguous(memory_format=torch.channels_last)
-            torch.testing.assert_close(applied.float(), cut_all(images, patch_size), **tolerance)
+            torch.testing.assert_close(applied.float(), cut_all(images, patch_size), rtol=tolerance, atol=tolerance)
         expected = cut_all(images, patch_size + 2 * halo, halo, patch_size)
         neighbours = batch.tensors.neighbours
         for padded in _both(
@@ -60,7 +61,7 @@ def test_norm_and_border_of_whole_images(
         ):
             assert padded.dtype == dtype
             assert padded.is_contiguous(memory_format=torch.channels_last)
-            torch.testing.assert_close(padded.float(), expected, **tolerance)
+            torch.testing.assert_close(padded.float(), expected, rtol=tolerance, atol=tolerance)
             assert (padded[expected == 0] == 0).all(), "the border beyond the image is exactly zero"
 
 
@@ -68,7 +69,7 @@ def test_norm_and_border_of_whole_images(
 def test_norm_silu_convolution_of_patches_is_that_of_images(sizes: list[tuple[int, int]], patch_size: int) -> None:
     batch = random_batch(sizes, patch_size, 8)
     kernel = torch.randn(4, 8, 3, 3, generator=torch.Generator().manual_seed(2)) / 8
-    padded = group_norm_silu_stitch(*_arguments(batch, 4), batch.tensors.neighbours)
+    padded = group_norm_silu_stitch(*_arguments(batch, 4), neighbours=batch.tensors.neighbours)
     expected = [F.conv2d(image, kernel, padding=1) for image in _expected(batch, 4, activation=True)]
     torch.testing.assert_close(F.conv2d(padded, kernel), cut_all(expected, patch_size), rtol=1e-5, atol=1e-5)
 

@@ -11,7 +11,7 @@ import torch
 from patchedserve.kernels.group_norm_stats import merge_stats_kernel, patch_stats_kernel
 from patchedserve.kernels.group_norm_stitch import group_norm_stitch_kernel
 from patchedserve.kernels.halo import halo_gather, halo_gather_kernel
-from patchedserve.kernels.launch import TritonKernel, power_of_two, tile, use_triton
+from patchedserve.kernels.launch import COMPILE_OPTIONS, TritonKernel, power_of_two, tile, use_triton
 from patchedserve.kernels.patch import patch_move_kernel
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -139,8 +139,7 @@ def _compile(
     names = kernel.jit.arg_names
     assert set(types) | set(constants) == set(names)
     signature = {name: types.get(name, "constexpr") for name in names}
-    source = ASTSource(
-        fn=kernel.jit, signature=signature, constexprs={(names.index(k),): v for k, v in constants.items()}
-    )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 80, 32))
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel.jit, signature=signature, constexprs=values)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 80, 32), options=dict(COMPILE_OPTIONS))
     assert len(compiled.asm["cubin"]) > 0
