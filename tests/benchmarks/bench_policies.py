@@ -25,7 +25,7 @@ def serve(
     model: str, policy: str, rate: float, seed: int, options: argparse.Namespace, workspace: str
 ) -> dict[str, Any]:
     command = [
-        *(sys.executable, "-m", "patchedserve.psctl.app", "serve", "--trace", "poisson", "--json", "--quiet"),
+        *(str(Path(sys.executable).with_name("psctl")), "serve", "--trace", "poisson", "--json", "--quiet"),
         *("--model", model, "--policy", policy, "--request-rate", str(rate), "--seed", str(seed)),
         *("--num-prompts", str(options.num_prompts), "--num-inference-steps", str(options.steps)),
         *("--workspace", workspace),
