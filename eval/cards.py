@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,14 @@ from ..data.emoji.art import object_names
 from ..data.emoji.dataset import EmojiDataset
 from ..data.emoji.scene import BACKGROUNDS, Scene, caption_of, compose, heldout_singles, render, with_article
 from ..data.errors import RunError
+from ..data.files import atomic_write, write_json, write_text
+from ..data.models import write_checksums
 from ..data.requests import Request
 from ..data.resolution import Resolution
 from ..serving.engine import Engine
 from ..serving.model import ServedModel
 from ..serving.policies import get_policy
+from ..serving.report.grid import image_grid
 from .bundled import (
     measure_autoencoder_psnr,
     measure_clip_retrieval,
@@ -24,6 +28,7 @@ from .bundled import (
     measure_generated,
     measure_objects,
 )
+from .card_text import card_text
 from .clip import Clip
 
 SIZES = (Resolution(128, 128), Resolution(192, 192), Resolution(256, 256))
@@ -32,6 +37,14 @@ DATA_SEED = 2026
 GRID_OBJECTS = ("butterfly", "red apple", "hedgehog", "red car", "candle", "sunflower", "rocket", "penguin")
 GRID_BACKGROUNDS = ("blue", "yellow", "pink", "gray", "black", "white", "purple", "green")
 NAME_TEMPLATES = tuple(f"{{}} on {with_article(ground)} background" for ground in BACKGROUNDS)
+
+
+GENERATOR_FLAGS = {
+    "num_generated": "num-images",
+    "num_fid": "num-fid",
+    "num_inference_steps": "num-inference-steps",
+    "seed": "seed",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +153,7 @@ def sample_grid(model: ServedModel, options: CardOptions, cell_px: int = 128) ->
     """Eight objects in three rows, one row a size: the picture of the model card."""
     captions = [caption_of((name,), ground) for name, ground in zip(GRID_OBJECTS, GRID_BACKGROUNDS, strict=True)]
     images = generate(model, captions * 3, [size for size in SIZES for _ in captions], options)
-    grid = Image.new("RGB", (len(captions) * cell_px, len(SIZES) * cell_px))
-    for index, image in enumerate(images):
-        place = (index % len(captions) * cell_px, index // len(captions) * cell_px)
-        grid.paste(image.resize((cell_px, cell_px), Image.Resampling.LANCZOS), place)
-    return grid
+    return image_grid(images, columns=len(captions), cell_px=cell_px)
 
 
 def _measure_recognition(
@@ -183,7 +192,7 @@ def _measure_recognition(
 def _measure_fid(
     model: ServedModel, options: CardOptions, extractor: torch.nn.Module, on_step: Callable[[int], None]
 ) -> dict[str, Any]:
-    """FID of pictures for held-out captions against other real pictures of the same captions' distribution."""
+    """FID between real held-out pictures and generated ones of the same captions."""
     figures = {}
     for size in SIZES:
         data = EmojiDataset(size, options.num_fid, "heldout", DATA_SEED + 1)
@@ -193,3 +202,28 @@ def _measure_fid(
         result = measure_fid({str(size): images}, {str(size): real}, extractor)[str(size)]
         figures[str(size)] = {"fid": result.fid, "num_images": options.num_fid}
     return figures
+
+
+def write_card(
+    name: str, models_dir: Path, figures: dict[str, Any], options: CardOptions, grid: Image.Image | None = None
+) -> None:
+    """Write README.md, figures.json and samples.png of a model, each whole, and renew the checksums of all models."""
+    folder = models_dir / name
+    write_json(folder / "figures.json", figures)
+    write_text(folder / "README.md", card_text(name, figures, card_command(name, options)))
+    if grid is not None:
+        with atomic_write(folder / "samples.png") as temporary:
+            grid.save(temporary, optimize=True)
+    write_checksums(models_dir)
+
+
+def card_command(name: str, options: CardOptions) -> str:
+    """The command that measures the same again: what differs from the defaults is named."""
+    flags = {"num_pairs": "num-pairs"} if name == "emoji-clip" else GENERATOR_FLAGS
+    usual = CardOptions()
+    given = {
+        flag: getattr(options, field)
+        for field, flag in flags.items()
+        if getattr(options, field) != getattr(usual, field)
+    }
+    return " ".join([f"psctl model-card {name}", *(f"--{flag} {value}" for flag, value in given.items())])

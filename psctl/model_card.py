@@ -1,17 +1,13 @@
 """`psctl model-card`: measures a bundled model on held-out data and writes its card."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from ..data.files import atomic_write, write_json, write_text
-from ..data.models import MODELS_DIR, write_checksums
+from ..data.models import MODELS_DIR
 from .options import Device, DType, Json, Quiet, Seed
 from .output import Output
-
-if TYPE_CHECKING:
-    from ..eval.cards import CardOptions
 
 ModelName = Literal["emoji-xl", "emoji-3", "emoji-clip"]
 
@@ -57,8 +53,7 @@ def model_card(
     """
     out = Output(json=json, quiet=quiet)
     with out.status("Loading ..."):
-        from ..eval.card_text import card_text
-        from ..eval.cards import CardOptions, measure_generator, measure_judge, sample_grid
+        from ..eval.cards import CardOptions, measure_generator, measure_judge, sample_grid, write_card
         from ..eval.clip import load_clip
         from ..serving.loading import load_model, resolve_device
 
@@ -83,27 +78,5 @@ def model_card(
         if write:
             grid = sample_grid(model, options)
     if write:
-        command = _command(name, options)
-        write_json(folder / "figures.json", figures)
-        write_text(folder / "README.md", card_text(name, figures, command))
-        if grid is not None:
-            with atomic_write(folder / "samples.png") as temporary:
-                grid.save(temporary, optimize=True)
-        write_checksums(models_dir)
+        write_card(name, models_dir, figures, options, grid)
     out.data(figures)
-
-
-def _command(name: str, options: "CardOptions") -> str:
-    """The command that measures the same again: what differs from the defaults is named."""
-    parts = [f"psctl model-card {name}"]
-    if name == "emoji-clip":
-        given = {"num-pairs": (options.num_pairs, 1000)}
-    else:
-        given = {
-            "num-images": (options.num_generated, 500),
-            "num-fid": (options.num_fid, 1000),
-            "num-inference-steps": (options.num_inference_steps, None),
-            "seed": (options.seed, 0),
-        }
-    parts += [f"--{option} {value}" for option, (value, default) in given.items() if value != default]
-    return " ".join(parts)

@@ -66,4 +66,6 @@ def train_model(
             folder = train_part(name, root, models_dir, torch_device, steps=steps, seed=seed, report=report)
         finished[name] = {"folder": str(folder), "last_figures": figures}
         out.note(f"{name}: finished, in {folder}")
+        if folder.parent == models_dir:
+            out.note(f"Measure it and write its card: psctl model-card {name} --models-dir {models_dir} --write")
     out.data(finished)

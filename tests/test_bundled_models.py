@@ -19,7 +19,14 @@ from patchedserve.data.models import (
 )
 from patchedserve.eval.bundled import background_of, measure_autoencoder_psnr
 from patchedserve.eval.card_text import card_text
-from patchedserve.eval.cards import CardOptions, generate, heldout_images, measure_generator, measure_judge
+from patchedserve.eval.cards import (
+    CardOptions,
+    card_command,
+    generate,
+    heldout_images,
+    measure_generator,
+    measure_judge,
+)
 from patchedserve.eval.clip import load_clip
 from patchedserve.serving.loading import load_model
 
@@ -107,3 +114,6 @@ def test_a_card_tells_what_was_measured(generator):
     text = card_text("emoji-xl", figures, "psctl model-card emoji-xl")
     assert f"| all | {figures['recognised']['all']['object_at_1']:.4g} |" in text
     assert "`psctl model-card emoji-xl`" in text
+    assert card_command("emoji-xl", options) == (
+        "psctl model-card emoji-xl --num-images 6 --num-fid 0 --num-inference-steps 4"
+    )

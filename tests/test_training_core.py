@@ -5,6 +5,7 @@ import signal
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from patchedserve.data.errors import RunError, UsageError
@@ -185,6 +186,25 @@ def test_a_diverging_loss_stops_the_run(tmp_path):
         TrainingRun(model, LoopConfig(3), tmp_path, is_outer).run(
             lambda step: (model(torch.full((1, 4), torch.nan)).sum(), {})
         )
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing():
+    model = small_net()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimiser = MuonAdamW(dict(model.named_parameters()), ["2.weight"], OptimConfig())
+    loss_for(model)(0)[0].backward()
+    gradient = next(model.parameters()).grad
+    assert gradient is not None
+    gradient[0, 0] = torch.nan
+    with pytest.raises(RunError, match="norm became nan"):
+        optimiser.step(1.0)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_file_that_is_no_checkpoint_is_named(tmp_path):
+    save_file({"x": torch.zeros(1)}, tmp_path / "last.safetensors")
+    with pytest.raises(RunError, match=r"last\.safetensors is not a checkpoint"):
+        TrainingRun(small_net(), LoopConfig(3), tmp_path, is_outer)
 
 
 def test_steps_must_be_positive():

@@ -26,7 +26,7 @@ MIN_BLUR_SCALE, MAX_NOISE = 0.6, 0.06
 
 @dataclass(frozen=True, slots=True)
 class JudgeTask:
-    """What `train_judge` needs besides the data, which it draws itself (seeds apart from the generators')."""
+    """What `train_judge` needs besides the data. Its seeds are apart from the generators'."""
 
     folder: Path
     steps: int = 560
@@ -102,14 +102,14 @@ def contrastive_loss(model: CLIPModel, images: Tensor, ids: Tensor, captions: li
 
 
 def train_judge(
+    pools: list[Tensor],
+    captions: list[list[str]],
     tokenizer: CLIPTokenizer,
     task: JudgeTask,
     device: torch.device,
     on_step: Callable[[int, dict[str, float]], None] = lambda step, figures: None,
-    on_image: Callable[[], None] = lambda: None,
 ) -> CLIPModel:
-    """Train contrastively; returns the model with averaged weights."""
-    pools, captions = draw_judge_pool(task.seed, on_image)
+    """Train contrastively on what `draw_judge_pool` drew; returns the model with averaged weights."""
     images = torch.cat(pools)
     torch.manual_seed(task.seed)
     model = new_judge(tokenizer)

@@ -51,7 +51,7 @@ def encode_images(vae: AutoencoderKL, images: Tensor, device: torch.device) -> T
     for part in images.split(chunk):
         with torch.autocast(device.type, torch.bfloat16):
             posterior = vae.encode(to_float(part).to(device), return_dict=False)[0]
-        codes.append(posterior.mean.half().cpu().contiguous())
+        codes.append(posterior.mean.half().cpu())
     return torch.cat(codes).contiguous()
 
 
@@ -66,11 +66,11 @@ def load_or_encode(
     """Latents of a whole dataset, from `folder` if they were made there by the same autoencoder."""
     name = f"{dataset.split}-{dataset.seed}-{dataset.resolution}-{len(dataset)}"
     path = folder / f"latents-{name}.safetensors"
-    scenes = [dataset.scene(index) for index in range(len(dataset))]
     if path.exists():
         try:
             with safe_open(path, "pt") as file:
                 if json.loads(file.metadata()["made_by"]) == vae_digest:
+                    scenes = [dataset.scene(index) for index in range(len(dataset))]
                     return LatentSet(dataset.resolution, file.get_tensor("latents"), scenes)
         except SafetensorError as error:
             raise RunError(f"{path} is not a whole file of latents ({error}); delete it to make it again") from error

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -143,13 +143,15 @@ class TrainingRun:
                 continue
             try:
                 with safe_open(path, "pt") as file:
-                    metadata = file.metadata()
+                    metadata = file.metadata() or {}
+                    if not {"config", "step"} <= metadata.keys():
+                        raise RunError(f"{path} is not a checkpoint of a training; delete it to start again")
                     saved = json.loads(metadata["config"])
                     step = int(metadata["step"])
-                    was_longer_planned = saved["steps"] != self.config.steps
-                    has_decayed = step > saved["steps"] - round(saved["steps"] * saved["decay_fraction"])
                     self._check_same(path, saved)
-                    if was_longer_planned and has_decayed:
+                    # All but the length is the same, so the schedule of the saved run follows from its length.
+                    has_decayed = step > replace(self.config, steps=saved["steps"]).decay_start
+                    if saved["steps"] != self.config.steps and has_decayed:
                         continue
                     if step > self.config.steps:
                         raise UsageError(

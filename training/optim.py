@@ -7,11 +7,14 @@ torch.optim.Muon takes matrices only, one at a time; matrices of one shape are s
 update of a network with many small layers several times faster.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from ..data.errors import RunError
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
@@ -77,10 +80,15 @@ class MuonAdamW:
 
     @torch.no_grad()
     def step(self, lr_scale: float) -> float:
-        """Apply one update at `lr_scale` times the peak rates, clear the gradients, return the gradient's norm."""
+        """Apply one update at `lr_scale` times the peak rates, clear the gradients, return the gradient's norm.
+
+        Raises RunError, with all parameters as they were, if the norm is not finite.
+        """
         config = self.config
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         norm = float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
+        if not math.isfinite(norm):
+            raise RunError(f"the gradient's norm became {norm}; lower the learning rate")
         if norm > config.clip_norm:
             torch._foreach_mul_(gradients, config.clip_norm / norm)
         self.num_steps += 1

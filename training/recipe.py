@@ -23,7 +23,7 @@ from .autoencoder import AutoencoderTask, train_autoencoder
 from .export import export_emoji_3, export_emoji_clip, export_emoji_xl
 from .generators import GeneratorTask, TextTower, TransformerObjective, UNetObjective, train_generator
 from .images import draw_pool
-from .judge import JudgeTask, train_judge
+from .judge import SOURCES, JudgeTask, draw_judge_pool, train_judge
 from .latents import TRAINING_SIZES, load_or_encode
 from .text import new_text_encoder, train_text_encoder, train_tokenizer
 
@@ -84,10 +84,11 @@ def train_part(
         return _train_autoencoder(root / part, device, length, seed, report)
     if part == "emoji-clip":
         tokenizer = _load_tokenizer(root)
-        report.on_stage("pictures for emoji-clip", 0)
         task = JudgeTask(root / part, steps=length, seed=1000 + seed)
+        report.on_stage("pictures for emoji-clip", sum(SOURCES.values()))
+        pools, captions = draw_judge_pool(task.seed, report.on_image)
         report.on_stage(part, length)
-        model = train_judge(tokenizer, task, device, report.on_step, report.on_image)
+        model = train_judge(pools, captions, tokenizer, task, device, report.on_step)
         export_emoji_clip(models_dir / part, model.cpu(), tokenizer)
         return models_dir / part
     return _train_generator(part, root, models_dir, device, length, seed, report)
