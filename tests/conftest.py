@@ -2,12 +2,19 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+# A shell without job control starts background jobs with Ctrl-C ignored, and children inherit that. The tests of
+# interrupts need it as at a terminal.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 RunPsctl = Callable[..., subprocess.CompletedProcess[str]]
 
