@@ -161,6 +161,7 @@ def run_serve(
 
     for request in requests:
         model.check_request(request)
+    model.tune([request.resolution for request in requests], workspace.tables)
     # Requests that bring their own SLO need no measurement.
     unmeasured = [request for request in requests if request.slo_s is None]
     standalone = standalone_latencies(model, unmeasured, workspace.tables, remeasure=remeasure, on_measure=on_measure)

@@ -161,6 +161,7 @@ def _context(model: "ServedModel") -> dict[str, Any]:
     return {
         "fingerprint": model.fingerprint,
         "dtype": str(model.dtype).removeprefix("torch."),
+        "engine": model.stepper.name,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }

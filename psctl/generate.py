@@ -9,7 +9,21 @@ import typer
 from ..data.errors import RunError, UsageError
 from ..data.requests import MAX_SEED, Request
 from ..data.resolution import Resolution, parse
-from .options import Device, DType, Json, Model, Quiet, Seed
+from ..data.workspace import DEFAULT_WORKSPACE, Workspace
+from .options import (
+    Device,
+    DType,
+    EngineChoice,
+    Json,
+    Kernels,
+    Model,
+    Order,
+    PatchSize,
+    Quiet,
+    Seed,
+    Strategy,
+    WorkspaceRoot,
+)
 from .output import Output
 
 if TYPE_CHECKING:
@@ -60,6 +74,12 @@ def generate(
     model: Model = "emoji-xl",
     device: Device = "auto",
     dtype: DType = "auto",
+    engine: EngineChoice = "patched",
+    order: Order = "auto",
+    patch_size: PatchSize = None,
+    strategy: Strategy = "auto",
+    kernels: Kernels = "auto",
+    workspace: WorkspaceRoot = Path(DEFAULT_WORKSPACE),
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -82,7 +102,9 @@ def generate(
         raise UsageError(f"seed is {seed}, but with {len(texts)} prompts it may be at most {MAX_SEED - len(texts) + 1}")
 
     from ..serving.loading import model_defaults
+    from ..serving.stepper import EngineOptions
 
+    options = EngineOptions(engine, order, patch_size, strategy, kernels)
     defaults = model_defaults(model)
     requests = [
         Request(
@@ -105,13 +127,17 @@ def generate(
         from ..serving.loading import load_model
         from ..serving.policies import get_policy
 
-        served = load_model(model, device, dtype)
+        served = load_model(model, device, dtype, options)
     for request in requests:
         served.check_request(request)
 
+    with out.status("Measuring which way of convolving is faster ..."):
+        resolutions = [request.resolution for request in requests]
+        served.tune(resolutions, Workspace(workspace).for_model(model, str(served.device)).tables)
+
     with out.progress() as progress:
         task = progress.add_task("denoising steps", total=sum(request.num_inference_steps for request in requests))
-        engine = Engine(
+        runner = Engine(
             served,
             get_policy("bucketed"),
             max_batch_size=max_batch_size,
@@ -119,9 +145,9 @@ def generate(
             on_step=lambda row: progress.advance(task, row.active),
         )
         for request in requests:
-            engine.submit(request)
-        engine.close()
-        result = engine.run()
+            runner.submit(request)
+        runner.close()
+        result = runner.run()
 
     images = [_describe(record) for record in result.records]
     payload = {"model": model, "device": str(served.device), "duration_s": result.duration_s, "images": images}

@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from ..serving.stepper import EngineName, KernelsName, OrderName, StrategyName
+
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 Model = Annotated[
@@ -30,6 +32,38 @@ Device = Annotated[
 DType = Annotated[
     DTypeName,
     typer.Option("--dtype", help="Number format of the denoising; auto suits the device.", envvar="PSCTL_DTYPE"),
+]
+EngineChoice = Annotated[
+    EngineName,
+    typer.Option(
+        "--engine",
+        help="patched: all resolutions in one batch; plain: unmodified diffusers, a batch per resolution.",
+        envvar="PSCTL_ENGINE",
+    ),
+]
+Order = Annotated[
+    OrderName,
+    typer.Option("--order", help="How tokens are packed; auto: image on a CPU, patch on a GPU.", envvar="PSCTL_ORDER"),
+]
+PatchSize = Annotated[
+    int | None,
+    typer.Option(
+        "--patch-size",
+        help="Side of a patch in latent pixels (image pixels / 8). Default: what all sizes have in common.",
+        min=1,
+        envvar="PSCTL_PATCH_SIZE",
+        show_default=False,
+    ),
+]
+Strategy = Annotated[
+    StrategyName,
+    typer.Option(
+        "--strategy", help="How convolutions see beyond a patch; auto measures at start.", envvar="PSCTL_STRATEGY"
+    ),
+]
+Kernels = Annotated[
+    KernelsName,
+    typer.Option("--kernels", help="auto: Triton on a GPU, torch elsewhere.", envvar="PSCTL_KERNELS"),
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of everything random in the run.", envvar="PSCTL_SEED", min=0)]
 WorkspaceRoot = Annotated[

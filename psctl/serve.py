@@ -10,7 +10,20 @@ import typer
 from ..data.errors import RunError, UsageError
 from ..data.files import write_json
 from ..data.workspace import DEFAULT_WORKSPACE, Workspace
-from .options import Device, DType, Json, Model, Quiet, Seed, WorkspaceRoot
+from .options import (
+    Device,
+    DType,
+    EngineChoice,
+    Json,
+    Kernels,
+    Model,
+    Order,
+    PatchSize,
+    Quiet,
+    Seed,
+    Strategy,
+    WorkspaceRoot,
+)
 from .output import Output
 
 if TYPE_CHECKING:
@@ -78,6 +91,11 @@ def serve(
     model: Model = "emoji-xl",
     device: Device = "auto",
     dtype: DType = "auto",
+    engine: EngineChoice = "patched",
+    order: Order = "auto",
+    patch_size: PatchSize = None,
+    strategy: Strategy = "auto",
+    kernels: Kernels = "auto",
     workspace: WorkspaceRoot = Path(DEFAULT_WORKSPACE),
     json: Json = False,
     quiet: Quiet = False,
@@ -99,6 +117,7 @@ def serve(
     config = {
         "trace": trace,
         "policy": policy,
+        "engine": engine,
         # Infinity is no number in JSON.
         "request_rate": request_rate if math.isfinite(request_rate) else "inf",
         "cv": cv,
@@ -117,7 +136,9 @@ def serve(
     from ..profiling.serve_run import TraceSettings, draw_requests, run_serve
     from ..serving.loading import load_model, model_defaults
     from ..serving.policies import get_policy
+    from ..serving.stepper import EngineOptions
 
+    options = EngineOptions(engine, order, patch_size, strategy, kernels)
     chosen_policy = get_policy(policy)
     settings = TraceSettings(
         trace=trace,
@@ -141,15 +162,16 @@ def serve(
             _check_writable(folder.expanduser())
 
     with out.status(f"Loading {model} ..."):
-        served = load_model(model, device, dtype)
+        served = load_model(model, device, dtype, options)
     config |= {"device": str(served.device), "dtype": str(served.dtype).removeprefix("torch.")}
+    model_workspace = Workspace(workspace).for_model(model, str(served.device))
     with out.progress() as progress:
         task = progress.add_task("requests", total=len(requests), start=False)
         outcome = run_serve(
             served,
             requests,
             chosen_policy,
-            Workspace(workspace).for_model(model, str(served.device)),
+            model_workspace,
             dataset=trace if prompts is None else f"{trace}, {prompts.name}",
             config=config,
             slo_scale=slo_scale,

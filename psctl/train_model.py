@@ -20,6 +20,10 @@ def train_model(
     output: Annotated[
         Path | None, typer.Option(help="Where finished models go; by default WORKSPACE/training/models.")
     ] = None,
+    from_models: Annotated[
+        Path | None,
+        typer.Option(help="Start from the weights of finished models in this folder; emoji-clip, emoji-xl, emoji-3."),
+    ] = None,
     seed: Seed = 0,
     device: Device = "auto",
     workspace: WorkspaceRoot = Path(DEFAULT_WORKSPACE),
@@ -38,6 +42,8 @@ def train_model(
         psctl train-model emoji-xl --steps 20000 --device cuda
 
         psctl train-model all --output my-models
+
+        psctl train-model emoji-xl --from-models my-models --steps 10000 --seed 1
     """
     out = Output(json=json, quiet=quiet)
     from ..serving.loading import quiet_libraries, resolve_device
@@ -63,7 +69,9 @@ def train_model(
 
             report = Reporter(on_stage, on_step, lambda: progress.advance(task))  # noqa: B023
             torch_device = resolve_device(device)
-            folder = train_part(name, root, models_dir, torch_device, steps=steps, seed=seed, report=report)
+            folder = train_part(
+                name, root, models_dir, torch_device, steps=steps, seed=seed, report=report, from_models=from_models
+            )
         finished[name] = {"folder": str(folder), "last_figures": figures}
         out.note(f"{name}: finished, in {folder}")
         if folder.parent == models_dir:

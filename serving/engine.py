@@ -1,7 +1,7 @@
 """The engine: prepare, denoise and postprocess stages, scheduled at the level of single denoising steps.
 
     submit -> [prepare thread] -> waiting -> (policy) -> active -> [postprocess thread] -> record
-                                              `-- one denoise_step over all active requests, again and again
+                                              `-- one step of all active requests, again and again
 
 The thread that calls `Engine.run` denoises. Between any two steps it asks the policy who joins; requests leave as soon
 as their own last step is done (PatchedServe sections 6.1.1 and 7; the iteration level of ORCA). Text encoding and image
@@ -23,10 +23,11 @@ from ..data.errors import UsageError
 from ..data.files import atomic_write
 from ..data.requests import Request
 from .lifecycle import RequestRecord, RequestState, Status
-from .model import PreparedRequest, ServedModel
+from .model import ServedModel
 from .policies import Policy, check_decision
+from .prepared import PreparedRequest, describe
 from .run_result import RunResult, StepRow
-from .stages import StageThread, denoise_step, describe
+from .stages import StageThread
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -216,7 +217,7 @@ class Engine:
     def _step(self) -> None:
         batch = [entry.prepared for entry in self._active.values() if entry.prepared is not None]
         start_s = self.now_s()
-        failures = denoise_step(self._model, batch)
+        failures = self._model.stepper.step(batch)
         end_s = self.now_s()
         resolutions = dict(Counter(str(prepared.request.resolution) for prepared in batch))
         row = StepRow(len(self._steps), start_s, end_s - start_s, len(batch), len(self._waiting), resolutions)

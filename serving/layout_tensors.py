@@ -7,23 +7,27 @@ import numpy as np
 import torch
 
 from ..data.errors import MissingExtraError, UsageError
-from ..kernels.launch import KERNELS, is_triton_installed
+from ..kernels.launch import KERNELS, is_triton_installed, use_triton
 from .layout import PatchLayout
 
 
-def check_kernels(kernels: str) -> None:
+def check_kernels(kernels: str, device: torch.device) -> None:
     """Check a user's choice of kernels once, at start, rather than at the first step.
 
     (`kernels` is the lowest floor and cannot raise the errors of `data.errors` itself.)
 
     Raises:
-        UsageError: `kernels` is not one of `KERNELS`.
+        UsageError: `kernels` is not one of `KERNELS`, or it is "triton" and the device is none that triton runs on.
         MissingExtraError: `kernels` is "triton", and triton is not installed.
     """
     if kernels not in KERNELS:
         raise UsageError(f"kernels is {kernels!r}, but it must be one of {', '.join(KERNELS)}")
     if kernels == "triton" and not is_triton_installed():
         raise MissingExtraError("triton", "gpu")
+    try:
+        use_triton(kernels, device)
+    except ValueError as error:
+        raise UsageError(f"{error}; use --kernels torch or auto") from error
 
 
 @dataclass(frozen=True, slots=True, eq=False)

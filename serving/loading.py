@@ -14,6 +14,7 @@ from ..data.errors import RunError, UsageError
 from ..data.models import GENERATORS, bundled_model_path
 from .checkpoint import check_directory, fingerprint, read_index, weight_components, weight_files
 from .defaults import ModelDefaults, read_defaults
+from .stepper import EngineOptions
 
 if TYPE_CHECKING:
     import torch
@@ -28,16 +29,21 @@ _INDEX_FILE = "model_index.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def load_model(spec: str, device: str = "auto", dtype: str = "auto") -> "ServedModel":
+def load_model(
+    spec: str, device: str = "auto", dtype: str = "auto", options: EngineOptions | None = None
+) -> "ServedModel":
     """Load a model for serving.
 
     Args:
         spec: a bundled name, the path of a diffusers directory, or a hub id such as `org/name`.
         device: `auto` (CUDA if there is a device), `cpu`, `cuda` or `cuda:N`.
-        dtype: `auto` (float32 on CPU, float16 on CUDA), `float32`, `bfloat16` or `float16`.
+        dtype: `auto` (float16 on CUDA; on a CPU bfloat16 if it has matrix units for it, else float32), `float32`,
+            `bfloat16` or `float16`.
+        options: which engine denoises, and how.
 
     Raises:
-        UsageError: if there is no such model, or its pipeline class, the device or the dtype is not supported.
+        UsageError: if there is no such model, or its pipeline class, the device or the dtype is not supported, or the
+            engine cannot run it.
         RunError: if the model's files are missing, damaged or incomplete, or the hub cannot be reached.
     """
     model_dir = resolve_model(spec)
@@ -56,7 +62,7 @@ def load_model(spec: str, device: str = "auto", dtype: str = "auto") -> "ServedM
         pipe.to(torch_device)
     except RuntimeError as error:  # out of device memory
         raise RunError(f"model {spec} does not fit on {torch_device}: {_first_line(error)}") from error
-    return ServedModel(pipe, name=spec, fingerprint=fingerprint(model_dir), defaults=defaults)
+    return ServedModel(pipe, name=spec, fingerprint=fingerprint(model_dir), defaults=defaults, options=options)
 
 
 def resolve_model(spec: str) -> Path:
@@ -173,6 +179,9 @@ def _load_component(folder: Path, library: str, class_name: str, dtype: "torch.d
             what = "lacks" if kind == "missing_keys" else "has another shape for"
             more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
             raise RunError(f"{weights} {what} tensor {keys[0]}{more}: wrong or incomplete weights for {class_name}")
+    if library == "diffusers":
+        # Without accelerate, diffusers leaves some classes in the dtype of the file.
+        model = model.to(dtype)
     return model.eval()
 
 
@@ -197,7 +206,11 @@ def _resolve_dtype(name: str, device: "torch.device") -> "torch.dtype":
     if name not in DTYPE_NAMES:
         raise UsageError(f"unknown dtype {name!r}: allowed are {', '.join(DTYPE_NAMES)}")
     if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.float16
+        if device.type == "cpu":
+            # Measured with emoji-xl on a Xeon with AMX: as fast for one small image, up to twice as fast for batches.
+            has_matrix_units = torch.cpu.get_capabilities().get("amx_bf16", False)
+            return torch.bfloat16 if has_matrix_units else torch.float32
+        return torch.float16
     return getattr(torch, name)
 
 

@@ -6,8 +6,8 @@ any number of requests of one resolution (predict). Latents and images equal tho
 the same prompt, size, steps, guidance scale and `torch.Generator("cpu").manual_seed(seed)`.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,34 +17,12 @@ from ..data.requests import Request
 from ..data.resolution import Resolution
 from .defaults import ModelDefaults
 from .families import Family, build_family
+from .prepared import PreparedRequest
 from .samplers import PerRequestSampler, Sampler, SamplerState
+from .stepper import EngineOptions, Stepper, build_stepper
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-
-@dataclass(slots=True)
-class PreparedRequest:
-    """A request between its prepare and postprocess stages.
-
-    Attributes:
-        request: what was asked for.
-        latents: current latents, (1, channels, height / 8, width / 8), in the model's dtype.
-        conditioning: the family's tensors; 2 rows (unconditional, conditional) if `is_guided`, else 1.
-        state: the request's own place in its denoising schedule.
-        is_guided: whether classifier-free guidance is applied.
-    """
-
-    request: Request
-    latents: torch.Tensor
-    conditioning: dict[str, torch.Tensor]
-    state: SamplerState
-    is_guided: bool
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that the request takes in a forward pass."""
-        return 2 if self.is_guided else 1
 
 
 class ServedModel:
@@ -58,18 +36,32 @@ class ServedModel:
         name: what the user called the model; used for tables and reports.
         fingerprint: changes when the model's files change; part of the key of cached measurements.
         defaults: steps, guidance scale and resolutions that suit the model.
+        options: which engine denoises, and how.
+
+    Raises:
+        UsageError: if that engine cannot run the model or its scheduler.
     """
 
-    def __init__(self, pipe: Any, *, name: str, fingerprint: str = "", defaults: ModelDefaults | None = None) -> None:
+    def __init__(
+        self,
+        pipe: Any,
+        *,
+        name: str,
+        fingerprint: str = "",
+        defaults: ModelDefaults | None = None,
+        options: EngineOptions | None = None,
+    ) -> None:
         self.pipe = pipe
         self.name = name
         self.fingerprint = fingerprint
         self.defaults = defaults or ModelDefaults()
         self.family: Family = build_family(pipe, max_sequence_length=self.defaults.max_sequence_length)
         self.sampler: Sampler = PerRequestSampler(pipe.scheduler, pass_step_kwargs=self.family.pass_step_kwargs)
-        denoiser = pipe.unet if hasattr(pipe, "unet") else pipe.transformer
-        self.device: torch.device = denoiser.device
-        self.dtype: torch.dtype = denoiser.dtype
+        self.denoiser: Any = pipe.unet if hasattr(pipe, "unet") else pipe.transformer
+        self.device: torch.device = self.denoiser.device
+        self.dtype: torch.dtype = self.denoiser.dtype
+        self.options = options or EngineOptions()
+        self.stepper: Stepper = build_stepper(self, self.options)
         self._known_schedules: set[tuple[int, Resolution]] = set()
 
     def check_resolution(self, resolution: Resolution) -> None:
@@ -93,7 +85,7 @@ class ServedModel:
         if schedule in self._known_schedules:
             return
         try:
-            self._start_schedule(request, generator=None)
+            self.stepper.check(self._start_schedule(request, generator=None))
         except (ValueError, IndexError, RuntimeError) as error:
             scheduler = type(self.pipe.scheduler).__name__
             raise UsageError(f"{scheduler} cannot take {request.num_inference_steps} steps: {error}") from error
@@ -106,6 +98,16 @@ class ServedModel:
             generator=generator,
             schedule_kwargs=self.family.schedule_kwargs(request.resolution),
         )
+
+    def tune(self, resolutions: Iterable[Resolution], folder: Path) -> None:
+        """Let the engine choose by measurement what is faster for these resolutions; `folder` keeps the result.
+
+        Raises:
+            UsageError: if the engine's options do not fit the resolutions.
+            RunError: if a file in the folder is damaged.
+        """
+        sizes = [self.family.latent_size(resolution) for resolution in dict.fromkeys(resolutions)]
+        self.stepper.tune(sizes, folder, fingerprint=self.fingerprint)
 
     @torch.inference_mode()
     def prepare(self, request: Request) -> PreparedRequest:
@@ -121,7 +123,9 @@ class ServedModel:
         if self.device.type == "cuda":
             # The denoise loop works on another stream: hand over finished tensors only.
             torch.cuda.current_stream(self.device).synchronize()
-        return PreparedRequest(request, latents, conditioning, state, is_guided)
+        prepared = PreparedRequest(request, latents, conditioning, state, is_guided)
+        self.stepper.prepare(prepared)
+        return prepared
 
     @torch.inference_mode()
     def predict(self, batch: Sequence[PreparedRequest]) -> list[torch.Tensor]:
@@ -139,8 +143,12 @@ class ServedModel:
         conditioning = {
             key: torch.cat([prepared.conditioning[key] for prepared in batch]) for key in batch[0].conditioning
         }
-        predictions = self.family.predict(latents, timesteps, conditioning).split(rows)
+        predictions = self._denoise(latents, timesteps, self.family.conditions(conditioning)).split(rows)
         return [_guide(prepared, part) for prepared, part in zip(batch, predictions, strict=True)]
+
+    def _denoise(self, latents: torch.Tensor, timesteps: torch.Tensor, conditions: dict[str, Any]) -> torch.Tensor:
+        first = "sample" if hasattr(self.pipe, "unet") else "hidden_states"
+        return self.denoiser(**{first: latents}, timestep=timesteps, return_dict=False, **conditions)[0]
 
     @torch.inference_mode()
     def advance(self, prepared: PreparedRequest, prediction: torch.Tensor) -> None:
@@ -150,7 +158,7 @@ class ServedModel:
     @torch.inference_mode()
     def decode(self, latents: torch.Tensor) -> "Image":
         """Turn the final latents of one request into its image."""
-        return self.family.decode(latents)[0]
+        return self.family.decode(latents.to(self.dtype))[0]
 
 
 def _guide(prepared: PreparedRequest, rows: torch.Tensor) -> torch.Tensor:

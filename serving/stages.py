@@ -1,22 +1,12 @@
-"""Threads beside the denoise loop, and one denoising iteration over all active requests.
-
-Prepare and postprocess each run in a `StageThread`: a queue served first come, first served, by one thread. The
-denoise stage itself is the function `denoise_step`, called by the engine's own thread.
-"""
+"""Threads beside the denoise loop: prepare and postprocess each run in one, first come, first served."""
 
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Generic, TypeVar
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import torch
-
-from .model import PreparedRequest, ServedModel
-
-if TYPE_CHECKING:
-    from ..data.resolution import Resolution
-
 
 Item = TypeVar("Item")
 
@@ -92,55 +82,3 @@ class StageThread(Generic[Item]):
             self.error = error
             if self._on_error is not None:
                 self._on_error()
-
-
-def group_by_resolution(active: Iterable[PreparedRequest]) -> "dict[Resolution, list[PreparedRequest]]":
-    """Group requests by resolution, both in order of first appearance."""
-    groups: dict[Resolution, list[PreparedRequest]] = {}
-    for prepared in active:
-        groups.setdefault(prepared.request.resolution, []).append(prepared)
-    return groups
-
-
-def denoise_step(model: ServedModel, active: Iterable[PreparedRequest]) -> dict[int, str]:
-    """Take one denoising step of every active request: one forward pass per resolution.
-
-    Returns:
-        The requests that failed, by id, with the reason. A failing forward pass is repeated one by one, so that only
-        the requests which fail alone are named; the others have taken their step.
-    """
-    failures: dict[int, str] = {}
-    finite: dict[int, torch.Tensor] = {}
-    for group in group_by_resolution(active).values():
-        for prepared, prediction in _predict_each(model, group, failures):
-            try:
-                model.advance(prepared, prediction)
-                finite[prepared.request.request_id] = prepared.latents.isfinite().all()
-            except Exception as error:  # noqa: BLE001  one failing request must not take down the others
-                failures[prepared.request.request_id] = describe("denoising", error)
-    if finite:
-        # The only wait for the device in an iteration. It makes measured step times honest, and after it no kernel
-        # of this step still reads tensors that other threads allocated or are about to use.
-        for request_id, is_finite in zip(finite, torch.stack(list(finite.values())).tolist(), strict=True):
-            if not is_finite:
-                failures[request_id] = "denoising: latents are not finite (NaN or infinity)"
-    return failures
-
-
-def _predict_each(
-    model: ServedModel, group: list[PreparedRequest], failures: dict[int, str]
-) -> list[tuple[PreparedRequest, torch.Tensor]]:
-    """Predict for a group of one resolution, together if possible, else one by one."""
-    try:
-        return list(zip(group, model.predict(group), strict=True))
-    except Exception as error:  # noqa: BLE001  as above
-        if len(group) == 1:
-            failures[group[0].request.request_id] = describe("denoising", error)
-            return []
-    return [pair for prepared in group for pair in _predict_each(model, [prepared], failures)]
-
-
-def describe(stage: str, error: Exception) -> str:
-    """Return one line that says which stage failed and why."""
-    lines = str(error).strip().splitlines()
-    return f"{stage}: {type(error).__name__}" + (f": {lines[0]}" if lines else "")

@@ -18,10 +18,12 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.engine import Engine
 from patchedserve.serving.lifecycle import RequestView
-from patchedserve.serving.model import PreparedRequest, ServedModel
+from patchedserve.serving.model import ServedModel
+from patchedserve.serving.plain_stepper import group_by_resolution
 from patchedserve.serving.policies import Decision, get_policy
+from patchedserve.serving.prepared import PreparedRequest
 from patchedserve.serving.run_result import RunResult
-from patchedserve.serving.stages import denoise_step, group_by_resolution
+from patchedserve.serving.stepper import EngineOptions
 
 from .helpers import largest_error, plain_latents, tiny_sd3, tiny_sdxl
 
@@ -117,12 +119,9 @@ class _FailingModel(ServedModel):
         prepared = super().prepare(request)
         if request.prompt == "not finite":
             prepared.latents = prepared.latents * float("nan")
+        if request.prompt == "fail in forward":
+            prepared.conditioning["text"] = prepared.conditioning["text"][..., :5]
         return prepared
-
-    def predict(self, batch: Sequence[PreparedRequest]) -> list[torch.Tensor]:
-        if any(prepared.request.prompt == "fail in forward" for prepared in batch):
-            raise RuntimeError("forward failed")
-        return super().predict(batch)
 
     def advance(self, prepared: PreparedRequest, prediction: torch.Tensor) -> None:
         if prepared.request.prompt == "fail in step":
@@ -135,17 +134,20 @@ class _FailingModel(ServedModel):
         return super().decode(latents)
 
 
-def test_one_failing_request_takes_down_no_other(pipe: Any) -> None:
+@pytest.mark.parametrize("engine", ["patched", "plain"])
+def test_one_failing_request_takes_down_no_other(pipe: Any, engine: Any) -> None:
     good = [Request(i, f"good {i}", SMALL, 4, seed=i) for i in range(2)]
     bad = {
         10: ("fail in prepare", SMALL, "preparing: RuntimeError: no words for it"),
         11: ("not finite", SMALL, "denoising: latents are not finite"),
-        12: ("fail in forward", SMALL, "denoising: RuntimeError: forward failed"),
-        13: ("fail in step", SMALL, "denoising: IndexError: step failed"),
+        12: ("fail in forward", SMALL, "denoising: RuntimeError: "),
         14: ("decode", Resolution(96, 32), "postprocessing: RuntimeError: decode failed"),
     }
+    if engine == "plain":  # only there is a request advanced by itself
+        bad[13] = ("fail in step", SMALL, "denoising: IndexError: step failed")
     requests = [*good, *(Request(i, prompt, size, 3) for i, (prompt, size, _) in bad.items())]
-    result = serve(_FailingModel(pipe, name="tiny"), requests, keep_latents=True)
+    failing = _FailingModel(pipe, name="tiny", options=EngineOptions(engine=engine))
+    result = serve(failing, requests, keep_latents=True)
     assert sorted(result.latents) == [0, 1]
     found = [result.latents[request.request_id][0] for request in good]
     assert largest_error(found, [plain_latents(pipe, request) for request in good]) < 1e-3
@@ -237,19 +239,24 @@ def test_stage_threads_leave_the_callers_threads_alone(model: ServedModel) -> No
         torch.set_num_threads(before)
 
 
-def test_one_forward_pass_per_resolution(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("engine", "expected"), [("plain", [6, 4]), ("patched", [])])
+def test_forward_passes_of_the_plain_model(
+    pipe: Any, engine: Any, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ServedModel(pipe, name="tiny", options=EngineOptions(engine=engine))
     prepared = [model.prepare(request) for request in requests_of(5)]
     assert [len(group) for group in group_by_resolution(prepared).values()] == [3, 2]
     rows: list[int] = []
-    forward = model.family.predict
+    forward = type(pipe.unet).forward
 
-    def counting(latents: torch.Tensor, *rest: Any) -> torch.Tensor:
-        rows.append(len(latents))
-        return forward(latents, *rest)
+    def counting(unet: Any, sample: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+        if unet is model.denoiser:
+            rows.append(len(sample))
+        return forward(unet, sample, *rest, **named)
 
-    monkeypatch.setattr(model.family, "predict", counting)
-    assert denoise_step(model, prepared) == {}
-    assert rows == [6, 4]  # guided: two rows each
+    monkeypatch.setattr(type(pipe.unet), "forward", counting)
+    assert model.stepper.step(prepared) == {}
+    assert rows == expected  # guided: two rows each; the patch engine runs its own copy, once
 
 
 def test_wrong_use(model: ServedModel) -> None:

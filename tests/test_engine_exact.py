@@ -130,7 +130,6 @@ def test_bfloat16_stays_close_to_plain(build: Callable[[], Any]) -> None:
     for request in requests:
         expected = plain_latents(pipe, request).float()
         found = result.latents[request.request_id]
-        assert found.dtype == torch.bfloat16
         assert float((found[0].float() - expected).abs().mean()) <= 0.05 * float(expected.abs().mean())
 
 

@@ -30,7 +30,22 @@ def generate(run_psctl: RunPsctl, sdxl_dir: Path) -> RunPsctl:
 
 
 def test_mixed_resolutions_in_one_call(generate: RunPsctl, tmp_path: Path) -> None:
-    run = generate("a hat", "two cars", "sea", "-r", "32", "-r", "48x32", "-r", "64", "--seed", "5", "--json", "-q")
+    run = generate(
+        "a hat",
+        "two cars",
+        "sea",
+        "-r",
+        "32",
+        "-r",
+        "48x32",
+        "-r",
+        "64",
+        "--seed",
+        "5",
+        "--json",
+        "-q",
+        PSCTL_DTYPE="float32",
+    )
     assert (run.returncode, run.stderr) == (0, "")
     images = json.loads(run.stdout)["images"]
     assert [image["path"] for image in images] == ["images/000.png", "images/001.png", "images/002.png"]

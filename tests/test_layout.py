@@ -177,14 +177,19 @@ def test_tensors_hold_the_layout() -> None:
     assert tensors.num_requests == 3
 
 
+CPU = torch.device("cpu")
+
+
 def test_choice_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for kernels in ("auto", "torch"):
-        check_kernels(kernels)
+        check_kernels(kernels, CPU)
     with pytest.raises(UsageError, match="kernels is 'cuda', but it must be one of auto, torch, triton"):
-        check_kernels("cuda")
+        check_kernels("cuda", CPU)
+    with pytest.raises(UsageError, match="Triton kernels need CUDA; use --kernels torch or auto"):
+        check_kernels("triton", CPU)
     monkeypatch.setitem(sys.modules, "triton", None)
-    check_kernels("auto")
+    check_kernels("auto", CPU)
     with pytest.raises(
         MissingExtraError, match=r"triton is not installed; install it with: pip install 'psctl\[gpu\]'"
     ):
-        check_kernels("triton")
+        check_kernels("triton", CPU)

@@ -37,7 +37,7 @@ def test_loaded_model_is_the_saved_one(build: Callable, tmp_path: Path) -> None:
     pipe = build()
     request = Request(0, "a car", Resolution(32, 32), 2, seed=1)
     expected = plain_latents(pipe, request)
-    model = load_model(str(save_tiny(tmp_path / "model", pipe)), device="cpu")
+    model = load_model(str(save_tiny(tmp_path / "model", pipe)), device="cpu", dtype="float32")
     assert model.device.type == "cpu"
     assert model.dtype == torch.float32
     assert not model.pipe.vae.training
@@ -45,12 +45,15 @@ def test_loaded_model_is_the_saved_one(build: Callable, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_dtype_holds_for_every_component(sdxl_dir: Path, dtype: str) -> None:
-    model = load_model(str(sdxl_dir), device="cpu", dtype=dtype)
+@pytest.mark.parametrize("build", [tiny_sdxl, tiny_sd3])
+def test_dtype_holds_for_every_component(build: Callable, tmp_path: Path, dtype: str) -> None:
+    model = load_model(str(save_tiny(tmp_path / "model", build())), device="cpu", dtype=dtype)
     wanted = getattr(torch, dtype)
-    assert {model.dtype, model.pipe.unet.dtype, model.pipe.text_encoder_2.dtype} == {wanted}
+    assert {model.dtype, model.denoiser.dtype, model.pipe.text_encoder_2.dtype} == {wanted}
+    assert {parameter.dtype for parameter in model.denoiser.parameters()} == {wanted}
     # SDXL's autoencoder overflows in float16; diffusers computes it in float32, and so do we.
-    assert model.pipe.vae.dtype == (torch.float32 if dtype == "float16" else wanted)
+    is_upcast = build is tiny_sdxl and dtype == "float16"
+    assert model.pipe.vae.dtype == (torch.float32 if is_upcast else wanted)
 
 
 def test_defaults_come_from_the_model(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from transformers import CLIPTextModelWithProjection, CLIPTokenizer
 
 from ..data.emoji.scene import caption_of
 from ..data.resolution import Resolution
+from .continuation import load_initial_weights
 from .joint_attention import RepeatedTokenJointAttention
 from .latents import LatentSet
 from .loop import LoopConfig, TrainingRun
@@ -184,6 +185,7 @@ class GeneratorTask:
     """How long a generator is trained and on how much at a time.
 
     batch_pixels: latent positions in a batch; each batch has one resolution.
+    initial_weights: what to start from; None for random weights.
     weights: how often a resolution is drawn, aligned with the latent sets.
     """
 
@@ -192,6 +194,7 @@ class GeneratorTask:
     weights: tuple[float, ...]
     seed: int = 0
     batch_pixels: int = 12288
+    initial_weights: Path | None = None
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(muon_lr=2e-3, adam_lr=1.5e-3))
 
 
@@ -203,8 +206,9 @@ def train_generator(
     on_step: Callable[[int, dict[str, float]], None] = lambda step, figures: None,
 ) -> nn.Module:
     """Train on cached latents; returns the model with averaged weights."""
+    started_from = load_initial_weights(objective.model, task.initial_weights) if task.initial_weights else ""
     objective.model.to(device)
-    config = LoopConfig(task.steps, task.seed, ema_decay=0.9985, optim=task.optim)
+    config = LoopConfig(task.steps, task.seed, started_from, ema_decay=0.9985, optim=task.optim)
     run = TrainingRun(objective.model, config, task.folder, _is_outer)
     chances = np.array(task.weights) / sum(task.weights)
 

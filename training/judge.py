@@ -13,6 +13,7 @@ from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 from ..data.emoji.dataset import EmojiDataset
 from ..data.emoji.scene import caption_of
 from ..data.resolution import Resolution
+from .continuation import load_initial_weights
 from .images import draw_pool, to_float
 from .loop import LoopConfig, TrainingRun
 from .optim import OptimConfig
@@ -32,6 +33,7 @@ class JudgeTask:
     steps: int = 560
     seed: int = 1000
     batch_size: int = 192
+    initial_weights: Path | None = None
 
 
 def new_judge(tokenizer: CLIPTokenizer) -> CLIPModel:
@@ -113,8 +115,10 @@ def train_judge(
     images = torch.cat(pools)
     torch.manual_seed(task.seed)
     model = new_judge(tokenizer)
+    started_from = load_initial_weights(model, task.initial_weights) if task.initial_weights else ""
     nn.Module.to(model, device)  # transformers' own `to` is annotated without its self
-    config = LoopConfig(task.steps, task.seed, ema_decay=0.995, optim=OptimConfig(muon_lr=2e-3, adam_lr=1.5e-3))
+    optim = OptimConfig(muon_lr=2e-3, adam_lr=1.5e-3)
+    config = LoopConfig(task.steps, task.seed, started_from, ema_decay=0.995, optim=optim)
     run = TrainingRun(model, config, task.folder, lambda name: "layers" not in name)
 
     def loss_of(step: int) -> tuple[Tensor, dict[str, float]]:

@@ -30,10 +30,14 @@ Loss = Callable[[int], tuple[Tensor, dict[str, float]]]
 
 @dataclass(frozen=True, slots=True)
 class LoopConfig:
-    """How long and how fast. `steps` may differ between a checkpoint and the run that resumes it; nothing else may."""
+    """How long and how fast. `steps` may differ between a checkpoint and the run that resumes it; nothing else may.
+
+    started_from: sha256 of the weights that a run began with; empty if they were random.
+    """
 
     steps: int
     seed: int = 0
+    started_from: str = ""
     warmup_steps: int = 50
     decay_fraction: float = 0.35
     ema_decay: float = 0.998

@@ -20,6 +20,7 @@ from ..data.errors import UsageError
 from ..data.files import sha256_of
 from ..data.resolution import Resolution
 from .autoencoder import AutoencoderTask, train_autoencoder
+from .continuation import WEIGHT_FILES, adopt_parts
 from .export import export_emoji_3, export_emoji_clip, export_emoji_xl
 from .generators import GeneratorTask, TextTower, TransformerObjective, UNetObjective, train_generator
 from .images import draw_pool
@@ -68,9 +69,21 @@ class Reporter:
 
 
 def train_part(
-    part: Part, root: Path, models_dir: Path, device: torch.device, *, steps: int | None, seed: int, report: Reporter
+    part: Part,
+    root: Path,
+    models_dir: Path,
+    device: torch.device,
+    *,
+    steps: int | None,
+    seed: int,
+    report: Reporter,
+    from_models: Path | None = None,
 ) -> Path:
     """Train one part in `root`/part; the three models are also written to `models_dir`. Returns the finished folder.
+
+    Args:
+        from_models: a folder of finished models; what is trained starts from their weights, and the parts it needs are
+            taken from them if `root` has none.
 
     Raises:
         UsageError: if a part that this one needs has not been trained, or a checkpoint has another configuration or
@@ -78,20 +91,26 @@ def train_part(
         RunError: if the loss diverges or a checkpoint is damaged.
     """
     length = steps or DEFAULT_STEPS[part]
+    initial_weights = None
+    if from_models is not None:
+        if part not in WEIGHT_FILES:
+            raise UsageError(f"--from-models continues {', '.join(WEIGHT_FILES)}; {part} is trained from the start")
+        adopt_parts(from_models, root)
+        initial_weights = from_models / part / WEIGHT_FILES[part]
     if part == "text":
         return _train_text(root / part, device, length, seed, report)
     if part == "autoencoder":
         return _train_autoencoder(root / part, device, length, seed, report)
     if part == "emoji-clip":
         tokenizer = _load_tokenizer(root)
-        task = JudgeTask(root / part, steps=length, seed=1000 + seed)
+        task = JudgeTask(root / part, steps=length, seed=1000 + seed, initial_weights=initial_weights)
         report.on_stage("pictures for emoji-clip", sum(SOURCES.values()))
         pools, captions = draw_judge_pool(task.seed, report.on_image)
         report.on_stage(part, length)
         model = train_judge(pools, captions, tokenizer, task, device, report.on_step)
         export_emoji_clip(models_dir / part, model.cpu(), tokenizer)
         return models_dir / part
-    return _train_generator(part, root, models_dir, device, length, seed, report)
+    return _train_generator(part, root, models_dir, device, length, seed, report, initial_weights)
 
 
 def _train_text(folder: Path, device: torch.device, steps: int, seed: int, report: Reporter) -> Path:
@@ -118,7 +137,14 @@ def _train_autoencoder(folder: Path, device: torch.device, steps: int, seed: int
 
 
 def _train_generator(
-    part: Part, root: Path, models_dir: Path, device: torch.device, steps: int, seed: int, report: Reporter
+    part: Part,
+    root: Path,
+    models_dir: Path,
+    device: torch.device,
+    steps: int,
+    seed: int,
+    report: Reporter,
+    initial_weights: Path | None,
 ) -> Path:
     tokenizer = _load_tokenizer(root)
     encoders = [_load(CLIPTextModelWithProjection, root / "text" / f"{name}-model") for name in TEXT_ENCODERS]
@@ -137,7 +163,7 @@ def _train_generator(
     torch.manual_seed(seed)
     tower = TextTower(tokenizer, [encoder.to(device) for encoder in encoders])
     objective = UNetObjective(tower) if part == "emoji-xl" else TransformerObjective(tower)
-    task = GeneratorTask(root / part, steps, weights, seed)
+    task = GeneratorTask(root / part, steps, weights, seed, initial_weights=initial_weights)
     model: Any = train_generator(objective, sets, task, device, report.on_step).cpu()
     export = export_emoji_xl if part == "emoji-xl" else export_emoji_3
     export(models_dir / part, model, vae.cpu(), tokenizer, [encoder.cpu() for encoder in encoders])

@@ -1,7 +1,7 @@
 """Model families: what differs between the supported diffusers pipelines.
 
-A family answers, for one pipeline class, how a request's text and size become conditioning tensors, how the denoising
-model is called for a batch of one resolution, and how latents become an image. Everything else (batching, samplers,
+A family answers, for one pipeline class, how a request's text and size become conditioning tensors, what the
+denoising model calls these, and how latents become an image. Everything else (batching, samplers,
 guidance, stages) is common and lives in `serving/model.py` and `serving/engine.py`. This module imports no torch, so
 that an unsupported model is refused before anything heavy is loaded.
 """
@@ -55,16 +55,18 @@ class Family(Protocol):
         """Return further arguments of `set_timesteps` that depend on the resolution."""
         ...
 
+    def latent_size(self, resolution: Resolution) -> tuple[int, int]:
+        """Height and width of the latents of an image."""
+        ...
+
     def initial_latents(
         self, resolution: Resolution, generator: "torch.Generator", dtype: "torch.dtype", state: "SamplerState"
     ) -> "torch.Tensor":
         """Draw the request's first latents, (1, channels, height / 8, width / 8), as the pipeline does."""
         ...
 
-    def predict(
-        self, latents: "torch.Tensor", timesteps: "torch.Tensor", conditioning: "dict[str, torch.Tensor]"
-    ) -> "torch.Tensor":
-        """Run the denoising model once; latents (rows, channels, h, w), timesteps (rows,), conditioning (rows, ...)."""
+    def conditions(self, conditioning: "dict[str, torch.Tensor]") -> dict[str, Any]:
+        """Name conditioning tensors (rows, ...) as the denoising model's own forward does."""
         ...
 
     def decode(self, latents: "torch.Tensor") -> "Sequence[Image]":

@@ -74,23 +74,19 @@ class SD3Family:
         )
         return {"mu": mu}
 
+    def latent_size(self, resolution: Resolution) -> tuple[int, int]:
+        factor = self._pipe.vae_scale_factor
+        return resolution.height // factor, resolution.width // factor
+
     def initial_latents(
         self, resolution: Resolution, generator: torch.Generator, dtype: torch.dtype, state: SamplerState
     ) -> torch.Tensor:
-        model, factor = self._pipe.transformer, self._pipe.vae_scale_factor
-        shape = (1, model.config.in_channels, resolution.height // factor, resolution.width // factor)
+        model = self._pipe.transformer
+        shape = (1, model.config.in_channels, *self.latent_size(resolution))
         return randn_tensor(shape, generator=generator, device=model.device, dtype=dtype)
 
-    def predict(
-        self, latents: torch.Tensor, timesteps: torch.Tensor, conditioning: dict[str, torch.Tensor]
-    ) -> torch.Tensor:
-        return self._pipe.transformer(
-            hidden_states=latents,
-            timestep=timesteps,
-            encoder_hidden_states=conditioning["text"],
-            pooled_projections=conditioning["pooled"],
-            return_dict=False,
-        )[0]
+    def conditions(self, conditioning: dict[str, torch.Tensor]) -> dict[str, Any]:
+        return {"encoder_hidden_states": conditioning["text"], "pooled_projections": conditioning["pooled"]}
 
     def decode(self, latents: torch.Tensor) -> Sequence[Image]:
         vae = self._pipe.vae

@@ -71,26 +71,24 @@ class SDXLFamily:
     def schedule_kwargs(self, resolution: Resolution) -> dict[str, Any]:
         return {}
 
+    def latent_size(self, resolution: Resolution) -> tuple[int, int]:
+        factor = self._pipe.vae_scale_factor
+        return resolution.height // factor, resolution.width // factor
+
     def initial_latents(
         self, resolution: Resolution, generator: torch.Generator, dtype: torch.dtype, state: SamplerState
     ) -> torch.Tensor:
         pipe = self._pipe
-        factor = pipe.vae_scale_factor
-        shape = (1, pipe.unet.config.in_channels, resolution.height // factor, resolution.width // factor)
+        shape = (1, pipe.unet.config.in_channels, *self.latent_size(resolution))
         noise = randn_tensor(shape, generator=generator, device=pipe.unet.device, dtype=dtype)
         return noise * state.scheduler.init_noise_sigma
 
-    def predict(
-        self, latents: torch.Tensor, timesteps: torch.Tensor, conditioning: dict[str, torch.Tensor]
-    ) -> torch.Tensor:
-        return self._pipe.unet(
-            latents,
-            timesteps,
-            encoder_hidden_states=conditioning["text"],
-            timestep_cond=conditioning.get("guidance"),
-            added_cond_kwargs={"text_embeds": conditioning["pooled"], "time_ids": conditioning["time_ids"]},
-            return_dict=False,
-        )[0]
+    def conditions(self, conditioning: dict[str, torch.Tensor]) -> dict[str, Any]:
+        return {
+            "encoder_hidden_states": conditioning["text"],
+            "timestep_cond": conditioning.get("guidance"),
+            "added_cond_kwargs": {"text_embeds": conditioning["pooled"], "time_ids": conditioning["time_ids"]},
+        }
 
     def decode(self, latents: torch.Tensor) -> Sequence[Image]:
         pipe = self._pipe

@@ -1,0 +1,175 @@
+"""Attention over packed tokens: every image attends to its own tokens and its own text, and to nothing else.
+
+Linear layers run once over the tokens of all rows; the attention itself runs once per resolution. The tokens of an
+image may come in any order, so patches need not be put together for it. Text keys and values of cross attention are
+computed when a batch is put together, not at every step. Source: PatchedServe section 4.2.1, "Self-Attention".
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .leaves import PatchContext
+
+
+class FusedLinear(nn.Module):
+    """Several linear layers on the same input as one; the weights are put together at first use."""
+
+    def __init__(self, *layers: nn.Linear) -> None:
+        super().__init__()
+        self._layers = layers
+        self._fused: tuple[Tensor, Tensor | None] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Tensor = self._layers[0].weight
+        if self._fused is None or self._fused[0].dtype != weight.dtype or self._fused[0].device != weight.device:
+            has_bias = self._layers[0].bias is not None
+            bias = torch.cat(tuple(layer.bias for layer in self._layers)) if has_bias else None
+            self._fused = torch.cat(tuple(layer.weight for layer in self._layers)), bias
+        return F.linear(x, *self._fused)
+
+
+class PatchedSelfAttention(nn.Module):
+    """Self attention of a U-Net's transformer block, or the second attention of SD3.5."""
+
+    def __init__(self, attention: Any, context: PatchContext) -> None:
+        super().__init__()
+        self.attention, self.context = attention, context
+        self.qkv = FusedLinear(attention.to_q, attention.to_k, attention.to_v)
+
+    def forward(self, hidden_states: Tensor, encoder_hidden_states: None = None, **unused: object) -> Tensor:
+        """[P, tokens, channels] -> the same."""
+        attention, context = self.attention, self.context
+        assert context.level is not None
+        assert encoder_hidden_states is None
+        _check_unused(unused)
+        heads = attention.heads
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        qkv = self.qkv(tokens).view(len(tokens), 3, heads, -1)
+        qkv = _normed(qkv, attention.norm_q, attention.norm_k)
+        parts = []
+        for rows, start, end in context.level.spans:
+            # [rows, tokens, 3, heads, width] -> three of [rows, heads, tokens, width]
+            query, key, value = qkv[start:end].view(rows, -1, 3, heads, qkv.shape[-1]).transpose(1, 3).unbind(2)
+            parts.append(_attend(query, key, value, attention.scale).reshape(end - start, -1))
+        return attention.to_out[0](_joined(parts)).view(hidden_states.shape)
+
+
+class PatchedCrossAttention(nn.Module):
+    """Attention of image tokens to the text of their row."""
+
+    def __init__(self, attention: Any, context: PatchContext) -> None:
+        super().__init__()
+        self.attention, self.context = attention, context
+        self.keys_values = FusedLinear(attention.to_k, attention.to_v)
+
+    def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor, **unused: object) -> Tensor:
+        """[P, tokens, channels] with text [rows, length, width] -> [P, tokens, channels]."""
+        attention, context = self.attention, self.context
+        assert context.level is not None
+        _check_unused(unused)
+        heads = attention.heads
+        kept = context.kept.get(self)
+        if kept is None:
+            text = self.keys_values(encoder_hidden_states)
+            text = text.view(*text.shape[:2], 2, heads, -1)
+            key, value = text.transpose(1, 3).unbind(2)
+            if attention.norm_k is not None:
+                key = attention.norm_k(key)
+            kept = context.kept[self] = key.contiguous(), value.contiguous()
+        key, value = kept
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        query = attention.to_q(tokens).view(len(tokens), heads, -1)
+        if attention.norm_q is not None:
+            query = attention.norm_q(query)
+        parts = []
+        row = 0
+        for rows, start, end in context.level.spans:
+            part = query[start:end].view(rows, -1, heads, query.shape[-1]).transpose(1, 2)
+            attended = _attend(part, key[row : row + rows], value[row : row + rows], attention.scale)
+            parts.append(attended.reshape(end - start, -1))
+            row += rows
+        return attention.to_out[0](_joined(parts)).view(hidden_states.shape)
+
+
+class PatchedJointAttention(nn.Module):
+    """SD3's joint attention: the tokens of an image and of its text attend to both.
+
+    Text tokens that are equal and stand at the end (what SD3 feeds where it has no T5) may be given once, with their
+    number in `context.kept["repeats"]`: a key that counts n times has ln n added to its score.
+    """
+
+    def __init__(self, attention: Any, context: PatchContext) -> None:
+        super().__init__()
+        self.attention, self.context = attention, context
+        self.image_qkv = FusedLinear(attention.to_q, attention.to_k, attention.to_v)
+        self.text_qkv = FusedLinear(attention.add_q_proj, attention.add_k_proj, attention.add_v_proj)
+
+    def forward(
+        self, hidden_states: Tensor, encoder_hidden_states: Tensor, **unused: object
+    ) -> tuple[Tensor, Tensor | None]:
+        """Image [P, tokens, channels] and text [rows, length, channels] -> the same two."""
+        attention, context = self.attention, self.context
+        assert context.level is not None
+        _check_unused(unused)
+        heads, (num_rows, length, _) = attention.heads, encoder_hidden_states.shape
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        image = self.image_qkv(tokens).view(len(tokens), 3, heads, -1)
+        image = _normed(image, attention.norm_q, attention.norm_k)
+        text = self.text_qkv(encoder_hidden_states).view(num_rows, length, 3, heads, -1)
+        text = _normed(text, attention.norm_added_q, attention.norm_added_k)
+        images, texts, row = [], [], 0
+        for rows, start, end in context.level.spans:
+            part = image[start:end].view(rows, -1, 3, heads, image.shape[-1])
+            joint = torch.cat([part, text[row : row + rows]], 1)
+            query, key, value = joint.transpose(1, 3).unbind(2)
+            count = part.shape[1]
+            if attention.context_pre_only:
+                query = query[:, :, :count]
+            attended = _attend(query, key, value, attention.scale, self._weights(key)).flatten(2)
+            images.append(attended[:, :count].reshape(end - start, -1))
+            texts.append(attended[:, count:])
+            row += rows
+        out = attention.to_out[0](_joined(images)).view(hidden_states.shape)
+        if attention.context_pre_only:
+            return out, None
+        return out, attention.to_add_out(_joined(texts))
+
+    def _weights(self, key: Tensor) -> Tensor | None:
+        repeats = self.context.kept.get("repeats", 1)
+        if repeats == 1:
+            return None
+        name = ("repeats", key.shape[2])
+        if name not in self.context.kept:
+            weights = key.new_zeros(1, 1, 1, key.shape[2])
+            weights[..., -1] = math.log(repeats)
+            self.context.kept[name] = weights
+        return self.context.kept[name]
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, weights: Tensor | None = None) -> Tensor:
+    """Attention [rows, heads, tokens, width] -> [rows, tokens, heads, width], contiguous where torch gives it so."""
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=weights, scale=scale).transpose(1, 2)
+
+
+def _normed(qkv: Tensor, norm_q: nn.Module | None, norm_k: nn.Module | None) -> Tensor:
+    """Norms of queries and keys [..., 3, heads, width], where the model has them."""
+    if norm_q is None and norm_k is None:
+        return qkv
+    query, key, value = qkv.unbind(-3)
+    query = query if norm_q is None else norm_q(query)
+    key = key if norm_k is None else norm_k(key)
+    return torch.stack([query, key, value], -3)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _check_unused(arguments: dict[str, object]) -> None:
+    given = [name for name, value in arguments.items() if value is not None]
+    if given:
+        raise ValueError(f"the patch engine does not support the attention arguments {', '.join(given)}")

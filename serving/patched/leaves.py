@@ -1,0 +1,316 @@
+"""What takes the place of a model's leaf modules so that it computes on patches: convolutions, norms, up-sampling.
+
+Tensors are [P, channels, side, side], channels-last. Each leaf keeps the module that it stands for, with its weights.
+Sources: PatchedServe sections 4.2.1 (convolution) and 4.2.2 (GroupNorm and stitching).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ...kernels.group_norm_stats import group_norm_stats
+from ...kernels.group_norm_stitch import group_norm_apply, group_norm_silu_stitch
+from ...kernels.halo import halo_gather
+from .packing import Level, Packing
+
+Strategy = Literal["stitch", "regroup"]
+Choose = Callable[["PatchedConv", Level, Level], Strategy]
+"""Says how a convolution from one level to another sees beyond a patch."""
+
+
+@dataclass(slots=True, eq=False)
+class PatchContext:
+    """What the leaves of one patched model share while it runs. Not for two threads at a time.
+
+    Attributes:
+        packing: where the rows of the current batch lie.
+        choose: which strategy a convolution uses at an output level.
+        kernels: one of `kernels.launch.KERNELS`.
+        timesteps: (rows,) timestep of every row, for this forward pass.
+        level: the level of the norm or convolution that ran last.
+        is_activated: whether the norm that ran last has applied SiLU too; the activation behind it does nothing then.
+        padded: the level of the tensor that a fused norm has just given, until its convolution has taken it.
+        kept: what stays the same while the batch has the same rows (text keys and values, positions).
+    """
+
+    choose: "Choose"
+    kernels: str = "auto"
+    packing: Packing | None = None
+    timesteps: Tensor | None = None
+    level: Level | None = None
+    is_activated: bool = False
+    padded: Level | None = None
+    kept: dict[Any, Any] = field(default_factory=dict)
+
+    def at(self, x: Tensor) -> Level:
+        """The level of a leaf's input: that of the leaf before, as only convolutions and up-sampling change it.
+
+        Its shape would not tell: where every image is one position, all deeper levels look the same.
+        """
+        assert self.packing is not None, "a patched model runs inside PatchedModel only"
+        if self.level is None:
+            self.level = self.packing.levels[0]
+        assert (x.shape[0], x.shape[2]) == (self.level.num_patches, self.level.side)
+        return self.level
+
+
+def to_tokens(x: Tensor) -> Tensor:
+    """[P, channels, side, side], channels-last -> [P * side * side, channels]; a view."""
+    return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
+
+
+def to_patches(tokens: Tensor, side: int) -> Tensor:
+    """The inverse of `to_tokens`; a view."""
+    return tokens.view(-1, side, side, tokens.shape[1]).permute(0, 3, 1, 2)
+
+
+def images_of(tokens: Tensor, level: Level) -> list[Tensor]:
+    """Images [rows, channels, height, width], channels-last, of every resolution. Copies only in patch order."""
+    images, grain, channels = [], level.grain, tokens.shape[1]
+    for group in level.groups:
+        part = tokens[group.first * grain**2 : group.end * grain**2]
+        if grain > 1:
+            part = part.view(group.rows, group.height // grain, group.width // grain, grain, grain, channels)
+            part = part.permute(0, 1, 3, 2, 4, 5).reshape(-1, channels)
+        images.append(part.view(group.rows, group.height, group.width, channels).permute(0, 3, 1, 2))
+    return images
+
+
+def tokens_of(images: list[Tensor], level: Level) -> Tensor:
+    """The inverse of `images_of`; a copy where there are several resolutions or in patch order."""
+    parts, grain = [], level.grain
+    for image in images:
+        rows, channels, height, width = image.shape
+        part = image.permute(0, 2, 3, 1)
+        if grain > 1:
+            part = part.reshape(rows, height // grain, grain, width // grain, grain, channels).permute(0, 1, 3, 2, 4, 5)
+        parts.append(part.reshape(-1, channels))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class PatchedConv(nn.Module):
+    """A convolution of 1 x 1, or of 3 x 3 with padding 1 and stride 1 or 2, over the images that the patches make up.
+
+    `regroup`: the images of each resolution are put together and convolved by themselves.
+    `stitch`: every patch (image order: every position) gets the pixels around it, then one launch serves all.
+    """
+
+    def __init__(self, conv: nn.Conv2d, context: PatchContext) -> None:
+        super().__init__()
+        self.conv, self.context = conv, context
+        self.stride = conv.stride[0]
+        self.is_pointwise = conv.kernel_size == (1, 1)
+        out_channels = conv.out_channels
+        # Rows of the matrix product in tap order; made at first use, for the dtype the model then has.
+        self._matrix: Tensor | None = None
+        self.out_channels = out_channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        context, packing = self.context, self.context.packing
+        assert packing is not None
+        if self.is_pointwise:
+            weight = self.conv.weight.view(self.out_channels, -1)
+            return to_patches(F.linear(to_tokens(x), weight, self.conv.bias), x.shape[2])
+        if context.padded is not None:
+            context.padded = None
+            return self._valid(x)
+        level = context.at(x)
+        out_level = packing.levels[level.index + self.stride - 1]
+        context.level = out_level
+        return self.run(x, level, out_level, context.choose(self, level, out_level))
+
+    def shape_key(self, side: int) -> str:
+        """What decides how long the convolution takes, apart from the number of positions."""
+        return f"{self.conv.in_channels}->{self.out_channels} stride {self.stride} side {side}"
+
+    def run(self, x: Tensor, level: Level, out_level: Level, strategy: Strategy) -> Tensor:
+        """Convolve with the given strategy; both give the same."""
+        if strategy == "regroup":
+            images = images_of(to_tokens(x), level)
+            return to_patches(tokens_of([self.conv(image) for image in images], out_level), out_level.side)
+        if level.neighbours is None:
+            tokens = F.pad(to_tokens(x), (0, 0, 0, 1))
+            taps = tokens.index_select(0, level.windows(self.stride)).view(-1, 9 * tokens.shape[1])
+            return to_patches(F.linear(taps, self._taps_matrix(), self.conv.bias), 1)
+        return self._valid(halo_gather(x, level.neighbours, kernels=self.context.kernels))
+
+    def _valid(self, padded: Tensor) -> Tensor:
+        return F.conv2d(padded, self.conv.weight, self.conv.bias, stride=self.stride)
+
+    def _taps_matrix(self) -> Tensor:
+        weight = self.conv.weight
+        if self._matrix is None or self._matrix.dtype != weight.dtype or self._matrix.device != weight.device:
+            self._matrix = weight.permute(0, 2, 3, 1).reshape(self.out_channels, -1).contiguous()
+        return self._matrix
+
+
+class PatchedGroupNorm(nn.Module):
+    """GroupNorm over the whole image of each row, with the SiLU behind it if there is one.
+
+    Where the convolution behind both stitches patches, norm, SiLU and stitching are one kernel (PatchedServe 4.2.2),
+    and the result is padded.
+
+    Args:
+        norm: the module that this one stands for.
+        context: of the model.
+        conv: the convolution that follows with nothing but an `ActivationUnlessDone` between, if so.
+    """
+
+    def __init__(self, norm: nn.GroupNorm, context: PatchContext, conv: "PatchedConv | None" = None) -> None:
+        super().__init__()
+        self.norm, self.context = norm, context
+        # In a tuple, so that the convolution is not a child of two modules.
+        self._conv = (conv,)
+        self._affine: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        context, conv = self.context, self._conv[0]
+        level = context.at(x)
+        context.is_activated = conv is not None
+        if level.neighbours is None:
+            is_slow = x.dtype == torch.bfloat16 and x.device.type == "cpu"
+            norm_tokens = self._by_sums if is_slow else self._by_resolution
+            return to_patches(norm_tokens(to_tokens(x), level), level.side)
+        norm, kernels = self.norm, context.kernels
+        assert context.packing is not None
+        num_rows = context.packing.num_rows
+        mean, rstd = group_norm_stats(x, level.row_index, num_rows, norm.num_groups, norm.eps, kernels=kernels)
+        known = (x, mean, rstd, norm.weight, norm.bias, level.row_index)
+        if conv is not None and level.neighbours is not None and context.choose(conv, level, level) == "stitch":
+            context.padded = level
+            return group_norm_silu_stitch(*known, level.neighbours, kernels=kernels)
+        return group_norm_apply(*known, activation=conv is not None, kernels=kernels)
+
+    def _by_resolution(self, tokens: Tensor, level: Level) -> Tensor:
+        """torch's own GroupNorm on the images of each resolution."""
+        norm, channels = self.norm, tokens.shape[1]
+        parts = []
+        for rows, start, end in level.spans:
+            part = tokens[start:end].view(rows, -1, 1, channels).permute(0, 3, 1, 2)
+            part = F.group_norm(part, norm.num_groups, norm.weight, norm.bias, norm.eps)
+            parts.append(part.permute(0, 2, 3, 1).reshape(-1, channels))
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return F.silu(out, inplace=True) if self.context.is_activated else out
+
+    def _by_sums(self, tokens: Tensor, level: Level) -> Tensor:
+        """From sums of the values and of their squares, in float32.
+
+        torch's channels-last GroupNorm in bfloat16 on a CPU is several times slower (239 us for 2 x 24 x 24 x 64). The
+        mean of squares less the square of the mean loses digits, but far fewer than the input has lost before.
+        """
+        norm, channels = self.norm, tokens.shape[1]
+        num_groups, width = norm.num_groups, channels // norm.num_groups
+        values = tokens.float()
+        squares = values * values
+        sums = [
+            source[start:end].view(rows, -1, channels).sum(1)
+            for source in (values, squares)
+            for rows, start, end in level.spans
+        ]
+        means = torch.cat(sums).view(2, -1, num_groups, width).sum(3) / (level.row_tokens * width)
+        mean, square = means[0], means[1]
+        rstd = torch.addcmul(square, mean, mean, value=-1).clamp_(min=0).add_(norm.eps).rsqrt_()
+        if self._affine is None:
+            self._affine = norm.weight.float().view(num_groups, -1), norm.bias.float().view(num_groups, -1)
+        weight, bias = self._affine
+        scale = rstd[:, :, None] * weight
+        shift = torch.addcmul(bias, mean[:, :, None], scale, value=-1)
+        scale, shift = scale.view(-1, 1, channels), shift.view(-1, 1, channels)
+        row = 0
+        for rows, start, end in level.spans:
+            part = values[start:end].view(rows, -1, channels)
+            # In place: `squares` is not needed any more, and `part` not after this.
+            torch.addcmul(shift[row : row + rows], part, scale[row : row + rows], out=part)
+            row += rows
+        if self.context.is_activated:
+            F.silu(values, inplace=True)
+        return values.to(tokens.dtype)
+
+
+class ActivationUnlessDone(nn.Module):
+    """SiLU, except on what the norm before it has activated already."""
+
+    def __init__(self, activation: nn.Module, context: PatchContext) -> None:
+        super().__init__()
+        self.activation, self.context = activation, context
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Timestep embeddings pass through the same module.
+        if self.context.is_activated and x.dim() == 4:
+            self.context.is_activated = False
+            return x
+        return self.activation(x)
+
+
+class PatchedUpsample(nn.Module):
+    """Nearest up-sampling to the next finer level, then the convolution that was in the module."""
+
+    def __init__(self, conv: PatchedConv, context: PatchContext) -> None:
+        super().__init__()
+        self.conv, self.context = conv, context
+
+    def forward(self, hidden_states: Tensor, output_size: object = None) -> Tensor:
+        """`output_size` is what diffusers asks for when sides are odd; the finer level has the same."""
+        level = self.context.at(hidden_states)
+        assert self.context.packing is not None
+        finer = self.context.level = self.context.packing.levels[level.index - 1]
+        if level.neighbours is not None:
+            return self.conv(F.interpolate(hidden_states, scale_factor=2.0, mode="nearest"))
+        tokens = to_tokens(hidden_states).index_select(0, level.sources_of(finer))
+        return self.conv(to_patches(tokens, 1))
+
+
+class RowsToPatches(nn.Module):
+    """A linear layer on what every row has once (timestep, text), with its result repeated for the row's patches."""
+
+    def __init__(self, linear: nn.Linear, context: PatchContext) -> None:
+        super().__init__()
+        self.linear, self.context = linear, context
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.context.level is not None
+        return self.linear(x).index_select(0, self.context.level.row_index)
+
+
+class RowTimesteps(nn.Module):
+    """The timestep embedding of every row, whatever it is called with: diffusers repeats one for every patch."""
+
+    def __init__(self, embedding: nn.Module, context: PatchContext) -> None:
+        super().__init__()
+        self.embedding, self.context = embedding, context
+
+    def forward(self, timesteps: Tensor) -> Tensor:
+        assert self.context.timesteps is not None
+        return self.embedding(self.context.timesteps)
+
+
+class PatchedPatchEmbed(nn.Module):
+    """SD3's embedding of latent pixels with the positions that each image has at its own size."""
+
+    def __init__(self, embed: Any, context: PatchContext) -> None:
+        super().__init__()
+        self.embed, self.context = embed, context
+
+    def forward(self, latent: Tensor) -> Tensor:
+        """Patches [P, channels, side, side] -> tokens [P, grain * grain, width]."""
+        level = self.context.at(latent)
+        unit, grain, channels = self.embed.patch_size, level.grain, latent.shape[1]
+        pixels = latent.view(-1, channels, grain, unit, grain, unit).permute(0, 2, 4, 1, 3, 5)
+        projection = self.embed.proj
+        weight = projection.weight.view(projection.out_channels, -1)
+        tokens = F.linear(pixels.reshape(-1, grain**2, channels * unit**2), weight, projection.bias)
+        if "positions" not in self.context.kept:
+            self.context.kept["positions"] = self._positions(level)
+        return (tokens + self.context.kept["positions"]).to(tokens.dtype)
+
+    def _positions(self, level: Level) -> Tensor:
+        parts, unit = [], self.embed.patch_size
+        for group in level.groups:
+            table = self.embed.cropped_pos_embed(group.height * unit, group.width * unit)[0]
+            image = table.view(1, group.height, group.width, -1).expand(group.rows, -1, -1, -1)
+            parts.append(image.permute(0, 3, 1, 2))
+        return tokens_of(parts, level).view(-1, level.grain**2, parts[0].shape[1])

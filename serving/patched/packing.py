@@ -1,0 +1,269 @@
+"""Where the patches of a batch lie at each level of a model.
+
+A batch is one tensor [patches, channels, side, side], channels-last in memory, so that it is also the packed tokens
+[patches * side * side, channels] of all images. Two orders of these tokens exist:
+
+`image`  a patch is one position (of the model's smallest unit), so the tokens of an image lie in raster order and the
+         images of a resolution are a view: regrouping them copies nothing. After down-sampling there are fewer patches.
+`patch`  patches of the layout's size (PatchedServe 4.1). After down-sampling there are as many, with shorter sides.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...data.errors import UsageError
+from ..layout import PatchLayout, patch_size_of
+from ..layout_tensors import PatchTensors
+
+Order = Literal["image", "patch"]
+ORDERS: tuple[str, ...] = get_args(Order)
+_KEPT = 64  # packings of recent batches; compositions come back often
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The rows of one resolution at one level: `rows` images of `height` x `width` tokens, in patches first..end."""
+
+    first_row: int
+    rows: int
+    height: int
+    width: int
+    first: int
+    end: int
+
+
+@dataclass(slots=True, eq=False)
+class Level:
+    """One resolution level of a model (0: the latents; each further one halves the sides).
+
+    Attributes:
+        index: number of halvings.
+        side: side of a patch in the tensors of this level.
+        grain: tokens on a side of a patch; less than `side` only where a token stands for several latent pixels (SD3).
+        groups: rows by resolution, in order.
+        num_patches: P.
+        row_index: (P,) row of each patch.
+        neighbours: (P, 8), see `PatchLayout`; None in image order.
+        spans: (rows, first token, end) of every group.
+        row_tokens: (rows, 1) number of tokens of each row, float32.
+    """
+
+    index: int
+    side: int
+    grain: int
+    groups: tuple[Group, ...]
+    num_patches: int
+    row_index: Tensor
+    neighbours: Tensor | None
+    spans: tuple[tuple[int, int, int], ...] = field(init=False)
+    row_tokens: Tensor = field(init=False)
+    _tables: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        area = self.grain**2
+        self.spans = tuple((group.rows, group.first * area, group.end * area) for group in self.groups)
+        counts = [float(group.height * group.width) for group in self.groups for _ in range(group.rows)]
+        self.row_tokens = torch.tensor(counts, device=self.row_index.device)[:, None]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_patches * self.grain**2
+
+    def windows(self, stride: int) -> Tensor:
+        """Image order: for each output of a 3 x 3 convolution with padding 1, the 9 tokens it reads, (outputs * 9,).
+
+        Taps go row by row. What lies beyond the edge of the image reads token P, a row of zeros behind the last one.
+        """
+        name = f"windows{stride}"
+        if name not in self._tables:
+            self._tables[name] = self._build_windows(stride).to(self.row_index.device)
+        return self._tables[name]
+
+    def sources_of(self, finer: "Level") -> Tensor:
+        """Image order: the token of this level that nearest up-sampling puts at each token of the next finer level."""
+        if "sources" not in self._tables:
+            parts = []
+            for here, there in zip(self.groups, finer.groups, strict=True):
+                number = torch.arange(here.height * here.width, dtype=torch.float64)
+                image = number.view(1, 1, here.height, here.width)
+                # torch's own interpolation of the numbers decides, so that odd sizes agree with it.
+                taken = torch.nn.functional.interpolate(image, size=(there.height, there.width), mode="nearest")
+                rows = torch.arange(here.rows)[:, None] * (here.height * here.width) + here.first
+                parts.append((rows + taken.long().view(1, -1)).flatten())
+            self._tables["sources"] = torch.cat(parts).to(self.row_index.device)
+        return self._tables["sources"]
+
+    def _build_windows(self, stride: int) -> Tensor:
+        parts = []
+        for group in self.groups:
+            height, width = group.height, group.width
+            padded = np.full((height + 2, width + 2), -1, dtype=np.int64)
+            padded[1:-1, 1:-1] = np.arange(height * width).reshape(height, width)
+            taps = np.lib.stride_tricks.sliding_window_view(padded, (3, 3))[::stride, ::stride].reshape(1, -1)
+            starts = (np.arange(group.rows) * (height * width) + group.first)[:, None]
+            parts.append(np.where(taps < 0, self.num_patches, taps + starts).reshape(-1))
+        return torch.from_numpy(np.concatenate(parts))
+
+
+@dataclass(slots=True, eq=False)
+class Packing:
+    """The places of all rows of a batch; rows are sorted by resolution. Build it with `pack_rows`.
+
+    Attributes:
+        order: which tokens follow each other, see above.
+        layout: the patch layout of the rows.
+        sizes: (height, width) of the latents of each row.
+        levels: from the latents down.
+        starts: (rows + 1,) first patch of each row, then P.
+    """
+
+    order: Order
+    layout: PatchLayout
+    sizes: tuple[tuple[int, int], ...]
+    levels: tuple[Level, ...]
+    starts: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        area = self.levels[0].side ** 2
+        self.starts = np.cumsum([0, *(height * width // area for height, width in self.sizes)]).tolist()
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.sizes)
+
+    def pack(self, images: Sequence[Tensor]) -> Tensor:
+        """Patches [P, channels, side, side] of one image [channels, height, width] per row."""
+        side = self.levels[0].side
+        parts = []
+        for image in images:
+            channels, height, width = image.shape
+            tiles = image.reshape(channels, height // side, side, width // side, side)
+            parts.append(tiles.permute(1, 3, 2, 4, 0).reshape(-1, side, side, channels))
+        return torch.cat(parts).permute(0, 3, 1, 2)
+
+    def images(self, patches: Tensor) -> Tensor:
+        """The images [rows, channels, height, width] of a packing of one resolution."""
+        side, (height, width) = self.levels[0].side, self.sizes[0]
+        tiles = patches.reshape(self.num_rows, height // side, width // side, -1, side, side)
+        return tiles.permute(0, 3, 1, 4, 2, 5).reshape(self.num_rows, -1, height, width)
+
+    def patches(self, images: Tensor) -> Tensor:
+        """The inverse of `images`."""
+        return self.pack(images.unbind(0))
+
+    def unpack(self, patches: Tensor, row: int) -> Tensor:
+        """The image [channels, height, width] of a row; a copy."""
+        side, (height, width) = self.levels[0].side, self.sizes[row]
+        start = self.starts[row]
+        count = (height // side) * (width // side)
+        tiles = patches[start : start + count].reshape(height // side, width // side, -1, side, side)
+        return tiles.permute(2, 0, 3, 1, 4).reshape(-1, height, width).clone()
+
+
+def pack_rows(
+    sizes: Sequence[tuple[int, int]],
+    *,
+    order: Order,
+    patch_size: int | None,
+    num_levels: int,
+    unit: int,
+    device: torch.device,
+) -> Packing:
+    """Say where the patches of these rows lie. Recent results are kept.
+
+    Args:
+        sizes: (height, width) of each row's latents, sorted as `PatchLayout` sorts (fewest pixels, height, width).
+        order: `image` or `patch`.
+        patch_size: side of a patch in latent pixels; None for the largest that divides all sides.
+        num_levels: how many levels the model has.
+        unit: latent pixels on a side of the smallest thing that the model keeps apart (SD3: its patch size).
+        device: where the tables are wanted.
+
+    Raises:
+        UsageError: if the patch size does not divide a side, or is too small for the model's levels.
+    """
+    wanted = patch_size_of(sizes) if patch_size is None else patch_size
+    return _pack_rows(tuple(sizes), order, wanted, num_levels, unit, device)
+
+
+def check_patch_size(patch_size: int, sizes: Sequence[tuple[int, int]], num_levels: int, unit: int) -> None:
+    """Refuse a patch size that a model with these levels cannot work on, or that does not divide a size.
+
+    Raises:
+        UsageError: saying what would be allowed.
+    """
+    multiple = unit << (num_levels - 1)
+    common = patch_size_of(sizes)
+    if patch_size < 1 or patch_size % multiple or common % patch_size:
+        allowed = [size for size in range(multiple, common + 1, multiple) if common % size == 0]
+        named = ", ".join(str(size) for size in allowed) or "none; use --order image"
+        raise UsageError(
+            f"patch size {patch_size} does not fit: it must divide every latent side (common divisor {common}) and be "
+            f"a multiple of {multiple} for this model; allowed here: {named}"
+        )
+
+
+@lru_cache(maxsize=_KEPT)
+def _pack_rows(
+    sizes: tuple[tuple[int, int], ...], order: Order, patch_size: int, num_levels: int, unit: int, device: torch.device
+) -> Packing:
+    if order == "patch":
+        check_patch_size(patch_size, sizes, num_levels, unit)
+    layout = PatchLayout.build(sizes, patch_size)
+    assert (layout.order == np.arange(len(sizes))).all(), "rows must come sorted by resolution"
+    if order == "patch":
+        tensors = PatchTensors.of(layout, device)
+        levels = tuple(_patch_level(layout, tensors, index, unit) for index in range(num_levels))
+    else:
+        levels = tuple(_image_level(layout, index, unit, device) for index in range(num_levels))
+    return Packing(order, layout, sizes, levels)
+
+
+def _patch_level(layout: PatchLayout, tensors: PatchTensors, index: int, unit: int) -> Level:
+    patches = layout.resolution_patch_offset.tolist()
+    groups = tuple(
+        Group(
+            first_row,
+            end_row - first_row,
+            (height >> index) // unit,
+            (width >> index) // unit,
+            patches[number],
+            patches[number + 1],
+        )
+        for number, ((height, width), first_row, end_row) in enumerate(_resolutions(layout))
+    )
+    side = layout.patch_size >> index
+    return Level(
+        index,
+        side,
+        side // unit,
+        groups,
+        layout.num_patches,
+        tensors.request_index,
+        tensors.neighbours,
+    )
+
+
+def _image_level(layout: PatchLayout, index: int, unit: int, device: torch.device) -> Level:
+    groups, lengths, first = [], [], 0
+    for (height, width), first_row, end_row in _resolutions(layout):
+        # A convolution of stride 2 rounds up.
+        height, width = (-(-side // (unit << index)) for side in (height, width))
+        rows = end_row - first_row
+        groups.append(Group(first_row, rows, height, width, first, first + rows * height * width))
+        lengths += [height * width] * rows
+        first = groups[-1].end
+    row_index = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).to(device)
+    # The latents of a model whose smallest unit is larger than a pixel (SD3) come in patches of that side.
+    return Level(index, unit if index == 0 else 1, 1, tuple(groups), first, row_index, None)
+
+
+def _resolutions(layout: PatchLayout) -> list[tuple[tuple[int, int], int, int]]:
+    rows = layout.resolution_offset.tolist()
+    return [(size, rows[number], rows[number + 1]) for number, size in enumerate(layout.resolutions)]

@@ -1,0 +1,154 @@
+"""A diffusers model that runs on packed batches of mixed resolutions, beside the unmodified one and on its weights."""
+
+import copy
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from diffusers import UNet2DConditionModel
+from torch import Tensor, nn
+
+from .leaves import Choose, PatchContext, PatchedConv, Strategy
+from .packing import Level, Order, Packing, pack_rows
+from .strategy import StrategyTable, load_or_measure
+from .swap import Swap
+
+
+class PatchedModel:
+    """Runs a model on packed batches. The given model is left as it is; weights are shared.
+
+    Call it as the original is called, with patches for latents, and conditions and timesteps per row:
+    `model(patches, timesteps, **conditions)`.
+
+    Args:
+        model: a `UNet2DConditionModel` or `SD3Transformer2DModel`.
+        order: see `packing`.
+        patch_size: side of a patch in latent pixels; None for the largest common divisor of each batch.
+        kernels: one of `kernels.launch.KERNELS`.
+        strategy: what every convolution uses; auto asks `table`, which is empty until it is measured (`tune`).
+        choose: decides for each convolution instead of `strategy`.
+
+    Raises:
+        UsageError: if the model has a module that is not known to work on patches.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        order: Order = "image",
+        patch_size: int | None = None,
+        kernels: str = "auto",
+        strategy: Strategy | Literal["auto"] = "auto",
+        choose: Choose | None = None,
+    ) -> None:
+        self._original: Any = model
+        shared = [*model.parameters(), *model.buffers()]
+        self.model: Any = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+        self.strategy = strategy
+        self.table = StrategyTable()
+        self.context = PatchContext(choose or self._choose, kernels)
+        self.swap = Swap(self.model, self.context)
+        self.order: Order = order
+        self.patch_size = patch_size
+        self.is_unet = isinstance(model, UNet2DConditionModel)
+        self.num_levels = len(model.config["block_out_channels"]) if self.is_unet else 1  # type: ignore[index]
+        self.unit = 1 if self.is_unet else int(model.config["patch_size"])  # type: ignore[index,arg-type]
+        self.device: torch.device = self.model.device
+        self.dtype: torch.dtype = self.model.dtype
+
+    def pack(self, sizes: list[tuple[int, int]]) -> Packing:
+        """Say where rows with these latent sizes, sorted by resolution, lie.
+
+        Raises:
+            UsageError: if the patch size does not fit.
+        """
+        return pack_rows(
+            sizes,
+            order=self.order,
+            patch_size=self.patch_size,
+            num_levels=self.num_levels,
+            unit=self.unit,
+            device=self.device,
+        )
+
+    def tune(self, sizes: Sequence[tuple[int, int]], folder: Path, *, fingerprint: str) -> None:
+        """Choose the strategy of each convolution by measurement, for batches of these latent sizes.
+
+        Args:
+            sizes: (height, width) of the served latents.
+            folder: where the measurements are kept.
+            fingerprint: of the model's files.
+
+        Raises:
+            UsageError: if the patch size does not fit the sizes.
+            RunError: if the file is damaged.
+        """
+        self.pack(sorted(sizes, key=lambda size: (size[0] * size[1], *size)))  # refuses a patch size that does not fit
+        if self.is_unet and self.strategy == "auto":
+            self.table = load_or_measure(self, sizes, folder, fingerprint=fingerprint)
+
+    @cached_property
+    def convolutions(self) -> list[tuple[PatchedConv, int]]:
+        """Convolutions of 3 x 3 that differ in shape or level, each with the level of its input, in U-Net order."""
+        found: dict[tuple[str, int], tuple[PatchedConv, int]] = {}
+        for name, conv in self.swap.convs.items():
+            if conv.is_pointwise:
+                continue
+            level = unet_level(name, self.num_levels)
+            found.setdefault((conv.shape_key(0), level), (conv, level))
+        return list(found.values())
+
+    def _choose(self, conv: PatchedConv, level: Level, out_level: Level) -> Strategy:
+        if self.strategy == "auto":
+            return self.table.choose(conv, level, out_level)
+        return "stitch" if self.strategy == "stitch" else "regroup"
+
+    def begin(self, packing: Packing, *, repeats: int = 1) -> None:
+        """Say which rows the next calls have. Whatever is kept from call to call is let go.
+
+        Args:
+            packing: from `pack`.
+            repeats: how many times the last text token of every row counts (see `PatchedJointAttention`).
+        """
+        self.context.packing = packing
+        self.context.kept.clear()
+        self.context.kept["repeats"] = repeats
+
+    def __call__(self, patches: Tensor, timesteps: Tensor, **conditions: Any) -> Tensor:
+        """Predict for patches [P, channels, side, side] of the rows given to `begin`, each at its own timestep.
+
+        Args:
+            patches: in the model's dtype.
+            timesteps: (rows,).
+            conditions: tensors with one entry per row, named as the model's own forward names them.
+        """
+        context = self.context
+        # A pass that failed half way may have left its state behind.
+        context.padded = context.level = None
+        context.timesteps = timesteps
+        if self.is_unet:
+            # diffusers repeats one timestep for every patch; `RowTimesteps` puts those of the rows in its place.
+            return self.model(patches, timesteps[0], return_dict=False, **conditions)[0]
+        return self.model(hidden_states=patches, timestep=timesteps, return_dict=False, **conditions)[0]
+
+    def plain(self, images: Tensor, timesteps: Tensor, **conditions: Any) -> Tensor:
+        """Predict for images [rows, channels, height, width] of one resolution with the unmodified model."""
+        if self.is_unet:
+            return self._original(images, timesteps, return_dict=False, **conditions)[0]
+        return self._original(hidden_states=images, timestep=timesteps, return_dict=False, **conditions)[0]
+
+
+def unet_level(name: str, num_levels: int) -> int:
+    """The level of the input of a U-Net's convolution, by its name in diffusers."""
+    parts = name.split(".")
+    if parts[0] == "down_blocks":
+        return int(parts[1])
+    if parts[0] == "mid_block":
+        return num_levels - 1
+    if parts[0] == "up_blocks":
+        # An up-sampler's convolution runs after the up-sampling.
+        return num_levels - 1 - int(parts[1]) - (parts[2] == "upsamplers")
+    return 0

@@ -1,0 +1,125 @@
+"""Which engine denoises, and with what: the patch engine, or plain diffusers as the baseline.
+
+This module imports no torch, so that options are checked before anything heavy is loaded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
+
+from ..data.errors import UsageError
+
+if TYPE_CHECKING:
+    from .model import ServedModel
+    from .prepared import PreparedRequest
+    from .samplers import SamplerState
+
+EngineName = Literal["patched", "plain"]
+OrderName = Literal["auto", "image", "patch"]
+StrategyName = Literal["auto", "stitch", "regroup"]
+KernelsName = Literal["auto", "torch", "triton"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How a served model denoises; all but `engine` are for the patch engine only.
+
+    Attributes:
+        engine: `patched`, or `plain`: one forward pass of unmodified diffusers per resolution.
+        order: how tokens are packed (see `serving.patched.packing`); auto is image on a CPU and patch on CUDA.
+        patch_size: side of a patch in latent pixels; None for the largest common divisor of the sizes in a batch.
+        strategy: how convolutions see beyond a patch; auto uses what was measured, and else regroups.
+        kernels: one of `kernels.launch.KERNELS`.
+
+    Raises:
+        UsageError: if a value is not allowed, or an option of the patch engine is given for the plain one.
+    """
+
+    engine: EngineName = "patched"
+    order: OrderName = "auto"
+    patch_size: int | None = None
+    strategy: StrategyName = "auto"
+    kernels: KernelsName = "auto"
+
+    def __post_init__(self) -> None:
+        choices = {"engine": EngineName, "order": OrderName, "strategy": StrategyName, "kernels": KernelsName}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in get_args(allowed):
+                raise UsageError(
+                    f"{name} is {getattr(self, name)!r}, but it must be one of {', '.join(get_args(allowed))}"
+                )
+        if self.patch_size is not None and self.patch_size < 1:
+            raise UsageError(f"patch size is {self.patch_size}, but it must be at least 1")
+        is_default = (self.order, self.patch_size, self.strategy, self.kernels) == ("auto", None, "auto", "auto")
+        if self.engine == "plain" and not is_default:
+            raise UsageError("--order, --patch-size, --strategy and --kernels belong to --engine patched")
+
+
+class Stepper(Protocol):
+    """The denoise stage. One instance serves one model; one thread at a time calls `step`."""
+
+    @property
+    def name(self) -> str: ...
+
+    def tune(self, sizes: Sequence[tuple[int, int]], folder: Path, *, fingerprint: str) -> None:
+        """Measure what is faster for requests of these latent sizes (height, width), or read it from `folder`.
+
+        Raises:
+            UsageError: if the engine's options do not fit the sizes.
+            RunError: if a file in the folder is damaged.
+        """
+        ...
+
+    def check(self, state: "SamplerState") -> None:
+        """Raise UsageError if the engine cannot take the steps of this schedule."""
+        ...
+
+    def prepare(self, prepared: "PreparedRequest") -> None:
+        """Get a request ready for its first `step`; called from the prepare stage, beside the denoise loop."""
+        ...
+
+    def step(self, active: Sequence["PreparedRequest"]) -> dict[int, str]:
+        """Take one denoising step of every active request, each at its own timestep; moves their states on.
+
+        The latents of a request are up to date in its `latents` once it has finished, failed, or left the active set
+        and another step was taken.
+
+        Returns:
+            The requests that failed, by id, with the reason. The others have taken their step.
+        """
+        ...
+
+
+def build_stepper(model: "ServedModel", options: EngineOptions) -> Stepper:
+    """Make the denoise stage of a model.
+
+    Raises:
+        UsageError: if the patch engine cannot run the model or its scheduler; the message names what and says that
+            `--engine plain` can.
+        MissingExtraError: if triton is asked for and not installed.
+    """
+    if options.engine == "plain":
+        from .plain_stepper import PlainStepper
+
+        return PlainStepper(model)
+    from .batched_sampler import BatchedSampler
+    from .layout_tensors import check_kernels
+    from .patched.patched_model import PatchedModel
+    from .patched.stepper import PatchedStepper
+
+    check_kernels(options.kernels, model.device)
+    order = options.order
+    if order == "auto":
+        order = "patch" if model.device.type == "cuda" or options.kernels == "triton" else "image"
+    if order == "image" and options.kernels == "triton":
+        raise UsageError("--kernels triton works on patches; use it with --order patch")
+    patched = PatchedModel(
+        model.denoiser,
+        order=order,
+        patch_size=options.patch_size,
+        kernels=options.kernels,
+        strategy=options.strategy,
+    )
+    sampler = BatchedSampler(model.pipe.scheduler, pass_step_kwargs=model.family.pass_step_kwargs)
+    return PatchedStepper(patched, model.family, sampler)
