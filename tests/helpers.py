@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from diffusers import (
     AutoencoderKL,
+    DDIMScheduler,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
+    StableDiffusionPipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
@@ -84,6 +86,27 @@ def tiny_sdxl(seed: int = 0) -> StableDiffusionXLPipeline:
             unet=unet,
             scheduler=scheduler,
             add_watermarker=False,
+        )
+
+
+def tiny_sd(seed: int = 0) -> StableDiffusionPipeline:
+    """Return Stable Diffusion 1.5's architecture, small: one text encoder, proj_in by convolution, DDIM."""
+    config = {name: value for name, value in _UNET.items() if "addition" not in name and "projection" not in name}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        unet = UNet2DConditionModel(**config | {"cross_attention_dim": 32, "attention_head_dim": 4})
+        scheduler: Any = DDIMScheduler(
+            beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False, steps_offset=1
+        )
+        no_checker: dict[str, Any] = {"safety_checker": None, "feature_extractor": None}
+        return StableDiffusionPipeline(
+            vae=_autoencoder(scaling_factor=0.5),
+            text_encoder=CLIPTextModel(_text_config()),
+            tokenizer=tiny_tokenizer(),
+            unet=unet,
+            scheduler=scheduler,
+            requires_safety_checker=False,
+            **no_checker,
         )
 
 

@@ -24,7 +24,7 @@ from patchedserve.serving.model import ServedModel
 from patchedserve.serving.policies import get_policy
 from patchedserve.serving.run_result import RunResult
 
-from .helpers import largest_error, plain_image, plain_latents, tiny_sd3, tiny_sdxl
+from .helpers import largest_error, plain_image, plain_latents, tiny_sd, tiny_sd3, tiny_sdxl
 
 TOLERANCE = 1e-3
 SMALL, MEDIUM, LARGE, WIDE = Resolution(32, 32), Resolution(48, 48), Resolution(64, 64), Resolution(96, 32)
@@ -83,6 +83,12 @@ def test_sdxl_mixed_batch_equals_plain(sampler: str) -> None:
     assert_equal_to_plain(pipe, requests, serve(pipe, requests))
 
 
+def test_sd_mixed_batch_equals_plain() -> None:
+    pipe = tiny_sd()
+    requests = mixed_requests()
+    assert_equal_to_plain(pipe, requests, serve(pipe, requests))
+
+
 @pytest.mark.parametrize(
     "scheduler", [{}, {"use_dynamic_shifting": True, "base_image_seq_len": 4, "max_image_seq_len": 64}]
 )
@@ -109,7 +115,7 @@ def test_requests_that_join_and_leave_mid_flight(policy: str) -> None:
     assert max(step.active for step in result.steps) == (2 if policy == "bucketed" else 1)
 
 
-@pytest.mark.parametrize("build", [tiny_sdxl, tiny_sd3])
+@pytest.mark.parametrize("build", [tiny_sd, tiny_sdxl, tiny_sd3])
 def test_images_equal_plain(build: Callable[[], Any]) -> None:
     pipe = build()
     requests = mixed_requests()[:5]

@@ -16,7 +16,7 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.loading import load_model, model_defaults
 
-from .helpers import plain_latents, save_tiny, tiny_sd3, tiny_sdxl
+from .helpers import plain_latents, save_tiny, tiny_sd, tiny_sd3, tiny_sdxl
 
 UNET = Path("unet/diffusion_pytorch_model.safetensors")
 TEXT = Path("text_encoder_2/model.safetensors")
@@ -32,7 +32,7 @@ def broken_dir(sdxl_dir: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sdxl_dir, tmp_path / "broken"))
 
 
-@pytest.mark.parametrize("build", [tiny_sdxl, tiny_sd3])
+@pytest.mark.parametrize("build", [tiny_sd, tiny_sdxl, tiny_sd3])
 def test_loaded_model_is_the_saved_one(build: Callable, tmp_path: Path) -> None:
     pipe = build()
     request = Request(0, "a car", Resolution(32, 32), 2, seed=1)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # pipeline class in model_index.json -> (module of this package, class)
 _FAMILIES = {
+    "StableDiffusionPipeline": ("sd", "SDFamily"),
     "StableDiffusionXLPipeline": ("sdxl", "SDXLFamily"),
     "StableDiffusion3Pipeline": ("sd3", "SD3Family"),
 }

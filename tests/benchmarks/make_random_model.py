@@ -1,0 +1,131 @@
+"""Writes a diffusers directory of full-size SDXL or SD3-medium with random weights, for measurements of speed.
+
+    python tests/benchmarks/make_random_model.py sdxl /tmp/sdxl
+    psctl bench steps --model /tmp/sdxl --device cuda --dtype float16 --resolutions 512,768,1024
+
+The denoising model has the published configuration. Text encoders and autoencoder have the right widths and few layers,
+because `psctl bench steps` does not time them. `--tiny` makes everything small, to try the commands on a CPU.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+
+SDXL: dict[str, Any] = {
+    "sample_size": 128,
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "block_out_channels": (320, 640, 1280),
+    "transformer_layers_per_block": (1, 2, 10),
+    "attention_head_dim": (5, 10, 20),
+    "cross_attention_dim": 2048,
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 1280 + 6 * 256,
+}
+SD3: dict[str, Any] = {
+    "sample_size": 128,
+    "patch_size": 2,
+    "in_channels": 16,
+    "out_channels": 16,
+    "num_layers": 24,
+    "attention_head_dim": 64,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 4096,
+    "caption_projection_dim": 1536,
+    "pooled_projection_dim": 768 + 1280,
+    "pos_embed_max_size": 192,
+}
+TINY: dict[str, dict[str, Any]] = {
+    "sdxl": {"block_out_channels": (32, 64, 64), "transformer_layers_per_block": 1, "attention_head_dim": (1, 2, 2)},
+    "sd3": {"num_layers": 2, "num_attention_heads": 2, "caption_projection_dim": 128},
+}
+
+
+def text_encoder(kind: Any, width: int) -> Any:
+    """A text encoder of one layer whose states have the width that the denoising model expects."""
+    return kind(
+        CLIPTextConfig(
+            vocab_size=512,
+            hidden_size=width,
+            intermediate_size=width,
+            projection_dim=width,
+            num_hidden_layers=1,
+            num_attention_heads=width // 64,
+            bos_token_id=0,
+            eos_token_id=1,
+            pad_token_id=1,
+        )
+    )
+
+
+def autoencoder(channels: int) -> AutoencoderKL:
+    config: dict[str, Any] = {
+        "block_out_channels": (8, 8, 16, 16),
+        "down_block_types": ("DownEncoderBlock2D",) * 4,
+        "up_block_types": ("UpDecoderBlock2D",) * 4,
+        "norm_num_groups": 4,
+        "sample_size": 1024,
+        "shift_factor": 0.0,
+    }
+    return AutoencoderKL(latent_channels=channels, **config)
+
+
+def tokenizer() -> CLIPTokenizer:
+    letters = [chr(code) for code in range(33, 127)]
+    words = ["<|startoftext|>", "<|endoftext|>", *letters, *(f"{letter}</w>" for letter in letters)]
+    return CLIPTokenizer(vocab={word: index for index, word in enumerate(words)}, merges=[], model_max_length=77)
+
+
+def build(name: str, *, is_tiny: bool) -> Any:
+    config = (SDXL if name == "sdxl" else SD3) | (TINY[name] if is_tiny else {})
+    euler: Any = EulerDiscreteScheduler()
+    if name == "sdxl":
+        return StableDiffusionXLPipeline(
+            vae=autoencoder(4),
+            text_encoder=text_encoder(CLIPTextModel, 768),
+            text_encoder_2=text_encoder(CLIPTextModelWithProjection, 1280),
+            tokenizer=tokenizer(),
+            tokenizer_2=tokenizer(),
+            unet=UNet2DConditionModel(**config),
+            scheduler=euler,
+            add_watermarker=False,
+        )
+    no_t5: dict[str, Any] = {"text_encoder_3": None, "tokenizer_3": None}
+    return StableDiffusion3Pipeline(
+        transformer=SD3Transformer2DModel(**config),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=autoencoder(16),
+        text_encoder=text_encoder(CLIPTextModelWithProjection, 768),
+        text_encoder_2=text_encoder(CLIPTextModelWithProjection, 1280),
+        tokenizer=tokenizer(),
+        tokenizer_2=tokenizer(),
+        **no_t5,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=["sdxl", "sd3"])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    build(options.name, is_tiny=options.tiny).to(torch.float16).save_pretrained(options.folder)
+
+
+if __name__ == "__main__":
+    main()
