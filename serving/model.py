@@ -18,7 +18,7 @@ from ..data.resolution import Resolution
 from .defaults import ModelDefaults
 from .families import Family, build_family
 from .prepared import PreparedRequest
-from .samplers import PerRequestSampler, Sampler, SamplerState
+from .samplers import PerRequestSampler, SamplerState
 from .stepper import EngineOptions, Stepper, build_stepper
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class ServedModel:
         self.fingerprint = fingerprint
         self.defaults = defaults or ModelDefaults()
         self.family: Family = build_family(pipe, max_sequence_length=self.defaults.max_sequence_length)
-        self.sampler: Sampler = PerRequestSampler(pipe.scheduler, pass_step_kwargs=self.family.pass_step_kwargs)
+        self.sampler = PerRequestSampler(pipe.scheduler, pass_step_kwargs=self.family.pass_step_kwargs)
         self.denoiser: Any = pipe.unet if hasattr(pipe, "unet") else pipe.transformer
         self.device: torch.device = self.denoiser.device
         self.dtype: torch.dtype = self.denoiser.dtype

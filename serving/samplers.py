@@ -1,17 +1,16 @@
-"""Samplers: advance the latents of a batch by one denoising step, every request at its own timestep.
+"""The schedule of each request, and plain diffusers' way of stepping through it.
 
 diffusers' schedulers are written for one image at a time: they hold a step index and, for multistep methods, earlier
-model outputs. `PerRequestSampler` therefore gives each request its own copy of the model's scheduler and calls that
-copy, which is exact for every scheduler that the pipeline accepts. The methods take whole batches, so that a sampler
-which updates all requests at once can take its place (PatchedServe section 7, "re-organize the common components of
-the sampler").
+model outputs. So each request has its own copy of the model's scheduler. `PerRequestSampler` calls that copy, which is
+exact for every scheduler that the pipeline accepts; the patch engine only reads coefficients from it
+(`batched_sampler`).
 """
 
 import copy
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -39,33 +38,6 @@ class SamplerState:
     @property
     def is_finished(self) -> bool:
         return self.steps_done >= len(self.timesteps)
-
-
-class Sampler(Protocol):
-    """What the denoise stage asks of a sampler."""
-
-    def start(
-        self,
-        num_inference_steps: int,
-        *,
-        device: torch.device,
-        generator: torch.Generator | None = None,
-        schedule_kwargs: dict[str, Any] | None = None,
-    ) -> SamplerState:
-        """Return the state of a new request, before its first step. Raises ValueError if the schedule is impossible."""
-        ...
-
-    def model_input(self, states: Sequence[SamplerState], latents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return what the model sees of each request's latents, each (1, channels, height, width)."""
-        ...
-
-    def timesteps(self, states: Sequence[SamplerState]) -> torch.Tensor:
-        """Return the current timestep of every request, shape (len(states),)."""
-        ...
-
-    def update(self, state: SamplerState, prediction: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
-        """Return the request's latents after the step and advance `state`."""
-        ...
 
 
 class PerRequestSampler:

@@ -157,6 +157,27 @@ def test_a_run_interrupted_where_its_decay_starts_can_still_be_made_longer(tmp_p
     assert TrainingRun(small_net(), LoopConfig(40), tmp_path, is_outer).step == 13
 
 
+def test_a_run_that_was_cut_short_can_be_made_longer_again(tmp_path):
+    def interrupt(step, figures):
+        if step == 30:
+            raise KeyboardInterrupt
+
+    model = small_net()
+    with pytest.raises(KeyboardInterrupt):
+        TrainingRun(model, LoopConfig(100), tmp_path, is_outer).run(loss_for(model), on_step=interrupt)
+    model = small_net()
+    TrainingRun(model, LoopConfig(40), tmp_path, is_outer).run(loss_for(model))
+    assert TrainingRun(small_net(), LoopConfig(100), tmp_path, is_outer).step == 30
+
+
+def test_a_decayed_run_without_its_earlier_checkpoint_is_not_started_again(tmp_path):
+    model = small_net()
+    TrainingRun(model, LoopConfig(20), tmp_path, is_outer).run(loss_for(model))
+    (tmp_path / "stable.safetensors").unlink()
+    with pytest.raises(UsageError, match="no checkpoint from before that is left"):
+        TrainingRun(small_net(), LoopConfig(40), tmp_path, is_outer)
+
+
 def test_a_longer_run_is_not_spoilt_by_asking_for_fewer_steps(tmp_path):
     model = small_net()
     TrainingRun(model, LoopConfig(20), tmp_path, is_outer).run(loss_for(model))

@@ -76,6 +76,7 @@ class TrainingRun:
         self.optimiser = MuonAdamW(parameters, muon_names, config.optim)
         self.ema = {name: p.detach().clone() for name, p in parameters.items()}
         self.step = 0
+        self._is_cut_short = False
         self.folder.mkdir(parents=True, exist_ok=True)
         self._resume()
 
@@ -88,6 +89,9 @@ class TrainingRun:
     ) -> None:
         """Train to the end of the schedule. Ctrl-C writes a checkpoint first and is passed on."""
         saved_at = time.monotonic()
+        if self._is_cut_short and self.step > self.config.decay_start:
+            # It resumes behind the point where this would have been saved.
+            self.save("stable")
         try:
             while self.step < self.config.steps:
                 if self.step == self.config.decay_start:
@@ -141,10 +145,9 @@ class TrainingRun:
 
     def _resume(self) -> None:
         """Continue from the newest checkpoint that fits the schedule: a longer run goes back to before the decay."""
-        for which in ("last", "stable"):
-            path = self.folder / f"{which}.safetensors"
-            if not path.exists():
-                continue
+        last, stable = (self.folder / f"{which}.safetensors" for which in ("last", "stable"))
+        paths = [path for path in (last, stable) if path.exists()]
+        for path in paths:
             try:
                 with safe_open(path, "pt") as file:
                     metadata = file.metadata() or {}
@@ -154,7 +157,7 @@ class TrainingRun:
                     step = int(metadata["step"])
                     self._check_same(path, saved)
                     # All but the length is the same, so the schedule of the saved run follows from its length.
-                    has_decayed = step > replace(self.config, steps=saved["steps"]).decay_start
+                    has_decayed = path == last and step > replace(self.config, steps=saved["steps"]).decay_start
                     if saved["steps"] != self.config.steps and has_decayed:
                         continue
                     if step > self.config.steps:
@@ -162,10 +165,16 @@ class TrainingRun:
                             f"{path} is at step {step} already, but {self.config.steps} steps are asked for; "
                             "ask for more, or use another folder"
                         )
+                    self._is_cut_short = saved["steps"] > self.config.steps
                     self._load({name: file.get_tensor(name) for name in file.keys()}, step)  # noqa: SIM118
                 return
             except SafetensorError as error:
                 raise RunError(f"{path} is not a whole checkpoint ({error}); delete it to start again") from error
+        if paths:
+            raise UsageError(
+                f"{paths[0]} has begun to lower its learning rate, and no checkpoint from before that is left; ask for "
+                "the same number of steps, or delete it to start again"
+            )
 
     def _check_same(self, path: Path, saved: dict[str, object]) -> None:
         wanted = json.loads(json.dumps(asdict(self.config)))

@@ -123,6 +123,9 @@ def check_model(model: nn.Module) -> None:
     """
     if type(model) not in (UNet2DConditionModel, SD3Transformer2DModel):
         raise _refusal(f"{type(model).__name__} is not one of UNet2DConditionModel, SD3Transformer2DModel")
+    dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
+    if len(dtypes) > 1:
+        raise _refusal(f"its weights have several dtypes ({', '.join(dtypes)})")
     for name, problem in _problems(model):
         raise _refusal(f"module {name or type(model).__name__} ({type(model.get_submodule(name)).__name__}) {problem}")
 
