@@ -104,10 +104,8 @@ class PatchedConv(nn.Module):
         self.conv, self.context = conv, context
         self.stride = conv.stride[0]
         self.is_pointwise = conv.kernel_size == (1, 1)
-        out_channels = conv.out_channels
-        # Rows of the matrix product in tap order; made at first use, for the dtype the model then has.
-        self._matrix: Tensor | None = None
-        self.out_channels = out_channels
+        self.out_channels = conv.out_channels
+        self._taps: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         context, packing = self.context, self.context.packing
@@ -131,21 +129,25 @@ class PatchedConv(nn.Module):
         """Convolve with the given strategy; both give the same."""
         if strategy == "regroup":
             images = images_of(to_tokens(x), level)
-            return to_patches(tokens_of([self.conv(image) for image in images], out_level), out_level.side)
+            weight, bias, padding = self._weight(), self.conv.bias, self.conv.padding
+            images = [F.conv2d(image, weight, bias, self.stride, padding) for image in images]
+            return to_patches(tokens_of(images, out_level), out_level.side)
         if level.neighbours is None:
             tokens = F.pad(to_tokens(x), (0, 0, 0, 1))
             taps = tokens.index_select(0, level.windows(self.stride)).view(-1, 9 * tokens.shape[1])
-            return to_patches(F.linear(taps, self._taps_matrix(), self.conv.bias), 1)
+            matrix = self._weight().permute(0, 2, 3, 1).view(self.out_channels, -1)
+            return to_patches(F.linear(taps, matrix, self.conv.bias), 1)
         return self._valid(halo_gather(x, level.neighbours, kernels=self.context.kernels))
 
     def _valid(self, padded: Tensor) -> Tensor:
-        return F.conv2d(padded, self.conv.weight, self.conv.bias, stride=self.stride)
+        return F.conv2d(padded, self._weight(), self.conv.bias, self.stride)
 
-    def _taps_matrix(self) -> Tensor:
+    def _weight(self) -> Tensor:
+        """The weight in channels-last format, which is also the matrix of a product over taps; copied at first use."""
         weight = self.conv.weight
-        if self._matrix is None or self._matrix.dtype != weight.dtype or self._matrix.device != weight.device:
-            self._matrix = weight.permute(0, 2, 3, 1).reshape(self.out_channels, -1).contiguous()
-        return self._matrix
+        if self._taps is None or self._taps.dtype != weight.dtype or self._taps.device != weight.device:
+            self._taps = weight.detach().contiguous(memory_format=torch.channels_last)
+        return self._taps
 
 
 class PatchedGroupNorm(nn.Module):
