@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from .errors import UsageError
+
 
 @contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
@@ -70,6 +72,18 @@ def write_json(path: str | os.PathLike[str], content: Any) -> None:
         OSError: as `atomic_write`.
     """
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def require_folder(folder: Path) -> None:
+    """Create a folder for results and check that it takes files: now, not after the run.
+
+    Raises:
+        UsageError: if it is not writable.
+        OSError: if it cannot be created.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"folder {folder} is not writable")
 
 
 def sha256_of(path: str | os.PathLike[str]) -> str:

@@ -14,21 +14,25 @@ import typer
 
 from .. import __version__
 from ..data.errors import PsctlError, UsageError
+from .bench import bench_steps
 from .doctor import doctor
 from .generate import generate
 from .model_card import model_card
 from .serve import serve
 from .train_model import train_model
 
-# Name and function of every command, in the order of the help. The modules must be cheap to import (no torch, pandas,
-# numpy, matplotlib at module level): all of them are imported before `psctl --help` prints.
+# Name and function of every command, in the order of the help; "bench steps" is `steps` in the group `bench`. The
+# modules must be cheap to import (no torch, pandas, numpy, matplotlib at module level): all of them are imported before
+# `psctl --help` prints.
 COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("serve", serve),
     ("generate", generate),
     ("train-model", train_model),
     ("model-card", model_card),
+    ("bench steps", bench_steps),
     ("doctor", doctor),
 )
+_GROUPS = {"bench": "Measure how fast this machine is."}
 
 _EPILOG = (
     "Every option can be set by an environment variable: PSCTL_<COMMAND>_<OPTION>, such as PSCTL_SERVE_REQUEST_RATE; "
@@ -68,13 +72,27 @@ def _root(
         ),
     ] = False,
 ) -> None:
+    _show_help_without_command(context)
+
+
+def _show_help_without_command(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help(), nl=False)
         raise typer.Exit(2)
 
 
-for _name, _function in COMMANDS:
-    app.command(_name)(_function)
+def _register() -> None:
+    groups = {"": app}
+    for name, function in COMMANDS:
+        group, _, command = name.rpartition(" ")
+        if group not in groups:
+            groups[group] = typer.Typer(help=_GROUPS[group], invoke_without_command=True)
+            groups[group].callback()(_show_help_without_command)
+            app.add_typer(groups[group], name=group)
+        groups[group].command(command)(function)
+
+
+_register()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

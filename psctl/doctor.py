@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..data.workspace import DEFAULT_WORKSPACE, Workspace
+from ..profiling.machine import cpu_info, cpu_name
 from .options import Json, Quiet, WorkspaceRoot
 from .output import Output
 
@@ -116,14 +117,13 @@ def _threads(has_torch: bool) -> dict[str, int | None]:
 def _devices() -> list[dict[str, Any]]:
     import torch
 
-    info = _cpu_info()
+    info = cpu_info()
     flags = {flag: flag in info.get("flags", info.get("Features", "")).split() for flag in _CPU_FLAGS}
-    name = info.get("model name") or platform.processor() or platform.machine()
     cpu = torch.device("cpu")
     devices: list[dict[str, Any]] = [
         {
             "device": "cpu",
-            "name": name,
+            "name": cpu_name(),
             "flags": [flag for flag, is_there in flags.items() if is_there],
             "dtypes": {dtype: _matmul_works(cpu, dtype) for dtype in _DTYPES},
             "has_fast_bfloat16": flags["avx512_bf16"] or flags["amx_bf16"] or flags["bf16"],
@@ -143,16 +143,6 @@ def _devices() -> list[dict[str, Any]]:
             }
         )
     return devices
-
-
-def _cpu_info() -> dict[str, str]:
-    """Return the first processor's entries of /proc/cpuinfo; nothing where there is no such file."""
-    path = Path("/proc/cpuinfo")
-    if not path.exists():
-        return {}
-    first = path.read_text().split("\n\n", maxsplit=1)[0]
-    pairs = (line.partition(":") for line in first.splitlines())
-    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def _matmul_works(device: "torch.device", dtype_name: str) -> bool:

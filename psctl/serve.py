@@ -1,14 +1,13 @@
 """`psctl serve`: replay a trace of requests on the wall clock and report latency, queueing and SLO attainment."""
 
 import math
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..data.errors import RunError, UsageError
-from ..data.files import write_json
+from ..data.files import require_folder, write_json
 from ..data.workspace import DEFAULT_WORKSPACE, Workspace
 from .options import (
     Device,
@@ -159,7 +158,7 @@ def serve(
         raise UsageError(f"SLO scale is {slo_scale:g}, but it must be more than 0 and finite")
     for folder in (save_dir, None if output_file is None else output_file.absolute().parent, workspace):
         if folder is not None:
-            _check_writable(folder.expanduser())
+            require_folder(folder.expanduser())
 
     with out.status(f"Loading {model} ..."):
         served = load_model(model, device, dtype, options)
@@ -196,13 +195,6 @@ def serve(
         if len(failed) == len(outcome.records):
             raise RunError(f"all {len(failed)} requests failed; {first}")
         out.warn(f"{len(failed)} of {len(outcome.records)} requests failed; {first}")
-
-
-def _check_writable(folder: Path) -> None:
-    """Create a folder for results and check that it takes files: now, not after the run."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"folder {folder} is not writable")
 
 
 def _tables(summary: dict[str, Any]) -> "RenderableType":

@@ -173,7 +173,7 @@ def test_version(run_psctl: RunPsctl) -> None:
 
 @pytest.mark.parametrize("name", [name for name, _ in COMMANDS])
 def test_every_command_has_examples_and_the_common_options(run_psctl: RunPsctl, name: str) -> None:
-    done = run_psctl(name, "--help", COLUMNS="200")
+    done = run_psctl(*name.split(), "--help", COLUMNS="200")
     assert done.returncode == 0
     assert "Examples:" in done.stdout
     assert f"  psctl {name}" in done.stdout

@@ -19,8 +19,8 @@ from .swap import Swap
 class PatchedModel:
     """Runs a model on packed batches. The given model is left as it is; weights are shared.
 
-    Convolutions of 3 x 3 and fused projections keep a copy of their weights in the layout that suits them, made at first
-    use: weights that are changed later need a new `PatchedModel`.
+    Convolutions of 3 x 3 and fused projections keep a copy of their weights in the layout that suits them, made at
+    first use: weights that are changed later need a new `PatchedModel`.
 
     Call it as the original is called, with patches for latents, and conditions and timesteps per row:
     `model(patches, timesteps, **conditions)`.
