@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from patchedserve.data.errors import UsageError
 from patchedserve.serving.patched.leaves import images_of, to_patches, to_tokens, tokens_of
-from patchedserve.serving.patched.packing import Level, Order, Packing, pack_rows
+from patchedserve.serving.patched.packing import Level, Order, Packing, WholeImages, pack_rows
 
 Size = tuple[int, int]
 
@@ -87,14 +87,15 @@ def test_unpack_is_the_inverse_of_pack(
     assert torch.equal(packing.unpack(patches.contiguous(), len(sizes) - 1), images[-1])
 
 
-@pytest.mark.parametrize(("order", "patch_size"), [("image", None), ("patch", 4), ("patch", 8)])
-def test_images_of_one_resolution(order: Order, patch_size: int | None) -> None:
-    sizes = [(16, 8)] * 3
-    packing = pack(sizes, order, patch_size, 1, 2)
-    images = torch.stack(draw_images(sizes))
-    patches = packing.pack(list(images))
-    assert torch.equal(packing.images(patches), images)
-    assert torch.equal(packing.patches(images), patches)
+def test_whole_images() -> None:
+    images = draw_images([(16, 8)] * 3)
+    packing = WholeImages(3, torch.device("cpu"))
+    packed = packing.pack(images)
+    assert (packing.starts, packing.row_index.tolist()) == ([0, 1, 2, 3], [0, 1, 2])
+    for row, image in enumerate(images):
+        unpacked = packing.unpack(packed, row)
+        assert torch.equal(unpacked, image)
+        assert unpacked.data_ptr() != packed[row].data_ptr()
 
 
 @all_cases

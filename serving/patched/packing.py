@@ -137,6 +137,11 @@ class Packing:
     def num_rows(self) -> int:
         return len(self.sizes)
 
+    @property
+    def row_index(self) -> Tensor:
+        """(P,) row of each patch of latents."""
+        return self.levels[0].row_index
+
     def pack(self, images: Sequence[Tensor]) -> Tensor:
         """Patches [P, channels, side, side] of one image [channels, height, width] per row."""
         side = self.levels[0].side
@@ -147,16 +152,6 @@ class Packing:
             parts.append(tiles.permute(1, 3, 2, 4, 0).reshape(-1, side, side, channels))
         return torch.cat(parts).permute(0, 3, 1, 2)
 
-    def images(self, patches: Tensor) -> Tensor:
-        """The images [rows, channels, height, width] of a packing of one resolution."""
-        side, (height, width) = self.levels[0].side, self.sizes[0]
-        tiles = patches.reshape(self.num_rows, height // side, width // side, -1, side, side)
-        return tiles.permute(0, 3, 1, 4, 2, 5).reshape(self.num_rows, -1, height, width)
-
-    def patches(self, images: Tensor) -> Tensor:
-        """The inverse of `images`."""
-        return self.pack(images.unbind(0))
-
     def unpack(self, patches: Tensor, row: int) -> Tensor:
         """The image [channels, height, width] of a row; a copy."""
         side, (height, width) = self.levels[0].side, self.sizes[row]
@@ -164,6 +159,22 @@ class Packing:
         count = (height // side) * (width // side)
         tiles = patches[start : start + count].reshape(height // side, width // side, -1, side, side)
         return tiles.permute(2, 0, 3, 1, 4).reshape(-1, height, width).clone()
+
+
+class WholeImages:
+    """The places of rows of one resolution, each kept whole: what plain diffusers takes. See `Packing`."""
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self.starts = list(range(num_rows + 1))
+        self.row_index = torch.arange(num_rows, device=device)
+
+    def pack(self, images: Sequence[Tensor]) -> Tensor:
+        """One image [channels, height, width] per row -> [rows, channels, height, width]."""
+        return torch.stack(tuple(images))
+
+    def unpack(self, images: Tensor, row: int) -> Tensor:
+        """The image of a row; a copy."""
+        return images[row].clone()
 
 
 def pack_rows(

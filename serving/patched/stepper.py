@@ -17,7 +17,7 @@ from ..batched_sampler import BatchedSampler, SamplerBatch
 from ..families import Family
 from ..prepared import PreparedRequest, describe
 from ..samplers import SamplerState
-from .packing import Packing
+from .packing import Packing, WholeImages
 from .patched_model import PatchedModel
 
 
@@ -105,13 +105,10 @@ class PackedBatch:
         model, family = stepper.model, stepper.family
         batch = sorted(active, key=lambda prepared: _by_size(_latent_size(prepared)))
         self._batch = batch
-        sizes = [_latent_size(prepared) for prepared in batch]
         self._model = model
-        self._packing = model.pack(sizes)
+        sizes = [_latent_size(prepared) for prepared in batch]
         rows = [row for index, prepared in enumerate(batch) for row in [index] * prepared.num_rows]
-        row_packing = model.pack([sizes[index] for index in rows])
         self._row_request = torch.tensor(rows, device=model.device)
-        self._guide = _Guidance(batch, self._packing, row_packing, model.device)
 
         conditioning = {
             key: torch.cat([prepared.conditioning[key] for prepared in batch]) for key in batch[0].conditioning
@@ -121,11 +118,16 @@ class PackedBatch:
             conditioning["text"], repeats = _without_repeats(conditioning["text"])
         self._conditions: dict[str, Any] = family.conditions(conditioning)
         # A batch of one resolution needs no patches: plain diffusers is as fast, unless equal text tokens are left out.
-        self._is_plain = may_be_plain and len(row_packing.levels[0].groups) == 1 and repeats == 1
-        self._row_packing = row_packing
-        model.begin(row_packing, repeats=repeats)
+        self._is_plain = may_be_plain and len(set(sizes)) == 1 and repeats == 1
+        if self._is_plain:
+            self._packing = WholeImages(len(batch), model.device)
+            row_packing = WholeImages(len(rows), model.device)
+        else:
+            self._packing = model.pack(sizes)
+            row_packing = model.pack([sizes[index] for index in rows])
+            model.begin(row_packing, repeats=repeats)
+        self._guide = _Guidance(batch, self._packing, row_packing, model.device)
 
-        level = self._packing.levels[0]
         history = None
         if stepper.sampler.needs_history and any(prepared.previous_x0 is not None for prepared in batch):
             history = self._packing.pack(
@@ -133,7 +135,7 @@ class PackedBatch:
             )
         latents = self._packing.pack([prepared.latents[0] for prepared in batch])
         states = [prepared.state for prepared in batch]
-        self._sampler = SamplerBatch(stepper.sampler, states, latents, level.row_index, history)
+        self._sampler = SamplerBatch(stepper.sampler, states, latents, self._packing.row_index, history)
 
     def holds(self, active: Sequence[PreparedRequest]) -> bool:
         """Whether these are the requests of this batch, in the order in which they were given."""
@@ -143,15 +145,9 @@ class PackedBatch:
         sampler, model = self._sampler, self._model
         patches = self._guide.repeat(sampler.model_input()).to(model.dtype)
         timesteps = sampler.timesteps().index_select(0, self._row_request)
-        if self._is_plain:
-            prediction = self._predict_plain(patches, timesteps)
-        else:
-            prediction = model(patches, timesteps, **self._conditions)
+        predict = model.plain if self._is_plain else model
+        prediction = predict(patches, timesteps, **self._conditions)
         sampler.step(self._guide.combine(prediction.float()), self._draw_noise)
-
-    def _predict_plain(self, patches: Tensor, timesteps: Tensor) -> Tensor:
-        images = self._row_packing.images(patches)
-        return self._row_packing.patches(self._model.plain(images, timesteps, **self._conditions))
 
     def _draw_noise(self) -> Tensor:
         """What diffusers draws in the step: from each request's own generator, in the dtype of the model's output."""
@@ -166,7 +162,7 @@ class PackedBatch:
         is_finite = self._sampler.latents.isfinite()
         if bool(is_finite.all()):
             return []
-        bad = set(self._packing.levels[0].row_index[~is_finite.flatten(1).all(1)].tolist())
+        bad = set(self._packing.row_index[~is_finite.flatten(1).all(1)].tolist())
         return [self._batch[index].request.request_id for index in bad]
 
     def unpack(self) -> None:
@@ -181,7 +177,11 @@ class _Guidance:
     """Classifier-free guidance on patches: from requests to rows and back."""
 
     def __init__(
-        self, batch: list[PreparedRequest], packing: Packing, row_packing: Packing, device: torch.device
+        self,
+        batch: list[PreparedRequest],
+        packing: Packing | WholeImages,
+        row_packing: Packing | WholeImages,
+        device: torch.device,
     ) -> None:
         starts, row_starts = packing.starts, row_packing.starts
         sources, unconditional, conditional, row = [], [], [], 0
@@ -196,7 +196,7 @@ class _Guidance:
         self._unconditional = torch.cat(unconditional).to(device)
         self._conditional = torch.cat(conditional).to(device)
         scales = torch.tensor([prepared.request.guidance_scale for prepared in batch], device=device)
-        self._scale = scales[packing.levels[0].row_index][:, None, None, None]
+        self._scale = scales[packing.row_index][:, None, None, None]
 
     def repeat(self, patches: Tensor) -> Tensor:
         """Patches of requests -> patches of rows."""
