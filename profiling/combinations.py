@@ -1,0 +1,140 @@
+"""Combinations: how many requests of each resolution are in a batch. This module imports no torch.
+
+A latency model needs many of them (300 random ones in PatchedServe section 6.1), a benchmark a few that tell. Their
+short names are those of its figure 5.
+"""
+
+import math
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations as choose
+from itertools import pairwise
+
+from ..data.errors import UsageError
+from ..data.resolution import Resolution
+
+MAX_REQUESTS = 256
+"""Most requests in one combination."""
+_FULL = 16
+"""Requests in a full batch, the default of `psctl serve --max-batch-size`."""
+_LETTERS = {1: "S", 2: "SL", 3: "SML"}
+_MAX_LETTERS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """Requests by resolution: `counts[i]` of `resolutions[i]`.
+
+    Raises:
+        UsageError: the numbers do not fit the resolutions, or add up to none or to more than `MAX_REQUESTS`.
+    """
+
+    resolutions: tuple[Resolution, ...]
+    counts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        given = f"combination {','.join(map(str, self.counts))!r}"
+        if len(self.counts) != len(self.resolutions):
+            sizes = ", ".join(map(str, self.resolutions))
+            raise UsageError(
+                f"{given} has {len(self.counts)} numbers, but it must have {len(self.resolutions)}, one for each of "
+                f"{sizes}"
+            )
+        if min(self.counts) < 0:
+            raise UsageError(f"{given} has a negative number, but each must be a number of requests, 0 or more")
+        if not 1 <= self.num_requests <= MAX_REQUESTS:
+            raise UsageError(f"{given} holds {self.num_requests} requests, but it must hold 1 to {MAX_REQUESTS}")
+
+    @property
+    def num_requests(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether there are requests of more than one resolution."""
+        return sum(count > 0 for count in self.counts) > 1
+
+    @property
+    def by_resolution(self) -> dict[str, int]:
+        """Number of requests of every resolution, also of those that have none."""
+        return {str(resolution): count for resolution, count in zip(self.resolutions, self.counts, strict=True)}
+
+    @property
+    def label(self) -> str:
+        """A short name: letters for up to three squares ("SML", "4S 4M 4L"), else sizes ("2*128x192 + 256x256")."""
+        ranked = sorted(zip(self.resolutions, self.counts, strict=True), key=lambda pair: (pair[0].pixels, pair[0]))
+        letters = letters_of(self.resolutions)
+        named = [(letters.get(resolution, str(resolution)), count) for resolution, count in ranked if count]
+        if not letters:
+            return " + ".join(name if count == 1 else f"{count}*{name}" for name, count in named)
+        if self.num_requests <= _MAX_LETTERS:
+            return "".join(letter * count for letter, count in named)
+        return " ".join(f"{count}{letter}" for letter, count in named)
+
+
+def letters_of(resolutions: Sequence[Resolution]) -> dict[Resolution, str]:
+    """Return the letter of each resolution from small to large; none unless they are up to three squares."""
+    if len(resolutions) not in _LETTERS or any(width != height for width, height in resolutions):
+        return {}
+    return dict(zip(sorted(resolutions), _LETTERS[len(resolutions)], strict=True))
+
+
+def parse_combinations(text: str, resolutions: tuple[Resolution, ...]) -> tuple[Combination, ...]:
+    """Read `"1,1,1;2,2,2"`: combinations between semicolons, one number for each resolution.
+
+    Raises:
+        UsageError: a combination has another form, see `Combination`.
+    """
+    parsed = []
+    for part in text.split(";"):
+        items = [item.strip() for item in part.split(",")] if part.strip() else []
+        wrong = [item for item in items if not re.fullmatch(r"-?[0-9]{1,6}", item)]
+        if wrong:
+            raise UsageError(
+                f"combination {part.strip()!r} has {wrong[0]!r}, but numbers between commas are wanted, as in 1,1,2"
+            )
+        parsed.append(Combination(resolutions, tuple(map(int, items))))
+    return tuple(parsed)
+
+
+def default_combinations(resolutions: tuple[Resolution, ...]) -> tuple[Combination, ...]:
+    """Return about 20 combinations of up to 16 requests: of one resolution, pairs, even mixes and uneven ones."""
+    size = len(resolutions)
+
+    def filled(others: int, counts: dict[int, int]) -> tuple[int, ...]:
+        return tuple(counts.get(index, others) for index in range(size))
+
+    rows = [filled(0, {index: count}) for index in range(size) for count in (1, 4, _FULL)]
+    if size > 1:
+        rows += [filled(0, {first: 1, second: 1}) for first, second in choose(range(size), 2)]
+        rows += [filled(count, {}) for count in (1, 2, 3, 4) if count * size <= _FULL]
+        # A full batch, as even as it can be; the largest take the rest.
+        rows.append(tuple((_FULL * (index + 1)) // size - (_FULL * index) // size for index in range(size)))
+        for few, many in ((1, 8), (2, _FULL - 2 * (size - 1))):
+            rows += [filled(few, {index: many}) for index in (0, size - 1) if many > few]
+    return tuple(Combination(resolutions, row) for row in dict.fromkeys(rows))
+
+
+def random_combinations(resolutions: tuple[Resolution, ...], count: int, seed: int) -> tuple[Combination, ...]:
+    """Draw different combinations of 1 to 16 requests: first their number, then evenly among all ways to split it.
+
+    Raises:
+        UsageError: there are not so many.
+    """
+    size = len(resolutions)
+    available = math.comb(_FULL + size, size) - 1
+    if not 1 <= count <= available:
+        raise UsageError(
+            f"{count} random combinations were asked for, but {size} resolutions have 1 to {available} of up to "
+            f"{_FULL} requests"
+        )
+    generator = random.Random(seed)
+    drawn: dict[tuple[int, ...], None] = {}
+    while len(drawn) < count:
+        total = generator.randint(1, _FULL)
+        # Bars among stars: what lies between two neighbouring bars are the requests of one resolution.
+        bars = [-1, *sorted(generator.sample(range(total + size - 1), size - 1)), total + size - 1]
+        drawn[tuple(right - left - 1 for left, right in pairwise(bars))] = None
+    return tuple(Combination(resolutions, row) for row in drawn)

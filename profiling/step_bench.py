@@ -1,0 +1,282 @@
+"""How long one denoising step takes: the patch engine against plain diffusers, interleaved in one run.
+
+A time is the median over repeats; in every repeat each side takes its steps in turn, so that whatever else the machine
+does meets all of them. What is measured is the steady state, a batch whose requests stay; `patched_repack_ms` is the
+patched step after a request has joined or left, which packs the batch anew (PatchedServe section 4.1).
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..data.files import write_bytes, write_json
+from ..data.workspace import ModelWorkspace
+from ..serving.model import ServedModel
+from .combinations import Combination, letters_of
+from .machine import circumstances
+from .step_sides import Format, PatchedSide, PlainSide, RequestPool, Side, patched_stepper, plain_denoisers
+
+RUN_KIND = "bench-steps"
+STEPS_FILE, STEPS_PLOT = "steps.json", "steps.png"
+SHORTEST_TIMING_S = 0.005
+"""Steps that are shorter are repeated within one timing until it takes this long."""
+_MOST_STEPS = 100
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSettings:
+    """How much is measured.
+
+    Attributes:
+        repeats: timings of every side.
+        warmup: rounds before them, each of a step that starts anew and one that goes on.
+        seed: of the first request's noise.
+    """
+
+    repeats: int = 15
+    warmup: int = 3
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOutcome:
+    """What a benchmark gives: the result as in its JSON file, its folder, and whether Ctrl-C ended it."""
+
+    result: dict[str, Any]
+    run_dir: Path
+    was_interrupted: bool
+
+
+@dataclass(slots=True)
+class Lane:
+    """One side and what was measured of it.
+
+    Attributes:
+        first_ms: of the steps that start anew, in the order of the warm-up.
+        samples_ms: of the repeats.
+        steps_per_timing: so many that a timing is not too short for the clock.
+    """
+
+    side: Side
+    device: torch.device
+    first_ms: list[float] = field(default_factory=list)
+    samples_ms: list[float] = field(default_factory=list)
+    steps_per_timing: int = 1
+
+    def warm_up(self) -> None:
+        self.side.begin()
+        self.first_ms.append(self._time(1))
+        steady_ms = self._time(1)
+        wanted = math.ceil(SHORTEST_TIMING_S * 1e3 / steady_ms)
+        self.steps_per_timing = max(1, min(wanted, _MOST_STEPS, self.side.steps_left - 1))
+
+    def measure(self) -> None:
+        self.make_room()
+        self.samples_ms.append(self._time(self.steps_per_timing))
+
+    def make_room(self) -> None:
+        """Start anew if the next timing would reach the end of the schedule; the first step then is not counted."""
+        if self.side.steps_left <= self.steps_per_timing:
+            self.side.begin()
+            self.side.step()
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.samples_ms)
+
+    def _time(self, num_steps: int) -> float:
+        synchronize(self.device)
+        start = time.perf_counter()
+        for _ in range(num_steps):
+            self.side.step()
+        synchronize(self.device)
+        return (time.perf_counter() - start) / num_steps * 1e3
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done its work; nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def time_lanes(lanes: Iterable[Lane], settings: BenchSettings) -> None:
+    """Warm up all lanes, then measure them in turn."""
+    lanes = list(lanes)
+    for _ in range(settings.warmup):
+        for lane in lanes:
+            lane.warm_up()
+    for _ in range(settings.repeats):
+        for lane in lanes:
+            lane.measure()
+
+
+class StepBench:
+    """Measures combinations on one model.
+
+    Args:
+        model: served by the patch engine.
+        settings: how much is measured.
+    """
+
+    def __init__(self, model: ServedModel, settings: BenchSettings) -> None:
+        self.model, self.settings = model, settings
+        self.pool = RequestPool(model, settings.seed)
+        self.denoisers = plain_denoisers(model)
+
+    def lanes(self, combination: Combination) -> tuple[dict[Format, Lane], Lane]:
+        """Return the same-resolution lane of every memory format, and the patched lane."""
+        requests, device = self.pool.take(combination), self.model.device
+        plain: dict[Format, Lane] = {
+            name: Lane(
+                PlainSide(self.model, requests, batched=True, denoiser=denoiser, memory_format=name),
+                device,
+            )
+            for name, denoiser in self.denoisers.items()
+        }
+        return plain, Lane(PatchedSide(self.model, requests), device)
+
+    def measure(self, combination: Combination) -> Row:
+        """Measure one combination; returns its row."""
+        plain, patched = self.lanes(combination)
+        alone = Lane(PlainSide(self.model, self.pool.take(combination), batched=False), self.model.device)
+        is_plain = self._is_plain(patched.side)
+        time_lanes([alone, *plain.values(), patched], self.settings)
+        best: Format = min(plain, key=lambda name: plain[name].median_ms)
+        low, high = np.percentile(patched.samples_ms, [10, 90])
+        return {
+            **name_of(combination),
+            "one_by_one_ms": alone.median_ms,
+            "same_resolution_ms": plain[best].median_ms,
+            "same_resolution_format": best,
+            "patched_ms": patched.median_ms,
+            "patched_p10_ms": float(low),
+            "patched_p90_ms": float(high),
+            "patched_repack_ms": statistics.median(patched.first_ms),
+            "ratio_one_by_one": alone.median_ms / patched.median_ms,
+            "ratio_same_resolution": plain[best].median_ms / patched.median_ms,
+            "patched_is_plain": is_plain,
+            "repeats": self.settings.repeats,
+        }
+
+    def _is_plain(self, side: Side) -> bool:
+        """Whether the patch engine hands this batch to the unmodified model."""
+        calls: list[None] = []
+        handle = self.model.denoiser.register_forward_pre_hook(lambda module, arguments: calls.append(None))
+        try:
+            side.begin()
+            side.step()
+        finally:
+            handle.remove()
+        return bool(calls)
+
+
+def name_of(combination: Combination) -> Row:
+    """Return what every row begins with."""
+    return {
+        "combination": combination.by_resolution,
+        "label": combination.label,
+        "requests": combination.num_requests,
+        "is_mixed": combination.is_mixed,
+    }
+
+
+def run_step_bench(
+    model: ServedModel,
+    combinations: Sequence[Combination],
+    workspace: ModelWorkspace,
+    settings: BenchSettings,
+    *,
+    on_start: Callable[[Combination], None] | None = None,
+    on_row: Callable[[], None] | None = None,
+) -> BenchOutcome:
+    """Measure every combination; the run's folder gets `steps.json`, after each of them, and `steps.png`.
+
+    Args:
+        model: the loaded model, on the patch engine; its strategies are measured first where the workspace has none.
+        combinations: at least one, all of the same resolutions.
+        workspace: the model's part of the workspace.
+        settings: how much is measured.
+        on_start, on_row: called before each combination, and after it.
+
+    Raises:
+        UsageError: if the model or the engine's options do not fit a resolution; nothing has run then.
+        RunError: if a request fails.
+        KeyboardInterrupt: on Ctrl-C before the first row is finished; later the outcome says so.
+        OSError: if results cannot be written.
+    """
+    from .bench_plots import plot_steps
+
+    bench, run_dir, head = prepare_run(model, combinations, workspace, settings)
+    rows: list[Row] = []
+    with until_interrupted(rows) as interrupted:
+        for combination in combinations:
+            if on_start is not None:
+                on_start(combination)
+            rows.append(bench.measure(combination))
+            write_json(run_dir / STEPS_FILE, head | summarize(rows) | {"rows": rows})
+            if on_row is not None:
+                on_row()
+    result = head | summarize(rows) | {"was_interrupted": bool(interrupted), "rows": rows}
+    write_json(run_dir / STEPS_FILE, result)
+    write_bytes(run_dir / STEPS_PLOT, plot_steps(result))
+    return BenchOutcome(result, run_dir, bool(interrupted))
+
+
+def prepare_run(
+    model: ServedModel, combinations: Sequence[Combination], workspace: ModelWorkspace, settings: BenchSettings
+) -> tuple[StepBench, Path, dict[str, Any]]:
+    """Check the resolutions, tune the engine, and return the bench, the run's new folder and the head of its result."""
+    bench = StepBench(model, settings)
+    resolutions = combinations[0].resolutions
+    for resolution in resolutions:
+        bench.pool.check(resolution)
+    model.tune(resolutions, workspace.tables)
+    run_dir = workspace.new_run(RUN_KIND)
+    patched = patched_stepper(model).model
+    head = circumstances(model) | {
+        "order": patched.order,
+        "patch_size": patched.patch_size,
+        "strategy": model.options.strategy,
+        "kernels": model.options.kernels,
+        "resolutions": list(map(str, resolutions)),
+        "letters": {letter: str(resolution) for resolution, letter in letters_of(resolutions).items()},
+        "seed": settings.seed,
+        "warmup": settings.warmup,
+        "run_dir": str(run_dir),
+    }
+    return bench, run_dir, head
+
+
+@contextmanager
+def until_interrupted(rows: Sequence[Row]) -> Iterator[list[KeyboardInterrupt]]:
+    """Let Ctrl-C end the body; it is passed on if there are no rows yet, else it stands in the list that is yielded."""
+    interrupted: list[KeyboardInterrupt] = []
+    try:
+        yield interrupted
+    except KeyboardInterrupt as interrupt:
+        if not rows:
+            raise
+        interrupted.append(interrupt)
+
+
+def summarize(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return what the rows say together: geometric means over mixed combinations, and the smallest ratio of all."""
+    mixed = [row for row in rows if row["is_mixed"]]
+    single = [row["patched_is_plain"] for row in rows if not row["is_mixed"]]
+    summary: dict[str, Any] = {}
+    for side in ("one_by_one", "same_resolution"):
+        key = f"ratio_{side}"
+        summary[f"mean_{key}_mixed"] = statistics.geometric_mean(row[key] for row in mixed) if mixed else None
+        summary[f"min_{key}"] = min(row[key] for row in rows)
+    summary["is_plain_for_one_resolution"] = all(single) if single else None
+    return summary
