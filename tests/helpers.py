@@ -91,10 +91,13 @@ def tiny_sdxl(seed: int = 0) -> StableDiffusionXLPipeline:
 
 def tiny_sd(seed: int = 0) -> StableDiffusionPipeline:
     """Return Stable Diffusion 1.5's architecture, small: one text encoder, proj_in by convolution, DDIM."""
-    config = {name: value for name, value in _UNET.items() if "addition" not in name and "projection" not in name}
+    config: dict[str, Any] = {
+        name: value for name, value in _UNET.items() if "addition" not in name and "projection" not in name
+    }
+    config |= {"cross_attention_dim": 32, "attention_head_dim": 4}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        unet = UNet2DConditionModel(**config | {"cross_attention_dim": 32, "attention_head_dim": 4})
+        unet = UNet2DConditionModel(**config)
         scheduler: Any = DDIMScheduler(
             beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False, steps_offset=1
         )

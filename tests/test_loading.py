@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -138,7 +139,7 @@ def test_folder_without_index(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("options", "named"), [({"device": "tpu"}, "tpu"), ({"dtype": "int8"}, "float32, bfloat16")])
-def test_unknown_device_and_dtype(sdxl_dir: Path, options: dict[str, str], named: str) -> None:
+def test_unknown_device_and_dtype(sdxl_dir: Path, options: dict[str, Any], named: str) -> None:
     with pytest.raises(UsageError, match=named):
         load_model(str(sdxl_dir), **options)
 
