@@ -1,0 +1,125 @@
+"""serving/patched/strategy.py: what is measured, kept and chosen; and what the patch engine's stepper relies on."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from patchedserve.data.errors import RunError, UsageError
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.serving.model import ServedModel
+from patchedserve.serving.patched import strategy
+from patchedserve.serving.patched.patched_model import PatchedModel
+from patchedserve.serving.patched.stepper import _without_repeats
+from patchedserve.serving.patched.strategy import MEASURED_ROWS, Point, StrategyTable
+from patchedserve.serving.stepper import EngineOptions
+
+from .helpers import tiny_sdxl
+
+SIZES = [(4, 4), (8, 8)]
+
+
+@pytest.fixture(scope="module")
+def model() -> PatchedModel:
+    return PatchedModel(tiny_sdxl().unet)
+
+
+def place(groups: int, tokens: int) -> Any:
+    return SimpleNamespace(groups=(None,) * groups, num_tokens=tokens, side=1)
+
+
+def test_the_nearest_measurement_decides(model: PatchedModel) -> None:
+    conv, _ = model.convolutions[0]
+    table = StrategyTable({conv.shape_key(1): [Point(2, 100, 5.0, 9.0), Point(2, 10_000, 50.0, 9.0)]})
+    assert [table.choose(conv, place(2, n), place(2, n)) for n in (90, 900, 1100, 9000)] == [
+        *("stitch", "stitch", "regroup", "regroup")
+    ]
+
+
+def test_more_resolutions_count_as_much_as_more_tokens(model: PatchedModel) -> None:
+    conv, _ = model.convolutions[0]
+    table = StrategyTable({conv.shape_key(1): [Point(1, 800, 9.0, 5.0), Point(8, 100, 5.0, 9.0)]})
+    assert table.choose(conv, place(7, 400), place(7, 400)) == "stitch"
+
+
+def test_what_was_never_measured_regroups(model: PatchedModel) -> None:
+    conv, _ = model.convolutions[0]
+    assert StrategyTable().choose(conv, place(3, 10), place(3, 10)) == "regroup"
+
+
+def test_every_convolution_shape_is_measured_both_ways(model: PatchedModel) -> None:
+    table = strategy.measure(model, SIZES)
+    assert set(table.points) == {conv.shape_key(1) for conv, _ in model.convolutions}
+    for points in table.points.values():
+        assert len(points) >= len(MEASURED_ROWS)
+        assert all(point.groups == 2 and point.stitch_us > 0 and point.regroup_us > 0 for point in points)
+    assert strategy.measure(model, [(8, 8), (8, 8)]).points == {}  # one resolution needs no patches
+
+
+def test_measurements_are_kept_for_the_same_circumstances_only(
+    model: PatchedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = strategy.load_or_measure(model, SIZES, tmp_path, fingerprint="a")
+    (path,) = tmp_path.glob("convolutions-*.json")
+    assert json.loads(path.read_text())["context"]["fingerprint"] == "a"
+    with monkeypatch.context() as patch:
+        patch.setattr(strategy, "measure", lambda *_: pytest.fail("measured again"))
+        again = strategy.load_or_measure(model, list(reversed(SIZES)), tmp_path, fingerprint="a")
+    assert again.points.keys() == first.points.keys()
+    strategy.load_or_measure(model, SIZES, tmp_path, fingerprint="b")
+    assert len(list(tmp_path.glob("convolutions-*.json"))) == 2
+
+    path.write_text(path.read_text()[:200])
+    with pytest.raises(RunError, match=f"{path.name} is damaged"):
+        strategy.load_or_measure(model, SIZES, tmp_path, fingerprint="a")
+
+
+def test_tuning_refuses_a_patch_size_that_does_not_fit(tmp_path: Path) -> None:
+    for options in (EngineOptions(patch_size=3), EngineOptions(order="patch", patch_size=2)):
+        served = ServedModel(tiny_sdxl(), name="tiny", options=options)
+        with pytest.raises(UsageError, match=f"patch size {options.patch_size} does not"):
+            served.tune([Resolution(32, 32), Resolution(64, 64)], tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"engine": "fast"}, "engine is 'fast', but it must be one of patched, plain"),
+        ({"patch_size": 0}, "patch size is 0, but it must be at least 1"),
+        ({"engine": "plain", "order": "image"}, "belong to --engine patched"),
+    ],
+)
+def test_wrong_options(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        EngineOptions(**given)
+
+
+def test_equal_text_tokens_at_the_end_are_left_out_only_if_all_rows_have_them() -> None:
+    text = torch.randn(2, 6, 4)
+    text[0, 2:] = 0
+    text[1, 3:] = 7
+    shorter, repeats = _without_repeats(text)
+    assert repeats == 3
+    assert torch.equal(shorter, text[:, :4])
+    text[1, 5] = 8
+    shorter, repeats = _without_repeats(text)
+    assert (shorter.shape[1], repeats) == (6, 1)
+
+
+def test_a_fault_of_the_patched_model_is_not_hidden_by_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = ServedModel(tiny_sdxl(), name="tiny")
+
+    def fail(self: PatchedModel, *_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("no patches today")
+
+    monkeypatch.setattr(PatchedModel, "__call__", fail)
+    batch = [
+        served.prepare(Request(number, "a car", Resolution(side, side), 2)) for number, side in enumerate((32, 64))
+    ]
+    failures = served.stepper.step(batch)
+    assert failures == dict.fromkeys((0, 1), "denoising: RuntimeError: no patches today")
