@@ -17,6 +17,7 @@ from ..data.errors import RunError
 from ..data.prompts import load_prompts
 from ..data.requests import Request
 from ..data.resolution import Resolution
+from ..serving.denoiser import denoise
 from ..serving.model import ServedModel
 from ..serving.patched.stepper import PatchedStepper
 from ..serving.plain_stepper import group_by_resolution
@@ -161,7 +162,6 @@ class _PlainBatch:
         self._denoiser, self._first, self._start = denoiser, first, torch.cat([_start(each) for each in group])
         self._start = self._start.to(model.dtype)
         self._scale = first.request.guidance_scale if first.is_guided else None
-        self._input = "sample" if hasattr(model.pipe, "unet") else "hidden_states"
         self._layout = torch.channels_last if memory_format == "channels-last" else torch.contiguous_format
         # As in a pipeline, all unconditional rows come first. The text is encoded and put together once, not per step.
         rows = range(first.num_rows)
@@ -194,17 +194,14 @@ class _PlainBatch:
         rows = latents if self._scale is None else torch.cat([latents, latents])
         if hasattr(self._scheduler, "scale_model_input"):
             rows = self._scheduler.scale_model_input(rows, timestep)
-        prediction = self._predict(rows.contiguous(memory_format=self._layout), timestep)
+        rows = rows.contiguous(memory_format=self._layout)
+        prediction = denoise(self._denoiser, rows, timestep.expand(len(rows)), self._conditions)
         if self._scale is not None:
             unconditional, conditional = prediction.chunk(2)
             prediction = unconditional + self._scale * (conditional - unconditional)
         stepped = self._scheduler.step(prediction, timestep, latents, **self._step_kwargs, return_dict=False)
         self._latents = stepped[0]
         self._steps_done += 1
-
-    def _predict(self, rows: Tensor, timestep: Tensor) -> Tensor:
-        given = {self._input: rows, "timestep": timestep.expand(len(rows))}
-        return self._denoiser(**given, return_dict=False, **self._conditions)[0]
 
 
 def patched_stepper(model: ServedModel) -> PatchedStepper:

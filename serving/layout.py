@@ -144,7 +144,7 @@ class PatchLayout:
         patches = np.arange(self.num_patches)
         request_resolution = np.repeat(np.arange(self.num_resolutions), np.diff(self.resolution_offset))
         _require(np.array_equal(np.sort(self.order), requests), "order is not a permutation of the requests")
-        _require(self.resolutions == tuple(sorted(set(self.resolutions), key=_by_size)), "resolutions are not sorted")
+        _require(self.resolutions == tuple(sorted(set(self.resolutions), key=by_size)), "resolutions are not sorted")
         for name, offset, end in (
             ("resolution_offset", self.resolution_offset, self.num_requests),
             ("resolution_patch_offset", self.resolution_patch_offset, self.num_patches),
@@ -196,7 +196,8 @@ class PatchLayout:
         )
 
 
-def _by_size(size: tuple[int, int]) -> tuple[int, int, int]:
+def by_size(size: tuple[int, int]) -> tuple[int, int, int]:
+    """Sort key of latent sizes (height, width): fewest pixels first, then height, then width."""
     return (size[0] * size[1], *size)
 
 

@@ -16,6 +16,7 @@ from ..data.errors import UsageError
 from ..data.requests import Request
 from ..data.resolution import Resolution
 from .defaults import ModelDefaults
+from .denoiser import denoise
 from .families import Family, build_family
 from .prepared import PreparedRequest
 from .samplers import PerRequestSampler, SamplerState
@@ -143,12 +144,8 @@ class ServedModel:
         conditioning = {
             key: torch.cat([prepared.conditioning[key] for prepared in batch]) for key in batch[0].conditioning
         }
-        predictions = self._denoise(latents, timesteps, self.family.conditions(conditioning)).split(rows)
+        predictions = denoise(self.denoiser, latents, timesteps, self.family.conditions(conditioning)).split(rows)
         return [_guide(prepared, part) for prepared, part in zip(batch, predictions, strict=True)]
-
-    def _denoise(self, latents: torch.Tensor, timesteps: torch.Tensor, conditions: dict[str, Any]) -> torch.Tensor:
-        first = "sample" if hasattr(self.pipe, "unet") else "hidden_states"
-        return self.denoiser(**{first: latents}, timestep=timesteps, return_dict=False, **conditions)[0]
 
     @torch.inference_mode()
     def advance(self, prepared: PreparedRequest, prediction: torch.Tensor) -> None:

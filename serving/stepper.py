@@ -122,4 +122,4 @@ def build_stepper(model: "ServedModel", options: EngineOptions) -> Stepper:
         strategy=options.strategy,
     )
     sampler = BatchedSampler(model.pipe.scheduler, pass_step_kwargs=model.family.pass_step_kwargs)
-    return PatchedStepper(patched, model.family, sampler)
+    return PatchedStepper(patched, model.denoiser, model.family, sampler)

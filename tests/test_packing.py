@@ -129,10 +129,9 @@ def test_levels(sizes: list[Size], order: Order, patch_size: int | None, unit: i
         for image, expected in zip((image for images in found for image in images), level_images, strict=True):
             assert torch.equal(image, expected)
         assert torch.equal(tokens_of(found, level), tokens)
-        for group, (rows, start, end) in zip(level.groups, level.spans, strict=True):
-            assert rows == group.rows
+        for group in level.groups:
             first, last = group.first_row, group.first_row + group.rows
-            assert torch.equal(tokens[start:end], cut_tokens(level_images[first:last], level))
+            assert torch.equal(tokens[group.start : group.end], cut_tokens(level_images[first:last], level))
             assert {image.shape[1:] for image in level_images[first:last]} == {(group.height, group.width)}
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from patchedserve.data.errors import UsageError
 from patchedserve.serving.loading import load_model
-from patchedserve.serving.patched import leaves
+from patchedserve.serving.patched import leaves, packing
 from patchedserve.serving.patched.attention import PatchedCrossAttention
 from patchedserve.serving.patched.leaves import PatchContext
 from patchedserve.serving.patched.patched_model import PatchedModel, unet_level
@@ -415,9 +415,17 @@ def test_choice_of_kernels_reaches_every_kernel(monkeypatch: pytest.MonkeyPatch)
 
         return run
 
-    names = {"halo_gather", "group_norm_stats", "group_norm_apply", "group_norm_silu_stitch"}
-    for name in names:
-        monkeypatch.setattr(leaves, name, recorded(getattr(leaves, name)))
+    names = {
+        "halo_gather",
+        "group_norm_stats",
+        "group_norm_apply",
+        "group_norm_silu_stitch",
+        "patch_split",
+        "patch_join",
+    }
+    for module in (leaves, packing):
+        for name in names & vars(module).keys():
+            monkeypatch.setattr(module, name, recorded(getattr(module, name)))
     model, rows = triton_case()
     assert (
         relative_error(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .leaves import PatchContext
+from .leaves import PatchContext, joined
 
 
 class FusedLinear(nn.Module):
@@ -51,11 +51,12 @@ class PatchedSelfAttention(nn.Module):
         qkv = self.qkv(tokens).view(len(tokens), 3, heads, -1)
         qkv = _normed(qkv, attention.norm_q, attention.norm_k)
         parts = []
-        for rows, start, end in context.level.spans:
+        for group in context.level.groups:
             # [rows, tokens, 3, heads, width] -> three of [rows, heads, tokens, width]
-            query, key, value = qkv[start:end].view(rows, -1, 3, heads, qkv.shape[-1]).transpose(1, 3).unbind(2)
-            parts.append(_attend(query, key, value, attention.scale).reshape(end - start, -1))
-        return attention.to_out[0](_joined(parts)).view(hidden_states.shape)
+            part = qkv[group.start : group.end].view(group.rows, -1, 3, heads, qkv.shape[-1])
+            query, key, value = part.transpose(1, 3).unbind(2)
+            parts.append(_attend(query, key, value, attention.scale).reshape(group.end - group.start, -1))
+        return attention.to_out[0](joined(parts)).view(hidden_states.shape)
 
 
 class PatchedCrossAttention(nn.Module):
@@ -86,13 +87,11 @@ class PatchedCrossAttention(nn.Module):
         if attention.norm_q is not None:
             query = attention.norm_q(query)
         parts = []
-        row = 0
-        for rows, start, end in context.level.spans:
-            part = query[start:end].view(rows, -1, heads, query.shape[-1]).transpose(1, 2)
-            attended = _attend(part, key[row : row + rows], value[row : row + rows], attention.scale)
-            parts.append(attended.reshape(end - start, -1))
-            row += rows
-        return attention.to_out[0](_joined(parts)).view(hidden_states.shape)
+        for group in context.level.groups:
+            part = query[group.start : group.end].view(group.rows, -1, heads, query.shape[-1]).transpose(1, 2)
+            attended = _attend(part, key[group.row_slice], value[group.row_slice], attention.scale)
+            parts.append(attended.reshape(group.end - group.start, -1))
+        return attention.to_out[0](joined(parts)).view(hidden_states.shape)
 
 
 class PatchedJointAttention(nn.Module):
@@ -121,22 +120,21 @@ class PatchedJointAttention(nn.Module):
         image = _normed(image, attention.norm_q, attention.norm_k)
         text = self.text_qkv(encoder_hidden_states).view(num_rows, length, 3, heads, -1)
         text = _normed(text, attention.norm_added_q, attention.norm_added_k)
-        images, texts, row = [], [], 0
-        for rows, start, end in context.level.spans:
-            part = image[start:end].view(rows, -1, 3, heads, image.shape[-1])
-            joint = torch.cat([part, text[row : row + rows]], 1)
+        images, texts = [], []
+        for group in context.level.groups:
+            part = image[group.start : group.end].view(group.rows, -1, 3, heads, image.shape[-1])
+            joint = torch.cat([part, text[group.row_slice]], 1)
             query, key, value = joint.transpose(1, 3).unbind(2)
             count = part.shape[1]
             if attention.context_pre_only:
                 query = query[:, :, :count]
             attended = _attend(query, key, value, attention.scale, self._weights(key)).flatten(2)
-            images.append(attended[:, :count].reshape(end - start, -1))
+            images.append(attended[:, :count].reshape(group.end - group.start, -1))
             texts.append(attended[:, count:])
-            row += rows
-        out = attention.to_out[0](_joined(images)).view(hidden_states.shape)
+        out = attention.to_out[0](joined(images)).view(hidden_states.shape)
         if attention.context_pre_only:
             return out, None
-        return out, attention.to_add_out(_joined(texts))
+        return out, attention.to_add_out(joined(texts))
 
     def _weights(self, key: Tensor) -> Tensor | None:
         repeats = self.context.kept.get("repeats", 1)
@@ -163,10 +161,6 @@ def _normed(qkv: Tensor, norm_q: nn.Module | None, norm_k: nn.Module | None) -> 
     query = query if norm_q is None else norm_q(query)
     key = key if norm_k is None else norm_k(key)
     return torch.stack([query, key, value], -3)
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _check_unused(arguments: dict[str, object]) -> None:

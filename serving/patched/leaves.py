@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from ...kernels.group_norm_stats import group_norm_stats
 from ...kernels.group_norm_stitch import group_norm_apply, group_norm_silu_stitch
 from ...kernels.halo import halo_gather
+from ...kernels.patch import patch_join, patch_split
 from .packing import Level, Packing
 
 Strategy = Literal["stitch", "regroup"]
@@ -33,7 +34,7 @@ class PatchContext:
         timesteps: (rows,) timestep of every row, for this forward pass.
         level: the level of the norm or convolution that ran last.
         is_activated: whether the norm that ran last has applied SiLU too; the activation behind it does nothing then.
-        padded: the level of the tensor that a fused norm has just given, until its convolution has taken it.
+        is_padded: whether that norm has stitched too; the convolution behind it takes the tensor as it is then.
         kept: what stays the same while the batch has the same rows (text keys and values, positions).
     """
 
@@ -43,7 +44,7 @@ class PatchContext:
     timesteps: Tensor | None = None
     level: Level | None = None
     is_activated: bool = False
-    padded: Level | None = None
+    is_padded: bool = False
     kept: dict[Any, Any] = field(default_factory=dict)
 
     def at(self, x: Tensor) -> Level:
@@ -68,27 +69,28 @@ def to_patches(tokens: Tensor, side: int) -> Tensor:
     return tokens.view(-1, side, side, tokens.shape[1]).permute(0, 3, 1, 2)
 
 
-def images_of(tokens: Tensor, level: Level) -> list[Tensor]:
+def images_of(tokens: Tensor, level: Level, kernels: str = "auto") -> list[Tensor]:
     """Images [rows, channels, height, width], channels-last, of every resolution. Copies only in patch order."""
-    images, grain, channels = [], level.grain, tokens.shape[1]
+    images, grain = [], level.grain
     for group in level.groups:
-        part = tokens[group.first * grain**2 : group.end * grain**2]
+        part = tokens[group.start : group.end]
         if grain > 1:
-            part = part.view(group.rows, group.height // grain, group.width // grain, grain, grain, channels)
-            part = part.permute(0, 1, 3, 2, 4, 5).reshape(-1, channels)
-        images.append(part.view(group.rows, group.height, group.width, channels).permute(0, 3, 1, 2))
+            patches = to_patches(part, grain)
+            images.append(patch_join(patches, group.height // grain, group.width // grain, kernels=kernels))
+        else:
+            images.append(part.view(group.rows, group.height, group.width, -1).permute(0, 3, 1, 2))
     return images
 
 
-def tokens_of(images: list[Tensor], level: Level) -> Tensor:
+def tokens_of(images: list[Tensor], level: Level, kernels: str = "auto") -> Tensor:
     """The inverse of `images_of`; a copy where there are several resolutions or in patch order."""
-    parts, grain = [], level.grain
-    for image in images:
-        rows, channels, height, width = image.shape
-        part = image.permute(0, 2, 3, 1)
-        if grain > 1:
-            part = part.reshape(rows, height // grain, grain, width // grain, grain, channels).permute(0, 1, 3, 2, 4, 5)
-        parts.append(part.reshape(-1, channels))
+    if level.grain > 1:
+        return to_tokens(patch_split(images, level.grain, kernels=kernels))
+    return joined([to_tokens(image) for image in images])
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """The tokens of all resolutions, one after the other."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -113,8 +115,8 @@ class PatchedConv(nn.Module):
         if self.is_pointwise:
             weight = self.conv.weight.view(self.out_channels, -1)
             return to_patches(F.linear(to_tokens(x), weight, self.conv.bias), x.shape[2])
-        if context.padded is not None:
-            context.padded = None
+        if context.is_padded:
+            context.is_padded = False
             return self._valid(x)
         level = context.at(x)
         out_level = packing.levels[level.index + self.stride - 1]
@@ -128,10 +130,11 @@ class PatchedConv(nn.Module):
     def run(self, x: Tensor, level: Level, out_level: Level, strategy: Strategy) -> Tensor:
         """Convolve with the given strategy; both give the same."""
         if strategy == "regroup":
-            images = images_of(to_tokens(x), level)
+            kernels = self.context.kernels
+            images = images_of(to_tokens(x), level, kernels)
             weight, bias, padding = self._weight(), self.conv.bias, self.conv.padding
             images = [F.conv2d(image, weight, bias, self.stride, padding) for image in images]
-            return to_patches(tokens_of(images, out_level), out_level.side)
+            return to_patches(tokens_of(images, out_level, kernels), out_level.side)
         if level.neighbours is None:
             tokens = F.pad(to_tokens(x), (0, 0, 0, 1))
             taps = tokens.index_select(0, level.windows(self.stride)).view(-1, 9 * tokens.shape[1])
@@ -182,8 +185,8 @@ class PatchedGroupNorm(nn.Module):
         num_rows = context.packing.num_rows
         mean, rstd = group_norm_stats(x, level.row_index, num_rows, norm.num_groups, norm.eps, kernels=kernels)
         known = (x, mean, rstd, norm.weight, norm.bias, level.row_index)
-        if conv is not None and level.neighbours is not None and context.choose(conv, level, level) == "stitch":
-            context.padded = level
+        if conv is not None and context.choose(conv, level, level) == "stitch":
+            context.is_padded = True
             return group_norm_silu_stitch(*known, level.neighbours, kernels=kernels)
         return group_norm_apply(*known, activation=conv is not None, kernels=kernels)
 
@@ -191,11 +194,11 @@ class PatchedGroupNorm(nn.Module):
         """torch's own GroupNorm on the images of each resolution."""
         norm, channels = self.norm, tokens.shape[1]
         parts = []
-        for rows, start, end in level.spans:
-            part = tokens[start:end].view(rows, -1, 1, channels).permute(0, 3, 1, 2)
+        for group in level.groups:
+            part = tokens[group.start : group.end].view(group.rows, -1, 1, channels).permute(0, 3, 1, 2)
             part = F.group_norm(part, norm.num_groups, norm.weight, norm.bias, norm.eps)
             parts.append(part.permute(0, 2, 3, 1).reshape(-1, channels))
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        out = joined(parts)
         return F.silu(out, inplace=True) if self.context.is_activated else out
 
     def _by_sums(self, tokens: Tensor, level: Level) -> Tensor:
@@ -209,9 +212,9 @@ class PatchedGroupNorm(nn.Module):
         values = tokens.float()
         squares = values * values
         sums = [
-            source[start:end].view(rows, -1, channels).sum(1)
+            source[group.start : group.end].view(group.rows, -1, channels).sum(1)
             for source in (values, squares)
-            for rows, start, end in level.spans
+            for group in level.groups
         ]
         means = torch.cat(sums).view(2, -1, num_groups, width).sum(3) / (level.row_tokens * width)
         mean, square = means[0], means[1]
@@ -222,12 +225,9 @@ class PatchedGroupNorm(nn.Module):
         scale = rstd[:, :, None] * weight
         shift = torch.addcmul(bias, mean[:, :, None], scale, value=-1)
         scale, shift = scale.view(-1, 1, channels), shift.view(-1, 1, channels)
-        row = 0
-        for rows, start, end in level.spans:
-            part = values[start:end].view(rows, -1, channels)
-            # In place: `squares` is not needed any more, and `part` not after this.
-            torch.addcmul(shift[row : row + rows], part, scale[row : row + rows], out=part)
-            row += rows
+        for group in level.groups:
+            part = values[group.start : group.end].view(group.rows, -1, channels)
+            torch.addcmul(shift[group.row_slice], part, scale[group.row_slice], out=part)
         if self.context.is_activated:
             F.silu(values, inplace=True)
         return values.to(tokens.dtype)
@@ -315,4 +315,4 @@ class PatchedPatchEmbed(nn.Module):
             table = self.embed.cropped_pos_embed(group.height * unit, group.width * unit)[0]
             image = table.view(1, group.height, group.width, -1).expand(group.rows, -1, -1, -1)
             parts.append(image.permute(0, 3, 1, 2))
-        return tokens_of(parts, level).view(-1, level.grain**2, parts[0].shape[1])
+        return tokens_of(parts, level, self.context.kernels).view(-1, level.grain**2, parts[0].shape[1])

@@ -11,6 +11,7 @@ A batch is one tensor [patches, channels, side, side], channels-last in memory, 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from typing import Literal, get_args
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ...data.errors import UsageError
+from ...kernels.patch import patch_join, patch_split
 from ..layout import PatchLayout, patch_size_of
 from ..layout_tensors import PatchTensors
 
@@ -28,14 +30,24 @@ _KEPT = 64  # packings of recent batches; compositions come back often
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The rows of one resolution at one level: `rows` images of `height` x `width` tokens, in patches first..end."""
+    """The rows of one resolution at one level.
 
-    first_row: int
+    Attributes:
+        rows, first_row: how many they are, and which is the first.
+        height, width: of each image, in tokens.
+        start, end: their tokens.
+    """
+
     rows: int
+    first_row: int
     height: int
     width: int
-    first: int
+    start: int
     end: int
+
+    @property
+    def row_slice(self) -> slice:
+        return slice(self.first_row, self.first_row + self.rows)
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +62,6 @@ class Level:
         num_patches: P.
         row_index: (P,) row of each patch.
         neighbours: (P, 8), see `PatchLayout`; None in image order.
-        spans: (rows, first token, end) of every group.
         row_tokens: (rows, 1) number of tokens of each row, float32.
     """
 
@@ -61,13 +72,10 @@ class Level:
     num_patches: int
     row_index: Tensor
     neighbours: Tensor | None
-    spans: tuple[tuple[int, int, int], ...] = field(init=False)
     row_tokens: Tensor = field(init=False)
     _tables: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        area = self.grain**2
-        self.spans = tuple((group.rows, group.first * area, group.end * area) for group in self.groups)
         counts = [float(group.height * group.width) for group in self.groups for _ in range(group.rows)]
         self.row_tokens = torch.tensor(counts, device=self.row_index.device)[:, None]
 
@@ -94,7 +102,7 @@ class Level:
                 image = number.view(1, 1, here.height, here.width)
                 # torch's own interpolation of the numbers decides, so that odd sizes agree with it.
                 taken = torch.nn.functional.interpolate(image, size=(there.height, there.width), mode="nearest")
-                rows = torch.arange(here.rows)[:, None] * (here.height * here.width) + here.first
+                rows = torch.arange(here.rows)[:, None] * (here.height * here.width) + here.start
                 parts.append((rows + taken.long().view(1, -1)).flatten())
             self._tables["sources"] = torch.cat(parts).to(self.row_index.device)
         return self._tables["sources"]
@@ -106,7 +114,7 @@ class Level:
             padded = np.full((height + 2, width + 2), -1, dtype=np.int64)
             padded[1:-1, 1:-1] = np.arange(height * width).reshape(height, width)
             taps = np.lib.stride_tricks.sliding_window_view(padded, (3, 3))[::stride, ::stride].reshape(1, -1)
-            starts = (np.arange(group.rows) * (height * width) + group.first)[:, None]
+            starts = (np.arange(group.rows) * (height * width) + group.start)[:, None]
             parts.append(np.where(taps < 0, self.num_patches, taps + starts).reshape(-1))
         return torch.from_numpy(np.concatenate(parts))
 
@@ -120,6 +128,7 @@ class Packing:
         layout: the patch layout of the rows.
         sizes: (height, width) of the latents of each row.
         levels: from the latents down.
+        kernels: one of `kernels.launch.KERNELS`, for cutting and joining.
         starts: (rows + 1,) first patch of each row, then P.
     """
 
@@ -127,6 +136,7 @@ class Packing:
     layout: PatchLayout
     sizes: tuple[tuple[int, int], ...]
     levels: tuple[Level, ...]
+    kernels: str
     starts: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -144,21 +154,13 @@ class Packing:
 
     def pack(self, images: Sequence[Tensor]) -> Tensor:
         """Patches [P, channels, side, side] of one image [channels, height, width] per row."""
-        side = self.levels[0].side
-        parts = []
-        for image in images:
-            channels, height, width = image.shape
-            tiles = image.reshape(channels, height // side, side, width // side, side)
-            parts.append(tiles.permute(1, 3, 2, 4, 0).reshape(-1, side, side, channels))
-        return torch.cat(parts).permute(0, 3, 1, 2)
+        return patch_split([image[None] for image in images], self.levels[0].side, kernels=self.kernels)
 
     def unpack(self, patches: Tensor, row: int) -> Tensor:
         """The image [channels, height, width] of a row; a copy."""
         side, (height, width) = self.levels[0].side, self.sizes[row]
-        start = self.starts[row]
-        count = (height // side) * (width // side)
-        tiles = patches[start : start + count].reshape(height // side, width // side, -1, side, side)
-        return tiles.permute(2, 0, 3, 1, 4).reshape(-1, height, width).clone()
+        own = patches[self.starts[row] : self.starts[row + 1]]
+        return patch_join(own, height // side, width // side, kernels=self.kernels)[0].contiguous()
 
 
 class WholeImages:
@@ -185,6 +187,7 @@ def pack_rows(
     num_levels: int,
     unit: int,
     device: torch.device,
+    kernels: str = "auto",
 ) -> Packing:
     """Say where the patches of these rows lie. Recent results are kept.
 
@@ -195,12 +198,13 @@ def pack_rows(
         num_levels: how many levels the model has.
         unit: latent pixels on a side of the smallest thing that the model keeps apart (SD3: its patch size).
         device: where the tables are wanted.
+        kernels: one of `kernels.launch.KERNELS`.
 
     Raises:
         UsageError: if the patch size does not divide a side, or is too small for the model's levels.
     """
     wanted = patch_size_of(sizes) if patch_size is None else patch_size
-    return _pack_rows(tuple(sizes), order, wanted, num_levels, unit, device)
+    return _pack_rows(tuple(sizes), order, wanted, num_levels, unit, device, kernels)
 
 
 def check_patch_size(patch_size: int, sizes: Sequence[tuple[int, int]], num_levels: int, unit: int) -> None:
@@ -222,7 +226,13 @@ def check_patch_size(patch_size: int, sizes: Sequence[tuple[int, int]], num_leve
 
 @lru_cache(maxsize=_KEPT)
 def _pack_rows(
-    sizes: tuple[tuple[int, int], ...], order: Order, patch_size: int, num_levels: int, unit: int, device: torch.device
+    sizes: tuple[tuple[int, int], ...],
+    order: Order,
+    patch_size: int,
+    num_levels: int,
+    unit: int,
+    device: torch.device,
+    kernels: str,
 ) -> Packing:
     if order == "patch":
         check_patch_size(patch_size, sizes, num_levels, unit)
@@ -233,48 +243,32 @@ def _pack_rows(
         levels = tuple(_patch_level(layout, tensors, index, unit) for index in range(num_levels))
     else:
         levels = tuple(_image_level(layout, index, unit, device) for index in range(num_levels))
-    return Packing(order, layout, sizes, levels)
+    return Packing(order, layout, sizes, levels, kernels)
 
 
 def _patch_level(layout: PatchLayout, tensors: PatchTensors, index: int, unit: int) -> Level:
-    patches = layout.resolution_patch_offset.tolist()
-    groups = tuple(
-        Group(
-            first_row,
-            end_row - first_row,
-            (height >> index) // unit,
-            (width >> index) // unit,
-            patches[number],
-            patches[number + 1],
-        )
-        for number, ((height, width), first_row, end_row) in enumerate(_resolutions(layout))
-    )
     side = layout.patch_size >> index
-    return Level(
-        index,
-        side,
-        side // unit,
-        groups,
-        layout.num_patches,
-        tensors.request_index,
-        tensors.neighbours,
-    )
+    shrink = unit << index
+    groups = _groups(layout, [(height // shrink, width // shrink) for height, width in layout.resolutions])
+    return Level(index, side, side // unit, groups, layout.num_patches, tensors.request_index, tensors.neighbours)
 
 
 def _image_level(layout: PatchLayout, index: int, unit: int, device: torch.device) -> Level:
-    groups, lengths, first = [], [], 0
-    for (height, width), first_row, end_row in _resolutions(layout):
-        # A convolution of stride 2 rounds up.
-        height, width = (-(-side // (unit << index)) for side in (height, width))
-        rows = end_row - first_row
-        groups.append(Group(first_row, rows, height, width, first, first + rows * height * width))
-        lengths += [height * width] * rows
-        first = groups[-1].end
+    # A convolution of stride 2 rounds up.
+    groups = _groups(
+        layout, [(-(-height // (unit << index)), -(-width // (unit << index))) for height, width in layout.resolutions]
+    )
+    lengths = [group.height * group.width for group in groups for _ in range(group.rows)]
     row_index = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).to(device)
     # The latents of a model whose smallest unit is larger than a pixel (SD3) come in patches of that side.
-    return Level(index, unit if index == 0 else 1, 1, tuple(groups), first, row_index, None)
+    return Level(index, unit if index == 0 else 1, 1, groups, len(row_index), row_index, None)
 
 
-def _resolutions(layout: PatchLayout) -> list[tuple[tuple[int, int], int, int]]:
-    rows = layout.resolution_offset.tolist()
-    return [(size, rows[number], rows[number + 1]) for number, size in enumerate(layout.resolutions)]
+def _groups(layout: PatchLayout, sizes: list[tuple[int, int]]) -> tuple[Group, ...]:
+    """The groups of a level whose images have these sizes in tokens, one for each resolution."""
+    groups, start = [], 0
+    for (height, width), (first_row, end_row) in zip(sizes, pairwise(layout.resolution_offset.tolist()), strict=True):
+        end = start + (end_row - first_row) * height * width
+        groups.append(Group(end_row - first_row, first_row, height, width, start, end))
+        start = end
+    return tuple(groups)

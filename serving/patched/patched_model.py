@@ -10,8 +10,10 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
+from ..denoiser import denoise
+from ..layout import by_size
 from .leaves import Choose, PatchContext, PatchedConv, Strategy
-from .packing import Level, Order, Packing, pack_rows
+from .packing import Order, Packing, pack_rows
 from .strategy import StrategyTable, load_or_measure
 from .swap import Swap
 
@@ -19,8 +21,8 @@ from .swap import Swap
 class PatchedModel:
     """Runs a model on packed batches. The given model is left as it is; weights are shared.
 
-    Convolutions of 3 x 3 and fused projections keep a copy of their weights in the layout that suits them, made at
-    first use: weights that are changed later need a new `PatchedModel`.
+    Convolutions of 3 x 3, norms and fused projections keep a copy of their weights in the form that suits them, made
+    at first use: weights that are changed later need a new `PatchedModel`.
 
     Call it as the original is called, with patches for latents, and conditions and timesteps per row:
     `model(patches, timesteps, **conditions)`.
@@ -31,7 +33,6 @@ class PatchedModel:
         patch_size: side of a patch in latent pixels; None for the largest common divisor of each batch.
         kernels: one of `kernels.launch.KERNELS`.
         strategy: what every convolution uses; auto asks `table`, which is empty until it is measured (`tune`).
-        choose: decides for each convolution instead of `strategy`.
 
     Raises:
         UsageError: if the model has a module that is not known to work on patches.
@@ -45,14 +46,14 @@ class PatchedModel:
         patch_size: int | None = None,
         kernels: str = "auto",
         strategy: Strategy | Literal["auto"] = "auto",
-        choose: Choose | None = None,
     ) -> None:
-        self._original: Any = model
         shared = [*model.parameters(), *model.buffers()]
         self.model: Any = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
-        self.strategy = strategy
         self.table = StrategyTable()
-        self.context = PatchContext(choose or self._choose, kernels)
+        self._is_measured = strategy == "auto"
+        # The table is looked up at each call: `tune` replaces it.
+        choose: Choose = (lambda *place: self.table.choose(*place)) if strategy == "auto" else lambda *_: strategy
+        self.context = PatchContext(choose, kernels)
         self.swap = Swap(self.model, self.context)
         self.order: Order = order
         self.patch_size = patch_size
@@ -75,6 +76,7 @@ class PatchedModel:
             num_levels=self.num_levels,
             unit=self.unit,
             device=self.device,
+            kernels=self.context.kernels,
         )
 
     def tune(self, sizes: Sequence[tuple[int, int]], folder: Path, *, fingerprint: str) -> None:
@@ -89,25 +91,20 @@ class PatchedModel:
             UsageError: if the patch size does not fit the sizes.
             RunError: if the file is damaged.
         """
-        self.pack(sorted(sizes, key=lambda size: (size[0] * size[1], *size)))  # refuses a patch size that does not fit
-        if self.is_unet and self.strategy == "auto":
+        self.pack(sorted(sizes, key=by_size))  # refuses a patch size that does not fit
+        if self.is_unet and self._is_measured:
             self.table = load_or_measure(self, sizes, folder, fingerprint=fingerprint)
 
     @cached_property
     def convolutions(self) -> list[tuple[PatchedConv, int]]:
         """Convolutions of 3 x 3 that differ in shape or level, each with the level of its input, in U-Net order."""
-        found: dict[tuple[str, int], tuple[PatchedConv, int]] = {}
+        found: dict[tuple[int, ...], tuple[PatchedConv, int]] = {}
         for name, conv in self.swap.convs.items():
             if conv.is_pointwise:
                 continue
             level = unet_level(name, self.num_levels)
-            found.setdefault((conv.shape_key(0), level), (conv, level))
+            found.setdefault((conv.conv.in_channels, conv.out_channels, conv.stride, level), (conv, level))
         return list(found.values())
-
-    def _choose(self, conv: PatchedConv, level: Level, out_level: Level) -> Strategy:
-        if self.strategy == "auto":
-            return self.table.choose(conv, level, out_level)
-        return "stitch" if self.strategy == "stitch" else "regroup"
 
     def begin(self, packing: Packing, *, repeats: int = 1) -> None:
         """Say which rows the next calls have. Whatever is kept from call to call is let go.
@@ -130,18 +127,10 @@ class PatchedModel:
         """
         context = self.context
         # A pass that failed half way may have left its state behind.
-        context.padded = context.level = None
+        context.is_padded, context.is_activated, context.level = False, False, None
         context.timesteps = timesteps
-        if self.is_unet:
-            # diffusers repeats one timestep for every patch; `RowTimesteps` puts those of the rows in its place.
-            return self.model(patches, timesteps[0], return_dict=False, **conditions)[0]
-        return self.model(hidden_states=patches, timestep=timesteps, return_dict=False, **conditions)[0]
-
-    def plain(self, images: Tensor, timesteps: Tensor, **conditions: Any) -> Tensor:
-        """Predict for images [rows, channels, height, width] of one resolution with the unmodified model."""
-        if self.is_unet:
-            return self._original(images, timesteps, return_dict=False, **conditions)[0]
-        return self._original(hidden_states=images, timestep=timesteps, return_dict=False, **conditions)[0]
+        # A U-Net repeats one timestep for every patch; `RowTimesteps` puts those of the rows in its place.
+        return denoise(self.model, patches, timesteps[0] if self.is_unet else timesteps, conditions)
 
 
 def unet_level(name: str, num_levels: int) -> int:

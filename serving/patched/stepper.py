@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from diffusers.utils.torch_utils import randn_tensor
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..batched_sampler import BatchedSampler, SamplerBatch
+from ..denoiser import denoise
 from ..families import Family
+from ..layout import by_size
 from ..prepared import PreparedRequest, describe
 from ..samplers import SamplerState
 from .packing import Packing, WholeImages
@@ -26,14 +28,15 @@ class PatchedStepper:
 
     Args:
         model: the patched model.
+        plain_model: the unmodified model that it was made of.
         family: how conditions are named for it.
         sampler: the update rule of the pipeline's scheduler.
     """
 
     name = "patched"
 
-    def __init__(self, model: PatchedModel, family: Family, sampler: BatchedSampler) -> None:
-        self.model, self.family, self.sampler = model, family, sampler
+    def __init__(self, model: PatchedModel, plain_model: nn.Module, family: Family, sampler: BatchedSampler) -> None:
+        self.model, self.plain_model, self.family, self.sampler = model, plain_model, family, sampler
         self._batch: PackedBatch | None = None
 
     def tune(self, sizes: Sequence[tuple[int, int]], folder: Path, *, fingerprint: str) -> None:
@@ -103,9 +106,9 @@ class PackedBatch:
     def __init__(self, stepper: PatchedStepper, active: Sequence[PreparedRequest], *, may_be_plain: bool) -> None:
         self._given = tuple(active)
         model, family = stepper.model, stepper.family
-        batch = sorted(active, key=lambda prepared: _by_size(_latent_size(prepared)))
+        batch = sorted(active, key=lambda prepared: by_size(_latent_size(prepared)))
         self._batch = batch
-        self._model = model
+        self._model, self._plain_model = model, stepper.plain_model
         sizes = [_latent_size(prepared) for prepared in batch]
         rows = [row for index, prepared in enumerate(batch) for row in [index] * prepared.num_rows]
         self._row_request = torch.tensor(rows, device=model.device)
@@ -145,8 +148,10 @@ class PackedBatch:
         sampler, model = self._sampler, self._model
         patches = self._guide.repeat(sampler.model_input()).to(model.dtype)
         timesteps = sampler.timesteps().index_select(0, self._row_request)
-        predict = model.plain if self._is_plain else model
-        prediction = predict(patches, timesteps, **self._conditions)
+        if self._is_plain:
+            prediction = denoise(self._plain_model, patches, timesteps, self._conditions)
+        else:
+            prediction = model(patches, timesteps, **self._conditions)
         sampler.step(self._guide.combine(prediction.float()), self._draw_noise)
 
     def _draw_noise(self) -> Tensor:
@@ -213,10 +218,6 @@ class _Guidance:
 
 def _latent_size(prepared: PreparedRequest) -> tuple[int, int]:
     return prepared.latents.shape[2], prepared.latents.shape[3]
-
-
-def _by_size(size: tuple[int, int]) -> tuple[int, int, int]:
-    return (size[0] * size[1], *size)
 
 
 def _without_repeats(text: Tensor) -> tuple[Tensor, int]:

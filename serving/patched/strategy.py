@@ -18,6 +18,7 @@ import torch
 
 from ...data.errors import RunError
 from ...data.files import write_json
+from ..layout import by_size
 
 if TYPE_CHECKING:
     from .leaves import PatchedConv, Strategy
@@ -46,7 +47,7 @@ class Point:
 
 @dataclass(slots=True)
 class StrategyTable:
-    """What was measured, by shape. Without measurements everything regroups, which never loses by much."""
+    """What was measured, by shape. What was not measured regroups."""
 
     points: dict[str, list[Point]] = field(default_factory=dict)
     _chosen: dict[tuple[str, int, int], "Strategy"] = field(default_factory=dict)
@@ -128,7 +129,7 @@ def load_or_measure(
 @torch.inference_mode()
 def measure(model: "PatchedModel", sizes: Sequence[tuple[int, int]]) -> StrategyTable:
     """Time both strategies of every convolution shape on batches of all these latent sizes together."""
-    distinct = sorted(set(sizes), key=lambda size: (size[0] * size[1], *size))
+    distinct = sorted(set(sizes), key=by_size)
     table = StrategyTable()
     if len(distinct) < 2:
         return table  # one resolution needs no patches
