@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
 from ..data.emoji.dataset import EmojiDataset
-from ..data.emoji.scene import caption_of
+from ..data.emoji.scene import BACKGROUNDS, caption_of
 from ..data.resolution import Resolution
 from .continuation import load_initial_weights
 from .images import draw_pool, to_float
@@ -61,9 +61,25 @@ def new_judge(tokenizer: CLIPTokenizer) -> CLIPModel:
     return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=128))
 
 
-def draw_judge_pool(seed: int, on_image: Callable[[], None] = lambda: None) -> tuple[list[Tensor], list[list[str]]]:
-    """Training pictures of the three sizes as float [n, 3, 96, 96] in -1..1, and for each several captions."""
-    pools, captions = [], []
+@dataclass(frozen=True, slots=True)
+class JudgePool:
+    """Training pictures with what is said of them.
+
+    Attributes:
+        images: half precision [n, 3, 96, 96] in -1..1.
+        captions: for each picture three wordings.
+        background: for each picture the number of its background.
+    """
+
+    images: Tensor
+    captions: list[list[str]]
+    background: np.ndarray
+
+
+def draw_judge_pool(seed: int, on_image: Callable[[], None] = lambda: None) -> JudgePool:
+    """Training pictures of the three sizes."""
+    pools, captions, grounds = [], [], []
+    numbers = {name: number for number, name in enumerate(BACKGROUNDS)}
     rng = np.random.default_rng([seed, 3])
     for resolution, size in SOURCES.items():
         images, scenes = draw_pool(EmojiDataset(resolution, size, "train", seed), on_image)
@@ -73,7 +89,20 @@ def draw_judge_pool(seed: int, on_image: Callable[[], None] = lambda: None) -> t
             [caption_of(tuple(p.name for p in scene.placements), scene.background, rng) for _ in range(3)]
             for scene in scenes
         ]
-    return pools, captions
+        grounds += [numbers[scene.background] for scene in scenes]
+    return JudgePool(torch.cat(pools), captions, np.array(grounds))
+
+
+def draw_indices(pool: JudgePool, size: int, rng: np.random.Generator) -> np.ndarray:
+    """Which pictures make a batch: half of the batches take any, half only those of two backgrounds.
+
+    Among 192 random pictures few share both their background and an object, so that a batch is soon too easy: its
+    accuracy reached 98 % while recall among 1,000 unseen pairs stood at 74 %.
+    """
+    allowed = np.arange(len(pool.captions))
+    if rng.random() < 0.5:
+        allowed = np.flatnonzero(np.isin(pool.background, rng.choice(len(BACKGROUNDS), 2, replace=False)))
+    return rng.choice(allowed, size)
 
 
 def degraded(images: Tensor, rng: np.random.Generator) -> Tensor:
@@ -104,15 +133,13 @@ def contrastive_loss(model: CLIPModel, images: Tensor, ids: Tensor, captions: li
 
 
 def train_judge(
-    pools: list[Tensor],
-    captions: list[list[str]],
+    pool: JudgePool,
     tokenizer: CLIPTokenizer,
     task: JudgeTask,
     device: torch.device,
     on_step: Callable[[int, dict[str, float]], None] = lambda step, figures: None,
 ) -> CLIPModel:
     """Train contrastively on what `draw_judge_pool` drew; returns the model with averaged weights."""
-    images = torch.cat(pools)
     torch.manual_seed(task.seed)
     model = new_judge(tokenizer)
     started_from = load_initial_weights(model, task.initial_weights) if task.initial_weights else ""
@@ -123,9 +150,9 @@ def train_judge(
 
     def loss_of(step: int) -> tuple[Tensor, dict[str, float]]:
         rng = np.random.default_rng([task.seed, 4, step])
-        chosen = rng.integers(len(images), size=task.batch_size)
-        words = [captions[index][int(rng.integers(3))] for index in chosen]
-        pixels = degraded(images[torch.from_numpy(chosen)].float(), rng).to(device)
+        chosen = draw_indices(pool, task.batch_size, rng)
+        words = [pool.captions[index][int(rng.integers(3))] for index in chosen]
+        pixels = degraded(pool.images[torch.from_numpy(chosen)].float(), rng).to(device)
         with torch.autocast(device.type, torch.bfloat16):
             loss, accuracy = contrastive_loss(model, pixels, tokenize(tokenizer, words).to(device), words)
         return loss, {"accuracy": accuracy}

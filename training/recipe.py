@@ -107,9 +107,9 @@ def train_part(
         tokenizer = _load_tokenizer(root)
         task = JudgeTask(root / part, steps=length, seed=1000 + seed, initial_weights=initial_weights)
         report.on_stage("pictures for emoji-clip", sum(SOURCES.values()))
-        pools, captions = draw_judge_pool(task.seed, report.on_image)
+        pool = draw_judge_pool(task.seed, report.on_image)
         report.on_stage(part, length)
-        model = train_judge(pools, captions, tokenizer, task, device, report.on_step)
+        model = train_judge(pool, tokenizer, task, device, report.on_step)
         export_emoji_clip(models_dir / part, model.cpu(), tokenizer)
         return models_dir / part
     return _train_generator(part, root, models_dir, device, length, seed, report, initial_weights)
