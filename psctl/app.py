@@ -18,6 +18,7 @@ from .bench import bench_steps
 from .doctor import doctor
 from .generate import generate
 from .model_card import model_card
+from .profile_blocks import profile_blocks
 from .serve import serve
 from .train_model import train_model
 
@@ -27,12 +28,17 @@ from .train_model import train_model
 COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("serve", serve),
     ("generate", generate),
+    ("profile blocks", profile_blocks),
     ("train-model", train_model),
     ("model-card", model_card),
     ("bench steps", bench_steps),
     ("doctor", doctor),
 )
-_GROUPS = {"bench": "Measure how fast this machine is."}
+_GROUPS = {
+    "bench": "Measure how fast this machine is.",
+    "profile": "Measure what the predictors learn from.",
+    "train-predictor": "Train what the scheduler and the cache decide by.",
+}
 
 _EPILOG = (
     "Every option can be set by an environment variable: PSCTL_<COMMAND>_<OPTION>, such as PSCTL_SERVE_REQUEST_RATE; "

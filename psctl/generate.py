@@ -11,17 +11,25 @@ from ..data.requests import MAX_SEED, Request
 from ..data.resolution import Resolution, parse
 from ..data.workspace import DEFAULT_WORKSPACE, Workspace
 from .options import (
+    Cache,
+    CacheInterval,
+    CacheMemory,
+    CachePatchSize,
+    CachePredictorFile,
+    CacheThreshold,
     Device,
     DType,
     EngineChoice,
     Json,
     Kernels,
+    MaxReuse,
     Model,
     Order,
     PatchSize,
     Quiet,
     Seed,
     Strategy,
+    WarmupSteps,
     WorkspaceRoot,
 )
 from .output import Output
@@ -79,6 +87,14 @@ def generate(
     patch_size: PatchSize = None,
     strategy: Strategy = "auto",
     kernels: Kernels = "auto",
+    cache: Cache = "off",
+    cache_threshold: CacheThreshold = None,
+    cache_predictor: CachePredictorFile = None,
+    cache_interval: CacheInterval = 3,
+    cache_patch_size: CachePatchSize = 8,
+    max_reuse: MaxReuse = 4,
+    warmup_steps: WarmupSteps = 3,
+    cache_memory: CacheMemory = 2048,
     workspace: WorkspaceRoot = Path(DEFAULT_WORKSPACE),
     json: Json = False,
     quiet: Quiet = False,
@@ -101,10 +117,21 @@ def generate(
     if seed + len(texts) - 1 > MAX_SEED:
         raise UsageError(f"seed is {seed}, but with {len(texts)} prompts it may be at most {MAX_SEED - len(texts) + 1}")
 
+    from ..serving.cache.options import CacheOptions
     from ..serving.loading import model_defaults
     from ..serving.stepper import EngineOptions
 
-    options = EngineOptions(engine, order, patch_size, strategy, kernels)
+    cache_options = CacheOptions(
+        cache,
+        cache_threshold,
+        cache_predictor,
+        cache_patch_size,
+        cache_interval,
+        max_reuse,
+        warmup_steps,
+        cache_memory,
+    )
+    options = EngineOptions(engine, order, patch_size, strategy, kernels, cache_options)
     defaults = model_defaults(model)
     requests = [
         Request(
@@ -127,7 +154,7 @@ def generate(
         from ..serving.loading import load_model
         from ..serving.policies import get_policy
 
-        served = load_model(model, device, dtype, options)
+        served = load_model(model, device, dtype, options, workspace=Workspace(workspace))
     for request in requests:
         served.check_request(request)
 

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from ..serving.cache.options import CacheMode
 from ..serving.stepper import EngineName, KernelsName, OrderName, StrategyName
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -64,6 +65,57 @@ Strategy = Annotated[
 Kernels = Annotated[
     KernelsName,
     typer.Option("--kernels", help="auto: Triton on a GPU, torch elsewhere.", envvar="PSCTL_KERNELS"),
+]
+Cache = Annotated[
+    CacheMode,
+    typer.Option(
+        "--cache",
+        help="Reuse what blocks gave at earlier steps: patch by patch, only where the whole batch agrees (image), at "
+        "fixed intervals, or until a request's changes add up (accumulated).",
+        envvar="PSCTL_CACHE",
+    ),
+]
+CacheThreshold = Annotated[
+    float | None,
+    typer.Option(
+        "--cache-threshold",
+        help="Reuse by this rule instead of a predictor: the block's input has changed less, relative to its mean "
+        "square. With --cache accumulated the sum of changes.",
+        envvar="PSCTL_CACHE_THRESHOLD",
+        show_default=False,
+    ),
+]
+CachePredictorFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--cache-predictor",
+        help="Trained by psctl train-predictor cache. Default: the workspace's.",
+        envvar="PSCTL_CACHE_PREDICTOR",
+        dir_okay=False,
+    ),
+]
+CacheInterval = Annotated[
+    int,
+    typer.Option("--cache-interval", help="Steps from one computation to the next.", envvar="PSCTL_CACHE_INTERVAL"),
+]
+CachePatchSize = Annotated[
+    int,
+    typer.Option(
+        "--cache-patch-size", help="Side of the cache's patches in latent pixels.", envvar="PSCTL_CACHE_PATCH_SIZE"
+    ),
+]
+MaxReuse = Annotated[
+    int,
+    typer.Option("--max-reuse", help="Steps in a row that a patch may reuse a block.", envvar="PSCTL_MAX_REUSE"),
+]
+WarmupSteps = Annotated[
+    int,
+    typer.Option(
+        "--warmup-steps", help="First steps of a request that are computed in full.", envvar="PSCTL_WARMUP_STEPS"
+    ),
+]
+CacheMemory = Annotated[
+    int, typer.Option("--cache-memory", metavar="MB", help="Most that the cache keeps.", envvar="PSCTL_CACHE_MEMORY")
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of everything random in the run.", envvar="PSCTL_SEED", min=0)]
 WorkspaceRoot = Annotated[

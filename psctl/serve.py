@@ -10,17 +10,25 @@ from ..data.errors import RunError, UsageError
 from ..data.files import require_folder, write_json
 from ..data.workspace import DEFAULT_WORKSPACE, Workspace
 from .options import (
+    Cache,
+    CacheInterval,
+    CacheMemory,
+    CachePatchSize,
+    CachePredictorFile,
+    CacheThreshold,
     Device,
     DType,
     EngineChoice,
     Json,
     Kernels,
+    MaxReuse,
     Model,
     Order,
     PatchSize,
     Quiet,
     Seed,
     Strategy,
+    WarmupSteps,
     WorkspaceRoot,
 )
 from .output import Output
@@ -95,6 +103,14 @@ def serve(
     patch_size: PatchSize = None,
     strategy: Strategy = "auto",
     kernels: Kernels = "auto",
+    cache: Cache = "off",
+    cache_threshold: CacheThreshold = None,
+    cache_predictor: CachePredictorFile = None,
+    cache_interval: CacheInterval = 3,
+    cache_patch_size: CachePatchSize = 8,
+    max_reuse: MaxReuse = 4,
+    warmup_steps: WarmupSteps = 3,
+    cache_memory: CacheMemory = 2048,
     workspace: WorkspaceRoot = Path(DEFAULT_WORKSPACE),
     json: Json = False,
     quiet: Quiet = False,
@@ -133,11 +149,22 @@ def serve(
     }
     # Everything that can be wrong is looked at before torch is imported and the model loaded.
     from ..profiling.serve_run import TraceSettings, draw_requests, run_serve
+    from ..serving.cache.options import CacheOptions
     from ..serving.loading import load_model, model_defaults
     from ..serving.policies import get_policy
     from ..serving.stepper import EngineOptions
 
-    options = EngineOptions(engine, order, patch_size, strategy, kernels)
+    cache_options = CacheOptions(
+        cache,
+        cache_threshold,
+        cache_predictor,
+        cache_patch_size,
+        cache_interval,
+        max_reuse,
+        warmup_steps,
+        cache_memory,
+    )
+    options = EngineOptions(engine, order, patch_size, strategy, kernels, cache_options)
     chosen_policy = get_policy(policy)
     settings = TraceSettings(
         trace=trace,
@@ -161,7 +188,7 @@ def serve(
             require_folder(folder.expanduser())
 
     with out.status(f"Loading {model} ..."):
-        served = load_model(model, device, dtype, options)
+        served = load_model(model, device, dtype, options, workspace=Workspace(workspace))
     config |= {"device": str(served.device), "dtype": str(served.dtype).removeprefix("torch.")}
     model_workspace = Workspace(workspace).for_model(model, str(served.device))
     with out.progress() as progress:

@@ -7,11 +7,13 @@ Loading is strict. A pipeline class that is not served, a missing or damaged fil
 import importlib
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..data.errors import RunError, UsageError
 from ..data.models import GENERATORS, bundled_model_path
+from ..data.workspace import Workspace
 from .checkpoint import check_directory, fingerprint, read_index, weight_components, weight_files
 from .defaults import ModelDefaults, read_defaults
 from .stepper import EngineOptions
@@ -30,7 +32,12 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def load_model(
-    spec: str, device: str = "auto", dtype: str = "auto", options: EngineOptions | None = None
+    spec: str,
+    device: str = "auto",
+    dtype: str = "auto",
+    options: EngineOptions | None = None,
+    *,
+    workspace: Workspace | None = None,
 ) -> "ServedModel":
     """Load a model for serving.
 
@@ -40,6 +47,7 @@ def load_model(
         dtype: `auto` (float16 on CUDA; on a CPU bfloat16 if it has matrix units for it, else float32), `float32`,
             `bfloat16` or `float16`.
         options: which engine denoises, and how.
+        workspace: where the cache's predictor lies if the options want one and name no file.
 
     Raises:
         UsageError: if there is no such model, or its pipeline class, the device or the dtype is not supported, or the
@@ -55,6 +63,9 @@ def load_model(
 
     torch_device = resolve_device(device)
     torch_dtype = _resolve_dtype(dtype, torch_device)
+    if options is not None and workspace is not None:
+        predictors = workspace.for_model(spec, str(torch_device)).root / "predictors"
+        options = replace(options, cache=options.cache.with_predictor_of(predictors))
     quiet_libraries()
     pipe = _load_pipeline(model_dir, index, torch_dtype)
     pipe.set_progress_bar_config(disable=True)

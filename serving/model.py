@@ -86,7 +86,10 @@ class ServedModel:
         if schedule in self._known_schedules:
             return
         try:
-            self.stepper.check(self._start_schedule(request, generator=None))
+            state = self._start_schedule(request, generator=None)
+            self.stepper.check(state, self.family.latent_size(request.resolution))
+        except UsageError:
+            raise
         except (ValueError, IndexError, RuntimeError) as error:
             scheduler = type(self.pipe.scheduler).__name__
             raise UsageError(f"{scheduler} cannot take {request.num_inference_steps} steps: {error}") from error

@@ -25,8 +25,8 @@ class PlainStepper:
     def tune(self, sizes: Sequence[tuple[int, int]], folder: Path, *, fingerprint: str) -> None:
         """There is nothing to choose."""
 
-    def check(self, state: SamplerState) -> None:
-        """Every schedule that diffusers makes can be stepped through."""
+    def check(self, state: SamplerState, size: tuple[int, int]) -> None:
+        """Every schedule that diffusers makes can be stepped through, at any size."""
 
     def prepare(self, prepared: PreparedRequest) -> None:
         """Nothing is to be worked out beforehand."""

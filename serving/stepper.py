@@ -4,11 +4,12 @@ This module imports no torch, so that options are checked before anything heavy 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
 from ..data.errors import UsageError
+from .cache.options import CacheOptions
 
 if TYPE_CHECKING:
     from .model import ServedModel
@@ -31,6 +32,7 @@ class EngineOptions:
         patch_size: side of a patch in latent pixels; None for the largest common divisor of the sizes in a batch.
         strategy: how convolutions see beyond a patch; auto uses what was measured, and else regroups.
         kernels: one of `kernels.launch.KERNELS`.
+        cache: whether patches reuse what blocks gave at earlier steps, and how.
 
     Raises:
         UsageError: if a value is not allowed, or an option of the patch engine is given for the plain one.
@@ -41,6 +43,7 @@ class EngineOptions:
     patch_size: int | None = None
     strategy: StrategyName = "auto"
     kernels: KernelsName = "auto"
+    cache: CacheOptions = field(default_factory=CacheOptions)
 
     def __post_init__(self) -> None:
         choices = {"engine": EngineName, "order": OrderName, "strategy": StrategyName, "kernels": KernelsName}
@@ -52,8 +55,8 @@ class EngineOptions:
         if self.patch_size is not None and self.patch_size < 1:
             raise UsageError(f"patch size is {self.patch_size}, but it must be at least 1")
         is_default = (self.order, self.patch_size, self.strategy, self.kernels) == ("auto", None, "auto", "auto")
-        if self.engine == "plain" and not is_default:
-            raise UsageError("--order, --patch-size, --strategy and --kernels belong to --engine patched")
+        if self.engine == "plain" and not (is_default and not self.cache.is_on):
+            raise UsageError("--order, --patch-size, --strategy, --kernels and --cache belong to --engine patched")
 
 
 class Stepper(Protocol):
@@ -71,8 +74,8 @@ class Stepper(Protocol):
         """
         ...
 
-    def check(self, state: "SamplerState") -> None:
-        """Raise UsageError if the engine cannot take the steps of this schedule."""
+    def check(self, state: "SamplerState", size: tuple[int, int]) -> None:
+        """Raise UsageError if the engine cannot take the steps of this schedule, or latents of this (height, width)."""
         ...
 
     def prepare(self, prepared: "PreparedRequest") -> None:
@@ -121,5 +124,9 @@ def build_stepper(model: "ServedModel", options: EngineOptions) -> Stepper:
         kernels=options.kernels,
         strategy=options.strategy,
     )
+    if options.cache.is_on:
+        from .cache.rules import load_rule
+
+        patched.use_cache(options.cache, load_rule(options.cache, model))
     sampler = BatchedSampler(model.pipe.scheduler, pass_step_kwargs=model.family.pass_step_kwargs)
     return PatchedStepper(patched, model.denoiser, model.family, sampler)

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..cache.active import ActiveSet, QueryGroup
+from ..cache.slots import TokenSlots
 from .leaves import PatchContext, joined
+from .packing import Level
 
 
 class FusedLinear(nn.Module):
@@ -39,6 +42,7 @@ class PatchedSelfAttention(nn.Module):
         super().__init__()
         self.attention, self.context = attention, context
         self.qkv = FusedLinear(attention.to_q, attention.to_k, attention.to_v)
+        self.slots = TokenSlots()
 
     def forward(self, hidden_states: Tensor, encoder_hidden_states: None = None, **unused: object) -> Tensor:
         """[P, tokens, channels] -> the same."""
@@ -50,6 +54,16 @@ class PatchedSelfAttention(nn.Module):
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         qkv = self.qkv(tokens).view(len(tokens), 3, heads, -1)
         qkv = _normed(qkv, attention.norm_q, attention.norm_k)
+        if context.active is not None:
+            active, level, parts = context.active, context.level, []
+            kept = self.slots.write(qkv[:, 1:], active, level.index)
+            for group in active.queries:
+                query = _queries(qkv[:, 0], group, active, level)
+                key, value = _kept_of(kept, group, active, level).unbind(2)
+                attended = _attend(query, key.transpose(1, 2), value.transpose(1, 2), attention.scale)
+                parts.append(_without_filling(attended, group, active, level))
+            return attention.to_out[0](joined(parts)).view(hidden_states.shape)
+        _keep(self.slots, qkv[:, 1:], context)
         parts = []
         for group in context.level.groups:
             # [rows, tokens, 3, heads, width] -> three of [rows, heads, tokens, width]
@@ -87,6 +101,13 @@ class PatchedCrossAttention(nn.Module):
         if attention.norm_q is not None:
             query = attention.norm_q(query)
         parts = []
+        if context.active is not None:
+            active, level = context.active, context.level
+            for group in active.queries:
+                own_key, own_value = key.index_select(0, group.rows), value.index_select(0, group.rows)
+                attended = _attend(_queries(query, group, active, level), own_key, own_value, attention.scale)
+                parts.append(_without_filling(attended, group, active, level))
+            return attention.to_out[0](joined(parts)).view(hidden_states.shape)
         for group in context.level.groups:
             part = query[group.start : group.end].view(group.rows, -1, heads, query.shape[-1]).transpose(1, 2)
             attended = _attend(part, key[group.row_slice], value[group.row_slice], attention.scale)
@@ -106,6 +127,7 @@ class PatchedJointAttention(nn.Module):
         self.attention, self.context = attention, context
         self.image_qkv = FusedLinear(attention.to_q, attention.to_k, attention.to_v)
         self.text_qkv = FusedLinear(attention.add_q_proj, attention.add_k_proj, attention.add_v_proj)
+        self.slots = TokenSlots()
 
     def forward(
         self, hidden_states: Tensor, encoder_hidden_states: Tensor, **unused: object
@@ -120,6 +142,17 @@ class PatchedJointAttention(nn.Module):
         image = _normed(image, attention.norm_q, attention.norm_k)
         text = self.text_qkv(encoder_hidden_states).view(num_rows, length, 3, heads, -1)
         text = _normed(text, attention.norm_added_q, attention.norm_added_k)
+        images, texts = self._masked(image, text) if context.active is not None else self._whole(image, text)
+        out = attention.to_out[0](joined(images)).view(hidden_states.shape)
+        if attention.context_pre_only:
+            return out, None
+        return out, attention.to_add_out(joined(texts))
+
+    def _whole(self, image: Tensor, text: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Attend with all tokens [tokens, 3, heads, width] and text [rows, length, 3, heads, width]."""
+        attention, context, heads = self.attention, self.context, self.attention.heads
+        assert context.level is not None
+        _keep(self.slots, image[:, 1:], context)
         images, texts = [], []
         for group in context.level.groups:
             part = image[group.start : group.end].view(group.rows, -1, 3, heads, image.shape[-1])
@@ -131,10 +164,27 @@ class PatchedJointAttention(nn.Module):
             attended = _attend(query, key, value, attention.scale, self._weights(key)).flatten(2)
             images.append(attended[:, :count].reshape(group.end - group.start, -1))
             texts.append(attended[:, count:])
-        out = attention.to_out[0](joined(images)).view(hidden_states.shape)
-        if attention.context_pre_only:
-            return out, None
-        return out, attention.to_add_out(joined(texts))
+        return images, texts
+
+    def _masked(self, image: Tensor, text: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Attend with the tokens of the active cells, and the text of the rows that have such cells."""
+        attention, active, level = self.attention, self.context.active, self.context.level
+        assert active is not None
+        assert level is not None
+        kept = self.slots.write(image[:, 1:], active, level.index)
+        images, texts = [], []
+        for group in active.queries:
+            own_text = text[group.local]
+            query = _queries(image[:, 0], group, active, level)
+            count = query.shape[2]
+            if not attention.context_pre_only:
+                query = torch.cat([query, own_text[:, :, 0].transpose(1, 2)], 2)
+            keys_values = torch.cat([_kept_of(kept, group, active, level), own_text[:, :, 1:]], 1)
+            key, value = keys_values.transpose(1, 3).unbind(2)
+            attended = _attend(query, key, value, attention.scale, self._weights(key))
+            images.append(_without_filling(attended[:, :count], group, active, level))
+            texts.append(attended[:, count:].flatten(2))
+        return images, texts
 
     def _weights(self, key: Tensor) -> Tensor | None:
         repeats = self.context.kept.get("repeats", 1)
@@ -151,6 +201,34 @@ class PatchedJointAttention(nn.Module):
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, weights: Tensor | None = None) -> Tensor:
     """Attention [rows, heads, tokens, width] -> [rows, tokens, heads, width], contiguous where torch gives it so."""
     return F.scaled_dot_product_attention(query, key, value, attn_mask=weights, scale=scale).transpose(1, 2)
+
+
+def _keep(slots: TokenSlots, keys_values: Tensor, context: PatchContext) -> None:
+    """Keep keys and values of a full pass, if the patch cache asks for it."""
+    if context.cells is not None:
+        assert context.level is not None
+        slots.keep(keys_values, context.cells, context.level.index)
+
+
+def _queries(query: Tensor, group: QueryGroup, active: ActiveSet, level: Level) -> Tensor:
+    """Queries of the active cells [tokens, heads, width] -> [rows, heads, tokens, width], rows filled up."""
+    area = active.tables.side(level.index) ** 2
+    taken = query.view(-1, area, *query.shape[1:]).index_select(0, group.index)
+    return taken.view(len(group.rows), -1, *query.shape[1:]).transpose(1, 2)
+
+
+def _without_filling(attended: Tensor, group: QueryGroup, active: ActiveSet, level: Level) -> Tensor:
+    """[rows, tokens, heads, width] -> tokens of the group's active cells [tokens, heads * width]."""
+    area, width = active.tables.side(level.index) ** 2, attended.shape[2] * attended.shape[3]
+    if group.valid is None:
+        return attended.reshape(-1, width)
+    return attended.reshape(-1, area, width).index_select(0, group.valid).view(-1, width)
+
+
+def _kept_of(kept: Tensor, group: QueryGroup, active: ActiveSet, level: Level) -> Tensor:
+    """Of kept keys and values [places, 2, heads, width] those of the group's rows: [rows, tokens, 2, heads, width]."""
+    places = active.tables.slot_tokens(level.index).index_select(0, group.context).flatten()
+    return kept.index_select(0, places).view(len(group.rows), -1, *kept.shape[1:])
 
 
 def _normed(qkv: Tensor, norm_q: nn.Module | None, norm_k: nn.Module | None) -> Tensor:

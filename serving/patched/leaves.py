@@ -16,6 +16,9 @@ from ...kernels.group_norm_stats import group_norm_stats
 from ...kernels.group_norm_stitch import group_norm_apply, group_norm_silu_stitch
 from ...kernels.halo import halo_gather
 from ...kernels.patch import patch_join, patch_split
+from ..cache.active import ActiveSet
+from ..cache.cells import CellTables
+from ..cache.slots import NormSlots, TokenSlots
 from .packing import Level, Packing
 
 Strategy = Literal["stitch", "regroup"]
@@ -36,6 +39,8 @@ class PatchContext:
         is_activated: whether the norm that ran last has applied SiLU too; the activation behind it does nothing then.
         is_padded: whether that norm has stitched too; the convolution behind it takes the tensor as it is then.
         kept: what stays the same while the batch has the same rows (text keys and values, positions).
+        cells: set while a block runs in full whose operators shall keep what they read, for the patch cache.
+        active: set while only some cells go through a block; all tensors then hold the tokens of these, cell by cell.
     """
 
     choose: "Choose"
@@ -46,6 +51,8 @@ class PatchContext:
     is_activated: bool = False
     is_padded: bool = False
     kept: dict[Any, Any] = field(default_factory=dict)
+    cells: CellTables | None = None
+    active: ActiveSet | None = None
 
     def at(self, x: Tensor) -> Level:
         """The level of a leaf's input: that of the leaf before, as only convolutions and up-sampling change it.
@@ -55,7 +62,8 @@ class PatchContext:
         assert self.packing is not None, "a patched model runs inside PatchedModel only"
         if self.level is None:
             self.level = self.packing.levels[0]
-        assert (x.shape[0], x.shape[2]) == (self.level.num_patches, self.level.side)
+        assert x.shape[2] == self.level.side
+        assert self.active is not None or x.shape[0] == self.level.num_patches
         return self.level
 
 
@@ -107,6 +115,7 @@ class PatchedConv(nn.Module):
         self.stride = conv.stride[0]
         self.is_pointwise = conv.kernel_size == (1, 1)
         self.out_channels = conv.out_channels
+        self.slots = TokenSlots()
         self._taps: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -117,11 +126,33 @@ class PatchedConv(nn.Module):
             return to_patches(F.linear(to_tokens(x), weight, self.conv.bias), x.shape[2])
         if context.is_padded:
             context.is_padded = False
+            self._keep(x[:, :, 1:-1, 1:-1])
             return self._valid(x)
         level = context.at(x)
-        out_level = packing.levels[level.index + self.stride - 1]
+        self._keep(x)
+        return self.between(x, level, packing.levels[level.index + self.stride - 1])
+
+    def between(self, x: Tensor, level: Level, out_level: Level) -> Tensor:
+        """Convolve from one level to another, all cells or, if some are active, those."""
+        context = self.context
         context.level = out_level
-        return self.run(x, level, out_level, context.choose(self, level, out_level))
+        if context.active is None:
+            return self.run(x, level, out_level, context.choose(self, level, out_level))
+        return self.masked(to_tokens(x), level, out_level)
+
+    def masked(self, tokens: Tensor, level: Level, out_level: Level) -> Tensor:
+        """Convolve the active cells, which see what was kept of the others."""
+        active = self.context.active
+        assert active is not None
+        kept = self.slots.write(tokens, active, level.index)
+        taps = kept.index_select(0, active.taps(level.index, out_level.index)).view(-1, 9 * tokens.shape[1])
+        return to_patches(F.linear(taps, self._matrix(), self.conv.bias), out_level.side)
+
+    def _keep(self, x: Tensor) -> None:
+        cells, level = self.context.cells, self.context.level
+        if cells is not None:
+            assert level is not None
+            self.slots.keep(to_tokens(x), cells, level.index)
 
     def shape_key(self, side: int) -> str:
         """What decides how long the convolution takes, apart from the number of positions."""
@@ -138,12 +169,15 @@ class PatchedConv(nn.Module):
         if level.neighbours is None:
             tokens = F.pad(to_tokens(x), (0, 0, 0, 1))
             taps = tokens.index_select(0, level.windows(self.stride)).view(-1, 9 * tokens.shape[1])
-            matrix = self._weight().permute(0, 2, 3, 1).view(self.out_channels, -1)
-            return to_patches(F.linear(taps, matrix, self.conv.bias), 1)
+            return to_patches(F.linear(taps, self._matrix(), self.conv.bias), 1)
         return self._valid(halo_gather(x, level.neighbours, kernels=self.context.kernels))
 
     def _valid(self, padded: Tensor) -> Tensor:
         return F.conv2d(padded, self._weight(), self.conv.bias, self.stride)
+
+    def _matrix(self) -> Tensor:
+        """The weight as a matrix (out channels, 9 * in channels), taps line by line."""
+        return self._weight().permute(0, 2, 3, 1).view(self.out_channels, -1)
 
     def _weight(self) -> Tensor:
         """The weight in channels-last format, which is also the matrix of a product over taps; copied at first use."""
@@ -170,12 +204,17 @@ class PatchedGroupNorm(nn.Module):
         self.norm, self.context = norm, context
         # In a tuple, so that the convolution is not a child of two modules.
         self._conv = (conv,)
+        self.slots = NormSlots(norm.num_groups)
         self._affine: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         context, conv = self.context, self._conv[0]
         level = context.at(x)
         context.is_activated = conv is not None
+        if context.active is not None:
+            return to_patches(self._masked(to_tokens(x), context.active), level.side)
+        if context.cells is not None:
+            self.slots.keep(to_tokens(x), context.cells, level.index)
         if level.neighbours is None:
             is_slow = x.dtype == torch.bfloat16 and x.device.type == "cpu"
             norm_tokens = self._by_sums if is_slow else self._by_resolution
@@ -219,18 +258,36 @@ class PatchedGroupNorm(nn.Module):
         means = torch.cat(sums).view(2, -1, num_groups, width).sum(3) / (level.row_tokens * width)
         mean, square = means[0], means[1]
         rstd = torch.addcmul(square, mean, mean, value=-1).clamp_(min=0).add_(norm.eps).rsqrt_()
-        if self._affine is None:
-            self._affine = norm.weight.float().view(num_groups, -1), norm.bias.float().view(num_groups, -1)
-        weight, bias = self._affine
-        scale = rstd[:, :, None] * weight
-        shift = torch.addcmul(bias, mean[:, :, None], scale, value=-1)
-        scale, shift = scale.view(-1, 1, channels), shift.view(-1, 1, channels)
+        scale, shift = self._scale_shift(mean, rstd)
         for group in level.groups:
             part = values[group.start : group.end].view(group.rows, -1, channels)
             torch.addcmul(shift[group.row_slice], part, scale[group.row_slice], out=part)
         if self.context.is_activated:
             F.silu(values, inplace=True)
         return values.to(tokens.dtype)
+
+    def _masked(self, tokens: Tensor, active: ActiveSet) -> Tensor:
+        """The tokens of the active cells, with the sums that were kept of the others."""
+        values = tokens.float().view(len(active), -1, tokens.shape[1])
+        mean, rstd = self.slots.statistics(values, active, self.norm.eps)
+        scale, shift = (part.index_select(0, active.row_of_cell) for part in self._scale_shift(mean, rstd))
+        values = torch.addcmul(shift, values, scale)
+        if self.context.is_activated:
+            F.silu(values, inplace=True)
+        return values.to(tokens.dtype).view(tokens.shape)
+
+    def _scale_shift(self, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+        """What (rows, groups) statistics come to: a factor and a summand, both [rows, 1, channels], float32."""
+        norm = self.norm
+        if self._affine is None:
+            self._affine = (
+                norm.weight.float().view(norm.num_groups, -1),
+                norm.bias.float().view(norm.num_groups, -1),
+            )
+        weight, bias = self._affine
+        scale = rstd[:, :, None] * weight
+        shift = torch.addcmul(bias, mean[:, :, None], scale, value=-1)
+        return scale.view(-1, 1, norm.num_channels), shift.view(-1, 1, norm.num_channels)
 
 
 class ActivationUnlessDone(nn.Module):
@@ -258,12 +315,19 @@ class PatchedUpsample(nn.Module):
     def forward(self, hidden_states: Tensor, output_size: object = None) -> Tensor:
         """`output_size` is what diffusers asks for when sides are odd; the finer level has the same."""
         level = self.context.at(hidden_states)
-        assert self.context.packing is not None
-        finer = self.context.level = self.context.packing.levels[level.index - 1]
+        context = self.context
+        assert context.packing is not None
+        finer = context.packing.levels[level.index - 1]
+        if context.active is not None:
+            context.level = finer
+            return self.conv.masked(to_tokens(hidden_states), level, finer)
+        if context.cells is not None:
+            # Before up-sampling it is a quarter as much.
+            self.conv.slots.keep(to_tokens(hidden_states), context.cells, level.index)
         if level.neighbours is not None:
-            return self.conv(F.interpolate(hidden_states, scale_factor=2.0, mode="nearest"))
+            return self.conv.between(F.interpolate(hidden_states, scale_factor=2.0, mode="nearest"), finer, finer)
         tokens = to_tokens(hidden_states).index_select(0, level.sources_of(finer))
-        return self.conv(to_patches(tokens, 1))
+        return self.conv.between(to_patches(tokens, 1), finer, finer)
 
 
 class RowsToPatches(nn.Module):
@@ -274,8 +338,13 @@ class RowsToPatches(nn.Module):
         self.linear, self.context = linear, context
 
     def forward(self, x: Tensor) -> Tensor:
-        assert self.context.level is not None
-        return self.linear(x).index_select(0, self.context.level.row_index)
+        context = self.context
+        assert context.level is not None
+        assert context.packing is not None
+        row_index = context.level.row_index
+        if context.active is not None:
+            row_index = context.active.row_index(context.level.index, context.packing.order == "image")
+        return self.linear(x).index_select(0, row_index)
 
 
 class RowTimesteps(nn.Module):

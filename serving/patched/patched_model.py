@@ -10,6 +10,11 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
+from ...data.errors import UsageError
+from ..cache.block import install
+from ..cache.options import CacheOptions
+from ..cache.patch_cache import CachedRequest, PatchCache
+from ..cache.rules import ReuseRule
 from ..denoiser import denoise
 from ..layout import by_size
 from .leaves import Choose, PatchContext, PatchedConv, Strategy
@@ -62,6 +67,25 @@ class PatchedModel:
         self.unit = 1 if self.is_unet else int(model.config["patch_size"])  # type: ignore[index,arg-type]
         self.device: torch.device = self.model.device
         self.dtype: torch.dtype = self.model.dtype
+        self.cache: PatchCache | None = None
+
+    def use_cache(self, options: CacheOptions, rule: ReuseRule) -> PatchCache:
+        """Let the patch cache decide before every block from now on.
+
+        Raises:
+            UsageError: if its patch size does not suit the model, or differs from that of `patch` order.
+        """
+        cache = PatchCache(options, rule, self.context, unit=self.unit, num_levels=self.num_levels)
+        if self.order == "patch":
+            if self.patch_size not in (None, options.patch_size):
+                raise UsageError(
+                    f"patch size {self.patch_size} and cache patch size {options.patch_size} differ; "
+                    "with --order patch they must be the same"
+                )
+            self.patch_size = options.patch_size
+        install(self.model, cache)
+        self.cache = cache
+        return cache
 
     def pack(self, sizes: list[tuple[int, int]]) -> Packing:
         """Say where rows with these latent sizes, sorted by resolution, lie.
@@ -106,29 +130,37 @@ class PatchedModel:
             found.setdefault((conv.conv.in_channels, conv.out_channels, conv.stride, level), (conv, level))
         return list(found.values())
 
-    def begin(self, packing: Packing, *, repeats: int = 1) -> None:
+    def begin(self, packing: Packing, *, repeats: int = 1, requests: Sequence[CachedRequest] = ()) -> None:
         """Say which rows the next calls have. Whatever is kept from call to call is let go.
 
         Args:
             packing: from `pack`.
             repeats: how many times the last text token of every row counts (see `PatchedJointAttention`).
+            requests: whose rows they are, in order, for the patch cache if there is one.
         """
         self.context.packing = packing
         self.context.kept.clear()
         self.context.kept["repeats"] = repeats
+        if self.cache is not None:
+            self.cache.begin(packing, requests)
 
-    def __call__(self, patches: Tensor, timesteps: Tensor, **conditions: Any) -> Tensor:
+    def __call__(
+        self, patches: Tensor, timesteps: Tensor, *, steps_done: Sequence[int] = (), **conditions: Any
+    ) -> Tensor:
         """Predict for patches [P, channels, side, side] of the rows given to `begin`, each at its own timestep.
 
         Args:
             patches: in the model's dtype.
             timesteps: (rows,).
+            steps_done: of every request given to `begin`, for the patch cache if there is one.
             conditions: tensors with one entry per row, named as the model's own forward names them.
         """
         context = self.context
         # A pass that failed half way may have left its state behind.
         context.is_padded, context.is_activated, context.level = False, False, None
         context.timesteps = timesteps
+        if self.cache is not None:
+            self.cache.begin_step(steps_done)
         # A U-Net repeats one timestep for every patch; `RowTimesteps` puts those of the rows in its place.
         return denoise(self.model, patches, timesteps[0] if self.is_unet else timesteps, conditions)
 

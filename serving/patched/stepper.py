@@ -6,6 +6,7 @@ step).
 """
 
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor, nn
 
 from ..batched_sampler import BatchedSampler, SamplerBatch
+from ..cache.patch_cache import CachedRequest
 from ..denoiser import denoise
 from ..families import Family
 from ..layout import by_size
@@ -38,19 +40,25 @@ class PatchedStepper:
     def __init__(self, model: PatchedModel, plain_model: nn.Module, family: Family, sampler: BatchedSampler) -> None:
         self.model, self.plain_model, self.family, self.sampler = model, plain_model, family, sampler
         self._batch: PackedBatch | None = None
+        self._cache_keys = count()
 
     def tune(self, sizes: Sequence[tuple[int, int]], folder: Path, *, fingerprint: str) -> None:
         """See `PatchedModel.tune`."""
+        if self.model.cache is not None:
+            self.model.cache.check_sizes(sizes)
         self.model.tune(sizes, folder, fingerprint=fingerprint)
 
-    def check(self, state: SamplerState) -> None:
-        """Raise UsageError if the schedule has a step without finite coefficients."""
+    def check(self, state: SamplerState, size: tuple[int, int]) -> None:
+        """Raise UsageError if the schedule has a step without finite coefficients, or the cache cannot cut the size."""
         self.sampler.table(state)
+        if self.model.cache is not None:
+            self.model.cache.check_sizes([size])
 
     def prepare(self, prepared: PreparedRequest) -> None:
         """Work out a request's coefficients beside the denoise loop."""
         self.sampler.table(prepared.state)
         prepared.latents = prepared.latents.float()
+        prepared.cache_key = next(self._cache_keys)
 
     @torch.inference_mode()
     def step(self, active: Sequence[PreparedRequest]) -> dict[int, str]:
@@ -65,7 +73,7 @@ class PatchedStepper:
         try:
             return self._step_together(active)
         except Exception as error:  # noqa: BLE001  one failing request must not take down the others
-            self._let_go()
+            self._let_go(has_failed=True)
             if len(active) == 1:
                 return {active[0].request.request_id: describe("denoising", error)}
         failures: dict[int, str] = {}
@@ -75,7 +83,7 @@ class PatchedStepper:
                 failures |= self._step_together([prepared], may_be_plain=False)
             except Exception as error:  # noqa: BLE001  as above
                 failures[prepared.request.request_id] = describe("denoising", error)
-            self._let_go()
+            self._let_go(has_failed=True)
         return failures
 
     def _step_together(self, active: Sequence[PreparedRequest], *, may_be_plain: bool = True) -> dict[int, str]:
@@ -89,8 +97,11 @@ class PatchedStepper:
             self._let_go()
         return dict.fromkeys(not_finite, "denoising: latents are not finite (NaN or infinity)")
 
-    def _let_go(self) -> None:
+    def _let_go(self, *, has_failed: bool = False) -> None:
         """Hand the latents of the current batch back to its requests."""
+        if has_failed and self.model.cache is not None:
+            # A step that failed half way has left some blocks at this step and the others at the last one.
+            self.model.cache.forget()
         if self._batch is not None:
             self._batch.unpack()
             self._batch = None
@@ -121,14 +132,19 @@ class PackedBatch:
             conditioning["text"], repeats = _without_repeats(conditioning["text"])
         self._conditions: dict[str, Any] = family.conditions(conditioning)
         # A batch of one resolution needs no patches: plain diffusers is as fast, unless equal text tokens are left out.
-        self._is_plain = may_be_plain and len(set(sizes)) == 1 and repeats == 1
+        is_cached = model.cache is not None
+        self._is_plain = may_be_plain and len(set(sizes)) == 1 and repeats == 1 and not is_cached
         if self._is_plain:
             self._packing = WholeImages(len(batch), model.device)
             row_packing = WholeImages(len(rows), model.device)
         else:
             self._packing = model.pack(sizes)
             row_packing = model.pack([sizes[index] for index in rows])
-            model.begin(row_packing, repeats=repeats)
+            known = [
+                CachedRequest(each.cache_key, each.num_rows, each.state.num_steps, each.request.resolution.pixels)
+                for each in batch
+            ]
+            model.begin(row_packing, repeats=repeats, requests=known)
         self._guide = _Guidance(batch, self._packing, row_packing, model.device)
 
         history = None
@@ -151,7 +167,8 @@ class PackedBatch:
         if self._is_plain:
             prediction = denoise(self._plain_model, patches, timesteps, self._conditions)
         else:
-            prediction = model(patches, timesteps, **self._conditions)
+            done = [prepared.state.steps_done for prepared in self._batch]
+            prediction = model(patches, timesteps, steps_done=done, **self._conditions)
         sampler.step(self._guide.combine(prediction.float()), self._draw_noise)
 
     def _draw_noise(self) -> Tensor:

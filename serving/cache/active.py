@@ -1,0 +1,143 @@
+"""The cells that go through a block at one step, and the index tensors that its operators need for them."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .cells import CellTables, Integers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QueryGroup:
+    """The rows of one resolution that have active cells.
+
+    Rows may have different numbers of active cells; the shorter ones are filled up with cells whose result is dropped.
+
+    Attributes:
+        rows: (R,) rows of the batch.
+        local: the same rows among the active rows.
+        index: (R * most,) place among the active cells.
+        valid: (n,) which of these are no filling, in order; None if all.
+        context: (R * cells of a row,) all cells of these rows.
+    """
+
+    rows: Tensor
+    local: slice
+    index: Tensor
+    valid: Tensor | None
+    context: Tensor
+
+
+class ActiveSet:
+    """Some cells of a batch, in ascending order.
+
+    Args:
+        tables: of the batch.
+        cells: (n,) their numbers, ascending, at least one.
+    """
+
+    def __init__(self, tables: CellTables, cells: Integers) -> None:
+        self.tables, self._cells = tables, cells
+        self.cells = self._tensor(cells)
+        self._rows, self._local = np.unique(tables.row_of_cell[cells], return_inverse=True)
+        self._kept: dict[tuple[str, int, int], Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+    def _tensor(self, array: Integers) -> Tensor:
+        return torch.from_numpy(array).to(self.tables.device)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """(R,) rows with active cells. What is computed once per row is computed for these."""
+        return self._tensor(self._rows)
+
+    @cached_property
+    def row_of_cell(self) -> Tensor:
+        """(n,) for each active cell the place of its row in `rows`."""
+        return self._tensor(self._local)
+
+    def row_index(self, level: int, is_by_token: bool) -> Tensor:
+        """The place in `rows` for each token, or for each cell where a packed tensor has one entry per cell."""
+        if not is_by_token:
+            return self.row_of_cell
+        return self._get("row", level, level)
+
+    def tokens(self, level: int) -> Tensor:
+        """(n * side * side,) their tokens in packed order."""
+        return self._get("tokens", level, level)
+
+    def slot_tokens(self, level: int) -> Tensor:
+        """(n * side * side,) their places in what operators keep."""
+        return self._get("slots", level, level)
+
+    def taps(self, level: int, out_level: int) -> Tensor:
+        """(n * out side * out side * 9,), see `CellTables.taps`."""
+        return self._get("taps", level, out_level)
+
+    def _get(self, kind: str, level: int, out_level: int) -> Tensor:
+        key = kind, level, out_level
+        if key not in self._kept:
+            if kind == "row":
+                made = self.row_of_cell.repeat_interleave(self.tables.side(level) ** 2)
+            else:
+                table = {"tokens": self.tables.tokens, "slots": self.tables.slot_tokens}.get(kind)
+                whole = table(level) if table else self.tables.taps(level, out_level)
+                made = whole.index_select(0, self.cells).flatten()
+            self._kept[key] = made
+        return self._kept[key]
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """(n,)"""
+        return self._tensor(self.tables.slots[self._cells])
+
+    @cached_property
+    def context(self) -> tuple[Tensor, Tensor]:
+        """Slots of all cells of the rows with active cells, and for each the place of its row in `rows`."""
+        starts = self.tables.row_start
+        cells = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in self._rows])
+        local = np.repeat(np.arange(len(self._rows)), starts[self._rows + 1] - starts[self._rows])
+        return self._tensor(self.tables.slots[cells]), self._tensor(local)
+
+    @cached_property
+    def num_cells_of_row(self) -> Tensor:
+        """(R,) cells of each row with active cells, float32."""
+        starts = self.tables.row_start
+        return self._tensor(starts[self._rows + 1] - starts[self._rows]).float()
+
+    @cached_property
+    def queries(self) -> list[QueryGroup]:
+        """How attention takes them, resolution by resolution."""
+        groups = []
+        for first_row, num_rows, num_cells in self.tables.groups():
+            start, end = np.searchsorted(self._rows, (first_row, first_row + num_rows))
+            if start == end:
+                continue
+            first, last = np.searchsorted(self._local, (start, end))
+            rows = self._rows[start:end]
+            local = self._local[first:last] - start
+            counts = np.bincount(local, minlength=len(rows))
+            most = int(counts.max())
+            before = np.cumsum(counts) - counts
+            place = np.arange(most)
+            # Filling repeats the first active cell of the row.
+            index = first + before[:, None] + np.where(place < counts[:, None], place, 0)
+            valid = None
+            if (counts < most).any():
+                valid = self._tensor(np.flatnonzero((place < counts[:, None]).reshape(-1)))
+            context = (self.tables.row_start[rows][:, None] + np.arange(num_cells)).reshape(-1)
+            groups.append(
+                QueryGroup(
+                    self._tensor(rows),
+                    slice(int(start), int(end)),
+                    self._tensor(index.reshape(-1)),
+                    valid,
+                    self._tensor(context),
+                )
+            )
+        return groups

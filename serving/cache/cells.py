@@ -1,0 +1,167 @@
+"""Where the cells of a batch lie. A cell is a patch of the cache in one row (conditional or unconditional) of a batch.
+
+Cells are numbered by row, then by their place in the image, line by line, whatever order the tokens of the packing
+have. A cell has a slot, which it keeps as long as its request is served; slots index what operators keep as context.
+Slot 0 belongs to nobody and holds zeros: what lies beyond the edge of an image is read from there.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..patched.packing import Group, Level, Packing
+
+Integers = NDArray[np.int64]
+
+
+class CellTables:
+    """Index tables of one packing and one assignment of slots; built when the active set changes.
+
+    Args:
+        packing: where the tokens lie.
+        cell_size: side of a cell in latent pixels; it divides all sides and suits all levels.
+        unit: latent pixels on the side of a token of the finest level.
+        slots: (cells,) slot of every cell, from 1.
+
+    Attributes:
+        num_cells: cells of all rows.
+        row_of_cell: (cells,).
+        row_start: (rows + 1,) first cell of each row, then the number of cells.
+    """
+
+    def __init__(self, packing: Packing, cell_size: int, unit: int, slots: Integers) -> None:
+        self.packing, self.slots, self.device = packing, slots, packing.row_index.device
+        self._sides = [(cell_size // unit) >> level.index for level in packing.levels]
+        counts = [height * width // cell_size**2 for height, width in packing.sizes]
+        self.row_start: Integers = np.cumsum([0, *counts])
+        self.num_cells = int(self.row_start[-1])
+        assert len(slots) == self.num_cells
+        self.row_of_cell = np.repeat(np.arange(len(counts)), counts)
+        self._kept: dict[tuple[str, int, int], Tensor] = {}
+
+    def side(self, level: int) -> int:
+        """Tokens on the side of a cell at a level."""
+        return self._sides[level]
+
+    def level_of(self, num_tokens: int) -> Level:
+        """The level whose packed tensors have this many tokens."""
+        return next(level for level in self.packing.levels if level.num_tokens == num_tokens)
+
+    def tokens(self, level: int) -> Tensor:
+        """(cells, side * side) tokens of each cell in packed order."""
+        return self._get("tokens", level, level)
+
+    def slot_tokens(self, level: int) -> Tensor:
+        """(cells, side * side) places of a cell's tokens in what operators keep."""
+        return self._get("slots", level, level)
+
+    def taps(self, level: int, out_level: int) -> Tensor:
+        """(cells, out side * out side * 9): the kept tokens that a 3 x 3 convolution reads for each output of a cell.
+
+        Args:
+            level: of what is kept, the convolution's input (before up-sampling, if that comes first).
+            out_level: of the output: the same, the next coarser (stride 2) or the next finer (after up-sampling).
+        """
+        return self._get("taps", level, out_level)
+
+    def _get(self, kind: str, level: int, out_level: int) -> Tensor:
+        key = kind, level, out_level
+        if key not in self._kept:
+            if kind == "tokens":
+                table = self._tokens(level)
+            elif kind == "slots":
+                table = self._slot_tokens(level)
+            else:
+                table = self._taps(level, out_level)
+            self._kept[key] = torch.from_numpy(np.ascontiguousarray(table)).to(self.device)
+        return self._kept[key]
+
+    def _slot_tokens(self, level: int) -> Integers:
+        area = self._sides[level] ** 2
+        return self.slots[:, None] * area + np.arange(area)
+
+    def _tokens(self, level: int) -> Integers:
+        grain, parts = self.packing.levels[level].grain, []
+        for group in self.packing.levels[level].groups:
+            numbers = np.arange(group.start, group.end)
+            high, wide = group.height // grain, group.width // grain
+            # Within a patch of the packing line by line, and the patches line by line.
+            raster = numbers.reshape(group.rows, high, wide, grain, grain).transpose(0, 1, 3, 2, 4)
+            parts.append(self._cut(raster.reshape(group.rows, group.height, group.width, 1), self._sides[level]))
+        return np.concatenate(parts)
+
+    def _taps(self, level: int, out_level: int) -> Integers:
+        side, out_side, kept, parts = self._sides[level], self._sides[out_level], self._slot_tokens(level), []
+        for group in self.packing.levels[level].groups:
+            high, wide = group.height // side, group.width // side
+            own = kept[self._cells_of(group)].reshape(group.rows, high, wide, side, side)
+            raster = own.transpose(0, 1, 3, 2, 4).reshape(group.rows, group.height, group.width)
+            if out_level < level:
+                raster = raster.repeat(2, 1).repeat(2, 2)
+            stride = 2 if out_level > level else 1
+            padded = np.pad(raster, ((0, 0), (1, 1), (1, 1)))
+            windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), (1, 2))[:, ::stride, ::stride]
+            parts.append(self._cut(windows.reshape(*windows.shape[:3], 9), out_side))
+        return np.concatenate(parts)
+
+    def _cells_of(self, group: Group) -> slice:
+        return slice(int(self.row_start[group.first_row]), int(self.row_start[group.first_row + group.rows]))
+
+    @staticmethod
+    def _cut(raster: Integers, side: int) -> Integers:
+        """(rows, height, width, k) -> (cells, side * side * k)."""
+        rows, height, width, depth = raster.shape
+        cut = raster.reshape(rows, height // side, side, width // side, side, depth).transpose(0, 1, 3, 2, 4, 5)
+        return cut.reshape(-1, side * side * depth)
+
+    def groups(self) -> list[tuple[int, int, int]]:
+        """First row, number of rows and cells in a row of every resolution."""
+        starts = self.row_start
+        return [
+            (group.first_row, group.rows, int(starts[group.first_row + 1] - starts[group.first_row]))
+            for group in self.packing.levels[0].groups
+        ]
+
+
+class SlotTable:
+    """Which cell has which slot. Cells are known by keys that no other cell ever has."""
+
+    def __init__(self) -> None:
+        self._keys: Integers = np.empty(0, np.int64)
+        self._slots: Integers = np.empty(0, np.int64)
+        self._free: list[int] = []
+        self.num_slots = 1  # with slot 0
+
+    def assign(self, keys: Integers) -> Integers:
+        """Give every cell its slot: the one it has, or a free one. The slots of cells that are gone become free."""
+        slots = np.zeros(len(keys), np.int64)
+        here, there = match_keys(keys, self._keys)
+        slots[here] = self._slots[there]
+        is_gone = np.ones(len(self._keys), bool)
+        is_gone[there] = False
+        self._free.extend(self._slots[is_gone].tolist())
+        is_new = slots == 0
+        missing = int(is_new.sum()) - len(self._free)
+        if missing > 0:
+            self._free.extend(range(self.num_slots, self.num_slots + missing))
+            self.num_slots += missing
+        # The lowest first, so that what operators keep stays dense.
+        self._free.sort(reverse=True)
+        slots[is_new] = [self._free.pop() for _ in range(int(is_new.sum()))]
+        self._keys, self._slots = keys, slots
+        return slots
+
+
+def match_keys(new: Integers, old: Integers) -> tuple[Integers, Integers]:
+    """The Common Set: places in `new` and in `old` of the keys that both have (PatchedServe section 5.2).
+
+    What is left of `new` is the New Set, what is left of `old` the Expired Set.
+    """
+    if not len(old):
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    order = np.argsort(old, kind="stable")
+    place = np.minimum(np.searchsorted(old, new, sorter=order), len(old) - 1)
+    there = order[place]
+    here = np.flatnonzero(old[there] == new)
+    return here, there[here]

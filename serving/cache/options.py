@@ -1,0 +1,78 @@
+"""How the cache is to work. Imports no torch, so that options are checked before anything heavy is loaded."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, get_args
+
+from ...data.errors import UsageError
+
+CACHE_PREDICTOR_FILE = "cache.safetensors"
+CacheMode = Literal["off", "patch", "image", "interval", "accumulated"]
+CACHE_MODES: tuple[str, ...] = get_args(CacheMode)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """What the patch cache does; all but `mode` are without effect where it is off.
+
+    Attributes:
+        mode: `patch`: every patch of every block by itself. `image`: a block is skipped only where all patches of the
+            batch agree (the paper's whole-image variant). `interval`: all but the outermost blocks are computed at
+            every `interval`-th step only (as DeepCache does). `accumulated`: a request skips all blocks until the
+            changes of its input, added up from step to step, exceed `threshold` (as TeaCache does).
+        threshold: largest mean squared change of a block's input since it was last computed, relative to the mean
+            square of that input, at which `patch` and `image` reuse, where no predictor is given; None asks the
+            predictor. For `accumulated` the largest sum of relative changes.
+        predictor: file of a trained cache predictor; None for the workspace's.
+        patch_size: side of a patch of the cache in latent pixels.
+        interval: see `mode`.
+        max_reuse: how many steps in a row a patch may reuse a block.
+        warmup_steps: first steps of a request that are computed in full; so is its last step.
+        memory_mb: bound of what the cache keeps; a block that would exceed it runs uncached.
+
+    Raises:
+        UsageError: a value is not allowed.
+    """
+
+    mode: CacheMode = "off"
+    threshold: float | None = None
+    predictor: Path | None = None
+    patch_size: int = 8
+    interval: int = 3
+    max_reuse: int = 4
+    warmup_steps: int = 3
+    memory_mb: int = 2048
+
+    def __post_init__(self) -> None:
+        if self.mode not in CACHE_MODES:
+            raise UsageError(f"cache is {self.mode!r}, but it must be one of {', '.join(CACHE_MODES)}")
+        for name, low in (("patch_size", 1), ("interval", 2), ("max_reuse", 1), ("warmup_steps", 1), ("memory_mb", 1)):
+            if getattr(self, name) < low:
+                raise UsageError(
+                    f"cache {name.replace('_', ' ')} is {getattr(self, name)}, but it must be {low} or more"
+                )
+        if self.threshold is not None and not 0 <= self.threshold < float("inf"):
+            raise UsageError(f"cache threshold is {self.threshold}, but it must be a number from 0")
+        if self.mode == "accumulated" and self.threshold is None:
+            raise UsageError(
+                "--cache accumulated needs --cache-threshold: the sum of relative changes that is let pass"
+            )
+        if self.predictor is not None and self.threshold is not None:
+            raise UsageError("give --cache-predictor or --cache-threshold, not both")
+        if self.predictor is not None and self.mode not in ("patch", "image"):
+            raise UsageError(f"--cache-predictor belongs to --cache patch or image, not {self.mode}")
+
+    @property
+    def is_on(self) -> bool:
+        return self.mode != "off"
+
+    @property
+    def needs_predictor(self) -> bool:
+        """Whether a trained predictor decides."""
+        return self.mode in ("patch", "image") and self.threshold is None
+
+    def with_predictor_of(self, folder: Path) -> "CacheOptions":
+        """The same options with the predictor of a workspace's folder, where they want one and name none."""
+        if not self.needs_predictor or not self.is_on or self.predictor is not None:
+            return self
+        return replace(self, predictor=folder / CACHE_PREDICTOR_FILE)

@@ -1,0 +1,322 @@
+"""The cache of one model: whose patches are in the batch, which of them go through a block, and what that has saved."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...data.errors import UsageError
+from ..patched.leaves import PatchContext
+from ..patched.packing import Packing
+from .active import ActiveSet
+from .cells import CellTables, Integers, SlotTable
+from .options import CacheOptions
+from .rules import Accumulated, Booleans, PatchView, ReuseRule
+from .slots import NormSlots, TokenSlots
+from .store import BlockStore, cell_sums, count_of
+
+Tokens = tuple[Tensor, ...]
+OnComputed = Callable[[int, Tokens, Tokens], None]
+"""Called with a block's number, input and output whenever it has run in full."""
+
+
+@dataclass(slots=True)
+class CacheStats:
+    """What the cache has done since it was made.
+
+    Attributes:
+        patches, skipped: patches of requests over all blocks and steps, and how many of them were reused; their
+            quotient is the saved computation of PatchedServe, section 8.
+        by_block: the same two for every block.
+        whole, masked, skipped_blocks: how often a block ran in full, for some cells, and not at all.
+        uncached: how often a block ran without the cache because of the memory bound.
+        peak_bytes: the most that was kept.
+        overhead_s: time spent on deciding and on keeping, without the blocks themselves.
+    """
+
+    patches: int = 0
+    skipped: int = 0
+    by_block: dict[str, list[int]] = field(default_factory=dict)
+    whole: int = 0
+    masked: int = 0
+    skipped_blocks: int = 0
+    uncached: int = 0
+    peak_bytes: int = 0
+    overhead_s: float = 0.0
+
+    @property
+    def saved_share(self) -> float:
+        return self.skipped / self.patches if self.patches else 0.0
+
+    def count(self, name: str, patches: int, skipped: int) -> None:
+        """Note one pass over one block."""
+        self.patches += patches
+        self.skipped += skipped
+        both = self.by_block.setdefault(name, [0, 0])
+        both[0] += patches
+        both[1] += skipped
+
+
+@dataclass(frozen=True, slots=True)
+class CachedRequest:
+    """A request as the cache knows it.
+
+    Attributes:
+        key: its own for ever.
+        num_rows: 2 with guidance, else 1.
+        num_steps: of its schedule.
+        pixels: width times height of its image.
+    """
+
+    key: int
+    num_rows: int
+    num_steps: int
+    pixels: int
+
+
+class PatchCache:
+    """Decides and keeps for all blocks of one patched model. One thread at a time.
+
+    Args:
+        options: how.
+        rule: who decides.
+        context: of the patched model.
+        unit: latent pixels on the side of the model's smallest token.
+        num_levels: levels of the model.
+
+    Attributes:
+        stats: what it has done so far.
+        full_above: share of patches to compute above which a block computes all.
+        on_computed: called whenever a block has run in full.
+        names, stores: of the blocks, in the order in which a step runs them.
+
+    Raises:
+        UsageError: the patch size of the cache does not suit the model.
+    """
+
+    def __init__(
+        self, options: CacheOptions, rule: ReuseRule, context: PatchContext, *, unit: int, num_levels: int
+    ) -> None:
+        multiple = unit << (num_levels - 1)
+        if options.patch_size % multiple:
+            raise UsageError(
+                f"the cache's patch size is {options.patch_size}, but this model needs a multiple of {multiple}"
+            )
+        self.options, self.rule, self.context, self.unit = options, rule, context, unit
+        self.stats = CacheStats()
+        self.full_above = 0.85
+        self.on_computed: OnComputed | None = None
+        self.names: list[str] = []
+        self.stores: list[BlockStore] = []
+        self._block_slots: list[list[TokenSlots | NormSlots]] = []
+        self._slots = SlotTable()
+        self._previous = BlockStore()
+        self._bytes_per_cell: dict[int, float] = {}
+        self._batch: PatchBatch | None = None
+
+    @property
+    def tables(self) -> CellTables:
+        return self.batch.tables
+
+    @property
+    def batch(self) -> "PatchBatch":
+        assert self._batch is not None, "the cache works between PatchedModel.begin and the next"
+        return self._batch
+
+    def check_sizes(self, sizes: Sequence[tuple[int, int]]) -> None:
+        """Raise UsageError if a latent size (height, width) is no multiple of the cache's patch size."""
+        for height, width in sizes:
+            if height % self.options.patch_size or width % self.options.patch_size:
+                raise UsageError(
+                    f"latents of {width}x{height} cannot be cut into the cache's patches of {self.options.patch_size}; "
+                    "use another --cache-patch-size, or --cache off"
+                )
+
+    def add_block(self, name: str, slots: list[TokenSlots | NormSlots]) -> int:
+        """Register a block with what its operators keep, in the order in which the model runs them; its number."""
+        self.names.append(name)
+        self.stores.append(BlockStore())
+        self._block_slots.append(slots)
+        return len(self.names) - 1
+
+    def begin(self, packing: Packing, requests: Sequence[CachedRequest]) -> None:
+        """Say which requests the next steps have, in the order of their rows."""
+        self._batch = PatchBatch(packing, requests, self._slots, self.options.patch_size, self.unit)
+
+    def begin_step(self, steps_done: Sequence[int]) -> None:
+        """Say how far each request is, before every step."""
+        batch = self.batch
+        batch.start_step(np.asarray(steps_done), self.options.warmup_steps)
+        self._needs_observation = isinstance(self.rule, Accumulated)
+
+    def decide(self, block: int, inputs: tuple[Tensor, ...]) -> "ActiveSet | bool":
+        """Which cells go through a block: True for all, False for none, else some.
+
+        The cells of new, first and last steps are always among them, and so are those which were reused too often.
+        """
+        started = time.perf_counter()
+        batch, store = self.batch, self.stores[block]
+        store.move_to(batch.tables, batch.keys)
+        if self._needs_observation:
+            self._observe(batch, inputs)
+        must = (
+            batch.is_forced
+            | ~store.is_known[batch.first_cell]
+            | (store.reuses[batch.first_cell] >= self.options.max_reuse)
+        )
+        reuse = np.zeros(batch.num_patches, bool)
+        if not must.all():
+            reuse = self._ask(block, store, inputs, batch) & ~must
+            if self.options.mode == "image" and not reuse.all():
+                reuse[:] = False
+        num_active = batch.num_patches - int(reuse.sum())
+        if num_active > self.full_above * batch.num_patches:
+            reuse[:] = False
+            num_active = batch.num_patches
+        self.stats.count(self.names[block], batch.num_patches, batch.num_patches - num_active)
+        is_reused = reuse[batch.patch_of_cell]
+        store.check_mask(is_reused)
+        store.reuses = np.where(is_reused, store.reuses + 1, 0)
+        self.stats.overhead_s += time.perf_counter() - started
+        if num_active == batch.num_patches:
+            self.stats.whole += 1
+            return True
+        if num_active == 0:
+            self.stats.skipped_blocks += 1
+            return False
+        self.stats.masked += 1
+        return ActiveSet(batch.tables, np.flatnonzero(~is_reused))
+
+    def keep(
+        self,
+        block: int,
+        inputs: tuple[Tensor, ...],
+        outputs: tuple[Tensor, ...],
+        row_outputs: tuple[Tensor, ...],
+        active: ActiveSet | None,
+    ) -> None:
+        """Keep what a block has computed, if there is room."""
+        started = time.perf_counter()
+        store = self.stores[block]
+        if active is None and self.on_computed is not None:
+            self.on_computed(block, inputs, outputs)
+        if active is None and not self.has_room(block):
+            self.stats.uncached += 1
+            self._forget(block)
+            return
+        store.put(inputs, outputs, row_outputs, active)
+        used = self._bytes_of(block)
+        self._bytes_per_cell[block] = used / self.tables.num_cells
+        self.stats.peak_bytes = max(self.stats.peak_bytes, self.num_bytes)
+        self.stats.overhead_s += time.perf_counter() - started
+
+    def has_room(self, block: int) -> bool:
+        """Whether what a block keeps fits into the memory bound beside what the others keep now."""
+        wanted = self._bytes_per_cell.get(block, 0.0) * self.tables.num_cells
+        others = sum(self._bytes_of(index) for index in range(len(self.stores)) if index != block)
+        return others + wanted <= self.options.memory_mb * 1e6
+
+    def forget(self) -> None:
+        """Let go of everything, for example after a failure half way through a step."""
+        for block in range(len(self.stores)):
+            self._forget(block)
+        self._previous.clear()
+
+    def _forget(self, block: int) -> None:
+        self.stores[block].clear()
+        for slots in self._block_slots[block]:
+            slots.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self._bytes_of(index) for index in range(len(self.stores)))
+
+    def _bytes_of(self, block: int) -> int:
+        return self.stores[block].num_bytes + sum(slots.num_bytes for slots in self._block_slots[block])
+
+    def _ask(self, block: int, store: BlockStore, inputs: tuple[Tensor, ...], batch: "PatchBatch") -> Booleans:
+        change = None
+        if self.rule.needs_change:
+            by_cell = store.change(inputs)
+            change = torch.maximum(by_cell.take(batch.first_cell_tensor), by_cell.take(batch.last_cell_tensor))
+        view = PatchView(
+            block,
+            len(self.stores),
+            change,
+            batch.request,
+            batch.steps_done,
+            batch.num_steps,
+            store.reuses[batch.first_cell],
+            batch.pixels,
+        )
+        return self.rule.may_reuse(view)
+
+    def _observe(self, batch: "PatchBatch", inputs: tuple[Tensor, ...]) -> None:
+        """Tell an accumulating rule how far every request's input has moved since the last step."""
+        self._needs_observation = False
+        rule, store, tables = self.rule, self._previous, batch.tables
+        assert isinstance(rule, Accumulated)
+        store.move_to(tables, batch.keys)
+        changes = np.full(len(batch.request_keys), np.inf)
+        if store.inputs:
+            moved: Tensor | float = 0.0
+            for new, old in zip(inputs, store.inputs, strict=True):
+                moved = moved + cell_sums(new - old, tables)
+            sums = np.stack([part.double().cpu().numpy() for part in (moved / count_of(inputs, tables), store.square)])  # type: ignore[operator,union-attr]
+            first = batch.first_cell[batch.request_start]
+            sums = np.add.reduceat(sums[:, batch.first_cell] + sums[:, batch.last_cell], batch.request_start, axis=1)
+            changes = np.where(store.is_known[first], np.sqrt(sums[0] / sums[1]), np.inf)
+        store.put(inputs, (), (), None)
+        rule.observe(batch.request_keys, changes)
+        for place in np.flatnonzero(batch.is_forced[batch.request_start]):
+            rule.restart(batch.request_keys[place])
+
+
+class PatchBatch:
+    """The patches of the requests in a batch and their cells: one per row of the request.
+
+    Attributes:
+        tables: of the cells.
+        keys: (cells,) what no other cell ever has.
+        request, patch: (patches,) place of the request in the batch, and number of the patch in its image.
+        first_cell, last_cell: (patches,) its cell in the first and in the last row of its request.
+        patch_of_cell: (cells,).
+        steps_done, is_forced: (patches,) of this step; whether it must be computed whatever the rule says.
+    """
+
+    def __init__(
+        self, packing: Packing, requests: Sequence[CachedRequest], slots: SlotTable, cell_size: int, unit: int
+    ) -> None:
+        rows = np.cumsum([0, *(request.num_rows for request in requests)])
+        counts = np.array([packing.sizes[row][0] * packing.sizes[row][1] // cell_size**2 for row in rows[:-1]])
+        row_counts = np.repeat(counts, [request.num_rows for request in requests])
+        places = np.concatenate([np.arange(count) for count in row_counts])
+        second = np.concatenate([np.arange(request.num_rows) for request in requests])
+        keys = np.repeat([request.key for request in requests for _ in range(request.num_rows)], row_counts)
+        self.keys: Integers = (keys << 21) + (np.repeat(second, row_counts) << 20) + places
+        self.tables = CellTables(packing, cell_size, unit, slots.assign(self.keys))
+        starts = self.tables.row_start
+        self.request_keys = [request.key for request in requests]
+        self.request: Integers = np.repeat(np.arange(len(requests)), counts)
+        self.request_start: Integers = np.cumsum([0, *counts[:-1]])
+        self.num_patches = int(counts.sum())
+        patch = np.arange(self.num_patches) - self.request_start[self.request]
+        self.first_cell: Integers = starts[rows[:-1]][self.request] + patch
+        self.last_cell: Integers = starts[rows[1:] - 1][self.request] + patch
+        self.patch_of_cell: Integers = np.empty(self.tables.num_cells, np.int64)
+        self.patch_of_cell[self.first_cell] = self.patch_of_cell[self.last_cell] = np.arange(self.num_patches)
+        device = self.tables.device
+        self.patch: Integers = patch
+        self.first_cell_tensor = torch.from_numpy(self.first_cell).to(device)
+        self.last_cell_tensor = torch.from_numpy(self.last_cell).to(device)
+        self.num_steps: Integers = np.array([request.num_steps for request in requests])[self.request]
+        self.pixels: Integers = np.array([request.pixels for request in requests])[self.request]
+        self.steps_done: Integers = np.zeros(self.num_patches, np.int64)
+        self.is_forced: Booleans = np.ones(self.num_patches, bool)
+
+    def start_step(self, steps_done: Integers, warmup_steps: int) -> None:
+        self.steps_done = steps_done[self.request]
+        self.is_forced = (self.steps_done < warmup_steps) | (self.steps_done >= self.num_steps - 1)

@@ -1,0 +1,190 @@
+"""Who decides which patches are reused.
+
+A rule sees the patches of requests, not of rows: both rows of a guided request do the same, because guidance multiplies
+their difference.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...data.errors import UsageError
+from .cells import Integers
+from .options import CacheOptions
+
+if TYPE_CHECKING:
+    from ...data.block_facts import BlockFacts
+    from ...training.cache_predictor import CachePredictor
+    from ..model import ServedModel
+
+Booleans = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PatchView:
+    """The patches of all active requests before one block; arrays (patches,) unless said otherwise.
+
+    Attributes:
+        block, num_blocks: which block it is, from 0, and how many there are.
+        change: relative mean squared change of the block's input since it was last computed (the larger one of a
+            guided request's two rows), float32 on the model's device; None unless the rule wants it.
+        request: place of the patch's request in the batch, ascending.
+        steps_done, num_steps: of that request.
+        reuses: how often in a row this block was reused for the patch.
+        pixels: width times height of the request's image.
+    """
+
+    block: int
+    num_blocks: int
+    change: Tensor | None
+    request: Integers
+    steps_done: Integers
+    num_steps: Integers
+    reuses: Integers
+    pixels: Integers
+
+
+class ReuseRule(Protocol):
+    """Says before each block which patches may be reused; new ones, first and last steps are not up to it."""
+
+    @property
+    def needs_change(self) -> bool:
+        """Whether it wants `PatchView.change`."""
+        ...
+
+    def may_reuse(self, view: PatchView) -> Booleans:
+        """(patches,) True where the output of the last computation still serves."""
+        ...
+
+
+class NeverReuse:
+    """Computes everything, and lets everything be kept: for profiles and tests."""
+
+    needs_change = False
+
+    def may_reuse(self, view: PatchView) -> Booleans:
+        return np.zeros(len(view.request), bool)
+
+
+class InputThreshold:
+    """Reuses what has changed less than a threshold; at 0 nothing, since the comparison is strict."""
+
+    needs_change = True
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold
+
+    def may_reuse(self, view: PatchView) -> Booleans:
+        assert view.change is not None
+        return (view.change < self.threshold).cpu().numpy()
+
+
+class Predicted:
+    """Asks the trained predictor (PatchedServe sections 5.1 and 7)."""
+
+    needs_change = True
+
+    def __init__(self, predictor: "CachePredictor") -> None:
+        self.predictor = predictor
+
+    def may_reuse(self, view: PatchView) -> Booleans:
+        assert view.change is not None
+        device = view.change.device
+        others = np.stack([view.steps_done / view.num_steps, view.reuses, view.pixels]).astype(np.float32)
+        fraction, reuses, pixels = torch.from_numpy(others).to(device)
+        features = self.predictor.features_of(view.change, view.block, fraction, reuses, pixels)
+        return self.predictor.may_reuse(features).cpu().numpy()
+
+
+class Interval:
+    """Computes all blocks at every n-th step of a request, and only the outermost two at the others (DeepCache)."""
+
+    needs_change = False
+
+    def __init__(self, interval: int) -> None:
+        self.interval = interval
+
+    def may_reuse(self, view: PatchView) -> Booleans:
+        if view.block in (0, view.num_blocks - 1):
+            return np.zeros(len(view.request), bool)
+        return view.steps_done % self.interval != 0
+
+
+class Imposed:
+    """Reuses a given share of the patches, drawn anew for each block: for measurements of speed alone."""
+
+    needs_change = False
+
+    def __init__(self, share: float, seed: int = 0) -> None:
+        self.share, self._rng = share, np.random.default_rng(seed)
+
+    def may_reuse(self, view: PatchView) -> Booleans:
+        count = round(self.share * len(view.request))
+        return np.isin(np.arange(len(view.request)), self._rng.permutation(len(view.request))[:count])
+
+
+class Accumulated:
+    """A request skips all blocks until the changes of its input add up to more than a threshold (TeaCache).
+
+    The change of a step is the root of the mean squared difference to the step before, relative to that step, of the
+    first block's input. The engine hands it in before the first block (`observe`).
+    """
+
+    needs_change = False
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold
+        self._sums: dict[int, float] = {}
+        self._skips: Booleans = np.empty(0, bool)
+
+    def observe(self, keys: list[int], changes: NDArray[np.float64]) -> None:
+        """Add this step's change of each request (infinite for a new one), and decide for the step."""
+        sums = {key: self._sums.get(key, 0.0) + float(change) for key, change in zip(keys, changes, strict=True)}
+        self._skips = np.array([total < self.threshold for total in sums.values()])
+        self._sums = {key: total if total < self.threshold else 0.0 for key, total in sums.items()}
+
+    def restart(self, key: int) -> None:
+        """A request was computed for another reason: its changes count from here."""
+        self._sums[key] = 0.0
+
+    def may_reuse(self, view: PatchView) -> Booleans:
+        return self._skips[view.request]
+
+
+def load_rule(options: CacheOptions, model: "ServedModel") -> ReuseRule:
+    """The rule that the options ask for.
+
+    Raises:
+        UsageError: no predictor was given, its file is damaged, or it was trained for another model, scheduler or patch
+            size.
+    """
+    if options.mode == "interval":
+        return Interval(options.interval)
+    if options.mode == "accumulated":
+        assert options.threshold is not None
+        return Accumulated(options.threshold)
+    if options.threshold is not None:
+        return InputThreshold(options.threshold)
+    if options.predictor is None:
+        raise UsageError(
+            "--cache needs a trained predictor (psctl profile blocks, then psctl train-predictor cache) or "
+            "--cache-threshold"
+        )
+    from ...training.cache_predictor import CachePredictor
+
+    facts = facts_of(model, options.patch_size)
+    return Predicted(CachePredictor.load(options.predictor, expect=facts, device=model.device))
+
+
+def facts_of(model: "ServedModel", patch_size: int) -> "BlockFacts":
+    """What a block profile of this model holds for, and a predictor must have been trained for."""
+    from ...data.block_facts import BlockFacts
+    from .block import blocks_of
+
+    scheduler = type(model.pipe.scheduler).__name__
+    names = tuple(name for name, _ in blocks_of(model.denoiser))
+    return BlockFacts(model.name, model.fingerprint, scheduler, patch_size, names)
