@@ -20,6 +20,7 @@ from .generate import generate
 from .model_card import model_card
 from .serve import serve
 from .train_model import train_model
+from .train_predictor_cache import train_predictor_cache
 
 # Name and function of every command, in the order of the help; "bench steps" is `steps` in the group `bench`. The
 # modules must be cheap to import (no torch, pandas, numpy, matplotlib at module level): all of them are imported before
@@ -28,11 +29,15 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("serve", serve),
     ("generate", generate),
     ("train-model", train_model),
+    ("train-predictor cache", train_predictor_cache),
     ("model-card", model_card),
     ("bench steps", bench_steps),
     ("doctor", doctor),
 )
-_GROUPS = {"bench": "Measure how fast this machine is."}
+_GROUPS = {
+    "bench": "Measure how fast this machine is.",
+    "train-predictor": "Train what decides while requests are served.",
+}
 
 _EPILOG = (
     "Every option can be set by an environment variable: PSCTL_<COMMAND>_<OPTION>, such as PSCTL_SERVE_REQUEST_RATE; "
