@@ -1,7 +1,8 @@
 """Tables that commands hand on: their columns with types and units, and parquet files that carry their schema."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,8 @@ class TableSchema:
 
 
 _I, _F, _S, _B = pa.int64(), pa.float64(), pa.string(), pa.bool_()
+# Of tables with millions of rows: half the bytes, and a text that repeats is stored once.
+_SMALL_I, _SMALL_F, _WORD = pa.int32(), pa.float32(), pa.dictionary(pa.int32(), pa.string())
 
 RECORDS = TableSchema(
     "records",
@@ -96,6 +99,30 @@ STEPS = TableSchema(
 )
 """One row per denoising iteration, in order (`dataclasses.asdict` of `serving.engine.StepRow`)."""
 
+BLOCKS = TableSchema(
+    "blocks",
+    1,
+    (
+        Column("request_id", _I, meaning="number of the request in the profile"),
+        Column("width", _SMALL_I, "px", meaning="of the image"),
+        Column("height", _SMALL_I, "px", meaning="of the image"),
+        Column("scheduler", _WORD, meaning="class of the diffusers scheduler"),
+        Column("num_steps", _SMALL_I, meaning="denoising steps of the request"),
+        Column("step", _SMALL_I, meaning="from 0; at least lag"),
+        Column("step_fraction", _SMALL_F, meaning="step / num_steps"),
+        Column("block", _WORD, meaning="name of the block in the model"),
+        Column("block_index", _SMALL_I, meaning="place of the block in the order in which a step runs them, from 0"),
+        Column("patch", _SMALL_I, meaning="number of the patch within the image, row by row"),
+        Column("lag", _SMALL_I, "steps", meaning="how many steps earlier the cached tensor was computed, from 1"),
+        Column("input_mse", _SMALL_F, meaning="mean square difference of the block's input and the cached one"),
+        Column("output_mse", _SMALL_F, meaning="mean square difference of the block's output and the cached one"),
+        Column("input_mse_normalised", _SMALL_F, meaning="input_mse / mean square of the cached input"),
+        Column("output_mse_normalised", _SMALL_F, meaning="output_mse / mean square of the cached output"),
+    ),
+)
+"""One row per request, block, step, patch and lag: how far a block's tensors are from those some steps earlier
+(PatchedServe sections 3 and 7). Written and read by `table_streams`, with `block_facts.BlockFacts` in its head."""
+
 
 def write_table(path: str | Path, schema: TableSchema, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write rows as parquet, atomically.
@@ -116,7 +143,7 @@ def write_table(path: str | Path, schema: TableSchema, rows: Iterable[Mapping[st
     except (pa.ArrowException, OverflowError, TypeError) as error:
         raise RuntimeError(f"{schema.name} table: a value has the wrong type: {error}") from error
     with atomic_write(path) as temporary:
-        pq.write_table(table, temporary)
+        pq.write_table(table, temporary, write_page_checksum=True)
 
 
 def read_table(path: str | Path, schema: TableSchema) -> pa.Table:
@@ -125,24 +152,34 @@ def read_table(path: str | Path, schema: TableSchema) -> pa.Table:
     Raises:
         UsageError: the file cannot be read, is damaged or no parquet, or is another table or another version of it.
     """
+    with opened(path, schema) as file:
+        return file.read()
+
+
+@contextmanager
+def opened(path: str | Path, schema: TableSchema) -> Iterator[pq.ParquetFile]:
+    """Open a table and check that it is the right one; errors while the body reads it are told as in `read_table`."""
     try:
         # Opened here, not by Arrow, whose messages repeat the path; and as one file, so that no folder adds columns.
-        with Path(path).open("rb") as raw, pq.ParquetFile(raw) as file:
-            table = file.read()
+        with Path(path).open("rb") as raw, pq.ParquetFile(raw, page_checksum_verification=True) as file:
+            _check_schema(path, file.schema_arrow, schema)
+            yield file
     except (pa.ArrowException, OSError) as error:
         what = error.strerror if isinstance(error, OSError) and error.strerror else "it is damaged or not parquet"
         raise UsageError(f"{path}: cannot read the {schema.name} table: {what}") from error
-    metadata = table.schema.metadata or {}
+
+
+def _check_schema(path: str | Path, found: pa.Schema, schema: TableSchema) -> None:
+    metadata = found.metadata or {}
     name = metadata.get(_NAME_KEY, b"").decode(errors="replace")
     version = metadata.get(_VERSION_KEY, b"").decode(errors="replace")
     if name != schema.name:
-        found = f"the {name} table" if name else "a file of another program"
-        raise UsageError(f"{path}: is {found}, but it must be the {schema.name} table")
+        told = f"the {name} table" if name else "a file of another program"
+        raise UsageError(f"{path}: is {told}, but it must be the {schema.name} table")
     if version != str(schema.version):
         raise UsageError(f"{path}: is version {version} of the {name} table, but it must be version {schema.version}")
-    if not table.schema.equals(schema.to_arrow()):
-        raise UsageError(f"{path}: columns are {', '.join(table.schema.names)}, which is not the {name} table's schema")
-    return table
+    if not found.equals(schema.to_arrow()):
+        raise UsageError(f"{path}: columns are {', '.join(found.names)}, which is not the {name} table's schema")
 
 
 def read_rows(path: str | Path, schema: TableSchema) -> list[dict[str, Any]]:

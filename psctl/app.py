@@ -21,6 +21,7 @@ from .model_card import model_card
 from .profile_blocks import profile_blocks
 from .serve import serve
 from .train_model import train_model
+from .train_predictor_cache import train_predictor_cache
 
 # Name and function of every command, in the order of the help; "bench steps" is `steps` in the group `bench`. The
 # modules must be cheap to import (no torch, pandas, numpy, matplotlib at module level): all of them are imported before
@@ -30,6 +31,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("generate", generate),
     ("profile blocks", profile_blocks),
     ("train-model", train_model),
+    ("train-predictor cache", train_predictor_cache),
     ("model-card", model_card),
     ("bench steps", bench_steps),
     ("doctor", doctor),

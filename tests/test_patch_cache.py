@@ -60,9 +60,7 @@ def cached_model(
 def requests_of(rows: Sequence[Row], keys: Sequence[int] | None = None) -> list[CachedRequest]:
     """One row each."""
     keys = range(len(rows)) if keys is None else keys
-    return [
-        CachedRequest(key, 1, STEPS, 64 * row.size[0] * row.size[1]) for key, row in zip(keys, rows, strict=True)
-    ]
+    return [CachedRequest(key, 1, STEPS, 64 * row.size[0] * row.size[1]) for key, row in zip(keys, rows, strict=True)]
 
 
 @torch.inference_mode()

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from patchedserve.kernels.forest_tables import FlatForest
+
 RunTriton = Callable[..., Any]
 
 
@@ -49,7 +51,7 @@ def _run_on_gpu(dispatcher: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def _moved(value: Any, device: str) -> Any:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor | FlatForest):
         return value.to(device)
     if isinstance(value, list | tuple):
         return type(value)(_moved(item, device) for item in value)
