@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from diffusers.utils.torch_utils import randn_tensor
 
 from ..data.errors import UsageError
 from ..data.requests import Request
 from ..data.resolution import Resolution
 from .defaults import ModelDefaults
 from .denoiser import denoise
-from .families import Family, build_family
+from .families import build_family
 from .prepared import PreparedRequest
 from .samplers import PerRequestSampler, SamplerState
 from .stepper import EngineOptions, Stepper, build_stepper
@@ -56,7 +57,7 @@ class ServedModel:
         self.name = name
         self.fingerprint = fingerprint
         self.defaults = defaults or ModelDefaults()
-        self.family: Family = build_family(pipe, max_sequence_length=self.defaults.max_sequence_length)
+        self.family = build_family(pipe, max_sequence_length=self.defaults.max_sequence_length)
         self.sampler = PerRequestSampler(pipe.scheduler, pass_step_kwargs=self.family.pass_step_kwargs)
         self.denoiser: Any = pipe.unet if hasattr(pipe, "unet") else pipe.transformer
         self.device: torch.device = self.denoiser.device
@@ -117,10 +118,13 @@ class ServedModel:
         The latents are drawn on the CPU whatever the device, so that a seed means the same image everywhere.
         """
         is_guided = self.family.uses_guidance(request.guidance_scale)
-        conditioning = self.family.condition(request, is_guided=is_guided)
+        conditioning = self.family.condition(request, is_guided)
         generator = torch.Generator("cpu").manual_seed(request.seed)
         state = self._start_schedule(request, generator)
-        latents = self.family.initial_latents(request.resolution, generator, conditioning["text"].dtype, state)
+        shape = (1, self.denoiser.config.in_channels, *self.family.latent_size(request.resolution))
+        latents = randn_tensor(shape, generator=generator, device=self.device, dtype=conditioning["text"].dtype)
+        if self.family.scales_noise:
+            latents = latents * state.scheduler.init_noise_sigma
         if self.device.type == "cuda":
             # The denoise loop works on another stream: hand over finished tensors only.
             torch.cuda.current_stream(self.device).synchronize()
