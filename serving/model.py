@@ -1,12 +1,12 @@
 """The served model: one diffusers pipeline, taken apart into what the three stages need.
 
-`ServedModel` owns no copied model code. It calls the pipeline's own text encoders, denoising model, scheduler and
-autoencoder, in the order in which the pipeline calls them, but for one request at a time (prepare, decode) or for
-any number of requests of one resolution (predict). Latents and images equal those of the plain pipeline called with
-the same prompt, size, steps, guidance scale and `torch.Generator("cpu").manual_seed(seed)`.
+`ServedModel` owns no copied model code. It calls the pipeline's own text encoders, scheduler and autoencoder as the
+pipeline does, for one request at a time (prepare, decode), and hands out the stepper that denoises in between. Latents
+and images equal those of the plain pipeline called with the same prompt, size, steps, guidance scale and
+`torch.Generator("cpu").manual_seed(seed)`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,6 @@ from ..data.errors import UsageError
 from ..data.requests import Request
 from ..data.resolution import Resolution
 from .defaults import ModelDefaults
-from .denoiser import denoise
 from .families import build_family
 from .prepared import PreparedRequest
 from .samplers import PerRequestSampler, SamplerState
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 class ServedModel:
     """One loaded model, ready to be driven by the engine.
 
-    `prepare`, `predict`/`advance` and `decode` use disjoint parts of the pipeline (text encoders, denoising model,
+    `prepare`, `stepper.step` and `decode` use disjoint parts of the pipeline (text encoders, denoising model,
     autoencoder), so three threads may call them at the same time, but no two threads the same one.
 
     Args:
@@ -133,38 +132,6 @@ class ServedModel:
         return prepared
 
     @torch.inference_mode()
-    def predict(self, batch: Sequence[PreparedRequest]) -> list[torch.Tensor]:
-        """Run the denoising model once for requests of one resolution, each at its own timestep.
-
-        Returns:
-            The guided prediction of every request, each (1, channels, height / 8, width / 8).
-        """
-        states = [prepared.state for prepared in batch]
-        rows = [prepared.num_rows for prepared in batch]
-        inputs = self.sampler.model_input(states, [prepared.latents for prepared in batch])
-        latents = torch.cat([part.expand(count, -1, -1, -1) for part, count in zip(inputs, rows, strict=True)])
-        timesteps = self.sampler.timesteps(states)
-        timesteps = timesteps.repeat_interleave(torch.tensor(rows, device=timesteps.device), output_size=sum(rows))
-        conditioning = {
-            key: torch.cat([prepared.conditioning[key] for prepared in batch]) for key in batch[0].conditioning
-        }
-        predictions = denoise(self.denoiser, latents, timesteps, self.family.conditions(conditioning)).split(rows)
-        return [_guide(prepared, part) for prepared, part in zip(batch, predictions, strict=True)]
-
-    @torch.inference_mode()
-    def advance(self, prepared: PreparedRequest, prediction: torch.Tensor) -> None:
-        """Take one denoising step: replace the request's latents and move its state on."""
-        prepared.latents = self.sampler.update(prepared.state, prediction, prepared.latents)
-
-    @torch.inference_mode()
     def decode(self, latents: torch.Tensor) -> "Image":
         """Turn the final latents of one request into its image."""
         return self.family.decode(latents.to(self.dtype))[0]
-
-
-def _guide(prepared: PreparedRequest, rows: torch.Tensor) -> torch.Tensor:
-    """Combine the unconditional and conditional rows of one request (classifier-free guidance)."""
-    if not prepared.is_guided:
-        return rows
-    unconditional, conditional = rows.chunk(2)
-    return unconditional + prepared.request.guidance_scale * (conditional - unconditional)
