@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,23 +18,13 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ..data.errors import RunError
-from ..data.files import write_bytes, write_json
+from ..data.files import write_bytes
 from ..data.workspace import ModelWorkspace
 from ..serving.model import ServedModel
 from .attribution import CATEGORIES, MODEL_SCOPE, SCOPE_PREFIX, STEP_SCOPE, Kernel, Span, attribute
+from .bench_rows import BenchOutcome, Row, measure_rows, name_of
 from .combinations import Combination
-from .step_bench import (
-    BenchOutcome,
-    BenchSettings,
-    Lane,
-    Row,
-    StepBench,
-    name_of,
-    prepare_run,
-    synchronize,
-    time_lanes,
-    until_interrupted,
-)
+from .step_bench import BenchSettings, Lane, StepBench, prepare_run, synchronize, time_lanes
 from .step_sides import Format, patched_stepper
 
 BREAKDOWN_FILE, BREAKDOWN_PLOT = "breakdown.json", "breakdown.png"
@@ -209,17 +200,13 @@ def run_breakdown(
     from .bench_plots import plot_breakdown
 
     bench, run_dir, head = prepare_run(model, combinations, workspace, settings)
-    head |= {"categories": CATEGORIES}
-    rows: list[Row] = []
-    with until_interrupted(rows) as interrupted:
-        for combination in combinations:
-            if on_start is not None:
-                on_start(combination)
-            rows.append(measure_breakdown(bench, combination))
-            write_json(run_dir / BREAKDOWN_FILE, head | {"rows": rows})
-            if on_row is not None:
-                on_row()
-    result = head | {"was_interrupted": bool(interrupted), "rows": rows}
-    write_json(run_dir / BREAKDOWN_FILE, result)
+    result = measure_rows(
+        combinations,
+        partial(measure_breakdown, bench),
+        run_dir / BREAKDOWN_FILE,
+        lambda _: head | {"categories": CATEGORIES},
+        on_start=on_start,
+        on_row=on_row,
+    )
     write_bytes(run_dir / BREAKDOWN_PLOT, plot_breakdown(result))
-    return BenchOutcome(result, run_dir, bool(interrupted))
+    return BenchOutcome(result, run_dir)

@@ -8,8 +8,7 @@ patched step after a request has joined or left, which packs the batch anew (Pat
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..data.files import write_bytes, write_json
+from ..data.files import write_bytes
 from ..data.workspace import ModelWorkspace
 from ..serving.model import ServedModel
+from .bench_rows import BenchOutcome, Row, measure_rows, name_of
 from .combinations import Combination, letters_of
 from .machine import circumstances
 from .step_sides import Format, PatchedSide, PlainSide, RequestPool, Side, patched_stepper, plain_denoisers
@@ -29,8 +29,6 @@ STEPS_FILE, STEPS_PLOT = "steps.json", "steps.png"
 SHORTEST_TIMING_S = 0.005
 """Steps that are shorter are repeated within one timing until it takes this long."""
 _MOST_STEPS = 100
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +44,6 @@ class BenchSettings:
     repeats: int = 15
     warmup: int = 3
     seed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class BenchOutcome:
-    """What a benchmark gives: the result as in its JSON file, its folder, and whether Ctrl-C ended it."""
-
-    result: dict[str, Any]
-    run_dir: Path
-    was_interrupted: bool
 
 
 @dataclass(slots=True)
@@ -180,16 +169,6 @@ class StepBench:
         return bool(calls)
 
 
-def name_of(combination: Combination) -> Row:
-    """Return what every row begins with."""
-    return {
-        "combination": combination.by_resolution,
-        "label": combination.label,
-        "requests": combination.num_requests,
-        "is_mixed": combination.is_mixed,
-    }
-
-
 def run_step_bench(
     model: ServedModel,
     combinations: Sequence[Combination],
@@ -217,19 +196,16 @@ def run_step_bench(
     from .bench_plots import plot_steps
 
     bench, run_dir, head = prepare_run(model, combinations, workspace, settings)
-    rows: list[Row] = []
-    with until_interrupted(rows) as interrupted:
-        for combination in combinations:
-            if on_start is not None:
-                on_start(combination)
-            rows.append(bench.measure(combination))
-            write_json(run_dir / STEPS_FILE, head | summarize(rows) | {"rows": rows})
-            if on_row is not None:
-                on_row()
-    result = head | summarize(rows) | {"was_interrupted": bool(interrupted), "rows": rows}
-    write_json(run_dir / STEPS_FILE, result)
+    result = measure_rows(
+        combinations,
+        bench.measure,
+        run_dir / STEPS_FILE,
+        lambda rows: head | summarize(rows),
+        on_start=on_start,
+        on_row=on_row,
+    )
     write_bytes(run_dir / STEPS_PLOT, plot_steps(result))
-    return BenchOutcome(result, run_dir, bool(interrupted))
+    return BenchOutcome(result, run_dir)
 
 
 def prepare_run(
@@ -255,18 +231,6 @@ def prepare_run(
         "run_dir": str(run_dir),
     }
     return bench, run_dir, head
-
-
-@contextmanager
-def until_interrupted(rows: Sequence[Row]) -> Iterator[list[KeyboardInterrupt]]:
-    """Let Ctrl-C end the body; it is passed on if there are no rows yet, else it stands in the list that is yielded."""
-    interrupted: list[KeyboardInterrupt] = []
-    try:
-        yield interrupted
-    except KeyboardInterrupt as interrupt:
-        if not rows:
-            raise
-        interrupted.append(interrupt)
 
 
 def summarize(rows: Sequence[Row]) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """`psctl generate`: images for prompts, of any mix of resolutions, through the serving engine."""
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..data.errors import RunError, UsageError
+from ..data.files import require_folder
 from ..data.requests import MAX_SEED, Request
 from ..data.resolution import Resolution, parse
 from ..data.workspace import DEFAULT_WORKSPACE, Workspace
@@ -224,10 +224,7 @@ def _image_paths(output: Path, count: int, *, overwrite: bool) -> list[Path]:
     existing = [path for path in paths if path.exists()]
     if existing and not overwrite:
         raise UsageError(f"{existing[0]} exists already: use --overwrite or another --output")
-    # Now, not after minutes of drawing. Raises OSError, which the command line shows as one line.
-    folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"output folder {folder} is not writable")
+    require_folder(folder)
     return paths
 
 

@@ -15,7 +15,6 @@ The update equals `scheduler.step` without options (no `eta`, no `s_churn`), in 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -178,24 +177,23 @@ class BatchedSampler:
         if self.needs_noise and not pass_step_kwargs:
             # Plain diffusers would draw from the global generator, and a request's seed would mean nothing.
             raise _refusal(f"{name} in a pipeline that passes it no generator")
-        self._tables: WeakKeyDictionary[Any, torch.Tensor] = WeakKeyDictionary()
 
     def table(self, state: SamplerState) -> torch.Tensor:
         """Return the coefficients of all steps of one request, float32 (num_steps, len(terms)) on the CPU.
 
-        They are computed in float64, once per request. The first call reads the schedule from the device; made in
-        the prepare stage, it keeps that wait out of the denoise loop. Raises UsageError if a coefficient is not
-        finite, as where epsilon is predicted from noise without signal; plain diffusers would go on with NaN.
+        They are computed in float64, once per request, and kept in its state. The first call reads the schedule from
+        the device; made in the prepare stage, it keeps that wait out of the denoise loop. Raises UsageError if a
+        coefficient is not finite, as where epsilon is predicted from noise without signal; plain diffusers would go on
+        with NaN.
         """
-        table = self._tables.get(state.scheduler)
-        if table is None:
+        if state.coefficients is None:
             columns = self._columns(state.scheduler, state.timesteps.cpu())
             table = torch.stack([columns[term] for term in self.terms], dim=1).float()
             if not bool(table.isfinite().all()):
                 given = f"{type(state.scheduler).__name__} with {state.num_steps} steps"
                 raise UsageError(f"{given} has no finite update; change the steps, timestep_spacing or prediction_type")
-            self._tables[state.scheduler] = table
-        return table
+            state.coefficients = table
+        return state.coefficients
 
 
 class SamplerBatch:

@@ -218,7 +218,8 @@ def _resolve_dtype(name: str, device: "torch.device") -> "torch.dtype":
         raise UsageError(f"unknown dtype {name!r}: allowed are {', '.join(DTYPE_NAMES)}")
     if name == "auto":
         if device.type == "cpu":
-            # Measured with emoji-xl on a Xeon with AMX: as fast for one small image, up to twice as fast for batches.
+            # Measured with emoji-xl on a Xeon with AMX, bfloat16 against float32, a step of 16 images of 256 px: 142 ms
+            # against 361 ms. One image of 128 px is slightly slower: 16.6 ms against 15.8 ms.
             has_matrix_units = torch.cpu.get_capabilities().get("amx_bf16", False)
             return torch.bfloat16 if has_matrix_units else torch.float32
         return torch.float16

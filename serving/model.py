@@ -1,23 +1,23 @@
 """The served model: one diffusers pipeline, taken apart into what the three stages need.
 
-`ServedModel` owns no copied model code. It calls the pipeline's own text encoders, denoising model, scheduler and
-autoencoder, in the order in which the pipeline calls them, but for one request at a time (prepare, decode) or for
-any number of requests of one resolution (predict). Latents and images equal those of the plain pipeline called with
-the same prompt, size, steps, guidance scale and `torch.Generator("cpu").manual_seed(seed)`.
+`ServedModel` owns no copied model code. It calls the pipeline's own text encoders, scheduler and autoencoder as the
+pipeline does, for one request at a time (prepare, decode), and hands out the stepper that denoises in between. Latents
+and images equal those of the plain pipeline called with the same prompt, size, steps, guidance scale and
+`torch.Generator("cpu").manual_seed(seed)`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from diffusers.utils.torch_utils import randn_tensor
 
 from ..data.errors import UsageError
 from ..data.requests import Request
 from ..data.resolution import Resolution
 from .defaults import ModelDefaults
-from .denoiser import denoise
-from .families import Family, build_family
+from .families import build_family
 from .prepared import PreparedRequest
 from .samplers import PerRequestSampler, SamplerState
 from .stepper import EngineOptions, Stepper, build_stepper
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class ServedModel:
     """One loaded model, ready to be driven by the engine.
 
-    `prepare`, `predict`/`advance` and `decode` use disjoint parts of the pipeline (text encoders, denoising model,
+    `prepare`, `stepper.step` and `decode` use disjoint parts of the pipeline (text encoders, denoising model,
     autoencoder), so three threads may call them at the same time, but no two threads the same one.
 
     Args:
@@ -56,7 +56,7 @@ class ServedModel:
         self.name = name
         self.fingerprint = fingerprint
         self.defaults = defaults or ModelDefaults()
-        self.family: Family = build_family(pipe, max_sequence_length=self.defaults.max_sequence_length)
+        self.family = build_family(pipe, max_sequence_length=self.defaults.max_sequence_length)
         self.sampler = PerRequestSampler(pipe.scheduler, pass_step_kwargs=self.family.pass_step_kwargs)
         self.denoiser: Any = pipe.unet if hasattr(pipe, "unet") else pipe.transformer
         self.device: torch.device = self.denoiser.device
@@ -120,10 +120,13 @@ class ServedModel:
         The latents are drawn on the CPU whatever the device, so that a seed means the same image everywhere.
         """
         is_guided = self.family.uses_guidance(request.guidance_scale)
-        conditioning = self.family.condition(request, is_guided=is_guided)
+        conditioning = self.family.condition(request, is_guided)
         generator = torch.Generator("cpu").manual_seed(request.seed)
         state = self._start_schedule(request, generator)
-        latents = self.family.initial_latents(request.resolution, generator, conditioning["text"].dtype, state)
+        shape = (1, self.denoiser.config.in_channels, *self.family.latent_size(request.resolution))
+        latents = randn_tensor(shape, generator=generator, device=self.device, dtype=conditioning["text"].dtype)
+        if self.family.scales_noise:
+            latents = latents * state.scheduler.init_noise_sigma
         if self.device.type == "cuda":
             # The denoise loop works on another stream: hand over finished tensors only.
             torch.cuda.current_stream(self.device).synchronize()
@@ -132,38 +135,6 @@ class ServedModel:
         return prepared
 
     @torch.inference_mode()
-    def predict(self, batch: Sequence[PreparedRequest]) -> list[torch.Tensor]:
-        """Run the denoising model once for requests of one resolution, each at its own timestep.
-
-        Returns:
-            The guided prediction of every request, each (1, channels, height / 8, width / 8).
-        """
-        states = [prepared.state for prepared in batch]
-        rows = [prepared.num_rows for prepared in batch]
-        inputs = self.sampler.model_input(states, [prepared.latents for prepared in batch])
-        latents = torch.cat([part.expand(count, -1, -1, -1) for part, count in zip(inputs, rows, strict=True)])
-        timesteps = self.sampler.timesteps(states)
-        timesteps = timesteps.repeat_interleave(torch.tensor(rows, device=timesteps.device), output_size=sum(rows))
-        conditioning = {
-            key: torch.cat([prepared.conditioning[key] for prepared in batch]) for key in batch[0].conditioning
-        }
-        predictions = denoise(self.denoiser, latents, timesteps, self.family.conditions(conditioning)).split(rows)
-        return [_guide(prepared, part) for prepared, part in zip(batch, predictions, strict=True)]
-
-    @torch.inference_mode()
-    def advance(self, prepared: PreparedRequest, prediction: torch.Tensor) -> None:
-        """Take one denoising step: replace the request's latents and move its state on."""
-        prepared.latents = self.sampler.update(prepared.state, prediction, prepared.latents)
-
-    @torch.inference_mode()
     def decode(self, latents: torch.Tensor) -> "Image":
         """Turn the final latents of one request into its image."""
         return self.family.decode(latents.to(self.dtype))[0]
-
-
-def _guide(prepared: PreparedRequest, rows: torch.Tensor) -> torch.Tensor:
-    """Combine the unconditional and conditional rows of one request (classifier-free guidance)."""
-    if not prepared.is_guided:
-        return rows
-    unconditional, conditional = rows.chunk(2)
-    return unconditional + prepared.request.guidance_scale * (conditional - unconditional)

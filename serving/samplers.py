@@ -24,12 +24,14 @@ class SamplerState:
         timesteps: all timesteps of the request, in the order they are visited; shape (num_steps,).
         step_kwargs: further arguments of the scheduler's `step` (`eta`, `generator`), as the pipeline gives them.
         steps_done: number of finished steps; `timesteps[steps_done]` is the next one.
+        coefficients: of all steps, once they are worked out for the patch engine (`BatchedSampler.table`).
     """
 
     scheduler: Any
     timesteps: torch.Tensor
     step_kwargs: dict[str, Any] = field(default_factory=dict)
     steps_done: int = 0
+    coefficients: torch.Tensor | None = None
 
     @property
     def num_steps(self) -> int:

@@ -110,6 +110,10 @@ def test_requests_may_come_while_it_runs(model: ServedModel) -> None:
     assert time.thread_time() - cpu_before < result.duration_s - idle_s / 2
 
 
+def _fail_to_step(*_: Any, **__: Any) -> None:
+    raise IndexError("step failed")
+
+
 class _FailingModel(ServedModel):
     """The real model, but requests whose prompt says so fail in the stage that it names."""
 
@@ -121,12 +125,9 @@ class _FailingModel(ServedModel):
             prepared.latents = prepared.latents * float("nan")
         if request.prompt == "fail in forward":
             prepared.conditioning["text"] = prepared.conditioning["text"][..., :5]
+        if request.prompt == "fail in step":
+            prepared.state.scheduler.step = _fail_to_step  # the request's own copy
         return prepared
-
-    def advance(self, prepared: PreparedRequest, prediction: torch.Tensor) -> None:
-        if prepared.request.prompt == "fail in step":
-            raise IndexError("step failed")
-        super().advance(prepared, prediction)
 
     def decode(self, latents: torch.Tensor) -> Any:
         if latents.shape[-1] == 12:

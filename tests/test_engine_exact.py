@@ -1,5 +1,7 @@
 """The promise: whatever shares its batch, a request gives what plain diffusers gives for it alone."""
 
+import functools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,8 +25,10 @@ from patchedserve.serving.loading import load_model
 from patchedserve.serving.model import ServedModel
 from patchedserve.serving.policies import get_policy
 from patchedserve.serving.run_result import RunResult
+from patchedserve.serving.stepper import EngineOptions
 
 from .helpers import largest_error, plain_image, plain_latents, tiny_sd, tiny_sd3, tiny_sdxl
+from .patched_models import relative_error
 
 TOLERANCE = 1e-3
 SMALL, MEDIUM, LARGE, WIDE = Resolution(32, 32), Resolution(48, 48), Resolution(64, 64), Resolution(96, 32)
@@ -51,9 +55,18 @@ def mixed_requests() -> list[Request]:
     ]
 
 
-def serve(pipe: Any, requests: Sequence[Request], policy: str = "bucketed", max_batch_size: int = 16) -> RunResult:
+def serve(
+    pipe: Any,
+    requests: Sequence[Request],
+    policy: str = "bucketed",
+    max_batch_size: int = 16,
+    *,
+    options: EngineOptions | None = None,
+    all_at_once: bool = False,
+) -> RunResult:
+    """Serve the requests; with `all_at_once`, the first step waits until every request is prepared."""
     engine = Engine(
-        ServedModel(pipe, name="tiny"),
+        ServedModel(pipe, name="tiny", options=options),
         get_policy(policy),
         max_batch_size=max_batch_size,
         keep_images=True,
@@ -62,6 +75,9 @@ def serve(pipe: Any, requests: Sequence[Request], policy: str = "bucketed", max_
     for request in requests:
         engine.submit(request)
     engine.close()
+    engine.start()
+    while all_at_once and engine._num_preparing:
+        time.sleep(0.001)
     result = engine.run()
     assert [record.reason for record in result.records] == [None] * len(requests)
     return result
@@ -113,6 +129,33 @@ def test_requests_that_join_and_leave_mid_flight(policy: str) -> None:
     num_joined = sum(start_s < (other.admitted_s or 0) < end_s for other in others)
     assert num_joined == (len(others) if policy == "bucketed" else 0)
     assert max(step.active for step in result.steps) == (2 if policy == "bucketed" else 1)
+
+
+LONG = [
+    Request(0, "a red apple", SMALL, 20, guidance_scale=4.0, seed=20),
+    Request(1, "a car", LARGE, 20, guidance_scale=1.0, seed=21),
+    Request(2, "two birds", SMALL, 20, guidance_scale=7.5, seed=22, negative_prompt="blur"),
+    Request(3, "a wide sea", WIDE, 20, guidance_scale=2.0, seed=23),
+]
+
+
+@functools.cache
+def plain_long(build: Callable[[], Any]) -> list[torch.Tensor]:
+    pipe = build()
+    return [plain_latents(pipe, request) for request in LONG]
+
+
+@pytest.mark.parametrize("strategy", ["stitch", "regroup"])
+@pytest.mark.parametrize(("order", "patch_size"), [("image", None), ("patch", 4)])
+@pytest.mark.parametrize("build", [tiny_sdxl, tiny_sd3])
+def test_20_steps_of_a_mixed_batch_equal_plain(
+    build: Callable[[], Any], order: Any, patch_size: int | None, strategy: Any
+) -> None:
+    """The number in the README."""
+    options = EngineOptions(order=order, patch_size=patch_size, strategy=strategy)
+    result = serve(build(), LONG, options=options, all_at_once=True)
+    assert [step.resolutions for step in result.steps] == [{"32x32": 2, "64x64": 1, "96x32": 1}] * 20
+    assert relative_error([result.latents[request.request_id][0] for request in LONG], plain_long(build)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("build", [tiny_sd, tiny_sdxl, tiny_sd3])

@@ -34,6 +34,34 @@ def loss_for(model):
     return loss_of
 
 
+def train(folder, config, loss_of=loss_for, **options):
+    """Train a new net to the end of `config`, or go on where the folder's run has got to; returns the net."""
+    model = small_net()
+    TrainingRun(model, config, folder, is_outer).run(loss_of(model), **options)
+    return model
+
+
+def interrupt_after(last_step):
+    """An `on_step` that stops the run there, as Ctrl-C does between two steps."""
+
+    def interrupt(step, figures):
+        if step == last_step:
+            raise KeyboardInterrupt
+
+    return interrupt
+
+
+def assert_resumed_is_whole(folder, config, expected_step):
+    """The run in the folder was interrupted after `expected_step`; it goes on to end exactly like an unbroken one."""
+    whole = train(folder.with_name("whole"), config)
+    resumed = small_net(seed=5)
+    run = TrainingRun(resumed, config, folder, is_outer)
+    assert run.step == expected_step
+    run.run(loss_for(resumed))
+    for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("shape", [(3, 24, 48), (2, 40, 12), (1, 12, 40)])
 def test_orthogonalised_matrices_have_singular_values_near_one(shape):
     values = torch.linalg.svdvals(orthogonalised(torch.randn(shape, generator=torch.Generator().manual_seed(0))))
@@ -88,30 +116,24 @@ def test_training_learns_and_the_schedule_falls_to_nothing(tmp_path):
 
 def test_an_interrupted_run_ends_exactly_like_an_unbroken_one(tmp_path):
     config = LoopConfig(30, warmup_steps=3, ema_decay=0.9)
-    whole = small_net()
-    TrainingRun(whole, config, tmp_path / "whole", is_outer).run(loss_for(whole))
 
-    broken = small_net()
-    original = loss_for(broken)
+    def interrupted_loss_for(model):
+        original = loss_for(model)
 
-    def interrupted(step):
-        if step == 17:
-            raise KeyboardInterrupt
-        return original(step)
+        def interrupted(step):
+            if step == 17:
+                raise KeyboardInterrupt
+            return original(step)
+
+        return interrupted
 
     with pytest.raises(KeyboardInterrupt):
-        TrainingRun(broken, config, tmp_path / "broken", is_outer).run(interrupted)
-    resumed = small_net(seed=5)
-    run = TrainingRun(resumed, config, tmp_path / "broken", is_outer)
-    assert run.step == 17
-    run.run(loss_for(resumed))
-    for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(a, b)
+        train(tmp_path / "broken", config, interrupted_loss_for)
+    assert_resumed_is_whole(tmp_path / "broken", config, expected_step=17)
 
 
 def test_a_finished_run_is_made_longer_from_before_its_decay(tmp_path):
-    model = small_net()
-    TrainingRun(model, LoopConfig(20), tmp_path, is_outer).run(loss_for(model))
+    train(tmp_path, LoopConfig(20))
     longer = TrainingRun(small_net(), LoopConfig(40), tmp_path, is_outer)
     assert longer.step == LoopConfig(20).decay_start == 13
     same = TrainingRun(small_net(), LoopConfig(20), tmp_path, is_outer)
@@ -120,9 +142,6 @@ def test_a_finished_run_is_made_longer_from_before_its_decay(tmp_path):
 
 def test_an_interrupt_in_the_middle_of_an_update_waits_for_its_end(tmp_path, monkeypatch):
     config = LoopConfig(30, warmup_steps=3, ema_decay=0.9)
-    whole = small_net()
-    TrainingRun(whole, config, tmp_path / "whole", is_outer).run(loss_for(whole))
-
     broken = small_net()
     run = TrainingRun(broken, config, tmp_path / "broken", is_outer)
     adam_step = run.optimiser._adam_step
@@ -136,51 +155,32 @@ def test_an_interrupt_in_the_middle_of_an_update_waits_for_its_end(tmp_path, mon
     with pytest.raises(KeyboardInterrupt):
         run.run(loss_for(broken))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    resumed = small_net(seed=5)
-    run = TrainingRun(resumed, config, tmp_path / "broken", is_outer)
-    assert run.step == 18
-    run.run(loss_for(resumed))
-    for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(a, b)
+    assert_resumed_is_whole(tmp_path / "broken", config, expected_step=18)
 
 
 def test_a_run_interrupted_where_its_decay_starts_can_still_be_made_longer(tmp_path):
-    def interrupt(step, figures):
-        if step == 13:
-            raise KeyboardInterrupt
-
-    model = small_net()
     with pytest.raises(KeyboardInterrupt):
-        TrainingRun(model, LoopConfig(20), tmp_path, is_outer).run(loss_for(model), on_step=interrupt)
-    model = small_net()
-    TrainingRun(model, LoopConfig(20), tmp_path, is_outer).run(loss_for(model))
+        train(tmp_path, LoopConfig(20), on_step=interrupt_after(13))
+    train(tmp_path, LoopConfig(20))
     assert TrainingRun(small_net(), LoopConfig(40), tmp_path, is_outer).step == 13
 
 
 def test_a_run_that_was_cut_short_can_be_made_longer_again(tmp_path):
-    def interrupt(step, figures):
-        if step == 30:
-            raise KeyboardInterrupt
-
-    model = small_net()
     with pytest.raises(KeyboardInterrupt):
-        TrainingRun(model, LoopConfig(100), tmp_path, is_outer).run(loss_for(model), on_step=interrupt)
-    model = small_net()
-    TrainingRun(model, LoopConfig(40), tmp_path, is_outer).run(loss_for(model))
+        train(tmp_path, LoopConfig(100), on_step=interrupt_after(30))
+    train(tmp_path, LoopConfig(40))
     assert TrainingRun(small_net(), LoopConfig(100), tmp_path, is_outer).step == 30
 
 
 def test_a_decayed_run_without_its_earlier_checkpoint_is_not_started_again(tmp_path):
-    model = small_net()
-    TrainingRun(model, LoopConfig(20), tmp_path, is_outer).run(loss_for(model))
+    train(tmp_path, LoopConfig(20))
     (tmp_path / "stable.safetensors").unlink()
     with pytest.raises(UsageError, match="no checkpoint from before that is left"):
         TrainingRun(small_net(), LoopConfig(40), tmp_path, is_outer)
 
 
 def test_a_longer_run_is_not_spoilt_by_asking_for_fewer_steps(tmp_path):
-    model = small_net()
-    TrainingRun(model, LoopConfig(20), tmp_path, is_outer).run(loss_for(model))
+    train(tmp_path, LoopConfig(20))
     before = (tmp_path / "last.safetensors").read_bytes()
     with pytest.raises(UsageError, match="is at step 13 already, but 5 steps are asked for"):
         TrainingRun(small_net(), LoopConfig(5), tmp_path, is_outer)

@@ -11,12 +11,13 @@ machine meanwhile.
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from patchedserve.profiling.machine import cpu_name
 
 SIDES = (("plain", "fcfs"), ("plain", "static"), ("plain", "bucketed"), ("patched", "bucketed"))
 """Engine and policy; the first one draws the trace and measures the standalone latencies."""
@@ -41,13 +42,8 @@ def serve(
 
 
 def machine() -> str:
-    """The processor in words, for the head of the table."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        name = platform.processor() or platform.machine()
-    return f"{os.cpu_count()} cores of {name}"
+    """What it runs on, in words, for the head of the table."""
+    return f"{os.cpu_count()} cores of {cpu_name()}"
 
 
 def main() -> None:
