@@ -15,6 +15,7 @@ import typer
 from .. import __version__
 from ..data.errors import PsctlError, UsageError
 from .bench import bench_steps
+from .bench_cache import bench_cache
 from .doctor import doctor
 from .generate import generate
 from .model_card import model_card
@@ -34,6 +35,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("train-predictor cache", train_predictor_cache),
     ("model-card", model_card),
     ("bench steps", bench_steps),
+    ("bench cache", bench_cache),
     ("doctor", doctor),
 )
 _GROUPS = {

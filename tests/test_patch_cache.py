@@ -1,4 +1,4 @@
-"""The patch cache: exact where nothing is reused, exact where nothing has changed, and no request sees another's slots."""
+"""The patch cache: exact where nothing is reused or nothing has changed, and nobody sees the slots of others."""
 
 from collections.abc import Sequence
 from typing import Any
