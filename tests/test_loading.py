@@ -157,6 +157,12 @@ def test_bad_defaults_file(broken_dir: Path, content: str) -> None:
         load_model(str(broken_dir))
 
 
+def test_text_length_of_a_model_without_a_third_encoder(broken_dir: Path) -> None:
+    (broken_dir / "psctl.json").write_text('{"max_sequence_length": 77}')
+    with pytest.raises(UsageError, match=r"max_sequence_length is 77, .* StableDiffusion3Pipeline only, not to Stable"):
+        load_model(str(broken_dir), device="cpu")
+
+
 def test_hub_id_while_offline_says_what_to_do() -> None:
     # A process of its own, because the hub client reads HF_HUB_OFFLINE once.
     code = (

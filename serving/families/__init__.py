@@ -70,7 +70,8 @@ def build_family(pipe: Any, *, max_sequence_length: int | None = None) -> Family
     """Return the family that serves this loaded diffusers pipeline.
 
     Raises:
-        ValueError: if no family serves the pipeline's class, or `max_sequence_length` does not apply to it.
+        ValueError: if no family serves the pipeline's class.
+        UsageError: if `max_sequence_length` does not apply to it.
     """
     name = type(pipe).__name__
     if name not in _FAMILIES:

@@ -13,7 +13,7 @@ from .unet import guidance_embedding, unet_family
 
 
 def family(pipe: StableDiffusionPipeline, *, max_sequence_length: int | None = None) -> Family:
-    """Return what serves this pipeline. Raises ValueError if `max_sequence_length` is given."""
+    """Return what serves this pipeline. Raises UsageError if `max_sequence_length` is given."""
     return unet_family(pipe, max_sequence_length, condition=_condition, conditions=_conditions, decode=_decode)
 
 

@@ -13,7 +13,7 @@ from .unet import guidance_embedding, unet_family
 
 
 def family(pipe: StableDiffusionXLPipeline, *, max_sequence_length: int | None = None) -> Family:
-    """Return what serves this pipeline. Raises ValueError if `max_sequence_length` is given."""
+    """Return what serves this pipeline. Raises UsageError if `max_sequence_length` is given."""
     found = unet_family(pipe, max_sequence_length, condition=_condition, conditions=_conditions, decode=_decode)
     if pipe.vae.dtype == torch.float16 and pipe.vae.config.force_upcast:
         # The pipeline casts such an autoencoder to float32 and back for each image, because it overflows in float16.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from PIL.Image import Image
 
+from ...data.errors import UsageError
 from ...data.requests import Request
 from . import Family
 
@@ -23,10 +24,13 @@ def unet_family(
     """Return the family of a pipeline with a U-Net; `condition` and `decode` are given the pipeline first.
 
     Raises:
-        ValueError: if `max_sequence_length` is given.
+        UsageError: if `max_sequence_length` is given.
     """
     if max_sequence_length is not None:
-        raise ValueError("max_sequence_length applies to StableDiffusion3Pipeline only")
+        raise UsageError(
+            f"max_sequence_length is {max_sequence_length}, but it applies to StableDiffusion3Pipeline only, "
+            f"not to {type(pipe).__name__}"
+        )
     return Family(
         latent_factor=pipe.vae_scale_factor,
         # The pipeline itself asks for multiples of 8, also where the autoencoder reduces by less.
