@@ -84,17 +84,18 @@ RECORDS = TableSchema(
 
 STEPS = TableSchema(
     "steps",
-    1,
+    2,
     (
         Column("step", _I, meaning="number of the denoising iteration, from 0"),
         Column("start_s", _F, "s", meaning="from the start of the trace"),
         Column("duration_s", _F, "s"),
         Column("active", _I, meaning="requests in the batch"),
-        Column("waiting", _I, meaning="requests that were prepared but had no place"),
+        Column("waiting", _I, meaning="requests that had arrived and were not in the batch"),
         Column("resolutions", pa.map_(_S, _I), meaning="requests in the batch by resolution, as WIDTHxHEIGHT"),
+        Column("schedule_s", _F, "s", meaning="what the policy took since the step before"),
     ),
 )
-"""One row per denoising iteration, in order (`dataclasses.asdict` of `serving.engine.StepRow`)."""
+"""One row per denoising iteration, in order (`serving.run_result.StepRow.to_row`)."""
 
 
 def write_table(path: str | Path, schema: TableSchema, rows: Iterable[Mapping[str, Any]]) -> None:

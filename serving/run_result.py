@@ -17,8 +17,9 @@ class StepRow:
     Attributes:
         step: number of the iteration, from 0.
         start_s, duration_s: when the step started on the engine's clock and how long it took, in seconds.
-        active, waiting: number of requests in the batch, and of prepared requests that wait to join.
+        active, waiting: number of requests in the batch, and of requests that have arrived and are not in it.
         resolutions: number of active requests of each resolution, by its name ("128x128").
+        schedule_s: how long the policy took since the step before, in seconds.
     """
 
     step: int
@@ -27,6 +28,7 @@ class StepRow:
     active: int
     waiting: int
     resolutions: dict[str, int]
+    schedule_s: float = 0.0
 
     def to_row(self) -> dict[str, Any]:
         """One row of the steps table."""
@@ -44,6 +46,8 @@ class RunResult:
         was_interrupted: whether Ctrl-C ended the run; unfinished requests are then "cancelled".
         images: images by request id, if the engine was asked to keep them.
         latents: final latents by request id, (1, channels, height / 8, width / 8), likewise.
+        decision_times_s: how long each decision of the policy took, in seconds.
+        max_prepared: largest number of requests that held encoded text and latents at the same time, before decoding.
     """
 
     records: list[RequestRecord]
@@ -52,3 +56,5 @@ class RunResult:
     was_interrupted: bool
     images: "dict[int, Image]" = field(default_factory=dict)
     latents: "dict[int, torch.Tensor]" = field(default_factory=dict)
+    decision_times_s: list[float] = field(default_factory=list)
+    max_prepared: int = 0

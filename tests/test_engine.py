@@ -172,6 +172,8 @@ def test_image_that_cannot_be_saved_fails_alone(model: ServedModel, tmp_path: Pa
 class _DropOdd:
     name: ClassVar[str] = "drop-odd"
     requires_one_resolution: ClassVar[bool] = False
+    requires_predictor: ClassVar[bool] = False
+    num_steps_scale: ClassVar[float] = 1.0
 
     def decide(
         self, now_s: float, waiting: Sequence[RequestView], active: Sequence[RequestView], *_: Any, **__: Any

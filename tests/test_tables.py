@@ -22,6 +22,7 @@ STEP = {
     "active": 3,
     "waiting": 1,
     "resolutions": {"128x128": 2, "64x72": 1},
+    "schedule_s": 0.0001,
 }
 
 
