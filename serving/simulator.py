@@ -1,8 +1,8 @@
 """The simulator: the engine's stages and the same policy objects on a virtual clock, on any number of GPUs.
 
 A step lasts as long as a predictor says, preparing and decoding as long as `StageTimes` says; nothing else takes time.
-Every GPU has its own prepare stage, denoise loop and postprocess stage, which follow `Engine` rule by rule. Several GPUs
-serve in data parallel: a request goes, when it arrives, to the GPU with the fewest pixels under way (PatchedServe
+Every GPU has its own prepare stage, denoise loop and postprocess stage, which follow `Engine` rule by rule. Several
+GPUs serve in data parallel: a request goes, when it arrives, to the GPU with the fewest pixels under way (PatchedServe
 section 8.1), counted in pixel-steps: pixels times remaining steps, over all requests that were sent there and have not
 left the denoise stage. Equal ones: to the first GPU. It stays there.
 
