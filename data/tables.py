@@ -1,5 +1,6 @@
 """Tables that commands hand on: their columns with types and units, and parquet files that carry their schema."""
 
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from .files import atomic_write
 if TYPE_CHECKING:
     import pandas
 
-_NAME_KEY, _VERSION_KEY = b"psctl.table", b"psctl.version"
+_NAME_KEY, _VERSION_KEY, _ABOUT_KEY = b"psctl.table", b"psctl.version", b"psctl.about"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +99,20 @@ STEPS = TableSchema(
 """One row per denoising iteration, in order (`serving.run_result.StepRow.to_row`)."""
 
 
-def write_table(path: str | Path, schema: TableSchema, rows: Iterable[Mapping[str, Any]]) -> None:
+def write_table(
+    path: str | Path,
+    schema: TableSchema,
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    about: Mapping[str, Any] | None = None,
+) -> None:
     """Write rows as parquet, atomically.
 
     Args:
         path: file to write.
         schema: which table it is.
         rows: one mapping per row, with exactly the schema's columns.
+        about: what holds for the whole table, as JSON; `read_about` gives it back.
 
     Raises:
         RuntimeError: a row does not fit the schema (a column is missing, unknown, empty, not finite or of another
@@ -116,6 +124,9 @@ def write_table(path: str | Path, schema: TableSchema, rows: Iterable[Mapping[st
         table = pa.Table.from_pylist(checked, schema.to_arrow())
     except (pa.ArrowException, OverflowError, TypeError) as error:
         raise RuntimeError(f"{schema.name} table: a value has the wrong type: {error}") from error
+    if about is not None:
+        text = json.dumps(about, allow_nan=False)
+        table = table.replace_schema_metadata({**(table.schema.metadata or {}), _ABOUT_KEY: text.encode()})
     with atomic_write(path) as temporary:
         pq.write_table(table, temporary)
 
@@ -126,16 +137,9 @@ def read_table(path: str | Path, schema: TableSchema) -> pa.Table:
     Raises:
         UsageError: the file cannot be read, is damaged or no parquet, or is another table or another version of it.
     """
-    try:
-        # Opened here, not by Arrow, whose messages repeat the path; and as one file, so that no folder adds columns.
-        with Path(path).open("rb") as raw, pq.ParquetFile(raw) as file:
-            table = file.read()
-    except (pa.ArrowException, OSError) as error:
-        what = error.strerror if isinstance(error, OSError) and error.strerror else "it is damaged or not parquet"
-        raise UsageError(f"{path}: cannot read the {schema.name} table: {what}") from error
-    metadata = table.schema.metadata or {}
-    name = metadata.get(_NAME_KEY, b"").decode(errors="replace")
-    version = metadata.get(_VERSION_KEY, b"").decode(errors="replace")
+    table = read_parquet(path, schema.name)
+    name = name_of(table)
+    version = (table.schema.metadata or {}).get(_VERSION_KEY, b"").decode(errors="replace")
     if name != schema.name:
         found = f"the {name} table" if name else "a file of another program"
         raise UsageError(f"{path}: is {found}, but it must be the {schema.name} table")
@@ -144,6 +148,28 @@ def read_table(path: str | Path, schema: TableSchema) -> pa.Table:
     if not table.schema.equals(schema.to_arrow()):
         raise UsageError(f"{path}: columns are {', '.join(table.schema.names)}, which is not the {name} table's schema")
     return table
+
+
+def read_parquet(path: str | Path, what: str) -> pa.Table:
+    """Read any parquet file; `what` names the table in errors. Raises UsageError: it cannot be read or is damaged."""
+    try:
+        # Opened here, not by Arrow, whose messages repeat the path; and as one file, so that no folder adds columns.
+        with Path(path).open("rb") as raw, pq.ParquetFile(raw) as file:
+            return file.read()
+    except (pa.ArrowException, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is damaged or not parquet"
+        raise UsageError(f"{path}: cannot read the {what} table: {reason}") from error
+
+
+def name_of(table: pa.Table) -> str:
+    """Which of our tables it is; "" for one of another program."""
+    return (table.schema.metadata or {}).get(_NAME_KEY, b"").decode(errors="replace")
+
+
+def read_about(table: pa.Table) -> dict[str, Any] | None:
+    """What `write_table` was told about the whole table, or None if it was told nothing."""
+    text = (table.schema.metadata or {}).get(_ABOUT_KEY)
+    return None if text is None else json.loads(text)
 
 
 def read_rows(path: str | Path, schema: TableSchema) -> list[dict[str, Any]]:

@@ -18,8 +18,10 @@ from .bench import bench_steps
 from .doctor import doctor
 from .generate import generate
 from .model_card import model_card
+from .profile_latency import profile_latency
 from .serve import serve
 from .train_model import train_model
+from .train_predictor_latency import train_predictor_latency
 
 # Name and function of every command, in the order of the help; "bench steps" is `steps` in the group `bench`. The
 # modules must be cheap to import (no torch, pandas, numpy, matplotlib at module level): all of them are imported before
@@ -29,10 +31,16 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("generate", generate),
     ("train-model", train_model),
     ("model-card", model_card),
+    ("profile latency", profile_latency),
+    ("train-predictor latency", train_predictor_latency),
     ("bench steps", bench_steps),
     ("doctor", doctor),
 )
-_GROUPS = {"bench": "Measure how fast this machine is."}
+_GROUPS = {
+    "profile": "Measure the model for predictors.",
+    "train-predictor": "Fit predictors to what was profiled.",
+    "bench": "Measure how fast this machine is.",
+}
 
 _EPILOG = (
     "Every option can be set by an environment variable: PSCTL_<COMMAND>_<OPTION>, such as PSCTL_SERVE_REQUEST_RATE; "
