@@ -96,7 +96,7 @@ STEPS = TableSchema(
         Column("schedule_s", _F, "s", meaning="what the policy took since the step before"),
     ),
 )
-"""One row per denoising iteration, in order (`serving.run_result.StepRow.to_row`)."""
+"""One row per denoising iteration, in order (`serving.step_row.StepRow.to_row`)."""
 
 
 def write_table(

@@ -20,6 +20,7 @@ from .generate import generate
 from .model_card import model_card
 from .profile_latency import profile_latency
 from .serve import serve
+from .simulate import simulate
 from .train_model import train_model
 from .train_predictor_latency import train_predictor_latency
 
@@ -28,6 +29,7 @@ from .train_predictor_latency import train_predictor_latency
 # `psctl --help` prints.
 COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("serve", serve),
+    ("simulate", simulate),
     ("generate", generate),
     ("train-model", train_model),
     ("model-card", model_card),

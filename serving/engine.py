@@ -43,8 +43,9 @@ from .policies import (
 )
 from .prepare_order import PrepareOrder
 from .prepared import PreparedRequest, describe
-from .run_result import RunResult, StepRow
+from .run_result import RunResult
 from .stages import StageThread
+from .step_row import StepRow
 
 if TYPE_CHECKING:
     from PIL.Image import Image

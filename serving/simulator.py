@@ -30,9 +30,9 @@ from .policies import (
     request_under,
 )
 from .prepare_order import PrepareOrder
-from .run_result import StepRow
 from .stage_times import StageTimes
 from .step_latency import MemoisedLatency
+from .step_row import StepRow
 
 # What happens to a worker. At equal times all of it happens before the worker goes on.
 _PREPARED, _STEPPED = 0, 1
