@@ -79,7 +79,8 @@ class TraceConfig:
         if not 0 < self.cv < math.inf:
             raise UsageError(f"cv is {self.cv:g}, but it must be more than 0 and finite")
         if self.kind != "gamma" and self.cv != 1:
-            raise UsageError(f"cv is {self.cv:g}, but a {self.kind} trace has none of its own: use gamma for one")
+            why = "has a cv of 1" if self.kind == "poisson" else "takes none"
+            raise UsageError(f"cv is {self.cv:g}, but a {self.kind} trace {why}: use gamma for another")
         if not 0 <= self.amplitude <= 1:
             raise UsageError(f"amplitude is {self.amplitude:g}, but it must be from 0 to 1")
         if not 0 < self.period_s < math.inf:

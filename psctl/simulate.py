@@ -149,6 +149,7 @@ def simulate(
     from ..serving.loading import model_defaults
     from ..serving.policies import get_policy
     from ..serving.stage_times import StageTimes
+    from ..serving.step_latency import TableLatency
 
     is_file = trace not in TRACE_KINDS
     if is_file and request_rate is not None and not 0 < request_rate < math.inf:
@@ -182,6 +183,11 @@ def simulate(
 
     requests = trace_at(request_rate)
     predictor = load_step_latency(latency.expanduser())
+    if isinstance(predictor, TableLatency) and max_batch_size > predictor.max_batch_size:
+        out.warn(
+            f"--max-batch-size is {max_batch_size}, but the largest batch in {latency} has {predictor.max_batch_size}: "
+            "beyond it latencies are extrapolated"
+        )
     sizes = defaults.resolutions if resolutions is None else parse_list(resolutions)
     sizes = tuple(dict.fromkeys((*sizes, *(request.resolution for request in requests))))
     deployment = Deployment(

@@ -112,7 +112,7 @@ class TableLatency:
         """See `StepLatencyPredictor`.
 
         Raises:
-            UsageError: the table knows nothing of a resolution, or the batch is empty.
+            UsageError: the table knows nothing of a resolution or of other numbers of requests, or the batch is empty.
         """
         batch = batch_of(active)
         if batch in self._measured:
@@ -120,6 +120,11 @@ class TableLatency:
         if not batch:
             raise UsageError("a batch of no requests has no step latency")
         self.check(batch)
+        if len({len(known) for known in self._measured}) == 1 and len(batch) != self.max_batch_size:
+            raise UsageError(
+                f"asked for a batch of {len(batch)} requests, but all batches of the latency table have "
+                f"{self.max_batch_size}, which says nothing of others"
+            )
         counts = np.array(self._count(batch), dtype=float)
         distances = np.abs(self._counts - counts).sum(axis=1)
         # Stable, so that equal distances are settled by the order of the table.

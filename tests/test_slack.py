@@ -55,8 +55,8 @@ def decide(
 
 def test_least_slack_first_not_earliest_deadline() -> None:
     # Small, alone: (50 - 10 * 2) / 20 = 1.5.  Large, alone: (70 - 10 * 4) / 40 = 0.75. The large one is more urgent,
-    # though its deadline is later. With it in the batch a step of both takes 5 s: the small one needs 50 s and has them,
-    # the large one needs 50 of its 70 s.  In turns 4 + 2 = 6 s against 5 s merged: it pays.
+    # though its deadline is later. With it in the batch a step of both takes 5 s: 50 s for the small one, which it has,
+    # and 50 of its 70 s for the large one. In turns 4 + 2 = 6 s against 5 s merged: it pays.
     waiting = [view(0, deadline_s=50.0), view(1, L, deadline_s=70.0)]
     assert decide(waiting) == Decision(admit=(1, 0))
 
