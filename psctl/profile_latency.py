@@ -178,7 +178,5 @@ def _table(result: dict[str, Any]) -> "RenderableType":
     for size, times in sorted(by_size.items()):
         times.sort()
         cells = (times[0], times[len(times) // 2], times[-1])
-        table.add_row(
-            str(size), str(len(times)), *(f"{ms:.3g} ms" for ms in cells), f"{times[-1] / times[0]:.2f}x"
-        )
+        table.add_row(str(size), str(len(times)), *(f"{ms:.3g} ms" for ms in cells), f"{times[-1] / times[0]:.2f}x")
     return table
