@@ -90,8 +90,8 @@ def profile_latency(
     corners = len(sizes) * min(2, max_batch_size)
     if combinations < corners:
         raise UsageError(
-            f"{combinations} combinations were asked for, but each of {len(sizes)} resolutions alone and in the largest "
-            f"batch are {corners}"
+            f"{combinations} combinations were asked for, but one request and the largest batch of each of "
+            f"{len(sizes)} resolutions are {corners} already"
         )
     available = count_combinations(len(sizes), max_batch_size)
     if combinations > available:
@@ -145,7 +145,7 @@ def _result(outcome: "LatencyOutcome") -> dict[str, Any]:
         "settings": dict(table.settings or {}),
         "table": str(outcome.table_file),
         "plot": str(outcome.plot_file),
-        "is_complete": outcome.is_complete,
+        "is_complete": table.share_done == 1,
         "was_interrupted": outcome.was_interrupted,
         "rows": [
             {
@@ -178,7 +178,5 @@ def _table(result: dict[str, Any]) -> "RenderableType":
     for size, times in sorted(by_size.items()):
         times.sort()
         cells = (times[0], times[len(times) // 2], times[-1])
-        table.add_row(
-            str(size), str(len(times)), *(f"{ms:.3g} ms" for ms in cells), f"{times[-1] / times[0]:.2f}x"
-        )
+        table.add_row(str(size), str(len(times)), *(f"{ms:.3g} ms" for ms in cells), f"{times[-1] / times[0]:.2f}x")
     return table
