@@ -36,6 +36,8 @@ LATENCIES = TableSchema(
 )
 """One row per combination."""
 
+TABLE_PATTERN = "latency-*.parquet"
+"""Names of measured tables in a workspace."""
 FOREIGN_COLUMNS = ("combination", "ms")
 
 
@@ -144,12 +146,19 @@ class LatencyTable:
     Attributes:
         rows: no two of the same combination.
         circumstances: what they were measured on; None if another program measured them.
-        settings: of the profile that measured them (JSON); empty for another program.
+        settings: of the profile that measured them (JSON), and in `timings` how many it was to take; None for another
+            program.
     """
 
     rows: tuple[LatencyRow, ...]
     circumstances: Circumstances | None = None
     settings: Mapping[str, Any] | None = None
+
+    @property
+    def share_done(self) -> float:
+        """Share of the timings that the profile was to take; 1 for a table of another program."""
+        wanted = (self.settings or {}).get("timings")
+        return 1.0 if wanted is None else sum(len(row.samples_ms) for row in self.rows) / wanted
 
     @property
     def resolutions(self) -> tuple[Resolution, ...]:
@@ -202,8 +211,12 @@ def _read_own(path: Path) -> LatencyTable:
         raise UsageError(f"{path}: the latencies table is damaged ({error}); delete it to measure again") from error
     rows = []
     for number, row in enumerate(table.to_pylist(maps_as_pydicts="strict"), start=1):
-        counts = {parse(name): count for name, count in row["resolutions"].items()}
-        rows.append(_checked_row(f"{path}, row {number}", counts, row["samples_ms"], row["first_step_ms"]))
+        where = f"{path}, row {number}"
+        try:
+            counts = {parse(name): count for name, count in row["resolutions"].items()}
+        except UsageError as error:
+            raise UsageError(f"{where}: {error}") from error
+        rows.append(_checked_row(where, counts, row["samples_ms"], row["first_step_ms"]))
     return LatencyTable(_unique(path, rows), known, settings)
 
 

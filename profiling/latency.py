@@ -17,7 +17,14 @@ from typing import Any
 
 from ..data.errors import UsageError
 from ..data.files import write_bytes
-from ..data.latency_table import Circumstances, LatencyRow, LatencyTable, read_latencies, write_latencies
+from ..data.latency_table import (
+    TABLE_PATTERN,
+    Circumstances,
+    LatencyRow,
+    LatencyTable,
+    read_latencies,
+    write_latencies,
+)
 from ..data.resolution import Resolution
 from ..data.workspace import ModelWorkspace
 from ..serving.model import ServedModel
@@ -28,7 +35,6 @@ from .machine import circumstances
 from .step_bench import Lane
 from .step_sides import EngineSide, RequestPool
 
-TABLE_PATTERN = "latency-*.parquet"
 TIMINGS_PER_ROUND = 3
 """Timings of a combination in every round; a timing is one step, or several if they are short (`step_bench.Lane`)."""
 _SAVE_EVERY_S = 5.0
@@ -57,7 +63,8 @@ class LatencySettings:
         return stratified_combinations(self.resolutions, self.combinations, self.max_batch_size, self.seed)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"resolutions": list(map(str, self.resolutions))}
+        timings = len(self.drawn()) * self.repeats * TIMINGS_PER_ROUND
+        return asdict(self) | {"resolutions": list(map(str, self.resolutions)), "timings": timings}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +75,6 @@ class LatencyOutcome:
         table: what is measured by now, by this run and by those before it.
         table_file, plot_file: where it is.
         num_visits: visits of this run; 0 if everything was measured before.
-        is_complete: whether all combinations have all their timings.
         was_interrupted: whether Ctrl-C ended it.
     """
 
@@ -76,7 +82,6 @@ class LatencyOutcome:
     table_file: Path
     plot_file: Path
     num_visits: int
-    is_complete: bool
     was_interrupted: bool
 
 
@@ -125,7 +130,7 @@ def profile_latency(
     for resolution in settings.resolutions:
         pool.check(resolution)
     about, combinations = latency_circumstances(model), settings.drawn()
-    table_file = workspace.tables / f"latency-{_key(about, settings)}.parquet"
+    table_file = workspace.tables / TABLE_PATTERN.replace("*", _key(about, settings))
     samples = {} if remeasure else _resume(table_file, about, settings)
     left = _visits_left(combinations, settings, samples)
     num_all = len(combinations) * settings.repeats
@@ -158,8 +163,7 @@ def profile_latency(
     table = _table(combinations, samples, about, settings)
     plot_file = table_file.with_suffix(".png")
     write_bytes(plot_file, plot_latencies(table))
-    is_complete = not _visits_left(combinations, settings, samples)
-    return LatencyOutcome(table, table_file, plot_file, num_visits, is_complete, was_interrupted)
+    return LatencyOutcome(table, table_file, plot_file, num_visits, was_interrupted)
 
 
 _Samples = dict[tuple[int, ...], tuple[tuple[float, ...], tuple[float, ...]]]

@@ -1,13 +1,12 @@
 """Plots of step latencies, measured and predicted, in the style of `serving.report`; every function returns a PNG."""
 
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import asdict
 
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from ..data.latency_table import Circumstances, LatencyRow, LatencyTable
+from ..data.latency_table import Circumstances, LatencyTable
 from ..serving.report.theme import LIGHT, Theme, add_legend, new_figure, series_colours, style_axes, to_png
+from ..training.latency_predictor import LatencyPredictor
 from .machine import describe
 
 
@@ -50,19 +49,21 @@ def plot_latencies(table: LatencyTable, theme: Theme = LIGHT) -> bytes:
     return to_png(figure)
 
 
-def plot_predictions(
-    measured: Sequence[LatencyRow],
-    predicted_ms: Sequence[float],
-    is_held_out: Sequence[bool],
-    circumstances: Circumstances | None,
-    theme: Theme = LIGHT,
-) -> bytes:
-    """Predicted against measured step latency; combinations that the fit has not seen stand out."""
+def plot_predictions(table: LatencyTable, predictor: LatencyPredictor, theme: Theme = LIGHT) -> bytes:
+    """Predicted against measured step latency; combinations that the fit has not seen stand out.
+
+    Args:
+        table: what the predictor was fitted to.
+        predictor: the fitted predictor.
+        theme: colours.
+    """
     figure = new_figure(6.4, 5.6, theme)
     ax = figure.subplots()
-    pairs: dict[bool, list[tuple[float, float]]] = defaultdict(list)
-    for row, ms, held_out in zip(measured, predicted_ms, is_held_out, strict=True):
-        pairs[held_out].append((row.median_ms, ms))
+    unseen = set(predictor.about.fit["held_out"])
+    counts = [[row.counts.get(size, 0) for size in predictor.about.resolutions] for row in table.rows]
+    pairs: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    for row, ms in zip(table.rows, predictor.predict_ms(counts), strict=True):
+        pairs[row.label in unseen].append((row.median_ms, ms))
     everything = [value for group in pairs.values() for pair in group for value in pair]
     low, high = min(everything) / 1.15, max(everything) * 1.15
     ax.plot([low, high], [low, high], color=theme.ink, linewidth=0.9, zorder=1)
@@ -75,26 +76,17 @@ def plot_predictions(
         zorder=0,
         label="within 10 %",
     )
-    for held_out, label, colour, marker in (
-        (False, "fitted to", theme.muted, "o"),
-        (True, "held out", theme.series[0], "D"),
-    ):
-        if pairs[held_out]:
-            ax.scatter(
-                *zip(*pairs[held_out], strict=True),
-                18,
-                color=colour,
-                marker=marker,
-                linewidths=0,
-                alpha=0.6 if not held_out else 0.9,
-                label=f"{label} ({len(pairs[held_out])})",
-                zorder=2 + held_out,
-            )
+    for held_out, label, colour in ((False, "fitted to", theme.muted), (True, "held out", theme.series[0])):
+        measured_ms, predicted_ms = zip(*pairs[held_out], strict=True)
+        label = f"{label} ({len(measured_ms)})"
+        ax.scatter(
+            measured_ms, predicted_ms, 18, color=colour, linewidths=0, alpha=0.8, label=label, zorder=2 + held_out
+        )
     style_axes(
         ax,
         theme,
         title="Predicted against measured",
-        x_label=f"measured, median (ms, log scale)\n{_about(circumstances)}",
+        x_label=f"measured, median (ms, log scale)\n{_about(table.circumstances)}",
         y_label="predicted (ms, log scale)",
         grid_axis="both",
     )

@@ -24,6 +24,7 @@ from ..serving.policies import DistriFusionFcfsPolicy, Policy, StepLatencyPredic
 from ..serving.simulator import SimulationResult, simulate
 from ..serving.stage_times import StageTimes, standalone_latency_s
 from ..serving.step_latency import MemoisedLatency, PerResolutionLatency, TableLatency
+from ..training.latency_predictor import LatencyPredictor
 
 MAX_GPUS = 4096
 """Most GPUs that are looked for."""
@@ -103,11 +104,15 @@ class Deployment:
 
 
 def load_step_latency(path: Path) -> StepLatencyPredictor:
-    """Load step latencies: a table (parquet of `psctl profile latency`, or CSV or parquet of another program).
+    """Load step latencies: a fitted predictor (safetensors of `psctl train-predictor latency`) or a table.
+
+    A table is parquet of `psctl profile latency`, or CSV or parquet of another program.
 
     Raises:
-        UsageError: the file is no such table; the message says why.
+        UsageError: the file is neither; the message says why.
     """
+    if path.suffix.lower() == ".safetensors":
+        return LatencyPredictor.load(path)
     table = read_latencies(path)
     return TableLatency(
         {

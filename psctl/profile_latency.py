@@ -90,8 +90,8 @@ def profile_latency(
     corners = len(sizes) * min(2, max_batch_size)
     if combinations < corners:
         raise UsageError(
-            f"{combinations} combinations were asked for, but each of {len(sizes)} resolutions alone and in the largest "
-            f"batch are {corners}"
+            f"{combinations} combinations were asked for, but one request and the largest batch of each of "
+            f"{len(sizes)} resolutions are {corners} already"
         )
     available = count_combinations(len(sizes), max_batch_size)
     if combinations > available:
@@ -145,7 +145,7 @@ def _result(outcome: "LatencyOutcome") -> dict[str, Any]:
         "settings": dict(table.settings or {}),
         "table": str(outcome.table_file),
         "plot": str(outcome.plot_file),
-        "is_complete": outcome.is_complete,
+        "is_complete": table.share_done == 1,
         "was_interrupted": outcome.was_interrupted,
         "rows": [
             {

@@ -32,7 +32,7 @@ def simulate(
         typer.Option(
             "--latency",
             metavar="FILE",
-            help="Step latencies: a table (parquet of psctl profile latency, or CSV with combination and ms).",
+            help="Step latencies: a fitted predictor, or a table (of psctl profile latency, or CSV: combination,ms).",
             dir_okay=False,
         ),
     ],
