@@ -1,6 +1,10 @@
-"""Resolutions: the width and height of an image in pixels, as users write them ("192", "128x192")."""
+"""Resolutions: the width and height of an image in pixels, as users write them ("192", "128x192").
+
+A batch is written as its resolutions, each with the number of its requests: "2*128x192 + 256x256".
+"""
 
 import re
+from collections.abc import Mapping
 from typing import NamedTuple, Self
 
 from .errors import UsageError
@@ -9,6 +13,8 @@ RESOLUTION_MULTIPLE = 8
 """Every side is a multiple of this many pixels: the autoencoders of SDXL and SD3 shrink images eight times."""
 
 _PATTERN = re.compile(r"([0-9]{1,6})(?:[xX]([0-9]{1,6}))?")
+# "2*128x192", "2*128" and, since some programs write it so, "2x128x192".
+_COUNTED = re.compile(r"(?:([0-9]{1,4}) ?\* ?|([0-9]{1,4})[xX](?=[0-9]+[xX]))?([0-9xX]+)")
 
 
 class Resolution(NamedTuple):
@@ -65,3 +71,32 @@ def parse_list(text: str) -> tuple[Resolution, ...]:
         if resolution in resolutions[:i]:
             raise UsageError(f"resolutions are {text!r}, but {resolution} may be given only once")
     return resolutions
+
+
+def format_batch(counts: Mapping[Resolution, int]) -> str:
+    """Write a batch as `"2*128x192 + 256x256"`: small images first, no number for a single request, none for none."""
+    ranked = sorted(counts.items(), key=lambda pair: (pair[0].pixels, pair[0]))
+    return " + ".join(str(size) if count == 1 else f"{count}*{size}" for size, count in ranked if count)
+
+
+def parse_batch(text: str) -> dict[Resolution, int]:
+    """Read a batch as `format_batch` writes it; `"2x128x192+1x256x256"` is the same.
+
+    Raises:
+        UsageError: the text has another form, or names a resolution twice or no requests of it.
+    """
+    counts: dict[Resolution, int] = {}
+    for part in text.split("+"):
+        match = _COUNTED.fullmatch(part.strip())
+        if match is None:
+            raise UsageError(
+                f"combination is {text!r}, but it must be resolutions with the number of their requests, "
+                "as 2*512x512 + 1024x1024"
+            )
+        starred, crossed, size = match.groups()
+        resolution, count = parse(size), int(starred or crossed or 1)
+        if count < 1 or resolution in counts:
+            wrong = "named twice" if count else "named with no requests"
+            raise UsageError(f"combination is {text!r}, but {resolution} is {wrong}")
+        counts[resolution] = count
+    return counts

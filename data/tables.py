@@ -1,5 +1,6 @@
 """Tables that commands hand on: their columns with types and units, and parquet files that carry their schema."""
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from .files import atomic_write
 if TYPE_CHECKING:
     import pandas
 
-_NAME_KEY, _VERSION_KEY = b"psctl.table", b"psctl.version"
+_NAME_KEY, _VERSION_KEY, _ABOUT_KEY = b"psctl.table", b"psctl.version", b"psctl.about"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +88,18 @@ RECORDS = TableSchema(
 
 STEPS = TableSchema(
     "steps",
-    1,
+    2,
     (
         Column("step", _I, meaning="number of the denoising iteration, from 0"),
         Column("start_s", _F, "s", meaning="from the start of the trace"),
         Column("duration_s", _F, "s"),
         Column("active", _I, meaning="requests in the batch"),
-        Column("waiting", _I, meaning="requests that were prepared but had no place"),
+        Column("waiting", _I, meaning="requests that had arrived and were not in the batch"),
         Column("resolutions", pa.map_(_S, _I), meaning="requests in the batch by resolution, as WIDTHxHEIGHT"),
+        Column("schedule_s", _F, "s", meaning="what the policy took since the step before"),
     ),
 )
-"""One row per denoising iteration, in order (`dataclasses.asdict` of `serving.engine.StepRow`)."""
+"""One row per denoising iteration, in order (`serving.step_row.StepRow.to_row`)."""
 
 BLOCKS = TableSchema(
     "blocks",
@@ -124,13 +126,20 @@ BLOCKS = TableSchema(
 (PatchedServe sections 3 and 7). Written and read by `table_streams`, with `block_facts.BlockFacts` in its head."""
 
 
-def write_table(path: str | Path, schema: TableSchema, rows: Iterable[Mapping[str, Any]]) -> None:
+def write_table(
+    path: str | Path,
+    schema: TableSchema,
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    about: Mapping[str, Any] | None = None,
+) -> None:
     """Write rows as parquet, atomically.
 
     Args:
         path: file to write.
         schema: which table it is.
         rows: one mapping per row, with exactly the schema's columns.
+        about: what holds for the whole table, as JSON; `read_about` gives it back.
 
     Raises:
         RuntimeError: a row does not fit the schema (a column is missing, unknown, empty, not finite or of another
@@ -142,6 +151,9 @@ def write_table(path: str | Path, schema: TableSchema, rows: Iterable[Mapping[st
         table = pa.Table.from_pylist(checked, schema.to_arrow())
     except (pa.ArrowException, OverflowError, TypeError) as error:
         raise RuntimeError(f"{schema.name} table: a value has the wrong type: {error}") from error
+    if about is not None:
+        text = json.dumps(about, allow_nan=False)
+        table = table.replace_schema_metadata({**(table.schema.metadata or {}), _ABOUT_KEY: text.encode()})
     with atomic_write(path) as temporary:
         pq.write_table(table, temporary, write_page_checksum=True)
 
@@ -159,14 +171,20 @@ def read_table(path: str | Path, schema: TableSchema) -> pa.Table:
 @contextmanager
 def opened(path: str | Path, schema: TableSchema) -> Iterator[pq.ParquetFile]:
     """Open a table and check that it is the right one; errors while the body reads it are told as in `read_table`."""
+    with _opened(path, schema.name) as file:
+        _check_schema(path, file.schema_arrow, schema)
+        yield file
+
+
+@contextmanager
+def _opened(path: str | Path, what: str) -> Iterator[pq.ParquetFile]:
     try:
         # Opened here, not by Arrow, whose messages repeat the path; and as one file, so that no folder adds columns.
         with Path(path).open("rb") as raw, pq.ParquetFile(raw, page_checksum_verification=True) as file:
-            _check_schema(path, file.schema_arrow, schema)
             yield file
     except (pa.ArrowException, OSError) as error:
-        what = error.strerror if isinstance(error, OSError) and error.strerror else "it is damaged or not parquet"
-        raise UsageError(f"{path}: cannot read the {schema.name} table: {what}") from error
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is damaged or not parquet"
+        raise UsageError(f"{path}: cannot read the {what} table: {reason}") from error
 
 
 def _check_schema(path: str | Path, found: pa.Schema, schema: TableSchema) -> None:
@@ -180,6 +198,23 @@ def _check_schema(path: str | Path, found: pa.Schema, schema: TableSchema) -> No
         raise UsageError(f"{path}: is version {version} of the {name} table, but it must be version {schema.version}")
     if not found.equals(schema.to_arrow()):
         raise UsageError(f"{path}: columns are {', '.join(found.names)}, which is not the {name} table's schema")
+
+
+def read_parquet(path: str | Path, what: str) -> pa.Table:
+    """Read any parquet file; `what` names the table in errors. Raises UsageError: it cannot be read or is damaged."""
+    with _opened(path, what) as file:
+        return file.read()
+
+
+def name_of(table: pa.Table) -> str:
+    """Which of our tables it is; "" for one of another program."""
+    return (table.schema.metadata or {}).get(_NAME_KEY, b"").decode(errors="replace")
+
+
+def read_about(table: pa.Table) -> dict[str, Any] | None:
+    """What `write_table` was told about the whole table, or None if it was told nothing."""
+    text = (table.schema.metadata or {}).get(_ABOUT_KEY)
+    return None if text is None else json.loads(text)
 
 
 def read_rows(path: str | Path, schema: TableSchema) -> list[dict[str, Any]]:

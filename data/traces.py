@@ -6,19 +6,20 @@ different rates can be compared request by request.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
 
+from .arrivals import diurnal_arrivals, gamma_arrivals, read_arrivals, scaled_arrivals
 from .errors import UsageError
 from .request_draws import RequestDraws
 from .requests import Request
 from .resolution import Resolution
 from .trace_files import TraceDefaults, load_trace, save_trace
 
-TraceKind = Literal["poisson", "gamma"]
+TraceKind = Literal["poisson", "gamma", "diurnal", "azure"]
 TRACE_KINDS: tuple[str, ...] = get_args(TraceKind)
 
 
@@ -27,17 +28,22 @@ class TraceConfig:
     """How to draw a random trace.
 
     Attributes:
-        kind: "poisson" (exponential gaps) or "gamma" (gaps whose coefficient of variation is `cv`).
+        kind: "poisson" (exponential gaps), "gamma" (gaps whose coefficient of variation is `cv`), "diurnal" (a Poisson
+            process whose rate swings, see `arrivals.diurnal_arrivals`) or "azure" (recorded arrivals, scaled).
         request_rate: mean number of arrivals per second; infinity: all arrive at 0.
         num_prompts: number of requests, or None.
         duration_s: no request arrives later than this, or None. With both, whichever ends first; one is needed.
-        cv: standard deviation of the gaps over their mean; above 1 is bursty. Always 1 for poisson.
+        cv: standard deviation of the gaps over their mean; above 1 is bursty. Always 1 but for gamma.
         resolutions: what requests ask for.
         mix: weight of each resolution; None: all alike (PatchedServe section 8).
         num_inference_steps: number of denoising steps: one for all requests, or one for each of `resolutions`.
         guidance_scale: guidance scale of all requests.
         seed: seed of everything that is drawn.
         slo_s: how long each request may take, or None (see `assign_slos`).
+        amplitude: largest deviation of a diurnal trace's rate from its mean, as a share of it, up to 1.
+        period_s: length of a diurnal trace's day in seconds.
+        arrivals_s: the recorded arrivals of an azure trace in seconds, in order. The first `num_prompts` of them are
+            scaled to the rate, with their shape kept.
 
     Raises:
         UsageError: a field is out of its range, or fields do not fit each other.
@@ -54,6 +60,9 @@ class TraceConfig:
     guidance_scale: float = 4.0
     seed: int = 0
     slo_s: float | None = None
+    amplitude: float = 0.8
+    period_s: float = 600.0
+    arrivals_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in TRACE_KINDS:
@@ -64,12 +73,22 @@ class TraceConfig:
             raise UsageError(f"number of prompts is {self.num_prompts}, but it must be at least 1")
         if self.duration_s is not None and not 0 < self.duration_s < math.inf:
             raise UsageError(f"duration is {self.duration_s:g} s, but it must be more than 0 and finite")
-        if self.num_prompts is None and (self.duration_s is None or math.isinf(self.request_rate)):
+        is_endless = self.duration_s is None or math.isinf(self.request_rate)
+        if self.num_prompts is None and is_endless and self.kind != "azure":
             raise UsageError("the trace never ends: give a number of prompts, or a duration and a finite rate")
         if not 0 < self.cv < math.inf:
             raise UsageError(f"cv is {self.cv:g}, but it must be more than 0 and finite")
-        if self.kind == "poisson" and self.cv != 1:
-            raise UsageError(f"cv is {self.cv:g}, but a poisson trace has a cv of 1: use gamma for another")
+        if self.kind != "gamma" and self.cv != 1:
+            why = "has a cv of 1" if self.kind == "poisson" else "takes none"
+            raise UsageError(f"cv is {self.cv:g}, but a {self.kind} trace {why}: use gamma for another")
+        if not 0 <= self.amplitude <= 1:
+            raise UsageError(f"amplitude is {self.amplitude:g}, but it must be from 0 to 1")
+        if not 0 < self.period_s < math.inf:
+            raise UsageError(f"period is {self.period_s:g} s, but it must be more than 0 and finite")
+        if self.kind == "diurnal" and math.isinf(self.request_rate):
+            raise UsageError("request rate is inf, but a diurnal trace needs a finite one")
+        if self.kind == "azure" and not self.arrivals_s:
+            raise UsageError("an azure trace needs recorded arrivals, but there are none: name their file (CSV)")
         self.draws(prompts=["checked only"])
 
     def draws(self, prompts: Sequence[str]) -> RequestDraws:
@@ -86,24 +105,17 @@ class TraceConfig:
 
 
 def generate_trace(config: TraceConfig, prompts: Sequence[str]) -> list[Request]:
-    """Draw a trace. The first request arrives after one gap, and the mean gap is exactly `1 / request_rate`.
+    """Draw a trace. The mean gap is exactly `1 / request_rate`; recorded arrivals start at 0, others after one gap.
 
-    Gamma gaps have shape `1 / cv**2`. Prompts are dealt like cards: all once in a random order before any again.
+    Prompts are dealt like cards: all once in a random order before any again.
 
     Raises:
         UsageError: there are no prompts, or nobody arrives within the duration.
     """
     draws = config.draws(prompts)
-    rng = np.random.default_rng(config.seed)
-    shape = 1.0 if config.kind == "poisson" else 1.0 / config.cv**2
-    scale_s = 1.0 / (shape * config.request_rate)
     requests: list[Request] = []
-    arrival_s = 0.0
-    while config.num_prompts is None or len(requests) < config.num_prompts:
-        # Unit gaps are drawn and then scaled, so that the rate cannot change what is drawn.
-        gap = rng.standard_exponential() if config.kind == "poisson" else rng.standard_gamma(shape)
-        arrival_s += float(gap) * scale_s
-        if config.duration_s is not None and arrival_s > config.duration_s:
+    for arrival_s in _arrivals(config):
+        if len(requests) == config.num_prompts or (config.duration_s is not None and arrival_s > config.duration_s):
             break
         requests.append(replace(draws.next(len(requests)), arrival_s=arrival_s))
     if not requests:
@@ -112,6 +124,15 @@ def generate_trace(config: TraceConfig, prompts: Sequence[str]) -> list[Request]
             "give a longer duration or a higher rate"
         )
     return requests
+
+
+def _arrivals(config: TraceConfig) -> Iterable[float]:
+    if config.kind == "azure":
+        return scaled_arrivals(config.arrivals_s[: config.num_prompts], config.request_rate)
+    rng = np.random.default_rng(config.seed)
+    if config.kind == "diurnal":
+        return diurnal_arrivals(rng, config.request_rate, config.amplitude, config.period_s)
+    return gamma_arrivals(rng, config.request_rate, config.cv)
 
 
 def limit_trace(
@@ -179,6 +200,7 @@ __all__ = [
     "generate_trace",
     "limit_trace",
     "load_trace",
+    "read_arrivals",
     "retime",
     "save_trace",
 ]

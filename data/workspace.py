@@ -61,6 +61,19 @@ class ModelWorkspace:
         """Folder of runs, created when it is first asked for. Raises OSError."""
         return self._folder("runs")
 
+    def newest_table(self, pattern: str) -> Path | None:
+        """Return the table whose file name fits a pattern (`latency-*.parquet`) and that was written last, or None.
+
+        Creates nothing.
+        """
+        found = [path for path in (self.root / "tables").glob(pattern) if path.is_file()]
+        return max(found, key=lambda path: (path.stat().st_mtime_ns, path.name)) if found else None
+
+    def find_predictor(self, name: str) -> Path | None:
+        """Return the file of a fitted predictor, or None if there is none. Creates nothing."""
+        path = self.root / "predictors" / name
+        return path if path.is_file() else None
+
     def new_run(self, kind: str) -> Path:
         """Create and return the folder of a new run, `runs/<kind>-<UTC time>`, for example `serve-20260131T094500Z`.
 

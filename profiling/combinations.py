@@ -7,13 +7,13 @@ short names are those of its figure 5.
 import math
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations as choose
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 from ..data.errors import UsageError
-from ..data.resolution import Resolution
+from ..data.resolution import Resolution, format_batch
 
 MAX_REQUESTS = 256
 """Most requests in one combination."""
@@ -64,11 +64,11 @@ class Combination:
     @property
     def label(self) -> str:
         """A short name: letters for up to three squares ("SML", "4S 4M 4L"), else sizes ("2*128x192 + 256x256")."""
-        ranked = sorted(zip(self.resolutions, self.counts, strict=True), key=lambda pair: (pair[0].pixels, pair[0]))
         letters = letters_of(self.resolutions)
-        named = [(letters.get(resolution, str(resolution)), count) for resolution, count in ranked if count]
+        counts = dict(zip(self.resolutions, self.counts, strict=True))
         if not letters:
-            return " + ".join(name if count == 1 else f"{count}*{name}" for name, count in named)
+            return format_batch(counts)
+        named = [(letter, counts[resolution]) for resolution, letter in letters.items() if counts[resolution]]
         if self.num_requests <= _MAX_LETTERS:
             return "".join(letter * count for letter, count in named)
         return " ".join(f"{count}{letter}" for letter, count in named)
@@ -124,7 +124,7 @@ def random_combinations(resolutions: tuple[Resolution, ...], count: int, seed: i
         UsageError: there are not so many.
     """
     size = len(resolutions)
-    available = math.comb(_FULL + size, size) - 1
+    available = count_combinations(size, _FULL)
     if not 1 <= count <= available:
         raise UsageError(
             f"{count} random combinations were asked for, but {size} resolutions have 1 to {available} of up to "
@@ -138,3 +138,69 @@ def random_combinations(resolutions: tuple[Resolution, ...], count: int, seed: i
         bars = [-1, *sorted(generator.sample(range(total + size - 1), size - 1)), total + size - 1]
         drawn[tuple(right - left - 1 for left, right in pairwise(bars))] = None
     return tuple(Combination(resolutions, row) for row in drawn)
+
+
+def count_combinations(num_resolutions: int, max_batch_size: int) -> int:
+    """Number of different combinations of 1 to `max_batch_size` requests."""
+    return math.comb(max_batch_size + num_resolutions, num_resolutions) - 1
+
+
+def stratified_combinations(
+    resolutions: tuple[Resolution, ...], count: int, max_batch_size: int, seed: int
+) -> tuple[Combination, ...]:
+    """Draw different combinations that cover small and large batches, and pure and mixed ones, evenly.
+
+    Always among them, and first: one request of each resolution and the largest batch of each, the corners between
+    which a latency model interpolates. The others are drawn by turns from all batch sizes, and there by turns from all
+    numbers of different resolutions. An even draw among all ways to split a batch would hold next to no batch of a
+    single resolution, which is what a policy that never mixes runs.
+
+    Args:
+        resolutions: at least one.
+        count: how many are wanted; all are returned if there are not so many, and the corners if it is less.
+        max_batch_size: largest number of requests.
+        seed: of the draw.
+    """
+    generator = random.Random(seed)
+    size = len(resolutions)
+    corners = [
+        tuple(number if index == other else 0 for other in range(size))
+        for number in dict.fromkeys((1, max_batch_size))
+        for index in range(size)
+    ]
+    chosen = dict.fromkeys(corners)
+    strata = [_splits(total, size, generator, chosen) for total in range(1, max_batch_size + 1)]
+    while strata and len(chosen) < count:
+        generator.shuffle(strata)
+        for stratum in list(strata):
+            drawn = next(stratum, None)
+            if drawn is None:
+                strata.remove(stratum)
+            elif len(chosen) < count:
+                chosen[drawn] = None
+    return tuple(Combination(resolutions, row) for row in chosen)
+
+
+def _splits(
+    total: int, size: int, generator: random.Random, taken: Container[tuple[int, ...]]
+) -> Iterator[tuple[int, ...]]:
+    """Yield all ways to split `total` requests that are not taken: by turns of 1, 2, ... resolutions, else random."""
+    left = {number: math.comb(size, number) * math.comb(total - 1, number - 1) for number in range(1, size + 1)}
+    left = {number: ways for number, ways in left.items() if ways}
+    seen: set[tuple[int, ...]] = set()
+    for number in cycle(tuple(left)):
+        while left[number]:
+            row = [0] * size
+            bars = [0, *sorted(generator.sample(range(1, total), number - 1)), total]
+            for index, (low, high) in zip(generator.sample(range(size), number), pairwise(bars), strict=True):
+                row[index] = high - low
+            drawn = tuple(row)
+            if drawn in seen:
+                continue
+            seen.add(drawn)
+            left[number] -= 1
+            if drawn not in taken:
+                yield drawn
+                break
+        if not any(left.values()):
+            return

@@ -4,12 +4,15 @@ What a run leaves in its folder of the workspace: `trace.jsonl` (the requests wi
 `steps.parquet`, `summary.json`, `report.html`, and some images. All of it is written for an interrupted run as well.
 """
 
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from ..data.errors import UsageError
 from ..data.files import atomic_write, write_json
 from ..data.prompts import load_prompts
 from ..data.request_draws import parse_mix
@@ -20,10 +23,12 @@ from ..data.traces import (
     TRACE_KINDS,
     TraceConfig,
     TraceDefaults,
+    TraceKind,
     assign_slos,
     generate_trace,
     limit_trace,
     load_trace,
+    read_arrivals,
     retime,
     save_trace,
 )
@@ -31,7 +36,7 @@ from ..data.workspace import ModelWorkspace
 from ..serving.defaults import ModelDefaults
 from ..serving.lifecycle import RequestRecord
 from ..serving.metrics import summarize
-from ..serving.policies import Policy
+from ..serving.policies import Policy, StepLatencyPredictor, require_predictor
 from .standalone import RequestShape, shape_of, standalone_latencies
 
 if TYPE_CHECKING:
@@ -41,6 +46,8 @@ if TYPE_CHECKING:
 _MAX_REPORT_IMAGES = 24
 _DEFAULT_NUM_PROMPTS = 32
 _DEFAULT_GAMMA_CV = 2.0
+_DEFAULT_AMPLITUDE = 0.8
+_DEFAULT_PERIOD_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +55,7 @@ class TraceSettings:
     """What the user asked for; None leaves it to the model or to the kind of trace.
 
     Attributes:
-        trace: "poisson", "gamma", or the path of a trace file.
+        trace: one of `TRACE_KINDS`, or the path of a trace file.
         request_rate: mean arrivals per second of a random trace.
         cv: coefficient of variation of the gaps of a gamma trace.
         num_prompts: largest number of requests.
@@ -59,6 +66,8 @@ class TraceSettings:
         num_inference_steps, guidance_scale: of requests whose line of a file names none.
         seed: seed of everything that is drawn.
         from_zero: whether a file's first request is moved to 0, for files stamped with clock time.
+        amplitude, period_s: how a diurnal trace swings (`TraceConfig`).
+        arrivals: CSV file of the recorded arrivals of an azure trace.
     """
 
     trace: str = "poisson"
@@ -73,6 +82,9 @@ class TraceSettings:
     guidance_scale: float | None = None
     seed: int = 0
     from_zero: bool = False
+    amplitude: float | None = None
+    period_s: float | None = None
+    arrivals: Path | None = None
 
 
 def draw_requests(settings: TraceSettings, defaults: ModelDefaults) -> list[Request]:
@@ -85,6 +97,14 @@ def draw_requests(settings: TraceSettings, defaults: ModelDefaults) -> list[Requ
     mix = None if settings.mix is None else parse_mix(settings.mix, resolutions)
     steps = defaults.num_inference_steps if settings.num_inference_steps is None else settings.num_inference_steps
     scale = defaults.guidance_scale if settings.guidance_scale is None else settings.guidance_scale
+    for option, value, kind in (
+        ("--cv", settings.cv, "gamma"),
+        ("--amplitude", settings.amplitude, "diurnal"),
+        ("--period", settings.period_s, "diurnal"),
+        ("--arrivals", settings.arrivals, "azure"),
+    ):
+        if value is not None and settings.trace != kind:
+            raise UsageError(f"{option} is {value}, but it belongs to --trace {kind}, not {settings.trace}")
     prompts = load_prompts(settings.prompts)
     if settings.trace not in TRACE_KINDS:
         file_defaults = TraceDefaults(prompts, resolutions, mix, steps, scale, settings.seed)
@@ -93,18 +113,21 @@ def draw_requests(settings: TraceSettings, defaults: ModelDefaults) -> list[Requ
             requests = retime(requests, from_zero=True)
         return limit_trace(requests, num_prompts=settings.num_prompts, duration_s=settings.duration_s)
     is_unlimited = settings.num_prompts is None and settings.duration_s is None
-    is_gamma = settings.trace == "gamma"
+    kind: TraceKind = settings.trace  # type: ignore[assignment]  it is one of them, and TraceConfig checks
     config = TraceConfig(
-        kind="gamma" if is_gamma else "poisson",
+        kind=kind,
         request_rate=settings.request_rate,
-        num_prompts=_DEFAULT_NUM_PROMPTS if is_unlimited else settings.num_prompts,
+        num_prompts=_DEFAULT_NUM_PROMPTS if is_unlimited and kind != "azure" else settings.num_prompts,
         duration_s=settings.duration_s,
-        cv=settings.cv if settings.cv is not None else _DEFAULT_GAMMA_CV if is_gamma else 1.0,
+        cv=1.0 if kind != "gamma" else _DEFAULT_GAMMA_CV if settings.cv is None else settings.cv,
         resolutions=resolutions,
         mix=mix,
         num_inference_steps=steps,
         guidance_scale=scale,
         seed=settings.seed,
+        amplitude=_DEFAULT_AMPLITUDE if settings.amplitude is None else settings.amplitude,
+        period_s=_DEFAULT_PERIOD_S if settings.period_s is None else settings.period_s,
+        arrivals_s=() if settings.arrivals is None else read_arrivals(settings.arrivals),
     )
     return generate_trace(config, prompts)
 
@@ -127,6 +150,7 @@ def run_serve(
     *,
     dataset: str,
     config: dict[str, Any],
+    predictor: StepLatencyPredictor | None = None,
     slo_scale: float = 5.0,
     max_batch_size: int = 16,
     save_dir: Path | None = None,
@@ -144,6 +168,7 @@ def run_serve(
         workspace: the model's part of the workspace.
         dataset: name of the trace or prompt file, for the summary.
         config: the user's settings, shown in the summary and the report.
+        predictor: step latencies for policies that look ahead; one that learns is told every step.
         slo_scale: SLO of each request without one: this many times its standalone latency.
         max_batch_size: largest number of requests in the denoise batch.
         save_dir: where all images and a copy of the report go; None keeps a few images for the report only.
@@ -151,7 +176,8 @@ def run_serve(
         on_measure, on_start, on_finish: called before each measurement, before the replay, and for each ended request.
 
     Raises:
-        UsageError: if the model cannot serve a request; nothing has run then.
+        UsageError: if the model cannot serve a request, or the policy needs a predictor and there is none; nothing has
+            run then.
         RunError: if a measurement fails.
         KeyboardInterrupt: on Ctrl-C before the replay; later the outcome says so.
         OSError: if results cannot be written.
@@ -159,6 +185,8 @@ def run_serve(
     from ..serving.engine import Engine
     from ..serving.replay import replay
 
+    if policy.requires_predictor:
+        require_predictor(policy, predictor)
     for request in requests:
         model.check_request(request)
     model.tune([request.resolution for request in requests], workspace.tables)
@@ -173,6 +201,7 @@ def run_serve(
     engine = Engine(
         model,
         policy,
+        predictor=predictor,
         max_batch_size=max_batch_size,
         image_path=_image_paths(requests, save_dir, run_dir),
         on_finish=on_finish,
@@ -211,8 +240,21 @@ def _engine_figures(result: "RunResult") -> dict[str, Any]:
         "num_steps": num_steps,
         "batch_size_mean": sum(row.active for row in result.steps) / num_steps if num_steps else None,
         "step_latency_mean": busy_s / num_steps if num_steps else None,
+        **scheduling_figures(result.decision_times_s),
+        "max_prepared": result.max_prepared,
         "denoise_busy_rate": busy_s / result.duration_s if result.duration_s > 0 else None,
         "was_interrupted": result.was_interrupted,
+    }
+
+
+def scheduling_figures(decision_times_s: Sequence[float]) -> dict[str, Any]:
+    """How often a policy was asked and what a decision cost, in seconds."""
+    ranked = sorted(decision_times_s)
+    return {
+        "num_decisions": len(ranked),
+        "scheduling_mean": fmean(ranked) if ranked else None,
+        # The smallest time that at least 95 % of the decisions did not exceed.
+        "scheduling_p95": ranked[math.ceil(0.95 * len(ranked)) - 1] if ranked else None,
     }
 
 

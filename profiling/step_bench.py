@@ -22,7 +22,7 @@ from ..serving.model import ServedModel
 from .bench_rows import BenchOutcome, Row, measure_rows, name_of
 from .combinations import Combination, letters_of
 from .machine import circumstances
-from .step_sides import Format, PatchedSide, PlainSide, RequestPool, Side, patched_stepper, plain_denoisers
+from .step_sides import EngineSide, Format, PlainSide, RequestPool, Side, patched_stepper, plain_denoisers
 
 RUN_KIND = "bench-steps"
 STEPS_FILE, STEPS_PLOT = "steps.json", "steps.png"
@@ -132,7 +132,7 @@ class StepBench:
             )
             for name, denoiser in self.denoisers.items()
         }
-        return plain, Lane(PatchedSide(self.model, requests), device)
+        return plain, Lane(EngineSide(self.model, requests), device)
 
     def measure(self, combination: Combination) -> Row:
         """Measure one combination; returns its row."""

@@ -90,18 +90,21 @@ class RequestPool:
         )
 
 
-class PatchedSide:
-    """The patch engine: all requests in one batch."""
+class EngineSide:
+    """The engine that serves: one step of its stepper, over all requests."""
 
     def __init__(self, model: ServedModel, requests: Sequence[PreparedRequest]) -> None:
-        self._stepper, self._requests = patched_stepper(model), requests
+        self._stepper, self._requests = model.stepper, requests
         self._active: list[PreparedRequest] = []
 
     def begin(self) -> None:
-        """See `Side`. The next step packs the batch anew, as after a request has joined or left."""
+        """See `Side`. The next step is one of a new batch, as after a request has joined or left."""
         self._active = []
         for prepared in self._requests:
             state = replace(prepared.state, steps_done=_middle(prepared))
+            if self._stepper.name == "plain":
+                # It calls the scheduler of each request, which counts steps itself. The patch engine only reads it.
+                state.scheduler = _scheduler_at(prepared, state.steps_done)
             latents = _start(prepared)
             self._active.append(replace(prepared, latents=latents, state=state, previous_x0=latents.clone()))
 
@@ -177,9 +180,7 @@ class _PlainBatch:
 
     def begin(self) -> None:
         middle = _middle(self._first)
-        self._scheduler = copy.deepcopy(self._first.state.scheduler)
-        if hasattr(self._scheduler, "set_begin_index"):
-            self._scheduler.set_begin_index(middle)
+        self._scheduler = _scheduler_at(self._first, middle)
         self._timesteps = self._first.state.timesteps[middle:]
         self._steps_done = 0
         self._latents = self._start
@@ -235,3 +236,11 @@ def _start(prepared: PreparedRequest) -> Tensor:
     """The request's noise with variance 1: what a schedule begins with is far too much for its middle."""
     sigma = getattr(prepared.state.scheduler, "init_noise_sigma", 1.0)
     return prepared.latents / sigma
+
+
+def _scheduler_at(prepared: PreparedRequest, steps_done: int) -> Any:
+    """A copy of the request's scheduler that goes on after so many steps."""
+    scheduler = copy.deepcopy(prepared.state.scheduler)
+    if hasattr(scheduler, "set_begin_index"):
+        scheduler.set_begin_index(steps_done)
+    return scheduler

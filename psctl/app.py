@@ -20,20 +20,26 @@ from .doctor import doctor
 from .generate import generate
 from .model_card import model_card
 from .profile_blocks import profile_blocks
+from .profile_latency import profile_latency
 from .serve import serve
+from .simulate import simulate
 from .train_model import train_model
 from .train_predictor_cache import train_predictor_cache
+from .train_predictor_latency import train_predictor_latency
 
 # Name and function of every command, in the order of the help; "bench steps" is `steps` in the group `bench`. The
 # modules must be cheap to import (no torch, pandas, numpy, matplotlib at module level): all of them are imported before
 # `psctl --help` prints.
 COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("serve", serve),
+    ("simulate", simulate),
     ("generate", generate),
     ("profile blocks", profile_blocks),
     ("train-model", train_model),
     ("train-predictor cache", train_predictor_cache),
     ("model-card", model_card),
+    ("profile latency", profile_latency),
+    ("train-predictor latency", train_predictor_latency),
     ("bench steps", bench_steps),
     ("bench cache", bench_cache),
     ("doctor", doctor),

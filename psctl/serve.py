@@ -43,7 +43,9 @@ def serve(
     trace: Annotated[
         str,
         typer.Option(
-            "--trace", metavar="poisson|gamma|FILE", help="Random arrivals, or a file (JSONL, CSV, Request(...) lines)."
+            "--trace",
+            metavar="poisson|gamma|diurnal|azure|FILE",
+            help="Random or recorded arrivals, or a file (JSONL, CSV, Request(...) lines).",
         ),
     ] = "poisson",
     request_rate: Annotated[
@@ -51,6 +53,17 @@ def serve(
     ] = 1.0,
     cv: Annotated[
         float | None, typer.Option("--cv", help="Coefficient of variation of the gaps, with --trace gamma. Default: 2.")
+    ] = None,
+    amplitude: Annotated[
+        float | None, typer.Option("--amplitude", help="Swing of the rate, with --trace diurnal, 0 to 1. Default: 0.8.")
+    ] = None,
+    period: Annotated[
+        float | None,
+        typer.Option("--period", help="Length of the day, with --trace diurnal. Default: 600.", metavar="SECONDS"),
+    ] = None,
+    arrivals: Annotated[
+        Path | None,
+        typer.Option("--arrivals", help="CSV of recorded arrivals, with --trace azure (arrived_at or TIMESTAMP)."),
     ] = None,
     num_prompts: Annotated[int | None, typer.Option("--num-prompts", help=_NUM_PROMPTS_HELP)] = None,
     duration: Annotated[
@@ -78,8 +91,16 @@ def serve(
         float, typer.Option("--slo-scale", help="SLO of a request: this many times its latency when served alone.")
     ] = 5.0,
     policy: Annotated[
-        str, typer.Option("--policy", help="Who joins the batch and when: fcfs, static or bucketed.")
+        str,
+        typer.Option(
+            "--policy",
+            help="Who joins the batch and when: fcfs, static, bucketed, patched-fcfs, edf, nirvana or slack.",
+        ),
     ] = "bucketed",
+    predictor: Annotated[
+        Path | None,
+        typer.Option("--predictor", metavar="FILE", help="Step latencies, for --policy slack.", dir_okay=False),
+    ] = None,
     max_batch_size: Annotated[int, typer.Option("--max-batch-size", help="Requests denoised together.", min=1)] = 16,
     seed: Seed = 0,
     output_file: Annotated[
@@ -132,10 +153,14 @@ def serve(
     config = {
         "trace": trace,
         "policy": policy,
+        "predictor": None if predictor is None else str(predictor),
         "engine": engine,
         # Infinity is no number in JSON.
         "request_rate": request_rate if math.isfinite(request_rate) else "inf",
         "cv": cv,
+        "amplitude": amplitude,
+        "period": period,
+        "arrivals": None if arrivals is None else str(arrivals),
         "num_prompts": num_prompts,
         "duration": duration,
         "resolutions": resolutions,
@@ -149,9 +174,10 @@ def serve(
     }
     # Everything that can be wrong is looked at before torch is imported and the model loaded.
     from ..profiling.serve_run import TraceSettings, draw_requests, run_serve
+    from ..profiling.simulate_run import load_step_latency
     from ..serving.cache.options import CacheOptions
     from ..serving.loading import load_model, model_defaults
-    from ..serving.policies import get_policy
+    from ..serving.policies import get_policy, require_predictor
     from ..serving.stepper import EngineOptions
 
     cache_options = CacheOptions(
@@ -166,6 +192,9 @@ def serve(
     )
     options = EngineOptions(engine, order, patch_size, strategy, kernels, cache_options)
     chosen_policy = get_policy(policy)
+    step_latency = None if predictor is None else load_step_latency(predictor.expanduser())
+    if chosen_policy.requires_predictor:
+        require_predictor(chosen_policy, step_latency)
     settings = TraceSettings(
         trace=trace,
         request_rate=request_rate,
@@ -179,6 +208,9 @@ def serve(
         guidance_scale=guidance_scale,
         seed=seed,
         from_zero=from_zero,
+        amplitude=amplitude,
+        period_s=period,
+        arrivals=arrivals,
     )
     requests = draw_requests(settings, model_defaults(model))
     if not 0 < slo_scale < math.inf:
@@ -200,6 +232,7 @@ def serve(
             model_workspace,
             dataset=trace if prompts is None else f"{trace}, {prompts.name}",
             config=config,
+            predictor=step_latency,
             slo_scale=slo_scale,
             max_batch_size=max_batch_size,
             save_dir=None if save_dir is None else save_dir.expanduser(),
@@ -212,7 +245,7 @@ def serve(
         )
     if output_file is not None:
         write_json(output_file.expanduser(), outcome.summary)
-    out.data(outcome.summary, table=lambda: _tables(outcome.summary))
+    out.data(outcome.summary, table=lambda: summary_tables(outcome.summary))
     out.note(f"Report: {outcome.run_dir / 'report.html'}")
     if outcome.was_interrupted:
         raise KeyboardInterrupt
@@ -224,7 +257,8 @@ def serve(
         out.warn(f"{len(failed)} of {len(outcome.records)} requests failed; {first}")
 
 
-def _tables(summary: dict[str, Any]) -> "RenderableType":
+def summary_tables(summary: dict[str, Any]) -> "RenderableType":
+    """What people see of the summary of a served or simulated run."""
     from rich.console import Group
     from rich.table import Table
 
@@ -235,6 +269,8 @@ def _tables(summary: dict[str, Any]) -> "RenderableType":
     for name in counts:
         if name in ("total", "completed") or summary[f"{name}_requests"]:
             whole.add_row(f"{name} requests", str(summary[f"{name}_requests"]))
+    for reason, count in summary["discarded_by_reason"].items():
+        whole.add_row(f"  {reason}", str(count))
     for label, key, unit in (
         ("duration", "duration", "s"),
         ("throughput", "throughput_qps", "images/s"),
@@ -247,6 +283,8 @@ def _tables(summary: dict[str, Any]) -> "RenderableType":
         ("mean batch size", "batch_size_mean", ""),
     ):
         whole.add_row(label, _number(summary[key], unit))
+    decision_s = summary["scheduling_mean"]
+    whole.add_row("scheduling mean", _number(None if decision_s is None else decision_s * 1e3, "ms"))
     whole.add_row(f"SLO attainment ({summary['slo_scale']:g}x standalone)", _share(summary["slo_attainment_rate"]))
 
     each = Table(title="by resolution", title_justify="left")

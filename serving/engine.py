@@ -1,12 +1,20 @@
 """The engine: prepare, denoise and postprocess stages, scheduled at the level of single denoising steps.
 
-    submit -> [prepare thread] -> waiting -> (policy) -> active -> [postprocess thread] -> record
-                                              `-- one step of all active requests, again and again
+    submit -> waiting -> (policy) -> joining -> active -> [postprocess thread] -> record
+                 `-- [prepare thread] --^          `-- one step of all active requests, again and again
 
 The thread that calls `Engine.run` denoises. Between any two steps it asks the policy who joins; requests leave as soon
 as their own last step is done (PatchedServe sections 6.1.1 and 7; the iteration level of ORCA). Text encoding and image
-decoding run first come, first served in two threads beside it. A request that fails in any stage ends as "failed" with
-its reason, and the others go on.
+decoding run in two threads beside it. A request that fails in any stage ends as "failed" with its reason, and the
+others go on.
+
+The policy sees every request that has arrived, prepared or not. Only a few requests that wait are prepared ahead
+(`PrepareOrder`); an admitted one that is not keeps its place in the batch and is prepared next. So memory does not grow
+with the queue, and discarded requests mostly cost no text encoding.
+
+The policy is asked between two steps, not beside one: on a CPU it would take the cores of the step, and on a GPU the
+decision would be about a batch that no longer exists when the step ends. What that costs is measured
+(`RunResult.decision_times_s`); policies read a `WaitingQueue`, so it does not grow with the queue.
 """
 
 import threading
@@ -24,10 +32,20 @@ from ..data.files import atomic_write
 from ..data.requests import Request
 from .lifecycle import RequestRecord, RequestState, Status
 from .model import ServedModel
-from .policies import Policy, check_decision
+from .policies import (
+    LearningPredictor,
+    Policy,
+    StepLatencyPredictor,
+    WaitingQueue,
+    check_decision,
+    request_under,
+    require_predictor,
+)
+from .prepare_order import PrepareOrder
 from .prepared import PreparedRequest, describe
-from .run_result import RunResult, StepRow
+from .run_result import RunResult
 from .stages import StageThread
+from .step_row import StepRow
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -37,10 +55,11 @@ ImagePath = Callable[[Request], Path | None]
 
 @dataclass(slots=True)
 class _Entry:
-    """A submitted request with its tensors; these are dropped as soon as it ends."""
+    """A submitted request with its tensors; these are dropped as soon as they are of no more use."""
 
     state: RequestState
     prepared: PreparedRequest | None = None
+    latents: torch.Tensor | None = None
 
 
 class Engine:
@@ -49,14 +68,18 @@ class Engine:
     Args:
         model: the loaded model.
         policy: asked between steps who joins and who is dropped.
+        predictor: step latencies, for policies that ask for them. If it can learn (`LearningPredictor`), it is told
+            how long every step has taken.
         max_batch_size: largest number of requests in the denoise batch.
+        max_prepared_ahead: largest number of waiting requests that are prepared; None for twice `max_batch_size`.
         image_path: says where to save each image (atomically; the suffix says the format), or None not to save it.
         keep_images, keep_latents: whether the result holds the images and the final latents.
         on_finish: called with each record when it becomes final, from the thread where that happens.
         on_step: called after each denoising iteration.
 
     Raises:
-        UsageError: if `max_batch_size` is below 1.
+        UsageError: if `max_batch_size` or `max_prepared_ahead` is below 1, or the policy needs a predictor and there is
+            none.
     """
 
     def __init__(
@@ -64,7 +87,9 @@ class Engine:
         model: ServedModel,
         policy: Policy,
         *,
+        predictor: StepLatencyPredictor | None = None,
         max_batch_size: int = 16,
+        max_prepared_ahead: int | None = None,
         image_path: ImagePath | None = None,
         keep_images: bool = False,
         keep_latents: bool = False,
@@ -73,8 +98,13 @@ class Engine:
     ) -> None:
         if max_batch_size < 1:
             raise UsageError(f"max batch size is {max_batch_size}, but it must be at least 1")
+        if max_prepared_ahead is not None and max_prepared_ahead < 1:
+            raise UsageError(f"max prepared ahead is {max_prepared_ahead}, but it must be at least 1")
+        if policy.requires_predictor:
+            require_predictor(policy, predictor)
         self._model = model
         self._policy = policy
+        self._predictor = predictor
         self._max_batch_size = max_batch_size
         self._image_path = image_path
         self._keep_images = keep_images
@@ -86,15 +116,23 @@ class Engine:
         self._postprocess = StageThread(
             "psctl-postprocess", self._postprocess_one, device=model.device, on_error=self._wake
         )
-        # Guards `_entries`, `_ready`, `_num_preparing`, `_is_closed` and the closing of records.
+        # Guards `_entries`, `_arrived`, `_prepared_ids`, the order and state of preparing, `_is_closed` and the closing
+        # of records.
         self._changed = threading.Condition()
         self._entries: dict[int, _Entry] = {}
-        self._ready: deque[_Entry] = deque()
-        self._num_preparing = 0
-        self._is_closed = False
-        self._waiting: dict[int, _Entry] = {}
+        self._arrived: deque[_Entry] = deque()
+        self._prepared_ids: deque[int] = deque()
+        self._prepare_order = PrepareOrder(max_prepared_ahead or 2 * max_batch_size)
+        self._is_preparing = False
+        self._num_prepared = self._max_prepared = 0
+        self._is_closed = self._is_stopping = False
+        # Of the denoising thread alone. Joining: admitted, and not prepared yet.
+        self._waiting = WaitingQueue()
+        self._joining: dict[int, _Entry] = {}
         self._active: dict[int, _Entry] = {}
         self._steps: list[StepRow] = []
+        self._decision_times_s: list[float] = []
+        self._decided_s = 0.0
         self._images: dict[int, Image] = {}
         self._latents: dict[int, torch.Tensor] = {}
         self._zero: float | None = None
@@ -128,15 +166,17 @@ class Engine:
             RuntimeError: if the engine is closed.
         """
         self._model.check_request(request)
-        entry = _Entry(RequestState.of(request, standalone_s))
+        entry = _Entry(RequestState.of(request_under(self._policy, request), standalone_s))
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("the engine is closed: no more requests can be submitted")
             if request.request_id in self._entries:
                 raise UsageError(f"request id {request.request_id} is used twice")
             self._entries[request.request_id] = entry
-            self._num_preparing += 1
-        self._prepare.put(entry)
+            self._arrived.append(entry)
+            self._prepare_order.add(request.request_id)
+            self._prepare_next()
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Say that no more requests will come; `run` returns when the submitted ones have ended."""
@@ -164,29 +204,55 @@ class Engine:
                 raise stage.error
         records = [self._entries[request_id].state.record for request_id in sorted(self._entries)]
         duration_s = max((record.finish_s for record in records if record.finish_s is not None), default=self.now_s())
-        return RunResult(records, self._steps, duration_s, was_interrupted, self._images, self._latents)
+        return RunResult(
+            records,
+            self._steps,
+            duration_s,
+            was_interrupted,
+            self._images,
+            self._latents,
+            self._decision_times_s,
+            self._max_prepared,
+        )
 
     # Denoise stage: the thread that called `run`
 
     def _denoise_until_closed(self) -> None:
-        while self._take_ready():
+        while self._take_news():
             self._ask_policy()
-            if self._active:
+            if self._can_step():
                 self._step()
 
-    def _take_ready(self) -> bool:
-        """Move prepared requests to the waiting queue; sleep while there is nothing to do. False: all is done."""
+    def _can_step(self) -> bool:
+        """Whether somebody can take a step; a batch of one resolution takes its first step together."""
+        return bool(self._active) and not (self._joining and self._policy.requires_one_resolution)
+
+    def _take_news(self) -> bool:
+        """Take note of who has arrived or was prepared; sleep while there is nothing to do. False: all is done."""
         with self._changed:
-            while not (self._ready or self._waiting or self._active):
-                if self._is_closed and not self._num_preparing:
+            while not (self._arrived or self._prepared_ids or self._can_step()):
+                if self._is_closed and not (self._waiting or self._joining or self._active):
                     return False
                 if self._prepare.error is not None or self._postprocess.error is not None:
                     return False
                 self._changed.wait()
-            while self._ready:
-                entry = self._ready.popleft()
-                self._waiting[entry.state.request.request_id] = entry
+            while self._arrived:
+                self._waiting.add(self._arrived.popleft().state.view())
+            while self._prepared_ids:
+                request_id = self._prepared_ids.popleft()
+                entry = self._entries[request_id]
+                if entry.state.record.status != "pending":
+                    # Preparing it has failed: nobody is to admit it, or to wait for it.
+                    self._joining.pop(request_id, None)
+                    if self._waiting.get(request_id) is not None:
+                        self._waiting.remove(request_id)
+                elif self._joining.pop(request_id, None) is not None:
+                    self._activate(entry)
         return True
+
+    def _activate(self, entry: _Entry) -> None:
+        entry.state.record.admitted_s = self.now_s()
+        self._active[entry.state.request.request_id] = entry
 
     def _wake(self) -> None:
         with self._changed:
@@ -195,24 +261,33 @@ class Engine:
     def _ask_policy(self) -> None:
         if not self._waiting:
             return
-        waiting = [entry.state.view() for entry in self._waiting.values()]
-        active = [entry.state.view() for entry in self._active.values()]
-        waiting.sort(key=lambda view: (view.arrival_s, view.request_id))
         now_s = self.now_s()
-        decision = self._policy.decide(now_s, waiting, active, self._max_batch_size)
+        active = [entry.state.view() for entry in (*self._active.values(), *self._joining.values())]
+        decision = self._policy.decide(now_s, self._waiting, active, self._max_batch_size, self._predictor)
         check_decision(
             decision,
-            waiting,
+            self._waiting,
             active,
             self._max_batch_size,
             requires_one_resolution=self._policy.requires_one_resolution,
         )
-        for request_id in decision.admit:
-            entry = self._waiting.pop(request_id)
-            entry.state.record.admitted_s = now_s
-            self._active[request_id] = entry
+        with self._changed:
+            for request_id in decision.admit:
+                self._waiting.remove(request_id)
+                self._prepare_order.demand(request_id)
+                entry = self._entries[request_id]
+                if entry.prepared is not None:
+                    self._activate(entry)
+                elif entry.state.record.status == "pending":
+                    self._joining[request_id] = entry
+            for request_id, _ in decision.drop:
+                self._waiting.remove(request_id)
+                self._prepare_order.forget(request_id)
+            self._prepare_next()
         for request_id, reason in decision.drop:
-            self._end(self._waiting.pop(request_id), "discarded", reason)
+            self._end(self._entries[request_id], "discarded", reason)
+        self._decision_times_s.append(self.now_s() - now_s)
+        self._decided_s += self._decision_times_s[-1]
 
     def _step(self) -> None:
         batch = [entry.prepared for entry in self._active.values() if entry.prepared is not None]
@@ -220,8 +295,13 @@ class Engine:
         failures = self._model.stepper.step(batch)
         end_s = self.now_s()
         resolutions = dict(Counter(str(prepared.request.resolution) for prepared in batch))
-        row = StepRow(len(self._steps), start_s, end_s - start_s, len(batch), len(self._waiting), resolutions)
+        waiting = len(self._waiting) + len(self._joining)
+        row = StepRow(len(self._steps), start_s, end_s - start_s, len(batch), waiting, resolutions, self._decided_s)
+        self._decided_s = 0.0
         self._steps.append(row)
+        # A failing step is repeated for the others, so it tells nothing of how long a step takes.
+        if isinstance(self._predictor, LearningPredictor) and not failures:
+            self._predictor.observe([prepared.request.resolution for prepared in batch], row.duration_s)
         if self._on_step is not None:
             self._on_step(row)
         for request_id, entry in list(self._active.items()):
@@ -236,27 +316,46 @@ class Engine:
             if progress.is_finished:
                 entry.state.record.denoise_end_s = end_s
                 del self._active[request_id]
+                # All that decoding needs. The rest, mostly the encoded text, would wait with it.
+                entry.latents = entry.prepared.latents
+                self._release(entry)
                 self._postprocess.put(entry)
 
     # Prepare and postprocess stages: threads of their own
 
+    def _prepare_next(self) -> None:
+        """Give the prepare thread its next request, if it has none. The lock is held."""
+        if self._is_preparing or self._is_stopping:
+            return
+        request_id = self._prepare_order.take()
+        if request_id is not None:
+            self._is_preparing = True
+            self._prepare.put(self._entries[request_id])
+
     def _prepare_one(self, entry: _Entry) -> None:
         record = entry.state.record
         record.prepare_start_s = self.now_s()
+        prepared = None
         try:
-            entry.prepared = self._model.prepare(entry.state.request)
+            prepared = self._model.prepare(entry.state.request)
         except Exception as error:  # noqa: BLE001  one failing request must not take down the others
             self._end(entry, "failed", describe("preparing", error))
         record.prepare_end_s = self.now_s()
         with self._changed:
-            self._num_preparing -= 1
-            if entry.prepared is not None:
-                self._ready.append(entry)
+            self._is_preparing = False
+            if record.status == "pending":
+                entry.prepared = prepared
+                self._num_prepared += 1
+                self._max_prepared = max(self._max_prepared, self._num_prepared)
+            else:
+                self._prepare_order.forget(record.request_id)
+            self._prepared_ids.append(record.request_id)
+            self._prepare_next()
             self._changed.notify_all()
 
     def _postprocess_one(self, entry: _Entry) -> None:
-        assert entry.prepared is not None
-        request, latents = entry.state.request, entry.prepared.latents
+        assert entry.latents is not None
+        request, latents = entry.state.request, entry.latents
         try:
             image = self._model.decode(latents)
             path = None if self._image_path is None else self._image_path(request)
@@ -280,13 +379,23 @@ class Engine:
             if entry.state.record.status != "pending":
                 return
             entry.state.record.close(status, self.now_s(), reason)
-            entry.prepared = None
+            self._release(entry)
+            entry.latents = None
         if self._on_finish is not None:
             self._on_finish(entry.state.record)
+
+    def _release(self, entry: _Entry) -> None:
+        """Let go of the tensors of the prepare stage."""
+        with self._changed:
+            if entry.prepared is not None:
+                entry.prepared = None
+                self._num_prepared -= 1
 
     def _shut_down(self) -> bool:
         """End both threads and close every open record. Returns whether Ctrl-C came meanwhile."""
         self.close()
+        with self._changed:
+            self._is_stopping = True
         self._prepare.discard_queued()
         was_interrupted = False
         for stage in (self._prepare, self._postprocess):

@@ -1,5 +1,6 @@
 """Figures of one run, from its request records. Key names follow the benchmark clients of vllm-omni and SGLang."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,7 @@ def summarize(
         "completed_requests": _count(records, "completed"),
         "failed_requests": _count(records, "failed"),
         "discarded_requests": _count(records, "discarded"),
+        "discarded_by_reason": _by_reason(records),
         "cancelled_requests": _count(records, "cancelled"),
         "throughput_qps": _per_second(len(latencies), duration_s),
         "goodput_qps": _per_second(num_met, duration_s) if has_slos else None,
@@ -100,6 +102,12 @@ def _per_resolution(records: Sequence[RequestRecord]) -> dict[str, dict[str, Any
             "queueing_mean": _mean(_values(mine, lambda record: record.queueing_s)),
         }
     return figures
+
+
+def _by_reason(records: Iterable[RequestRecord]) -> dict[str, int]:
+    """Number of discarded requests by the policy's reason, the commonest first."""
+    counts = Counter(record.reason or "no reason given" for record in records if record.status == "discarded")
+    return dict(counts.most_common())
 
 
 def _values(records: Iterable[RequestRecord], get: Callable[[RequestRecord], float | None]) -> list[float]:

@@ -4,7 +4,9 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,8 +23,10 @@ from patchedserve.serving.lifecycle import RequestView
 from patchedserve.serving.model import ServedModel
 from patchedserve.serving.plain_stepper import group_by_resolution
 from patchedserve.serving.policies import Decision, get_policy
+from patchedserve.serving.policies.slack import TOO_LATE
 from patchedserve.serving.prepared import PreparedRequest
 from patchedserve.serving.run_result import RunResult
+from patchedserve.serving.simulator import simulate
 from patchedserve.serving.stepper import EngineOptions
 
 from .helpers import largest_error, plain_latents, tiny_sd3, tiny_sdxl
@@ -173,6 +177,8 @@ def test_image_that_cannot_be_saved_fails_alone(model: ServedModel, tmp_path: Pa
 class _DropOdd:
     name: ClassVar[str] = "drop-odd"
     requires_one_resolution: ClassVar[bool] = False
+    requires_predictor: ClassVar[bool] = False
+    num_steps_scale: ClassVar[float] = 1.0
 
     def decide(
         self, now_s: float, waiting: Sequence[RequestView], active: Sequence[RequestView], *_: Any, **__: Any
@@ -187,6 +193,80 @@ def test_policy_may_drop(model: ServedModel) -> None:
     result = serve(model, requests_of(5), _DropOdd())
     assert [record.status for record in result.records] == ["completed", "discarded"] * 2 + ["completed"]
     assert result.records[1].reason == "odd"
+
+
+class _Learning:
+    """Real step times, so that it can be seen what the engine tells a predictor."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[tuple[Resolution, ...], float]] = []
+
+    def step_latency_s(self, active: Sequence[Resolution]) -> float:
+        return 1e-4 * len(active)
+
+    def observe(self, active: Sequence[Resolution], measured_s: float) -> None:
+        self.seen.append((tuple(active), measured_s))
+
+
+def test_slack_asks_the_predictor_and_teaches_it(model: ServedModel) -> None:
+    with pytest.raises(UsageError, match="policy slack looks ahead and needs step latencies"):
+        Engine(model, get_policy("slack"))
+    predictor = _Learning()
+    requests = [replace(request, slo_s=(1e-6, 600.0)[i > 1]) for i, request in enumerate(requests_of(6))]
+    result = serve(model, requests, get_policy("slack"), predictor=predictor)
+    assert [record.status for record in result.records] == ["discarded"] * 2 + ["completed"] * 4
+    assert {record.reason for record in result.records[:2]} == {TOO_LATE}
+    assert [measured_s for _, measured_s in predictor.seen] == [row.duration_s for row in result.steps]
+    assert [Counter(map(str, active)) for active, _ in predictor.seen] == [row.resolutions for row in result.steps]
+    # What decisions cost is written down: each one, and with the step that it came before.
+    assert len(result.decision_times_s) >= 1
+    assert all(0 < time_s < 0.1 for time_s in result.decision_times_s)
+    assert sum(row.schedule_s for row in result.steps) == pytest.approx(sum(result.decision_times_s))
+
+
+def test_nirvana_draws_with_fewer_steps(model: ServedModel) -> None:
+    result = serve(model, [Request(0, "a", SMALL, 10, seed=3)], get_policy("nirvana"), keep_latents=True)
+    assert (result.records[0].num_inference_steps, len(result.steps)) == (8, 8)
+    expected = plain_latents(model.pipe, Request(0, "a", SMALL, 8, seed=3))
+    assert largest_error([result.latents[0][0]], [expected]) < 1e-3
+
+
+@pytest.mark.parametrize("policy", ["bucketed", "static", "edf"])
+def test_few_are_prepared_however_many_wait(model: ServedModel, policy: str) -> None:
+    # Far more than can be served: 2 places, 30 requests at once.
+    requests = [replace(request, slo_s=30.0 - i) for i, request in enumerate(requests_of(30, steps=2))]
+    result = serve(model, requests, get_policy(policy), max_batch_size=2, max_prepared_ahead=3)
+    assert {record.status for record in result.records} == {"completed"}
+    assert max(row.waiting for row in result.steps) >= 26
+    assert result.max_prepared <= 2 + 3
+    if policy == "edf":  # the last to come, which is far from prepared when it is admitted, leads
+        admitted = sorted(result.records, key=lambda record: record.admitted_s or 0.0)
+        assert [record.request_id for record in admitted][:2] == [29, 28]
+    # A static batch takes its first step together, also where only one of it was prepared ahead.
+    if policy == "static":
+        assert [row.active for row in result.steps] == [2] * 28 + [1, 1, 1, 1]
+
+
+def test_discarded_before_it_is_prepared_is_never_encoded(model: ServedModel) -> None:
+    result = serve(model, requests_of(12, steps=1), _DropOdd(), max_batch_size=16, max_prepared_ahead=1)
+    odd = [record for record in result.records if record.request_id % 2]
+    assert {record.status for record in odd} == {"discarded"}
+    # All but the one that was being encoded when the policy was asked.
+    assert sum(record.prepare_start_s is not None for record in odd) <= 1
+
+
+def test_the_simulator_admits_in_the_engines_order(model: ServedModel) -> None:
+    # All arrive at once or within the first step, so that the order is the policies' and not the clock's.
+    requests = requests_of(9, steps=3)
+    for name in ("fcfs", "static", "bucketed", "patched-fcfs", "nirvana"):
+        real = serve(model, requests, get_policy(name), max_batch_size=3).records
+        simulated = simulate(requests, get_policy(name), _Learning(), max_batch_size=3).records
+        orders = [
+            [record.request_id for record in sorted(records, key=lambda record: (record.admitted_s, record.request_id))]
+            for records in (real, simulated)
+        ]
+        assert orders[0] == orders[1], name
+        assert [record.num_inference_steps for record in real] == [record.num_inference_steps for record in simulated]
 
 
 def test_a_faulty_policy_ends_the_run_with_its_error(model: ServedModel) -> None:

@@ -54,7 +54,7 @@ def simulate(num_requests: int, *, rate: float = 4.0, steps: int = 20, seed: int
         cost = {str(size): value / steps for size, value in STANDALONE_S.items()}
         duration = sum(cost[name] * (0.6 + 0.4 * count) for name, count in counts.items()) * rng.uniform(0.95, 1.1)
         waiting = sum(record.arrival_s <= now for record in queue)
-        rows.append((len(rows), now, duration, len(active), waiting, dict(counts)))
+        rows.append((len(rows), now, duration, len(active), waiting, dict(counts), 1e-4))
         now += duration
         for item in list(active.values()):
             item[1] -= 1
@@ -159,7 +159,7 @@ def test_one_request_at_time_zero(tmp_path: Path) -> None:
     record = RequestRecord.of(Request(0, "a fox", SIZES[0], 1))
     record.admitted_s, record.denoise_end_s = 0.0, 0.0
     record.close("completed", 0.0)
-    step = dict(zip(STEPS.names, (0, 0.0, 0.0, 1, 0, {"128x128": 1}), strict=True))
+    step = dict(zip(STEPS.names, (0, 0.0, 0.0, 1, 0, {"128x128": 1}, 0.0), strict=True))
     assert _Page(report_of(tmp_path, [record], [step])).tags["picture"] == len(PLOTS) - 1  # no SLO, no attainment
 
 
@@ -193,9 +193,9 @@ def test_plots_show_the_numbers_of_the_tables() -> None:
 
 def test_composition_is_empty_in_pauses_but_not_between_steps() -> None:
     values = [
-        (0, 0.0, 0.1, 2, 0, {"128x128": 2}),
-        (1, 0.11, 0.1, 1, 0, {"128x128": 1}),
-        (2, 5.0, 0.1, 1, 0, {"128x128": 1}),
+        (0, 0.0, 0.1, 2, 0, {"128x128": 2}, 0.0),
+        (1, 0.11, 0.1, 1, 0, {"128x128": 1}, 0.0),
+        (2, 5.0, 0.1, 1, 0, {"128x128": 1}, 0.0),
     ]
     record = RequestRecord.of(Request(0, "", SIZES[0]))
     record.close("completed", 5.1)

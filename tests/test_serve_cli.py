@@ -17,6 +17,9 @@ from patchedserve.data.tables import RECORDS, STEPS, read_rows
 from .conftest import RunPsctl
 from .helpers import save_tiny, tiny_sdxl
 
+# Steps of the tiny model take a few milliseconds; what is decided does not matter here.
+STEPS_CSV = "combination,ms\n32x32,5\n48x48,5\n64x32,5\n2*32x32 + 48x48 + 64x32,12\n"
+
 KEYS = (
     *("duration", "completed_requests", "failed_requests", "throughput_qps", "latency_mean", "latency_median"),
     *("latency_p50", "latency_p95", "latency_p99", "slo_attainment_rate", "slo_met_success", "slo_scale", "model"),
@@ -101,12 +104,15 @@ def test_standalone_latencies_are_measured_once(serve: RunPsctl, workspace: Path
     assert "standalone.json is damaged" in run.stderr
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "static", "bucketed"])
-def test_policies_and_gamma(serve: RunPsctl, policy: str) -> None:
-    options = ("--trace", "gamma", "--cv", "3", "--num-prompts", "5", "--request-rate", "50", "--policy", policy)
+@pytest.mark.parametrize("policy", ["fcfs", "static", "bucketed", "slack"])
+def test_policies_and_gamma(serve: RunPsctl, tmp_path: Path, policy: str) -> None:
+    options = ["--trace", "gamma", "--cv", "3", "--num-prompts", "5", "--request-rate", "50", "--policy", policy]
+    if policy == "slack":
+        (tmp_path / "steps.csv").write_text(STEPS_CSV)
+        options += ["--predictor", "steps.csv"]
     run = serve(*options, "--max-batch-size", "4", "--seed", "3")
     assert run.returncode == 0, run.stderr
-    for word in ("throughput", "SLO attainment", "by resolution", policy):
+    for word in ("throughput", "SLO attainment", "by resolution", "scheduling mean", policy):
         assert word in run.stdout
 
 
@@ -134,6 +140,11 @@ def test_trace_file_keeps_its_timestamps(serve: RunPsctl, tmp_path: Path) -> Non
         (["--num-prompts", "0"], "number of prompts is 0"),
         (["--slo-scale", "0"], "SLO scale is 0"),
         (["--policy", "magic"], "fcfs, static, bucketed"),
+        (["--policy", "slack"], "policy slack looks ahead and needs step latencies"),
+        (["--policy", "distrifusion-fcfs"], "only in `psctl simulate`"),
+        (["--policy", "slack", "--predictor", "nowhere.csv"], "nowhere.csv: cannot read the latencies table"),
+        (["--trace", "azure"], "an azure trace needs recorded arrivals"),
+        (["--amplitude", "0.5"], "--amplitude is 0.5, but it belongs to --trace diurnal, not poisson"),
         (["--resolutions", "100"], "multiple of 8"),
         (["--mix", "1,2"], "mix has 2 weights"),
         (["--prompts", "empty.txt"], "empty.txt"),

@@ -13,7 +13,7 @@ from PIL import Image
 
 from patchedserve.data.workspace import ModelWorkspace
 from patchedserve.profiling.step_bench import BenchSettings, StepBench, run_step_bench, summarize
-from patchedserve.profiling.step_sides import PatchedSide, PlainSide, RequestPool, plain_denoisers
+from patchedserve.profiling.step_sides import EngineSide, PlainSide, RequestPool, plain_denoisers
 from patchedserve.serving.model import ServedModel
 
 from .bench_cases import FAST, ROW, squares
@@ -48,7 +48,7 @@ def test_all_sides_take_the_same_steps(make: Callable[[], Any]) -> None:
     plain = [PlainSide(model, requests, batched=False)]
     for name, denoiser in plain_denoisers(model).items():
         plain.append(PlainSide(model, requests, batched=True, denoiser=denoiser, memory_format=name))
-    patched = PatchedSide(model, requests)
+    patched = EngineSide(model, requests)
     for side in (*plain, patched):
         side.begin()
         for _ in range(3):

@@ -22,6 +22,7 @@ STEP = {
     "active": 3,
     "waiting": 1,
     "resolutions": {"128x128": 2, "64x72": 1},
+    "schedule_s": 0.0001,
 }
 
 
@@ -124,8 +125,8 @@ def test_files_that_are_something_else(tmp_path: Path) -> None:
     write_table(path, STEPS, [STEP])
     with pytest.raises(UsageError, match="is the steps table, but it must be the records table"):
         read_table(path, RECORDS)
-    with pytest.raises(UsageError, match="is version 1 of the steps table, but it must be version 2"):
-        read_table(path, replace(STEPS, version=2))
+    with pytest.raises(UsageError, match="is version 2 of the steps table, but it must be version 3"):
+        read_table(path, replace(STEPS, version=3))
     pq.write_table(pa.table({"a": [1]}), path)
     with pytest.raises(UsageError, match="is a file of another program, but it must be the records table"):
         read_table(path, RECORDS)

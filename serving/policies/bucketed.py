@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from ..lifecycle import RequestView
-from .base import Decision, StepLatencyPredictor, free_places
+from .base import Decision, StepLatencyPredictor, fill_by_arrival
 
 
 class BucketedPolicy:
@@ -16,6 +16,8 @@ class BucketedPolicy:
 
     name: ClassVar[str] = "bucketed"
     requires_one_resolution: ClassVar[bool] = False
+    requires_predictor: ClassVar[bool] = False
+    num_steps_scale: ClassVar[float] = 1.0
 
     def decide(
         self,
@@ -26,5 +28,4 @@ class BucketedPolicy:
         predictor: StepLatencyPredictor | None = None,
     ) -> Decision:
         """See `Policy.decide`."""
-        num_free = free_places(active, max_batch_size)
-        return Decision(admit=tuple(view.request_id for view in waiting[:num_free]))
+        return fill_by_arrival(waiting, active, max_batch_size)

@@ -1,0 +1,182 @@
+"""`psctl profile latency`: how long one denoising step takes, for many combinations of resolutions."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..data.errors import UsageError
+from ..data.files import require_folder, write_json
+from ..data.resolution import parse_list
+from ..data.workspace import DEFAULT_WORKSPACE, Workspace
+from .options import (
+    Device,
+    DType,
+    EngineChoice,
+    Json,
+    Kernels,
+    Model,
+    Order,
+    PatchSize,
+    Quiet,
+    Seed,
+    Strategy,
+    WorkspaceRoot,
+)
+from .output import Output
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from ..profiling.latency import LatencyOutcome
+
+
+def profile_latency(
+    combinations: Annotated[
+        int,
+        typer.Option("--combinations", help="Random combinations to measure, or all if there are not so many.", min=1),
+    ] = 300,
+    resolutions: Annotated[
+        str | None,
+        typer.Option("--resolutions", metavar="SIZE,...", help="Such as 128,192,128x256. Default: those of the model."),
+    ] = None,
+    max_batch_size: Annotated[
+        int, typer.Option("--max-batch-size", help="Requests of the largest combination.", min=1, max=256)
+    ] = 16,
+    repeats: Annotated[
+        int, typer.Option("--repeats", help="Rounds over all combinations, of three timings each.", min=1)
+    ] = 5,
+    seed: Seed = 0,
+    output_file: Annotated[
+        Path | None, typer.Option("--output-file", help="Write the result as JSON to this file, too.", dir_okay=False)
+    ] = None,
+    remeasure: Annotated[
+        bool, typer.Option("--remeasure", help="Begin anew instead of going on from what the workspace holds.")
+    ] = False,
+    model: Model = "emoji-xl",
+    device: Device = "auto",
+    dtype: DType = "auto",
+    engine: EngineChoice = "patched",
+    order: Order = "auto",
+    patch_size: PatchSize = None,
+    strategy: Strategy = "auto",
+    kernels: Kernels = "auto",
+    workspace: WorkspaceRoot = Path(DEFAULT_WORKSPACE),
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure the step latency of many combinations of resolutions, for the latency predictor.
+
+    Every resolution alone and in the largest batch is among them. Rounds visit all combinations by turns, so that drift
+    of the machine meets all alike. Table and plot go to the workspace. Ctrl-C ends the run early; the same command goes
+    on from there.
+
+    Examples:
+
+        psctl profile latency
+
+        psctl profile latency --combinations 60 --repeats 3 --model emoji-3
+
+        psctl profile latency --model stabilityai/stable-diffusion-xl-base-1.0 --device cuda --resolutions 512,768,1024
+    """
+    out = Output(json=json, quiet=quiet)
+    # Everything that can be wrong is looked at before torch is imported and the model loaded.
+    from ..profiling.combinations import count_combinations
+    from ..serving.loading import load_model, model_defaults
+    from ..serving.stepper import EngineOptions
+
+    options = EngineOptions(engine, order, patch_size, strategy, kernels)
+    sizes = model_defaults(model).resolutions if resolutions is None else parse_list(resolutions)
+    corners = len(sizes) * min(2, max_batch_size)
+    if combinations < corners:
+        raise UsageError(
+            f"{combinations} combinations were asked for, but one request and the largest batch of each of "
+            f"{len(sizes)} resolutions are {corners} already"
+        )
+    available = count_combinations(len(sizes), max_batch_size)
+    if combinations > available:
+        out.note(f"There are only {available} combinations of {len(sizes)} resolutions; measuring all of them.")
+    for folder in (workspace, None if output_file is None else output_file.absolute().parent):
+        if folder is not None:
+            require_folder(folder.expanduser())
+
+    with out.status(f"Loading {model} ..."):
+        served = load_model(model, device, dtype, options)
+    from ..profiling.latency import LatencySettings
+    from ..profiling.latency import profile_latency as run_profile
+
+    with out.progress() as progress:
+        task = progress.add_task("visits", total=None)
+
+        def on_start(num_all: int, num_done: int) -> None:
+            if num_done:
+                out.note(f"Going on after {num_done} of {num_all} visits that were made before.")
+            progress.update(task, total=num_all, completed=num_done)
+
+        outcome = run_profile(
+            served,
+            LatencySettings(sizes, combinations, max_batch_size, repeats, seed),
+            Workspace(workspace).for_model(model, str(served.device)),
+            remeasure=remeasure,
+            on_start=on_start,
+            on_visit=lambda: progress.advance(task),
+        )
+    result = _result(outcome)
+    if output_file is not None:
+        write_json(output_file.expanduser(), result)
+    out.data(result, table=lambda: _table(result))
+    if not outcome.num_visits:
+        out.note("Everything was measured before; --remeasure begins anew.")
+    out.note(f"Table: {outcome.table_file}")
+    out.note(f"Plot: {outcome.plot_file}")
+    if outcome.was_interrupted:
+        out.note("The same command goes on from here.")
+        raise KeyboardInterrupt
+
+
+def _result(outcome: "LatencyOutcome") -> dict[str, Any]:
+    """What `--json` prints: what was measured on, the settings, and a row for every combination."""
+    from dataclasses import asdict
+
+    table = outcome.table
+    assert table.circumstances is not None, "our own tables say what they were measured on"
+    return {
+        **asdict(table.circumstances),
+        "settings": dict(table.settings or {}),
+        "table": str(outcome.table_file),
+        "plot": str(outcome.plot_file),
+        "is_complete": table.share_done == 1,
+        "was_interrupted": outcome.was_interrupted,
+        "rows": [
+            {
+                "combination": row.label,
+                "resolutions": {str(resolution): count for resolution, count in row.counts.items()},
+                "requests": row.num_requests,
+                "repeats": len(row.samples_ms),
+                "median_ms": row.median_ms,
+                "p95_ms": row.p95_ms,
+                "min_ms": min(row.samples_ms),
+                "first_step_ms": row.first_step_median_ms,
+            }
+            for row in table.rows
+        ],
+    }
+
+
+def _table(result: dict[str, Any]) -> "RenderableType":
+    """What people see: how far the combinations of every batch size lie apart."""
+    from rich.table import Table
+
+    from ..profiling.machine import describe
+
+    table = Table(title=describe(result), title_justify="left")
+    for name in ("requests", "combinations", "fastest", "median", "slowest", "slowest / fastest"):
+        table.add_column(name, justify="right")
+    by_size: dict[int, list[float]] = {}
+    for row in result["rows"]:
+        by_size.setdefault(row["requests"], []).append(row["median_ms"])
+    for size, times in sorted(by_size.items()):
+        times.sort()
+        cells = (times[0], times[len(times) // 2], times[-1])
+        table.add_row(str(size), str(len(times)), *(f"{ms:.3g} ms" for ms in cells), f"{times[-1] / times[0]:.2f}x")
+    return table

@@ -1,0 +1,291 @@
+"""`psctl simulate`: serve a trace on a virtual clock, and plan how many GPUs a rate needs."""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from ..data.errors import UsageError
+from ..data.files import require_folder, write_json
+from ..data.workspace import DEFAULT_WORKSPACE, Workspace
+from .options import EngineChoice, Json, Model, Quiet, Seed, WorkspaceRoot
+from .output import Output
+from .serve import summary_tables
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import RenderableType
+
+    from ..data.requests import Request
+    from ..profiling.simulate_run import SearchResult
+
+_NUM_PROMPTS_HELP = "Number of requests. Default: 1000, or with --duration, a file or azure all."
+_DEFAULT_NUM_PROMPTS = 1000
+_MAX_REPORTED = 20_000
+
+
+def simulate(
+    latency: Annotated[
+        Path,
+        typer.Option(
+            "--latency",
+            metavar="FILE",
+            help="Step latencies: a fitted predictor, or a table (of psctl profile latency, or CSV: combination,ms).",
+            dir_okay=False,
+        ),
+    ],
+    trace: Annotated[
+        str,
+        typer.Option(
+            "--trace", metavar="poisson|gamma|diurnal|azure|FILE", help="Random or recorded arrivals, or a trace file."
+        ),
+    ] = "poisson",
+    request_rate: Annotated[
+        float | None,
+        typer.Option(
+            "--request-rate", help="Mean arrivals per second; inf: all at once. Default: 1, of a file its own."
+        ),
+    ] = None,
+    cv: Annotated[
+        float | None, typer.Option("--cv", help="Coefficient of variation of the gaps, with --trace gamma. Default: 2.")
+    ] = None,
+    amplitude: Annotated[
+        float | None, typer.Option("--amplitude", help="Swing of the rate, with --trace diurnal, 0 to 1. Default: 0.8.")
+    ] = None,
+    period: Annotated[
+        float | None,
+        typer.Option("--period", help="Length of the day, with --trace diurnal. Default: 600.", metavar="SECONDS"),
+    ] = None,
+    arrivals: Annotated[
+        Path | None,
+        typer.Option("--arrivals", help="CSV of recorded arrivals, with --trace azure (arrived_at or TIMESTAMP)."),
+    ] = None,
+    num_prompts: Annotated[int | None, typer.Option("--num-prompts", help=_NUM_PROMPTS_HELP)] = None,
+    duration: Annotated[
+        float | None, typer.Option("--duration", help="Seconds in which requests arrive.", metavar="SECONDS")
+    ] = None,
+    resolutions: Annotated[
+        str | None,
+        typer.Option("--resolutions", metavar="SIZE,...", help="Such as 512,768,1024. Default: those of the model."),
+    ] = None,
+    mix: Annotated[
+        str | None, typer.Option("--mix", metavar="WEIGHTS", help='As "1,1,2" or "128=0.5,192=0.5". Default: equal.')
+    ] = None,
+    num_inference_steps: Annotated[
+        int | None, typer.Option("--num-inference-steps", help="Denoising steps. Default: the model's own.", min=1)
+    ] = None,
+    slo_scale: Annotated[
+        float, typer.Option("--slo-scale", help="SLO of a request: this many times its latency when served alone.")
+    ] = 5.0,
+    policy: Annotated[
+        str,
+        typer.Option(
+            "--policy", help="fcfs, static, bucketed, patched-fcfs, edf, nirvana, slack or distrifusion-fcfs."
+        ),
+    ] = "slack",
+    gpus: Annotated[int, typer.Option("--gpus", help="GPUs that serve in data parallel, all alike.", min=1)] = 1,
+    max_batch_size: Annotated[
+        int, typer.Option("--max-batch-size", help="Requests denoised together on a GPU.", min=1)
+    ] = 16,
+    prepare_ms: Annotated[float, typer.Option("--prepare-ms", help="Milliseconds of text encoding a request.")] = 0.0,
+    postprocess_ms: Annotated[float, typer.Option("--postprocess-ms", help="Milliseconds of decoding an image.")] = 0.0,
+    stage_times: Annotated[
+        Path | None,
+        typer.Option(
+            "--stage-times", help="Take both from this served run: its folder.", metavar="RUN", file_okay=False
+        ),
+    ] = None,
+    slo_target: Annotated[
+        float | None,
+        typer.Option(
+            "--slo-target",
+            help="Such as 0.99: find the highest rate of --gpus, and the number of GPUs for --request-rate.",
+        ),
+    ] = None,
+    seed: Seed = 0,
+    output_file: Annotated[
+        Path | None, typer.Option("--output-file", help="Write the result as JSON to this file, too.", dir_okay=False)
+    ] = None,
+    from_zero: Annotated[
+        bool, typer.Option("--from-zero", help="Start a trace file with its first request, whatever its clock says.")
+    ] = False,
+    model: Model = "emoji-xl",
+    engine: EngineChoice = "patched",
+    workspace: WorkspaceRoot = Path(DEFAULT_WORKSPACE),
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Serve a trace on a virtual clock: no model is loaded, steps last as long as --latency says.
+
+    Records, steps, summary and HTML report go to the workspace, as those of psctl serve do. With --slo-target nothing
+    is written but the result is printed: what the GPUs can take, and how many are needed.
+
+    Examples:
+
+        psctl simulate --latency table.csv --request-rate 8 --num-prompts 100000 --policy slack
+
+        psctl simulate --latency h200.csv --resolutions 512,768,1024 --gpus 4 --slo-target 0.99 --request-rate 20
+
+        psctl simulate --latency table.csv --trace diurnal --amplitude 0.9 --period 3600 --duration 7200
+
+        psctl simulate --latency table.csv --trace azure --arrivals splitwise_code.csv --request-rate 5 --json
+    """
+    out = Output(json=json, quiet=quiet)
+    from ..data.resolution import parse_list
+    from ..data.traces import TRACE_KINDS
+    from ..profiling.serve_run import TraceSettings, draw_requests
+    from ..profiling.simulate_run import (
+        Deployment,
+        at_rate,
+        gpus_needed,
+        highest_rate,
+        load_stage_times,
+        load_step_latency,
+        simulation_summary,
+        write_simulation,
+    )
+    from ..serving.loading import model_defaults
+    from ..serving.policies import get_policy
+    from ..serving.stage_times import StageTimes
+    from ..serving.step_latency import TableLatency
+
+    is_file = trace not in TRACE_KINDS
+    if is_file and request_rate is not None and not 0 < request_rate < math.inf:
+        raise UsageError(f"request rate is {request_rate:g}, but it must be more than 0 and finite for a trace file")
+    if not 0 < slo_scale < math.inf:
+        raise UsageError(f"SLO scale is {slo_scale:g}, but it must be more than 0 and finite")
+    if stage_times is not None and (prepare_ms or postprocess_ms):
+        raise UsageError("--stage-times takes the place of --prepare-ms and --postprocess-ms; give one or the other")
+    chosen = get_policy(policy, is_simulated=True)
+    defaults = model_defaults(model)
+    is_unlimited = num_prompts is None and duration is None and trace in ("poisson", "gamma", "diurnal")
+
+    def trace_at(rate: float | None) -> "Sequence[Request]":
+        settings = TraceSettings(
+            trace=trace,
+            request_rate=1.0 if rate is None else rate,
+            cv=cv,
+            num_prompts=_DEFAULT_NUM_PROMPTS if is_unlimited else num_prompts,
+            duration_s=duration,
+            resolutions=resolutions,
+            mix=mix,
+            num_inference_steps=num_inference_steps,
+            seed=seed,
+            from_zero=from_zero,
+            amplitude=amplitude,
+            period_s=period,
+            arrivals=arrivals,
+        )
+        drawn = draw_requests(settings, defaults)
+        return at_rate(drawn, rate) if is_file and rate is not None else drawn
+
+    requests = trace_at(request_rate)
+    predictor = load_step_latency(latency.expanduser())
+    if isinstance(predictor, TableLatency) and max_batch_size > predictor.max_batch_size:
+        out.warn(
+            f"--max-batch-size is {max_batch_size}, but the largest batch in {latency} has {predictor.max_batch_size}: "
+            "beyond it latencies are extrapolated"
+        )
+    sizes = defaults.resolutions if resolutions is None else parse_list(resolutions)
+    sizes = tuple(dict.fromkeys((*sizes, *(request.resolution for request in requests))))
+    deployment = Deployment(
+        chosen,
+        predictor,
+        StageTimes.constant(sizes, prepare_ms / 1e3, postprocess_ms / 1e3)
+        if stage_times is None
+        else load_stage_times(stage_times.expanduser()),
+        is_plain=engine == "plain",
+        num_gpus=gpus,
+        max_batch_size=max_batch_size,
+        slo_scale=slo_scale,
+    )
+    if output_file is not None:
+        require_folder(output_file.expanduser().absolute().parent)
+    config = {
+        "trace": trace,
+        "policy": policy,
+        "engine": engine,
+        "latency": str(latency),
+        # Infinity is no number in JSON.
+        "request_rate": "inf" if request_rate == math.inf else request_rate,
+        "cv": cv,
+        "amplitude": amplitude,
+        "period": period,
+        "arrivals": None if arrivals is None else str(arrivals),
+        "num_prompts": num_prompts,
+        "duration": duration,
+        "resolutions": resolutions,
+        "mix": mix,
+        "num_inference_steps": num_inference_steps,
+        "slo_scale": slo_scale,
+        "gpus": gpus,
+        "max_batch_size": max_batch_size,
+        "prepare_ms": prepare_ms,
+        "postprocess_ms": postprocess_ms,
+        "stage_times": None if stage_times is None else str(stage_times),
+        "seed": seed,
+    }
+
+    if slo_target is not None:
+        with out.status("Searching ..."):
+            rate = highest_rate(deployment, trace_at, slo_target)
+            needed = None if request_rate is None else gpus_needed(deployment, requests, slo_target)
+        found: dict[str, Any] = {
+            "slo_target": slo_target,
+            "gpus": gpus,
+            "highest_request_rate": rate.value,
+            "attainment_at_highest_rate": rate.attainment,
+            "tried_rates": _tried(rate, "request_rate"),
+            "request_rate": config["request_rate"],
+            "gpus_needed": None if needed is None else int(needed.value),
+            "attainment_with_gpus_needed": None if needed is None else needed.attainment,
+            "tried_gpus": None if needed is None else _tried(needed, "gpus"),
+            "config": config,
+        }
+        if output_file is not None:
+            write_json(output_file.expanduser(), found)
+        out.data(found, table=lambda: _search_table(found))
+        return
+
+    require_folder(workspace.expanduser())
+    with out.progress() as progress:
+        task = progress.add_task("requests", total=len(requests))
+        promised, result = deployment.run(requests, keep_steps=True, on_finish=lambda record: progress.advance(task))
+    summary = simulation_summary(result, deployment, model=model, dataset=trace, config=config)
+    with_report = len(requests) <= _MAX_REPORTED
+    run_dir = write_simulation(
+        Workspace(workspace).for_model(model, "simulated"), promised, result, summary, with_report=with_report
+    )
+    if output_file is not None:
+        write_json(output_file.expanduser(), summary)
+    out.data(summary, table=lambda: summary_tables(summary))
+    more = "" if with_report else f" (no report for more than {_MAX_REPORTED} requests)"
+    out.note(f"Results: {run_dir / 'report.html' if with_report else run_dir}{more}")
+
+
+def _tried(search: "SearchResult", name: Literal["request_rate", "gpus"]) -> list[dict[str, float]]:
+    return [{name: value, "slo_attainment_rate": share} for value, share in search.tried.items()]
+
+
+def _search_table(found: dict[str, Any]) -> "RenderableType":
+    from rich.table import Table
+
+    table = Table(title=f"SLO attainment of at least {found['slo_target']:.2%}", title_justify="left")
+    for name in ("", "requests/s", "GPUs", "attainment"):
+        table.add_column(name, justify="right" if name else "left")
+    table.add_row(
+        "highest rate",
+        f"{found['highest_request_rate']:.3g}",
+        str(found["gpus"]),
+        f"{found['attainment_at_highest_rate']:.2%}",
+    )
+    if found["gpus_needed"] is not None:
+        table.add_row(
+            "GPUs needed",
+            str(found["request_rate"]),
+            str(found["gpus_needed"]),
+            f"{found['attainment_with_gpus_needed']:.2%}",
+        )
+    return table

@@ -1,0 +1,29 @@
+"""One denoising iteration, as it is written down."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One denoising iteration; its fields are the columns of the steps table (`data.tables.STEPS`).
+
+    Attributes:
+        step: number of the iteration, from 0.
+        start_s, duration_s: when the step started on the engine's clock and how long it took, in seconds.
+        active, waiting: number of requests in the batch, and of requests that have arrived and are not in it.
+        resolutions: number of active requests of each resolution, by its name ("128x128").
+        schedule_s: how long the policy took since the step before, in seconds.
+    """
+
+    step: int
+    start_s: float
+    duration_s: float
+    active: int
+    waiting: int
+    resolutions: dict[str, int]
+    schedule_s: float = 0.0
+
+    def to_row(self) -> dict[str, Any]:
+        """One row of the steps table."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
