@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 from ..errors import UsageError
 from ..files import sha256_of
 from .base import CaptionEntry, ImageKind, existing
-from .record_entries import ID_COLUMNS, ColumnChoice, choose_column, entry_of_record
-from .records import TABLE_SUFFIXES, column_name, read_records
+from .record_entries import ColumnChoice, entry_of_record, records_with_columns
+from .records import TABLE_SUFFIXES, column_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,13 @@ class CaptionFile:
 
     def entries(self) -> Iterator[CaptionEntry]:
         """See `CaptionDataset`. One record is in memory at a time."""
-        for number, (line, record) in enumerate(read_records(self.path, "captions"), start=1):
-            where = f"{self.path}:{line}"
-            column = choose_column(record, self.columns.id, ID_COLUMNS, where, "ids")
-            value = number if column is None else record[column]
+        records = records_with_columns(self.path, "captions", self.columns)
+        for number, (line, record, columns) in enumerate(records, start=1):
+            value = number if columns.id is None else record[columns.id]
             if value is None or value == "" or isinstance(value, bool) or not isinstance(value, int | str):
-                yield CaptionEntry(f"line {line}", (), problem=f"has no id in the column {column}: {value!r}")
+                yield CaptionEntry(f"line {line}", (), problem=f"has no id in the column {columns.id}: {value!r}")
             else:
-                yield entry_of_record(record, str(value).strip(), None, self.columns, where)
+                yield entry_of_record(record, str(value).strip(), None, columns)
 
     def open_image(self, location: str) -> NoReturn:
         raise UsageError(f"{self.name}: holds captions only, no images")

@@ -25,6 +25,7 @@ _DAMAGE = (
     zlib.error,
     Image.DecompressionBombError,
 )
+_PNG = b"\x89PNG\r\n\x1a\n"
 _ORIENTATION_TAG = 0x0112
 # How pictures of each EXIF orientation are made upright (1 is upright already).
 _UPRIGHT = {
@@ -62,7 +63,8 @@ def read_content(path: Path, name: str | None = None) -> bytes:
 def decode_rgb(content: bytes, name: str) -> Image.Image:
     """Decode an image into mode RGB, upright by its EXIF orientation (unreadable EXIF counts as none).
 
-    Grey, palette, CMYK (also as Adobe inverts it), YCbCr and Lab images become RGB; colour profiles are not applied.
+    Grey, palette, CMYK, YCbCr and Lab images become RGB; colour profiles are not applied. CMYK in JPEG files is taken
+    to be inverted, as Adobe's programs write it (Pillow does so whether their marker is there or not).
     What is transparent shows white. Grey of 16 bits is scaled to 8, not clipped as Pillow's own conversion does. Of an
     animation the first frame is taken.
 
@@ -70,6 +72,10 @@ def decode_rgb(content: bytes, name: str) -> Image.Image:
         BadImageError: it is damaged or no image, or its values have no defined range (32-bit TIFF).
     """
     try:
+        if content.startswith(_PNG):
+            # Loading looks at no checksum and gives other pixels without a word; this compares them all.
+            with Image.open(io.BytesIO(content)) as image:
+                image.verify()
         with Image.open(io.BytesIO(content)) as image:
             image.load()
             return _to_rgb(_upright(image), name)

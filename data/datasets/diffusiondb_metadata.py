@@ -78,10 +78,10 @@ class Metadata:
                 missing = [name for name in columns if name not in file.schema_arrow.names]
                 if missing:
                     raise UsageError(f"{self.path}: has no column {', '.join(missing)}, so it is no DiffusionDB table")
-                wanted = pa.array(sorted(parts), pa.int64())
+                wanted = sorted(parts)
                 for batch in file.iter_batches(65536, columns=list(columns)):
                     table = pa.table(batch)
-                    here = table.filter(pc.is_in(table[_PART].cast(pa.int64()), value_set=wanted))
+                    here = table.filter(pc.field(_PART).isin(wanted))
                     names = here[_NAME].to_pylist()
                     keys.append(np.fromiter((_key(name or "") for name in names), np.uint64, len(names)))
                     scores.append(_side_by_side(here, NSFW_COLUMNS, pa.float32(), float("nan")))

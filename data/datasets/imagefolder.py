@@ -14,8 +14,8 @@ from ..files import sha256_of
 from .base import CaptionEntry, ImageKind, existing
 from .decode import is_image_name
 from .files import ImageFiles, name_problem
-from .record_entries import ColumnChoice, entry_of_record
-from .records import column_name, read_records
+from .record_entries import ColumnChoice, entry_of_record, records_with_columns
+from .records import column_name
 
 METADATA_NAMES = ("metadata.csv", "metadata.jsonl")
 _FILE_COLUMN = "file_name"
@@ -41,7 +41,7 @@ class ImageFolderCaptions:
         for path in self.metadata:
             listed: set[str] = set()
             below = path.parent.relative_to(self.root).as_posix()
-            for line, record in read_records(path, "names and captions of images"):
+            for line, record, columns in records_with_columns(path, "names and captions of images", self.columns):
                 if _FILE_COLUMN not in record:
                     raise UsageError(
                         f"{path}:{line}: has {', '.join(record)}, but one column must be called {_FILE_COLUMN}"
@@ -52,7 +52,7 @@ class ImageFolderCaptions:
                     continue
                 location = PurePosixPath(below, record[_FILE_COLUMN]).as_posix()
                 listed.add(location)
-                yield entry_of_record(record, location, location, self.columns, f"{path}:{line}")
+                yield entry_of_record(record, location, location, columns)
             for location in self._images_below(path.parent):
                 if location not in listed:
                     yield CaptionEntry(location, (), problem=f"has no line in {path.name}")

@@ -55,7 +55,7 @@ def iter_images(
         crop: "center-square" takes the largest window of the shape of `size` (a square where there is none);
             "none" takes the whole image, which is then distorted if its shape is another.
         workers: decoding threads.
-        in_order: yield in the order of `source.ids`; False takes the reading order, which is fast with parquet files too.
+        in_order: yield in the order of `source.ids`; False takes the reading order, the fast one with parquet.
         bad: counts images that cannot be read, which are then left out; None: the first one is an error.
 
     Yields:

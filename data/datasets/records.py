@@ -49,15 +49,9 @@ def _noting(pairs: list[tuple[str, Any]], twice: set[str]) -> dict[str, Any]:
 
 def json_type(value: object) -> str:
     """What JSON calls a value, with its article."""
-    names = {
-        dict: "an object",
-        list: "a list",
-        str: "a text",
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-    }
-    return names.get(type(value), "null")
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return {dict: "an object", list: "a list", str: "a text"}.get(type(value), "a number")
 
 
 def read_records(path: Path, what: str) -> Iterator[tuple[int, dict[str, Any]]]:

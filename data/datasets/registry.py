@@ -35,7 +35,7 @@ def open_dataset(spec: str, **options: Any) -> CaptionDataset:
             that a command can hand on all of its options.
 
     Raises:
-        UsageError: the spec has another form, nothing of that kind is at the path, or an option belongs to another kind.
+        UsageError: the spec has another form, nothing of that kind is at the path, or an option is of another kind.
         MissingExtraError, RunError: as the kind's own function.
     """
     kind, _, path = spec.partition(":")

@@ -129,8 +129,8 @@ def sample_pairs(
         max_bad: how many bad entries are skipped; one more is an error.
         check: "decode" decodes every drawn image once, so that n images are n usable ones (8 ms each for COCO);
             "header" reads the files but looks at their headers only, and damage comes up when they are used.
-        cache_dir: where the sample is kept, by what decides it (annotations' content, n, seed, min_side); None: nowhere.
-            A sample in which bad entries were met is not kept, because they may be mended.
+        cache_dir: where the sample is kept, by what decides it (annotations' content, n, seed, min_side), None for
+            nowhere. A sample in which bad entries were met is not kept, because they may be mended.
         workers: threads that check images.
 
     Raises:
@@ -144,12 +144,14 @@ def sample_pairs(
     if min_side is not None and dataset.image_kind == "none":
         raise UsageError(f"{dataset.name}: a shortest side was asked for, but it holds captions only, no images")
     bad = BadEntries(dataset.name, max_bad)
-    key = sample_key(dataset.fingerprint(), n, seed, min_side, check)
-    rows = None if cache_dir is None else read_cached(cache_dir, key)
-    if rows is not None:
-        return Sample(dataset, tuple(CaptionedImage(**row) for row in rows), seed)
+    # The key costs a reading of the annotations.
+    key = None if cache_dir is None else sample_key(dataset.fingerprint(), n, seed, min_side, check)
+    if cache_dir is not None and key is not None:
+        rows = read_cached(cache_dir, key)
+        if rows is not None:
+            return Sample(dataset, tuple(CaptionedImage(**row) for row in rows), seed)
     items = _draw(dataset, n, seed, min_side, bad, check, workers)
-    if cache_dir is not None and not len(bad):
+    if cache_dir is not None and key is not None and not len(bad):
         write_cached(cache_dir, key, items)
     return Sample(dataset, tuple(items), seed, bad.found)
 
@@ -238,7 +240,7 @@ def _usable(
 
 def _problem(group: list[CaptionEntry]) -> str | None:
     if len(group) > 1:
-        return f"stands for {len(group)} entries of the data set, so it is not clear which is meant"
+        return "stands for more than one entry of the data set, so it is not clear which is meant"
     return group[0].problem
 
 
@@ -257,9 +259,9 @@ def _sizes(
             return entry.id, (entry.width, entry.height)
         try:
             content = dataset.content(entry.location or "")
-            size = size_of(content, entry.id)
+            size = size_of(content, entry.location or "")
             if check == "decode" and (min_side is None or min(size) >= min_side):
-                decode_rgb(content, entry.id)
+                decode_rgb(content, entry.location or "")
         except BadImageError as error:
             return entry.id, error
         return entry.id, size

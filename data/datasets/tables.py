@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import pyarrow as pa
 from PIL import Image
 
@@ -13,13 +14,12 @@ from ..errors import UsageError
 from .base import BadImageError, CaptionEntry, ImageKind, shortened
 from .decode import decode_rgb, read_content, size_of
 from .record_entries import (
-    ID_COLUMNS,
     NSFW_COLUMNS,
-    SEED_COLUMNS,
     ColumnChoice,
+    Columns,
     choose_column,
     entry_of_record,
-    require_caption_column,
+    find_columns,
 )
 
 _USUAL_IMAGE_COLUMNS = ("image", "img", "jpg", "png")
@@ -66,7 +66,8 @@ class NsfwFilter:
 
     def passes(self, *scores: float) -> bool:
         """Whether no score is above the limit."""
-        return max(scores) <= self.limit
+        # The scores are stored in 32 bits, so the limit is rounded as they are.
+        return bool(max(scores) <= np.float32(self.limit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +80,9 @@ class TableCaptions:
 
     kind: str
     table: RowTable
-    caption_column: str
-    id_column: str | None
+    columns: Columns
     image_column: str | None
     path_of: str | None
-    other_columns: tuple[str, ...]
     nsfw: NsfwFilter | None = None
 
     @property
@@ -97,9 +96,10 @@ class TableCaptions:
 
     def entries(self) -> Iterator[CaptionEntry]:
         """See `CaptionDataset`. Images are not read."""
-        id_column, path_of = self.id_column, self.path_of
-        columns = ColumnChoice(caption=self.caption_column)
-        wanted = {self.caption_column, *self.other_columns, *([] if id_column is None else [id_column])}
+        id_column, path_of = self.columns.id, self.path_of
+        wanted = {self.columns.caption, *(column for _, column, _ in self.columns.numbers)}
+        wanted |= set() if id_column is None else {id_column}
+        wanted |= set() if self.nsfw is None else set(NSFW_COLUMNS)
         for number, (location, row) in enumerate(self.table.rows(sorted(wanted), path_of), start=1):
             row_id = number
             if id_column is not None:
@@ -110,7 +110,7 @@ class TableCaptions:
                 yield CaptionEntry(f"row {number}", (), problem=f"has no id in the column {id_column}: {row_id!r}")
                 continue
             image_location = None if self.image_column is None else location
-            entry = entry_of_record(row, str(row_id), image_location, columns, self.table.name)
+            entry = entry_of_record(row, str(row_id), image_location, self.columns)
             if self.nsfw is None:
                 yield entry
                 continue
@@ -143,7 +143,7 @@ class TableCaptions:
 
     def fingerprint(self) -> dict[str, Any]:
         """See `CaptionDataset`."""
-        columns = [self.caption_column, self.id_column, self.image_column]
+        columns = [self.columns.caption, self.columns.id, self.image_column]
         limit = None if self.nsfw is None else self.nsfw.limit
         return {"table": self.table.fingerprint(), "columns": columns, "max_nsfw": limit}
 
@@ -158,31 +158,21 @@ def table_captions(
             limited but not there.
     """
     schema = table.schema
-    caption_column = require_caption_column(schema.names, columns.caption, table.name)
-    id_column = choose_column(schema.names, columns.id, ID_COLUMNS, table.name, "ids")
+    found = find_columns(schema.names, columns, table.name)
     usual = tuple(name for name in (*_USUAL_IMAGE_COLUMNS, *schema.names) if _holds_images(schema, name))
     image_column = choose_column(schema.names, columns.image, usual, table.name, "images")
     if image_column is not None and not _holds_images(schema, image_column):
-        found = shortened(str(schema.field(image_column).type))
+        kind_found = shortened(str(schema.field(image_column).type))
         raise UsageError(
-            f"{table.name}: column {image_column!r} is {found}, but images must be bytes or a struct with bytes"
+            f"{table.name}: column {image_column!r} is {kind_found}, but images must be bytes or a struct with bytes"
         )
     if image_column is None and needs_images:
         raise UsageError(f"{table.name}: has the columns {', '.join(schema.names)}, but none of them holds images")
     if max_nsfw is not None and not set(NSFW_COLUMNS) <= set(schema.names):
         raise UsageError(f"{table.name}: NSFW scores are limited, but it has no columns {' and '.join(NSFW_COLUMNS)}")
-    tells_path = image_column is not None and id_column is None and _has_field(schema, image_column, "path")
-    others = ("width", "height", *SEED_COLUMNS, *(() if max_nsfw is None else NSFW_COLUMNS))
-    return TableCaptions(
-        kind,
-        table,
-        caption_column,
-        id_column,
-        image_column,
-        image_column if tells_path else None,
-        tuple(name for name in others if name in schema.names),
-        None if max_nsfw is None else NsfwFilter(max_nsfw),
-    )
+    tells_path = image_column is not None and found.id is None and _has_field(schema, image_column, "path")
+    path_of = image_column if tells_path else None
+    return TableCaptions(kind, table, found, image_column, path_of, None if max_nsfw is None else NsfwFilter(max_nsfw))
 
 
 def _holds_images(schema: pa.Schema, name: str) -> bool:
