@@ -1,6 +1,6 @@
 """The command line application: registers the commands, and maps every error to one line and an exit code.
 
-Exit codes: 0 done, 1 the run failed, 2 wrong usage, 130 interrupted.
+Exit codes: 0 done, 1 the run failed, 2 wrong usage, 3 not enough evidence (`psctl gate`), 130 interrupted.
 """
 
 import errno
@@ -16,6 +16,7 @@ from .. import __version__
 from ..data.errors import PsctlError, UsageError
 from .bench import bench_steps
 from .doctor import doctor
+from .gate import gate
 from .generate import generate
 from .model_card import model_card
 from .serve import serve
@@ -30,6 +31,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("train-model", train_model),
     ("model-card", model_card),
     ("bench steps", bench_steps),
+    ("gate", gate),
     ("doctor", doctor),
 )
 _GROUPS = {"bench": "Measure how fast this machine is."}
