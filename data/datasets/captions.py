@@ -1,0 +1,71 @@
+"""Plain files of captions without images: enough for the CLIP score, which needs no real images."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ..errors import UsageError
+from ..files import sha256_of
+from .base import CaptionEntry, ImageKind, existing
+from .record_entries import ID_COLUMNS, ColumnChoice, choose_column, entry_of_record
+from .records import TABLE_SUFFIXES, column_name, read_records
+
+
+@dataclass(frozen=True, slots=True)
+class CaptionFile:
+    """Captions of a CSV, TSV or JSONL file, one image each, perhaps with id, width, height and seed.
+
+    An entry's id stands in the id column. Without one it is the number of the record in the file, from 1, and then the
+    order of the records matters.
+    """
+
+    path: Path
+    columns: ColumnChoice
+    image_kind: ImageKind = "none"
+
+    @property
+    def name(self) -> str:
+        return f"captions:{self.path}"
+
+    def entries(self) -> Iterator[CaptionEntry]:
+        """See `CaptionDataset`. One record is in memory at a time."""
+        for number, (line, record) in enumerate(read_records(self.path, "captions"), start=1):
+            where = f"{self.path}:{line}"
+            column = choose_column(record, self.columns.id, ID_COLUMNS, where, "ids")
+            value = number if column is None else record[column]
+            if value is None or value == "" or isinstance(value, bool) or not isinstance(value, int | str):
+                yield CaptionEntry(f"line {line}", (), problem=f"has no id in the column {column}: {value!r}")
+            else:
+                yield entry_of_record(record, str(value).strip(), None, self.columns, where)
+
+    def open_image(self, location: str) -> NoReturn:
+        raise UsageError(f"{self.name}: holds captions only, no images")
+
+    def image_size(self, location: str) -> NoReturn:
+        self.open_image(location)
+
+    def content(self, location: str) -> NoReturn:
+        self.open_image(location)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """See `CaptionDataset`."""
+        return {"captions": sha256_of(self.path), "columns": self.columns.as_dict()}
+
+
+def open_captions(path: str, *, caption_column: str | None = None, id_column: str | None = None) -> CaptionFile:
+    """Open a file of captions: .csv or .tsv with a header, or .jsonl of objects.
+
+    Args:
+        path: the file.
+        caption_column: by default the first of `record_entries.CAPTION_COLUMNS`.
+        id_column: by default the first of `record_entries.ID_COLUMNS`, otherwise records are numbered.
+
+    Raises:
+        UsageError: there is no such file, or it has another form.
+    """
+    file = existing(path, "a file of captions")
+    if not file.is_file() or file.suffix.lower() not in TABLE_SUFFIXES:
+        raise UsageError(f"{path}: captions must come from a file that ends in {', '.join(TABLE_SUFFIXES)}")
+    names = [name and column_name(name) for name in (caption_column, id_column)]
+    return CaptionFile(file, ColumnChoice(caption=names[0], id=names[1]))

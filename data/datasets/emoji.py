@@ -1,0 +1,72 @@
+"""The bundled emoji world as a data set: held-out scenes that the bundled models were never shown, drawn on demand."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image
+
+from ..emoji.dataset import EmojiDataset
+from ..errors import UsageError
+from ..resolution import Resolution, parse
+from .base import CaptionEntry, ImageKind, clean_caption
+
+
+@dataclass(frozen=True, slots=True)
+class EmojiCaptions:
+    """Numbered scenes of one resolution; an entry's id tells split, seed, resolution and number."""
+
+    scenes: EmojiDataset
+    image_kind: ImageKind = "drawn"
+
+    @property
+    def name(self) -> str:
+        return f"emoji ({self.scenes.split}, {self.scenes.resolution})"
+
+    def __len__(self) -> int:
+        return self.scenes.size
+
+    def entries(self) -> Iterator[CaptionEntry]:
+        """See `CaptionDataset`. Captions are drawn without their pictures."""
+        scenes = self.scenes
+        for index in range(scenes.size):
+            entry_id = f"emoji-{scenes.split}-{scenes.seed}-{scenes.resolution}-{index:06d}"
+            caption = clean_caption(scenes.scene(index).caption)
+            yield CaptionEntry(entry_id, (caption,), f"{index:06d}", *scenes.resolution)
+
+    def open_image(self, location: str) -> Image.Image:
+        """See `CaptionDataset`. Raises RunError if resvg is not installed."""
+        return self.scenes.image(int(location))
+
+    def image_size(self, location: str) -> tuple[int, int]:
+        return self.scenes.resolution
+
+    def content(self, location: str) -> bytes:
+        return self.open_image(location).tobytes()
+
+    def fingerprint(self) -> dict[str, Any]:
+        """See `CaptionDataset`. A change of the drawings or of the sampling is a change of psctl, not seen here."""
+        scenes = self.scenes
+        return {"emoji": scenes.split, "size": scenes.size, "seed": scenes.seed, "resolution": str(scenes.resolution)}
+
+
+def open_emoji(
+    path: str = "", *, resolution: Resolution | str = "256", num_images: int = 10_000, data_seed: int = 0
+) -> EmojiCaptions:
+    """Open held-out scenes of the bundled emoji world.
+
+    Args:
+        path: must be empty; the world is bundled.
+        resolution: at which they are drawn, in pixels.
+        num_images: how many scenes there are to draw from; scene i is the same whatever this number.
+        data_seed: of the scenes themselves.
+
+    Raises:
+        UsageError: a path was given, or a number is out of range.
+    """
+    if path:
+        raise UsageError(f"data set is 'emoji:{path}', but the emoji world takes no path: emoji")
+    if num_images < 1 or data_seed < 0:
+        raise UsageError(f"num_images is {num_images} and data_seed {data_seed}, but they must be from 1 and from 0")
+    size = parse(resolution) if isinstance(resolution, str) else resolution.checked()
+    return EmojiCaptions(EmojiDataset(size, num_images, "heldout", data_seed))

@@ -1,0 +1,196 @@
+"""Folders of images: those that were generated, and those that they are compared with."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+from PIL import Image
+
+from ..errors import UsageError
+from .base import BadEntries, BadImageError, existing
+from .decode import IMAGE_SUFFIXES, is_image_name
+from .files import ImageFiles
+from .prefetch import prefetch
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFolder:
+    """Images below a folder; an id is the path relative to it, with slashes, and the ids are sorted."""
+
+    root: Path
+    ids: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return str(self.root)
+
+    @property
+    def reading_order(self) -> tuple[str, ...]:
+        return self.ids
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def path(self, image_id: str) -> Path:
+        """Where an image lies."""
+        return self.root / image_id
+
+    def open_image(self, image_id: str) -> Image.Image:
+        """The image, upright, in mode RGB. Raises BadImageError."""
+        return ImageFiles(self.root).open(image_id)
+
+    def content(self, image_id: str) -> bytes:
+        """The bytes of its file. Raises BadImageError."""
+        return ImageFiles(self.root).content(image_id)
+
+    def image_size(self, image_id: str) -> tuple[int, int]:
+        """(width, height) in pixels. Raises BadImageError."""
+        return ImageFiles(self.root).size(image_id)
+
+
+@dataclass(frozen=True, slots=True)
+class FolderPairs:
+    """Images of two folders that belong together, in the order of their stems.
+
+    Attributes:
+        stems: what the two names of a pair share: the relative path without the suffix.
+        generated_ids, reference_ids: ids of the two images of each pair.
+    """
+
+    generated: ImageFolder
+    reference: ImageFolder
+    stems: tuple[str, ...]
+    generated_ids: tuple[str, ...]
+    reference_ids: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.stems)
+
+
+def open_folder(path: str | Path) -> ImageFolder:
+    """List the images of a folder and of those below it, by their suffix; hidden files are left out.
+
+    Raises:
+        UsageError: it is no folder, or holds no image.
+    """
+    root = existing(path, "a folder of images")
+    if not root.is_dir():
+        raise UsageError(f"{path}: is a file, but it must be a folder of images")
+    ids = [
+        (Path(current) / name).relative_to(root).as_posix()
+        for current, folders, files in _walk(root)
+        for name in files
+        if is_image_name(name)
+    ]
+    if not ids:
+        raise UsageError(f"{path}: holds no image ({', '.join(sorted(IMAGE_SUFFIXES))})")
+    return ImageFolder(root, tuple(sorted(ids)))
+
+
+def pair_folders(generated: ImageFolder, reference: ImageFolder, *, same_size: bool = True) -> FolderPairs:
+    """Pair images by their stems: `a/1.png` with `a/1.jpg`.
+
+    Args:
+        generated, reference: the two folders.
+        same_size: check by the headers that the two images of each pair have one size.
+
+    Raises:
+        UsageError: a stem stands twice in one folder, the counts differ, names have no partner, or sizes differ.
+        BadImageError: a header cannot be read.
+    """
+    left, right = _by_stem(generated), _by_stem(reference)
+    if left.keys() != right.keys():
+        raise UsageError(_mismatch(generated, reference, sorted(left.keys() - right), sorted(right.keys() - left)))
+    stems = tuple(sorted(left))
+    pairs = FolderPairs(
+        generated, reference, stems, tuple(left[stem] for stem in stems), tuple(right[stem] for stem in stems)
+    )
+    if same_size:
+        _check_sizes(pairs)
+    return pairs
+
+
+def iter_pairs(
+    pairs: FolderPairs, *, workers: int = 2, bad: BadEntries | None = None
+) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """Read pairs ahead by threads.
+
+    Args:
+        pairs: from `pair_folders`.
+        workers: decoding threads.
+        bad: counts pairs of which an image cannot be read, which are then left out; None: the first one is an error.
+
+    Yields:
+        (stem, generated, reference), both uint8 arrays (height, width, 3).
+
+    Raises:
+        UsageError: too many are bad, or the number of workers is below 1.
+    """
+    if workers < 1:
+        raise UsageError(f"the number of workers is {workers}, but it must be at least 1")
+    bad = BadEntries(f"{pairs.generated.name} against {pairs.reference.name}") if bad is None else bad
+    return _pairs(pairs, workers, bad)
+
+
+def _pairs(pairs: FolderPairs, workers: int, bad: BadEntries) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    def load(names: tuple[str, str]) -> tuple[np.ndarray, np.ndarray] | BadImageError:
+        try:
+            one, other = pairs.generated.open_image(names[0]), pairs.reference.open_image(names[1])
+        except BadImageError as error:
+            return error
+        return np.array(one), np.array(other)
+
+    names = zip(pairs.generated_ids, pairs.reference_ids, strict=True)
+    for stem, loaded in zip(pairs.stems, prefetch(names, load, workers), strict=True):
+        if isinstance(loaded, BadImageError):
+            bad.add(f"{stem}: {loaded}")
+        else:
+            yield stem, *loaded
+
+
+def _walk(root: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    for current, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield current, folders, files
+
+
+def _by_stem(folder: ImageFolder) -> dict[str, str]:
+    by_stem: dict[str, str] = {}
+    for image_id in folder.ids:
+        stem = PurePosixPath(image_id).with_suffix("").as_posix()
+        if stem in by_stem:
+            raise UsageError(
+                f"{folder.root}: {by_stem[stem]} and {image_id} differ in their suffix only, so pairs are not clear"
+            )
+        by_stem[stem] = image_id
+    return by_stem
+
+
+def _mismatch(
+    generated: ImageFolder, reference: ImageFolder, only_left: Sequence[str], only_right: Sequence[str]
+) -> str:
+    if len(generated) != len(reference):
+        message = (
+            f"{generated.root} holds {len(generated)} images and {reference.root} {len(reference)}, but pairs need as "
+            "many of each"
+        )
+    else:
+        message = f"{len(only_left)} of {len(generated)} names in {generated.root} and {reference.root} have no partner"
+    for folder, names in ((generated, only_left), (reference, only_right)):
+        if names:
+            message += f"; only in {folder.root}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+    return message
+
+
+def _check_sizes(pairs: FolderPairs) -> None:
+    differing: list[str] = []
+    count = 0
+    for stem, one, other in zip(pairs.stems, pairs.generated_ids, pairs.reference_ids, strict=True):
+        (width, height), wanted = pairs.generated.image_size(one), pairs.reference.image_size(other)
+        if (width, height) != wanted:
+            count += 1
+            differing = differing or [f"{stem} is {width}x{height}, but its reference is {wanted[0]}x{wanted[1]}"]
+    if count:
+        raise UsageError(f"{count} of {len(pairs)} pairs differ in size; the first: {differing[0]}")

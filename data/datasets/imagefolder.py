@@ -1,0 +1,107 @@
+"""Hugging Face's `imagefolder`: folders of images, each with a metadata.csv or metadata.jsonl that names them."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from PIL import Image
+
+from ..errors import UsageError
+from ..files import sha256_of
+from .base import CaptionEntry, ImageKind, existing
+from .decode import is_image_name
+from .files import ImageFiles, name_problem
+from .record_entries import ColumnChoice, entry_of_record
+from .records import column_name, read_records
+
+METADATA_NAMES = ("metadata.csv", "metadata.jsonl")
+_FILE_COLUMN = "file_name"
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFolderCaptions:
+    """Images named by metadata files. An entry's id is the path of its image below `root`, with slashes."""
+
+    root: Path
+    metadata: tuple[Path, ...]
+    columns: ColumnChoice
+    image_kind: ImageKind = "stored"
+
+    @property
+    def name(self) -> str:
+        return f"imagefolder:{self.root}"
+
+    def entries(self) -> Iterator[CaptionEntry]:
+        """See `CaptionDataset`. An image without a line is an entry with a problem; to find these, the names of the
+        images of one metadata file are in memory (about 100 bytes each).
+        """
+        for path in self.metadata:
+            listed: set[str] = set()
+            below = path.parent.relative_to(self.root).as_posix()
+            for line, record in read_records(path, "names and captions of images"):
+                if _FILE_COLUMN not in record:
+                    raise UsageError(
+                        f"{path}:{line}: has {', '.join(record)}, but one column must be called {_FILE_COLUMN}"
+                    )
+                problem = name_problem(record[_FILE_COLUMN])
+                if problem is not None:
+                    yield CaptionEntry(f"{path.name} line {line}", (), problem=problem)
+                    continue
+                location = PurePosixPath(below, record[_FILE_COLUMN]).as_posix()
+                listed.add(location)
+                yield entry_of_record(record, location, location, self.columns, f"{path}:{line}")
+            for location in self._images_below(path.parent):
+                if location not in listed:
+                    yield CaptionEntry(location, (), problem=f"has no line in {path.name}")
+
+    def open_image(self, location: str) -> Image.Image:
+        return ImageFiles(self.root).open(location)
+
+    def image_size(self, location: str) -> tuple[int, int]:
+        return ImageFiles(self.root).size(location)
+
+    def content(self, location: str) -> bytes:
+        return ImageFiles(self.root).content(location)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """See `CaptionDataset`. The metadata by their content, the images by their folder."""
+        files = {path.relative_to(self.root).as_posix(): sha256_of(path) for path in self.metadata}
+        return {"imagefolder": files, "root": str(self.root.resolve()), "columns": self.columns.as_dict()}
+
+    def _images_below(self, folder: Path) -> Iterator[str]:
+        """Images that belong to the metadata file of `folder`: not those below a folder with one of its own."""
+        owners = {path.parent for path in self.metadata}
+        for current, folders, files in os.walk(folder):
+            here = Path(current)
+            folders[:] = sorted(name for name in folders if here / name not in owners and not name.startswith("."))
+            for name in files:
+                if is_image_name(name):
+                    yield (here / name).relative_to(self.root).as_posix()
+
+
+def open_imagefolder(path: str, *, split: str | None = None, caption_column: str | None = None) -> ImageFolderCaptions:
+    """Open an image folder with captions.
+
+    Args:
+        path: a folder with metadata.csv or metadata.jsonl at its top or in the folders below.
+        split: the folder of one split ("train"), directly below `path`.
+        caption_column: where the captions stand; by default the first of `record_entries.CAPTION_COLUMNS`.
+
+    Raises:
+        UsageError: there is no such folder, or it has no metadata or two of them in one place.
+    """
+    root = existing(path, "an image folder")
+    if split is not None:
+        root = existing(root / split, f"the folder of the split {split!r}")
+    if not root.is_dir():
+        raise UsageError(f"{root}: is a file, but it must be a folder of images with {' or '.join(METADATA_NAMES)}")
+    found = sorted(file for name in METADATA_NAMES for file in root.rglob(name) if file.is_file())
+    if not found:
+        raise UsageError(f"{root}: holds no {' or '.join(METADATA_NAMES)}, which would give the captions")
+    for one, other in pairwise(found):
+        if one.parent == other.parent:
+            raise UsageError(f"{one.parent}: holds both {one.name} and {other.name}, but one of them must go")
+    return ImageFolderCaptions(root, tuple(found), ColumnChoice(caption=caption_column and column_name(caption_column)))

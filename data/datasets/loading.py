@@ -1,0 +1,147 @@
+"""Images of a sample or a folder, handed to metrics as arrays, and what identifies them by content."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Literal, Protocol
+
+import numpy as np
+from PIL import Image
+
+from ..errors import UsageError
+from ..resolution import Resolution
+from .base import BadEntries, BadImageError
+from .prefetch import prefetch
+from .sampling import Sample
+
+Crop = Literal["center-square", "none"]
+
+
+class ImageSource(Protocol):
+    """Images by id: a `Sample` or an `ImageFolder`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def ids(self) -> Sequence[str]: ...
+
+    @property
+    def reading_order(self) -> Sequence[str]:
+        """The ids in the order in which the images are read fastest."""
+        ...
+
+    def open_image(self, image_id: str) -> Image.Image: ...
+
+    def content(self, image_id: str) -> bytes: ...
+
+
+def iter_images(
+    source: ImageSource,
+    size: int | Resolution | None = None,
+    *,
+    crop: Crop = "center-square",
+    workers: int = 2,
+    in_order: bool = True,
+    bad: BadEntries | None = None,
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Read images ahead by threads; few are in memory at a time (`prefetch.AHEAD_PER_WORKER` per thread).
+
+    Images are cut and scaled as FID evaluations of text-to-image models do: the largest window in the middle, then
+    Pillow's bicubic filter, which is antialiased (its support grows with the scale), in eight bits, at once.
+
+    Args:
+        source: a sample with images, or a folder.
+        size: of the arrays in pixels, a number for a square; None leaves the scale alone.
+        crop: "center-square" takes the largest window of the shape of `size` (a square where there is none);
+            "none" takes the whole image, which is then distorted if its shape is another.
+        workers: decoding threads.
+        in_order: yield in the order of `source.ids`; False takes the reading order, which is fast with parquet files too.
+        bad: counts images that cannot be read, which are then left out; None: the first one is an error.
+
+    Yields:
+        (id, uint8 array (height, width, 3) of the caller's own).
+
+    Raises:
+        UsageError: a size or the number of workers is below 1, the source has no images, or too many are bad.
+    """
+    if workers < 1:
+        raise UsageError(f"the number of workers is {workers}, but it must be at least 1")
+    if crop not in ("center-square", "none"):
+        raise UsageError(f"crop is {crop!r}, but it must be center-square or none")
+    target = Resolution(size, size) if isinstance(size, int) else size
+    if target is not None and min(target) < 1:
+        raise UsageError(f"image size is {target}, but both sides must be at least 1 pixel")
+    if isinstance(source, Sample) and not source.has_images:
+        raise UsageError(f"{source.name}: holds captions only, no images")
+    bad = BadEntries(source.name) if bad is None else bad
+    return _images(source, target, crop, workers, source.ids if in_order else source.reading_order, bad)
+
+
+def _images(
+    source: ImageSource, target: Resolution | None, crop: Crop, workers: int, ids: Sequence[str], bad: BadEntries
+) -> Iterator[tuple[str, np.ndarray]]:
+    def load(image_id: str) -> tuple[str, np.ndarray | BadImageError]:
+        try:
+            return image_id, np.array(fitted(source.open_image(image_id), target, crop))
+        except BadImageError as error:
+            return image_id, error
+
+    for image_id, image in prefetch(ids, load, workers):
+        if isinstance(image, BadImageError):
+            bad.add(f"{image_id}: {image}")
+        else:
+            yield image_id, image
+
+
+def fitted(image: Image.Image, target: Resolution | None, crop: Crop) -> Image.Image:
+    """Cut and scale one image as `iter_images` does."""
+    box = (0, 0, *image.size) if crop == "none" else _middle(image.size, target)
+    if target is None or target == (box[2] - box[0], box[3] - box[1]):
+        return image.crop(box)
+    return image.resize(target, Image.Resampling.BICUBIC, box)
+
+
+def _middle(size: tuple[int, int], target: Resolution | None) -> tuple[int, int, int, int]:
+    """The largest window (left, top, right, bottom) of the target's shape, in whole pixels, in the middle."""
+    (width, height), (x, y) = size, target or (1, 1)
+    if width * y > height * x:
+        window = max(1, round(height * x / y)), height
+    else:
+        window = width, max(1, round(width * y / x))
+    left, top = (width - window[0]) // 2, (height - window[1]) // 2
+    return left, top, left + window[0], top + window[1]
+
+
+def digest_of_images(source: ImageSource, *, workers: int = 2) -> str:
+    """SHA-256 over ids and contents of images, in the order of the ids: the key for features that were computed.
+
+    It is of the content, because size and time of a file do not change with every change of it, and do with a mere
+    copy. So every file is read once: 0.8 GB for 5,000 COCO images, a few seconds, against minutes for their features.
+    The images that psctl draws itself are drawn (3 ms each).
+
+    Raises:
+        BadImageError: an image is missing.
+        UsageError: the source has no images.
+    """
+
+    def digest(image_id: str) -> tuple[str, str]:
+        return image_id, hashlib.sha256(source.content(image_id)).hexdigest()
+
+    digests = dict(prefetch(source.reading_order, digest, workers))
+    return _combined([part for image_id in source.ids for part in (image_id, digests[image_id])])
+
+
+def digest_of_sample(sample: Sample, *, workers: int = 2) -> str:
+    """SHA-256 over ids, captions and, where there are any, contents of images. Raises as `digest_of_images`."""
+    images = digest_of_images(sample, workers=workers) if sample.has_images else ""
+    return _combined([images, *(part for item in sample.items for part in (item.id, item.caption))])
+
+
+def _combined(parts: Sequence[str]) -> str:
+    total = hashlib.sha256()
+    for part in parts:
+        content = part.encode()
+        # With its length, so that no two lists of parts give the same bytes.
+        total.update(len(content).to_bytes(8))
+        total.update(content)
+    return total.hexdigest()

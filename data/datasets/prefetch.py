@@ -1,0 +1,32 @@
+"""Work done ahead by threads, in order, and never far ahead."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+AHEAD_PER_WORKER = 4
+"""How many results may wait for their taker, per thread: memory is bounded, and a slow item stalls nobody at once."""
+
+
+def prefetch(items: Iterable[T], function: Callable[[T], R], workers: int) -> Iterator[R]:
+    """Yield `function(item)` in the order of the items, computed by threads.
+
+    Pillow gives up the interpreter's lock while it decodes and scales, so threads are enough. When the taker stops
+    early, what has not begun is dropped. An error comes up at the item that raised it.
+    """
+    waiting: deque[Future[R]] = deque()
+    source = iter(items)
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="psctl-images")
+    try:
+        waiting.extend(pool.submit(function, item) for item in islice(source, workers * AHEAD_PER_WORKER))
+        while waiting:
+            result = waiting.popleft().result()
+            waiting.extend(pool.submit(function, item) for item in islice(source, 1))
+            yield result
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,272 @@
+"""Drawing text-image pairs: the same ones on every machine, whatever the order of the files."""
+
+import hashlib
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Literal
+
+from PIL import Image
+
+from ..errors import UsageError
+from .base import BadEntries, BadImageError, CaptionDataset, CaptionEntry
+from .decode import decode_rgb, size_of
+from .prefetch import prefetch
+from .sample_cache import read_cached, sample_key, write_cached
+
+ImageCheck = Literal["decode", "header"]
+
+
+@dataclass(frozen=True, slots=True)
+class CaptionedImage:
+    """One text-image pair of a sample.
+
+    Attributes:
+        id: name of the image within its data set.
+        caption: the one caption chosen, on one line.
+        location: where the image lies, for the data set; None without an image.
+        width, height: size of the image in pixels, None where it is not known (captions only).
+        seed: seed that the data set gives for generating the image, or None.
+    """
+
+    id: str
+    caption: str
+    location: str | None
+    width: int | None
+    height: int | None
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Pairs drawn from a data set, in the order in which they were drawn: a smaller sample of the same seed is the
+    beginning of a larger one, unless bad entries came between.
+
+    Attributes:
+        bad: what was skipped, one line each; empty where no bad entry was allowed.
+    """
+
+    dataset: CaptionDataset
+    items: tuple[CaptionedImage, ...]
+    seed: int
+    bad: tuple[str, ...] = ()
+    _by_id: dict[str, CaptionedImage] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_by_id", {item.id: item for item in self.items})
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @property
+    def name(self) -> str:
+        """Name of the data set."""
+        return self.dataset.name
+
+    @property
+    def has_images(self) -> bool:
+        """Whether there are images, or captions only."""
+        return self.dataset.image_kind != "none"
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(item.id for item in self.items)
+
+    @property
+    def captions(self) -> tuple[str, ...]:
+        return tuple(item.caption for item in self.items)
+
+    @property
+    def reading_order(self) -> tuple[str, ...]:
+        """The ids in the order in which their images are read fastest."""
+        return tuple(item.id for item in sorted(self.items, key=lambda item: (item.location or "", item.id)))
+
+    def open_image(self, image_id: str) -> Image.Image:
+        """The image of a pair, upright, in mode RGB. Raises BadImageError, and UsageError for captions only."""
+        return self.dataset.open_image(self._location(image_id))
+
+    def content(self, image_id: str) -> bytes:
+        """The bytes that make up the image. Raises as `open_image`."""
+        return self.dataset.content(self._location(image_id))
+
+    def _location(self, image_id: str) -> str:
+        location = self._by_id[image_id].location
+        if location is None:
+            raise UsageError(f"{self.name}: holds captions only, no images")
+        return location
+
+
+def sample_pairs(
+    dataset: CaptionDataset,
+    n: int | None,
+    seed: int = 0,
+    min_side: int | None = None,
+    *,
+    max_bad: int = 0,
+    check: ImageCheck = "decode",
+    cache_dir: Path | None = None,
+    workers: int = 2,
+) -> Sample:
+    """Draw text-image pairs without replacement, one caption an image.
+
+    Images are taken in the order of sha256("SEED|ID"), and of an image's captions the one with the smallest
+    sha256("SEED|ID|CAPTION"). So the sample depends on seed, ids and captions alone: not on the order of the files, the
+    machine or a library's random numbers.
+
+    An entry that is drawn and cannot be used (see `CaptionEntry.problem`; its image is missing or damaged; its id
+    stands for several entries) is named, counted and skipped, and the next one takes its place. Entries that are not
+    drawn are not judged. Images below `min_side` are passed over and do not count as bad.
+
+    Memory: n entries, beside what the data set itself needs to read its annotations.
+
+    Args:
+        dataset: from `registry.open_dataset`.
+        n: number of pairs; None for all.
+        seed: of the draw.
+        min_side: shortest side allowed, in pixels.
+        max_bad: how many bad entries are skipped; one more is an error.
+        check: "decode" decodes every drawn image once, so that n images are n usable ones (8 ms each for COCO);
+            "header" reads the files but looks at their headers only, and damage comes up when they are used.
+        cache_dir: where the sample is kept, by what decides it (annotations' content, n, seed, min_side); None: nowhere.
+            A sample in which bad entries were met is not kept, because they may be mended.
+        workers: threads that check images.
+
+    Raises:
+        UsageError: there are fewer than n usable pairs, more bad entries than allowed, n or min_side is below 1, or the
+            data set cannot be read.
+        OSError: the cache cannot be written.
+    """
+    for name, value in (("number of pairs", n), ("shortest side", min_side), ("number of workers", workers)):
+        if value is not None and value < 1:
+            raise UsageError(f"the {name} is {value}, but it must be at least 1")
+    if min_side is not None and dataset.image_kind == "none":
+        raise UsageError(f"{dataset.name}: a shortest side was asked for, but it holds captions only, no images")
+    bad = BadEntries(dataset.name, max_bad)
+    key = sample_key(dataset.fingerprint(), n, seed, min_side, check)
+    rows = None if cache_dir is None else read_cached(cache_dir, key)
+    if rows is not None:
+        return Sample(dataset, tuple(CaptionedImage(**row) for row in rows), seed)
+    items = _draw(dataset, n, seed, min_side, bad, check, workers)
+    if cache_dir is not None and not len(bad):
+        write_cached(cache_dir, key, items)
+    return Sample(dataset, tuple(items), seed, bad.found)
+
+
+def _draw(
+    dataset: CaptionDataset,
+    n: int | None,
+    seed: int,
+    min_side: int | None,
+    bad: BadEntries,
+    check: ImageCheck,
+    workers: int,
+) -> list[CaptionedImage]:
+    page = None if n is None else n + bad.limit + 1
+    drawn = _in_hash_order(dataset, seed, page)
+    items: list[CaptionedImage] = []
+    while n is None or len(items) < n:
+        # No more than are missing, so that whatever is bad among them was really drawn.
+        groups = list(islice(drawn, None if n is None else n - len(items)))
+        if not groups:
+            break
+        items += _usable(dataset, groups, seed, min_side, bad, check, workers)
+    if len(items) < (n or 1):
+        sides = "" if min_side is None else f" with sides of at least {min_side} px"
+        asked = "at least 1" if n is None else str(n)
+        found = "only 1 usable one" if len(items) == 1 else f"only {len(items)} usable ones"
+        raise UsageError(
+            f"{dataset.name}: {asked} text-image pairs{sides} were asked for, but there are {found}"
+            + (f" ({len(bad)} bad entries skipped)" if len(bad) else "")
+        )
+    return items
+
+
+def _in_hash_order(dataset: CaptionDataset, seed: int, page: int | None) -> Iterator[list[CaptionEntry]]:
+    """Yield the entries of each id, in the order of the ids' hashes.
+
+    Every page is a pass over the data set that keeps the `page` smallest hashes beyond those of the page before; pages
+    double, so that even a filter which leaves little needs few passes. Equal ids have equal hashes, so entries that
+    share an id lie side by side, without a list of all ids.
+    """
+    after = b""
+    while True:
+        hashed = ((_digest(seed, entry.id), entry) for entry in dataset.entries())
+        beyond = (pair for pair in hashed if pair[0] > after)
+        if page is None:
+            chosen = sorted(beyond, key=lambda pair: pair[0])
+        else:
+            page = max(page, 2)
+            chosen = heapq.nsmallest(page, beyond, key=lambda pair: pair[0])
+        is_last = page is None or len(chosen) < page
+        groups = [[entry for _, entry in group] for _, group in groupby(chosen, key=lambda pair: pair[0])]
+        if not is_last and len(groups) > 1:
+            # The last id may have more entries beyond this page, so it is left to the next one.
+            groups.pop()
+        yield from groups
+        if is_last or page is None:
+            return
+        after = _digest(seed, groups[-1][0].id)
+        page *= 2
+
+
+def _usable(
+    dataset: CaptionDataset,
+    groups: Sequence[list[CaptionEntry]],
+    seed: int,
+    min_side: int | None,
+    bad: BadEntries,
+    check: ImageCheck,
+    workers: int,
+) -> Iterator[CaptionedImage]:
+    sound = {group[0].id: group[0] for group in groups if _problem(group) is None}
+    sizes = _sizes(dataset, list(sound.values()), min_side, check, workers)
+    for group in groups:
+        entry = group[0]
+        problem = _problem(group)
+        size = sizes.get(entry.id)
+        if problem is not None:
+            bad.add(f"{entry.id}: {problem}")
+        elif isinstance(size, BadImageError):
+            bad.add(f"{entry.id}: {size}")
+        elif min_side is None or (size is not None and min(size) >= min_side):
+            caption = min(entry.captions, key=lambda text: _digest(seed, entry.id, text))
+            width, height = (entry.width, entry.height) if size is None else size
+            yield CaptionedImage(entry.id, caption, entry.location, width, height, entry.seed)
+
+
+def _problem(group: list[CaptionEntry]) -> str | None:
+    if len(group) > 1:
+        return f"stands for {len(group)} entries of the data set, so it is not clear which is meant"
+    return group[0].problem
+
+
+def _sizes(
+    dataset: CaptionDataset, entries: list[CaptionEntry], min_side: int | None, check: ImageCheck, workers: int
+) -> dict[str, tuple[int, int] | BadImageError]:
+    """Size of each image that can be used, and why the others cannot. Nothing is read of images that are drawn, and of
+    those that the data set itself says are too small."""
+    if dataset.image_kind == "none":
+        return {}
+    if dataset.image_kind == "drawn":
+        return {entry.id: (entry.width, entry.height) for entry in entries if entry.width and entry.height}
+
+    def examine(entry: CaptionEntry) -> tuple[str, tuple[int, int] | BadImageError]:
+        if min_side and entry.width and entry.height and min(entry.width, entry.height) < min_side:
+            return entry.id, (entry.width, entry.height)
+        try:
+            content = dataset.content(entry.location or "")
+            size = size_of(content, entry.id)
+            if check == "decode" and (min_side is None or min(size) >= min_side):
+                decode_rgb(content, entry.id)
+        except BadImageError as error:
+            return entry.id, error
+        return entry.id, size
+
+    in_reading_order = sorted(entries, key=lambda entry: entry.location or "")
+    return dict(prefetch(in_reading_order, examine, workers))
+
+
+def _digest(seed: int, *parts: str) -> bytes:
+    return hashlib.sha256("|".join([str(seed), *parts]).encode(errors="surrogatepass")).digest()

@@ -1,0 +1,197 @@
+"""Data sets that are tables with a column of captions and a column of images."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+from PIL import Image
+
+from ..errors import UsageError
+from .base import BadImageError, CaptionEntry, ImageKind, shortened
+from .decode import decode_rgb, read_content, size_of
+from .record_entries import (
+    ID_COLUMNS,
+    NSFW_COLUMNS,
+    SEED_COLUMNS,
+    ColumnChoice,
+    choose_column,
+    entry_of_record,
+    require_caption_column,
+)
+
+_USUAL_IMAGE_COLUMNS = ("image", "img", "jpg", "png")
+
+
+class RowTable(Protocol):
+    """Rows with images, of which columns can be read without the images."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Columns and their Arrow types."""
+        ...
+
+    def rows(self, columns: Sequence[str], path_of: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield (location, row) for all rows in order, as few at a time as the files allow.
+
+        Args:
+            columns: to read.
+            path_of: an image column (struct of bytes and path) of which the path alone is read, as the column "path".
+        """
+        ...
+
+    def cell(self, location: str, column: str) -> Any:
+        """One value of one row. May be called from several threads; fastest in the order of the locations."""
+        ...
+
+    def fingerprint(self) -> dict[str, Any]:
+        """See `CaptionDataset`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NsfwFilter:
+    """Leaves out rows whose image or prompt scores above `limit` (0 to 1; DiffusionDB gives 2 to blurred images)."""
+
+    limit: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.limit <= 2:
+            raise UsageError(f"the largest NSFW score allowed is {self.limit}, but it must be a number from 0 to 2")
+
+    def passes(self, *scores: float) -> bool:
+        """Whether no score is above the limit."""
+        return max(scores) <= self.limit
+
+
+@dataclass(frozen=True, slots=True)
+class TableCaptions:
+    """A table with captions; images as encoded bytes, as structs of bytes and path (Hugging Face), or none at all.
+
+    An entry's id is that of the id column, or the path that the image struct tells, or else the number of the row over
+    all files, and then the order of the rows matters.
+    """
+
+    kind: str
+    table: RowTable
+    caption_column: str
+    id_column: str | None
+    image_column: str | None
+    path_of: str | None
+    other_columns: tuple[str, ...]
+    nsfw: NsfwFilter | None = None
+
+    @property
+    def name(self) -> str:
+        filtered = "" if self.nsfw is None else f" (NSFW scores up to {self.nsfw.limit:g})"
+        return f"{self.kind}:{self.table.name}{filtered}"
+
+    @property
+    def image_kind(self) -> ImageKind:
+        return "none" if self.image_column is None else "stored"
+
+    def entries(self) -> Iterator[CaptionEntry]:
+        """See `CaptionDataset`. Images are not read."""
+        id_column, path_of = self.id_column, self.path_of
+        columns = ColumnChoice(caption=self.caption_column)
+        wanted = {self.caption_column, *self.other_columns, *([] if id_column is None else [id_column])}
+        for number, (location, row) in enumerate(self.table.rows(sorted(wanted), path_of), start=1):
+            row_id = number
+            if id_column is not None:
+                row_id = row[id_column]
+            elif path_of is not None:
+                row_id = row["path"] or number
+            if row_id == "" or not isinstance(row_id, int | str):
+                yield CaptionEntry(f"row {number}", (), problem=f"has no id in the column {id_column}: {row_id!r}")
+                continue
+            image_location = None if self.image_column is None else location
+            entry = entry_of_record(row, str(row_id), image_location, columns, self.table.name)
+            if self.nsfw is None:
+                yield entry
+                continue
+            scores = [row[name] for name in NSFW_COLUMNS]
+            if any(score is None or math.isnan(score) for score in scores):
+                yield CaptionEntry(entry.id, (), problem="has no NSFW score, but a limit is given")
+            elif self.nsfw.passes(*scores):
+                yield entry
+
+    def open_image(self, location: str) -> Image.Image:
+        return decode_rgb(self.content(location), f"{self.table.name}: {location}")
+
+    def image_size(self, location: str) -> tuple[int, int]:
+        return size_of(self.content(location), f"{self.table.name}: {location}")
+
+    def content(self, location: str) -> bytes:
+        """See `CaptionDataset`."""
+        if self.image_column is None:
+            raise UsageError(f"{self.name}: holds captions only, no images")
+        label = f"{self.table.name}: {location}"
+        value = self.table.cell(location, self.image_column)
+        if isinstance(value, dict):
+            path = value.get("path")
+            value = value.get("bytes")
+            if value is None and path:
+                return read_content(Path(path), label)
+        if not isinstance(value, bytes):
+            raise BadImageError(f"{label}: the image is missing")
+        return value
+
+    def fingerprint(self) -> dict[str, Any]:
+        """See `CaptionDataset`."""
+        columns = [self.caption_column, self.id_column, self.image_column]
+        limit = None if self.nsfw is None else self.nsfw.limit
+        return {"table": self.table.fingerprint(), "columns": columns, "max_nsfw": limit}
+
+
+def table_captions(
+    kind: str, table: RowTable, columns: ColumnChoice, *, max_nsfw: float | None = None, needs_images: bool = True
+) -> TableCaptions:
+    """Find the columns of a table.
+
+    Raises:
+        UsageError: there is no column of captions or of images, one that was named is not there, or NSFW scores are
+            limited but not there.
+    """
+    schema = table.schema
+    caption_column = require_caption_column(schema.names, columns.caption, table.name)
+    id_column = choose_column(schema.names, columns.id, ID_COLUMNS, table.name, "ids")
+    usual = tuple(name for name in (*_USUAL_IMAGE_COLUMNS, *schema.names) if _holds_images(schema, name))
+    image_column = choose_column(schema.names, columns.image, usual, table.name, "images")
+    if image_column is not None and not _holds_images(schema, image_column):
+        found = shortened(str(schema.field(image_column).type))
+        raise UsageError(
+            f"{table.name}: column {image_column!r} is {found}, but images must be bytes or a struct with bytes"
+        )
+    if image_column is None and needs_images:
+        raise UsageError(f"{table.name}: has the columns {', '.join(schema.names)}, but none of them holds images")
+    if max_nsfw is not None and not set(NSFW_COLUMNS) <= set(schema.names):
+        raise UsageError(f"{table.name}: NSFW scores are limited, but it has no columns {' and '.join(NSFW_COLUMNS)}")
+    tells_path = image_column is not None and id_column is None and _has_field(schema, image_column, "path")
+    others = ("width", "height", *SEED_COLUMNS, *(() if max_nsfw is None else NSFW_COLUMNS))
+    return TableCaptions(
+        kind,
+        table,
+        caption_column,
+        id_column,
+        image_column,
+        image_column if tells_path else None,
+        tuple(name for name in others if name in schema.names),
+        None if max_nsfw is None else NsfwFilter(max_nsfw),
+    )
+
+
+def _holds_images(schema: pa.Schema, name: str) -> bool:
+    if name not in schema.names:
+        return False
+    kind = schema.field(name).type
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or _has_field(schema, name, "bytes")
+
+
+def _has_field(schema: pa.Schema, name: str, child: str) -> bool:
+    kind = schema.field(name).type
+    return pa.types.is_struct(kind) and kind.get_field_index(child) >= 0
