@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 
 from ..data.errors import UsageError
-from .result_files import RESULTS_KIND, EvalResults, read_json
+from .result_files import COMPARE_FILE, COMPARE_KIND, RESULTS_FILE, RESULTS_KIND, EvalResults, read_json
 from .results import CONFIDENCE
 
 BASELINE_KIND = "psctl-baseline"
-COMPARE_KIND = "psctl-compare"
-RESULT_FILES = ("results.json", "compare.json", "summary.json", "steps.json")
+RESULT_FILES = (RESULTS_FILE, COMPARE_FILE, "summary.json", "steps.json")
 """What a folder of a run may hold."""
 
 # Names as people say them, for those of the benchmark clients.

@@ -12,6 +12,8 @@ from .results import MetricResult
 
 RESULTS_FILE = "results.json"
 RESULTS_KIND = "psctl-eval"
+COMPARE_FILE = "compare.json"
+COMPARE_KIND = "psctl-compare"
 VERSION = 1
 
 

@@ -16,6 +16,8 @@ from .. import __version__
 from ..data.errors import PsctlError, UsageError
 from .bench import bench_steps
 from .doctor import doctor
+from .eval import eval_all, eval_clip, eval_fid, eval_kid, eval_lpips, eval_psnr, eval_ssim
+from .eval_compare import eval_compare
 from .gate import gate
 from .generate import generate
 from .model_card import model_card
@@ -31,10 +33,21 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("train-model", train_model),
     ("model-card", model_card),
     ("bench steps", bench_steps),
+    ("eval all", eval_all),
+    ("eval fid", eval_fid),
+    ("eval kid", eval_kid),
+    ("eval clip", eval_clip),
+    ("eval lpips", eval_lpips),
+    ("eval psnr", eval_psnr),
+    ("eval ssim", eval_ssim),
+    ("eval compare", eval_compare),
     ("gate", gate),
     ("doctor", doctor),
 )
-_GROUPS = {"bench": "Measure how fast this machine is."}
+_GROUPS = {
+    "bench": "Measure how fast this machine is.",
+    "eval": "Measure how good images are.",
+}
 
 _EPILOG = (
     "Every option can be set by an environment variable: PSCTL_<COMMAND>_<OPTION>, such as PSCTL_SERVE_REQUEST_RATE; "
