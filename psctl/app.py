@@ -1,6 +1,6 @@
 """The command line application: registers the commands, and maps every error to one line and an exit code.
 
-Exit codes: 0 done, 1 the run failed, 2 wrong usage, 130 interrupted.
+Exit codes: 0 done, 1 the run failed, 2 wrong usage, 3 not enough evidence (`psctl gate`), 130 interrupted.
 """
 
 import errno
@@ -17,6 +17,9 @@ from ..data.errors import PsctlError, UsageError
 from .bench import bench_steps
 from .bench_cache import bench_cache
 from .doctor import doctor
+from .eval import eval_all, eval_clip, eval_fid, eval_kid, eval_lpips, eval_psnr, eval_ssim
+from .eval_compare import eval_compare
+from .gate import gate
 from .generate import generate
 from .model_card import model_card
 from .profile_blocks import profile_blocks
@@ -32,22 +35,32 @@ from .train_predictor_latency import train_predictor_latency
 # `psctl --help` prints.
 COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("serve", serve),
-    ("simulate", simulate),
     ("generate", generate),
-    ("profile blocks", profile_blocks),
-    ("train-model", train_model),
-    ("train-predictor cache", train_predictor_cache),
-    ("model-card", model_card),
+    ("simulate", simulate),
     ("profile latency", profile_latency),
+    ("profile blocks", profile_blocks),
     ("train-predictor latency", train_predictor_latency),
+    ("train-predictor cache", train_predictor_cache),
+    ("eval all", eval_all),
+    ("eval fid", eval_fid),
+    ("eval kid", eval_kid),
+    ("eval clip", eval_clip),
+    ("eval lpips", eval_lpips),
+    ("eval psnr", eval_psnr),
+    ("eval ssim", eval_ssim),
+    ("eval compare", eval_compare),
+    ("gate", gate),
     ("bench steps", bench_steps),
     ("bench cache", bench_cache),
+    ("train-model", train_model),
+    ("model-card", model_card),
     ("doctor", doctor),
 )
 _GROUPS = {
     "bench": "Measure how fast this machine is.",
     "profile": "Measure what the predictors learn from.",
     "train-predictor": "Train what the scheduler and the cache decide by.",
+    "eval": "Measure how good images are.",
 }
 
 _EPILOG = (

@@ -1,0 +1,94 @@
+"""The JSON file of an evaluation: metrics, values of single images, settings. Written whole, read with checks."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from ..data.errors import UsageError
+from ..data.files import write_json
+from .results import MetricResult
+
+RESULTS_FILE = "results.json"
+RESULTS_KIND = "psctl-eval"
+COMPARE_FILE = "compare.json"
+COMPARE_KIND = "psctl-compare"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResults:
+    """What `psctl eval` found out about one set of images.
+
+    Attributes:
+        metrics: results by name.
+        per_image: values of single images by metric and image name, for paired comparisons; metrics of whole sets
+            have none.
+        settings: what was evaluated, and how.
+        warnings: what a reader must know, such as too few images for FID.
+    """
+
+    metrics: dict[str, MetricResult]
+    per_image: dict[str, dict[str, float]] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """A mapping that JSON can hold."""
+        return {
+            "kind": RESULTS_KIND,
+            "version": VERSION,
+            "settings": self.settings,
+            "metrics": {name: metric.to_json() for name, metric in self.metrics.items()},
+            "warnings": self.warnings,
+            "per_image": self.per_image,
+        }
+
+    def save(self, path: Path) -> None:
+        """Write the file, whole or not at all. Raises OSError."""
+        write_json(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read what `save` has written; a folder stands for its `results.json`.
+
+        Raises:
+            UsageError: there is no such file, or it is no result of `psctl eval`.
+        """
+        file = path / RESULTS_FILE if path.is_dir() else path
+        return cls.from_json(read_json(file), file)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any], file: Path) -> Self:
+        """The results in the content of a file, which is named in errors. Raises UsageError."""
+        if content.get("kind") != RESULTS_KIND:
+            raise UsageError(f"{file}: is no result of psctl eval (it has no kind {RESULTS_KIND!r})")
+        if content.get("version") != VERSION:
+            raise UsageError(f"{file}: is version {content.get('version')!r}, but this psctl reads version {VERSION}")
+        metrics = content.get("metrics")
+        per_image = content.get("per_image", {})
+        if not isinstance(metrics, Mapping) or not isinstance(per_image, Mapping):
+            raise UsageError(f"{file}: metrics and per_image must be mappings")
+        try:
+            results = {str(name): MetricResult.from_json(each) for name, each in metrics.items()}
+        except UsageError as error:
+            raise UsageError(f"{file}: {error}") from error
+        return cls(results, dict(per_image), dict(content.get("settings", {})), list(content.get("warnings", [])))
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        UsageError: the file cannot be read, is not JSON, or holds something else.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{file}: cannot be read: {(error.strerror or str(error)).lower()}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file}: is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UsageError(f"{file}: must hold a JSON object, but holds {type(content).__name__}")
+    return content

@@ -1,0 +1,246 @@
+"""`psctl eval fid|kid|clip|lpips|psnr|ssim|all`: the quality of images that a model draws, or of folders of images."""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..data.errors import UsageError
+from ..data.files import require_folder, write_json
+from ..data.workspace import DEFAULT_WORKSPACE, Workspace
+from .options import (
+    Device,
+    DType,
+    EngineChoice,
+    Json,
+    Kernels,
+    Model,
+    Order,
+    PatchSize,
+    Quiet,
+    Seed,
+    Strategy,
+    WorkspaceRoot,
+)
+from .output import Output
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.table import Table
+
+    from ..eval.results import MetricResult
+
+ClipModel = Annotated[
+    str,
+    typer.Option(
+        "--clip-model",
+        help="Judge of the CLIP score: bundled name, folder or hub id of a transformers CLIP model.",
+        envvar="PSCTL_CLIP_MODEL",
+    ),
+]
+FidWeights = Annotated[
+    Path | None, typer.Option("--fid-weights", envvar="PSCTL_FID_WEIGHTS", help="Inception weights; looked for.")
+]
+LpipsWeights = Annotated[
+    Path | None, typer.Option("--lpips-weights", envvar="PSCTL_LPIPS_WEIGHTS", help="LPIPS weights; looked for.")
+]
+MaxBad = Annotated[int, typer.Option("--max-bad", min=0, help="Images that may be missing, damaged or fail.")]
+
+_WHAT = {
+    "fid": "Frechet Inception distance to reference images",
+    "kid": "Kernel Inception distance to reference images",
+    "clip": "CLIP score: how well images fit their prompts",
+    "lpips": "Perceptual distance of each image to its reference",
+    "psnr": "Peak signal-to-noise ratio of each image to its reference, in dB",
+    "ssim": "Structural similarity of each image to its reference",
+    "all": "All six quality metrics",
+}
+
+
+def _command(metric: str) -> Callable[..., None]:
+    """The commands differ in their metric only."""
+
+    def command(
+        dataset: Annotated[
+            str,
+            typer.Option(
+                "--dataset",
+                metavar="emoji|coco:PATH|...",
+                help="Captions to draw and images to compare with: emoji, coco:, diffusiondb:, imagefolder:, parquet:.",
+            ),
+        ] = "emoji",
+        num_prompts: Annotated[int, typer.Option("--num-prompts", min=1, help="Text-image pairs of the set.")] = 256,
+        resolutions: Annotated[
+            str | None,
+            typer.Option("--resolutions", metavar="SIZE,...", help="Taken in turn. Default: those of the model."),
+        ] = None,
+        num_inference_steps: Annotated[
+            int | None,
+            typer.Option("--num-inference-steps", min=1, help="Denoising steps. Default: the model's own."),
+        ] = None,
+        guidance_scale: Annotated[
+            float | None, typer.Option("--guidance-scale", help="Classifier-free guidance. Default: the model's own.")
+        ] = None,
+        policy: Annotated[str, typer.Option("--policy", help="Who joins the batch and when.")] = "bucketed",
+        max_batch_size: Annotated[int, typer.Option("--max-batch-size", min=1, help="Requests in a batch.")] = 16,
+        images: Annotated[
+            Path | None,
+            typer.Option("--images", file_okay=False, help="Folder of the drawn images. Default: in the workspace."),
+        ] = None,
+        generated: Annotated[
+            Path | None, typer.Option("--generated", help="Measure this folder of images; draw nothing.")
+        ] = None,
+        reference: Annotated[
+            Path | None, typer.Option("--reference", help="Folder to compare --generated with.")
+        ] = None,
+        clip_model: ClipModel = "emoji-clip",
+        fid_weights: FidWeights = None,
+        lpips_weights: LpipsWeights = None,
+        max_bad: MaxBad = 0,
+        output_file: Annotated[
+            Path | None, typer.Option("--output-file", dir_okay=False, help="Write the result as JSON here, too.")
+        ] = None,
+        seed: Seed = 0,
+        model: Model = "emoji-xl",
+        device: Device = "auto",
+        dtype: DType = "auto",
+        engine: EngineChoice = "patched",
+        order: Order = "auto",
+        patch_size: PatchSize = None,
+        strategy: Strategy = "auto",
+        kernels: Kernels = "auto",
+        workspace: WorkspaceRoot = Path(DEFAULT_WORKSPACE),
+        json: Json = False,
+        quiet: Quiet = False,
+    ) -> None:
+        out = Output(json=json, quiet=quiet)
+        from ..eval.eval_options import METRICS, EvalOptions, plan_eval
+        from ..serving.loading import load_model, model_defaults, resolve_device
+        from ..serving.stepper import EngineOptions
+
+        options = EvalOptions(
+            METRICS if metric == "all" else (metric,),
+            dataset,
+            num_prompts,
+            seed,
+            resolutions,
+            num_inference_steps,
+            guidance_scale,
+            policy,
+            max_batch_size,
+            max_bad,
+        )
+        engine_options = EngineOptions(engine, order, patch_size, strategy, kernels)
+        root = Workspace(workspace)
+        if generated is None and reference is not None:
+            raise UsageError("--reference belongs to --generated; a model is compared with the images of --dataset")
+        if generated is not None and images is not None:
+            raise UsageError("--images says where drawn images go, but with --generated nothing is drawn")
+        for folder in (workspace, None if output_file is None else output_file.absolute().parent):
+            if folder is not None:
+                require_folder(folder.expanduser())
+        if generated is None:
+            with out.status(f"Drawing {num_prompts} text-image pairs from {dataset} ..."):
+                plan = plan_eval(options, model_defaults(model), root.root)
+        with out.status("Loading ..."):
+            from ..eval.eval_run import evaluate_folders, evaluate_model
+            from ..eval.judges import Judges
+
+            target = resolve_device(device)
+            judges = Judges(clip_model, fid_weights, lpips_weights, target)
+            judges.check(options.metrics)
+        if generated is not None:
+            name = generated.resolve().name or "images"
+            with _phases(out) as start_phase:
+                outcome = evaluate_folders(
+                    generated,
+                    reference,
+                    options,
+                    judges,
+                    root.for_model(name, str(target)),
+                    shared_root=root.root,
+                    start_phase=start_phase,
+                )
+        else:
+            with out.status(f"Loading {model} ..."):
+                served = load_model(model, device, dtype, engine_options)
+            with _phases(out) as start_phase:
+                outcome = evaluate_model(
+                    served,
+                    plan,
+                    options,
+                    judges,
+                    root.for_model(model, str(served.device)),
+                    shared_root=root.root,
+                    images_dir=images,
+                    start_phase=start_phase,
+                )
+        results = outcome.results
+        content = {name: value for name, value in results.to_json().items() if name != "per_image"}
+        if output_file is not None:
+            write_json(output_file.expanduser(), results.to_json())
+        out.data(
+            content | {"run_dir": outcome.run_dir, "images_dir": outcome.images_dir},
+            table=lambda: metric_table(list(results.metrics.values())),
+        )
+        for warning in results.warnings:
+            out.warn(warning)
+        out.note(f"Results: {outcome.run_dir}; images: {outcome.images_dir}")
+
+    command.__doc__ = f"""{_WHAT[metric]}, with its 95 % interval.
+
+    Draws the captions of a data set with a model, through the engine as it serves, or takes folders of images. What is
+    stopped goes on where it was; features of images are kept by content.
+
+    Examples:
+
+        psctl eval {metric} --model emoji-xl --num-prompts 256
+
+        psctl eval {metric} --dataset coco:~/coco --num-prompts 5000 --model DIR --policy bucketed
+
+        psctl eval {metric} --generated images --reference originals --json
+    """
+    return command
+
+
+eval_fid, eval_kid, eval_clip, eval_lpips, eval_psnr, eval_ssim, eval_all = map(_command, _WHAT)
+
+
+@contextmanager
+def _phases(out: Output) -> "Iterator[Callable[[str, int], Callable[[int], None]]]":
+    """Progress bars that appear one after the other, each when its phase begins."""
+    with out.progress() as progress:
+
+        def start(what: str, total: int) -> Callable[[int], None]:
+            task = progress.add_task(what, total=total)
+            return lambda count: progress.advance(task, count)
+
+        yield start
+
+
+def metric_table(results: "list[MetricResult]") -> "Table":
+    """What people see of metrics."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table()
+    for name in ("metric", "value", "95 % interval", "n", "better"):
+        table.add_column(name, justify="left" if name in ("metric", "better") else "right")
+    for each in results:
+        unit = f" {each.unit}" if each.unit else ""
+        # Text, because the judge stands in brackets, which a plain string would give to rich as a style.
+        table.add_row(
+            Text(each.name), f"{each.value:.4g}{unit}", interval_text(each.low, each.high), str(each.n), each.direction
+        )
+        endless: Any = each.details.get("fid_infinity")
+        if endless is not None:
+            table.add_row(Text("  with infinitely many images"), f"{endless:.4g}", "", "", "")
+    return table
+
+
+def interval_text(low: float | None, high: float | None) -> str:
+    """An interval, or that it is not known."""
+    return "unknown" if low is None or high is None else f"{low:.4g} to {high:.4g}"
