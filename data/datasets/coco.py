@@ -61,7 +61,7 @@ class CocoCaptions:
         return self.files.content(location)
 
     def fingerprint(self) -> dict[str, Any]:
-        """See `CaptionDataset`. The annotations by their content (0.2 s for train2017), the images by their folder."""
+        """See `CaptionDataset`. The annotations by their content, the images by their folder."""
         return {"coco": sha256_of(self.annotations), "images": str(self.files.root.resolve())}
 
     def _list(self, content: dict[str, Any], key: str) -> list[Any]:
