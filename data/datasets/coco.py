@@ -29,7 +29,9 @@ class CocoCaptions:
         return f"coco:{self.annotations}"
 
     def entries(self) -> Iterator[CaptionEntry]:
-        """See `CaptionDataset`. The json module needs the whole annotation file in memory while this runs. An image without captions and captions without an image are entries with a problem."""
+        """See `CaptionDataset`. The json module needs the whole annotation file in memory while this runs.
+        An image without captions and captions without an image are entries with a problem.
+        """
         content = read_json(self.annotations, "COCO captions")
         images, annotations = (self._list(content, key) for key in ("images", "annotations"))
         texts: dict[str, list[object]] = {}
