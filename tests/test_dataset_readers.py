@@ -729,8 +729,7 @@ def test_damage_inside_a_parquet_file_is_one_line(tmp_path: Path):
     path.write_bytes(content)
     dataset = open_dataset(f"parquet:{path}")
     with pytest.raises(UsageError, match=r"x.parquet: the file is damaged") as caught:
-        for entry in dataset.entries():
-            dataset.content(location_of(entry))
+        [dataset.content(location_of(entry)) for entry in dataset.entries()]
     one_line(caught)
 
 

@@ -240,7 +240,8 @@ def test_pairs_are_found_by_their_stems(tmp_path: Path):
     found = list(iter_pairs(pairs))
     assert [stem for stem, _, _ in found] == list(pairs.stems)
     for stem, one, other in found:
-        assert np.abs(one.astype(int) - other).mean() < 8, stem
+        # The other one is a JPEG or the same.
+        assert np.abs(one.astype(int) - other).mean() < 12, stem
         assert np.array_equal(one, np.asarray(left.open_image(f"{stem}.png")))
 
 

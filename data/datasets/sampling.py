@@ -127,7 +127,7 @@ def sample_pairs(
         seed: of the draw.
         min_side: shortest side allowed, in pixels.
         max_bad: how many bad entries are skipped; one more is an error.
-        check: "decode" decodes every drawn image once, so that n images are n usable ones (8 ms each for COCO);
+        check: "decode" decodes every drawn image once, so that n images are n usable ones;
             "header" reads the files but looks at their headers only, and damage comes up when they are used.
         cache_dir: where the sample is kept, by what decides it (annotations' content, n, seed, min_side), None for
             nowhere. A sample in which bad entries were met is not kept, because they may be mended.
