@@ -105,6 +105,7 @@ class Engine:
         self._model = model
         self._policy = policy
         self._predictor = predictor
+        self._learner = predictor if isinstance(predictor, LearningPredictor) else None
         self._max_batch_size = max_batch_size
         self._image_path = image_path
         self._keep_images = keep_images
@@ -300,8 +301,8 @@ class Engine:
         self._decided_s = 0.0
         self._steps.append(row)
         # A failing step is repeated for the others, so it tells nothing of how long a step takes.
-        if isinstance(self._predictor, LearningPredictor) and not failures:
-            self._predictor.observe([prepared.request.resolution for prepared in batch], row.duration_s)
+        if self._learner is not None and not failures:
+            self._learner.observe([prepared.request.resolution for prepared in batch], row.duration_s)
         if self._on_step is not None:
             self._on_step(row)
         for request_id, entry in list(self._active.items()):

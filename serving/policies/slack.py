@@ -78,6 +78,7 @@ class SlackPolicy:
         if not num_free or not waiting:
             return Decision()
 
+        active = tuple(active)  # the simulator makes views only when they are asked for
         groups = groups_by_deadline(waiting)
         firsts = [group[0][3] for group in groups]
         alone_s = {view.resolution: predict((view.resolution,)) for view in firsts}
