@@ -48,7 +48,7 @@ def plot_steps(result: dict[str, Any], theme: Theme = LIGHT) -> bytes:
     ticks = [ratio for ratio in _RATIOS if left <= ratio <= right]
     ax.set_xticks(ticks, [f"{ratio:g}" for ratio in ticks])
     ax.set_xticks([], minor=True)
-    _add_legend(figure, ax, theme)
+    add_wide_legend(figure, ax, theme)
     return to_png(figure)
 
 
@@ -83,11 +83,11 @@ def plot_breakdown(result: dict[str, Any], theme: Theme = LIGHT) -> bytes:
     ax.set_yticks(places, names)
     ax.invert_yaxis()
     ax.set_xlim(0, max(lefts) * 1.13)
-    _add_legend(figure, ax, theme)
+    add_wide_legend(figure, ax, theme)
     return to_png(figure)
 
 
-def _add_legend(figure: Figure, ax: Axes, theme: Theme) -> None:
+def add_wide_legend(figure: Figure, ax: Axes, theme: Theme) -> None:
     """A legend over the whole width, above the title."""
     figure.legend(
         *ax.get_legend_handles_labels(),

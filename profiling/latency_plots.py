@@ -7,6 +7,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from ..data.latency_table import Circumstances, LatencyTable
 from ..serving.report.theme import LIGHT, Theme, add_legend, new_figure, series_colours, style_axes, to_png
 from ..training.latency_predictor import LatencyPredictor
+from .bench_plots import add_wide_legend
 from .machine import describe
 
 
@@ -45,7 +46,7 @@ def plot_latencies(table: LatencyTable, theme: Theme = LIGHT) -> bytes:
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set_xlim(0, max(row.num_requests for row in table.rows) + 0.7)
     ax.set_ylim(bottom=0)
-    add_legend(ax, theme, ncols=5)
+    add_wide_legend(figure, ax, theme)
     return to_png(figure)
 
 
