@@ -53,20 +53,31 @@ def reconstruct(vae: Any, images: torch.Tensor) -> list[np.ndarray]:
     return _arrays(((decoded + 1) * 127.5).round().to(torch.uint8))
 
 
-def measure_clip_retrieval(clip: Clip, images: Sequence[AnyImage], captions: Sequence[str]) -> dict[str, float]:
-    """Recall at 1 and 5 among all pairs, both ways, and the CLIP score. Equal captions count as right.
+def measure_clip_retrieval(
+    clip: Clip, images: Sequence[AnyImage], captions: Sequence[str], meanings: Sequence[str] | None = None
+) -> dict[str, float]:
+    """Recall at 1 and 5 among all pairs, both ways, and the CLIP score.
+
+    Args:
+        clip: the judge.
+        images, captions: n pairs.
+        meanings: what each caption says, however it is worded: captions of one meaning are equally right. None takes
+            the captions themselves.
 
     Raises:
-        UsageError: the numbers of images and captions differ, or there are fewer than 5.
+        UsageError: the numbers differ, or there are fewer than 5.
     """
+    meanings = captions if meanings is None else meanings
+    if len(meanings) != len(captions):
+        raise UsageError(f"{len(meanings)} meanings were given for {len(captions)} captions, but there must be as many")
     if len(images) != len(captions) or len(images) < 5:
         raise UsageError(f"{len(images)} images and {len(captions)} captions given, but 5 or more pairs are needed")
     image_embeddings, text_embeddings = clip.embed_images(images), clip.embed_texts(captions)
     return {
-        "image_to_text_recall_at_1": retrieval_recall(image_embeddings, text_embeddings, captions, 1),
-        "image_to_text_recall_at_5": retrieval_recall(image_embeddings, text_embeddings, captions, 5),
-        "text_to_image_recall_at_1": retrieval_recall(text_embeddings, image_embeddings, captions, 1),
-        "text_to_image_recall_at_5": retrieval_recall(text_embeddings, image_embeddings, captions, 5),
+        "image_to_text_recall_at_1": retrieval_recall(image_embeddings, text_embeddings, meanings, 1),
+        "image_to_text_recall_at_5": retrieval_recall(image_embeddings, text_embeddings, meanings, 5),
+        "text_to_image_recall_at_1": retrieval_recall(text_embeddings, image_embeddings, meanings, 1),
+        "text_to_image_recall_at_5": retrieval_recall(text_embeddings, image_embeddings, meanings, 5),
         "clip_score": clip_score(image_embeddings, text_embeddings),
     }
 

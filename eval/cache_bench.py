@@ -218,8 +218,8 @@ def _serve(
     started = time.perf_counter()
     for _ in range(requests[0].num_inference_steps if num_steps is None else num_steps):
         failures = stepper.step(active)
-        if failures:
-            raise RunError(f"request {min(failures)}: {failures[min(failures)]}")
+        if failures or stepper.batch_failures:
+            raise RunError((stepper.batch_failures or list(failures.values()))[0])
     synchronize(model.device)
     seconds = time.perf_counter() - started
     return seconds, [] if num_steps else [model.decode(prepared.latents) for prepared in active]

@@ -11,7 +11,15 @@ from PIL import Image
 
 from ..data.emoji.art import object_names
 from ..data.emoji.dataset import EmojiDataset
-from ..data.emoji.scene import BACKGROUNDS, Scene, caption_of, compose, heldout_singles, render, with_article
+from ..data.emoji.scene import (
+    BACKGROUNDS,
+    Scene,
+    caption_of,
+    compose,
+    heldout_singles,
+    render,
+    with_article,
+)
 from ..data.errors import RunError
 from ..data.files import atomic_write, write_json, write_text
 from ..data.models import write_checksums
@@ -78,9 +86,16 @@ def heldout_images(size: int, resolutions: Sequence[Resolution] = SIZES) -> tupl
 
 
 def measure_judge(clip: Clip, options: CardOptions) -> dict[str, float]:
-    """Retrieval among held-out pairs and zero-shot object recognition on real pictures of one object."""
+    """Retrieval among held-out pairs and zero-shot object recognition on real pictures of one object.
+
+    Two captions that name the same objects on the same background are equally right, whatever their wording: no picture
+    tells whether its own says "a taco on a red background" or "a red background with a taco".
+    """
     scenes, images = heldout_images(options.num_pairs)
-    figures = measure_clip_retrieval(clip, images, [scene.caption for scene in scenes])
+    captions = [scene.caption for scene in scenes]
+    meanings = [caption_of(tuple(sorted(p.name for p in scene.placements)), scene.background) for scene in scenes]
+    figures = measure_clip_retrieval(clip, images, captions, meanings)
+    by_wording = measure_clip_retrieval(clip, images, captions)["image_to_text_recall_at_1"]
     singles = [(scene, image) for scene, image in zip(scenes, images, strict=True) if len(scene.placements) == 1]
     seen = measure_objects(
         clip,
@@ -91,6 +106,7 @@ def measure_judge(clip: Clip, options: CardOptions) -> dict[str, float]:
         describe=with_article,
     )
     return figures | {
+        "image_to_text_recall_at_1_same_wording": by_wording,
         "zero_shot_object_at_1": seen["object_at_1"],
         "num_pairs": len(images),
         "num_single_objects": len(singles),

@@ -22,7 +22,7 @@ def install(model: Any, cache: PatchCache) -> Callable[[], None]:
         slots = [each for each in leaves if isinstance(each, TokenSlots | NormSlots)]
         number = cache.add_block(name, slots)
         wrapper = _CachedTransformerBlock if name.startswith("transformer") else _CachedUNetBlock
-        module.forward = wrapper(module, number, cache).forward
+        module.forward = wrapper(module, number, cache)
 
     def uninstall() -> None:
         for _, module in blocks:
@@ -45,9 +45,14 @@ def blocks_of(model: Any) -> Iterator[tuple[str, Any]]:
 class _Wrapper:
     """What both kinds of blocks share: the block, its number in the cache, and the run with the context set."""
 
+    forward: Callable[..., Any]
+
     def __init__(self, block: nn.Module, number: int, cache: PatchCache) -> None:
         self.run, self.number, self.cache = block.forward, number, cache
         self.context: PatchContext = cache.context
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return (self.forward if self.cache.is_used else self.run)(*arguments, **named)
 
     def whole(self, *arguments: Any, **named: Any) -> Any:
         """Run on all cells; operators keep what they read, if there is room."""

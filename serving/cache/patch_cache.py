@@ -142,8 +142,16 @@ class PatchCache:
         self._block_slots.append(slots)
         return len(self.names) - 1
 
+    @property
+    def is_used(self) -> bool:
+        """Whether the batch has requests; a batch of rows that belong to nobody, as for measurements, has none."""
+        return self._batch is not None
+
     def begin(self, packing: Packing, requests: Sequence[CachedRequest]) -> None:
-        """Say which requests the next steps have, in the order of their rows."""
+        """Say which requests the next steps have, in the order of their rows; with none, blocks run uncached."""
+        if not requests:
+            self._batch = None
+            return
         self._batch = PatchBatch(packing, requests, self._slots, self.options.patch_size, self.unit)
 
     def begin_step(self, steps_done: Sequence[int]) -> None:

@@ -89,14 +89,16 @@ class Predicted:
     needs_change = True
 
     def __init__(self, predictor: "CachePredictor") -> None:
-        self.predictor = predictor
+        from ...training.cache_predictor import features_of
+
+        self.predictor, self._features_of = predictor, features_of
 
     def may_reuse(self, view: PatchView) -> Booleans:
         assert view.change is not None
         device = view.change.device
         others = np.stack([view.steps_done / view.num_steps, view.reuses, view.pixels]).astype(np.float32)
         fraction, reuses, pixels = torch.from_numpy(others).to(device)
-        features = self.predictor.features_of(view.change, view.block, fraction, reuses, pixels)
+        features = self._features_of(view.change, view.block, fraction, reuses, pixels)
         return self.predictor.may_reuse(features).cpu().numpy()
 
 

@@ -136,7 +136,7 @@ class PatchedModel:
         Args:
             packing: from `pack`.
             repeats: how many times the last text token of every row counts (see `PatchedJointAttention`).
-            requests: whose rows they are, in order, for the patch cache if there is one.
+            requests: whose rows they are, in order, for the patch cache if there is one; without it is not used.
         """
         self.context.packing = packing
         self.context.kept.clear()
@@ -159,7 +159,7 @@ class PatchedModel:
         # A pass that failed half way may have left its state behind.
         context.is_padded, context.is_activated, context.level = False, False, None
         context.timesteps = timesteps
-        if self.cache is not None:
+        if self.cache is not None and self.cache.is_used:
             self.cache.begin_step(steps_done)
         # A U-Net repeats one timestep for every patch; `RowTimesteps` puts those of the rows in its place.
         return denoise(self.model, patches, timesteps[0] if self.is_unet else timesteps, conditions)

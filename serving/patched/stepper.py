@@ -33,6 +33,9 @@ class PatchedStepper:
         plain_model: the unmodified model that it was made of.
         family: how conditions are named for it.
         sampler: the update rule of the pipeline's scheduler.
+
+    Attributes:
+        batch_failures: why steps of whole batches failed, even if all their requests went on one by one.
     """
 
     name = "patched"
@@ -41,6 +44,7 @@ class PatchedStepper:
         self.model, self.plain_model, self.family, self.sampler = model, plain_model, family, sampler
         self._batch: PackedBatch | None = None
         self._cache_keys = count()
+        self.batch_failures: list[str] = []
 
     def tune(self, sizes: Sequence[tuple[int, int]], folder: Path, *, fingerprint: str) -> None:
         """See `PatchedModel.tune`."""
@@ -74,6 +78,7 @@ class PatchedStepper:
             return self._step_together(active)
         except Exception as error:  # noqa: BLE001  one failing request must not take down the others
             self._let_go(has_failed=True)
+            self.batch_failures.append(describe("denoising", error))
             if len(active) == 1:
                 return {active[0].request.request_id: describe("denoising", error)}
         failures: dict[int, str] = {}

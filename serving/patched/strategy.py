@@ -121,9 +121,10 @@ def load_or_measure(
             return StrategyTable.from_json(json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, KeyError, TypeError) as error:
             raise RunError(f"{path} is damaged ({error}); delete it to measure again") from error
-    table = measure(model, sizes)
-    write_json(path, table.to_json(context))
-    return table
+    content = measure(model, sizes).to_json(context)
+    write_json(path, content)
+    # As later runs will read it, so that all of them choose the same.
+    return StrategyTable.from_json(content)
 
 
 @torch.inference_mode()
