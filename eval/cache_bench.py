@@ -242,15 +242,9 @@ def _row(
     stats = side.cache.stats if side.cache is not None else None
     if stats is not None:
         saved = stats.saved_share
-        row |= {
-            "saved_computation": saved,
+        row |= stats.to_json() | {
             "efficiency": (1 - 1 / row["speedup"]) / saved if saved else None,
             "cache_overhead_share": stats.overhead_s / sum(side.seconds),
-            "blocks_whole": stats.whole,
-            "blocks_masked": stats.masked,
-            "blocks_skipped": stats.skipped_blocks,
-            "peak_mb": stats.peak_bytes / 1e6,
-            "saved_by_block": {name: skipped / patches for name, (patches, skipped) in stats.by_block.items()},
         }
         pairs = list(zip(side.images, off.images, strict=True))
         similar = [float(ssim(*(next(iter(batches([image], 1))) for image in pair))[0]) for pair in pairs]

@@ -7,7 +7,7 @@ What a run leaves in its folder of the workspace: `trace.jsonl` (the requests wi
 import math
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,7 @@ from ..serving.defaults import ModelDefaults
 from ..serving.lifecycle import RequestRecord
 from ..serving.metrics import summarize
 from ..serving.policies import Policy, StepLatencyPredictor, require_predictor
+from ..training.online_correction import OnlineCorrection
 from .standalone import RequestShape, shape_of, standalone_latencies
 
 if TYPE_CHECKING:
@@ -209,6 +210,7 @@ def run_serve(
     result = replay(engine, requests, standalone_s=lambda request: standalone.get(shape_of(model, request)))
     summary = summarize(result.records, result.duration_s, slo_scale=slo_scale, model=model.name, dataset=dataset)
     summary |= _engine_figures(result)
+    summary |= _what_was_learnt(model, predictor)
     summary["standalone_latency"] = {
         f"{shape.resolution}, {shape.num_inference_steps} steps": latency_s for shape, latency_s in standalone.items()
     }
@@ -245,6 +247,22 @@ def _engine_figures(result: "RunResult") -> dict[str, Any]:
         "denoise_busy_rate": busy_s / result.duration_s if result.duration_s > 0 else None,
         "was_interrupted": result.was_interrupted,
     }
+
+
+def _what_was_learnt(model: "ServedModel", predictor: StepLatencyPredictor | None) -> dict[str, Any]:
+    """What the patch cache saved, how far step latencies were off, and why batches failed, where there is any."""
+    from ..serving.patched.stepper import PatchedStepper
+
+    found: dict[str, Any] = {}
+    if isinstance(predictor, OnlineCorrection):
+        found["predictor_drift"] = asdict(predictor.drift())
+    if isinstance(model.stepper, PatchedStepper):
+        failures, cache = model.stepper.batch_failures, model.stepper.model.cache
+        if failures:
+            found["batch_failures"] = {"count": len(failures), "first": failures[0]}
+        if cache is not None:
+            found["cache"] = cache.stats.to_json()
+    return found
 
 
 def scheduling_figures(decision_times_s: Sequence[float]) -> dict[str, Any]:

@@ -177,8 +177,9 @@ def serve(
     from ..profiling.simulate_run import load_step_latency
     from ..serving.cache.options import CacheOptions
     from ..serving.loading import load_model, model_defaults
-    from ..serving.policies import get_policy, require_predictor
+    from ..serving.policies import get_policy
     from ..serving.stepper import EngineOptions
+    from ..training.online_correction import OnlineCorrection
 
     cache_options = CacheOptions(
         cache,
@@ -193,8 +194,6 @@ def serve(
     options = EngineOptions(engine, order, patch_size, strategy, kernels, cache_options)
     chosen_policy = get_policy(policy)
     step_latency = None if predictor is None else load_step_latency(predictor.expanduser())
-    if chosen_policy.requires_predictor:
-        require_predictor(chosen_policy, step_latency)
     settings = TraceSettings(
         trace=trace,
         request_rate=request_rate,
@@ -223,6 +222,13 @@ def serve(
         served = load_model(model, device, dtype, options, workspace=Workspace(workspace))
     config |= {"device": str(served.device), "dtype": str(served.dtype).removeprefix("torch.")}
     model_workspace = Workspace(workspace).for_model(model, str(served.device))
+    if step_latency is None and chosen_policy.requires_predictor:
+        from ..profiling.latency import latency_circumstances
+        from ..training.latency_predictor import load_workspace_predictor
+
+        expected = latency_circumstances(served)
+        step_latency = load_workspace_predictor(model_workspace, expect=expected, on_warning=out.warn)
+    correction = None if step_latency is None else OnlineCorrection(step_latency)
     with out.progress() as progress:
         task = progress.add_task("requests", total=len(requests), start=False)
         outcome = run_serve(
@@ -232,7 +238,7 @@ def serve(
             model_workspace,
             dataset=trace if prompts is None else f"{trace}, {prompts.name}",
             config=config,
-            predictor=step_latency,
+            predictor=correction,
             slo_scale=slo_scale,
             max_batch_size=max_batch_size,
             save_dir=None if save_dir is None else save_dir.expanduser(),
@@ -249,6 +255,8 @@ def serve(
     out.note(f"Report: {outcome.run_dir / 'report.html'}")
     if outcome.was_interrupted:
         raise KeyboardInterrupt
+    if repeated := outcome.summary.get("batch_failures"):
+        out.warn(f"{repeated['count']} steps of whole batches failed and were repeated one by one; {repeated['first']}")
     failed = [record for record in outcome.records if record.status == "failed"]
     if failed:
         first = f"request {failed[0].request_id}: {failed[0].reason}"

@@ -228,10 +228,14 @@ class Engine:
         """Whether somebody can take a step; a batch of one resolution takes its first step together."""
         return bool(self._active) and not (self._joining and self._policy.requires_one_resolution)
 
+    def _is_idle(self) -> bool:
+        """Whether somebody waits although nobody is in the batch or on the way there: the policy must be asked."""
+        return bool(self._waiting) and not (self._active or self._joining)
+
     def _take_news(self) -> bool:
         """Take note of who has arrived or was prepared; sleep while there is nothing to do. False: all is done."""
         with self._changed:
-            while not (self._arrived or self._prepared_ids or self._can_step()):
+            while not (self._arrived or self._prepared_ids or self._can_step() or self._is_idle()):
                 if self._is_closed and not (self._waiting or self._joining or self._active):
                     return False
                 if self._prepare.error is not None or self._postprocess.error is not None:

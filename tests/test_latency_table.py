@@ -152,7 +152,15 @@ def test_wrong_parquet_files(tmp_path: Path) -> None:
     pq.write_table(pa.table({"combination": ["512"], "ms": [math.nan]}), path)
     with pytest.raises(UsageError, match="row 1: a time is nan ms"):
         read_latencies(path)
-    step = {"step": 0, "start_s": 0.5, "duration_s": 0.02, "active": 3, "waiting": 1, "resolutions": {}}
+    step = {
+        "step": 0,
+        "start_s": 0.5,
+        "duration_s": 0.02,
+        "active": 3,
+        "waiting": 1,
+        "resolutions": {},
+        "schedule_s": 0.001,
+    }
     write_table(path, STEPS, [step])
     with pytest.raises(UsageError, match="is the steps table, but it must be the latencies table"):
         read_latencies(path)

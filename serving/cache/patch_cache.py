@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,6 +51,19 @@ class CacheStats:
     @property
     def saved_share(self) -> float:
         return self.skipped / self.patches if self.patches else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures by name, with the saved share of all and of every block."""
+        return {
+            "saved_computation": self.saved_share,
+            "saved_by_block": {name: skipped / patches for name, (patches, skipped) in self.by_block.items()},
+            "blocks_whole": self.whole,
+            "blocks_masked": self.masked,
+            "blocks_skipped": self.skipped_blocks,
+            "blocks_uncached": self.uncached,
+            "peak_mb": self.peak_bytes / 1e6,
+            "overhead_s": self.overhead_s,
+        }
 
     def count(self, name: str, patches: int, skipped: int) -> None:
         """Note one pass over one block."""
