@@ -19,7 +19,7 @@ from patchedserve.serving.patched.patched_model import PatchedModel
 from .patched_models import MODELS, Row, draw_rows, relative_error, run_patched, stack_conditions
 
 SIZES = [(16, 16), (16, 16), (24, 16), (24, 24), (32, 32)]
-OPTIONS = CacheOptions("patch", threshold=0.0, patch_size=8, warmup_steps=1, max_reuse=3)
+OPTIONS = CacheOptions("patch", threshold=0.0, patch_size=8, warmup_steps=1, max_reuse=3, full_above=1)
 STEPS = 20
 
 
@@ -53,7 +53,6 @@ def cached_model(
     model = MODELS[name](**changes)
     patched = PatchedModel(model, order=order, patch_size=8 if order == "patch" else None, strategy="regroup")
     cache = patched.use_cache(options, rule)
-    cache.full_above = 1.0
     return model, patched, cache
 
 
@@ -149,7 +148,7 @@ def run_plain_patched(model: Any, rows: Sequence[Row]) -> list[Tensor]:
 @pytest.mark.parametrize("name", ["sdxl", "sd15", "sd35"])
 def test_requests_that_join_and_leave_never_read_others_slots(name: str, order: Any) -> None:
     """Every request's outputs in a changing batch are those that it has when it is served alone."""
-    options = CacheOptions("patch", threshold=0.0, patch_size=8, warmup_steps=2, max_reuse=2)
+    options = CacheOptions("patch", threshold=0.0, patch_size=8, warmup_steps=2, max_reuse=2, full_above=1)
     model, patched, cache = cached_model(name, order, ByPlace(), options)
     rng = np.random.default_rng(7)
     sizes = [(16, 16), (24, 16), (24, 24), (32, 16)]
@@ -218,7 +217,7 @@ def test_reuse_is_bounded_and_first_and_last_steps_are_computed() -> None:
 
 
 def test_image_mode_skips_only_where_all_agree() -> None:
-    options = CacheOptions("image", threshold=0.0, patch_size=8, warmup_steps=1, max_reuse=3)
+    options = CacheOptions("image", threshold=0.0, patch_size=8, warmup_steps=1, max_reuse=3, full_above=1)
     model, patched, cache = cached_model("sdxl", "image", ByPlace(), options)
     rows = draw_rows(model, SIZES)
     begin(patched, rows)
@@ -247,7 +246,7 @@ def test_guided_requests_decide_for_both_rows() -> None:
 
 def test_a_bound_of_memory_runs_blocks_uncached() -> None:
     rule = Switch(0.5)
-    options = CacheOptions("patch", threshold=0.0, patch_size=8, warmup_steps=1, max_reuse=3, memory_mb=1)
+    options = CacheOptions("patch", threshold=0.0, patch_size=8, warmup_steps=1, max_reuse=3, memory_mb=1, full_above=1)
     model, patched, cache = cached_model("sdxl", "image", rule, options)
     rows = draw_rows(model, [(32, 32)] * 4)
     begin(patched, rows)

@@ -75,6 +75,10 @@ class ActiveSet:
         """(n * side * side,) their places in what operators keep."""
         return self._get("slots", level, level)
 
+    def window(self, level: int, out_level: int) -> Tensor:
+        """(n * window side squared,), see `CellTables.window`."""
+        return self._get("window", level, out_level)
+
     def taps(self, level: int, out_level: int) -> Tensor:
         """(n * out side * out side * 9,), see `CellTables.taps`."""
         return self._get("taps", level, out_level)
@@ -85,9 +89,7 @@ class ActiveSet:
             if kind == "row":
                 made = self.row_of_cell.repeat_interleave(self.tables.side(level) ** 2)
             else:
-                table = {"tokens": self.tables.tokens, "slots": self.tables.slot_tokens}.get(kind)
-                whole = table(level) if table else self.tables.taps(level, out_level)
-                made = whole.index_select(0, self.cells).flatten()
+                made = self.tables.get(kind, level, out_level).index_select(0, self.cells).flatten()
             self._kept[key] = made
         return self._kept[key]
 

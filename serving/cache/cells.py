@@ -50,22 +50,31 @@ class CellTables:
 
     def tokens(self, level: int) -> Tensor:
         """(cells, side * side) tokens of each cell in packed order."""
-        return self._get("tokens", level, level)
+        return self.get("tokens", level, level)
 
     def slot_tokens(self, level: int) -> Tensor:
         """(cells, side * side) places of a cell's tokens in what operators keep."""
-        return self._get("slots", level, level)
+        return self.get("slots", level, level)
 
-    def taps(self, level: int, out_level: int) -> Tensor:
-        """(cells, out side * out side * 9): the kept tokens that a 3 x 3 convolution reads for each output of a cell.
+    def window_side(self, level: int, out_level: int) -> int:
+        """Side of what a 3 x 3 convolution reads for the outputs of a cell; see `window`."""
+        return (2 if out_level < level else 1) * self._sides[level] + 2
+
+    def window(self, level: int, out_level: int) -> Tensor:
+        """(cells, window side squared): the kept tokens that a 3 x 3 convolution reads for a cell, its border included.
 
         Args:
             level: of what is kept, the convolution's input (before up-sampling, if that comes first).
             out_level: of the output: the same, the next coarser (stride 2) or the next finer (after up-sampling).
         """
-        return self._get("taps", level, out_level)
+        return self.get("window", level, out_level)
 
-    def _get(self, kind: str, level: int, out_level: int) -> Tensor:
+    def taps(self, level: int, out_level: int) -> Tensor:
+        """(cells, out side * out side * 9): what `window` holds, for each output by itself."""
+        return self.get("taps", level, out_level)
+
+    def get(self, kind: str, level: int, out_level: int) -> Tensor:
+        """One of the tables `tokens`, `slots`, `window` and `taps`."""
         key = kind, level, out_level
         if key not in self._kept:
             if kind == "tokens":
@@ -73,8 +82,8 @@ class CellTables:
             elif kind == "slots":
                 table = self._slot_tokens(level)
             else:
-                table = self._taps(level, out_level)
-            self._kept[key] = torch.from_numpy(np.ascontiguousarray(table)).to(self.device)
+                table = self._taps(level, out_level) if kind == "taps" else self._window(level, out_level)
+            self._kept[key] = torch.from_numpy(np.array(table)).to(self.device)
         return self._kept[key]
 
     def _slot_tokens(self, level: int) -> Integers:
@@ -92,17 +101,24 @@ class CellTables:
         return np.concatenate(parts)
 
     def _taps(self, level: int, out_level: int) -> Integers:
-        side, out_side, kept, parts = self._sides[level], self._sides[out_level], self._slot_tokens(level), []
+        window = self.window(level, out_level).cpu().numpy()
+        side, stride = self.window_side(level, out_level), 2 if out_level > level else 1
+        square = window.reshape(-1, side, side)
+        taps = np.lib.stride_tricks.sliding_window_view(square, (3, 3), (1, 2))[:, ::stride, ::stride]
+        return taps.reshape(self.num_cells, -1)
+
+    def _window(self, level: int, out_level: int) -> Integers:
+        side, kept, parts = self._sides[level], self._slot_tokens(level), []
         for group in self.packing.levels[level].groups:
             high, wide = group.height // side, group.width // side
             own = kept[self._cells_of(group)].reshape(group.rows, high, wide, side, side)
             raster = own.transpose(0, 1, 3, 2, 4).reshape(group.rows, group.height, group.width)
             if out_level < level:
                 raster = raster.repeat(2, 1).repeat(2, 2)
-            stride = 2 if out_level > level else 1
+            step, taken = raster.shape[1] // high, self.window_side(level, out_level)
             padded = np.pad(raster, ((0, 0), (1, 1), (1, 1)))
-            windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), (1, 2))[:, ::stride, ::stride]
-            parts.append(self._cut(windows.reshape(*windows.shape[:3], 9), out_side))
+            windows = np.lib.stride_tricks.sliding_window_view(padded, (taken, taken), (1, 2))[:, ::step, ::step]
+            parts.append(windows.reshape(-1, taken * taken))
         return np.concatenate(parts)
 
     def _cells_of(self, group: Group) -> slice:

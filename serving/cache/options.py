@@ -29,6 +29,8 @@ class CacheOptions:
         max_reuse: how many steps in a row a patch may reuse a block.
         warmup_steps: first steps of a request that are computed in full; so is its last step.
         memory_mb: bound of what the cache keeps; a block that would exceed it runs uncached.
+        full_above: share of patches to compute above which a block computes all of them, which then costs no more and
+            is fresher. Measured with emoji-xl on a CPU: half the patches take nine tenths of the time of all.
 
     Raises:
         UsageError: a value is not allowed.
@@ -42,6 +44,7 @@ class CacheOptions:
     max_reuse: int = 4
     warmup_steps: int = 3
     memory_mb: int = 2048
+    full_above: float = 0.5
 
     def __post_init__(self) -> None:
         if self.mode not in CACHE_MODES:
@@ -51,6 +54,8 @@ class CacheOptions:
                 raise UsageError(
                     f"cache {name.replace('_', ' ')} is {getattr(self, name)}, but it must be {low} or more"
                 )
+        if not 0 <= self.full_above <= 1:
+            raise UsageError(f"full_above is {self.full_above}, but it must be a share from 0 to 1")
         if self.threshold is not None and not 0 <= self.threshold < float("inf"):
             raise UsageError(f"cache threshold is {self.threshold}, but it must be a number from 0")
         if self.mode == "accumulated" and self.threshold is None:

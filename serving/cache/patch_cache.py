@@ -103,7 +103,6 @@ class PatchCache:
 
     Attributes:
         stats: what it has done so far.
-        full_above: share of patches to compute above which a block computes all.
         on_computed: called whenever a block has run in full.
         names, stores: of the blocks, in the order in which a step runs them.
 
@@ -121,7 +120,6 @@ class PatchCache:
             )
         self.options, self.rule, self.context, self.unit = options, rule, context, unit
         self.stats = CacheStats()
-        self.full_above = 0.85
         self.on_computed: OnComputed | None = None
         self.names: list[str] = []
         self.stores: list[BlockStore] = []
@@ -195,7 +193,7 @@ class PatchCache:
             if self.options.mode == "image" and not reuse.all():
                 reuse[:] = False
         num_active = batch.num_patches - int(reuse.sum())
-        if num_active > self.full_above * batch.num_patches:
+        if num_active > self.options.full_above * batch.num_patches:
             reuse[:] = False
             num_active = batch.num_patches
         self.stats.count(self.names[block], batch.num_patches, batch.num_patches - num_active)

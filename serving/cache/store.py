@@ -10,6 +10,9 @@ from torch import Tensor
 from .active import ActiveSet
 from .cells import CellTables, Integers, match_keys
 
+_LEAST_SQUARE = 1e-12
+"""Of an input that is zero everywhere, so that changes of it can be told relative to it."""
+
 
 class BlockStore:
     """Tensors of one block for all cells of a batch, in packed order.
@@ -34,6 +37,7 @@ class BlockStore:
         self.outputs: tuple[Tensor, ...] = ()
         self.row_outputs: tuple[Tensor, ...] = ()
         self.square: Tensor | None = None
+        self._owns_inputs = False
         self.is_known: NDArray[np.bool_] = np.empty(0, bool)
         self.reuses: Integers = np.empty(0, np.int64)
 
@@ -69,6 +73,7 @@ class BlockStore:
                 if id(tensor) not in known:
                     known[id(tensor)] = moved(tensor)
             self.inputs = tuple(known[id(tensor)] for tensor in self.inputs)
+            self._owns_inputs = False
             self.outputs = tuple(known[id(tensor)] for tensor in self.outputs)
             assert self.square is not None
             self.square = self.square.new_ones(len(keys)).index_copy_(0, to, self.square.index_select(0, of))
@@ -109,7 +114,7 @@ class BlockStore:
     ) -> None:
         """Keep what was computed: of all cells, or of the active ones (`outputs` then hold only theirs).
 
-        Tensors are never changed in place, because other blocks keep them too.
+        Outputs are never changed in place, because other blocks keep them as their inputs.
 
         Args:
             inputs: of all cells in either case.
@@ -121,7 +126,7 @@ class BlockStore:
         assert tables is not None
         if active is None:
             self.inputs, self.outputs, self.row_outputs = tuple(inputs), tuple(outputs), tuple(row_outputs)
-            self.square = mean_square(inputs, tables)
+            self.square, self._owns_inputs = mean_square(inputs, tables), False
             self.is_known[:] = True
             return
         assert self.square is not None
@@ -134,13 +139,16 @@ class BlockStore:
         self.row_outputs = tuple(
             old.index_copy(0, active.rows, new) for old, new in zip(self.row_outputs, row_outputs, strict=True)
         )
-        square = mean_square(inputs, tables).index_select(0, active.cells)
-        self.square = self.square.index_copy(0, active.cells, square)
-        kept = []
+        if not self._owns_inputs:
+            self.inputs, self._owns_inputs = tuple(old.clone() for old in self.inputs), True
+        total: Tensor | float = 0.0
         for old, new in zip(self.inputs, inputs, strict=True):
             places = active.tokens(tables.level_of(len(old)).index)
-            kept.append(old.index_copy(0, places, new.index_select(0, places)))
-        self.inputs = tuple(kept)
+            taken = new.index_select(0, places)
+            old.index_copy_(0, places, taken)
+            total = total + (taken * taken).sum(1, dtype=torch.float32).view(len(active), -1).sum(1)
+        square = (total / count_of(inputs, tables)).clamp_(min=_LEAST_SQUARE)  # type: ignore[union-attr]
+        self.square.index_copy_(0, active.cells, square)
         self.is_known[active.cells.cpu().numpy()] = True
 
 
@@ -149,7 +157,7 @@ def mean_square(inputs: Sequence[Tensor], tables: CellTables) -> Tensor:
     total: Tensor | float = 0.0
     for tensor in inputs:
         total = total + cell_sums(tensor, tables)
-    return (total / count_of(inputs, tables)).clamp_(min=1e-12)
+    return (total / count_of(inputs, tables)).clamp_(min=_LEAST_SQUARE)  # type: ignore[union-attr]
 
 
 def cell_sums(tokens: Tensor, tables: CellTables) -> Tensor:

@@ -22,6 +22,8 @@ from ..cache.slots import NormSlots, TokenSlots
 from .packing import Level, Packing
 
 Strategy = Literal["stitch", "regroup"]
+_NATIVE_FROM_SIDE = 4
+"""Active cells of at least this many outputs on a side are convolved natively, smaller ones as a product over taps."""
 Choose = Callable[["PatchedConv", Level, Level], Strategy]
 """Says how a convolution from one level to another sees beyond a patch."""
 
@@ -116,6 +118,7 @@ class PatchedConv(nn.Module):
         self.is_pointwise = conv.kernel_size == (1, 1)
         self.out_channels = conv.out_channels
         self.slots = TokenSlots()
+        self.keeps_input = True
         self._taps: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -130,12 +133,7 @@ class PatchedConv(nn.Module):
             return self._valid(x)
         level = context.at(x)
         self._keep(x)
-        return self.between(x, level, packing.levels[level.index + self.stride - 1])
-
-    def between(self, x: Tensor, level: Level, out_level: Level) -> Tensor:
-        """Convolve from one level to another, all cells or, if some are active, those."""
-        context = self.context
-        context.level = out_level
+        out_level = context.level = packing.levels[level.index + self.stride - 1]
         if context.active is None:
             return self.run(x, level, out_level, context.choose(self, level, out_level))
         return self.masked(to_tokens(x), level, out_level)
@@ -144,13 +142,18 @@ class PatchedConv(nn.Module):
         """Convolve the active cells, which see what was kept of the others."""
         active = self.context.active
         assert active is not None
-        kept = self.slots.write(tokens, active, level.index)
-        taps = kept.index_select(0, active.taps(level.index, out_level.index)).view(-1, 9 * tokens.shape[1])
-        return to_patches(F.linear(taps, self._matrix(), self.conv.bias), out_level.side)
+        place = level.index, out_level.index
+        kept, channels = self.slots.write(tokens, active, level.index), tokens.shape[1]
+        if active.tables.side(out_level.index) < _NATIVE_FROM_SIDE:
+            taps = kept.index_select(0, active.taps(*place)).view(-1, 9 * channels)
+            return to_patches(F.linear(taps, self._matrix(), self.conv.bias), out_level.side)
+        side = active.tables.window_side(*place)
+        window = kept.index_select(0, active.window(*place)).view(-1, side, side, channels).permute(0, 3, 1, 2)
+        return to_patches(to_tokens(self._valid(window)), out_level.side)
 
     def _keep(self, x: Tensor) -> None:
         cells, level = self.context.cells, self.context.level
-        if cells is not None:
+        if cells is not None and self.keeps_input:
             assert level is not None
             self.slots.keep(to_tokens(x), cells, level.index)
 
@@ -311,6 +314,8 @@ class PatchedUpsample(nn.Module):
     def __init__(self, conv: PatchedConv, context: PatchContext) -> None:
         super().__init__()
         self.conv, self.context = conv, context
+        # It is kept here, before up-sampling: a quarter as much.
+        conv.keeps_input = False
 
     def forward(self, hidden_states: Tensor, output_size: object = None) -> Tensor:
         """`output_size` is what diffusers asks for when sides are odd; the finer level has the same."""
@@ -322,12 +327,12 @@ class PatchedUpsample(nn.Module):
             context.level = finer
             return self.conv.masked(to_tokens(hidden_states), level, finer)
         if context.cells is not None:
-            # Before up-sampling it is a quarter as much.
             self.conv.slots.keep(to_tokens(hidden_states), context.cells, level.index)
+        context.level = finer
         if level.neighbours is not None:
-            return self.conv.between(F.interpolate(hidden_states, scale_factor=2.0, mode="nearest"), finer, finer)
+            return self.conv(F.interpolate(hidden_states, scale_factor=2.0, mode="nearest"))
         tokens = to_tokens(hidden_states).index_select(0, level.sources_of(finer))
-        return self.conv.between(to_patches(tokens, 1), finer, finer)
+        return self.conv(to_patches(tokens, 1))
 
 
 class RowsToPatches(nn.Module):
