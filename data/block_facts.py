@@ -46,7 +46,8 @@ class BlockFacts:
             raise UsageError(f"{source}: blocks is {blocks!r}, but it must be a list of different names")
         if content["patch_size"] < 1:
             raise UsageError(f"{source}: patch_size is {content['patch_size']}, but it must be at least 1")
-        return cls(**{field.name: content[field.name] for field in fields(cls)} | {"blocks": tuple(blocks)})
+        text = {name: content[name] for name in ("model", "fingerprint", "scheduler")}
+        return cls(**text, patch_size=content["patch_size"], blocks=tuple(blocks))
 
     def check_fits(self, served: "BlockFacts", *, source: str) -> None:
         """Check that what `source` was made for is what is served.

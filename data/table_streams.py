@@ -204,5 +204,5 @@ def _is_array(value: Any) -> bool:
 def _first_not_finite(array: pa.Array) -> int | None:
     if not pa.types.is_floating(array.type):
         return None
-    place = pc.index(pc.is_finite(array), False).as_py()
+    place = pc.index(pc.is_finite(array), False).as_py()  # type: ignore[attr-defined]
     return None if place < 0 else place

@@ -259,7 +259,8 @@ def _row(
     if clip is not None:
         scores, plain = (_clip_scores(clip, images, texts) for images in (side.images, off.images))
         row["clip"] = float(scores.mean())
-        low, high = mean_interval(scores - plain, seed=0) if len(scores) > 1 else (None, None)
+        interval = mean_interval(scores - plain, seed=0)
+        low, high = (None, None) if interval is None else interval
         row["clip_change"] = {"mean": float((scores - plain).mean()), "low": low, "high": high}
     return row
 

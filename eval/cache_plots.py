@@ -7,7 +7,7 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from ..profiling.machine import describe
-from ..serving.report.theme import LIGHT, Theme, add_legend, new_figure, series_colours, style_axes, to_png
+from ..serving.report.theme import LIGHT, Theme, add_wide_legend, new_figure, series_colours, style_axes, to_png
 
 _KINDS = {
     "patch": "patch by patch, predicted",
@@ -41,7 +41,7 @@ def plot_cache_bench(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes:
             y_label="",
             grid_axis="both",
         )
-    add_legend(panels[-1], theme, ncols=2)
+    add_wide_legend(figure, panels[0], theme)
     return to_png(figure)
 
 

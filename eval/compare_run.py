@@ -171,9 +171,8 @@ def _compare_images(
         # An image that is bad on one side leaves its partner without a pair.
         common = sides[0][1].keys() & sides[1][1].keys()
         name = sides[0][0]
-        comparison.differences[name] = compare_values(
-            name, *({key: each[key] for key in sorted(common)} for _, each in sides), "higher", seed
-        )
+        first, second = ({key: each[key] for key in sorted(common)} for _, each in sides)
+        comparison.differences[name] = compare_values(name, first, second, "higher", seed)
 
 
 def _compare_results(first: EvalResults, second: EvalResults, seed: int, comparison: Comparison) -> None:

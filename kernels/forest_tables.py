@@ -71,7 +71,7 @@ class FlatForest:
             ValueError: the arrays are no forest (the message says which rule they break), or it is so large that its
                 bits would take more than 256 MiB.
         """
-        nodes = _Nodes(*(array.numpy() for array in (feature, threshold, children, proba, roots)), num_features)
+        nodes = _Nodes(feature.numpy(), threshold.numpy(), children.numpy(), proba.numpy(), roots.numpy(), num_features)
         depth = nodes.check()
         cuts, masks, leaves = nodes.boxes()
         table = np.zeros((len(leaves), _PLACES, 2))
@@ -112,8 +112,10 @@ class FlatForest:
             start += len(is_leaf)
         if not parts:
             raise ValueError("the forest has no trees")
-        arrays = [torch.from_numpy(np.concatenate(columns)) for columns in zip(*parts, strict=True)]
-        return cls.of(*arrays, torch.tensor(roots, dtype=torch.int32), num_features)
+        feature, threshold, children, proba = (
+            torch.from_numpy(np.concatenate(columns)) for columns in zip(*parts, strict=True)
+        )
+        return cls.of(feature, threshold, children, proba, torch.tensor(roots, dtype=torch.int32), num_features)
 
     @property
     def num_trees(self) -> int:

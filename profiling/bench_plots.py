@@ -2,10 +2,7 @@
 
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
-from ..serving.report.theme import LIGHT, Theme, new_figure, style_axes, to_png
+from ..serving.report.theme import LIGHT, Theme, add_wide_legend, new_figure, style_axes, to_png
 from .attribution import CATEGORIES
 from .machine import describe
 
@@ -85,20 +82,6 @@ def plot_breakdown(result: dict[str, Any], theme: Theme = LIGHT) -> bytes:
     ax.set_xlim(0, max(lefts) * 1.13)
     add_wide_legend(figure, ax, theme)
     return to_png(figure)
-
-
-def add_wide_legend(figure: Figure, ax: Axes, theme: Theme) -> None:
-    """A legend over the whole width, above the title."""
-    figure.legend(
-        *ax.get_legend_handles_labels(),
-        loc="outside upper left",
-        ncols=4,
-        frameon=False,
-        fontsize=8.5,
-        labelcolor=theme.ink,
-        handlelength=1.1,
-        columnspacing=1.1,
-    )
 
 
 def _width_in(names: list[str]) -> float:

@@ -5,9 +5,17 @@ from dataclasses import asdict
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from ..data.latency_table import Circumstances, LatencyTable
-from ..serving.report.theme import LIGHT, Theme, add_legend, new_figure, series_colours, style_axes, to_png
+from ..serving.report.theme import (
+    LIGHT,
+    Theme,
+    add_legend,
+    add_wide_legend,
+    new_figure,
+    series_colours,
+    style_axes,
+    to_png,
+)
 from ..training.latency_predictor import LatencyPredictor
-from .bench_plots import add_wide_legend
 from .machine import describe
 
 

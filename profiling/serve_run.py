@@ -98,14 +98,14 @@ def draw_requests(settings: TraceSettings, defaults: ModelDefaults) -> list[Requ
     mix = None if settings.mix is None else parse_mix(settings.mix, resolutions)
     steps = defaults.num_inference_steps if settings.num_inference_steps is None else settings.num_inference_steps
     scale = defaults.guidance_scale if settings.guidance_scale is None else settings.guidance_scale
-    for option, value, kind in (
+    for option, value, wanted in (
         ("--cv", settings.cv, "gamma"),
         ("--amplitude", settings.amplitude, "diurnal"),
         ("--period", settings.period_s, "diurnal"),
         ("--arrivals", settings.arrivals, "azure"),
     ):
-        if value is not None and settings.trace != kind:
-            raise UsageError(f"{option} is {value}, but it belongs to --trace {kind}, not {settings.trace}")
+        if value is not None and settings.trace != wanted:
+            raise UsageError(f"{option} is {value}, but it belongs to --trace {wanted}, not {settings.trace}")
     prompts = load_prompts(settings.prompts)
     if settings.trace not in TRACE_KINDS:
         file_defaults = TraceDefaults(prompts, resolutions, mix, steps, scale, settings.seed)

@@ -97,11 +97,8 @@ def bench_cache(
     batch = Combination(sizes, (2,) * len(sizes))
     if combination is not None:
         batch = parse_combinations(combination, sizes)[0]
-    lists = {
-        "thresholds": _numbers("--thresholds", thresholds),
-        "image_thresholds": _numbers("--image-thresholds", image_thresholds),
-        "sums": _numbers("--sums", sums),
-    }
+    patch_limits = _numbers("--thresholds", thresholds)
+    image_limits, sum_limits = _numbers("--image-thresholds", image_thresholds), _numbers("--sums", sums)
     steps_between = [int(number) for number in _numbers("--intervals", intervals)]
     for folder in (workspace, None if output_file is None else output_file.absolute().parent):
         if folder is not None:
@@ -117,7 +114,16 @@ def bench_cache(
     place = Workspace(workspace).for_model(model, str(served.device))
     profile = place.root / "tables" / "blocks.parquet" if table is None else table.expanduser()
     with out.status("Training predictors ..."):
-        sides = settings_of(served, profile, base, intervals=steps_between, seed=seed, **lists)
+        sides = settings_of(
+            served,
+            profile,
+            base,
+            thresholds=patch_limits,
+            image_thresholds=image_limits,
+            intervals=steps_between,
+            sums=sum_limits,
+            seed=seed,
+        )
     if not sides:
         raise UsageError("there is nothing to measure: give --thresholds, --image-thresholds, --intervals or --sums")
     settings = CacheBenchSettings(rounds, num_inference_steps, seed)

@@ -122,7 +122,7 @@ def test_large_profiles_are_sampled(profile: Path, samples: BlockSamples) -> Non
     # Without favour: about as many of each request, block and lag as of the others.
     for column in ("request", "lag"):
         shares = [np.unique(getattr(s, column), return_counts=True)[1] / len(s) for s in (one, samples)]
-        np.testing.assert_allclose(*shares, atol=0.04)
+        np.testing.assert_allclose(shares[0], shares[1], atol=0.04)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,11 @@ def test_the_forest_is_scikit_learns(predictor: CachePredictor, samples: BlockSa
     train, test = split_by_request(samples, 0)
     settings = FitSettings()
     forest = RandomForestClassifier(
-        settings.trees, max_depth=settings.depth, max_leaf_nodes=settings.leaves, max_features=None, random_state=0
+        settings.trees,
+        max_depth=settings.depth,
+        max_leaf_nodes=settings.leaves,
+        max_features=None,  # pyright: ignore[reportArgumentType]
+        random_state=0,
     ).fit(train.features, train.output_mse <= THRESHOLD)
     found = predictor.may_reuse(torch.from_numpy(test.features)).numpy()
     np.testing.assert_array_equal(found, forest.predict(test.features))

@@ -312,7 +312,7 @@ def test_patched_against_plain_differs_by_rounding_only(model: ServedModel, mode
     for name, served in (("plain", plain), ("patched", model)):
         folders.append(tmp_path / name)
         generate_set(served, folders[-1], _manifest(served))
-    found = compare(*folders, ("psnr", "ssim", "clip"), Judges())
+    found = compare(folders[0], folders[1], ("psnr", "ssim", "clip"), Judges())
     assert found.changed["engine"] == ("plain", "patched")
     # Eight-bit images of float32 latents that agree to 1e-5: nearly all pixels are equal, none is off by more than 1.
     assert found.metrics["psnr"].value > 60
@@ -327,9 +327,9 @@ def test_patched_against_plain_differs_by_rounding_only(model: ServedModel, mode
     assert worse.metrics["psnr"].value < found.metrics["psnr"].value - 10
     assert worse.changed == {"guidance_scale": (3.0, 9.0)}
     with pytest.raises(UsageError, match="fid compares with real images"):
-        compare(*folders, ("fid",), Judges())
+        compare(folders[0], folders[1], ("fid",), Judges())
     with pytest.raises(UsageError, match="must be some of psnr"):
-        compare(*folders, ("sharpness",), Judges())
+        compare(folders[0], folders[1], ("sharpness",), Judges())
     with pytest.raises(UsageError, match="neither a folder of images"):
         compare(folders[0], tmp_path, ("psnr",), Judges())
 

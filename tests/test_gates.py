@@ -67,7 +67,7 @@ def _one(results: Path, baseline: Path | None = None, *, metric: str = "fid", **
 def test_a_gate_fails_only_if_the_interval_is_beyond_the_bound(
     results: Path, bounds: dict[str, float], verdict: str
 ) -> None:
-    found = _one(results, **bounds)
+    found = _one(results, **bounds)  # type: ignore[arg-type]
     assert found.verdict == verdict
     assert (found.value, found.low, found.high, found.n) == (30, 28, 32, 256)
 

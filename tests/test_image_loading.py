@@ -119,7 +119,7 @@ def test_reading_ahead_is_bounded_and_stops_with_its_taker():
     results = prefetch(itertools.count(), work, 2)
     assert [next(results) for _ in range(5)] == [0, 1, 4, 9, 16]
     assert max(begun) < 5 + 2 * AHEAD_PER_WORKER
-    results.close()
+    results.close()  # type: ignore[attr-defined]
     count = len(begun)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("psctl-images")]
     assert len(begun) == count

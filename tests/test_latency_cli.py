@@ -121,6 +121,7 @@ def test_profile_measures_every_combination(sdxl: ServedModel, tmp_path: Path) -
     assert table == outcome.table
     assert table.share_done == 1
     assert table.circumstances == latency_circumstances(sdxl)
+    assert table.circumstances is not None
     assert (table.circumstances.engine, table.circumstances.order) == ("patched", "image")
     drawn = FEW.drawn()
     assert [row.counts for row in table.rows] == [

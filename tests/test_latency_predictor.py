@@ -122,7 +122,7 @@ def test_equal_to_scikit_learn_on_every_row(rows: list[LatencyRow], fitted: Late
     features = np.array([features_of(fitted.about, row) for row in rows])
     target = np.log([row.median_ms for row in rows])
     for gamma in (0.05, "scale"):
-        pipeline = Pipeline([("scaler", StandardScaler()), ("svr", SVR(C=50, gamma=gamma, epsilon=0.02))])
+        pipeline = Pipeline([("scaler", StandardScaler()), ("svr", SVR(C=50, gamma=gamma, epsilon=0.02))])  # type: ignore[arg-type]
         pipeline.fit(features[:200], target[:200])
         found = flat_arrays(pipeline).log_ms(features)
         np.testing.assert_allclose(np.exp(found), np.exp(pipeline.predict(features)), rtol=1e-9)

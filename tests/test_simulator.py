@@ -13,6 +13,7 @@ from patchedserve.data.resolution import Resolution
 from patchedserve.data.traces import TraceConfig, assign_slos, generate_trace
 from patchedserve.serving.lifecycle import RequestRecord, RequestView
 from patchedserve.serving.policies import SIMULATED_POLICY_NAMES, Decision, Policy, get_policy
+from patchedserve.serving.policies.base import StepLatencyPredictor
 from patchedserve.serving.policies.slack import TOO_LATE
 from patchedserve.serving.prepare_order import PrepareOrder
 from patchedserve.serving.simulator import SimulationResult, simulate
@@ -281,7 +282,14 @@ class _Spy:
     def __init__(self) -> None:
         self.seen: list[tuple[float, list[int], list[tuple[int, int]]]] = []
 
-    def decide(self, now_s: float, waiting: Sequence[RequestView], active: Sequence[RequestView], *_: Any) -> Decision:
+    def decide(
+        self,
+        now_s: float,
+        waiting: Sequence[RequestView],
+        active: Sequence[RequestView],
+        max_batch_size: int,
+        predictor: StepLatencyPredictor | None = None,
+    ) -> Decision:
         self.seen.append(
             (now_s, [view.request_id for view in waiting], [(view.request_id, view.steps_done) for view in active])
         )

@@ -191,7 +191,7 @@ def _grow_sklearn(features: np.ndarray, labels: np.ndarray, settings: FitSetting
         settings.trees,
         max_depth=settings.depth,
         max_leaf_nodes=settings.leaves,
-        max_features=None,
+        max_features=None,  # pyright: ignore[reportArgumentType]  # annotated by its default
         random_state=settings.seed,
         n_jobs=torch.get_num_threads(),
     ).fit(features, labels)

@@ -102,7 +102,7 @@ class ActiveSet:
     def context(self) -> tuple[Tensor, Tensor]:
         """Slots of all cells of the rows with active cells, and for each the place of its row in `rows`."""
         starts = self.tables.row_start
-        cells = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in self._rows])
+        cells = np.concatenate([np.arange(int(starts[row]), int(starts[row + 1])) for row in self._rows])
         local = np.repeat(np.arange(len(self._rows)), starts[self._rows + 1] - starts[self._rows])
         return self._tensor(self.tables.slots[cells]), self._tensor(local)
 

@@ -101,6 +101,20 @@ def add_legend(ax: Axes, theme: Theme, *, handles: Sequence[Artist] | None = Non
     )
 
 
+def add_wide_legend(figure: Figure, ax: Axes, theme: Theme) -> None:
+    """A legend over the whole width, above the title."""
+    figure.legend(
+        *ax.get_legend_handles_labels(),
+        loc="outside upper left",
+        ncols=4,
+        frameon=False,
+        fontsize=8.5,
+        labelcolor=theme.ink,
+        handlelength=1.1,
+        columnspacing=1.1,
+    )
+
+
 def to_png(figure: Figure) -> bytes:
     """The figure as PNG; the same figure gives the same bytes."""
     buffer = io.BytesIO()

@@ -54,15 +54,19 @@ def fit(trees: int, depth: int, leaves: int | None, num_features: int, seed: int
     return forest.fit(rows, labels)
 
 
+def num_features_of(forest: RandomForestClassifier) -> int:
+    return int(forest.n_features_in_)  # type: ignore[attr-defined]
+
+
 def flat(forest: RandomForestClassifier) -> FlatForest:
-    return FlatForest.of_trees([tree.tree_ for tree in forest.estimators_], forest.n_features_in_)
+    return FlatForest.of_trees([tree.tree_ for tree in forest.estimators_], num_features_of(forest))
 
 
 def adversarial_rows(forest: RandomForestClassifier, seed: int = 0) -> np.ndarray:
     """Rows made of thresholds: as float32 nearest to them, and the floats around it."""
     rng = np.random.default_rng(seed)
     columns = []
-    for k in range(forest.n_features_in_):
+    for k in range(num_features_of(forest)):
         cuts = [tree.tree_.threshold[tree.tree_.feature == k] for tree in forest.estimators_]
         cut = np.concatenate([*cuts, [0.0]]).astype(np.float32)
         below, above = np.nextafter(cut, np.float32(-np.inf)), np.nextafter(cut, np.float32(np.inf))
@@ -88,7 +92,9 @@ def test_every_row_equals_scikit_learn(shape: tuple[int, int, int | None, int]) 
         features = torch.from_numpy(rows)
         assert_equal_to_sklearn(forest, rows, forest_proba(features, tables))
         np.testing.assert_array_equal(forest_predict(features, tables).numpy(), forest.predict(rows))
-        np.testing.assert_array_equal(forest_votes(features, tables).numpy(), forest.predict_proba(rows)[:, 1])
+        np.testing.assert_array_equal(
+            forest_votes(features, tables).numpy(), np.asarray(forest.predict_proba(rows))[:, 1]
+        )
 
 
 @pytest.mark.parametrize("seed", range(6))
