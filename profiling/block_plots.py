@@ -8,7 +8,7 @@ import numpy as np
 from ..data.block_facts import BlockFacts
 from ..data.table_streams import read_batches, read_facts
 from ..data.tables import BLOCKS
-from ..serving.report.theme import LIGHT, Theme, add_legend, new_figure, series_colours, style_axes, to_png
+from ..serving.report.theme import LIGHT, Theme, add_wide_legend, new_figure, series_colours, style_axes, to_png
 
 THRESHOLDS = tuple(float(f"{value:.3g}") for value in np.geomspace(1e-4, 1.0, 41))
 TABLE_THRESHOLD = 0.01
@@ -73,7 +73,7 @@ def plot_block_changes(result: dict[str, Any], theme: Theme = LIGHT) -> bytes:
     )
     left.set_xscale("log")
     left.set_ylim(0, 1)
-    add_legend(left, theme)
+    add_wide_legend(figure, left, theme)
     width = 0.8 / len(result["by_block"])
     for index, (name, shares) in enumerate(result["by_block"].items()):
         places = np.arange(len(shares)) + (index - (len(result["by_block"]) - 1) / 2) * width
