@@ -107,7 +107,7 @@ def trained_settings(
         predictor = fit_cache_predictor(samples, found, FitSettings(threshold=threshold, seed=seed))
         # The threshold in the options is not looked at: the rule is given.
         options = replace(base, mode="patch", threshold=threshold)
-        yield threshold, Setting(f"patch {threshold:g}", "patch", options, Predicted(predictor))
+        yield threshold, Setting(f"patch {threshold:g}", "patch", options, Predicted(predictor, base.max_reuse))
 
 
 def baseline_settings(intervals: Sequence[int], sums: Sequence[float], base: CacheOptions) -> Iterator[Setting]:

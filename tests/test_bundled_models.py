@@ -100,8 +100,8 @@ def test_generated_backgrounds_follow_the_prompt_at_every_size(generator):
 
 def test_the_judge_recognises_real_pictures():
     figures = measure_judge(load_clip("emoji-clip"), CardOptions(num_pairs=120))
-    assert figures["zero_shot_object_at_1"] >= 0.8
-    assert figures["image_to_text_recall_at_5"] >= 0.9
+    assert figures["zero_shot_object_at_1"] >= 0.9
+    assert figures["image_to_text_recall_at_1"] >= 0.95
 
 
 def test_a_card_tells_what_was_measured(generator):

@@ -39,6 +39,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "PSCTL_DEVICE": "cpu",
         "PSCTL_CACHE_PATCH_SIZE": "4",
         "PSCTL_WARMUP_STEPS": "1",
+        "PSCTL_MAX_REUSE": str(LAGS),
     }
 
 
@@ -99,6 +100,10 @@ def test_from_profile_to_serving(run_psctl: RunPsctl, environment: dict[str, str
     assert "batch_failures" not in summary
     assert 0 < summary["cache"]["saved_computation"] < 1
     assert summary["cache"]["peak_mb"] > 0
+
+    done = run_psctl("generate", "a", "--cache", "patch", **environment | {"PSCTL_MAX_REUSE": "3"})
+    assert done.returncode == 2
+    assert "--max-reuse is 3, but the predictor has learnt from 2 steps in a row" in done.stderr
 
     other = environment | {"PSCTL_CACHE_PATCH_SIZE": "8"}
     done = run_psctl("generate", "a", "-r", "64", "--cache", "patch", **other)

@@ -30,7 +30,7 @@ class JudgeTask:
     """What `train_judge` needs besides the data. Its seeds are apart from the generators'."""
 
     folder: Path
-    steps: int = 1560
+    steps: int = 3360
     seed: int = 1000
     batch_size: int = 192
     initial_weights: Path | None = None

@@ -84,13 +84,26 @@ class InputThreshold:
 
 
 class Predicted:
-    """Asks the trained predictor (PatchedServe sections 5.1 and 7)."""
+    """Asks the trained predictor (PatchedServe sections 5.1 and 7).
+
+    Args:
+        predictor: on the model's device.
+        max_reuse: of the options.
+
+    Raises:
+        UsageError: patches may be reused more often in a row than the predictor has seen.
+    """
 
     needs_change = True
 
-    def __init__(self, predictor: "CachePredictor") -> None:
+    def __init__(self, predictor: "CachePredictor", max_reuse: int) -> None:
         from ...training.cache_predictor import features_of
 
+        if max_reuse > predictor.max_lag:
+            raise UsageError(
+                f"--max-reuse is {max_reuse}, but the predictor has learnt from {predictor.max_lag} steps in a row; "
+                f"give at most that, or profile again with psctl profile blocks --max-lag {max_reuse}"
+            )
         self.predictor, self._features_of = predictor, features_of
 
     def may_reuse(self, view: PatchView) -> Booleans:
@@ -179,7 +192,8 @@ def load_rule(options: CacheOptions, model: "ServedModel") -> ReuseRule:
     from ...training.cache_predictor import CachePredictor
 
     facts = facts_of(model, options.patch_size)
-    return Predicted(CachePredictor.load(options.predictor, expect=facts, device=model.device))
+    predictor = CachePredictor.load(options.predictor, expect=facts, device=model.device)
+    return Predicted(predictor, options.max_reuse)
 
 
 def facts_of(model: "ServedModel", patch_size: int) -> "BlockFacts":
