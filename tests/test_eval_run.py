@@ -13,6 +13,7 @@ from torch import nn
 from patchedserve.data.datasets.base import BadEntries
 from patchedserve.data.datasets.folders import open_folder
 from patchedserve.data.errors import RunError, UsageError
+from patchedserve.data.files import write_json
 from patchedserve.data.resolution import Resolution
 from patchedserve.data.workspace import Workspace
 from patchedserve.eval.compare_run import compare
@@ -142,6 +143,7 @@ def test_items_that_cannot_be() -> None:
 def test_failed_images_are_counted_and_the_others_kept(model: ServedModel, tmp_path: Path) -> None:
     manifest = _manifest(model, 3)
     # A broken link is no image yet, and a folder that cannot be made is where it points.
+    write_json(tmp_path / "manifest.json", manifest.to_json())
     (tmp_path / "file").touch()
     (tmp_path / "001.png").symlink_to(tmp_path / "file" / "inside.png")
     with pytest.raises(RunError, match=r"1 of 3 images failed.*001\.png"):
@@ -392,8 +394,8 @@ def test_options_out_of_range(given: dict[str, Any], message: str) -> None:
 
 
 def test_captions_alone_allow_the_clip_score_alone(model: ServedModel, tmp_path: Path) -> None:
-    (tmp_path / "captions.txt").write_text("a hat\na cat\na dog\n")
-    spec = f"captions:{tmp_path / 'captions.txt'}"
+    (tmp_path / "captions.csv").write_text("caption\na hat\na cat\na dog\n")
+    spec = f"captions:{tmp_path / 'captions.csv'}"
     with pytest.raises(UsageError, match="captions only, but psnr need reference images"):
         plan_eval(EvalOptions(("psnr", "clip"), dataset=spec, num_prompts=3), model.defaults, tmp_path)
     plan = plan_eval(EvalOptions(("clip",), dataset=spec, num_prompts=3, resolutions="64"), model.defaults, tmp_path)
