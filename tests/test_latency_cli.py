@@ -309,7 +309,10 @@ def test_bad_tables_are_one_line(run_psctl: RunPsctl, tmp_path: Path, content: s
         (["--max-batch-size", "257"], "--max-batch-size"),
         (["--repeats", "0"], "--repeats"),
         (["--resolutions", "32,huge"], "'huge'"),
-        (["--engine", "plain", "--order", "patch"], "--order, --patch-size, --strategy and --kernels belong to"),
+        (
+            ["--engine", "plain", "--order", "patch"],
+            "--order, --patch-size, --strategy, --kernels and --cache belong to",
+        ),
         (["--model", "emoji-xxl"], "emoji-xl, emoji-3"),
     ],
 )

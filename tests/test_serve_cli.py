@@ -140,7 +140,7 @@ def test_trace_file_keeps_its_timestamps(serve: RunPsctl, tmp_path: Path) -> Non
         (["--num-prompts", "0"], "number of prompts is 0"),
         (["--slo-scale", "0"], "SLO scale is 0"),
         (["--policy", "magic"], "fcfs, static, bucketed"),
-        (["--policy", "slack"], "policy slack looks ahead and needs step latencies"),
+        (["--policy", "slack"], "no latency predictor is in"),
         (["--policy", "distrifusion-fcfs"], "only in `psctl simulate`"),
         (["--policy", "slack", "--predictor", "nowhere.csv"], "nowhere.csv: cannot read the latencies table"),
         (["--trace", "azure"], "an azure trace needs recorded arrivals"),
