@@ -174,7 +174,7 @@ def test_bench_compares_with_the_engine_without_cache(make: Any, tmp_path: Path)
     save_tiny(tmp_path / "model", make(), guidance_scale=3.0, resolutions=list(SIZES))
     model = load_model(str(tmp_path / "model"), "cpu", "float32")
     combination = Combination(parse_list(",".join(SIZES)), (1, 2))
-    base = {"patch_size": 4, "warmup_steps": 1}
+    base: dict[str, Any] = {"patch_size": 4, "warmup_steps": 1}
     settings = [
         Setting("never", "patch", CacheOptions("patch", 0.0, **base)),
         Setting("always", "patch", CacheOptions("patch", 1e9, **base)),
