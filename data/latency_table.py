@@ -17,7 +17,7 @@ import pyarrow.csv as pa_csv
 
 from .errors import UsageError
 from .resolution import Resolution, format_batch, parse, parse_batch
-from .tables import Column, TableSchema, name_of, read_about, read_parquet, read_table, write_table
+from .tables import Column, TableSchema, about_of, name_of, read_parquet, read_table, write_table
 
 _I, _F, _S = pa.int64(), pa.float64(), pa.string()
 
@@ -203,8 +203,8 @@ def read_latencies(path: str | Path) -> LatencyTable:
 
 def _read_own(path: Path) -> LatencyTable:
     table = read_table(path, LATENCIES)
+    about = about_of(table.schema, path)
     try:
-        about = read_about(table) or {}
         circumstances, settings = about["circumstances"], about["settings"]
         known = None if circumstances is None else Circumstances.from_json(circumstances)
     except (ValueError, KeyError, TypeError) as error:

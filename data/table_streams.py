@@ -3,7 +3,6 @@
 They are the same files as those of `tables`, with a head of facts that belong to the table as a whole.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,9 +16,8 @@ import pyarrow.parquet as pq
 
 from .errors import RunError, UsageError
 from .files import atomic_write
-from .tables import TableSchema, opened
+from .tables import TableSchema, about_of, opened
 
-_FACTS_KEY = b"psctl.facts"
 _GROUP_ROWS = 1 << 18
 _BATCH_ROWS = 1 << 16
 
@@ -45,11 +43,9 @@ class TableWriter:
         self.path = Path(path)
         self.num_rows = 0
         self._schema = schema
-        content = json.dumps(dict(facts), ensure_ascii=False, allow_nan=False).encode()
-        plain = schema.to_arrow()
-        self._arrow_schema = plain.with_metadata({**(plain.metadata or {}), _FACTS_KEY: content})
+        self._arrow_schema = schema.to_arrow(dict(facts))
         self._group_rows = group_rows
-        self._floats = [field.name for field in plain if pa.types.is_floating(field.type)]
+        self._floats = [field.name for field in self._arrow_schema if pa.types.is_floating(field.type)]
         self._waiting: list[tuple[dict[str, np.ndarray], int]] = []
         self._num_waiting = 0
         self._stack = ExitStack()
@@ -113,8 +109,7 @@ class TableWriter:
         Raises:
             UsageError: as `read_batches`, or the file's facts are others.
         """
-        facts = json.loads((self._arrow_schema.metadata or {})[_FACTS_KEY])
-        if read_facts(path, self._schema) != facts:
+        if read_facts(path, self._schema) != about_of(self._arrow_schema, self.path):
             raise UsageError(f"{path}: was made under other circumstances than {self.path}; the two cannot be joined")
         self._flush()
         for batch in read_batches(path, self._schema, batch_rows=self._group_rows):
@@ -187,14 +182,7 @@ def read_facts(path: str | Path, schema: TableSchema) -> dict[str, Any]:
         UsageError: as `tables.read_table`, or the file has no facts.
     """
     with opened(path, schema) as file:
-        content = (file.schema_arrow.metadata or {}).get(_FACTS_KEY)
-    try:
-        facts = json.loads(content or b"")
-    except ValueError as error:
-        raise UsageError(f"{path}: has no readable head that says what the {schema.name} table was made of") from error
-    if not isinstance(facts, dict):
-        raise UsageError(f"{path}: the head of the {schema.name} table is no mapping")
-    return facts
+        return about_of(file.schema_arrow, path)
 
 
 def _is_array(value: Any) -> bool:

@@ -44,13 +44,20 @@ class TableSchema:
         """Column names in order."""
         return tuple(column.name for column in self.columns)
 
-    def to_arrow(self) -> pa.Schema:
-        """The Arrow schema, with units, meanings and this schema's name and version as metadata."""
+    def to_arrow(self, about: Mapping[str, Any] | None = None) -> pa.Schema:
+        """The Arrow schema; metadata say units, meanings, this schema's name and version, and what is `about` a table.
+
+        Args:
+            about: what holds for a table as a whole, as JSON; `about_of` gives it back.
+        """
         arrow_fields = [
             pa.field(column.name, column.type, column.nullable, {"unit": column.unit, "meaning": column.meaning})
             for column in self.columns
         ]
-        return pa.schema(arrow_fields, {_NAME_KEY: self.name.encode(), _VERSION_KEY: str(self.version).encode()})
+        metadata = {_NAME_KEY: self.name.encode(), _VERSION_KEY: str(self.version).encode()}
+        if about is not None:
+            metadata[_ABOUT_KEY] = json.dumps(about, ensure_ascii=False, allow_nan=False).encode()
+        return pa.schema(arrow_fields, metadata)
 
 
 _I, _F, _S, _B = pa.int64(), pa.float64(), pa.string(), pa.bool_()
@@ -139,7 +146,7 @@ def write_table(
         path: file to write.
         schema: which table it is.
         rows: one mapping per row, with exactly the schema's columns.
-        about: what holds for the whole table, as JSON; `read_about` gives it back.
+        about: as of `TableSchema.to_arrow`.
 
     Raises:
         RuntimeError: a row does not fit the schema (a column is missing, unknown, empty, not finite or of another
@@ -148,12 +155,9 @@ def write_table(
     """
     checked = [_checked(schema, i, row) for i, row in enumerate(rows)]
     try:
-        table = pa.Table.from_pylist(checked, schema.to_arrow())
+        table = pa.Table.from_pylist(checked, schema.to_arrow(about))
     except (pa.ArrowException, OverflowError, TypeError) as error:
         raise RuntimeError(f"{schema.name} table: a value has the wrong type: {error}") from error
-    if about is not None:
-        text = json.dumps(about, allow_nan=False)
-        table = table.replace_schema_metadata({**(table.schema.metadata or {}), _ABOUT_KEY: text.encode()})
     with atomic_write(path) as temporary:
         pq.write_table(table, temporary, write_page_checksum=True)
 
@@ -211,10 +215,21 @@ def name_of(table: pa.Table) -> str:
     return (table.schema.metadata or {}).get(_NAME_KEY, b"").decode(errors="replace")
 
 
-def read_about(table: pa.Table) -> dict[str, Any] | None:
-    """What `write_table` was told about the whole table, or None if it was told nothing."""
-    text = (table.schema.metadata or {}).get(_ABOUT_KEY)
-    return None if text is None else json.loads(text)
+def about_of(found: pa.Schema, path: str | Path) -> dict[str, Any]:
+    """What a table's file says about the table as a whole.
+
+    Raises:
+        UsageError: it says nothing, or its head is damaged; the message names the file.
+    """
+    metadata = found.metadata or {}
+    name = metadata.get(_NAME_KEY, b"").decode(errors="replace")
+    try:
+        about = json.loads(metadata.get(_ABOUT_KEY) or b"")
+    except ValueError as error:
+        raise UsageError(f"{path}: has no readable head that says what the {name} table was made of") from error
+    if not isinstance(about, dict):
+        raise UsageError(f"{path}: the head of the {name} table is no mapping")
+    return about
 
 
 def read_rows(path: str | Path, schema: TableSchema) -> list[dict[str, Any]]:

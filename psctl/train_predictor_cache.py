@@ -75,8 +75,8 @@ def train_predictor_cache(
     """
     out = Output(json=json, quiet=quiet)
     # What was given is looked at before anything is read, and torch is imported for the first time here.
+    from ..serving.cache.options import CACHE_PREDICTOR_FILE
     from ..serving.loading import resolve_device
-    from ..training.cache_predictor import CACHE_PREDICTOR_FILE
     from ..training.cache_samples import load_samples
     from ..training.cache_training import FitSettings, fit_cache_predictor, require_backend
 

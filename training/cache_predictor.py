@@ -25,8 +25,6 @@ from ..data.files import write_bytes
 from ..kernels.forest import forest_predict
 from ..kernels.forest_tables import FlatForest
 
-CACHE_PREDICTOR_FILE = "cache.safetensors"
-
 FEATURES = ("log10_input_mse_normalised", "block_index", "step_fraction", "reuses_in_row", "pixels")
 """Names of the columns that `features_of` gives, in order."""
 
