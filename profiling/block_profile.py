@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from ..data.block_facts import BlockFacts
 from ..data.errors import RunError, UsageError
@@ -24,7 +23,7 @@ from ..data.table_streams import TableWriter
 from ..data.tables import BLOCKS
 from ..serving.cache.patch_cache import PatchCache, Tokens
 from ..serving.cache.rules import NeverReuse, facts_of
-from ..serving.cache.store import cell_sums, count_of, mean_square
+from ..serving.cache.store import LEAST_SQUARE, mean_square
 from ..serving.model import ServedModel
 from .step_sides import patched_stepper
 
@@ -199,13 +198,10 @@ def _changes(
 def _mean_squares(cache: PatchCache, new: Tokens, old: Tokens) -> tuple[np.ndarray, np.ndarray]:
     """Mean squared difference of each patch, and the same relative to the old mean square: of the larger row each."""
     tables, batch = cache.tables, cache.batch
-    total: Tensor | float = 0.0
-    for after, before in zip(new, old, strict=True):
-        total = total + cell_sums(after - before, tables)
-    mse = total / count_of(new, tables)
-    relative = mse / mean_square(old, tables)
+    mse = mean_square(new, tables, minus=old)
+    relative = mse / mean_square(old, tables).clamp_(min=LEAST_SQUARE)
     larger = [
         np.maximum(values[batch.first_cell], values[batch.last_cell])
-        for values in (mse.cpu().numpy(), relative.cpu().numpy())  # type: ignore[union-attr]
+        for values in (mse.cpu().numpy(), relative.cpu().numpy())
     ]
     return larger[0], larger[1]

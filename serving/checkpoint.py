@@ -125,14 +125,15 @@ def check_safetensors(path: Path) -> None:
 
 
 def fingerprint(model_dir: Path) -> str:
-    """Return a short hash that changes when the model's files change.
+    """Return a short hash that changes when the files change of which the model consists: its index and its parts.
 
-    Small files are hashed whole; of large weights the size and both ends, so that a model of many gigabytes takes
-    milliseconds.
+    What else lies beside the index, as our cards and defaults, does not count. Small files are hashed whole; of large
+    weights the size and both ends, so that a model of many gigabytes takes milliseconds.
     """
     chunk = 1 << 20
     digest = hashlib.sha256()
-    for path in sorted(p for p in model_dir.rglob("*") if p.is_file() and p.suffix in (".json", ".safetensors")):
+    parts = (path for path in model_dir.glob("*/**/*") if path.is_file() and path.suffix in (".json", ".safetensors"))
+    for path in sorted([model_dir / "model_index.json", *parts]):
         size = path.stat().st_size
         digest.update(f"{path.relative_to(model_dir).as_posix()}:{size}\n".encode())
         with path.open("rb") as file:

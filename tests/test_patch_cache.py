@@ -13,7 +13,7 @@ from patchedserve.serving.cache.cells import SlotTable, match_keys
 from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.cache.patch_cache import CachedRequest, PatchCache
 from patchedserve.serving.cache.rules import Booleans, Imposed, InputThreshold, NeverReuse, PatchView
-from patchedserve.serving.cache.store import BlockStore
+from patchedserve.serving.cache.store import BlockStore, mean_square
 from patchedserve.serving.patched.patched_model import PatchedModel
 
 from .patched_models import MODELS, Row, draw_rows, relative_error, run_patched, stack_conditions
@@ -24,9 +24,12 @@ STEPS = 20
 
 
 class ByPlace:
-    """Reuses a patch depending on nothing but its request's step and its own place, so never on its neighbours."""
+    """Reuses a patch depending on nothing but its request's step and its own place, so never on its neighbours.
 
-    needs_change = False
+    It asks for changes without looking at them, so that stores keep inputs, too.
+    """
+
+    needs_change = True
 
     def may_reuse(self, view: PatchView) -> Booleans:
         starts = np.searchsorted(view.request, view.request)
@@ -257,6 +260,43 @@ def test_a_bound_of_memory_runs_blocks_uncached() -> None:
         assert cache.num_bytes <= 1.5e6
     assert cache.stats.uncached > 0
     assert 0 < cache.stats.saved_share < 0.5
+
+
+@pytest.mark.parametrize("order", ["image", "patch"])
+@pytest.mark.parametrize("name", ["sdxl", "sd35"])
+def test_changes_are_told_from_a_fair_sample(name: str, order: Any) -> None:
+    model, patched, cache = cached_model(name, order, NeverReuse())
+    begin(patched, draw_rows(model, SIZES))
+    tables, generator = cache.tables, torch.Generator().manual_seed(0)
+    tensors, taken = [], []
+    for level in tables.packing.levels:
+        every, places = tables.sample(level.index)
+        of_cell = tables.tokens(level.index)
+        assert places.shape[1] * every == of_cell.shape[1]
+        for cell, own in zip((places * every).tolist(), of_cell.tolist(), strict=True):
+            assert set(cell) <= set(own)
+        tensors.append(torch.randn(level.num_tokens, 8, generator=generator))
+        taken.append([tensors[-1][cell] for cell in places * every])
+    assert tables.sample(0)[0] > 1, "the finest level is worth sampling"
+    expected = [torch.cat([part.flatten() for part in cell]).square().mean() for cell in zip(*taken, strict=True)]
+    assert torch.allclose(mean_square(tensors, tables), torch.stack(expected), rtol=1e-5)
+    moved = [tensor + 0.5 for tensor in tensors]
+    assert torch.allclose(mean_square(moved, tables, minus=tensors), torch.full((tables.num_cells,), 0.25), rtol=1e-4)
+    # What is the same memory has not changed; what is equal, neither.
+    assert not mean_square(tensors, tables, minus=tensors).any()
+    assert not mean_square(tensors, tables, minus=[tensor.clone() for tensor in tensors]).any()
+
+
+def test_inputs_are_kept_only_for_rules_that_compare() -> None:
+    kept = {}
+    for rule in (InputThreshold(0.0), NeverReuse()):
+        model, patched, cache = cached_model("sdxl", "image", rule)
+        rows = draw_rows(model, SIZES)
+        begin(patched, rows)
+        step(patched, rows, [5] * len(rows))
+        kept[rule.needs_change] = cache.num_bytes
+        assert all(bool(store.inputs) == rule.needs_change for store in cache.stores)
+    assert kept[False] < kept[True]
 
 
 def test_a_mask_must_point_into_the_common_set() -> None:

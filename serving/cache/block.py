@@ -19,8 +19,8 @@ def install(model: Any, cache: PatchCache) -> Callable[[], None]:
     blocks = list(blocks_of(model))
     for name, module in blocks:
         leaves = (getattr(leaf, "slots", None) for leaf in module.modules())
-        slots = [each for each in leaves if isinstance(each, TokenSlots | NormSlots)]
-        number = cache.add_block(name, slots)
+        kept = [slots.buffer for slots in leaves if isinstance(slots, TokenSlots | NormSlots)]
+        number = cache.add_block(name, kept)
         wrapper = _CachedTransformerBlock if name.startswith("transformer") else _CachedUNetBlock
         module.forward = wrapper(module, number, cache)
 

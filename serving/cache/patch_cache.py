@@ -16,8 +16,8 @@ from .active import ActiveSet
 from .cells import CellTables, Integers, SlotTable
 from .options import CacheOptions
 from .rules import Accumulated, Booleans, PatchView, ReuseRule
-from .slots import NormSlots, TokenSlots
-from .store import BlockStore, cell_sums, count_of
+from .slots import SlotBuffer
+from .store import BlockStore, mean_square
 
 Tokens = tuple[Tensor, ...]
 OnComputed = Callable[[int, Tokens, Tokens], None]
@@ -123,9 +123,10 @@ class PatchCache:
         self.on_computed: OnComputed | None = None
         self.names: list[str] = []
         self.stores: list[BlockStore] = []
-        self._block_slots: list[list[TokenSlots | NormSlots]] = []
+        self._kept: list[list[SlotBuffer]] = []
         self._slots = SlotTable()
         self._previous = BlockStore()
+        self._bytes: list[int] = []
         self._bytes_per_cell: dict[int, float] = {}
         self._batch: PatchBatch | None = None
 
@@ -147,11 +148,12 @@ class PatchCache:
                     "use another --cache-patch-size, or --cache off"
                 )
 
-    def add_block(self, name: str, slots: list[TokenSlots | NormSlots]) -> int:
+    def add_block(self, name: str, kept: list[SlotBuffer]) -> int:
         """Register a block with what its operators keep, in the order in which the model runs them; its number."""
         self.names.append(name)
-        self.stores.append(BlockStore())
-        self._block_slots.append(slots)
+        self.stores.append(BlockStore(compares=self.rule.needs_change))
+        self._kept.append(kept)
+        self._bytes.append(0)
         return len(self.names) - 1
 
     @property
@@ -228,16 +230,15 @@ class PatchCache:
             self._forget(block)
             return
         store.put(inputs, outputs, row_outputs, active)
-        used = self._bytes_of(block)
-        self._bytes_per_cell[block] = used / self.tables.num_cells
+        self._bytes[block] = store.num_bytes + sum(kept.num_bytes for kept in self._kept[block])
+        self._bytes_per_cell[block] = self._bytes[block] / self.tables.num_cells
         self.stats.peak_bytes = max(self.stats.peak_bytes, self.num_bytes)
         self.stats.overhead_s += time.perf_counter() - started
 
     def has_room(self, block: int) -> bool:
         """Whether what a block keeps fits into the memory bound beside what the others keep now."""
         wanted = self._bytes_per_cell.get(block, 0.0) * self.tables.num_cells
-        others = sum(self._bytes_of(index) for index in range(len(self.stores)) if index != block)
-        return others + wanted <= self.options.memory_mb * 1e6
+        return self.num_bytes - self._bytes[block] + wanted <= self.options.memory_mb * 1e6
 
     def forget(self) -> None:
         """Let go of everything, for example after a failure half way through a step."""
@@ -247,15 +248,14 @@ class PatchCache:
 
     def _forget(self, block: int) -> None:
         self.stores[block].clear()
-        for slots in self._block_slots[block]:
-            slots.clear()
+        self._bytes[block] = 0
+        for kept in self._kept[block]:
+            kept.clear()
 
     @property
     def num_bytes(self) -> int:
-        return sum(self._bytes_of(index) for index in range(len(self.stores)))
-
-    def _bytes_of(self, block: int) -> int:
-        return self.stores[block].num_bytes + sum(slots.num_bytes for slots in self._block_slots[block])
+        """What all blocks keep."""
+        return sum(self._bytes)
 
     def _ask(self, block: int, store: BlockStore, inputs: tuple[Tensor, ...], batch: "PatchBatch") -> Booleans:
         change = None
@@ -282,10 +282,9 @@ class PatchCache:
         store.move_to(tables, batch.keys)
         changes = np.full(len(batch.request_keys), np.inf)
         if store.inputs:
-            moved: Tensor | float = 0.0
-            for new, old in zip(inputs, store.inputs, strict=True):
-                moved = moved + cell_sums(new - old, tables)
-            sums = np.stack([part.double().cpu().numpy() for part in (moved / count_of(inputs, tables), store.square)])  # type: ignore[operator,union-attr]
+            assert store.square is not None
+            moved = mean_square(inputs, tables, minus=store.inputs)
+            sums = torch.stack([moved, store.square]).double().cpu().numpy()
             first = batch.first_cell[batch.request_start]
             sums = np.add.reduceat(sums[:, batch.first_cell] + sums[:, batch.last_cell], batch.request_start, axis=1)
             changes = np.where(store.is_known[first], np.sqrt(sums[0] / sums[1]), np.inf)

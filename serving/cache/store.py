@@ -10,23 +10,27 @@ from torch import Tensor
 from .active import ActiveSet
 from .cells import CellTables, Integers, match_keys
 
-_LEAST_SQUARE = 1e-12
+LEAST_SQUARE = 1e-12
 """Of an input that is zero everywhere, so that changes of it can be told relative to it."""
 
 
 class BlockStore:
     """Tensors of one block for all cells of a batch, in packed order.
 
+    Args:
+        compares: whether `change` will be asked for; if not, inputs are not kept.
+
     Attributes:
         keys: (cells,) whose they are, in the order of `tables`.
         inputs, outputs: tokens [tokens, channels], of any levels.
         row_outputs: tensors with one entry per row (SD3's text tokens).
-        square: (cells,) mean square of the inputs, float32.
+        square: (cells,) mean square of the inputs, float32, never 0.
         is_known: (cells,) whether a cell has been computed.
         reuses: (cells,) how often in a row a cell was reused.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, compares: bool = True) -> None:
+        self.compares = compares
         self.clear()
 
     def clear(self) -> None:
@@ -57,7 +61,7 @@ class BlockStore:
         here, there = match_keys(keys, old_keys)
         is_known, reuses = np.zeros(len(keys), bool), np.zeros(len(keys), np.int64)
         is_known[here], reuses[here] = self.is_known[there], self.reuses[there]
-        if old is not None and self.inputs:
+        if old is not None and (self.inputs or self.outputs):
             to, of = (torch.from_numpy(index).to(tables.device) for index in (here, there))
 
             def moved(tensor: Tensor) -> Tensor:
@@ -75,8 +79,8 @@ class BlockStore:
             self.inputs = tuple(known[id(tensor)] for tensor in self.inputs)
             self._owns_inputs = False
             self.outputs = tuple(known[id(tensor)] for tensor in self.outputs)
-            assert self.square is not None
-            self.square = self.square.new_ones(len(keys)).index_copy_(0, to, self.square.index_select(0, of))
+            if self.square is not None:
+                self.square = self.square.new_ones(len(keys)).index_copy_(0, to, self.square.index_select(0, of))
             # A row is known as soon as one of its cells is.
             rows, taken = np.unique(tables.row_of_cell[here], return_index=True)
             old_rows = old.row_of_cell[there][taken]
@@ -97,13 +101,9 @@ class BlockStore:
 
     def change(self, inputs: Sequence[Tensor]) -> Tensor:
         """(cells,): mean squared change of the input since a cell was last computed, relative to its mean square."""
-        tables = self.tables
-        assert tables is not None
+        assert self.tables is not None
         assert self.square is not None
-        total: Tensor | float = 0.0
-        for new, old in zip(inputs, self.inputs, strict=True):
-            total = total + cell_sums(new - old, tables)
-        return total / count_of(inputs, tables) / self.square
+        return mean_square(inputs, self.tables, minus=self.inputs) / self.square
 
     def put(
         self,
@@ -125,11 +125,12 @@ class BlockStore:
         tables = self.tables
         assert tables is not None
         if active is None:
-            self.inputs, self.outputs, self.row_outputs = tuple(inputs), tuple(outputs), tuple(row_outputs)
-            self.square, self._owns_inputs = mean_square(inputs, tables), False
+            self.outputs, self.row_outputs = tuple(outputs), tuple(row_outputs)
+            if self.compares:
+                self.inputs, self._owns_inputs = tuple(inputs), False
+                self.square = mean_square(inputs, tables).clamp_(min=LEAST_SQUARE)
             self.is_known[:] = True
             return
-        assert self.square is not None
         merged: dict[int, Tensor] = {}
         for old, new in zip(self.outputs, outputs, strict=True):
             if id(old) not in merged:
@@ -139,34 +140,41 @@ class BlockStore:
         self.row_outputs = tuple(
             old.index_copy(0, active.rows, new) for old, new in zip(self.row_outputs, row_outputs, strict=True)
         )
+        self.is_known[active.cells.cpu().numpy()] = True
+        if not self.compares:
+            return
+        assert self.square is not None
         if not self._owns_inputs:
             self.inputs, self._owns_inputs = tuple(old.clone() for old in self.inputs), True
-        total: Tensor | float = 0.0
         for old, new in zip(self.inputs, inputs, strict=True):
             places = active.tokens(tables.level_of(len(old)).index)
-            taken = new.index_select(0, places)
-            old.index_copy_(0, places, taken)
-            total = total + (taken * taken).sum(1, dtype=torch.float32).view(len(active), -1).sum(1)
-        square = (total / count_of(inputs, tables)).clamp_(min=_LEAST_SQUARE)  # type: ignore[union-attr]
-        self.square.index_copy_(0, active.cells, square)
-        self.is_known[active.cells.cpu().numpy()] = True
+            old.index_copy_(0, places, new.index_select(0, places))
+        square = mean_square(inputs, tables).clamp_(min=LEAST_SQUARE)
+        self.square.index_copy_(0, active.cells, square.index_select(0, active.cells))
 
 
-def mean_square(inputs: Sequence[Tensor], tables: CellTables) -> Tensor:
-    """Mean square of each cell's input, (cells,) float32; never 0."""
-    total: Tensor | float = 0.0
-    for tensor in inputs:
-        total = total + cell_sums(tensor, tables)
-    return (total / count_of(inputs, tables)).clamp_(min=_LEAST_SQUARE)  # type: ignore[union-attr]
+def mean_square(tensors: Sequence[Tensor], tables: CellTables, minus: Sequence[Tensor] | None = None) -> Tensor:
+    """Mean square of each cell's values, told from every n-th token (`CellTables.sample`).
+
+    Args:
+        tensors: tokens [tokens, channels] of any levels.
+        tables: of the cells.
+        minus: what is taken from each first; None for nothing.
+
+    Returns:
+        (cells,) float32.
+    """
+    total, count = torch.zeros(tables.num_cells, device=tables.device), 0
+    for number, tensor in enumerate(tensors):
+        every, places = tables.sample(tables.level_of(len(tensor)).index)
+        count += places.shape[1] * tensor.shape[1]
+        if minus is not None and is_same(tensor, minus[number]):
+            continue
+        taken = tensor[::every] if minus is None else tensor[::every] - minus[number][::every]
+        total += (taken * taken).sum(1, dtype=torch.float32).take(places).sum(1)
+    return total / count
 
 
-def cell_sums(tokens: Tensor, tables: CellTables) -> Tensor:
-    """Sum of the squares of each cell's values [tokens, channels] -> (cells,) float32."""
-    level = tables.level_of(len(tokens)).index
-    squares = (tokens * tokens).sum(1, dtype=torch.float32)
-    return squares.take(tables.tokens(level)).sum(1)
-
-
-def count_of(inputs: Sequence[Tensor], tables: CellTables) -> int:
-    """Values of a cell in all inputs together."""
-    return sum(tables.side(tables.level_of(len(tensor)).index) ** 2 * tensor.shape[1] for tensor in inputs)
+def is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors show the same memory in the same way, so that a block was handed what it had been before."""
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()

@@ -207,7 +207,7 @@ def _keep(slots: TokenSlots, keys_values: Tensor, context: PatchContext) -> None
     """Keep keys and values of a full pass, if the patch cache asks for it."""
     if context.cells is not None:
         assert context.level is not None
-        slots.keep(keys_values, context.cells, context.level.index)
+        slots.buffer.keep(keys_values, context.cells, context.level.index)
 
 
 def _queries(query: Tensor, group: QueryGroup, active: ActiveSet, level: Level) -> Tensor:

@@ -155,7 +155,7 @@ class PatchedConv(nn.Module):
         cells, level = self.context.cells, self.context.level
         if cells is not None and self.keeps_input:
             assert level is not None
-            self.slots.keep(to_tokens(x), cells, level.index)
+            self.slots.buffer.keep(to_tokens(x), cells, level.index)
 
     def shape_key(self, side: int) -> str:
         """What decides how long the convolution takes, apart from the number of positions."""
@@ -217,7 +217,7 @@ class PatchedGroupNorm(nn.Module):
         if context.active is not None:
             return to_patches(self._masked(to_tokens(x), context.active), level.side)
         if context.cells is not None:
-            self.slots.keep(to_tokens(x), context.cells, level.index)
+            self.slots.buffer.keep(to_tokens(x), context.cells, level.index)
         if level.neighbours is None:
             is_slow = x.dtype == torch.bfloat16 and x.device.type == "cpu"
             norm_tokens = self._by_sums if is_slow else self._by_resolution
@@ -327,7 +327,7 @@ class PatchedUpsample(nn.Module):
             context.level = finer
             return self.conv.masked(to_tokens(hidden_states), level, finer)
         if context.cells is not None:
-            self.conv.slots.keep(to_tokens(hidden_states), context.cells, level.index)
+            self.conv.slots.buffer.keep(to_tokens(hidden_states), context.cells, level.index)
         context.level = finer
         if level.neighbours is not None:
             return self.conv(F.interpolate(hidden_states, scale_factor=2.0, mode="nearest"))
