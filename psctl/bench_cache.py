@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..data.errors import UsageError
-from ..data.files import require_folder, write_bytes, write_json
+from ..data.files import require_folder, write_json
 from ..data.resolution import parse_list
 from ..data.workspace import DEFAULT_WORKSPACE, Workspace
 from ..profiling.machine import describe
@@ -34,9 +34,11 @@ def bench_cache(
         str | None,
         typer.Option("--resolutions", metavar="SIZE,...", help="Such as 128,192,128x256. Default: those of the model."),
     ] = None,
-    combination: Annotated[
+    combinations: Annotated[
         str | None,
-        typer.Option("--combination", metavar="N,N,...", help="Requests of each resolution. Default: 2 of each."),
+        typer.Option(
+            "--combinations", metavar="N,N,...;...", help="Batches: requests of each resolution. Default: 2 of each."
+        ),
     ] = None,
     thresholds: Annotated[
         str, typer.Option("--thresholds", metavar="X,...", help="Of predictors that decide patch by patch.")
@@ -58,6 +60,13 @@ def bench_cache(
     ] = None,
     clip: Annotated[str, typer.Option("--clip", help="Judge of the images; none leaves it out.")] = "emoji-clip",
     with_lpips: Annotated[bool, typer.Option("--lpips", help="Measure LPIPS, too; its weights must be there.")] = False,
+    fid: Annotated[
+        str | None,
+        typer.Option(
+            "--fid", metavar="DATASET", help="Measure FID, too, against images of this data set, such as emoji."
+        ),
+    ] = None,
+    num_real: Annotated[int, typer.Option("--num-real", help="Real images for FID.", min=2)] = 256,
     output_file: Annotated[
         Path | None, typer.Option("--output-file", help="Write the result as JSON to this file, too.", dir_okay=False)
     ] = None,
@@ -76,15 +85,16 @@ def bench_cache(
     """Measure quality against time of the patch cache, and of three baselines.
 
     Predictors are trained on the block profile of the workspace, one per threshold. Every side serves the same batches;
-    images are compared with those of the same engine without the cache. Table, plot and image grid go to the workspace.
+    images are compared with those of the same engine without the cache. Table, plots and image grid go to the
+    workspace. Ctrl-C keeps the rounds that all sides have finished.
 
     Examples:
 
         psctl profile blocks && psctl bench cache
 
-        psctl bench cache --combination 0,0,4 --thresholds 0.01,0.1 --intervals "" --sums "" --image-thresholds ""
+        psctl bench cache --combinations "2,2,2;6,0,0;0,6,0;0,0,6" --intervals "" --sums ""
 
-        psctl bench cache --model emoji-3 --rounds 8 --lpips --json --output-file cache.json
+        psctl bench cache --model emoji-3 --rounds 8 --lpips --fid emoji --json --output-file cache.json
     """
     out = Output(json=json, quiet=quiet)
     from ..profiling.combinations import Combination, parse_combinations
@@ -94,27 +104,32 @@ def bench_cache(
 
     base = CacheOptions("patch", 0.0, None, cache_patch_size, 3, max_reuse, warmup_steps)
     sizes = model_defaults(model).resolutions if resolutions is None else parse_list(resolutions)
-    batch = Combination(sizes, (2,) * len(sizes))
-    if combination is not None:
-        batch = parse_combinations(combination, sizes)[0]
-    patch_limits = _numbers("--thresholds", thresholds)
-    image_limits, sum_limits = _numbers("--image-thresholds", image_thresholds), _numbers("--sums", sums)
-    steps_between = [int(number) for number in _numbers("--intervals", intervals)]
+    batches: tuple[Combination, ...] = (Combination(sizes, (2,) * len(sizes)),)
+    if combinations is not None:
+        batches = parse_combinations(combinations, sizes)
+    patch_limits, image_limits = _numbers("--thresholds", thresholds), _numbers("--image-thresholds", image_thresholds)
+    steps_between, sum_limits = [int(number) for number in _numbers("--intervals", intervals)], _numbers("--sums", sums)
+    if not (patch_limits or image_limits or steps_between or sum_limits):
+        raise UsageError("there is nothing to measure: give --thresholds, --image-thresholds, --intervals or --sums")
     for folder in (workspace, None if output_file is None else output_file.absolute().parent):
         if folder is not None:
             require_folder(folder.expanduser())
     with out.status(f"Loading {model} ..."):
         served = load_model(model, device, dtype, EngineOptions(order=order))
-    from ..eval.cache_bench import CacheBenchSettings, run_cache_bench, settings_of
-    from ..eval.cache_plots import plot_cache_bench, sheet_of
-    from ..eval.clip import load_clip
-    from ..eval.lpips import load_lpips
-    from ..profiling.machine import circumstances
+    from ..eval.cache_bench import CacheBenchSettings, run_cache_bench
+    from ..eval.cache_quality import QualityOptions
+    from ..eval.cache_sides import settings_of
+    from ..eval.clip import DEFAULT_CLIP
+    from ..eval.judges import Judges
 
+    settings = CacheBenchSettings(rounds, num_inference_steps, seed)
+    quality = QualityOptions(clip != "none", with_lpips, fid, num_real, seed)
+    judges = Judges(DEFAULT_CLIP if clip == "none" else clip, device=served.device)
+    quality.check(judges)
     place = Workspace(workspace).for_model(model, str(served.device))
     profile = place.root / "tables" / "blocks.parquet" if table is None else table.expanduser()
     with out.status("Training predictors ..."):
-        sides = settings_of(
+        cached = settings_of(
             served,
             profile,
             base,
@@ -124,42 +139,20 @@ def bench_cache(
             sums=sum_limits,
             seed=seed,
         )
-    if not sides:
-        raise UsageError("there is nothing to measure: give --thresholds, --image-thresholds, --intervals or --sums")
-    settings = CacheBenchSettings(rounds, num_inference_steps, seed)
     with out.progress() as progress:
-        task = progress.add_task("batches", total=(len(sides) + 1) * (rounds + 1))
+        task = progress.add_task("batches", total=len(batches) * (len(cached) + 1) * (rounds + 1))
 
         def advance(label: str) -> None:
             progress.update(task, description=label)
             progress.advance(task)
 
-        result, images = run_cache_bench(
-            served,
-            batch,
-            sides,
-            place,
-            settings,
-            clip=None if clip == "none" else load_clip(clip, served.device),
-            lpips=load_lpips(device=served.device) if with_lpips else None,
-            on_batch=advance,
-        )
-    run_dir = place.new_run("bench")
-    result = {
-        **circumstances(served),
-        "batch": batch.label,
-        "combination": batch.by_resolution,
-        **result,
-        "clip_judge": clip,
-        "run_dir": str(run_dir),
-    }
-    write_json(run_dir / "cache.json", result)
-    write_bytes(run_dir / "cache.png", plot_cache_bench(result))
-    write_bytes(run_dir / "cache-images.png", sheet_of(images, batch.num_requests))
+        outcome = run_cache_bench(served, batches, cached, place, settings, quality, judges, on_batch=advance)
     if output_file is not None:
-        write_json(output_file.expanduser(), result)
-    out.data(result, table=lambda: _table(result))
-    out.note(f"Results, plot and images: {run_dir}")
+        write_json(output_file.expanduser(), outcome.result)
+    out.data(outcome.result, table=lambda: _tables(outcome.result))
+    out.note(f"Results, plots and images: {outcome.run_dir}")
+    if outcome.was_interrupted:
+        raise KeyboardInterrupt
 
 
 def _numbers(name: str, text: str) -> list[float]:
@@ -169,29 +162,40 @@ def _numbers(name: str, text: str) -> list[float]:
         raise UsageError(f"{name} is {text!r}, but it must be numbers with commas between") from error
 
 
-def _table(result: dict[str, Any]) -> "RenderableType":
+def _tables(result: dict[str, Any]) -> "RenderableType":
+    from rich.console import Group
+
+    return Group(*(_table(result, row) for row in result["rows"]))
+
+
+def _table(result: dict[str, Any], row: dict[str, Any]) -> "RenderableType":
     from rich.table import Table
 
     table = Table(
-        title=f"{result['batch']}, {result['settings']['num_inference_steps']} steps: {describe(result)}",
+        title=f"{row['label']}, {result['settings']['num_inference_steps']} steps: {describe(result)}",
         title_justify="left",
-        caption="efficiency: time saved over computation saved; quality against the same engine without cache",
+        caption="efficiency: time saved over computation saved; overhead: of a step without cache; quality against the "
+        "same engine without cache",
         caption_justify="left",
     )
     table.add_column("cache")
-    names = ("per image", "speed-up", "saved", "efficiency", "overhead", "SSIM", "PSNR", "LPIPS", "CLIP", "change")
-    for name in names:
+    qualities = [("SSIM", "ssim", 3), ("PSNR", "psnr_db", 1), ("LPIPS", "lpips", 3), ("CLIP", "clip", 1)]
+    qualities += [("FID", "fid", 1)]
+    shown = [each for each in qualities if any(each[1] in side for side in row["sides"])]
+    for name in ("per image", "speed-up", "saved", "efficiency", "overhead", *(name for name, _, _ in shown)):
         table.add_column(name, justify="right")
-    qualities = (("ssim", 3), ("psnr_db", 1), ("lpips", 3), ("clip", 1))
-    for row in result["rows"]:
-        change = row.get("clip_change")
+    for side in row["sides"]:
+        change = side.get("clip_change")
+        figures = [_figure(side.get(key), digits) for _, key, digits in shown]
+        if change is not None:
+            at = [key for _, key, _ in shown].index("clip")
+            figures[at] += f" ({change['mean']:+.2f})"
         table.add_row(
-            row["label"],
-            f"{row['image_ms']:.0f} ms",
-            f"{row['speedup']:.2f}x",
-            *(_share(row.get(key)) for key in ("saved_computation", "efficiency", "cache_overhead_share")),
-            *(_figure(row.get(key), digits) for key, digits in qualities),
-            "-" if change is None else f"{change['mean']:+.2f}",
+            side["label"],
+            f"{side['image_ms']:.0f} ms",
+            f"{side['speedup']:.2f}x",
+            *(_share(side.get(key)) for key in ("saved_computation", "efficiency", "cache_overhead_of_off")),
+            *figures,
         )
     return table
 

@@ -13,7 +13,10 @@ from patchedserve.data.resolution import parse_list
 from patchedserve.data.table_streams import read_batches, read_facts
 from patchedserve.data.tables import BLOCKS
 from patchedserve.data.workspace import Workspace
-from patchedserve.eval.cache_bench import CacheBenchSettings, Setting, run_cache_bench
+from patchedserve.eval.cache_bench import CacheBenchSettings, run_cache_bench
+from patchedserve.eval.cache_quality import QualityOptions
+from patchedserve.eval.cache_sides import Setting
+from patchedserve.eval.judges import Judges
 from patchedserve.profiling.block_profile import BlockProfileSettings, run_block_profile
 from patchedserve.profiling.combinations import Combination
 from patchedserve.serving.cache.options import CacheOptions
@@ -169,11 +172,8 @@ def test_an_interrupted_profile_goes_on(environment: dict[str, str], tmp_path: P
         assert (values == again[name]).all(), name
 
 
-@pytest.mark.parametrize("make", [tiny_sdxl, tiny_sd3])
-def test_bench_compares_with_the_engine_without_cache(make: Any, tmp_path: Path) -> None:
-    save_tiny(tmp_path / "model", make(), guidance_scale=3.0, resolutions=list(SIZES))
-    model = load_model(str(tmp_path / "model"), "cpu", "float32")
-    combination = Combination(parse_list(",".join(SIZES)), (1, 2))
+def bench_of(model: Any, folder: Path, counts: list[tuple[int, int]], **options: Any) -> Any:
+    sizes = parse_list(",".join(SIZES))
     base: dict[str, Any] = {"patch_size": 4, "warmup_steps": 1}
     settings = [
         Setting("never", "patch", CacheOptions("patch", 0.0, **base)),
@@ -181,17 +181,110 @@ def test_bench_compares_with_the_engine_without_cache(make: Any, tmp_path: Path)
         Setting("interval", "interval", CacheOptions("interval", interval=2, **base)),
         Setting("accumulated", "accumulated", CacheOptions("accumulated", 1e9, max_reuse=2, **base)),
     ]
-    workspace = Workspace(tmp_path / "w").for_model("tiny", "cpu")
-    bench = CacheBenchSettings(rounds=2, num_inference_steps=STEPS)
-    result, images = run_cache_bench(model, combination, settings, workspace, bench, clip=None, lpips=None)
-    rows = {row["label"]: row for row in result["rows"]}
-    assert list(rows) == ["off", "never", "always", "interval", "accumulated"]
-    assert {label: len(found) for label, found in images.items()} == dict.fromkeys(rows, 6)
-    assert rows["never"]["saved_computation"] == 0
-    assert (rows["never"]["ssim_min"], rows["never"]["psnr_db"]) == (1.0, 100.0)
-    # All but the first and the last step are reused.
-    assert rows["always"]["saved_computation"] == pytest.approx(4 / 6)
-    assert rows["accumulated"]["saved_computation"] == pytest.approx(3 / 6)
-    num_blocks = len(rows["interval"]["saved_by_block"])
-    assert rows["interval"]["saved_computation"] == pytest.approx(2 / 6 * (num_blocks - 2) / num_blocks)
-    assert rows["always"]["ssim"] < 1
+    return run_cache_bench(
+        model,
+        [Combination(sizes, each) for each in counts],
+        settings,
+        Workspace(folder).for_model("tiny", "cpu"),
+        CacheBenchSettings(rounds=2, num_inference_steps=STEPS),
+        QualityOptions(clip=False),
+        Judges(),
+        **options,
+    )
+
+
+@pytest.mark.parametrize("make", [tiny_sdxl, tiny_sd3])
+def test_bench_compares_with_the_engine_without_cache(make: Any, tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", make(), guidance_scale=3.0, resolutions=list(SIZES))
+    model = load_model(str(tmp_path / "model"), "cpu", "float32")
+    outcome = bench_of(model, tmp_path / "w", [(1, 2), (0, 1)])
+    assert [row["label"] for row in outcome.result["rows"]] == ["SLL", "L"]
+    assert json.loads((outcome.run_dir / "cache.json").read_text()) == outcome.result
+    assert Image.open(outcome.run_dir / "cache.png").width > 500
+    assert Image.open(outcome.run_dir / "cache-saved.png").width > 500
+    # Five sides, the three images of the first batch.
+    assert Image.open(outcome.run_dir / "cache-images.png").size == (110 + 3 * 132, 5 * 132)
+    for row, count in zip(outcome.result["rows"], (3, 1), strict=True):
+        rows = {side["label"]: side for side in row["sides"]}
+        assert list(rows) == ["off", "never", "always", "interval", "accumulated"]
+        assert {side["num_images"] for side in row["sides"]} == {2 * count}
+        assert rows["never"]["saved_computation"] == 0
+        assert (rows["never"]["ssim_min"], rows["never"]["psnr_db"]) == (1.0, 100.0)
+        # All but the first and the last step are reused.
+        assert rows["always"]["saved_computation"] == pytest.approx(4 / 6)
+        assert rows["accumulated"]["saved_computation"] == pytest.approx(3 / 6)
+        num_blocks = len(rows["interval"]["saved_by_block"])
+        assert rows["interval"]["saved_computation"] == pytest.approx(2 / 6 * (num_blocks - 2) / num_blocks)
+        assert rows["always"]["ssim"] < 1
+
+
+@pytest.mark.parametrize(("at_batch", "labels", "rounds"), [(5 + 7, ["SLL"], [1]), (15 + 5 + 8, ["SLL", "L"], [2, 1])])
+def test_an_interrupted_bench_keeps_finished_rounds(
+    environment: dict[str, str], tmp_path: Path, at_batch: int, labels: list[str], rounds: list[int]
+) -> None:
+    model = load_model(environment["PSCTL_MODEL"], "cpu", "float32")
+    seen = []
+
+    def stop(label: str) -> None:
+        seen.append(label)
+        if len(seen) == at_batch:
+            raise KeyboardInterrupt
+
+    outcome = bench_of(model, tmp_path, [(1, 2), (0, 1)], on_batch=stop)
+    assert outcome.was_interrupted
+    assert [row["label"] for row in outcome.result["rows"]] == labels
+    assert [row["rounds"] for row in outcome.result["rows"]] == rounds
+    last = outcome.result["rows"][-1]
+    assert {side["num_images"] for side in last["sides"]} == {rounds[-1] * (3 if labels[-1] == "SLL" else 1)}
+    assert json.loads((outcome.run_dir / "cache.json").read_text())["was_interrupted"]
+
+    seen[:] = [""] * (at_batch - 5)
+    with pytest.raises(KeyboardInterrupt):
+        bench_of(model, tmp_path / "early", [(1, 2), (0, 1)], on_batch=stop)
+
+
+def test_bench_from_the_command_line(run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path) -> None:
+    profile_of(cached(environment), tmp_path)
+    arguments = ["bench", "cache", "--table", tmp_path / "blocks.parquet", "--rounds", 1]
+    arguments += [
+        "--num-inference-steps",
+        STEPS,
+        "--thresholds",
+        "0.3",
+        "--image-thresholds",
+        "0.3",
+        "--intervals",
+        "2",
+    ]
+    arguments += [
+        "--intervals",
+        "2",
+        "--sums",
+        "0.5",
+        "--combinations",
+        "1,1",
+        "--output-file",
+        tmp_path / "cache.json",
+        "--json",
+    ]
+    done = run_psctl(*arguments, "--lpips", "--fid", "emoji", "--num-real", 8, **environment)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said == json.loads((tmp_path / "cache.json").read_text())
+    assert said["clip_judge"] == "emoji-clip"
+    sides = said["rows"][0]["sides"]
+    assert [side["kind"] for side in sides] == ["off", "patch", "image", "interval", "accumulated"]
+    for side in sides:
+        assert side["fid"] > 0
+        assert side["fid_to_off"] == pytest.approx(0, abs=1e-3) if side["kind"] == "off" else side["fid_to_off"] >= 0
+        assert (side["clip_change"]["mean"] == 0) or side["kind"] != "off"
+    assert all(side["lpips"] >= 0 for side in sides[1:])
+
+    for options, message in (
+        (("--thresholds", "a"), "--thresholds is 'a', but it must be numbers with commas between"),
+        (("--combinations", "1"), "has 1 numbers, but it must have 2"),
+        (("--fid", "coco:/nowhere"), "/nowhere"),
+    ):
+        done = run_psctl(*arguments, *options, **environment)
+        assert done.returncode == 2, done.stderr
+        assert message in done.stderr.splitlines()[-1]
