@@ -1,0 +1,107 @@
+"""Step time of the patch engine when a given share of the patches is reused, against the ideal line.
+
+    python tests/benchmarks/make_random_model.py sdxl /tmp/sdxl
+    python tests/benchmarks/bench_cache_masks.py --model /tmp/sdxl --device cuda --dtype float16 \
+        --resolutions 512,768,1024 --cache-patch-size 32 --output-file masks-sdxl.json
+
+Each block reuses another random share of its patches in every step, so the weights do not matter. All sides take turns,
+step by step. The ideal is the step without reuse times the share that is computed.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from patchedserve.data.files import write_json
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import parse_list
+from patchedserve.data.workspace import Workspace
+from patchedserve.eval.cache_sides import Setting, make_side
+from patchedserve.profiling.combinations import Combination, parse_combinations
+from patchedserve.profiling.machine import circumstances
+from patchedserve.profiling.step_bench import synchronize
+from patchedserve.serving.cache.options import CacheOptions
+from patchedserve.serving.cache.rules import Imposed
+from patchedserve.serving.loading import load_model
+from patchedserve.serving.stepper import EngineOptions
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The result as it is written: step times by share, with the circumstances."""
+    sizes = parse_list(arguments.resolutions)
+    batch = Combination(sizes, (2,) * len(sizes))
+    if arguments.combination is not None:
+        batch = parse_combinations(arguments.combination, sizes)[0]
+    model = load_model(arguments.model, arguments.device, arguments.dtype, EngineOptions())
+    shares = [float(share) for share in arguments.shares.split(",")]
+    # Reused as long as the rule says so, and masked however many patches are computed.
+    options = CacheOptions(
+        "patch", 0.0, None, arguments.cache_patch_size, max_reuse=1_000_000, warmup_steps=1, full_above=1.0
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        workspace = Workspace(folder).for_model("masks", arguments.device)
+        settings = [Setting("off", "off", CacheOptions())]
+        settings += [Setting(f"{share:.0%}", "masks", options, Imposed(share)) for share in shares]
+        sides = [make_side(model, setting, workspace, sizes) for setting in settings]
+    requests = [
+        Request(number, "a hat", size, 1_000, guidance_scale=arguments.guidance_scale, seed=number)
+        for number, size in enumerate(
+            size for size, count in zip(sizes, batch.counts, strict=True) for _ in range(count)
+        )
+    ]
+    times: list[list[float]] = [[] for _ in sides]
+    active = [[model.prepare(request) for request in requests] for _ in sides]
+    for side, own in zip(sides, active, strict=True):
+        for prepared in own:
+            side.stepper.prepare(prepared)
+    for number in range(arguments.warmup + arguments.repeats):
+        for side, own, found in zip(sides, active, times, strict=True):
+            synchronize(model.device)
+            started = time.perf_counter()
+            failures = side.stepper.step(own)
+            synchronize(model.device)
+            if failures or side.stepper.batch_failures:
+                raise SystemExit(f"a step failed: {side.stepper.batch_failures or failures}")
+            if number >= arguments.warmup:
+                found.append((time.perf_counter() - started) * 1e3)
+    rows = []
+    for side, found in zip(sides, times, strict=True):
+        row: dict[str, Any] = {"label": side.setting.label, "step_ms": statistics.median(found), "samples_ms": found}
+        if side.cache is not None:
+            saved = side.cache.stats.saved_share
+            row |= {"saved_computation": saved, "ideal_ms": statistics.median(times[0]) * (1 - saved)}
+            row["cache_overhead_ms"] = side.cache.stats.overhead_s * 1e3 / (arguments.warmup + arguments.repeats)
+        rows.append(row)
+    return circumstances(model) | {"combination": batch.by_resolution, "label": batch.label, "rows": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="emoji-xl", help="bundled name or diffusers directory")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    parser.add_argument("--resolutions", default="128,192,256", help="sizes between commas")
+    parser.add_argument("--combination", help="requests of each resolution; default: 2 of each")
+    parser.add_argument("--cache-patch-size", type=int, default=8, help="side of a patch in latent pixels")
+    parser.add_argument("--shares", default="0,0.2,0.4,0.6,0.8", help="reused shares between commas")
+    parser.add_argument("--guidance-scale", type=float, default=4.0)
+    parser.add_argument("--warmup", type=int, default=5, help="steps that are not timed")
+    parser.add_argument("--repeats", type=int, default=20, help="timed steps of each side")
+    parser.add_argument("--output-file", type=Path, help="write the result as JSON")
+    arguments = parser.parse_args()
+    result = measure(arguments)
+    if arguments.output_file is not None:
+        write_json(arguments.output_file, result)
+    print("| reused | step, ms | ideal, ms | deciding and keeping, ms |")
+    print("|---|--:|--:|--:|")
+    for row in result["rows"]:
+        ideal, overhead = row.get("ideal_ms"), row.get("cache_overhead_ms")
+        figures = [f"{value:.1f}" if value is not None else "-" for value in (row["step_ms"], ideal, overhead)]
+        print(f"| {row['label']} | {' | '.join(figures)} |")
+
+
+if __name__ == "__main__":
+    main()
