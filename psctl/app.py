@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 the run failed, 2 wrong usage, 3 not enough evidence (`psc
 """
 
 import errno
+import inspect
 import os
 import sys
 import traceback
@@ -21,6 +22,7 @@ from .eval import eval_all, eval_clip, eval_fid, eval_kid, eval_lpips, eval_psnr
 from .eval_compare import eval_compare
 from .gate import gate
 from .generate import generate
+from .groups import profile, train_predictor
 from .model_card import model_card
 from .profile_blocks import profile_blocks
 from .profile_latency import profile_latency
@@ -58,10 +60,10 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
 )
 _GROUPS = {
     "bench": "Measure how fast this machine is.",
-    "profile": "Measure what the predictors learn from.",
-    "train-predictor": "Train what the scheduler and the cache decide by.",
     "eval": "Measure how good images are.",
 }
+_GROUPS_THAT_RUN: dict[str, Callable[..., None]] = {"profile": profile, "train-predictor": train_predictor}
+"""These do something without a command, too, and have their help from their functions."""
 
 _EPILOG = (
     "Every option can be set by an environment variable: PSCTL_<COMMAND>_<OPTION>, such as PSCTL_SERVE_REQUEST_RATE; "
@@ -115,8 +117,9 @@ def _register() -> None:
     for name, function in COMMANDS:
         group, _, command = name.rpartition(" ")
         if group not in groups:
-            groups[group] = typer.Typer(help=_GROUPS[group], invoke_without_command=True)
-            groups[group].callback()(_show_help_without_command)
+            run = _GROUPS_THAT_RUN.get(group, _show_help_without_command)
+            groups[group] = typer.Typer(help=_GROUPS.get(group, inspect.getdoc(run)), invoke_without_command=True)
+            groups[group].callback()(run)
             app.add_typer(groups[group], name=group)
         groups[group].command(command)(function)
 

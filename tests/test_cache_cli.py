@@ -288,3 +288,41 @@ def test_bench_from_the_command_line(run_psctl: RunPsctl, environment: dict[str,
         done = run_psctl(*arguments, *options, **environment)
         assert done.returncode == 2, done.stderr
         assert message in done.stderr.splitlines()[-1]
+
+
+def test_profile_and_train_predictor_run_without_a_command(
+    run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path
+) -> None:
+    # Each command finds its own variables as if it had been named.
+    few = environment | {
+        "PSCTL_PROFILE_LATENCY_COMBINATIONS": "30",
+        "PSCTL_PROFILE_LATENCY_REPEATS": "1",
+        "PSCTL_PROFILE_LATENCY_MAX_BATCH_SIZE": "8",
+        "PSCTL_PROFILE_BLOCKS_NUM_PROMPTS": "6",
+        "PSCTL_PROFILE_BLOCKS_NUM_INFERENCE_STEPS": str(STEPS),
+        "PSCTL_PROFILE_BLOCKS_MAX_LAG": str(LAGS),
+    }
+    del few["PSCTL_WORKSPACE"]
+    shared = ("--workspace", tmp_path / "workspace", "--json")
+    done = run_psctl("profile", *shared, **few)
+    assert done.returncode == 0, done.stderr
+    decoder, text, said = json.JSONDecoder(), done.stdout.strip(), []
+    while text:
+        found, end = decoder.raw_decode(text)
+        said.append(found)
+        text = text[end:].strip()
+    assert Path(said[1]["table"]).name == "blocks.parquet"
+    folder = Path(said[1]["table"]).parents[1]
+    assert folder.is_relative_to(tmp_path / "workspace")
+    threshold = str(float(np.median(rows_of(folder / "tables" / "blocks.parquet")["output_mse_normalised"])))
+    done = run_psctl("train-predictor", *shared, **few | {"PSCTL_TRAIN_PREDICTOR_CACHE_THRESHOLD": threshold})
+    assert done.returncode == 0, done.stderr
+    found = {path.name for path in (folder / "predictors").glob("*.safetensors")}
+    assert found == {"latency.safetensors", "cache.safetensors"}
+
+    done = run_psctl("profile", "--model", "emoji-3", "latency", **few)
+    assert done.returncode == 2
+    assert "--model stands before latency" in done.stderr
+    done = run_psctl("train-predictor", "--workspace", tmp_path / "none", **few)
+    assert done.returncode == 2
+    assert "no table of step latencies" in done.stderr
