@@ -31,10 +31,8 @@ from .bootstrap import mean_interval
 from .clip import Clip
 from .images import batches
 from .lpips import Lpips
-from .psnr import psnr
+from .psnr import MAX_PSNR_DB, psnr
 from .ssim import ssim
-
-MAX_PSNR_DB = 100.0
 
 
 @dataclass(frozen=True, slots=True)
