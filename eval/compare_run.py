@@ -1,6 +1,6 @@
 """Two configurations compared pair by pair: from their images, or from the results of two evaluations."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from ..data.errors import UsageError
 from ..data.files import write_json
 from .eval_options import PAIRED
 from .features import features_of
-from .generate_set import MANIFEST_FILE, Manifest, read_manifest
+from .generate_set import MANIFEST_FILE, Manifest, differing_settings, read_manifest
 from .image_sets import require_same_prompts, set_of
 from .judges import Judges
 from .measure import measure_clip, measure_pairs
@@ -106,7 +106,7 @@ def compare(
         raise UsageError("fid compares with real images: give --reference DIR, or other --metrics")
     manifests = read_manifest(first), read_manifest(second)
     require_same_prompts(*manifests)
-    comparison.changed.update(_changed(manifests[0].settings, manifests[1].settings))
+    comparison.changed.update(differing_settings(manifests[0].settings, manifests[1].settings))
     judges.check(metrics)
     _compare_images((first, second), manifests, metrics, judges, seed, max_bad, start_phase, comparison)
     if "fid" in metrics and reference is not None:
@@ -190,12 +190,7 @@ def _compare_results(first: EvalResults, second: EvalResults, seed: int, compari
         comparison.differences[name] = compare_values(
             name, first.per_image[name], second.per_image[name], direction, seed
         )
-    comparison.changed.update(_changed(first.settings, second.settings))
-
-
-def _changed(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    names = sorted({*first, *second})
-    return {name: (first.get(name), second.get(name)) for name in names if first.get(name) != second.get(name)}
+    comparison.changed.update(differing_settings(first.settings, second.settings))
 
 
 def _is_set(path: Path) -> bool:
