@@ -89,7 +89,7 @@ def evaluate_model(
             "seed": options.seed,
             "resolutions": _resolutions(sizes.values()),
             "prompts_digest": manifest.prompts_digest,
-            "generated": str(folder),
+            "generated": str(folder.resolve()),
             "reference": plan.sample.name,
         },
         features_dir=shared_root / FEATURES_DIR,
@@ -188,7 +188,7 @@ def evaluate_folders(
         settings={
             **({} if manifest is None else {**manifest.settings, "prompts_digest": manifest.prompts_digest}),
             "seed": options.seed,
-            "generated": str(generated),
+            "generated": str(generated.resolve()),
             "reference": None if reference is None else str(reference),
         },
         features_dir=shared_root / FEATURES_DIR,

@@ -191,7 +191,7 @@ def _command(metric: str) -> Callable[..., None]:
             judges.check(options.metrics)
         if generated is not None:
             name = generated.resolve().name or "images"
-            with _phases(out) as start_phase:
+            with phases(out) as start_phase:
                 outcome = evaluate_folders(
                     generated,
                     reference,
@@ -204,7 +204,7 @@ def _command(metric: str) -> Callable[..., None]:
         else:
             with out.status(f"Loading {model} ..."):
                 served = load_model(model, device, dtype, engine_options, workspace=root)
-            with _phases(out) as start_phase:
+            with phases(out) as start_phase:
                 outcome = evaluate_model(
                     served,
                     plan,
@@ -249,7 +249,7 @@ eval_fid, eval_kid, eval_clip, eval_lpips, eval_psnr, eval_ssim, eval_all = map(
 
 
 @contextmanager
-def _phases(out: Output) -> "Iterator[Callable[[str, int], Callable[[int], None]]]":
+def phases(out: Output) -> "Iterator[Callable[[str, int], Callable[[int], None]]]":
     """Progress bars that appear one after the other, each when its phase begins."""
     with out.progress() as progress:
 
