@@ -26,6 +26,12 @@ USUAL_METRICS = ("psnr", "ssim", "lpips", "clip")
 StartPhase = Callable[[str, int], Callable[[int], None]]
 
 
+def check_metrics(names: tuple[str, ...]) -> None:
+    """Raise UsageError unless these are some of `COMPARE_METRICS`."""
+    if not names or any(name not in COMPARE_METRICS for name in names):
+        raise UsageError(f"metrics are {', '.join(names) or 'none'}, but must be some of {', '.join(COMPARE_METRICS)}")
+
+
 def compare(
     first: Path,
     second: Path,
@@ -66,11 +72,7 @@ def compare(
         raise UsageError(f"{first} is {_kind(kinds[0])}, and {second} is {_kind(kinds[1])}; compare two of one kind")
     if not kinds[0]:
         return _compare_results((first, second), seed)
-    unknown = [name for name in metrics if name not in COMPARE_METRICS]
-    if unknown or not metrics:
-        raise UsageError(
-            f"metrics are {', '.join(metrics) or 'none'}, but must be some of {', '.join(COMPARE_METRICS)}"
-        )
+    check_metrics(metrics)
     manifests = read_manifest(first), read_manifest(second)
     require_same_prompts(*manifests)
     truth: ImageSource | None = None
@@ -82,7 +84,8 @@ def compare(
         )
     judges.check(metrics)
     comparison = Comparison(
-        *(_side(folder, manifest) for folder, manifest in zip((first, second), manifests, strict=True)),
+        _side(first, manifests[0]),
+        _side(second, manifests[1]),
         changed=differing_settings(manifests[0].settings, manifests[1].settings),
         prompts_digest=manifests[0].prompts_digest,
     )
@@ -247,10 +250,8 @@ def _compare_results(paths: tuple[Path, Path], seed: int) -> Comparison:
             f"{', '.join(second.per_image) or '-'})"
         )
     comparison = Comparison(
-        *(
-            ComparedSide(str(path.resolve()), each.settings, each.metrics, each.cache_use)
-            for path, each in zip(paths, (first, second), strict=True)
-        ),
+        ComparedSide(str(paths[0].resolve()), first.settings, first.metrics, first.cache_use),
+        ComparedSide(str(paths[1].resolve()), second.settings, second.metrics, second.cache_use),
         changed=differing_settings(first.settings, second.settings),
         prompts_digest=digests[0],
     )

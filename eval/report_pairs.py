@@ -32,7 +32,7 @@ def choose_pairs(subject: Subject, side: ReportedSide, count: int) -> tuple[list
     """Pick pairs of a side and its original.
 
     Of `count`, two thirds are spread evenly over the prompts, so that nobody has picked them; the others are those
-    that differ most, by LPIPS or else PSNR, if that was measured.
+    that differ most, by LPIPS or else PSNR, if that was measured and they are not among the first.
 
     Returns:
         The pairs, and why there are none if there are none.
@@ -57,17 +57,16 @@ def choose_pairs(subject: Subject, side: ReportedSide, count: int) -> tuple[list
     num_spread = min(count - len(extremes), len(items))
     spread = [items[i * len(items) // num_spread] for i in range(num_spread)]
     by_id = {item.id: item for item in items}
-    chosen = [(item, False) for item in spread]
-    chosen += [(by_id[name], True) for name in extremes if name in by_id and by_id[name] not in spread]
+    chosen = dict.fromkeys([*spread, *(by_id[name] for name in extremes if name in by_id)])
     return [
         ImagePair(
             item,
             original.images / item.file,
             side.images / item.file,
             {name: values[item.id] for name, values in side.per_image.items() if item.id in values},
-            is_extreme,
+            item.id in extremes,
         )
-        for item, is_extreme in chosen
+        for item in chosen
     ], None
 
 

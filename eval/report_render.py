@@ -16,9 +16,12 @@ VERSION = 1
 TITLE = "Image quality"
 _CSS = """
 sup { color: var(--muted); font-size: 11px; }
+thead th { white-space: normal; vertical-align: bottom; }
+th, td { padding: 8px 11px; }
 td small { display: block; color: var(--muted); white-space: nowrap; }
 .under { color: var(--muted); font-size: 13px; margin: 8px 2px 0; }
 .under code { color: var(--ink); overflow-wrap: anywhere; }
+p.under { margin: 4px 0 8px; }
 .under li { margin: 2px 0; }
 .pairs { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(340px, 100%), 1fr)); gap: 18px 16px; }
 .pairs figure { margin: 0; background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 10px;

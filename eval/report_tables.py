@@ -119,7 +119,7 @@ def tables_of(subjects: Sequence[Subject]) -> list[ReportTable]:
         _original_against_ours(
             subjects,
             "clip_score",
-            "CLIP score (higher is better)",
+            "CLIP score \N{UPWARDS ARROW}",
             "How well images fit their prompts: PatchedServe's table 1.",
             "CLIP score",
             is_clip=True,
@@ -127,7 +127,7 @@ def tables_of(subjects: Sequence[Subject]) -> list[ReportTable]:
         _original_against_ours(
             subjects,
             "fid",
-            "FID to real images (lower is better)",
+            "FID to real images \N{DOWNWARDS ARROW}",
             "How far the images as a set are from real ones: PatchedServe's table 2.",
             "FID w/ G.T.",
             is_clip=False,
@@ -183,12 +183,13 @@ _QUALITY = {
     "fid_original": "FID w/ Orig.",
     "fid_truth": "FID w/ G.T.",
 }
-_ARROWS = {"psnr": "higher", "lpips": "lower", "fid": "lower"}
+# Whether more or less is better.
+_ARROWS = {"psnr": "\N{UPWARDS ARROW}", "lpips": "\N{DOWNWARDS ARROW}", "fid": "\N{DOWNWARDS ARROW}"}
 
 
 def _quality(subjects: Sequence[Subject]) -> ReportTable:
     columns = {"model": "model", "dataset": "data set", "steps": "steps", "method": "method"}
-    columns |= {name: f"{title} ({_ARROWS[name.split('_')[0]]})" for name, title in _QUALITY.items()}
+    columns |= {name: f"{title} {_ARROWS[name.split('_')[0]]}" for name, title in _QUALITY.items()}
     columns["saved"] = "computation saved"
     rows: list[dict[str, Cell]] = []
     missing: dict[str, list[str]] = {}

@@ -69,9 +69,10 @@ class EvalResults:
             raise UsageError(f"{file}: is no result of psctl eval (it has no kind {RESULTS_KIND!r})")
         if content.get("version") != VERSION:
             raise UsageError(f"{file}: is version {content.get('version')!r}, but this psctl reads version {VERSION}")
-        metrics = content.get("metrics")
-        per_image = content.get("per_image", {})
-        settings, cache_use = content.get("settings", {}), content.get("cache_use")
+        metrics: Any = content.get("metrics")
+        per_image: Any = content.get("per_image", {})
+        settings: Any = content.get("settings", {})
+        cache_use: Any = content.get("cache_use")
         for name, value in (("metrics", metrics), ("per_image", per_image), ("settings", settings)):
             if not isinstance(value, Mapping):
                 raise UsageError(f"{file}: {name} must be a mapping")

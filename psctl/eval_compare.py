@@ -145,7 +145,7 @@ def eval_compare(
         if folder is not None:
             require_folder(folder.expanduser())
     with out.status("Loading ..."):
-        from ..eval.compare_run import COMPARE_METRICS, USUAL_METRICS, compare
+        from ..eval.compare_run import COMPARE_METRICS, USUAL_METRICS, check_metrics, compare
         from ..eval.judges import Judges
         from ..eval.result_files import COMPARE_FILE
         from ..serving.loading import resolve_device
@@ -154,6 +154,7 @@ def eval_compare(
     wanted = USUAL_METRICS if metrics is None else tuple(name.strip() for name in metrics.split(","))
     if wanted == ("all",) or (metrics is None and first is None):
         wanted = COMPARE_METRICS
+    check_metrics(wanted)
     if first is None or second is None:
         options = EvalOptions(
             # Of the data set only FID needs the images.
