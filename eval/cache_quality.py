@@ -24,8 +24,7 @@ from .image_sets import FittedSample
 from .images import batches
 from .judges import Judges
 from .lpips import Lpips
-from .measure import MAX_PSNR_DB
-from .psnr import psnr
+from .psnr import MAX_PSNR_DB, psnr
 from .ssim import ssim
 
 _BATCH_SIZE = 16

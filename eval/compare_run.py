@@ -1,63 +1,35 @@
 """Two configurations compared pair by pair: from their images, or from the results of two evaluations."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ..data.datasets.base import BadEntries
 from ..data.datasets.folders import open_folder
+from ..data.datasets.loading import ImageSource
 from ..data.errors import UsageError
-from ..data.files import write_json
+from .cache_use import cache_use_of
+from .comparison import FID_TO_FIRST, ComparedSide, Comparison
 from .eval_options import PAIRED
 from .features import features_of
-from .generate_set import MANIFEST_FILE, Manifest, read_manifest
+from .generate_set import MANIFEST_FILE, Manifest, differing_settings, read_manifest
+from .ground_truth import ground_truth_of
 from .image_sets import require_same_prompts, set_of
 from .judges import Judges
-from .measure import measure_clip, measure_pairs
-from .paired import PairedResult, compare_fid, compare_values
-from .result_files import COMPARE_KIND, RESULTS_FILE, EvalResults
-from .results import MetricResult
+from .measure import measure_clip, measure_pairs, measure_sets
+from .paired import compare_fid, compare_values
+from .result_files import RESULTS_FILE, EvalResults
 
 COMPARE_METRICS = ("psnr", "ssim", "lpips", "clip", "fid")
-VERSION = 1
+USUAL_METRICS = ("psnr", "ssim", "lpips", "clip")
+"""Of sets of images, where nothing else is said: those that need no real images."""
+StartPhase = Callable[[str, int], Callable[[int], None]]
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """What the second side changed.
-
-    Attributes:
-        first, second: the two sides.
-        metrics: distances of the second side's images to the first's, by metric.
-        differences: paired differences, by metric.
-        changed: settings that differ, by name: the first's and the second's value.
-        warnings: what was left out.
-    """
-
-    first: str
-    second: str
-    metrics: dict[str, MetricResult] = field(default_factory=dict)
-    differences: dict[str, PairedResult] = field(default_factory=dict)
-    changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        """A mapping that JSON can hold, and that gates can read."""
-        return {
-            "kind": COMPARE_KIND,
-            "version": VERSION,
-            "first": self.first,
-            "second": self.second,
-            "changed": {name: list(values) for name, values in self.changed.items()},
-            "metrics": {name: each.to_json() for name, each in self.metrics.items()},
-            "differences": {name: each.to_json() for name, each in self.differences.items()},
-            "warnings": self.warnings,
-        }
-
-    def save(self, path: Path) -> None:
-        """Write the file, whole or not at all. Raises OSError."""
-        write_json(path, self.to_json())
+def check_metrics(names: tuple[str, ...]) -> None:
+    """Raise UsageError unless these are some of `COMPARE_METRICS`."""
+    if not names or any(name not in COMPARE_METRICS for name in names):
+        raise UsageError(f"metrics are {', '.join(names) or 'none'}, but must be some of {', '.join(COMPARE_METRICS)}")
 
 
 def compare(
@@ -70,112 +42,204 @@ def compare(
     seed: int = 0,
     max_bad: int = 0,
     features_dir: Path | None = None,
-    start_phase: Callable[[str, int], Callable[[int], None]] = lambda what, total: lambda count: None,
+    samples_dir: Path | None = None,
+    start_phase: StartPhase = lambda what, total: lambda count: None,
 ) -> Comparison:
     """Compare two sets of images that psctl has drawn, or two results of `psctl eval`.
 
-    Of sets, PSNR, SSIM and LPIPS say how far the second's images are from the first's; CLIP score and, with reference
-    images, FID say what that costs. Of results, every metric with values of single images is compared.
+    Of sets, PSNR, SSIM and LPIPS say how far the second's images are from the first's; CLIP score and FID say what that
+    costs. With FID, the real images are those of the data set whose captions were drawn, or of a folder; FID of each
+    side to them and of the second side to the first, and with the data set also LPIPS of each side to them.
+    Of results, every metric with values of single images is compared.
 
     Args:
         first, second: folders with a manifest, or result files or folders of `psctl eval`.
         metrics: some of `COMPARE_METRICS`; for sets only.
         judges: the networks.
-        reference: folder of real images, for FID.
+        reference: folder of real images, for FID; None for those of the data set.
         seed: of the bootstraps.
         max_bad: how many pairs may be missing or damaged.
         features_dir: where features are cached.
+        samples_dir: where samples of data sets are cached.
         start_phase: shows progress.
 
     Raises:
-        UsageError: the sides are of different kinds, or do not have the same prompts, seeds and sizes.
+        UsageError: the sides are of different kinds, do not have the same prompts, seeds and sizes, or FID is wanted
+            and there are no real images.
     """
     kinds = [_is_set(path) for path in (first, second)]
     if kinds[0] != kinds[1]:
         raise UsageError(f"{first} is {_kind(kinds[0])}, and {second} is {_kind(kinds[1])}; compare two of one kind")
-    comparison = Comparison(str(first), str(second))
     if not kinds[0]:
-        _compare_results(EvalResults.load(first), EvalResults.load(second), seed, comparison)
-        return comparison
-    unknown = [name for name in metrics if name not in COMPARE_METRICS]
-    if unknown or not metrics:
-        raise UsageError(
-            f"metrics are {', '.join(metrics) or 'none'}, but must be some of {', '.join(COMPARE_METRICS)}"
-        )
-    if "fid" in metrics and reference is None:
-        raise UsageError("fid compares with real images: give --reference DIR, or other --metrics")
+        return _compare_results((first, second), seed)
+    check_metrics(metrics)
     manifests = read_manifest(first), read_manifest(second)
     require_same_prompts(*manifests)
-    comparison.changed.update(_changed(manifests[0].settings, manifests[1].settings))
+    truth: ImageSource | None = None
+    if "fid" in metrics:
+        truth = (
+            ground_truth_of(manifests[0], max_bad=max_bad, cache_dir=samples_dir)
+            if reference is None
+            else open_folder(reference)
+        )
     judges.check(metrics)
-    _compare_images((first, second), manifests, metrics, judges, seed, max_bad, start_phase, comparison)
-    if "fid" in metrics and reference is not None:
-        # FID pairs rows of features, so none may be left out.
-        features = [
-            features_of(
-                source,
-                judges.inception,
-                judges.inception_sha256,
-                features_dir,
-                on_images=start_phase(f"{what} features", len(source.ids)),
-            )
-            for what, source in (
-                ("first", set_of(first, manifests[0])),
-                ("second", set_of(second, manifests[1])),
-                ("reference", open_folder(reference)),
-            )
-        ]
-        comparison.differences["fid"] = compare_fid(*features, seed=seed)
+    comparison = Comparison(
+        _side(first, manifests[0]),
+        _side(second, manifests[1]),
+        changed=differing_settings(manifests[0].settings, manifests[1].settings),
+        prompts_digest=manifests[0].prompts_digest,
+    )
+    for side, manifest in zip((comparison.first, comparison.second), manifests, strict=True):
+        comparison.warnings.extend(cache_use_of(Path(side.path), manifest.settings, len(manifest.items))[1])
+    sources = set_of(first, manifests[0]), set_of(second, manifests[1])
+    paired = tuple(name for name in PAIRED if name in metrics)
+    if paired:
+        _measure_distances(sources, paired, judges, seed, max_bad, start_phase, comparison)
+    if "clip" in metrics:
+        _measure_clip(sources, manifests[0], judges, seed, max_bad, start_phase, comparison)
+    if "lpips" in metrics and truth is not None and reference is None:
+        _measure_lpips_to_truth(sources, truth, judges, seed, max_bad, start_phase, comparison)
+    if truth is not None:
+        _measure_fid(sources, truth, judges, seed, features_dir, start_phase, comparison)
     return comparison
 
 
-def _compare_images(
-    folders: tuple[Path, Path],
-    manifests: tuple[Manifest, Manifest],
-    metrics: tuple[str, ...],
+def _side(folder: Path, manifest: Manifest) -> ComparedSide:
+    settings = {**manifest.settings, "num_prompts": len(manifest.items), "seed": manifest.items[0].seed}
+    sizes = dict.fromkeys((item.width, item.height) for item in manifest.items)
+    settings["resolutions"] = [
+        f"{width}x{height}" for width, height in sorted(sizes, key=lambda size: size[0] * size[1])
+    ]
+    return ComparedSide(str(folder.resolve()), settings, cache_use=cache_use_of(folder, settings, None)[0])
+
+
+def _measure_distances(
+    sources: tuple[ImageSource, ImageSource],
+    names: tuple[str, ...],
     judges: Judges,
     seed: int,
     max_bad: int,
-    start_phase: Callable[[str, int], Callable[[int], None]],
+    start_phase: StartPhase,
     comparison: Comparison,
 ) -> None:
-    one, other = (set_of(folder, manifest) for folder, manifest in zip(folders, manifests, strict=True))
-    paired = tuple(name for name in PAIRED if name in metrics)
-    if paired:
-        bad = BadEntries(f"{other.name} against {one.name}", max_bad)
-        found, _ = measure_pairs(
-            paired,
-            other,
-            one,
-            lpips=judges.lpips if "lpips" in paired else None,
+    """PSNR, SSIM and LPIPS of the second side's images to the first's."""
+    one, other = sources
+    bad = BadEntries(f"{other.name} against {one.name}", max_bad)
+    found, values = measure_pairs(
+        names,
+        other,
+        one,
+        lpips=judges.lpips if "lpips" in names else None,
+        seed=seed,
+        bad=bad,
+        details={"lpips": judges.lpips_details()} if "lpips" in names else None,
+        on_images=start_phase("pairs", len(one.ids)),
+    )
+    comparison.metrics.update(found)
+    comparison.per_image.update(values)
+    comparison.warnings.extend(f"pair left out: {each}" for each in bad.found)
+
+
+def _measure_clip(
+    sources: tuple[ImageSource, ImageSource],
+    manifest: Manifest,
+    judges: Judges,
+    seed: int,
+    max_bad: int,
+    start_phase: StartPhase,
+    comparison: Comparison,
+) -> None:
+    captions = {item.id: item.prompt for item in manifest.items}
+    all_values, name, details = [], "", judges.clip_details()
+    for what, source, side in _sides(sources, comparison):
+        result, values = measure_clip(
+            judges.clip,
+            judges.clip_name,
+            source,
+            captions,
             seed=seed,
-            bad=bad,
-            details={"lpips": judges.lpips_details()} if "lpips" in paired else None,
-            on_images=start_phase("pairs", len(one.ids)),
+            bad=BadEntries(source.name, max_bad),
+            details=details,
+            on_images=start_phase(f"CLIP score of the {what}", len(source.ids)),
         )
-        comparison.metrics.update(found)
-        comparison.warnings.extend(f"pair left out: {each}" for each in bad.found)
-    if "clip" in metrics:
-        captions = {item.id: item.prompt for item in manifests[0].items}
-        sides = []
-        for what, source in (("first", one), ("second", other)):
-            result, values = measure_clip(
-                judges.clip,
-                judges.clip_name,
-                source,
-                captions,
-                bad=BadEntries(source.name, max_bad),
-                on_images=start_phase(f"CLIP score of the {what}", len(source.ids)),
-            )
-            sides.append((result.name, values))
-        # An image that is bad on one side leaves its partner without a pair.
-        common = sides[0][1].keys() & sides[1][1].keys()
-        name = sides[0][0]
-        first, second = ({key: each[key] for key in sorted(common)} for _, each in sides)
-        comparison.differences[name] = compare_values(name, first, second, "higher", seed)
+        name, side.metrics[result.name] = result.name, result
+        all_values.append(values)
+    # An image that is bad on one side leaves its partner without a pair.
+    common = sorted(all_values[0].keys() & all_values[1].keys())
+    one, other = ({key: each[key] for key in common} for each in all_values)
+    comparison.differences[name] = compare_values(name, one, other, "higher", seed)
 
 
-def _compare_results(first: EvalResults, second: EvalResults, seed: int, comparison: Comparison) -> None:
+def _measure_lpips_to_truth(
+    sources: tuple[ImageSource, ImageSource],
+    truth: ImageSource,
+    judges: Judges,
+    seed: int,
+    max_bad: int,
+    start_phase: StartPhase,
+    comparison: Comparison,
+) -> None:
+    all_values = []
+    for what, source, side in _sides(sources, comparison):
+        found, values = measure_pairs(
+            ("lpips",),
+            source,
+            truth,
+            lpips=judges.lpips,
+            seed=seed,
+            bad=BadEntries(f"{source.name} against {truth.name}", max_bad),
+            details={"lpips": judges.lpips_details() | {"reference": truth.name}},
+            on_images=start_phase(f"{what} against real images", len(source.ids)),
+        )
+        side.metrics.update(found)
+        all_values.append(values["lpips"])
+    common = sorted(all_values[0].keys() & all_values[1].keys())
+    one, other = ({key: each[key] for key in common} for each in all_values)
+    comparison.differences["lpips"] = compare_values("lpips", one, other, "lower", seed)
+
+
+def _measure_fid(
+    sources: tuple[ImageSource, ImageSource],
+    truth: ImageSource,
+    judges: Judges,
+    seed: int,
+    features_dir: Path | None,
+    start_phase: StartPhase,
+    comparison: Comparison,
+) -> None:
+    """FID of each side to real images, of the second side to the first, and what the second side changed."""
+    # FID pairs rows of features, so none may be left out.
+    one, other, real = (
+        features_of(
+            source,
+            judges.inception,
+            judges.inception_sha256,
+            features_dir,
+            on_images=start_phase(f"{what} features", len(source.ids)),
+        )
+        for what, source in (("first", sources[0]), ("second", sources[1]), ("real", truth))
+    )
+    details = judges.inception_details() | {"reference": truth.name}
+    warnings: list[str] = []
+    for features, side in ((one, comparison.first), (other, comparison.second)):
+        found, more = measure_sets(("fid",), features, real, seed=seed, details=details)
+        side.metrics.update(found)
+        warnings += more
+    details |= {"reference": sources[0].name}
+    found, more = measure_sets(("fid",), other, one, seed=seed, details=details)
+    comparison.metrics[FID_TO_FIRST] = replace(found["fid"], name=FID_TO_FIRST)
+    comparison.warnings.extend(dict.fromkeys(warnings + more))
+    comparison.differences["fid"] = compare_fid(one, other, real, seed=seed)
+
+
+def _sides(
+    sources: tuple[ImageSource, ImageSource], comparison: Comparison
+) -> list[tuple[str, ImageSource, ComparedSide]]:
+    return [("first", sources[0], comparison.first), ("second", sources[1], comparison.second)]
+
+
+def _compare_results(paths: tuple[Path, Path], seed: int) -> Comparison:
+    first, second = (EvalResults.load(path) for path in paths)
     digests = [each.settings.get("prompts_digest") for each in (first, second)]
     if None not in digests and digests[0] != digests[1]:
         raise UsageError("the two results are of other prompts, seeds or sizes, so there are no pairs to compare")
@@ -185,17 +249,18 @@ def _compare_results(first: EvalResults, second: EvalResults, seed: int, compari
             f"the two results share no metric of single images (first: {', '.join(first.per_image) or '-'}; second: "
             f"{', '.join(second.per_image) or '-'})"
         )
+    comparison = Comparison(
+        ComparedSide(str(paths[0].resolve()), first.settings, first.metrics, first.cache_use),
+        ComparedSide(str(paths[1].resolve()), second.settings, second.metrics, second.cache_use),
+        changed=differing_settings(first.settings, second.settings),
+        prompts_digest=digests[0],
+    )
     for name in common:
         direction = first.metrics[name].direction
         comparison.differences[name] = compare_values(
             name, first.per_image[name], second.per_image[name], direction, seed
         )
-    comparison.changed.update(_changed(first.settings, second.settings))
-
-
-def _changed(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    names = sorted({*first, *second})
-    return {name: (first.get(name), second.get(name)) for name in names if first.get(name) != second.get(name)}
+    return comparison
 
 
 def _is_set(path: Path) -> bool:

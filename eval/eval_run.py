@@ -5,7 +5,7 @@ decides them, features by the content of their images.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +15,11 @@ from ..data.datasets.loading import ImageSource
 from ..data.errors import UsageError
 from ..data.resolution import Resolution
 from ..data.workspace import ModelWorkspace
+from .cache_use import cache_use_of
 from .eval_options import FEATURES_DIR, PAIRED, SETWISE, EvalOptions, EvalPlan
 from .features import features_of
 from .generate_set import MANIFEST_FILE, Manifest, generate_set, generation_settings, num_steps_missing, read_manifest
-from .image_sets import FittedSample, set_of, sources_of_pairs
+from .image_sets import fitted_sample, set_of, sources_of_pairs
 from .judges import Judges
 from .measure import measure_clip, measure_pairs, measure_sets
 from .result_files import RESULTS_FILE, EvalResults
@@ -73,46 +74,79 @@ def evaluate_model(
         KeyboardInterrupt: on Ctrl-C; images and features that are finished are kept.
     """
     judges.check(options.metrics)
+    drawn = draw_set(model, plan, options, workspace, images_dir=images_dir, start_phase=start_phase)
+    manifest, folder = drawn.manifest, drawn.folder
+    sizes = {item.id: Resolution(item.width, item.height) for item in manifest.items}
+    results = measure(
+        options,
+        judges,
+        set_of(folder, manifest),
+        fitted_sample(plan.sample, sizes) if plan.sample.has_images else None,
+        {item.id: item.prompt for item in manifest.items},
+        settings={
+            **manifest.settings,
+            "num_prompts": len(plan.items),
+            "seed": options.seed,
+            "resolutions": _resolutions(sizes.values()),
+            "prompts_digest": manifest.prompts_digest,
+            "generated": str(folder.resolve()),
+            "reference": plan.sample.name,
+        },
+        features_dir=shared_root / FEATURES_DIR,
+        start_phase=start_phase,
+    )
+    results.warnings.extend([f"image failed: {reason}" for reason in drawn.failed])
+    return _write(results, workspace, folder)
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnSet:
+    """A set of images that is complete, but for those that failed: why, one line each."""
+
+    folder: Path
+    manifest: Manifest
+    failed: tuple[str, ...]
+
+
+def draw_set(
+    model: "ServedModel",
+    plan: EvalPlan,
+    options: EvalOptions,
+    workspace: ModelWorkspace,
+    *,
+    images_dir: Path | None = None,
+    start_phase: StartPhase = _silent,
+    what: str = "denoising steps",
+) -> DrawnSet:
+    """Draw what is missing of the plan's images, through the engine as it serves.
+
+    Args:
+        model, plan, options, workspace, images_dir, start_phase: as in `evaluate_model`.
+        what: name of the phase.
+
+    Raises:
+        UsageError, RunError, KeyboardInterrupt: as `generate_set`.
+    """
     settings = generation_settings(
         model,
         policy=options.policy,
         num_inference_steps=plan.num_inference_steps,
         guidance_scale=plan.guidance_scale,
         dataset=options.dataset,
+        **({"max_batch_size": options.max_batch_size} if model.options.cache.is_on else {}),
     )
     manifest = Manifest(plan.items, settings)
     folder = images_dir or workspace.runs / f"images-{manifest.digest[:16]}"
     model.tune([Resolution(item.width, item.height) for item in plan.items], workspace.tables)
-    advance = start_phase("denoising steps", num_steps_missing(folder, manifest))
     failed = generate_set(
         model,
         folder,
         manifest,
         max_batch_size=options.max_batch_size,
         max_bad=options.max_bad,
-        on_step=advance,
+        on_step=start_phase(what, num_steps_missing(folder, manifest)),
     )
-    sizes = {item.id: Resolution(item.width, item.height) for item in manifest.items}
-    results = measure(
-        options,
-        judges,
-        set_of(folder, manifest),
-        FittedSample(plan.sample, sizes) if plan.sample.has_images else None,
-        {item.id: item.prompt for item in manifest.items},
-        settings={
-            **settings,
-            "num_prompts": len(plan.items),
-            "seed": options.seed,
-            "resolutions": _resolutions(sizes.values()),
-            "prompts_digest": manifest.prompts_digest,
-            "generated": str(folder),
-            "reference": plan.sample.name,
-        },
-        features_dir=shared_root / FEATURES_DIR,
-        start_phase=start_phase,
-    )
-    results.warnings.extend([f"image failed: {reason}" for reason in failed])
-    return _write(results, workspace, folder)
+    return DrawnSet(folder, manifest, failed)
 
 
 def evaluate_folders(
@@ -154,7 +188,7 @@ def evaluate_folders(
         settings={
             **({} if manifest is None else {**manifest.settings, "prompts_digest": manifest.prompts_digest}),
             "seed": options.seed,
-            "generated": str(generated),
+            "generated": str(generated.resolve()),
             "reference": None if reference is None else str(reference),
         },
         features_dir=shared_root / FEATURES_DIR,
@@ -250,6 +284,8 @@ def measure(
 
 
 def _write(results: EvalResults, workspace: ModelWorkspace, images_dir: Path) -> EvalOutcome:
+    use, warnings = cache_use_of(images_dir, results.settings, results.settings.get("num_prompts"))
+    results = replace(results, cache_use=use, warnings=[*results.warnings, *warnings])
     run_dir = workspace.new_run(RUN_KIND)
     results.save(run_dir / RESULTS_FILE)
     return EvalOutcome(results, run_dir, images_dir)

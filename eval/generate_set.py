@@ -16,6 +16,7 @@ from ..data.errors import RunError, UsageError
 from ..data.files import require_folder, write_json
 from ..data.requests import MAX_SEED, Request
 from ..data.resolution import Resolution
+from .cache_use import CacheMeter
 from .result_files import read_json
 
 if TYPE_CHECKING:
@@ -112,11 +113,17 @@ def generation_settings(
 ) -> dict[str, Any]:
     """What decides the images of a set. All engine options go in by their names, also those of later versions.
 
+    The cache goes in by its rules and the content of its predictor. Patches then depend a little on what else is in the
+    batch, so where there is a cache, what fills batches belongs to `more`, too.
+
     Args:
         model: the loaded model.
         policy: who joins the batch and when.
         num_inference_steps, guidance_scale: of every request.
         more: whatever else decides them, such as the data set.
+
+    Raises:
+        OSError: the file of the cache's predictor cannot be read.
     """
     return {
         "model": model.name,
@@ -127,6 +134,7 @@ def generation_settings(
         "num_inference_steps": num_inference_steps,
         "guidance_scale": guidance_scale,
         **asdict(model.options),
+        "cache": model.options.cache.identity(),
         **more,
     }
 
@@ -180,6 +188,8 @@ def generate_set(
 ) -> tuple[str, ...]:
     """Draw the missing images of a set through the engine; each is saved whole as soon as it is drawn.
 
+    What a cache saved meanwhile is added to `cache-use.json` in the folder.
+
     Args:
         model: the loaded model, tuned, for which the manifest's settings were made.
         folder: of the set.
@@ -204,6 +214,7 @@ def generate_set(
         model.check_request(request)
     missing = open_set(folder, manifest)
     failed: list[str] = []
+    meter = CacheMeter(model, folder)
     for first in range(0, len(missing), _CHUNK):
         chunk = missing[first : first + _CHUNK]
         files = {requests[item.file].request_id: folder / item.file for item in chunk}
@@ -218,6 +229,7 @@ def generate_set(
             engine.submit(requests[item.file])
         engine.close()
         result = engine.run()
+        meter.note(sum(record.status == "completed" for record in result.records))
         if result.was_interrupted:
             raise KeyboardInterrupt
         bad = [record for record in result.records if record.status != "completed"]
@@ -250,16 +262,35 @@ def _request(index: int, item: ImageItem, settings: Mapping[str, Any]) -> Reques
 def _require_same(folder: Path, found: Manifest, wanted: Manifest) -> None:
     if found.digest == wanted.digest:
         return
-    names = {*found.settings, *wanted.settings}
-    differing = sorted(name for name in names if found.settings.get(name) != wanted.settings.get(name))
-    if differing:
-        name = differing[0]
-        what = f"{name} is {wanted.settings.get(name)!r}, but its images were drawn with {found.settings.get(name)!r}"
+    if differing := differing_settings(wanted.settings, found.settings):
+        name, (asked, drawn) = next(iter(differing.items()))
+        what = f"{name} is {asked!r}, but its images were drawn with {drawn!r}"
     elif len(found.items) != len(wanted.items):
         what = f"{len(wanted.items)} images were asked for, but it is a set of {len(found.items)}"
     else:
         what = "its prompts, seeds or sizes are others"
     raise UsageError(f"{folder}: holds another set of images: {what}; give another folder")
+
+
+def differing_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Settings that differ, by name: the values of both, None for one that is not there.
+
+    Those of the cache stand by themselves, as `cache.threshold`.
+    """
+    one, other = flat_settings(first), flat_settings(second)
+    names = sorted({*one, *other})
+    return {name: (one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)}
+
+
+def flat_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings without mappings inside: {"cache": {"mode": "off"}} gives {"cache.mode": "off"}."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            found |= {f"{name}.{key}": each for key, each in flat_settings(value).items()}
+        else:
+            found[name] = value
+    return found
 
 
 def _digest(content: Any) -> str:

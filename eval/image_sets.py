@@ -1,6 +1,6 @@
 """What is measured: generated images and the references that they are held against, under the same ids."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,82 +15,58 @@ from .generate_set import Manifest
 
 
 @dataclass(frozen=True)
-class NamedFiles:
-    """Images of a folder under ids of their own; an `ImageSource`.
+class GivenImages:
+    """Images of another source under ids, or in sizes, of their own; an `ImageSource`."""
 
-    Attributes:
-        folder: where they lie.
-        files: id of each image in `folder`, by the id that it has here.
-    """
-
-    folder: ImageFolder
-    files: Mapping[str, str]
-
-    @property
-    def name(self) -> str:
-        return self.folder.name
-
-    @property
-    def ids(self) -> Sequence[str]:
-        return tuple(self.files)
-
-    @property
-    def reading_order(self) -> Sequence[str]:
-        return self.ids
-
-    def open_image(self, image_id: str) -> Image.Image:
-        return self.folder.open_image(self.files[image_id])
-
-    def content(self, image_id: str) -> bytes:
-        return self.folder.content(self.files[image_id])
+    name: str
+    ids: Sequence[str]
+    reading_order: Sequence[str]
+    open_image: Callable[[str], Image.Image]
+    content: Callable[[str], bytes]
 
 
-@dataclass(frozen=True)
-class FittedSample:
-    """Real images of a sample, each cut and scaled to the size of the generated one; an `ImageSource`.
+def named_files(folder: ImageFolder, files: Mapping[str, str]) -> GivenImages:
+    """Images of a folder under ids of their own; `files` has the id of each in `folder` by the id that it has here."""
+    ids = tuple(files)
+    return GivenImages(
+        folder.name,
+        ids,
+        ids,
+        lambda image_id: folder.open_image(files[image_id]),
+        lambda image_id: folder.content(files[image_id]),
+    )
+
+
+def fitted_sample(sample: Sample, sizes: Mapping[str, Resolution]) -> GivenImages:
+    """Real images of a sample, each cut and scaled to the size of the generated one.
 
     Metrics of pairs need equal sizes, and a set of small generated images would otherwise be told from a set of large
     real ones by nothing but its blur.
     """
-
-    sample: Sample
-    sizes: Mapping[str, Resolution]
-
-    @property
-    def name(self) -> str:
-        return self.sample.name
-
-    @property
-    def ids(self) -> Sequence[str]:
-        return self.sample.ids
-
-    @property
-    def reading_order(self) -> Sequence[str]:
-        return self.sample.reading_order
-
-    def open_image(self, image_id: str) -> Image.Image:
-        return fitted(self.sample.open_image(image_id), self.sizes[image_id], "center-square")
-
-    def content(self, image_id: str) -> bytes:
+    return GivenImages(
+        sample.name,
+        sample.ids,
+        sample.reading_order,
+        lambda image_id: fitted(sample.open_image(image_id), sizes[image_id], "center-square"),
         # The size belongs to the content, or features of another size would be taken for these.
-        return str(self.sizes[image_id]).encode() + b"|" + self.sample.content(image_id)
+        lambda image_id: str(sizes[image_id]).encode() + b"|" + sample.content(image_id),
+    )
 
 
-def set_of(root: Path, manifest: Manifest) -> NamedFiles:
+def set_of(root: Path, manifest: Manifest) -> GivenImages:
     """The images of a generated set by the ids of their text-image pairs.
 
     A missing file is met when it is read, and counts as bad then.
     """
-    return NamedFiles(
-        ImageFolder(root, tuple(item.file for item in manifest.items)), {item.id: item.file for item in manifest.items}
-    )
+    folder = ImageFolder(root, tuple(item.file for item in manifest.items))
+    return named_files(folder, {item.id: item.file for item in manifest.items})
 
 
-def sources_of_pairs(pairs: FolderPairs) -> tuple[NamedFiles, NamedFiles]:
+def sources_of_pairs(pairs: FolderPairs) -> tuple[GivenImages, GivenImages]:
     """Generated and reference images of two folders by the stems that they share."""
     return (
-        NamedFiles(pairs.generated, dict(zip(pairs.stems, pairs.generated_ids, strict=True))),
-        NamedFiles(pairs.reference, dict(zip(pairs.stems, pairs.reference_ids, strict=True))),
+        named_files(pairs.generated, dict(zip(pairs.stems, pairs.generated_ids, strict=True))),
+        named_files(pairs.reference, dict(zip(pairs.stems, pairs.reference_ids, strict=True))),
     )
 
 

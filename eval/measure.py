@@ -18,7 +18,7 @@ from .fid_stats import USUAL_NUM_IMAGES, fid_infinity, fid_interval
 from .images import batches
 from .kid import kid_of_features
 from .lpips import Lpips
-from .psnr import psnr
+from .psnr import MAX_PSNR_DB, psnr
 from .results import Direction, MetricResult
 from .ssim import ssim
 
@@ -27,8 +27,6 @@ PAIR_METRICS: dict[str, tuple[str, Direction]] = {
     "ssim": ("", "higher"),
     "lpips": ("", "lower"),
 }
-MAX_PSNR_DB = 100.0
-"""What equal images count as, whose PSNR is infinite. The smallest change of a 256 x 256 image gives 101 dB."""
 BATCH_SIZE = 16
 
 OnImages = Callable[[int], None]

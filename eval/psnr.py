@@ -7,6 +7,9 @@ import numpy as np
 from ..data.errors import UsageError
 from .images import AnyImage, to_array
 
+MAX_PSNR_DB = 100.0
+"""What equal images count as, whose PSNR is infinite. The smallest change of a 256 x 256 image gives 101 dB."""
+
 
 def psnr(image: AnyImage, reference: AnyImage) -> float:
     """PSNR in dB: 10 log10(255^2 / mean squared error over all pixels and channels); infinite for equal images.

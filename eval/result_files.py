@@ -27,12 +27,14 @@ class EvalResults:
             have none.
         settings: what was evaluated, and how.
         warnings: what a reader must know, such as too few images for FID.
+        cache_use: what the patch cache saved while the images were drawn (`CacheUse.describe`); None without a cache.
     """
 
     metrics: dict[str, MetricResult]
     per_image: dict[str, dict[str, float]] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    cache_use: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """A mapping that JSON can hold."""
@@ -40,6 +42,7 @@ class EvalResults:
             "kind": RESULTS_KIND,
             "version": VERSION,
             "settings": self.settings,
+            **({} if self.cache_use is None else {"cache_use": self.cache_use}),
             "metrics": {name: metric.to_json() for name, metric in self.metrics.items()},
             "warnings": self.warnings,
             "per_image": self.per_image,
@@ -66,15 +69,21 @@ class EvalResults:
             raise UsageError(f"{file}: is no result of psctl eval (it has no kind {RESULTS_KIND!r})")
         if content.get("version") != VERSION:
             raise UsageError(f"{file}: is version {content.get('version')!r}, but this psctl reads version {VERSION}")
-        metrics = content.get("metrics")
-        per_image = content.get("per_image", {})
-        if not isinstance(metrics, Mapping) or not isinstance(per_image, Mapping):
-            raise UsageError(f"{file}: metrics and per_image must be mappings")
+        metrics: Any = content.get("metrics")
+        per_image: Any = content.get("per_image", {})
+        settings: Any = content.get("settings", {})
+        cache_use: Any = content.get("cache_use")
+        for name, value in (("metrics", metrics), ("per_image", per_image), ("settings", settings)):
+            if not isinstance(value, Mapping):
+                raise UsageError(f"{file}: {name} must be a mapping")
+        if cache_use is not None and not isinstance(cache_use, Mapping):
+            raise UsageError(f"{file}: cache_use must be a mapping or null")
         try:
             results = {str(name): MetricResult.from_json(each) for name, each in metrics.items()}
         except UsageError as error:
             raise UsageError(f"{file}: {error}") from error
-        return cls(results, dict(per_image), dict(content.get("settings", {})), list(content.get("warnings", [])))
+        warnings = list(content.get("warnings", []))
+        return cls(results, dict(per_image), dict(settings), warnings, None if cache_use is None else dict(cache_use))
 
 
 def read_json(file: Path) -> dict[str, Any]:

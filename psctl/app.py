@@ -20,6 +20,7 @@ from .bench_cache import bench_cache
 from .doctor import doctor
 from .eval import eval_all, eval_clip, eval_fid, eval_kid, eval_lpips, eval_psnr, eval_ssim
 from .eval_compare import eval_compare
+from .eval_report import eval_report
 from .gate import gate
 from .generate import generate
 from .groups import profile, train_predictor
@@ -51,6 +52,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("eval psnr", eval_psnr),
     ("eval ssim", eval_ssim),
     ("eval compare", eval_compare),
+    ("eval report", eval_report),
     ("gate", gate),
     ("bench steps", bench_steps),
     ("bench cache", bench_cache),

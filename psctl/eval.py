@@ -11,28 +11,60 @@ from ..data.errors import UsageError
 from ..data.files import require_folder, write_json
 from ..data.workspace import DEFAULT_WORKSPACE, Workspace
 from .options import (
+    Cache,
+    CacheInterval,
+    CacheMemory,
+    CachePatchSize,
+    CachePredictorFile,
+    CacheThreshold,
     Device,
     DType,
     EngineChoice,
     Json,
     Kernels,
+    MaxReuse,
     Model,
     Order,
     PatchSize,
     Quiet,
     Seed,
     Strategy,
+    WarmupSteps,
     WorkspaceRoot,
+    cache_options,
 )
 from .output import Output
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
+    from rich.console import RenderableType
     from rich.table import Table
 
+    from ..eval.result_files import EvalResults
     from ..eval.results import MetricResult
 
+Dataset = Annotated[
+    str,
+    typer.Option(
+        "--dataset",
+        metavar="emoji|coco:PATH|...",
+        help="Captions to draw and images to compare with: emoji, coco:, diffusiondb:, imagefolder:, parquet:.",
+    ),
+]
+NumPrompts = Annotated[int, typer.Option("--num-prompts", min=1, help="Text-image pairs of the set.")]
+Resolutions = Annotated[
+    str | None,
+    typer.Option("--resolutions", metavar="SIZE,...", help="Taken in turn. Default: those of the model."),
+]
+NumInferenceSteps = Annotated[
+    int | None, typer.Option("--num-inference-steps", min=1, help="Denoising steps. Default: the model's own.")
+]
+GuidanceScale = Annotated[
+    float | None, typer.Option("--guidance-scale", help="Classifier-free guidance. Default: the model's own.")
+]
+Policy = Annotated[str, typer.Option("--policy", help="Who joins the batch and when.")]
+MaxBatchSize = Annotated[int, typer.Option("--max-batch-size", min=1, help="Requests in a batch.")]
 ClipModel = Annotated[
     str,
     typer.Option(
@@ -64,28 +96,13 @@ def _command(metric: str) -> Callable[..., None]:
     """The commands differ in their metric only."""
 
     def command(
-        dataset: Annotated[
-            str,
-            typer.Option(
-                "--dataset",
-                metavar="emoji|coco:PATH|...",
-                help="Captions to draw and images to compare with: emoji, coco:, diffusiondb:, imagefolder:, parquet:.",
-            ),
-        ] = "emoji",
-        num_prompts: Annotated[int, typer.Option("--num-prompts", min=1, help="Text-image pairs of the set.")] = 256,
-        resolutions: Annotated[
-            str | None,
-            typer.Option("--resolutions", metavar="SIZE,...", help="Taken in turn. Default: those of the model."),
-        ] = None,
-        num_inference_steps: Annotated[
-            int | None,
-            typer.Option("--num-inference-steps", min=1, help="Denoising steps. Default: the model's own."),
-        ] = None,
-        guidance_scale: Annotated[
-            float | None, typer.Option("--guidance-scale", help="Classifier-free guidance. Default: the model's own.")
-        ] = None,
-        policy: Annotated[str, typer.Option("--policy", help="Who joins the batch and when.")] = "bucketed",
-        max_batch_size: Annotated[int, typer.Option("--max-batch-size", min=1, help="Requests in a batch.")] = 16,
+        dataset: Dataset = "emoji",
+        num_prompts: NumPrompts = 256,
+        resolutions: Resolutions = None,
+        num_inference_steps: NumInferenceSteps = None,
+        guidance_scale: GuidanceScale = None,
+        policy: Policy = "bucketed",
+        max_batch_size: MaxBatchSize = 16,
         images: Annotated[
             Path | None,
             typer.Option("--images", file_okay=False, help="Folder of the drawn images. Default: in the workspace."),
@@ -112,6 +129,14 @@ def _command(metric: str) -> Callable[..., None]:
         patch_size: PatchSize = None,
         strategy: Strategy = "auto",
         kernels: Kernels = "auto",
+        cache: Cache = "off",
+        cache_threshold: CacheThreshold = None,
+        cache_predictor: CachePredictorFile = None,
+        cache_interval: CacheInterval = 3,
+        cache_patch_size: CachePatchSize = 8,
+        max_reuse: MaxReuse = 4,
+        warmup_steps: WarmupSteps = 3,
+        cache_memory: CacheMemory = 2048,
         workspace: WorkspaceRoot = Path(DEFAULT_WORKSPACE),
         json: Json = False,
         quiet: Quiet = False,
@@ -133,12 +158,24 @@ def _command(metric: str) -> Callable[..., None]:
             max_batch_size,
             max_bad,
         )
-        engine_options = EngineOptions(engine, order, patch_size, strategy, kernels)
+        reuse = cache_options(
+            cache,
+            cache_threshold,
+            cache_predictor,
+            cache_interval,
+            cache_patch_size,
+            max_reuse,
+            warmup_steps,
+            cache_memory,
+        )
+        engine_options = EngineOptions(engine, order, patch_size, strategy, kernels, reuse)
         root = Workspace(workspace)
         if generated is None and reference is not None:
             raise UsageError("--reference belongs to --generated; a model is compared with the images of --dataset")
         if generated is not None and images is not None:
             raise UsageError("--images says where drawn images go, but with --generated nothing is drawn")
+        if generated is not None and reuse.is_on:
+            raise UsageError("--cache says how images are drawn, but with --generated nothing is drawn")
         for folder in (workspace, None if output_file is None else output_file.absolute().parent):
             if folder is not None:
                 require_folder(folder.expanduser())
@@ -154,7 +191,7 @@ def _command(metric: str) -> Callable[..., None]:
             judges.check(options.metrics)
         if generated is not None:
             name = generated.resolve().name or "images"
-            with _phases(out) as start_phase:
+            with phases(out) as start_phase:
                 outcome = evaluate_folders(
                     generated,
                     reference,
@@ -166,8 +203,8 @@ def _command(metric: str) -> Callable[..., None]:
                 )
         else:
             with out.status(f"Loading {model} ..."):
-                served = load_model(model, device, dtype, engine_options)
-            with _phases(out) as start_phase:
+                served = load_model(model, device, dtype, engine_options, workspace=root)
+            with phases(out) as start_phase:
                 outcome = evaluate_model(
                     served,
                     plan,
@@ -184,7 +221,7 @@ def _command(metric: str) -> Callable[..., None]:
             write_json(output_file.expanduser(), results.to_json())
         out.data(
             content | {"run_dir": outcome.run_dir, "images_dir": outcome.images_dir},
-            table=lambda: metric_table(list(results.metrics.values())),
+            table=lambda: _tables(results),
         )
         for warning in results.warnings:
             out.warn(warning)
@@ -201,6 +238,8 @@ def _command(metric: str) -> Callable[..., None]:
 
         psctl eval {metric} --dataset coco:~/coco --num-prompts 5000 --model DIR --policy bucketed
 
+        psctl eval {metric} --cache patch --cache-predictor cache.safetensors
+
         psctl eval {metric} --generated images --reference originals --json
     """
     return command
@@ -210,7 +249,7 @@ eval_fid, eval_kid, eval_clip, eval_lpips, eval_psnr, eval_ssim, eval_all = map(
 
 
 @contextmanager
-def _phases(out: Output) -> "Iterator[Callable[[str, int], Callable[[int], None]]]":
+def phases(out: Output) -> "Iterator[Callable[[str, int], Callable[[int], None]]]":
     """Progress bars that appear one after the other, each when its phase begins."""
     with out.progress() as progress:
 
@@ -219,6 +258,20 @@ def _phases(out: Output) -> "Iterator[Callable[[str, int], Callable[[int], None]
             return lambda count: progress.advance(task, count)
 
         yield start
+
+
+def _tables(results: "EvalResults") -> "RenderableType":
+    from rich.console import Group
+
+    parts: list[RenderableType] = [metric_table(list(results.metrics.values()))]
+    if results.cache_use is not None:
+        parts.append(cache_line(results.settings["cache"]["mode"], results.cache_use))
+    return Group(*parts)
+
+
+def cache_line(mode: str, use: "Mapping[str, Any]") -> str:
+    """What a cache saved, for people; `use` as `CacheUse.describe` gives it."""
+    return f"cache {mode}: {use['saved_computation']:.1%} of computation saved ({use['num_images']} images)"
 
 
 def metric_table(results: "list[MetricResult]") -> "Table":

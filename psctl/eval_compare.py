@@ -1,81 +1,238 @@
 """`psctl eval compare`: two configurations, the same prompts and seeds."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..data.errors import UsageError
 from ..data.files import require_folder
 from ..data.workspace import DEFAULT_WORKSPACE, Workspace
-from .eval import ClipModel, FidWeights, LpipsWeights, MaxBad, _phases, interval_text, metric_table
-from .options import Device, Json, Quiet, Seed, WorkspaceRoot
+from .eval import (
+    ClipModel,
+    Dataset,
+    FidWeights,
+    GuidanceScale,
+    LpipsWeights,
+    MaxBad,
+    MaxBatchSize,
+    NumInferenceSteps,
+    NumPrompts,
+    Policy,
+    Resolutions,
+    cache_line,
+    interval_text,
+    metric_table,
+    phases,
+)
+from .options import (
+    Cache,
+    CacheInterval,
+    CacheMemory,
+    CachePatchSize,
+    CachePredictorFile,
+    CacheThreshold,
+    Device,
+    DType,
+    Json,
+    Kernels,
+    MaxReuse,
+    Model,
+    Order,
+    PatchSize,
+    Quiet,
+    Seed,
+    Strategy,
+    WarmupSteps,
+    WorkspaceRoot,
+    cache_options,
+)
 from .output import Output
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from ..eval.compare_run import Comparison
+    from ..eval.comparison import Comparison
+    from ..eval.eval_options import EvalOptions
+    from ..serving.stepper import EngineOptions
+
+_KIND = "compare"
 
 
 def eval_compare(
-    first: Annotated[Path, typer.Argument(metavar="A", help="Images drawn by eval, or its result: the original.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="The same of the other configuration.")],
+    first: Annotated[
+        Path | None, typer.Argument(metavar="[A]", help="Images drawn by eval, or its result: the original.")
+    ] = None,
+    second: Annotated[Path | None, typer.Argument(metavar="[B]", help="The same of the other configuration.")] = None,
     metrics: Annotated[
-        str, typer.Option("--metrics", help="Of images: some of psnr,ssim,lpips,clip,fid.")
-    ] = "psnr,ssim,lpips,clip",
-    reference: Annotated[Path | None, typer.Option("--reference", help="Folder of real images, for fid.")] = None,
+        str | None,
+        typer.Option(
+            "--metrics",
+            help="Of images: all, or some of psnr,ssim,lpips,clip,fid. Default: all; of A and B without fid.",
+        ),
+    ] = None,
+    reference: Annotated[
+        Path | None,
+        typer.Option("--reference", help="Folder of real images, for fid. Default: those of the data set drawn."),
+    ] = None,
+    dataset: Dataset = "emoji",
+    num_prompts: NumPrompts = 256,
+    resolutions: Resolutions = None,
+    num_inference_steps: NumInferenceSteps = None,
+    guidance_scale: GuidanceScale = None,
+    policy: Policy = "bucketed",
+    max_batch_size: MaxBatchSize = 16,
     clip_model: ClipModel = "emoji-clip",
     fid_weights: FidWeights = None,
     lpips_weights: LpipsWeights = None,
     max_bad: MaxBad = 0,
     output_file: Annotated[
-        Path | None, typer.Option("--output-file", dir_okay=False, help="Write the comparison as JSON, for psctl gate.")
+        Path | None, typer.Option("--output-file", dir_okay=False, help="Write the comparison as JSON here, too.")
     ] = None,
     seed: Seed = 0,
+    model: Model = "emoji-xl",
     device: Device = "auto",
+    dtype: DType = "auto",
+    order: Order = "auto",
+    patch_size: PatchSize = None,
+    strategy: Strategy = "auto",
+    kernels: Kernels = "auto",
+    cache: Cache = "off",
+    cache_threshold: CacheThreshold = None,
+    cache_predictor: CachePredictorFile = None,
+    cache_interval: CacheInterval = 3,
+    cache_patch_size: CachePatchSize = 8,
+    max_reuse: MaxReuse = 4,
+    warmup_steps: WarmupSteps = 3,
+    cache_memory: CacheMemory = 2048,
     workspace: WorkspaceRoot = Path(DEFAULT_WORKSPACE),
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Compare two configurations pair by pair: mean difference with its interval, and win rate of the second.
 
-    A and B must have been drawn for the same prompts, seeds and sizes.
+    A and B must have been drawn for the same prompts, seeds and sizes. Without them, both are drawn: A by plain
+    diffusers, B by the patch engine with the cache that is asked for. What is stopped goes on where it was.
 
     Examples:
 
-        psctl eval compare plain-images patched-images
+        psctl eval compare --model emoji-xl --cache patch --cache-threshold 0.05
 
-        psctl eval compare runs/eval-A runs/eval-B --json
+        psctl eval compare plain-images patched-images --metrics all
 
         psctl eval compare A B --metrics lpips,fid --reference coco/val2014 --output-file compare.json
     """
     out = Output(json=json, quiet=quiet)
-    if output_file is not None:
-        require_folder(output_file.absolute().parent)
+    from ..eval.eval_options import FEATURES_DIR, SAMPLES_DIR, EvalOptions
+    from ..serving.stepper import EngineOptions
+
+    reuse = cache_options(
+        cache,
+        cache_threshold,
+        cache_predictor,
+        cache_interval,
+        cache_patch_size,
+        max_reuse,
+        warmup_steps,
+        cache_memory,
+    )
+    if (first is None) != (second is None):
+        raise UsageError("give two sides to compare, A and B, or none to have both drawn")
+    if first is not None and reuse.is_on:
+        raise UsageError("--cache says how images are drawn, but with A and B nothing is drawn")
+    root = Workspace(workspace)
+    for folder in (workspace, None if output_file is None else output_file.absolute().parent):
+        if folder is not None:
+            require_folder(folder.expanduser())
     with out.status("Loading ..."):
-        from ..eval.compare_run import compare
-        from ..eval.eval_options import FEATURES_DIR
+        from ..eval.compare_run import COMPARE_METRICS, USUAL_METRICS, check_metrics, compare
         from ..eval.judges import Judges
+        from ..eval.result_files import COMPARE_FILE
         from ..serving.loading import resolve_device
 
         judges = Judges(clip_model, fid_weights, lpips_weights, resolve_device(device))
-    with _phases(out) as start_phase:
+    wanted = USUAL_METRICS if metrics is None else tuple(name.strip() for name in metrics.split(","))
+    if wanted == ("all",) or (metrics is None and first is None):
+        wanted = COMPARE_METRICS
+    check_metrics(wanted)
+    if first is None or second is None:
+        options = EvalOptions(
+            # Of the data set only FID needs the images.
+            ("fid",) if "fid" in wanted and reference is None else ("clip",),
+            dataset,
+            num_prompts,
+            seed,
+            resolutions,
+            num_inference_steps,
+            guidance_scale,
+            policy,
+            max_batch_size,
+            max_bad,
+        )
+        judges.check(wanted)
+        patched = EngineOptions("patched", order, patch_size, strategy, kernels, reuse)
+        first, second = _draw(out, options, (EngineOptions("plain"), patched), model, device, dtype, root)
+    with phases(out) as start_phase:
         comparison = compare(
             first,
             second,
-            tuple(name.strip() for name in metrics.split(",")),
+            wanted,
             judges,
             reference=reference,
             seed=seed,
             max_bad=max_bad,
-            features_dir=Workspace(workspace).root / FEATURES_DIR,
+            features_dir=root.root / FEATURES_DIR,
+            samples_dir=root.root / SAMPLES_DIR,
             start_phase=start_phase,
         )
+    settings = comparison.second.settings
+    place = root.for_model(str(settings.get("model", second.resolve().name)), str(settings.get("device", "cpu")))
+    run_dir = place.new_run(_KIND)
+    comparison.save(run_dir / COMPARE_FILE)
     if output_file is not None:
         comparison.save(output_file.expanduser())
-    out.data(comparison.to_json(), table=lambda: _tables(comparison))
+    content = {name: value for name, value in comparison.to_json().items() if name != "per_image"}
+    out.data(content | {"run_dir": run_dir}, table=lambda: _tables(comparison))
     for warning in comparison.warnings:
         out.warn(warning)
+    out.note(f"Results: {run_dir}; tables and pictures: psctl eval report {run_dir}")
+
+
+def _draw(
+    out: Output,
+    options: "EvalOptions",
+    engines: "tuple[EngineOptions, EngineOptions]",
+    model: str,
+    device: str,
+    dtype: Any,
+    root: Workspace,
+) -> tuple[Path, Path]:
+    """Draw the same prompts through two engines, one after the other; returns the folders of images."""
+    from ..eval.eval_options import plan_eval
+    from ..eval.eval_run import draw_set
+    from ..serving.loading import load_model, model_defaults
+
+    with out.status(f"Drawing {options.num_prompts} text-image pairs from {options.dataset} ..."):
+        plan = plan_eval(options, model_defaults(model), root.root)
+    folders = []
+    for engine in engines:
+        with out.status(f"Loading {model}, {engine.engine} engine ..."):
+            served = load_model(model, device, dtype, engine, workspace=root)
+        with phases(out) as start_phase:
+            drawn = draw_set(
+                served,
+                plan,
+                options,
+                root.for_model(model, str(served.device)),
+                start_phase=start_phase,
+                what=f"denoising steps, {engine.engine} engine",
+            )
+        for reason in drawn.failed:
+            out.warn(f"image failed: {reason}")
+        folders.append(drawn.folder)
+        # One model at a time on the device.
+        del served
+    return folders[0], folders[1]
 
 
 def _tables(comparison: "Comparison") -> "RenderableType":
@@ -106,4 +263,7 @@ def _tables(comparison: "Comparison") -> "RenderableType":
                 each.direction,
             )
         parts.append(table)
+    for name, side in (("A", comparison.first), ("B", comparison.second)):
+        if side.cache_use is not None:
+            parts.append(Text(f"{name}: {cache_line(side.settings['cache']['mode'], side.cache_use)}"))
     return Group(*parts)

@@ -31,6 +31,7 @@ from .options import (
     Strategy,
     WarmupSteps,
     WorkspaceRoot,
+    cache_options,
 )
 from .output import Output
 
@@ -117,21 +118,20 @@ def generate(
     if seed + len(texts) - 1 > MAX_SEED:
         raise UsageError(f"seed is {seed}, but with {len(texts)} prompts it may be at most {MAX_SEED - len(texts) + 1}")
 
-    from ..serving.cache.options import CacheOptions
     from ..serving.loading import model_defaults
     from ..serving.stepper import EngineOptions
 
-    cache_options = CacheOptions(
+    reuse = cache_options(
         cache,
         cache_threshold,
         cache_predictor,
-        cache_patch_size,
         cache_interval,
+        cache_patch_size,
         max_reuse,
         warmup_steps,
         cache_memory,
     )
-    options = EngineOptions(engine, order, patch_size, strategy, kernels, cache_options)
+    options = EngineOptions(engine, order, patch_size, strategy, kernels, reuse)
     defaults = model_defaults(model)
     requests = [
         Request(

@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from ..serving.cache.options import CacheMode
+from ..data.errors import UsageError
+from ..serving.cache.options import CacheMode, CacheOptions
 from ..serving.stepper import EngineName, KernelsName, OrderName, StrategyName
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -130,3 +131,32 @@ WorkspaceRoot = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.", envvar="PSCTL_JSON")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes on stderr.", envvar="PSCTL_QUIET")]
+
+
+def cache_options(
+    cache: CacheMode,
+    cache_threshold: float | None,
+    cache_predictor: Path | None,
+    cache_interval: int,
+    cache_patch_size: int,
+    max_reuse: int,
+    warmup_steps: int,
+    cache_memory: int,
+) -> CacheOptions:
+    """What the eight options of the cache say, in the order of the help.
+
+    Raises:
+        UsageError: a value is not allowed, or a threshold was given where none is looked at.
+    """
+    if cache_threshold is not None and cache in ("off", "interval"):
+        raise UsageError(f"--cache-threshold belongs to --cache patch, image or accumulated, not {cache}")
+    return CacheOptions(
+        cache,
+        cache_threshold,
+        None if cache_predictor is None else cache_predictor.expanduser(),
+        cache_patch_size,
+        cache_interval,
+        max_reuse,
+        warmup_steps,
+        cache_memory,
+    )

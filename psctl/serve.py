@@ -30,6 +30,7 @@ from .options import (
     Strategy,
     WarmupSteps,
     WorkspaceRoot,
+    cache_options,
 )
 from .output import Output
 
@@ -175,23 +176,22 @@ def serve(
     # Everything that can be wrong is looked at before torch is imported and the model loaded.
     from ..profiling.serve_run import TraceSettings, draw_requests, run_serve
     from ..profiling.simulate_run import load_step_latency
-    from ..serving.cache.options import CacheOptions
     from ..serving.loading import load_model, model_defaults
     from ..serving.policies import get_policy
     from ..serving.stepper import EngineOptions
     from ..training.online_correction import OnlineCorrection
 
-    cache_options = CacheOptions(
+    reuse = cache_options(
         cache,
         cache_threshold,
         cache_predictor,
-        cache_patch_size,
         cache_interval,
+        cache_patch_size,
         max_reuse,
         warmup_steps,
         cache_memory,
     )
-    options = EngineOptions(engine, order, patch_size, strategy, kernels, cache_options)
+    options = EngineOptions(engine, order, patch_size, strategy, kernels, reuse)
     chosen_policy = get_policy(policy)
     step_latency = None if predictor is None else load_step_latency(predictor.expanduser())
     settings = TraceSettings(

