@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..data.errors import UsageError
-from ..data.files import require_folder, write_bytes, write_json
+from ..data.files import require_places, write_bytes, write_json
 from ..data.resolution import parse_list
 from ..data.workspace import DEFAULT_WORKSPACE, Workspace
 from ..profiling.machine import describe
@@ -18,6 +18,7 @@ from .options import (
     MaxReuse,
     Model,
     Order,
+    OutputFile,
     Quiet,
     Seed,
     WarmupSteps,
@@ -58,9 +59,7 @@ def bench_cache(
     ] = None,
     clip: Annotated[str, typer.Option("--clip", help="Judge of the images; none leaves it out.")] = "emoji-clip",
     with_lpips: Annotated[bool, typer.Option("--lpips", help="Measure LPIPS, too; its weights must be there.")] = False,
-    output_file: Annotated[
-        Path | None, typer.Option("--output-file", help="Write the result as JSON to this file, too.", dir_okay=False)
-    ] = None,
+    output_file: OutputFile = None,
     max_reuse: MaxReuse = 4,
     warmup_steps: WarmupSteps = 3,
     cache_patch_size: CachePatchSize = 8,
@@ -100,9 +99,7 @@ def bench_cache(
     patch_limits = _numbers("--thresholds", thresholds)
     image_limits, sum_limits = _numbers("--image-thresholds", image_thresholds), _numbers("--sums", sums)
     steps_between = [int(number) for number in _numbers("--intervals", intervals)]
-    for folder in (workspace, None if output_file is None else output_file.absolute().parent):
-        if folder is not None:
-            require_folder(folder.expanduser())
+    require_places(workspace, file=output_file)
     with out.status(f"Loading {model} ..."):
         served = load_model(model, device, dtype, EngineOptions(order=order))
     from ..eval.cache_bench import CacheBenchSettings, run_cache_bench, settings_of

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..data.files import require_folder
+from ..data.files import require_places
 from ..data.workspace import DEFAULT_WORKSPACE, Workspace
 from .eval import ClipModel, FidWeights, LpipsWeights, MaxBad, _phases, interval_text, metric_table
 from .options import Device, Json, Quiet, Seed, WorkspaceRoot
@@ -50,8 +50,7 @@ def eval_compare(
         psctl eval compare A B --metrics lpips,fid --reference coco/val2014 --output-file compare.json
     """
     out = Output(json=json, quiet=quiet)
-    if output_file is not None:
-        require_folder(output_file.absolute().parent)
+    require_places(file=output_file)
     with out.status("Loading ..."):
         from ..eval.compare_run import compare
         from ..eval.eval_options import FEATURES_DIR

@@ -117,6 +117,9 @@ WarmupSteps = Annotated[
 CacheMemory = Annotated[
     int, typer.Option("--cache-memory", metavar="MB", help="Most that the cache keeps.", envvar="PSCTL_CACHE_MEMORY")
 ]
+OutputFile = Annotated[
+    Path | None, typer.Option("--output-file", help="Write the result as JSON to this file, too.", dir_okay=False)
+]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of everything random in the run.", envvar="PSCTL_SEED", min=0)]
 WorkspaceRoot = Annotated[
     Path,

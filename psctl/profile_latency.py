@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..data.errors import UsageError
-from ..data.files import require_folder, write_json
+from ..data.files import require_places, write_json
 from ..data.resolution import parse_list
 from ..data.workspace import DEFAULT_WORKSPACE, Workspace
 from .options import (
@@ -17,6 +17,7 @@ from .options import (
     Kernels,
     Model,
     Order,
+    OutputFile,
     PatchSize,
     Quiet,
     Seed,
@@ -47,9 +48,7 @@ def profile_latency(
         int, typer.Option("--repeats", help="Rounds over all combinations, of three timings each.", min=1)
     ] = 5,
     seed: Seed = 0,
-    output_file: Annotated[
-        Path | None, typer.Option("--output-file", help="Write the result as JSON to this file, too.", dir_okay=False)
-    ] = None,
+    output_file: OutputFile = None,
     remeasure: Annotated[
         bool, typer.Option("--remeasure", help="Begin anew instead of going on from what the workspace holds.")
     ] = False,
@@ -96,9 +95,7 @@ def profile_latency(
     available = count_combinations(len(sizes), max_batch_size)
     if combinations > available:
         out.note(f"There are only {available} combinations of {len(sizes)} resolutions; measuring all of them.")
-    for folder in (workspace, None if output_file is None else output_file.absolute().parent):
-        if folder is not None:
-            require_folder(folder.expanduser())
+    require_places(workspace, file=output_file)
 
     with out.status(f"Loading {model} ..."):
         served = load_model(model, device, dtype, options)
