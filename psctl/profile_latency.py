@@ -47,6 +47,10 @@ def profile_latency(
     repeats: Annotated[
         int, typer.Option("--repeats", help="Rounds over all combinations, of three timings each.", min=1)
     ] = 5,
+    one_resolution: Annotated[
+        bool,
+        typer.Option("--one-resolution", help="Only batches of one resolution: the passes of --engine plain."),
+    ] = False,
     seed: Seed = 0,
     output_file: OutputFile = None,
     remeasure: Annotated[
@@ -76,6 +80,8 @@ def profile_latency(
 
         psctl profile latency --combinations 60 --repeats 3 --model emoji-3
 
+        psctl profile latency --engine plain --one-resolution --combinations 24
+
         psctl profile latency --model stabilityai/stable-diffusion-xl-base-1.0 --device cuda --resolutions 512,768,1024
     """
     out = Output(json=json, quiet=quiet)
@@ -92,7 +98,7 @@ def profile_latency(
             f"{combinations} combinations were asked for, but one request and the largest batch of each of "
             f"{len(sizes)} resolutions are {corners} already"
         )
-    available = count_combinations(len(sizes), max_batch_size)
+    available = len(sizes) * max_batch_size if one_resolution else count_combinations(len(sizes), max_batch_size)
     if combinations > available:
         out.note(f"There are only {available} combinations of {len(sizes)} resolutions; measuring all of them.")
     require_places(workspace, file=output_file)
@@ -112,7 +118,7 @@ def profile_latency(
 
         outcome = run_profile(
             served,
-            LatencySettings(sizes, combinations, max_batch_size, repeats, seed),
+            LatencySettings(sizes, combinations, max_batch_size, repeats, seed, one_resolution),
             Workspace(workspace).for_model(model, str(served.device)),
             remeasure=remeasure,
             on_start=on_start,
