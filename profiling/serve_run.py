@@ -106,8 +106,8 @@ def run_serve(
     )
     result = replay(engine, requests, standalone_s=lambda request: standalone.get(shape_of(model, request)))
     summary = summarize(result.records, result.duration_s, slo_scale=slo_scale, model=model.name, dataset=dataset)
-    summary |= _engine_figures(result)
-    summary |= _what_was_learnt(model, predictor)
+    summary |= engine_figures(result)
+    summary |= what_was_learnt(model, predictor)
     summary["standalone_latency"] = {
         f"{shape.resolution}, {shape.num_inference_steps} steps": latency_s for shape, latency_s in standalone.items()
     }
@@ -131,7 +131,7 @@ def _image_paths(requests: Sequence[Request], save_dir: Path | None, run_dir: Pa
     return path_of
 
 
-def _engine_figures(result: "RunResult") -> dict[str, Any]:
+def engine_figures(result: "RunResult") -> dict[str, Any]:
     """Figures of the denoise loop: how many steps, how full the batch was, how much of the time it was busy."""
     busy_s = sum(row.duration_s for row in result.steps)
     num_steps = len(result.steps)
@@ -146,7 +146,7 @@ def _engine_figures(result: "RunResult") -> dict[str, Any]:
     }
 
 
-def _what_was_learnt(model: "ServedModel", predictor: StepLatencyPredictor | None) -> dict[str, Any]:
+def what_was_learnt(model: "ServedModel", predictor: StepLatencyPredictor | None) -> dict[str, Any]:
     """What the patch cache saved, how far step latencies were off, and why batches failed, where there is any."""
     from ..serving.patched.stepper import PatchedStepper
 

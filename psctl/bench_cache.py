@@ -23,6 +23,7 @@ from .options import (
     Seed,
     WarmupSteps,
     WorkspaceRoot,
+    numbers_of,
 )
 from .output import Output
 
@@ -96,9 +97,9 @@ def bench_cache(
     batch = Combination(sizes, (2,) * len(sizes))
     if combination is not None:
         batch = parse_combinations(combination, sizes)[0]
-    patch_limits = _numbers("--thresholds", thresholds)
-    image_limits, sum_limits = _numbers("--image-thresholds", image_thresholds), _numbers("--sums", sums)
-    steps_between = [int(number) for number in _numbers("--intervals", intervals)]
+    patch_limits = numbers_of("--thresholds", thresholds)
+    image_limits, sum_limits = numbers_of("--image-thresholds", image_thresholds), numbers_of("--sums", sums)
+    steps_between = [int(number) for number in numbers_of("--intervals", intervals)]
     require_places(workspace, file=output_file)
     with out.status(f"Loading {model} ..."):
         served = load_model(model, device, dtype, EngineOptions(order=order))
@@ -157,13 +158,6 @@ def bench_cache(
         write_json(output_file.expanduser(), result)
     out.data(result, table=lambda: _table(result))
     out.note(f"Results, plot and images: {run_dir}")
-
-
-def _numbers(name: str, text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",") if part.strip()]
-    except ValueError as error:
-        raise UsageError(f"{name} is {text!r}, but it must be numbers with commas between") from error
 
 
 def _table(result: dict[str, Any]) -> "RenderableType":

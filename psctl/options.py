@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from ..data.errors import UsageError
 from ..serving.cache.options import CacheMode
 from ..serving.stepper import EngineName, KernelsName, OrderName, StrategyName
 
@@ -133,3 +134,11 @@ WorkspaceRoot = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.", envvar="PSCTL_JSON")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes on stderr.", envvar="PSCTL_QUIET")]
+
+
+def numbers_of(option: str, text: str) -> list[float]:
+    """Numbers with commas between. Raises UsageError, which names the option, if they are not."""
+    try:
+        return [float(part) for part in text.split(",") if part.strip()]
+    except ValueError as error:
+        raise UsageError(f"{option} is {text!r}, but it must be numbers with commas between") from error

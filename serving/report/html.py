@@ -1,8 +1,7 @@
 """The report as one HTML file: no scripts, nothing from the network, all images inside it."""
 
-import base64
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from PIL import Image, UnidentifiedImageError
 from ...data.files import write_bytes, write_text
 from ..lifecycle import RequestRecord
 from .grid import to_png
+from .page import data_uri, figure, header, page, pairs
 from .plots import PLOTS, WIDE_PLOTS, draw_all
 from .run_data import RunData
 
@@ -68,11 +68,10 @@ def _page(
     images: Sequence[tuple[Path | Image.Image, str]],
 ) -> str:
     title = f"Serve run of {summary.get('model', 'a model')}"
-    css = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     config = summary.get("config") or {}
     facts = [summary.get("dataset"), config.get("policy"), f"{len(data.records)} requests"]
     body = [
-        f"<header><h1>{escape(title)}</h1><p>{escape(' · '.join(str(fact) for fact in facts if fact))}</p></header>",
+        header(title, facts),
         _notes(data),
         _tiles(summary, data),
         _plots(plots),
@@ -82,19 +81,7 @@ def _page(
         _details(summary, config),
         "<footer>Times count from the start of the trace. Made by psctl.</footer>",
     ]
-    return "\n".join(
-        [
-            "<!DOCTYPE html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            # Says to the browser what the page promises: it loads nothing.
-            '<meta http-equiv="Content-Security-Policy" '
-            "content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\">",
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}</title><style>{css}</style></head><body><main>",
-            *(part for part in body if part),
-            "</main></body></html>\n",
-        ]
-    )
+    return page(title, body)
 
 
 def _notes(data: RunData) -> str:
@@ -129,13 +116,7 @@ def _tiles(summary: Mapping[str, Any], data: RunData) -> str:
 def _plots(plots: Mapping[str, tuple[bytes, bytes]]) -> str:
     if not plots:
         return ""
-    figures = []
-    for name, (light, dark) in plots.items():
-        wide = ' class="wide"' if name in WIDE_PLOTS else ""
-        figures.append(
-            f'<figure{wide}><picture><source media="(prefers-color-scheme: dark)" srcset="{_data_uri(dark)}">'
-            f'<img src="{_data_uri(light)}" alt="{escape(PLOTS[name][1])}"></picture></figure>'
-        )
+    figures = [figure(light, dark, PLOTS[name][1], is_wide=name in WIDE_PLOTS) for name, (light, dark) in plots.items()]
     return f'<h2>What happened</h2><section class="plots">{"".join(figures)}</section>'
 
 
@@ -198,10 +179,10 @@ def _images(images: Sequence[tuple[Path | Image.Image, str]]) -> str:
 
 def _image(source: Path | Image.Image) -> str:
     if isinstance(source, Image.Image):
-        return f'<img src="{_data_uri(to_png(source, IMAGE_SIDE_PX))}" alt="">'
+        return f'<img src="{data_uri(to_png(source, IMAGE_SIDE_PX))}" alt="">'
     try:
         with Image.open(source) as image:
-            return f'<img src="{_data_uri(to_png(image, IMAGE_SIDE_PX))}" alt="">'
+            return f'<img src="{data_uri(to_png(image, IMAGE_SIDE_PX))}" alt="">'
     except (OSError, UnidentifiedImageError):
         return f"<span>{escape(Path(source).name)} cannot be read</span>"
 
@@ -214,14 +195,9 @@ def _details(summary: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     tables.append(("All figures", figures))
     return (
         '<div class="columns">'
-        + "".join(f"<div><h2>{name}</h2>{_pairs(rows)}</div>" for name, rows in tables)
+        + "".join(f"<div><h2>{name}</h2>{pairs(rows)}</div>" for name, rows in tables)
         + "</div>"
     )
-
-
-def _pairs(rows: Iterable[tuple[str, str]]) -> str:
-    body = "".join(f"<tr><th>{escape(key)}</th><td>{escape(value)}</td></tr>" for key, value in rows)
-    return f'<div class="scroll"><table class="pair"><tbody>{body}</tbody></table></div>'
 
 
 def _figure(key: str, value: Any) -> str:
@@ -259,7 +235,3 @@ def _seconds(value: float | None) -> str:
 
 def _rate(value: float | None) -> str:
     return DASH if value is None else f"{value:.3g} /s"
-
-
-def _data_uri(png: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
