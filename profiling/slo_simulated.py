@@ -14,8 +14,9 @@ from ..serving.policies import StepLatencyPredictor, get_policy
 from ..serving.simulator import simulate
 from ..serving.stage_times import StageTimes, standalone_latency_s
 from ..serving.step_durations import StepDurations
-from ..serving.step_latency import PerResolutionLatency, ScaledLatency
+from ..serving.step_latency import MemoisedLatency, PerResolutionLatency, ScaledLatency
 from ..serving.stepper import EngineName
+from ..training.online_correction import OnlineCorrection
 from .calibration import Calibration, step_sources
 from .slo_sweep import Served, engine_of
 
@@ -25,14 +26,16 @@ class SimulatedEngine:
     """What the simulator knows of one engine.
 
     Attributes:
-        told: step latencies as policies see them.
+        told: step latencies as policies see them at the start; they learn on line, as on the engine.
         durations: how long steps last.
         times: of the other stages.
+        told_scale: what the correction of `told` starts with.
     """
 
     told: StepLatencyPredictor
     durations: StepDurations
     times: StageTimes
+    told_scale: float = 1.0
 
     @classmethod
     def of(
@@ -56,8 +59,7 @@ class SimulatedEngine:
             steady, first = PerResolutionLatency(steady), None
         if calibration is None:
             return cls(steady, StepDurations(steady, first), times or StageTimes())
-        told = ScaledLatency(steady, calibration.told_scale)
-        return cls(told, calibration.durations(steady, first), calibration.times)
+        return cls(steady, calibration.durations(steady, first), calibration.times, calibration.told_scale)
 
     @classmethod
     def of_table(cls, name: EngineName, table: LatencyTable, calibration: Calibration | None = None) -> Self:
@@ -87,10 +89,14 @@ class SimulatedRunner:
     def run(self, policy: str, requests: Sequence[Request], standalone_s: Callable[[Request], float]) -> Served:
         """See `slo_sweep.Runner`. Raises UsageError: the latencies do not know a resolution."""
         engine = self._engines[engine_of(policy)]
+        chosen = get_policy(policy, is_simulated=True)
+        told: StepLatencyPredictor = MemoisedLatency(engine.told)
+        if chosen.requires_predictor:
+            told = OnlineCorrection(told, scale=engine.told_scale)
         result = simulate(
             requests,
-            get_policy(policy, is_simulated=True),
-            engine.told,
+            chosen,
+            told,
             max_batch_size=self._max_batch_size,
             num_gpus=self._num_gpus,
             times=engine.times,

@@ -41,7 +41,7 @@ def tables_of(result: Mapping[str, Any]) -> list[TextTable]:
 
 def _held(figures: Mapping[str, Any], where: str) -> TextTable:
     baselines = " and ".join(figures["baselines"]) if len(figures["baselines"]) < 3 else "fcfs, static and bucketed"
-    against = f"at {RATIO_TARGET:.0%}, to best of {baselines}" if figures["baselines"] else "ratio"
+    against = f"at {RATIO_TARGET:.0%}, against best of {baselines}" if figures["baselines"] else "ratio"
     rows = []
     for policy in figures["policies"]:
         held = [_rate(policy["held_rates"][f"{target:.2f}"]) for target in TARGETS]

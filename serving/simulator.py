@@ -24,6 +24,7 @@ from .lifecycle import RequestRecord, RequestView
 from .policies import (
     DistriFusionFcfsPolicy,
     DistriFusionLatency,
+    LearningPredictor,
     Policy,
     StepLatencyPredictor,
     WaitingQueue,
@@ -86,7 +87,8 @@ def simulate(
     Args:
         requests: the trace, in order of arrival, with ids that differ.
         policy: any policy; `distrifusion-fcfs` makes one worker of all GPUs.
-        predictor: seconds of one step of a batch, on one GPU, as policies are told. It may not change meanwhile.
+        predictor: seconds of one step of a batch, on one GPU, as policies are told. It may not change meanwhile, unless
+            it learns (`LearningPredictor`): then it is told every step, as in `Engine`.
         max_batch_size: largest number of requests in the batch of one GPU.
         num_gpus: number of GPUs, all alike.
         times: seconds of the other stages; None: none.
@@ -105,7 +107,9 @@ def simulate(
     for name, value in (("max batch size", max_batch_size), ("number of GPUs", num_gpus)):
         if value < 1:
             raise UsageError(f"{name} is {value}, but it must be at least 1")
-    latency = MemoisedLatency(predictor)
+    # One that learns changes, so that nothing it says is remembered.
+    learner = predictor if isinstance(predictor, LearningPredictor) else None
+    latency: StepLatencyPredictor = learner or MemoisedLatency(predictor)
     if durations is None:
         durations = StepDurations(latency)
     else:
@@ -116,13 +120,14 @@ def simulate(
         )
     num_workers = num_gpus
     if isinstance(policy, DistriFusionFcfsPolicy):
-        latency, num_workers = MemoisedLatency(DistriFusionLatency(predictor, num_gpus)), 1
+        latency, learner, num_workers = MemoisedLatency(DistriFusionLatency(predictor, num_gpus)), None, 1
         durations = replace(
             durations, steady=MemoisedLatency(DistriFusionLatency(durations.steady, num_gpus)), first=None
         )
     clock = _Clock(
         policy,
         latency,
+        learner,
         durations,
         max_batch_size,
         times or StageTimes(),
@@ -175,7 +180,8 @@ class _Clock:
     def __init__(
         self,
         policy: Policy,
-        latency: MemoisedLatency,
+        latency: StepLatencyPredictor,
+        learner: LearningPredictor | None,
         durations: StepDurations,
         max_batch_size: int,
         times: StageTimes,
@@ -184,6 +190,7 @@ class _Clock:
     ) -> None:
         self.policy = policy
         self.latency = latency
+        self.learner = learner
         self.durations = durations
         self.max_batch_size = max_batch_size
         self.times = times
@@ -284,7 +291,7 @@ class _Worker:
         # Until when the stages beside the steps are busy; the end of the current step; what it lost to preparing that
         # began meanwhile, which the next step makes up for.
         self._decoder_free_s = self._preparer_free_s = 0.0
-        self._step_end_s = self._late_s = 0.0
+        self._step_s = self._step_end_s = self._late_s = 0.0
 
     def arrive(self, request: Request, standalone_s: float | None, now_s: float) -> None:
         request = request_under(self._clock.policy, request)
@@ -319,9 +326,11 @@ class _Worker:
         self._is_stepping = False
         self.num_steps += 1
         self.pixel_steps -= self._batch_pixels
+        clock = self._clock
+        if clock.learner is not None:
+            clock.learner.observe(self._batch, self._step_s)
         if self.num_steps < self._next_leave:
             return
-        clock = self._clock
         staying: list[_Entry] = []
         for entry in self._active:
             if entry.last_step > self.num_steps:
@@ -359,7 +368,7 @@ class _Worker:
         step_s = durations.undisturbed_s(self._batch, is_first=self._has_changed) + self._late_s
         step_s = durations.stretched_s(step_s, self._preparer_free_s - now_s, self._decoder_free_s - now_s)
         self._is_stepping, self._has_changed, self._late_s = True, False, 0.0
-        self._step_end_s = now_s + step_s
+        self._step_s, self._step_end_s = step_s, now_s + step_s
         self.busy_s += step_s
         heappush(clock.events, (now_s + step_s + durations.between_s, _STEPPED, self.index, -1))
         if self._keep_steps:
