@@ -172,13 +172,15 @@ def _changed(records: Sequence[RequestRecord], steps: Sequence[StepRow]) -> list
     found = [True]
     for before, row in pairwise(steps):
         end_s = before.start_s + before.duration_s
+        # Who joined at the start of the step before was in it.
         found.append(
-            _any_within(joined, before.start_s + _EQUAL_S, row.start_s) or _any_within(left, end_s, row.start_s)
+            _any_within(joined, before.start_s + 2 * _EQUAL_S, row.start_s) or _any_within(left, end_s, row.start_s)
         )
     return found
 
 
 def _any_within(times_s: Sequence[float], low_s: float, high_s: float) -> bool:
+    """Whether one of the sorted times is there, give or take a rounding error."""
     place = bisect_left(times_s, low_s - _EQUAL_S)
     return place < len(times_s) and times_s[place] <= high_s + _EQUAL_S
 
