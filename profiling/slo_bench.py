@@ -79,7 +79,7 @@ def bench_on_engine(
     settings: SweepSettings,
     model: "ServedModel",
     workspace: "ModelWorkspace",
-    run_dir: Path,
+    open_folder: Callable[[], Path],
     *,
     predictor: StepLatencyPredictor | None = None,
     warm_up: WarmUp | None = None,
@@ -93,7 +93,7 @@ def bench_on_engine(
         settings: what is swept.
         model: loaded for the patch engine; policies of the plain engine share its weights.
         workspace: of the model.
-        run_dir: an empty folder, or one of an earlier call that is gone on with.
+        open_folder: gives an empty folder, or one of an earlier call that is gone on with; called once all is checked.
         predictor: step latencies of the patch engine, for policies that look ahead; corrected by what is measured.
         warm_up: what comes before.
         on_note: told what happens.
@@ -122,6 +122,7 @@ def bench_on_engine(
     runner.check(settings.policies)
     for served in models.values():
         served.tune([request.resolution for request in examples], workspace.tables)
+    run_dir = open_folder()
     if (run_dir / SWEEP_FILE).exists():
         standalone = dict(read_head(run_dir)["standalone_s"])
     else:
@@ -176,7 +177,7 @@ def bench_in_simulator(
     model_name: str,
     defaults: ModelDefaults,
     engines: Mapping[EngineName, SimulatedEngine],
-    run_dir: Path,
+    open_folder: Callable[[], Path],
     sources: Mapping[str, str],
     *,
     on_run: _Tell = lambda text: None,
@@ -189,7 +190,7 @@ def bench_in_simulator(
         model_name: whose defaults are taken.
         defaults: of the model.
         engines: what is known of both engines; SLOs are those of the plain one.
-        run_dir: an empty folder, or one of an earlier call that is gone on with.
+        open_folder: as of `bench_on_engine`.
         sources: the files that `engines` were made of, by what they are, as `sources_of` gives them.
         on_run, on_done: of `run_sweep`.
 
@@ -209,7 +210,7 @@ def bench_in_simulator(
         "standalone_s": alone,
     }
     runner = SimulatedRunner(engines, max_batch_size=settings.max_batch_size, num_gpus=settings.num_gpus)
-    return _sweep(settings, {"simulator": runner}, SweepFolder(run_dir, head), defaults, on_run, on_done)
+    return _sweep(settings, {"simulator": runner}, SweepFolder(open_folder(), head), defaults, on_run, on_done)
 
 
 def simulated_engines(

@@ -25,6 +25,14 @@ BASELINES = ("fcfs", "static", "bucketed")
 """Policies whose best is what others are compared with."""
 CONFIDENCE = 0.95
 
+_EXTRAS = {
+    "batch_size_mean": ("batch_size_mean",),
+    "scheduling_mean": ("scheduling_mean",),
+    "saved_computation": ("cache", "saved_computation"),
+    "predictor_scale": ("predictor_drift", "scale"),
+}
+"""Figures that engines tell, where they have them: means over the seeds."""
+
 EngineKind = Literal["real", "simulator"]
 Where = Literal["between", "below", "beyond"]
 
@@ -109,7 +117,20 @@ def point_figures(runs: Sequence[FinishedRun]) -> dict[str, Any]:
         "latency_p95": p95,
         **{f"{name}_requests": statuses[name] for name in ("completed", "discarded", "failed")},
         "discarded_by_reason": dict(reasons.most_common()),
+        **{name: _mean_of(runs, *path) for name, path in _EXTRAS.items()},
     }
+
+
+def _mean_of(runs: Sequence[FinishedRun], *path: str) -> float | None:
+    """Mean of a figure over the runs that have it."""
+    values: list[float] = []
+    for run in runs:
+        value: Any = run.figures
+        for key in path:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if value is not None:
+            values.append(value)
+    return fmean(values) if values else None
 
 
 def held_rate(attainments: Mapping[float, float], target: float) -> HeldRate:

@@ -20,11 +20,13 @@ from typing import Any, Literal, Protocol, get_args
 from ..data.errors import UsageError
 from ..data.files import write_json
 from ..data.requests import Request
+from ..data.resolution import Resolution
 from ..data.tables import RECORDS, about_of, read_table, write_table
 from ..data.traces import TRACE_KINDS, assign_slos
 from ..serving.defaults import ModelDefaults
 from ..serving.lifecycle import RequestRecord
-from ..serving.policies import get_policy
+from ..serving.policies import DistriFusionFcfsPolicy, get_policy
+from ..serving.policies.distrifusion import speedup
 from ..serving.stepper import EngineName
 from .slo_figures import EngineKind, FinishedRun
 from .trace_settings import TraceSettings, check_slo_scale, draw_requests
@@ -89,6 +91,8 @@ class SweepSettings:
                 f"trace is {self.trace.trace!r}, but a sweep draws its own at every rate and seed: one of {kinds}"
             )
         check_slo_scale(self.slo_scale)
+        if DistriFusionFcfsPolicy.name in self.policies:
+            speedup(Resolution(1024, 1024), self.num_gpus)
         if self.num_gpus > 1 and self.engine != "simulator":
             raise UsageError(f"--gpus is {self.num_gpus}, but only --engine simulator serves on more than one")
 

@@ -112,6 +112,7 @@ def simulate(
         at_rate,
         gpus_needed,
         highest_rate,
+        load_first_steps,
         load_stage_times,
         load_step_latency,
         simulation_summary,
@@ -172,6 +173,7 @@ def simulate(
         num_gpus=gpus,
         max_batch_size=max_batch_size,
         slo_scale=slo_scale,
+        first=load_first_steps(latency.expanduser()),
     )
     require_places(file=output_file)
     config = {

@@ -52,7 +52,8 @@ def bench(folder: Path, capsys: pytest.CaptureFixture[str]) -> Call:
 
     def run(*arguments: str | Path) -> tuple[int, str, str]:
         code = main(["bench", "slo", *map(str, arguments)])
-        return code, *capsys.readouterr()
+        out, err = capsys.readouterr()
+        return code, out, err
 
     return run
 
@@ -220,7 +221,7 @@ def test_bad_usage_is_one_line(bench: Call, folder: Path, arguments: list[str], 
     assert (code, out) == (2, ""), err
     assert message in lines[-1]
     assert len(lines) == 1
-    assert not list(folder.rglob("result.json"))
+    assert not list(folder.rglob("sweep.json"))
 
 
 def test_real_engine_options(bench: Call) -> None:
@@ -259,7 +260,8 @@ class Stop:
     """Serves at once, and is interrupted at its n-th run."""
 
     def __init__(self, after: int, *, by_signal: bool) -> None:
-        self.after, self.by_signal, self.served = after, by_signal, []
+        self.after, self.by_signal = after, by_signal
+        self.served: list[tuple[str, int]] = []
 
     def run(self, policy: str, requests: Sequence[Request], standalone_s: Callable[[Request], float]) -> Served:
         from patchedserve.serving.lifecycle import RequestRecord

@@ -3,15 +3,17 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from patchedserve.data.errors import RunError, UsageError
-from patchedserve.data.latency_table import LatencyRow, LatencyTable
+from patchedserve.data.latency_table import LatencyRow, LatencyTable, write_latencies
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.data.traces import TraceConfig, assign_slos, generate_trace
 from patchedserve.profiling.calibration import Calibration, calibrate, step_sources
+from patchedserve.profiling.simulate_run import Deployment, load_first_steps, load_step_latency
 from patchedserve.profiling.slo_simulated import SimulatedEngine, read_calibrations
 from patchedserve.serving.policies import get_policy
 from patchedserve.serving.simulator import SimulationResult, simulate
@@ -106,6 +108,24 @@ def test_stages_slow_the_steps_by_hand() -> None:
     late = simulate(requests, get_policy("patched-fcfs"), Unit(), durations=durations, times=times, keep_steps=True)
     assert [row.start_s for row in late.steps][:2] == pytest.approx([0.4, 1.4])
     assert [row.duration_s for row in late.steps] == pytest.approx([1.0, 1.2, 1.5, 1.0])
+
+
+def test_deployments_know_first_steps(tmp_path: Path) -> None:
+    rows = (LatencyRow({S: 1}, (10.0,), (30.0,)), LatencyRow({S: 2}, (14.0,), (40.0,)))
+    write_latencies(tmp_path / "own.parquet", LatencyTable(rows))
+    (tmp_path / "foreign.csv").write_text("combination,ms\n128x128,10\n2*128x128,14\n")
+    assert load_first_steps(tmp_path / "foreign.csv") is None
+
+    def latency_of(name: str, **fields: Any) -> float | None:
+        path = tmp_path / name
+        first = load_first_steps(path)
+        policy = get_policy("fcfs")
+        deployment = Deployment(policy, load_step_latency(path), StageTimes(), first=first, **fields)
+        return deployment.run([request(0, steps=4)])[1].records[0].latency_s
+
+    assert latency_of("foreign.csv") == pytest.approx(0.040)
+    assert latency_of("own.parquet") == pytest.approx(0.060)
+    assert latency_of("own.parquet", is_plain=True) == pytest.approx(0.040)
 
 
 def test_calibration_finds_what_was_put_in() -> None:

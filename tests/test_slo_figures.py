@@ -1,6 +1,8 @@
 """Figures of a sweep, worked out by hand: intervals, held rates, ratios, pooling, agreement."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,7 +28,7 @@ S = Resolution(128, 128)
 
 
 def run(
-    latencies: list[float | None],
+    latencies: Sequence[float | None],
     policy: str = "slack",
     rate: float = 1.0,
     seed: int = 0,
@@ -74,6 +76,13 @@ def test_a_point_pools_its_seeds() -> None:
 def test_a_point_where_nothing_was_finished() -> None:
     point = point_figures([run([None, None])])
     assert (point["slo_attainment_rate"], point["latency_p50"], point["latency_mean"]) == (0, None, None)
+
+
+def test_a_point_tells_what_engines_tell() -> None:
+    runs = [run([1.0]), run([1.0], seed=1), run([1.0], seed=2)]
+    figures = [{"batch_size_mean": 2.0, "cache": {"saved_computation": 0.5}}, {"batch_size_mean": 4.0}, {}]
+    point = point_figures([replace(each, figures=own) for each, own in zip(runs, figures, strict=True)])
+    assert (point["batch_size_mean"], point["saved_computation"], point["predictor_scale"]) == (3.0, 0.5, None)
 
 
 def test_held_rates() -> None:
