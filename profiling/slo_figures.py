@@ -27,6 +27,7 @@ CONFIDENCE = 0.95
 
 _EXTRAS = {
     "batch_size_mean": ("batch_size_mean",),
+    "step_latency_mean": ("step_latency_mean",),
     "scheduling_mean": ("scheduling_mean",),
     "saved_computation": ("cache", "saved_computation"),
     "predictor_scale": ("predictor_drift", "scale"),
@@ -239,6 +240,9 @@ def agreement(runs: Sequence[FinishedRun]) -> dict[str, Any]:
                 "attainment_difference_points": 100 * (theirs["slo_attainment_rate"] - ours["slo_attainment_rate"]),
                 "real_latency_mean": latencies[0],
                 "simulated_latency_mean": latencies[1],
+                # Where these differ as much, it is the machine that has drifted since it was calibrated.
+                "real_step_latency_mean": ours["step_latency_mean"],
+                "simulated_step_latency_mean": theirs["step_latency_mean"],
                 "latency_difference": None if None in latencies else latencies[1] / latencies[0] - 1,
             }
         )

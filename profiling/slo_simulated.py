@@ -11,7 +11,7 @@ from ..data.latency_table import LatencyTable
 from ..data.requests import Request
 from ..data.resolution import Resolution
 from ..serving.policies import StepLatencyPredictor, get_policy
-from ..serving.simulator import simulate
+from ..serving.simulator import SimulationResult, simulate
 from ..serving.stage_times import StageTimes, standalone_latency_s
 from ..serving.step_durations import StepDurations
 from ..serving.step_latency import MemoisedLatency, PerResolutionLatency, ScaledLatency
@@ -105,10 +105,19 @@ class SimulatedRunner:
         )
         figures = {
             "num_steps": result.num_steps,
+            "step_latency_mean": sum(result.busy_s) / result.num_steps if result.num_steps else None,
+            "batch_size_mean": _mean_batch(result),
+            "scheduling_mean": result.decision_s / result.num_decisions if result.num_decisions else None,
             "busy_rate": [busy_s / result.duration_s for busy_s in result.busy_s],
             "max_prepared": result.max_prepared,
         }
         return Served(result.records, result.duration_s, figures)
+
+
+def _mean_batch(result: SimulationResult) -> float | None:
+    """Requests in a step, on average."""
+    taken = sum(record.num_inference_steps for record in result.records if record.denoise_end_s is not None)
+    return taken / result.num_steps if result.num_steps else None
 
 
 def read_calibrations(path: Path) -> dict[str, Calibration]:
