@@ -86,6 +86,16 @@ def require_folder(folder: Path) -> None:
         raise UsageError(f"folder {folder} is not writable")
 
 
+def require_places(*folders: Path | None, file: Path | None = None) -> None:
+    """Check, before a long run, that its results can be written: these folders, and the one that `file` is to lie in.
+
+    None is skipped, and `~` stands for the home folder. Raises as `require_folder`.
+    """
+    for folder in (*folders, None if file is None else file.expanduser().absolute().parent):
+        if folder is not None:
+            require_folder(folder.expanduser())
+
+
 def sha256_of(path: str | os.PathLike[str]) -> str:
     """Return the SHA-256 of a file's content as 64 hexadecimal digits. Raises OSError."""
     with open(path, "rb") as file:

@@ -20,7 +20,7 @@ from .clip import Clip
 from .eval_options import FEATURES_DIR, SAMPLES_DIR
 from .features import features_of
 from .fid import fid_of_features
-from .image_sets import FittedSample
+from .image_sets import fitted_sample
 from .images import batches
 from .judges import Judges
 from .lpips import Lpips
@@ -76,7 +76,7 @@ def real_features(
     if not sample.has_images:
         raise UsageError(f"{sample.name}: holds captions only, but FID needs reference images")
     sizes = {image_id: resolutions[number % len(resolutions)] for number, image_id in enumerate(sample.ids)}
-    fitted = FittedSample(sample, sizes)
+    fitted = fitted_sample(sample, sizes)
     return features_of(fitted, judges.inception, judges.inception_sha256, workspace_root / FEATURES_DIR)
 
 

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from html import escape
 from typing import Any
 
-from ..serving.report.page import DASH, html_page, image_tag
+from ..serving.report.page import DASH, image_tag, page
 from .generate_set import flat_settings
 from .report_pairs import ImagePair
 from .report_sides import ReportedSide, Subject
@@ -150,7 +150,7 @@ def to_html(
     parts.append("<h2>How the images were drawn</h2>")
     parts.append(f'<ul class="under">{"".join(f"<li>{escape(line)}</li>" for line in _sources(subjects))}</ul>')
     parts.append("<footer>Made by psctl.</footer>")
-    return html_page(TITLE, parts, css=_CSS)
+    return page(TITLE, parts, css=_CSS)
 
 
 def _html_table(table: ReportTable, marks: Mapping[Judge, str]) -> str:

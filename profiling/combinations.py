@@ -181,6 +181,32 @@ def stratified_combinations(
     return tuple(Combination(resolutions, row) for row in chosen)
 
 
+def single_combinations(
+    resolutions: tuple[Resolution, ...], count: int, max_batch_size: int
+) -> tuple[Combination, ...]:
+    """Combinations of one resolution each, which are all that the passes of the plain engine are made of.
+
+    Every resolution gets the same numbers of requests, from 1 to the largest batch, denser among the small ones.
+
+    Args:
+        resolutions: at least one.
+        count: how many are wanted at most; one request and the largest batch of each are there even if it is less.
+        max_batch_size: largest number of requests.
+    """
+    wanted = min(max_batch_size, max(2, count // len(resolutions)))
+    places = [max_batch_size ** (index / (wanted - 1)) for index in range(wanted)] if wanted > 1 else [1.0]
+    numbers: list[int] = []
+    for index, place in enumerate(places):
+        # Rounding may give a number twice; then it is the next free one, and there is room for those to come.
+        low = numbers[-1] + 1 if numbers else 1
+        numbers.append(min(max(low, round(place)), max_batch_size - (wanted - 1 - index)))
+    return tuple(
+        Combination(resolutions, tuple(number if index == other else 0 for other in range(len(resolutions))))
+        for number in numbers
+        for index in range(len(resolutions))
+    )
+
+
 def _splits(
     total: int, size: int, generator: random.Random, taken: Container[tuple[int, ...]]
 ) -> Iterator[tuple[int, ...]]:

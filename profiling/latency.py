@@ -29,7 +29,7 @@ from ..data.resolution import Resolution
 from ..data.workspace import ModelWorkspace
 from ..serving.model import ServedModel
 from ..serving.patched.stepper import PatchedStepper
-from .combinations import Combination, stratified_combinations
+from .combinations import Combination, single_combinations, stratified_combinations
 from .latency_plots import plot_latencies
 from .machine import circumstances
 from .step_bench import Lane
@@ -50,6 +50,8 @@ class LatencySettings:
         max_batch_size: requests of the largest.
         repeats: rounds over all combinations.
         seed: of the draw, of the order of visits and of the first request's noise.
+        one_resolution: whether only batches of one resolution are measured: all that the passes of the plain engine
+            are made of.
     """
 
     resolutions: tuple[Resolution, ...]
@@ -57,14 +59,21 @@ class LatencySettings:
     max_batch_size: int = 16
     repeats: int = 5
     seed: int = 0
+    one_resolution: bool = False
 
     def drawn(self) -> tuple[Combination, ...]:
         """Return the combinations."""
+        if self.one_resolution:
+            return single_combinations(self.resolutions, self.combinations, self.max_batch_size)
         return stratified_combinations(self.resolutions, self.combinations, self.max_batch_size, self.seed)
 
     def to_json(self) -> dict[str, Any]:
         timings = len(self.drawn()) * self.repeats * TIMINGS_PER_ROUND
-        return asdict(self) | {"resolutions": list(map(str, self.resolutions)), "timings": timings}
+        settings = asdict(self) | {"resolutions": list(map(str, self.resolutions)), "timings": timings}
+        if not self.one_resolution:
+            # Tables that were begun before there was a choice are still gone on with.
+            del settings["one_resolution"]
+        return settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +114,7 @@ def profile_latency(
     workspace: ModelWorkspace,
     *,
     remeasure: bool = False,
+    folder: Path | None = None,
     on_start: Callable[[int, int], None] | None = None,
     on_visit: Callable[[], None] | None = None,
 ) -> LatencyOutcome:
@@ -116,6 +126,7 @@ def profile_latency(
         settings: what is profiled.
         workspace: the model's part of the workspace; its tables get `latency-<key of the profile>.parquet` and `.png`.
         remeasure: forget what the table holds.
+        folder: where table and plot go instead.
         on_start: called with the number of all visits, and of those that were made before.
         on_visit: called after each.
 
@@ -130,7 +141,7 @@ def profile_latency(
     for resolution in settings.resolutions:
         pool.check(resolution)
     about, combinations = latency_circumstances(model), settings.drawn()
-    table_file = workspace.tables / TABLE_PATTERN.replace("*", _key(about, settings))
+    table_file = (folder or workspace.tables) / TABLE_PATTERN.replace("*", _key(about, settings))
     samples = {} if remeasure else _resume(table_file, about, settings)
     left = _visits_left(combinations, settings, samples)
     num_all = len(combinations) * settings.repeats

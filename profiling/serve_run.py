@@ -12,28 +12,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from ..data.errors import UsageError
 from ..data.files import atomic_write, write_json
-from ..data.prompts import load_prompts
-from ..data.request_draws import parse_mix
 from ..data.requests import Request
-from ..data.resolution import parse_list
 from ..data.tables import RECORDS, STEPS, write_table
-from ..data.traces import (
-    TRACE_KINDS,
-    TraceConfig,
-    TraceDefaults,
-    TraceKind,
-    assign_slos,
-    generate_trace,
-    limit_trace,
-    load_trace,
-    read_arrivals,
-    retime,
-    save_trace,
-)
+from ..data.traces import assign_slos, save_trace
 from ..data.workspace import ModelWorkspace
-from ..serving.defaults import ModelDefaults
 from ..serving.lifecycle import RequestRecord
 from ..serving.metrics import summarize
 from ..serving.policies import Policy, StepLatencyPredictor, require_predictor
@@ -45,92 +28,6 @@ if TYPE_CHECKING:
     from ..serving.run_result import RunResult
 
 _MAX_REPORT_IMAGES = 24
-_DEFAULT_NUM_PROMPTS = 32
-_DEFAULT_GAMMA_CV = 2.0
-_DEFAULT_AMPLITUDE = 0.8
-_DEFAULT_PERIOD_S = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class TraceSettings:
-    """What the user asked for; None leaves it to the model or to the kind of trace.
-
-    Attributes:
-        trace: one of `TRACE_KINDS`, or the path of a trace file.
-        request_rate: mean arrivals per second of a random trace.
-        cv: coefficient of variation of the gaps of a gamma trace.
-        num_prompts: largest number of requests.
-        duration_s: no request arrives later than this.
-        resolutions, mix: as text, such as "128,192" and "1,2"; drawn for random traces, and for lines of a file that
-            name none.
-        prompts: file of prompts, None for the bundled captions.
-        num_inference_steps, guidance_scale: of requests whose line of a file names none.
-        seed: seed of everything that is drawn.
-        from_zero: whether a file's first request is moved to 0, for files stamped with clock time.
-        amplitude, period_s: how a diurnal trace swings (`TraceConfig`).
-        arrivals: CSV file of the recorded arrivals of an azure trace.
-    """
-
-    trace: str = "poisson"
-    request_rate: float = 1.0
-    cv: float | None = None
-    num_prompts: int | None = None
-    duration_s: float | None = None
-    resolutions: str | None = None
-    mix: str | None = None
-    prompts: Path | None = None
-    num_inference_steps: int | None = None
-    guidance_scale: float | None = None
-    seed: int = 0
-    from_zero: bool = False
-    amplitude: float | None = None
-    period_s: float | None = None
-    arrivals: Path | None = None
-
-
-def draw_requests(settings: TraceSettings, defaults: ModelDefaults) -> list[Request]:
-    """Draw or read the trace.
-
-    Raises:
-        UsageError: if a setting is out of its range or a file is malformed (file and line are named).
-    """
-    resolutions = defaults.resolutions if settings.resolutions is None else parse_list(settings.resolutions)
-    mix = None if settings.mix is None else parse_mix(settings.mix, resolutions)
-    steps = defaults.num_inference_steps if settings.num_inference_steps is None else settings.num_inference_steps
-    scale = defaults.guidance_scale if settings.guidance_scale is None else settings.guidance_scale
-    for option, value, wanted in (
-        ("--cv", settings.cv, "gamma"),
-        ("--amplitude", settings.amplitude, "diurnal"),
-        ("--period", settings.period_s, "diurnal"),
-        ("--arrivals", settings.arrivals, "azure"),
-    ):
-        if value is not None and settings.trace != wanted:
-            raise UsageError(f"{option} is {value}, but it belongs to --trace {wanted}, not {settings.trace}")
-    prompts = load_prompts(settings.prompts)
-    if settings.trace not in TRACE_KINDS:
-        file_defaults = TraceDefaults(prompts, resolutions, mix, steps, scale, settings.seed)
-        requests = load_trace(settings.trace, defaults=file_defaults)
-        if settings.from_zero:
-            requests = retime(requests, from_zero=True)
-        return limit_trace(requests, num_prompts=settings.num_prompts, duration_s=settings.duration_s)
-    is_unlimited = settings.num_prompts is None and settings.duration_s is None
-    kind: TraceKind = settings.trace  # type: ignore[assignment]  it is one of them, and TraceConfig checks
-    config = TraceConfig(
-        kind=kind,
-        request_rate=settings.request_rate,
-        num_prompts=_DEFAULT_NUM_PROMPTS if is_unlimited and kind != "azure" else settings.num_prompts,
-        duration_s=settings.duration_s,
-        cv=1.0 if kind != "gamma" else _DEFAULT_GAMMA_CV if settings.cv is None else settings.cv,
-        resolutions=resolutions,
-        mix=mix,
-        num_inference_steps=steps,
-        guidance_scale=scale,
-        seed=settings.seed,
-        amplitude=_DEFAULT_AMPLITUDE if settings.amplitude is None else settings.amplitude,
-        period_s=_DEFAULT_PERIOD_S if settings.period_s is None else settings.period_s,
-        arrivals_s=() if settings.arrivals is None else read_arrivals(settings.arrivals),
-    )
-    return generate_trace(config, prompts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +106,8 @@ def run_serve(
     )
     result = replay(engine, requests, standalone_s=lambda request: standalone.get(shape_of(model, request)))
     summary = summarize(result.records, result.duration_s, slo_scale=slo_scale, model=model.name, dataset=dataset)
-    summary |= _engine_figures(result)
-    summary |= _what_was_learnt(model, predictor)
+    summary |= engine_figures(result)
+    summary |= what_was_learnt(model, predictor)
     summary["standalone_latency"] = {
         f"{shape.resolution}, {shape.num_inference_steps} steps": latency_s for shape, latency_s in standalone.items()
     }
@@ -234,7 +131,7 @@ def _image_paths(requests: Sequence[Request], save_dir: Path | None, run_dir: Pa
     return path_of
 
 
-def _engine_figures(result: "RunResult") -> dict[str, Any]:
+def engine_figures(result: "RunResult") -> dict[str, Any]:
     """Figures of the denoise loop: how many steps, how full the batch was, how much of the time it was busy."""
     busy_s = sum(row.duration_s for row in result.steps)
     num_steps = len(result.steps)
@@ -249,7 +146,7 @@ def _engine_figures(result: "RunResult") -> dict[str, Any]:
     }
 
 
-def _what_was_learnt(model: "ServedModel", predictor: StepLatencyPredictor | None) -> dict[str, Any]:
+def what_was_learnt(model: "ServedModel", predictor: StepLatencyPredictor | None) -> dict[str, Any]:
     """What the patch cache saved, how far step latencies were off, and why batches failed, where there is any."""
     from ..serving.patched.stepper import PatchedStepper
 

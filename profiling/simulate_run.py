@@ -23,8 +23,11 @@ from ..serving.metrics import slo_attainment_rate, summarize
 from ..serving.policies import DistriFusionFcfsPolicy, Policy, StepLatencyPredictor
 from ..serving.simulator import SimulationResult, simulate
 from ..serving.stage_times import StageTimes, standalone_latency_s
-from ..serving.step_latency import MemoisedLatency, PerResolutionLatency, TableLatency
+from ..serving.step_durations import StepDurations
+from ..serving.step_latency import MemoisedLatency, PerResolutionLatency
 from ..training.latency_predictor import LatencyPredictor
+from ..training.online_correction import OnlineCorrection
+from .calibration import step_sources
 
 MAX_GPUS = 4096
 """Most GPUs that are looked for."""
@@ -39,6 +42,8 @@ class Deployment:
     Attributes:
         policy: who joins the batch and when.
         predictor: seconds of a step on one GPU.
+        first: seconds of a step after a request has joined or left, where that is known. Policies are not told, but
+            learn it on line as in `psctl serve`; the plain engine has none.
         times: seconds of the other stages.
         is_plain: whether each resolution takes a forward pass of its own, as in `--engine plain`.
         num_gpus, max_batch_size: of `simulate`.
@@ -52,6 +57,7 @@ class Deployment:
     num_gpus: int = 1
     max_batch_size: int = 16
     slo_scale: float = 5.0
+    first: StepLatencyPredictor | None = None
 
     def run(
         self,
@@ -83,10 +89,16 @@ class Deployment:
             return known[shape]
 
         promised = assign_slos(requests, alone_s, self.slo_scale)
+        told: StepLatencyPredictor = latency
+        durations = None
+        if self.first is not None and not self.is_plain:
+            durations = StepDurations(latency, self.first)
+            told = OnlineCorrection(latency) if self.policy.requires_predictor else latency
         result = simulate(
             promised,
             self.policy,
-            latency,
+            told,
+            durations=durations,
             max_batch_size=self.max_batch_size,
             num_gpus=self.num_gpus if num_gpus is None else num_gpus,
             times=self.times,
@@ -113,13 +125,16 @@ def load_step_latency(path: Path) -> StepLatencyPredictor:
     """
     if path.suffix.lower() == ".safetensors":
         return LatencyPredictor.load(path)
-    table = read_latencies(path)
-    return TableLatency(
-        {
-            tuple(size for size, count in row.counts.items() for _ in range(count)): row.median_ms / 1e3
-            for row in table.rows
-        }
-    )
+    return step_sources(read_latencies(path))[0]
+
+
+def load_first_steps(path: Path) -> StepLatencyPredictor | None:
+    """First steps of a batch, which `psctl profile latency` measures, too; None where a file does not tell them.
+
+    Raises:
+        UsageError: as `load_step_latency`.
+    """
+    return None if path.suffix.lower() == ".safetensors" else step_sources(read_latencies(path))[1]
 
 
 def load_stage_times(run_dir: Path) -> StageTimes:

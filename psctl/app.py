@@ -17,6 +17,7 @@ from .. import __version__
 from ..data.errors import PsctlError, UsageError
 from .bench import bench_steps
 from .bench_cache import bench_cache
+from .bench_slo import bench_slo
 from .doctor import doctor
 from .eval import eval_all, eval_clip, eval_fid, eval_kid, eval_lpips, eval_psnr, eval_ssim
 from .eval_compare import eval_compare
@@ -56,6 +57,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("gate", gate),
     ("bench steps", bench_steps),
     ("bench cache", bench_cache),
+    ("bench slo", bench_slo),
     ("train-model", train_model),
     ("model-card", model_card),
     ("doctor", doctor),

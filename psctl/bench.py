@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..data.errors import UsageError
-from ..data.files import require_folder, write_json
+from ..data.files import require_places, write_json
 from ..data.resolution import parse_list
 from ..data.workspace import DEFAULT_WORKSPACE, Workspace
 from ..profiling.machine import describe
@@ -17,6 +17,7 @@ from .options import (
     Kernels,
     Model,
     Order,
+    OutputFile,
     PatchSize,
     Quiet,
     Seed,
@@ -51,9 +52,7 @@ def bench_steps(
     repeats: Annotated[int, typer.Option("--repeats", help="Timings of each side; the median counts.", min=1)] = 15,
     warmup: Annotated[int, typer.Option("--warmup", help="Rounds before them.", min=1)] = 3,
     seed: Seed = 0,
-    output_file: Annotated[
-        Path | None, typer.Option("--output-file", help="Write the result as JSON to this file, too.", dir_okay=False)
-    ] = None,
+    output_file: OutputFile = None,
     model: Model = "emoji-xl",
     device: Device = "auto",
     dtype: DType = "auto",
@@ -101,9 +100,7 @@ def bench_steps(
         chosen = random_combinations(sizes, random, seed)
     else:
         chosen = (Combination(sizes, (2,) * len(sizes)),) if breakdown else default_combinations(sizes)
-    for folder in (workspace, None if output_file is None else output_file.absolute().parent):
-        if folder is not None:
-            require_folder(folder.expanduser())
+    require_places(workspace, file=output_file)
 
     with out.status(f"Loading {model} ..."):
         served = load_model(model, device, dtype, options)

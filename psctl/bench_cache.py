@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..data.errors import UsageError
-from ..data.files import require_folder, write_json
+from ..data.files import require_places, write_json
 from ..data.resolution import parse_list
 from ..data.workspace import DEFAULT_WORKSPACE, Workspace
 from ..profiling.machine import describe
@@ -18,10 +18,12 @@ from .options import (
     MaxReuse,
     Model,
     Order,
+    OutputFile,
     Quiet,
     Seed,
     WarmupSteps,
     WorkspaceRoot,
+    numbers_of,
 )
 from .output import Output
 
@@ -67,9 +69,7 @@ def bench_cache(
         ),
     ] = None,
     num_real: Annotated[int, typer.Option("--num-real", help="Real images for FID.", min=2)] = 256,
-    output_file: Annotated[
-        Path | None, typer.Option("--output-file", help="Write the result as JSON to this file, too.", dir_okay=False)
-    ] = None,
+    output_file: OutputFile = None,
     max_reuse: MaxReuse = 4,
     warmup_steps: WarmupSteps = 3,
     cache_patch_size: CachePatchSize = 8,
@@ -107,13 +107,13 @@ def bench_cache(
     batches: tuple[Combination, ...] = (Combination(sizes, (2,) * len(sizes)),)
     if combinations is not None:
         batches = parse_combinations(combinations, sizes)
-    patch_limits, image_limits = _numbers("--thresholds", thresholds), _numbers("--image-thresholds", image_thresholds)
-    steps_between, sum_limits = [int(number) for number in _numbers("--intervals", intervals)], _numbers("--sums", sums)
+    patch_limits = numbers_of("--thresholds", thresholds)
+    image_limits = numbers_of("--image-thresholds", image_thresholds)
+    steps_between = [int(number) for number in numbers_of("--intervals", intervals)]
+    sum_limits = numbers_of("--sums", sums)
     if not (patch_limits or image_limits or steps_between or sum_limits):
         raise UsageError("there is nothing to measure: give --thresholds, --image-thresholds, --intervals or --sums")
-    for folder in (workspace, None if output_file is None else output_file.absolute().parent):
-        if folder is not None:
-            require_folder(folder.expanduser())
+    require_places(workspace, file=output_file)
     with out.status(f"Loading {model} ..."):
         served = load_model(model, device, dtype, EngineOptions(order=order))
     from ..eval.cache_bench import CacheBenchSettings, run_cache_bench
@@ -153,13 +153,6 @@ def bench_cache(
     out.note(f"Results, plots and images: {outcome.run_dir}")
     if outcome.was_interrupted:
         raise KeyboardInterrupt
-
-
-def _numbers(name: str, text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",") if part.strip()]
-    except ValueError as error:
-        raise UsageError(f"{name} is {text!r}, but it must be numbers with commas between") from error
 
 
 def _tables(result: dict[str, Any]) -> "RenderableType":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..data.errors import UsageError
-from ..data.files import require_folder, write_json
+from ..data.files import require_places, write_json
 from ..data.workspace import DEFAULT_WORKSPACE, Workspace
 from .options import (
     Cache,
@@ -176,9 +176,7 @@ def _command(metric: str) -> Callable[..., None]:
             raise UsageError("--images says where drawn images go, but with --generated nothing is drawn")
         if generated is not None and reuse.is_on:
             raise UsageError("--cache says how images are drawn, but with --generated nothing is drawn")
-        for folder in (workspace, None if output_file is None else output_file.absolute().parent):
-            if folder is not None:
-                require_folder(folder.expanduser())
+        require_places(workspace, file=output_file)
         if generated is None:
             with out.status(f"Drawing {num_prompts} text-image pairs from {dataset} ..."):
                 plan = plan_eval(options, model_defaults(model), root.root)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..data.errors import UsageError
-from ..data.files import require_folder
+from ..data.files import require_places
 from ..data.workspace import DEFAULT_WORKSPACE, Workspace
 from .eval import (
     ClipModel,
@@ -141,9 +141,7 @@ def eval_compare(
     if first is not None and reuse.is_on:
         raise UsageError("--cache says how images are drawn, but with A and B nothing is drawn")
     root = Workspace(workspace)
-    for folder in (workspace, None if output_file is None else output_file.absolute().parent):
-        if folder is not None:
-            require_folder(folder.expanduser())
+    require_places(workspace, file=output_file)
     with out.status("Loading ..."):
         from ..eval.compare_run import COMPARE_METRICS, USUAL_METRICS, check_metrics, compare
         from ..eval.judges import Judges

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..data.errors import UsageError
-from ..data.files import require_folder, write_text
+from ..data.files import require_places, write_text
 from .options import Json, Quiet
 from .output import Output
 
@@ -65,8 +65,7 @@ def gate(
     chosen = tuple(results) if results else read.results
     stored = baseline or read.baseline
     for file in (junit, markdown):
-        if file is not None:
-            require_folder(file.absolute().parent)
+        require_places(file=file)
     if update_baseline:
         if stored is None:
             raise UsageError("--update-baseline needs a file: name it as baseline in the gate file, or with --baseline")

@@ -118,6 +118,9 @@ WarmupSteps = Annotated[
 CacheMemory = Annotated[
     int, typer.Option("--cache-memory", metavar="MB", help="Most that the cache keeps.", envvar="PSCTL_CACHE_MEMORY")
 ]
+OutputFile = Annotated[
+    Path | None, typer.Option("--output-file", help="Write the result as JSON to this file, too.", dir_okay=False)
+]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of everything random in the run.", envvar="PSCTL_SEED", min=0)]
 WorkspaceRoot = Annotated[
     Path,
@@ -160,3 +163,11 @@ def cache_options(
         warmup_steps,
         cache_memory,
     )
+
+
+def numbers_of(option: str, text: str) -> list[float]:
+    """Numbers with commas between. Raises UsageError, which names the option, if they are not."""
+    try:
+        return [float(part) for part in text.split(",") if part.strip()]
+    except ValueError as error:
+        raise UsageError(f"{option} is {text!r}, but it must be numbers with commas between") from error

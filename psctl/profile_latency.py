@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..data.errors import UsageError
-from ..data.files import require_folder, write_json
+from ..data.files import require_places, write_json
 from ..data.resolution import parse_list
 from ..data.workspace import DEFAULT_WORKSPACE, Workspace
 from .options import (
@@ -17,6 +17,7 @@ from .options import (
     Kernels,
     Model,
     Order,
+    OutputFile,
     PatchSize,
     Quiet,
     Seed,
@@ -46,10 +47,12 @@ def profile_latency(
     repeats: Annotated[
         int, typer.Option("--repeats", help="Rounds over all combinations, of three timings each.", min=1)
     ] = 5,
+    one_resolution: Annotated[
+        bool,
+        typer.Option("--one-resolution", help="Only batches of one resolution: the passes of --engine plain."),
+    ] = False,
     seed: Seed = 0,
-    output_file: Annotated[
-        Path | None, typer.Option("--output-file", help="Write the result as JSON to this file, too.", dir_okay=False)
-    ] = None,
+    output_file: OutputFile = None,
     remeasure: Annotated[
         bool, typer.Option("--remeasure", help="Begin anew instead of going on from what the workspace holds.")
     ] = False,
@@ -77,6 +80,8 @@ def profile_latency(
 
         psctl profile latency --combinations 60 --repeats 3 --model emoji-3
 
+        psctl profile latency --engine plain --one-resolution --combinations 24
+
         psctl profile latency --model stabilityai/stable-diffusion-xl-base-1.0 --device cuda --resolutions 512,768,1024
     """
     out = Output(json=json, quiet=quiet)
@@ -93,12 +98,10 @@ def profile_latency(
             f"{combinations} combinations were asked for, but one request and the largest batch of each of "
             f"{len(sizes)} resolutions are {corners} already"
         )
-    available = count_combinations(len(sizes), max_batch_size)
+    available = len(sizes) * max_batch_size if one_resolution else count_combinations(len(sizes), max_batch_size)
     if combinations > available:
         out.note(f"There are only {available} combinations of {len(sizes)} resolutions; measuring all of them.")
-    for folder in (workspace, None if output_file is None else output_file.absolute().parent):
-        if folder is not None:
-            require_folder(folder.expanduser())
+    require_places(workspace, file=output_file)
 
     with out.status(f"Loading {model} ..."):
         served = load_model(model, device, dtype, options)
@@ -115,7 +118,7 @@ def profile_latency(
 
         outcome = run_profile(
             served,
-            LatencySettings(sizes, combinations, max_batch_size, repeats, seed),
+            LatencySettings(sizes, combinations, max_batch_size, repeats, seed, one_resolution),
             Workspace(workspace).for_model(model, str(served.device)),
             remeasure=remeasure,
             on_start=on_start,

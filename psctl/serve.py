@@ -1,13 +1,12 @@
 """`psctl serve`: replay a trace of requests on the wall clock and report latency, queueing and SLO attainment."""
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..data.errors import RunError, UsageError
-from ..data.files import require_folder, write_json
+from ..data.errors import RunError
+from ..data.files import require_places, write_json
 from ..data.workspace import DEFAULT_WORKSPACE, Workspace
 from .options import (
     Cache,
@@ -24,6 +23,7 @@ from .options import (
     MaxReuse,
     Model,
     Order,
+    OutputFile,
     PatchSize,
     Quiet,
     Seed,
@@ -33,87 +33,58 @@ from .options import (
     cache_options,
 )
 from .output import Output
+from .trace_options import (
+    Amplitude,
+    Arrivals,
+    Cv,
+    Duration,
+    FromZero,
+    GuidanceScale,
+    MaxBatchSize,
+    Mix,
+    NumInferenceSteps,
+    NumPrompts,
+    Period,
+    PolicyName,
+    Prompts,
+    RequestRate,
+    Resolutions,
+    SloScale,
+    Trace,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_NUM_PROMPTS_HELP = "Number of requests. Default: 32, or with --duration or a file all."
-
 
 def serve(
-    trace: Annotated[
-        str,
-        typer.Option(
-            "--trace",
-            metavar="poisson|gamma|diurnal|azure|FILE",
-            help="Random or recorded arrivals, or a file (JSONL, CSV, Request(...) lines).",
-        ),
-    ] = "poisson",
-    request_rate: Annotated[
-        float, typer.Option("--request-rate", help="Mean arrivals per second of a random trace; inf: all at once.")
-    ] = 1.0,
-    cv: Annotated[
-        float | None, typer.Option("--cv", help="Coefficient of variation of the gaps, with --trace gamma. Default: 2.")
-    ] = None,
-    amplitude: Annotated[
-        float | None, typer.Option("--amplitude", help="Swing of the rate, with --trace diurnal, 0 to 1. Default: 0.8.")
-    ] = None,
-    period: Annotated[
-        float | None,
-        typer.Option("--period", help="Length of the day, with --trace diurnal. Default: 600.", metavar="SECONDS"),
-    ] = None,
-    arrivals: Annotated[
-        Path | None,
-        typer.Option("--arrivals", help="CSV of recorded arrivals, with --trace azure (arrived_at or TIMESTAMP)."),
-    ] = None,
-    num_prompts: Annotated[int | None, typer.Option("--num-prompts", help=_NUM_PROMPTS_HELP)] = None,
-    duration: Annotated[
-        float | None, typer.Option("--duration", help="Seconds in which requests arrive.", metavar="SECONDS")
-    ] = None,
-    resolutions: Annotated[
-        str | None,
-        typer.Option("--resolutions", metavar="SIZE,...", help="Such as 128,192,128x256. Default: those of the model."),
-    ] = None,
-    mix: Annotated[
-        str | None, typer.Option("--mix", metavar="WEIGHTS", help='As "1,1,2" or "128=0.5,192=0.5". Default: equal.')
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option("--prompts", help="File of prompts (.txt, .csv, .tsv, .jsonl). Default: bundled captions."),
-    ] = None,
-    num_inference_steps: Annotated[
-        int | None, typer.Option("--num-inference-steps", help="Denoising steps. Default: the model's own.", min=1)
-    ] = None,
-    guidance_scale: Annotated[
-        float | None,
-        typer.Option("--guidance-scale", help="Classifier-free guidance; 1 or less is off. Default: the model's own."),
-    ] = None,
-    slo_scale: Annotated[
-        float, typer.Option("--slo-scale", help="SLO of a request: this many times its latency when served alone.")
-    ] = 5.0,
-    policy: Annotated[
-        str,
-        typer.Option(
-            "--policy",
-            help="Who joins the batch and when: fcfs, static, bucketed, patched-fcfs, edf, nirvana or slack.",
-        ),
-    ] = "bucketed",
+    trace: Trace = "poisson",
+    request_rate: RequestRate = 1.0,
+    cv: Cv = None,
+    amplitude: Amplitude = None,
+    period: Period = None,
+    arrivals: Arrivals = None,
+    num_prompts: NumPrompts = None,
+    duration: Duration = None,
+    resolutions: Resolutions = None,
+    mix: Mix = None,
+    prompts: Prompts = None,
+    num_inference_steps: NumInferenceSteps = None,
+    guidance_scale: GuidanceScale = None,
+    slo_scale: SloScale = 5.0,
+    policy: PolicyName = "bucketed",
     predictor: Annotated[
         Path | None,
         typer.Option("--predictor", metavar="FILE", help="Step latencies, for --policy slack.", dir_okay=False),
     ] = None,
-    max_batch_size: Annotated[int, typer.Option("--max-batch-size", help="Requests denoised together.", min=1)] = 16,
+    max_batch_size: MaxBatchSize = 16,
     seed: Seed = 0,
-    output_file: Annotated[
-        Path | None, typer.Option("--output-file", help="Write the summary as JSON to this file, too.", dir_okay=False)
-    ] = None,
+    output_file: OutputFile = None,
     save_dir: Annotated[
         Path | None,
         typer.Option("--save-dir", help="Save all images, and a copy of the report, in this folder.", file_okay=False),
     ] = None,
-    from_zero: Annotated[
-        bool, typer.Option("--from-zero", help="Start a trace file with its first request, whatever its clock says.")
-    ] = False,
+    from_zero: FromZero = False,
     remeasure: Annotated[
         bool, typer.Option("--remeasure", help="Measure standalone latencies again instead of using the workspace's.")
     ] = False,
@@ -151,31 +122,10 @@ def serve(
         psctl serve --trace requests.jsonl --json --output-file summary.json
     """
     out = Output(json=json, quiet=quiet)
-    config = {
-        "trace": trace,
-        "policy": policy,
-        "predictor": None if predictor is None else str(predictor),
-        "engine": engine,
-        # Infinity is no number in JSON.
-        "request_rate": request_rate if math.isfinite(request_rate) else "inf",
-        "cv": cv,
-        "amplitude": amplitude,
-        "period": period,
-        "arrivals": None if arrivals is None else str(arrivals),
-        "num_prompts": num_prompts,
-        "duration": duration,
-        "resolutions": resolutions,
-        "mix": mix,
-        "prompts": None if prompts is None else str(prompts),
-        "num_inference_steps": num_inference_steps,
-        "guidance_scale": guidance_scale,
-        "slo_scale": slo_scale,
-        "max_batch_size": max_batch_size,
-        "seed": seed,
-    }
     # Everything that can be wrong is looked at before torch is imported and the model loaded.
-    from ..profiling.serve_run import TraceSettings, draw_requests, run_serve
+    from ..profiling.serve_run import run_serve
     from ..profiling.simulate_run import load_step_latency
+    from ..profiling.trace_settings import TraceSettings, check_slo_scale, draw_requests
     from ..serving.loading import load_model, model_defaults
     from ..serving.policies import get_policy
     from ..serving.stepper import EngineOptions
@@ -212,15 +162,21 @@ def serve(
         arrivals=arrivals,
     )
     requests = draw_requests(settings, model_defaults(model))
-    if not 0 < slo_scale < math.inf:
-        raise UsageError(f"SLO scale is {slo_scale:g}, but it must be more than 0 and finite")
-    for folder in (save_dir, None if output_file is None else output_file.absolute().parent, workspace):
-        if folder is not None:
-            require_folder(folder.expanduser())
+    check_slo_scale(slo_scale)
+    require_places(save_dir, workspace, file=output_file)
 
     with out.status(f"Loading {model} ..."):
         served = load_model(model, device, dtype, options, workspace=Workspace(workspace))
-    config |= {"device": str(served.device), "dtype": str(served.dtype).removeprefix("torch.")}
+    config = {
+        **settings.to_config(),
+        "policy": policy,
+        "predictor": None if predictor is None else str(predictor),
+        "engine": engine,
+        "slo_scale": slo_scale,
+        "max_batch_size": max_batch_size,
+        "device": str(served.device),
+        "dtype": str(served.dtype).removeprefix("torch."),
+    }
     model_workspace = Workspace(workspace).for_model(model, str(served.device))
     if step_latency is None and chosen_policy.requires_predictor:
         from ..profiling.latency import latency_circumstances

@@ -1,17 +1,37 @@
 """`psctl simulate`: serve a trace on a virtual clock, and plan how many GPUs a rate needs."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from ..data.errors import UsageError
-from ..data.files import require_folder, write_json
+from ..data.files import require_places, write_json
 from ..data.workspace import DEFAULT_WORKSPACE, Workspace
-from .options import EngineChoice, Json, Model, Quiet, Seed, WorkspaceRoot
+from .options import EngineChoice, Json, Model, OutputFile, Quiet, Seed, WorkspaceRoot
 from .output import Output
 from .serve import summary_tables
+from .trace_options import (
+    Amplitude,
+    Arrivals,
+    Cv,
+    Duration,
+    FromZero,
+    Gpus,
+    MaxBatchSize,
+    Mix,
+    NumInferenceSteps,
+    NumPromptsSimulated,
+    OptionalRequestRate,
+    Period,
+    Resolutions,
+    SimulatedPolicyName,
+    SloScale,
+    StageTimesRun,
+    Trace,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +41,6 @@ if TYPE_CHECKING:
     from ..data.requests import Request
     from ..profiling.simulate_run import SearchResult
 
-_NUM_PROMPTS_HELP = "Number of requests. Default: 1000, or with --duration, a file or azure all."
 _DEFAULT_NUM_PROMPTS = 1000
 _MAX_REPORTED = 20_000
 
@@ -36,67 +55,24 @@ def simulate(
             dir_okay=False,
         ),
     ],
-    trace: Annotated[
-        str,
-        typer.Option(
-            "--trace", metavar="poisson|gamma|diurnal|azure|FILE", help="Random or recorded arrivals, or a trace file."
-        ),
-    ] = "poisson",
-    request_rate: Annotated[
-        float | None,
-        typer.Option(
-            "--request-rate", help="Mean arrivals per second; inf: all at once. Default: 1, of a file its own."
-        ),
-    ] = None,
-    cv: Annotated[
-        float | None, typer.Option("--cv", help="Coefficient of variation of the gaps, with --trace gamma. Default: 2.")
-    ] = None,
-    amplitude: Annotated[
-        float | None, typer.Option("--amplitude", help="Swing of the rate, with --trace diurnal, 0 to 1. Default: 0.8.")
-    ] = None,
-    period: Annotated[
-        float | None,
-        typer.Option("--period", help="Length of the day, with --trace diurnal. Default: 600.", metavar="SECONDS"),
-    ] = None,
-    arrivals: Annotated[
-        Path | None,
-        typer.Option("--arrivals", help="CSV of recorded arrivals, with --trace azure (arrived_at or TIMESTAMP)."),
-    ] = None,
-    num_prompts: Annotated[int | None, typer.Option("--num-prompts", help=_NUM_PROMPTS_HELP)] = None,
-    duration: Annotated[
-        float | None, typer.Option("--duration", help="Seconds in which requests arrive.", metavar="SECONDS")
-    ] = None,
-    resolutions: Annotated[
-        str | None,
-        typer.Option("--resolutions", metavar="SIZE,...", help="Such as 512,768,1024. Default: those of the model."),
-    ] = None,
-    mix: Annotated[
-        str | None, typer.Option("--mix", metavar="WEIGHTS", help='As "1,1,2" or "128=0.5,192=0.5". Default: equal.')
-    ] = None,
-    num_inference_steps: Annotated[
-        int | None, typer.Option("--num-inference-steps", help="Denoising steps. Default: the model's own.", min=1)
-    ] = None,
-    slo_scale: Annotated[
-        float, typer.Option("--slo-scale", help="SLO of a request: this many times its latency when served alone.")
-    ] = 5.0,
-    policy: Annotated[
-        str,
-        typer.Option(
-            "--policy", help="fcfs, static, bucketed, patched-fcfs, edf, nirvana, slack or distrifusion-fcfs."
-        ),
-    ] = "slack",
-    gpus: Annotated[int, typer.Option("--gpus", help="GPUs that serve in data parallel, all alike.", min=1)] = 1,
-    max_batch_size: Annotated[
-        int, typer.Option("--max-batch-size", help="Requests denoised together on a GPU.", min=1)
-    ] = 16,
+    trace: Trace = "poisson",
+    request_rate: OptionalRequestRate = None,
+    cv: Cv = None,
+    amplitude: Amplitude = None,
+    period: Period = None,
+    arrivals: Arrivals = None,
+    num_prompts: NumPromptsSimulated = None,
+    duration: Duration = None,
+    resolutions: Resolutions = None,
+    mix: Mix = None,
+    num_inference_steps: NumInferenceSteps = None,
+    slo_scale: SloScale = 5.0,
+    policy: SimulatedPolicyName = "slack",
+    gpus: Gpus = 1,
+    max_batch_size: MaxBatchSize = 16,
     prepare_ms: Annotated[float, typer.Option("--prepare-ms", help="Milliseconds of text encoding a request.")] = 0.0,
     postprocess_ms: Annotated[float, typer.Option("--postprocess-ms", help="Milliseconds of decoding an image.")] = 0.0,
-    stage_times: Annotated[
-        Path | None,
-        typer.Option(
-            "--stage-times", help="Take both from this served run: its folder.", metavar="RUN", file_okay=False
-        ),
-    ] = None,
+    stage_times: StageTimesRun = None,
     slo_target: Annotated[
         float | None,
         typer.Option(
@@ -105,12 +81,8 @@ def simulate(
         ),
     ] = None,
     seed: Seed = 0,
-    output_file: Annotated[
-        Path | None, typer.Option("--output-file", help="Write the result as JSON to this file, too.", dir_okay=False)
-    ] = None,
-    from_zero: Annotated[
-        bool, typer.Option("--from-zero", help="Start a trace file with its first request, whatever its clock says.")
-    ] = False,
+    output_file: OutputFile = None,
+    from_zero: FromZero = False,
     model: Model = "emoji-xl",
     engine: EngineChoice = "patched",
     workspace: WorkspaceRoot = Path(DEFAULT_WORKSPACE),
@@ -135,17 +107,18 @@ def simulate(
     out = Output(json=json, quiet=quiet)
     from ..data.resolution import parse_list
     from ..data.traces import TRACE_KINDS
-    from ..profiling.serve_run import TraceSettings, draw_requests
     from ..profiling.simulate_run import (
         Deployment,
         at_rate,
         gpus_needed,
         highest_rate,
+        load_first_steps,
         load_stage_times,
         load_step_latency,
         simulation_summary,
         write_simulation,
     )
+    from ..profiling.trace_settings import TraceSettings, check_slo_scale, draw_requests
     from ..serving.loading import model_defaults
     from ..serving.policies import get_policy
     from ..serving.stage_times import StageTimes
@@ -154,31 +127,31 @@ def simulate(
     is_file = trace not in TRACE_KINDS
     if is_file and request_rate is not None and not 0 < request_rate < math.inf:
         raise UsageError(f"request rate is {request_rate:g}, but it must be more than 0 and finite for a trace file")
-    if not 0 < slo_scale < math.inf:
-        raise UsageError(f"SLO scale is {slo_scale:g}, but it must be more than 0 and finite")
+    check_slo_scale(slo_scale)
     if stage_times is not None and (prepare_ms or postprocess_ms):
         raise UsageError("--stage-times takes the place of --prepare-ms and --postprocess-ms; give one or the other")
     chosen = get_policy(policy, is_simulated=True)
     defaults = model_defaults(model)
     is_unlimited = num_prompts is None and duration is None and trace in ("poisson", "gamma", "diurnal")
 
+    settings = TraceSettings(
+        trace=trace,
+        request_rate=1.0 if request_rate is None else request_rate,
+        cv=cv,
+        num_prompts=_DEFAULT_NUM_PROMPTS if is_unlimited else num_prompts,
+        duration_s=duration,
+        resolutions=resolutions,
+        mix=mix,
+        num_inference_steps=num_inference_steps,
+        seed=seed,
+        from_zero=from_zero,
+        amplitude=amplitude,
+        period_s=period,
+        arrivals=arrivals,
+    )
+
     def trace_at(rate: float | None) -> "Sequence[Request]":
-        settings = TraceSettings(
-            trace=trace,
-            request_rate=1.0 if rate is None else rate,
-            cv=cv,
-            num_prompts=_DEFAULT_NUM_PROMPTS if is_unlimited else num_prompts,
-            duration_s=duration,
-            resolutions=resolutions,
-            mix=mix,
-            num_inference_steps=num_inference_steps,
-            seed=seed,
-            from_zero=from_zero,
-            amplitude=amplitude,
-            period_s=period,
-            arrivals=arrivals,
-        )
-        drawn = draw_requests(settings, defaults)
+        drawn = draw_requests(settings if rate is None else replace(settings, request_rate=rate), defaults)
         return at_rate(drawn, rate) if is_file and rate is not None else drawn
 
     requests = trace_at(request_rate)
@@ -200,32 +173,22 @@ def simulate(
         num_gpus=gpus,
         max_batch_size=max_batch_size,
         slo_scale=slo_scale,
+        first=load_first_steps(latency.expanduser()),
     )
-    if output_file is not None:
-        require_folder(output_file.expanduser().absolute().parent)
+    require_places(file=output_file)
     config = {
-        "trace": trace,
+        **settings.to_config(),
+        **({} if request_rate is not None else {"request_rate": None}),
+        "num_prompts": num_prompts,
         "policy": policy,
         "engine": engine,
         "latency": str(latency),
-        # Infinity is no number in JSON.
-        "request_rate": "inf" if request_rate == math.inf else request_rate,
-        "cv": cv,
-        "amplitude": amplitude,
-        "period": period,
-        "arrivals": None if arrivals is None else str(arrivals),
-        "num_prompts": num_prompts,
-        "duration": duration,
-        "resolutions": resolutions,
-        "mix": mix,
-        "num_inference_steps": num_inference_steps,
         "slo_scale": slo_scale,
         "gpus": gpus,
         "max_batch_size": max_batch_size,
         "prepare_ms": prepare_ms,
         "postprocess_ms": postprocess_ms,
         "stage_times": None if stage_times is None else str(stage_times),
-        "seed": seed,
     }
 
     if slo_target is not None:
@@ -249,7 +212,7 @@ def simulate(
         out.data(found, table=lambda: _search_table(found))
         return
 
-    require_folder(workspace.expanduser())
+    require_places(workspace)
     with out.progress() as progress:
         task = progress.add_task("requests", total=len(requests))
         promised, result = deployment.run(requests, keep_steps=True, on_finish=lambda record: progress.advance(task))

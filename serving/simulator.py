@@ -1,6 +1,7 @@
 """The simulator: the engine's stages and the same policy objects on a virtual clock, on any number of GPUs.
 
-A step lasts as long as a predictor says, preparing and decoding as long as `StageTimes` says; nothing else takes time.
+A step lasts as long as a predictor says, preparing and decoding as long as `StageTimes` says; nothing else takes time,
+unless `StepDurations` tells more than the predictor that policies are given.
 Every GPU has its own prepare stage, denoise loop and postprocess stage, which follow `Engine` rule by rule. Several
 GPUs serve in data parallel: a request goes, when it arrives, to the GPU with the fewest pixels under way (PatchedServe
 section 8.1), counted in pixel-steps: pixels times remaining steps, over all requests that were sent there and have not
@@ -12,7 +13,7 @@ The same arguments always give the same result.
 import time
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import overload
 
@@ -23,6 +24,7 @@ from .lifecycle import RequestRecord, RequestView
 from .policies import (
     DistriFusionFcfsPolicy,
     DistriFusionLatency,
+    LearningPredictor,
     Policy,
     StepLatencyPredictor,
     WaitingQueue,
@@ -31,6 +33,7 @@ from .policies import (
 )
 from .prepare_order import PrepareOrder
 from .stage_times import StageTimes
+from .step_durations import StepDurations
 from .step_latency import MemoisedLatency
 from .step_row import StepRow
 
@@ -73,6 +76,7 @@ def simulate(
     max_batch_size: int = 16,
     num_gpus: int = 1,
     times: StageTimes | None = None,
+    durations: StepDurations | None = None,
     max_prepared_ahead: int | None = None,
     standalone_s: Callable[[Request], float | None] | None = None,
     keep_steps: bool = False,
@@ -83,10 +87,12 @@ def simulate(
     Args:
         requests: the trace, in order of arrival, with ids that differ.
         policy: any policy; `distrifusion-fcfs` makes one worker of all GPUs.
-        predictor: seconds of one step of a batch, on one GPU. It may not change meanwhile.
+        predictor: seconds of one step of a batch, on one GPU, as policies are told. It may not change meanwhile, unless
+            it learns (`LearningPredictor`): then it is told every step, as in `Engine`.
         max_batch_size: largest number of requests in the batch of one GPU.
         num_gpus: number of GPUs, all alike.
         times: seconds of the other stages; None: none.
+        durations: how long steps really last, where that is not what `predictor` says.
         max_prepared_ahead: as in `Engine`.
         standalone_s: latency of a request when served alone, for policies that ask for it.
         keep_steps: whether the result holds the steps of the first GPU.
@@ -101,12 +107,32 @@ def simulate(
     for name, value in (("max batch size", max_batch_size), ("number of GPUs", num_gpus)):
         if value < 1:
             raise UsageError(f"{name} is {value}, but it must be at least 1")
-    latency = MemoisedLatency(predictor)
+    # One that learns changes, so that nothing it says is remembered.
+    learner = predictor if isinstance(predictor, LearningPredictor) else None
+    latency: StepLatencyPredictor = learner or MemoisedLatency(predictor)
+    if durations is None:
+        durations = StepDurations(latency)
+    else:
+        durations = replace(
+            durations,
+            steady=MemoisedLatency(durations.steady),
+            first=None if durations.first is None else MemoisedLatency(durations.first),
+        )
     num_workers = num_gpus
     if isinstance(policy, DistriFusionFcfsPolicy):
-        latency, num_workers = MemoisedLatency(DistriFusionLatency(predictor, num_gpus)), 1
+        latency, learner, num_workers = MemoisedLatency(DistriFusionLatency(predictor, num_gpus)), None, 1
+        durations = replace(
+            durations, steady=MemoisedLatency(DistriFusionLatency(durations.steady, num_gpus)), first=None
+        )
     clock = _Clock(
-        policy, latency, max_batch_size, times or StageTimes(), max_prepared_ahead or 2 * max_batch_size, on_finish
+        policy,
+        latency,
+        learner,
+        durations,
+        max_batch_size,
+        times or StageTimes(),
+        max_prepared_ahead or 2 * max_batch_size,
+        on_finish,
     )
     workers = [_Worker(index, clock, keep_steps=keep_steps and index == 0) for index in range(num_workers)]
     gpu_of: dict[int, int] = {}
@@ -154,7 +180,9 @@ class _Clock:
     def __init__(
         self,
         policy: Policy,
-        latency: MemoisedLatency,
+        latency: StepLatencyPredictor,
+        learner: LearningPredictor | None,
+        durations: StepDurations,
         max_batch_size: int,
         times: StageTimes,
         max_prepared_ahead: int,
@@ -162,6 +190,8 @@ class _Clock:
     ) -> None:
         self.policy = policy
         self.latency = latency
+        self.learner = learner
+        self.durations = durations
         self.max_batch_size = max_batch_size
         self.times = times
         self.max_prepared_ahead = max_prepared_ahead
@@ -256,7 +286,12 @@ class _Worker:
         self._batch: list[Resolution] = []
         self._batch_pixels = 0
         self._next_leave = 0
-        self._decoder_free_s = 0.0
+        # Whether the batch is another than in the last step.
+        self._has_changed = False
+        # Until when the stages beside the steps are busy; the end of the current step; what it lost to preparing that
+        # began meanwhile, which the next step makes up for.
+        self._decoder_free_s = self._preparer_free_s = 0.0
+        self._step_s = self._step_end_s = self._late_s = 0.0
 
     def arrive(self, request: Request, standalone_s: float | None, now_s: float) -> None:
         request = request_under(self._clock.policy, request)
@@ -291,9 +326,11 @@ class _Worker:
         self._is_stepping = False
         self.num_steps += 1
         self.pixel_steps -= self._batch_pixels
+        clock = self._clock
+        if clock.learner is not None:
+            clock.learner.observe(self._batch, self._step_s)
         if self.num_steps < self._next_leave:
             return
-        clock = self._clock
         staying: list[_Entry] = []
         for entry in self._active:
             if entry.last_step > self.num_steps:
@@ -304,11 +341,15 @@ class _Worker:
             self._batch_pixels -= resolution.pixels
             self._num_prepared -= 1
             del self._entries[entry.request.request_id]
-            entry.record.denoise_end_s = now_s
-            self._decoder_free_s = max(now_s, self._decoder_free_s) + clock.times.postprocess_of(resolution)
+            entry.record.denoise_end_s = self._step_end_s
+            decode_s = clock.times.postprocess_of(resolution)
+            self._decoder_free_s = max(self._step_end_s, self._decoder_free_s) + decode_s
             entry.record.close("completed", self._decoder_free_s)
             clock.close(entry.record)
         self._active = staying
+        self._has_changed = True
+        if not staying:
+            self._late_s = 0.0
         self._next_leave = min((entry.last_step for entry in staying), default=0)
 
     def go_on(self, now_s: float) -> None:
@@ -323,10 +364,13 @@ class _Worker:
         clock = self._clock
         if not self._active or (self._joining and clock.policy.requires_one_resolution):
             return
-        step_s = clock.latency.step_latency_s(self._batch)
-        self._is_stepping = True
+        durations = clock.durations
+        step_s = durations.undisturbed_s(self._batch, is_first=self._has_changed) + self._late_s
+        step_s = durations.stretched_s(step_s, self._preparer_free_s - now_s, self._decoder_free_s - now_s)
+        self._is_stepping, self._has_changed, self._late_s = True, False, 0.0
+        self._step_s, self._step_end_s = step_s, now_s + step_s
         self.busy_s += step_s
-        heappush(clock.events, (now_s + step_s, _STEPPED, self.index, -1))
+        heappush(clock.events, (now_s + step_s + durations.between_s, _STEPPED, self.index, -1))
         if self._keep_steps:
             resolutions: dict[str, int] = {}
             for resolution in self._batch:
@@ -374,6 +418,7 @@ class _Worker:
         entry.first_step = self.num_steps
         entry.last_step = entry.first_step + entry.request.num_inference_steps
         self._active.append(entry)
+        self._has_changed = True
         self._next_leave = min(self._next_leave, entry.last_step) if self._next_leave else entry.last_step
         insort(self._batch, entry.request.resolution)
         self._batch_pixels += entry.request.resolution.pixels
@@ -388,4 +433,8 @@ class _Worker:
         entry = self._entries[request_id]
         entry.record.prepare_start_s = now_s
         prepare_s = self._clock.times.prepare_of(entry.request.resolution)
+        self._preparer_free_s = now_s + prepare_s
+        if self._is_stepping and now_s < self._step_end_s:
+            beside_s = min(self._preparer_free_s, self._step_end_s) - now_s
+            self._late_s += self._clock.durations.lost_s(beside_s)
         heappush(self._clock.events, (now_s + prepare_s, _PREPARED, self.index, request_id))

@@ -64,6 +64,18 @@ class PerResolutionLatency:
         return sum(self._predictor.step_latency_s((resolution,) * counts[resolution]) for resolution in sorted(counts))
 
 
+class ScaledLatency:
+    """Step latencies that are all so many times as long as another predictor says."""
+
+    def __init__(self, predictor: StepLatencyPredictor, scale: float) -> None:
+        self._predictor = predictor
+        self._scale = scale
+
+    def step_latency_s(self, active: Sequence[Resolution]) -> float:
+        """See `StepLatencyPredictor`."""
+        return self._predictor.step_latency_s(active) * self._scale
+
+
 class TableLatency:
     """Step latencies from measured batches: a measured batch has its own latency, others are interpolated.
 

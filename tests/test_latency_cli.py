@@ -18,7 +18,7 @@ from patchedserve.data.latency_table import LatencyRow, LatencyTable, read_laten
 from patchedserve.data.resolution import Resolution, parse_list
 from patchedserve.data.workspace import ModelWorkspace, Workspace
 from patchedserve.profiling import latency
-from patchedserve.profiling.combinations import count_combinations, stratified_combinations
+from patchedserve.profiling.combinations import count_combinations, single_combinations, stratified_combinations
 from patchedserve.profiling.latency import LatencySettings, latency_circumstances, profile_latency
 from patchedserve.profiling.step_sides import EngineSide, PlainSide, RequestPool
 from patchedserve.serving.model import ServedModel
@@ -79,6 +79,30 @@ def test_stratified_combinations_end_with_all_that_there_are(num_sizes: int, lar
     drawn = stratified_combinations(sizes, 10_000, largest, seed=0)
     assert len(drawn) == len(set(drawn)) == count_combinations(num_sizes, largest)
     assert {each.num_requests for each in drawn} == set(range(1, largest + 1))
+
+
+@pytest.mark.parametrize(
+    ("count", "largest", "numbers"),
+    [
+        (2, 16, [1, 16]),
+        (12, 16, [1, 3, 6, 16]),
+        (24, 16, [1, 2, 3, 4, 5, 7, 11, 16]),
+        (99, 16, list(range(1, 17))),
+        (9, 1, [1]),
+        (6, 2, [1, 2]),
+    ],
+)
+def test_combinations_of_one_resolution(count: int, largest: int, numbers: list[int]) -> None:
+    sizes = parse_list("32,48,64")
+    drawn = single_combinations(sizes, count, largest)
+    assert [max(combination.counts) for combination in drawn] == [number for number in numbers for _ in sizes]
+    assert not any(combination.is_mixed for combination in drawn)
+    assert len(set(drawn)) == len(drawn)
+    settings = LatencySettings(sizes, count, largest, one_resolution=True)
+    assert settings.drawn() == drawn
+    assert settings.to_json()["one_resolution"] is True
+    # Tables that were begun without the choice are found again.
+    assert "one_resolution" not in LatencySettings(sizes, 9, largest).to_json()
 
 
 def test_both_engines_take_the_same_steps(sdxl: ServedModel) -> None:

@@ -76,14 +76,24 @@ class OnlineCorrection:
     Args:
         predictor: what is corrected.
         settings: how fast it follows.
+        scale: what it multiplies by before it has seen anything, for one that goes on where another has ended.
+
+    Raises:
+        ValueError: the scale is beyond what the settings allow.
     """
 
-    def __init__(self, predictor: PredictsSteps, settings: CorrectionSettings | None = None) -> None:
+    def __init__(
+        self, predictor: PredictsSteps, settings: CorrectionSettings | None = None, *, scale: float = 1.0
+    ) -> None:
         self.predictor = predictor
         self.settings = settings or CorrectionSettings()
-        self.scale = 1.0
+        if not 1 / self.settings.max_scale <= scale <= self.settings.max_scale:
+            raise ValueError(
+                f"scale is {scale:g}, but it may differ from 1 by {self.settings.max_scale:g} times at most"
+            )
+        self.scale = scale
         self._num_observations = 0
-        self._log_scale = 0.0
+        self._log_scale = math.log(scale)
         self._log_ratios: deque[float] = deque(maxlen=self.settings.median_of)
         self._errors: deque[float] = deque(maxlen=self.settings.recent)
         self._uncorrected_errors: deque[float] = deque(maxlen=self.settings.recent)

@@ -1,7 +1,7 @@
 """The report as one HTML file: no scripts, nothing from the network, all images inside it."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from PIL import Image
 
 from ...data.files import write_bytes, write_text
 from ..lifecycle import RequestRecord
-from .page import DASH, data_uri, html_page, image_tag
+from .page import DASH, figure, header, image_tag, page, pairs
 from .plots import PLOTS, WIDE_PLOTS, draw_all
 from .run_data import RunData
 
@@ -68,7 +68,7 @@ def _page(
     config = summary.get("config") or {}
     facts = [summary.get("dataset"), config.get("policy"), f"{len(data.records)} requests"]
     body = [
-        f"<header><h1>{escape(title)}</h1><p>{escape(' · '.join(str(fact) for fact in facts if fact))}</p></header>",
+        header(title, facts),
         _notes(data),
         _tiles(summary, data),
         _plots(plots),
@@ -78,7 +78,7 @@ def _page(
         _details(summary, config),
         "<footer>Times count from the start of the trace. Made by psctl.</footer>",
     ]
-    return html_page(title, body)
+    return page(title, body)
 
 
 def _notes(data: RunData) -> str:
@@ -113,13 +113,7 @@ def _tiles(summary: Mapping[str, Any], data: RunData) -> str:
 def _plots(plots: Mapping[str, tuple[bytes, bytes]]) -> str:
     if not plots:
         return ""
-    figures = []
-    for name, (light, dark) in plots.items():
-        wide = ' class="wide"' if name in WIDE_PLOTS else ""
-        figures.append(
-            f'<figure{wide}><picture><source media="(prefers-color-scheme: dark)" srcset="{data_uri(dark)}">'
-            f'<img src="{data_uri(light)}" alt="{escape(PLOTS[name][1])}"></picture></figure>'
-        )
+    figures = [figure(light, dark, PLOTS[name][1], is_wide=name in WIDE_PLOTS) for name, (light, dark) in plots.items()]
     return f'<h2>What happened</h2><section class="plots">{"".join(figures)}</section>'
 
 
@@ -188,14 +182,9 @@ def _details(summary: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     tables.append(("All figures", figures))
     return (
         '<div class="columns">'
-        + "".join(f"<div><h2>{name}</h2>{_pairs(rows)}</div>" for name, rows in tables)
+        + "".join(f"<div><h2>{name}</h2>{pairs(rows)}</div>" for name, rows in tables)
         + "</div>"
     )
-
-
-def _pairs(rows: Iterable[tuple[str, str]]) -> str:
-    body = "".join(f"<tr><th>{escape(key)}</th><td>{escape(value)}</td></tr>" for key, value in rows)
-    return f'<div class="scroll"><table class="pair"><tbody>{body}</tbody></table></div>'
 
 
 def _figure(key: str, value: Any) -> str:

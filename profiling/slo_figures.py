@@ -1,0 +1,258 @@
+"""Figures of a sweep of policies and request rates (figure 11 of PatchedServe), from the records of its runs. No torch.
+
+Runs of one policy and rate with different seeds are pooled: attainment is the share of all their requests that came in
+time, with Wilson's 95 % interval. Requests of one run queue behind each other and so are not independent: what another
+day would give may lie further off than the interval says; the lowest and the highest seed are told beside it.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import NormalDist, fmean
+from typing import Any, Literal
+
+import numpy as np
+
+from ..serving.lifecycle import RequestRecord
+from ..serving.metrics import slo_attainment_rate
+
+TARGETS = (0.99, 0.95, 0.90)
+"""SLO attainments that the paper looks at, section 8.1."""
+RATIO_TARGET = 0.95
+BASELINES = ("fcfs", "static", "bucketed")
+"""Policies whose best is what others are compared with."""
+CONFIDENCE = 0.95
+
+_EXTRAS = {
+    "batch_size_mean": ("batch_size_mean",),
+    "step_latency_mean": ("step_latency_mean",),
+    "scheduling_mean": ("scheduling_mean",),
+    "saved_computation": ("cache", "saved_computation"),
+    "predictor_scale": ("predictor_drift", "scale"),
+}
+"""Figures that engines tell, where they have them: means over the seeds."""
+
+EngineKind = Literal["real", "simulator"]
+Where = Literal["between", "below", "beyond"]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRun:
+    """One run of a sweep.
+
+    Attributes:
+        engine: which served it.
+        policy, request_rate, seed: its place in the sweep.
+        records: one per request, all ended.
+        duration_s: until the last of them ended.
+        figures: what else the engine tells, as JSON.
+    """
+
+    engine: EngineKind
+    policy: str
+    request_rate: float
+    seed: int
+    records: Sequence[RequestRecord]
+    duration_s: float
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRate:
+    """Up to which request rate a policy holds an attainment.
+
+    Attributes:
+        where: `between`: interpolated between two measured rates; `below`: not even at the lowest; `beyond`: still at
+            the highest.
+        rate: the rate; the lowest measured one where it is below, the highest where it is beyond.
+    """
+
+    where: Where
+    rate: float
+
+
+def wilson(num_met: int, total: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """Wilson's interval of a share (1927): never outside of 0 to 1, and not empty at their ends.
+
+    Raises:
+        ValueError: there is nothing to take a share of.
+    """
+    if not 0 <= num_met <= total or total < 1:
+        raise ValueError(f"{num_met} of {total} is no share")
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    share = num_met / total
+    middle = (share + z * z / (2 * total)) / (1 + z * z / total)
+    half = z / (1 + z * z / total) * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    # At the ends the bound is the share itself; rounding would miss it.
+    low = 0.0 if num_met == 0 else middle - half
+    return low, 1.0 if num_met == total else middle + half
+
+
+def point_figures(runs: Sequence[FinishedRun]) -> dict[str, Any]:
+    """Figures of the runs of one policy at one rate, pooled over their seeds. All requests must have an SLO."""
+    records = [record for run in runs for record in run.records]
+    num_met = sum(record.slo_met is True for record in records)
+    latencies = [record.latency_s for record in records if record.latency_s is not None]
+    low, high = wilson(num_met, len(records))
+    by_seed = {run.seed: slo_attainment_rate(run.records) for run in runs}
+    duration_s = sum(run.duration_s for run in runs)
+    p50, p95 = np.percentile(latencies, [50, 95]).tolist() if latencies else (None, None)
+    reasons = Counter(record.reason for record in records if record.status == "discarded")
+    statuses = Counter(record.status for record in records)
+    return {
+        "engine": runs[0].engine,
+        "policy": runs[0].policy,
+        "request_rate": runs[0].request_rate,
+        "num_runs": len(runs),
+        "num_requests": len(records),
+        "num_met": num_met,
+        "slo_attainment_rate": num_met / len(records),
+        "interval_low": low,
+        "interval_high": high,
+        "attainment_by_seed": {str(seed): share for seed, share in by_seed.items()},
+        "goodput_qps": num_met / duration_s,
+        "latency_mean": fmean(latencies) if latencies else None,
+        "latency_p50": p50,
+        "latency_p95": p95,
+        **{f"{name}_requests": statuses[name] for name in ("completed", "discarded", "failed")},
+        "discarded_by_reason": dict(reasons.most_common()),
+        **{name: _mean_of(runs, *path) for name, path in _EXTRAS.items()},
+    }
+
+
+def _mean_of(runs: Sequence[FinishedRun], *path: str) -> float | None:
+    """Mean of a figure over the runs that have it."""
+    values: list[float] = []
+    for run in runs:
+        value: Any = run.figures
+        for key in path:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if value is not None:
+            values.append(value)
+    return fmean(values) if values else None
+
+
+def held_rate(attainments: Mapping[float, float], target: float) -> HeldRate:
+    """Up to which rate an attainment is held, given that at each measured rate.
+
+    Looking from the lowest rate up, it ends where the attainment first falls below the target, at the point where a
+    straight line between the two measured rates meets it. What a higher rate reaches by chance does not count.
+
+    Raises:
+        ValueError: nothing was measured.
+    """
+    points = sorted(attainments.items())
+    if not points:
+        raise ValueError("no rate was measured")
+    if points[0][1] < target:
+        return HeldRate("below", points[0][0])
+    for (low, above), (high, under) in pairwise(points):
+        if under < target:
+            return HeldRate("between", low + (high - low) * (above - target) / (above - under))
+    return HeldRate("beyond", points[-1][0])
+
+
+def ratio(held: HeldRate, base: HeldRate) -> dict[str, Any]:
+    """How many times as high a rate is held: `value`, and whether that is `exact`, at `least` or at `most`.
+
+    A rate that is only known to be higher or lower makes it a bound; two of the same kind leave it `unknown`.
+    """
+    value = held.rate / base.rate
+    kinds = {
+        ("between", "between"): "exact",
+        ("beyond", "between"): "least",
+        ("between", "below"): "least",
+        ("beyond", "below"): "least",
+        ("below", "between"): "most",
+        ("between", "beyond"): "most",
+        ("below", "beyond"): "most",
+    }
+    kind = kinds.get((held.where, base.where), "unknown")
+    return {"value": None if kind == "unknown" else value, "kind": kind}
+
+
+def best_held(held: Iterable[HeldRate]) -> HeldRate:
+    """The highest of them: one beyond the sweep, else the highest between, else below."""
+    order = {"below": 0, "between": 1, "beyond": 2}
+    return max(held, key=lambda each: (order[each.where], each.rate))
+
+
+def sweep_figures(runs: Sequence[FinishedRun]) -> dict[str, Any]:
+    """All figures of the runs of one engine.
+
+    Returns:
+        `points`: `point_figures` of every policy and rate; `policies`: for each its mean attainment over its rates,
+        the rates that it holds `TARGETS` up to, and `ratio_at_95` to the best of `BASELINES` (None without one).
+        Policies and rates are in the order in which they first occur, and rising.
+    """
+    names = list(dict.fromkeys(run.policy for run in runs))
+    points: list[dict[str, Any]] = []
+    for name in names:
+        mine = [run for run in runs if run.policy == name]
+        rates = sorted({run.request_rate for run in mine})
+        points += [point_figures([run for run in mine if run.request_rate == rate]) for rate in rates]
+    policies: list[dict[str, Any]] = []
+    held_at: dict[str, HeldRate] = {}
+    for name in names:
+        shares = {point["request_rate"]: point["slo_attainment_rate"] for point in points if point["policy"] == name}
+        held = {target: held_rate(shares, target) for target in TARGETS}
+        held_at[name] = held[RATIO_TARGET]
+        policies.append(
+            {
+                "policy": name,
+                "mean_attainment": fmean(shares.values()),
+                "num_rates": len(shares),
+                "held_rates": {f"{target:.2f}": {"where": h.where, "rate": h.rate} for target, h in held.items()},
+            }
+        )
+    baselines = [name for name in names if name in BASELINES]
+    best = best_held(held_at[name] for name in baselines) if baselines else None
+    for policy in policies:
+        policy["ratio_at_95"] = None if best is None else ratio(held_at[policy["policy"]], best)
+    return {"points": points, "policies": policies, "baselines": baselines}
+
+
+def agreement(runs: Sequence[FinishedRun]) -> dict[str, Any]:
+    """How far the simulator is from the engine: points of both at the same policy and rate, over the same seeds.
+
+    Returns:
+        `rows`: attainment and mean latency of both, the difference of attainments in percentage points and that of
+        mean latencies (of completed requests) as a share of the engine's; the largest and mean absolute ones of all.
+    """
+    real = {(run.policy, run.request_rate, run.seed): run for run in runs if run.engine == "real"}
+    simulated = {(run.policy, run.request_rate, run.seed): run for run in runs if run.engine == "simulator"}
+    rows = []
+    for policy, rate in dict.fromkeys(key[:2] for key in real):
+        keys = [key for key in real if key[:2] == (policy, rate) and key in simulated]
+        if not keys:
+            continue
+        ours, theirs = (point_figures([each[key] for key in keys]) for each in (real, simulated))
+        latencies = ours["latency_mean"], theirs["latency_mean"]
+        rows.append(
+            {
+                "policy": policy,
+                "request_rate": rate,
+                "num_requests": ours["num_requests"],
+                "real_attainment": ours["slo_attainment_rate"],
+                "simulated_attainment": theirs["slo_attainment_rate"],
+                "attainment_difference_points": 100 * (theirs["slo_attainment_rate"] - ours["slo_attainment_rate"]),
+                "real_latency_mean": latencies[0],
+                "simulated_latency_mean": latencies[1],
+                # Where these differ as much, it is the machine that has drifted since it was calibrated.
+                "real_step_latency_mean": ours["step_latency_mean"],
+                "simulated_step_latency_mean": theirs["step_latency_mean"],
+                "latency_difference": None if None in latencies else latencies[1] / latencies[0] - 1,
+            }
+        )
+    rows.sort(key=lambda row: (list(dict.fromkeys(key[0] for key in real)).index(row["policy"]), row["request_rate"]))
+    points = [abs(row["attainment_difference_points"]) for row in rows]
+    shares = [abs(row["latency_difference"]) for row in rows if row["latency_difference"] is not None]
+    return {
+        "rows": rows,
+        "max_attainment_difference_points": max(points, default=None),
+        "mean_attainment_difference_points": fmean(points) if points else None,
+        "max_latency_difference": max(shares, default=None),
+        "mean_latency_difference": fmean(shares) if shares else None,
+    }

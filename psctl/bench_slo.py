@@ -1,0 +1,348 @@
+"""`psctl bench slo`: SLO attainment of every policy over the request rate, on the engine or in the simulator."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from ..data.errors import UsageError
+from ..data.files import require_places, write_json
+from ..data.workspace import DEFAULT_WORKSPACE, Workspace
+from .options import (
+    Cache,
+    CacheInterval,
+    CacheMemory,
+    CachePatchSize,
+    CachePredictorFile,
+    CacheThreshold,
+    Device,
+    DType,
+    Json,
+    Kernels,
+    MaxReuse,
+    Model,
+    Order,
+    OutputFile,
+    PatchSize,
+    Quiet,
+    Seed,
+    Strategy,
+    WarmupSteps,
+    WorkspaceRoot,
+    cache_options,
+    numbers_of,
+)
+from .output import Output
+from .trace_options import (
+    Amplitude,
+    Arrivals,
+    Cv,
+    Duration,
+    Gpus,
+    GuidanceScale,
+    MaxBatchSize,
+    Mix,
+    NumInferenceSteps,
+    Period,
+    Prompts,
+    RandomTrace,
+    Resolutions,
+    SloScale,
+    StageTimesRun,
+)
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_DEFAULT_POLICIES = "fcfs,static,bucketed,nirvana,patched-fcfs,edf,slack"
+_DEFAULT_NUM_PROMPTS = {"real": 60, "both": 60, "simulator": 1000}
+
+
+def bench_slo(
+    engine: Annotated[
+        Literal["real", "simulator", "both"],
+        typer.Option("--engine", help="What serves; both: the simulator beside the engine, and how far they differ."),
+    ] = "real",
+    policies: Annotated[
+        str,
+        typer.Option(
+            "--policies",
+            metavar="NAME,...",
+            help="fcfs, static, bucketed and nirvana run plain diffusers, patched-fcfs, edf and slack the patch "
+            "engine; the simulator has distrifusion-fcfs, too.",
+        ),
+    ] = _DEFAULT_POLICIES,
+    rates: Annotated[
+        str, typer.Option("--rates", metavar="X,...", help="Request rates: mean arrivals per second.")
+    ] = "1,2,3,4",
+    num_seeds: Annotated[int, typer.Option("--num-seeds", help="Traces of every rate: --seed and on.", min=1)] = 1,
+    seed: Seed = 0,
+    trace: RandomTrace = "poisson",
+    cv: Cv = None,
+    amplitude: Amplitude = None,
+    period: Period = None,
+    arrivals: Arrivals = None,
+    num_prompts: Annotated[
+        int | None,
+        typer.Option(
+            "--num-prompts", help="Requests of every run. Default: 60 (simulator: 1000), or with --duration all."
+        ),
+    ] = None,
+    duration: Duration = None,
+    resolutions: Resolutions = None,
+    mix: Mix = None,
+    prompts: Prompts = None,
+    num_inference_steps: NumInferenceSteps = None,
+    guidance_scale: GuidanceScale = None,
+    slo_scale: SloScale = 5.0,
+    max_batch_size: MaxBatchSize = 16,
+    predictor: Annotated[
+        Path | None,
+        typer.Option(
+            "--predictor", metavar="FILE", help="Step latencies, for slack. Default: the workspace's.", dir_okay=False
+        ),
+    ] = None,
+    warmup_requests: Annotated[
+        int, typer.Option("--warmup-requests", help="Served by each engine before anything counts.", min=1)
+    ] = 32,
+    combinations: Annotated[
+        int,
+        typer.Option(
+            "--combinations", help="Of the latency tables that --engine both measures if it finds none.", min=6
+        ),
+    ] = 60,
+    latency: Annotated[
+        Path | None,
+        typer.Option(
+            "--latency", metavar="FILE", help="Simulator: step latencies of the patch engine.", dir_okay=False
+        ),
+    ] = None,
+    plain_latency: Annotated[
+        Path | None,
+        typer.Option("--plain-latency", metavar="FILE", help="Simulator: those of the plain engine.", dir_okay=False),
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibration",
+            metavar="FILE",
+            help="Simulator: calibration.json of a sweep with --engine both.",
+            dir_okay=False,
+        ),
+    ] = None,
+    stage_times: StageTimesRun = None,
+    gpus: Gpus = 1,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            "--resume",
+            metavar="DIR",
+            help="Go on with this sweep: the same options, but for policies, rates and seeds.",
+            file_okay=False,
+        ),
+    ] = None,
+    output_file: OutputFile = None,
+    model: Model = "emoji-xl",
+    device: Device = "auto",
+    dtype: DType = "auto",
+    order: Order = "auto",
+    patch_size: PatchSize = None,
+    strategy: Strategy = "auto",
+    kernels: Kernels = "auto",
+    cache: Cache = "off",
+    cache_threshold: CacheThreshold = None,
+    cache_predictor: CachePredictorFile = None,
+    cache_interval: CacheInterval = 3,
+    cache_patch_size: CachePatchSize = 8,
+    max_reuse: MaxReuse = 4,
+    warmup_steps: WarmupSteps = 3,
+    cache_memory: CacheMemory = 2048,
+    workspace: WorkspaceRoot = Path(DEFAULT_WORKSPACE),
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Serve the same traces under every policy and request rate, and compare their SLO attainment.
+
+    SLOs are multiples of the standalone latency on plain diffusers, the same for all policies. Every finished run is
+    kept at once: Ctrl-C ends the sweep early, and the same command with --resume goes on. Table, plots and HTML report
+    go to the workspace.
+
+    Examples:
+
+        psctl bench slo --rates 1,2,3,4 --num-prompts 60
+
+        psctl bench slo --cache patch --policies bucketed,patched-fcfs,slack --rates 2,4,6 --num-seeds 3
+
+        psctl bench slo --engine both --policies bucketed,patched-fcfs,slack --rates 1,2,3 --duration 20
+
+        psctl bench slo --engine simulator --latency h200.csv --resolutions 512,768,1024 --rates 5,10,15,20 --gpus 4
+
+        psctl bench slo --resume psctl-workspace/emoji-xl/cpu/runs/slo-20260131T094500Z --num-seeds 2
+    """
+    out = Output(json=json, quiet=quiet)
+    # Everything that can be wrong is looked at before torch is imported and the model loaded.
+    from ..profiling.slo_bench import WarmUp, examples_of
+    from ..profiling.slo_sweep import RUN_KIND, SweepSettings, read_head
+    from ..profiling.trace_settings import TraceSettings
+    from ..serving.loading import model_defaults
+    from ..serving.stepper import EngineOptions
+
+    reuse = cache_options(
+        cache,
+        cache_threshold,
+        cache_predictor,
+        cache_interval,
+        cache_patch_size,
+        max_reuse,
+        warmup_steps,
+        cache_memory,
+    )
+    options = EngineOptions("patched", order, patch_size, strategy, kernels, reuse)
+    is_simulated = engine == "simulator"
+    _check_side(
+        {"--latency": latency, "--plain-latency": plain_latency, "--calibration": calibration}
+        | {"--stage-times": stage_times},
+        is_simulated,
+        "simulator",
+    )
+    changed = None if options == EngineOptions() else "given"
+    _check_side(
+        {"--predictor": predictor, "--order, --patch-size, --strategy, --kernels or --cache": changed},
+        not is_simulated,
+        "real or both",
+    )
+    if is_simulated and latency is None:
+        raise UsageError("--engine simulator needs --latency: step latencies of the patch engine")
+    if calibration is not None and stage_times is not None:
+        raise UsageError("--calibration brings the times of the stages; give it or --stage-times, not both")
+    is_unlimited = num_prompts is None and duration is None and trace != "azure"
+    settings = SweepSettings(
+        policies=_names(policies),
+        rates=tuple(numbers_of("--rates", rates)),
+        seeds=tuple(range(seed, seed + num_seeds)),
+        engine=engine,
+        trace=TraceSettings(
+            trace=trace,
+            cv=cv,
+            num_prompts=_DEFAULT_NUM_PROMPTS[engine] if is_unlimited else num_prompts,
+            duration_s=duration,
+            resolutions=resolutions,
+            mix=mix,
+            prompts=prompts,
+            num_inference_steps=num_inference_steps,
+            guidance_scale=guidance_scale,
+            amplitude=amplitude,
+            period_s=period,
+            arrivals=arrivals,
+        ),
+        slo_scale=slo_scale,
+        max_batch_size=max_batch_size,
+        num_gpus=gpus,
+    )
+    defaults = model_defaults(model)
+    examples_of(settings, defaults)
+    warm_up = WarmUp(warmup_requests, combinations)
+    if resume is not None:
+        read_head(resume.expanduser())
+    require_places(workspace, file=output_file)
+
+    def folder_on(device_name: str) -> Path:
+        if resume is not None:
+            return resume.expanduser()
+        return Workspace(workspace).for_model(model, device_name).new_run(RUN_KIND)
+
+    if is_simulated:
+        from ..profiling.simulate_run import load_stage_times
+        from ..profiling.slo_bench import bench_in_simulator, simulated_engines, sources_of
+
+        assert latency is not None, "checked above"
+        files = {"latency": latency, "plain_latency": plain_latency, "calibration": calibration}
+        found = {name: None if path is None else path.expanduser() for name, path in files.items()}
+        engines = simulated_engines(
+            latency.expanduser(),
+            found["plain_latency"],
+            found["calibration"],
+            None if stage_times is None else load_stage_times(stage_times.expanduser()),
+            on_warning=out.warn,
+        )
+        sources = sources_of(found | {"stage_times": stage_times and stage_times.expanduser() / "records.parquet"})
+        with out.progress() as progress:
+            task = progress.add_task("runs", total=settings.num_runs)
+            outcome = bench_in_simulator(
+                settings,
+                model,
+                defaults,
+                engines,
+                lambda: folder_on("simulated"),
+                sources,
+                on_run=lambda text: progress.update(task, description=text),
+                on_done=lambda: progress.advance(task),
+            )
+    else:
+        from ..serving.loading import load_model
+        from ..serving.policies import get_policy
+
+        if predictor is not None:
+            from ..profiling.simulate_run import load_step_latency
+
+            step_latency = load_step_latency(predictor.expanduser())
+        else:
+            step_latency = None
+        with out.status(f"Loading {model} ..."):
+            served = load_model(model, device, dtype, options, workspace=Workspace(workspace))
+        part = Workspace(workspace).for_model(model, str(served.device))
+        if step_latency is None and any(get_policy(name).requires_predictor for name in settings.policies):
+            from ..profiling.latency import latency_circumstances
+            from ..training.latency_predictor import load_workspace_predictor
+
+            step_latency = load_workspace_predictor(part, expect=latency_circumstances(served), on_warning=out.warn)
+        from ..profiling.slo_bench import bench_on_engine
+
+        with out.progress() as progress:
+            task = progress.add_task("runs", total=settings.num_runs)
+            outcome = bench_on_engine(
+                settings,
+                served,
+                part,
+                lambda: folder_on(str(served.device)),
+                predictor=step_latency,
+                warm_up=warm_up,
+                on_note=out.note,
+                on_run=lambda text: progress.update(task, description=text),
+                on_done=lambda: progress.advance(task),
+            )
+    if output_file is not None:
+        write_json(output_file.expanduser(), outcome.result)
+    out.data(outcome.result, table=lambda: result_tables(outcome.result))
+    out.note(f"Report: {outcome.report}")
+    if outcome.was_interrupted:
+        out.note(f"The same command with --resume {outcome.run_dir} goes on from here.")
+        raise KeyboardInterrupt
+
+
+def result_tables(result: dict[str, Any]) -> "RenderableType":
+    """What people see of `result.json`."""
+    from rich.console import Group
+    from rich.table import Table
+
+    from ..profiling.slo_tables import tables_of
+
+    tables = []
+    for each in tables_of(result):
+        table = Table(title=each.title, title_justify="left", caption=each.note or None, caption_justify="left")
+        for index, name in enumerate(each.columns):
+            table.add_column(name, justify="left" if index < each.num_words else "right")
+        for row in each.rows:
+            table.add_row(*row)
+        tables.append(table)
+    return Group(*tables)
+
+
+def _check_side(given: dict[str, Any], is_allowed: bool, engine: str) -> None:
+    for option, value in given.items():
+        if value is not None and not is_allowed:
+            raise UsageError(f"{option} belongs to --engine {engine}")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
