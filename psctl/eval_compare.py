@@ -61,9 +61,9 @@ _KIND = "compare"
 
 def eval_compare(
     first: Annotated[
-        Path | None, typer.Argument(metavar="[A]", help="Images drawn by eval, or its result: the original.")
+        Path | None, typer.Argument(metavar="A", help="Images drawn by eval, or its result: the original.")
     ] = None,
-    second: Annotated[Path | None, typer.Argument(metavar="[B]", help="The same of the other configuration.")] = None,
+    second: Annotated[Path | None, typer.Argument(metavar="B", help="The same of the other configuration.")] = None,
     metrics: Annotated[
         str | None,
         typer.Option(

@@ -22,7 +22,7 @@ def eval_report(
     results: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="[RESULT]...",
+            metavar="RESULT",
             help="Runs or result files of eval compare and eval. Default: the newest of the workspace.",
             show_default=False,
         ),
