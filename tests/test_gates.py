@@ -365,6 +365,26 @@ def test_baseline_keeps_other_metrics_and_survives_errors(tmp_path: Path, result
     assert baseline.read_bytes() == before
 
 
+def test_baseline_has_no_metric_of_several_files(tmp_path: Path, results: Path) -> None:
+    baseline = tmp_path / "baseline.json"
+    other = _results(tmp_path / "other.json", fid=(3.0, 2.0, 4.0))
+    gates = [
+        Gate("fid", {"max": 99.0}, "a", results),
+        Gate("fid", {"max": 9.0}, "b", other),
+        Gate("kid", {"max": 1}, "c"),
+    ]
+    assert write_baseline(baseline, gates, [results]) == ["kid"]
+    before = baseline.read_bytes()
+    gates[1] = Gate("fid", {"max_ratio": 1.1}, "b", other)
+    with pytest.raises(UsageError, match="gate 'b': fid is taken from several files"):
+        write_baseline(baseline, gates, [results])
+    assert baseline.read_bytes() == before
+    # Of one file two gates may speak.
+    gates[0] = Gate("fid", {"max": 9.0}, "a", other)
+    assert write_baseline(baseline, gates, [results]) == ["fid", "kid"]
+    assert json.loads(baseline.read_text())["metrics"]["fid"]["value"] == 3.0
+
+
 # The command
 
 
