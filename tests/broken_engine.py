@@ -77,8 +77,9 @@ def _zeroed_halos(patch: pytest.MonkeyPatch, acted: Acted) -> None:
     def wrong_gather(x: torch.Tensor, neighbours: torch.Tensor, **options: Any) -> torch.Tensor:
         return gather(x, alone(neighbours), **options)
 
-    def wrong_stitch(*known: Any, **options: Any) -> torch.Tensor:
-        return stitch(*known[:-1], alone(known[-1]), **options)
+    def wrong_stitch(x: torch.Tensor, *known: Any, **options: Any) -> torch.Tensor:
+        mean, rstd, weight, bias, index, neighbours = known
+        return stitch(x, mean, rstd, weight, bias, index, alone(neighbours), **options)
 
     patch.setattr(leaves, "halo_gather", wrong_gather)
     patch.setattr(leaves, "group_norm_silu_stitch", wrong_stitch)
