@@ -215,7 +215,7 @@ def test_figures_of_comparisons_and_plain_files(tmp_path: Path) -> None:
         ("{", "not valid JSON"),
         ("[1]", "must hold a JSON object"),
         ('{"kind": "psctl-eval", "version": 9, "metrics": {}}', "version 9"),
-        ('{"kind": "psctl-eval", "version": 1, "metrics": [1]}', "must be mappings"),
+        ('{"kind": "psctl-eval", "version": 1, "metrics": [1]}', "must be a mapping"),
         ('{"kind": "psctl-eval", "version": 1, "metrics": {"fid": {"name": "fid"}}}', "'high' is missing"),
         ('{"kind": "psctl-baseline", "metrics": {"fid": {"value": "3"}}}', "must have a number"),
         ('{"kind": "psctl-baseline", "metrics": {"fid": 3}}', "mapping of mappings"),
