@@ -1,6 +1,7 @@
-# The five commands of a working day. Each sets up `.venv` first if pyproject.toml or constraints.txt has changed.
+# The commands of a working day. Each sets up `.venv` first if pyproject.toml or constraints.txt has changed.
 #   make demo     serve a Poisson trace on a bundled model and leave an HTML report
 #   make test     the whole test suite
+#   make gate     quality gates on both bundled models, as CI judges them
 #   make lint     ruff, pyright and the import floors
 #   make bench    the benchmarks of tests/benchmarks
 #   make setup    only the set-up
@@ -15,9 +16,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
 DEMO_DIR ?= psctl-workspace/demo
+GATE_DIR ?= psctl-workspace/gate
 PYTEST_ARGS ?=
 
-.PHONY: setup demo test lint format bench
+.PHONY: setup demo test gate lint format bench
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -43,6 +45,9 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+gate: setup
+	tests/gates/run.sh $(GATE_DIR)
 
 lint: setup
 	$(BIN)/ruff check .

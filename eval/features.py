@@ -1,9 +1,11 @@
 """Features of image sets for FID and KID, computed once for the same images and weights."""
 
 import hashlib
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -13,10 +15,13 @@ from ..data.datasets.base import BadEntries
 from ..data.datasets.loading import ImageSource, digest_of_images, iter_images
 from ..data.errors import UsageError
 from ..data.files import atomic_write
-from .images import batches
+from .images import to_array
 
 _VERSION = 1  # changes whenever the same images would give other features
 BATCH_SIZE = 32
+_MAX_WORKERS = 16
+_MAX_WAITING = 4
+"""Batches' worth of images that wait for others of their size."""
 
 
 def features_of(
@@ -25,14 +30,15 @@ def features_of(
     weights_sha256: str,
     cache_dir: Path | None = None,
     *,
-    workers: int = 2,
+    workers: int | None = None,
     batch_size: int = BATCH_SIZE,
     bad: BadEntries | None = None,
     on_images: Callable[[int], None] | None = None,
 ) -> torch.Tensor:
     """Features (n, d) of the images of a source in float32, in the order of its ids.
 
-    Images are decoded ahead by threads while the network works; only the features stay in memory (8 KB an image).
+    Images are decoded ahead by threads while the network works; only the features stay in memory (8 KB an image), with
+    a few batches of images. Images of one size go through the network together wherever they stand in the source.
 
     Args:
         source: the images; sizes may differ.
@@ -40,8 +46,8 @@ def features_of(
         weights_sha256: what its weights are, part of the cache's key.
         cache_dir: where features are kept by the content of the images, None for nowhere. A set with bad images is
             not kept.
-        workers: decoding threads.
-        batch_size: images at a time; images of other sizes make batches of their own.
+        workers: decoding threads; None for 2 where the network runs on the same cores, else one a core, at most 16.
+        batch_size: images at a time.
         bad: counts images that cannot be read, which are left out; None: the first one is an error.
         on_images: called with the number of images that were just done.
 
@@ -50,6 +56,7 @@ def features_of(
         OSError: the cache cannot be written.
     """
     file = None
+    workers = _workers_for(extractor) if workers is None else workers
     if cache_dir is not None:
         file = _cache_file(source, weights_sha256, cache_dir, workers)
         if file is not None and (kept := _read(file, len(source.ids))) is not None:
@@ -57,16 +64,52 @@ def features_of(
                 on_images(len(kept))
             return kept
     parts: list[torch.Tensor] = []
+    places: list[int] = []
     images = (image for _, image in iter_images(source, crop="none", workers=workers, bad=bad))
-    for batch in batches(images, batch_size):
+    for place, batch in batches_by_size(images, batch_size):
         parts.append(extractor(batch).float().cpu())
+        places += place
         if on_images is not None:
             on_images(len(batch))
-    features = torch.cat(parts) if parts else torch.zeros(0, 0)
+    features = torch.cat(parts)[np.argsort(places)] if parts else torch.zeros(0, 0)
     if file is not None and len(features) == len(source.ids):
         with atomic_write(file) as temporary:
             save_file({"features": features}, temporary)
     return features
+
+
+def batches_by_size(
+    images: Iterable[np.ndarray], batch_size: int = BATCH_SIZE
+) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """Gather images (height, width, 3) into uint8 tensors (n, 3, height, width) of one size, with their places.
+
+    Sets of several resolutions have them in turn, and batches of neighbours would hold one image each. Where sizes are
+    so many that few images find others of theirs, the largest unfinished batch goes first, so memory stays bounded.
+    """
+    waiting: dict[tuple[int, ...], tuple[list[int], list[np.ndarray]]] = {}
+
+    def taken(shape: tuple[int, ...]) -> tuple[list[int], torch.Tensor]:
+        places, arrays = waiting.pop(shape)
+        return places, torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2)
+
+    for place, image in enumerate(images):
+        array = to_array(image)
+        places, arrays = waiting.setdefault(array.shape, ([], []))
+        places.append(place)
+        arrays.append(array)
+        if len(places) == batch_size:
+            yield taken(array.shape)
+        elif sum(len(places) for places, _ in waiting.values()) >= _MAX_WAITING * batch_size:
+            yield taken(max(waiting, key=lambda shape: len(waiting[shape][0])))
+    for shape in list(waiting):
+        yield taken(shape)
+
+
+def _workers_for(extractor: nn.Module) -> int:
+    parameter = next(extractor.parameters(), None)
+    if parameter is None or parameter.device.type == "cpu":
+        return 2
+    return max(2, min(_MAX_WORKERS, os.cpu_count() or 2))
 
 
 def _cache_file(source: ImageSource, weights_sha256: str, folder: Path, workers: int) -> Path | None:

@@ -210,15 +210,29 @@ def _interval_words(figure: Figure, what: str) -> str:
 def write_baseline(path: Path, gates: Sequence[Gate], results: Sequence[Path]) -> list[str]:
     """Store the figures of all gates as the new baseline; other metrics of an existing baseline stay.
 
+    A metric that gates take from several files has no single figure. It is left out where their bounds are absolute.
+
     Returns the names that were stored.
 
     Raises:
-        UsageError: as `judge`; the baseline is then as it was.
+        UsageError: as `judge`, or bounds relative to the baseline are on such a metric; the baseline is then as it was.
         OSError: the file cannot be written.
     """
     by_file = {each: load_figures(each) for each in dict.fromkeys((*results, *(g.file for g in gates if g.file)))}
     figures = load_figures(path) if path.exists() else {}
-    new = {figure.name: figure for figure in (_find(gate, by_file, results) for gate in gates)}
+    new: dict[str, Figure] = {}
+    by_name: dict[str, list[tuple[Gate, Figure]]] = {}
+    for gate in gates:
+        figure = _find(gate, by_file, results)
+        by_name.setdefault(figure.name, []).append((gate, figure))
+    for name, found in by_name.items():
+        if len({figure.source for _, figure in found}) == 1:
+            new[name] = found[0][1]
+        elif relative := [gate.name for gate, _ in found if set(gate.bounds) & set(RELATIVE)]:
+            raise UsageError(
+                f"gate {relative[0]!r}: {name} is taken from several files by these gates, but a baseline holds one "
+                "figure of it; give each file a gate file and a baseline of its own"
+            )
     metrics = {
         name: {"value": figure.value, "low": figure.low, "high": figure.high, "n": figure.n}
         for name, figure in sorted({**figures, **new}.items())

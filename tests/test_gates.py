@@ -215,7 +215,7 @@ def test_figures_of_comparisons_and_plain_files(tmp_path: Path) -> None:
         ("{", "not valid JSON"),
         ("[1]", "must hold a JSON object"),
         ('{"kind": "psctl-eval", "version": 9, "metrics": {}}', "version 9"),
-        ('{"kind": "psctl-eval", "version": 1, "metrics": [1]}', "must be mappings"),
+        ('{"kind": "psctl-eval", "version": 1, "metrics": [1]}', "must be a mapping"),
         ('{"kind": "psctl-eval", "version": 1, "metrics": {"fid": {"name": "fid"}}}', "'high' is missing"),
         ('{"kind": "psctl-baseline", "metrics": {"fid": {"value": "3"}}}', "must have a number"),
         ('{"kind": "psctl-baseline", "metrics": {"fid": 3}}', "mapping of mappings"),
@@ -363,6 +363,26 @@ def test_baseline_keeps_other_metrics_and_survives_errors(tmp_path: Path, result
     with pytest.raises(UsageError, match="no metric 'lpips'"):
         write_baseline(baseline, [Gate("lpips", {"max": 1.0}, "a")], [results])
     assert baseline.read_bytes() == before
+
+
+def test_baseline_has_no_metric_of_several_files(tmp_path: Path, results: Path) -> None:
+    baseline = tmp_path / "baseline.json"
+    other = _results(tmp_path / "other.json", fid=(3.0, 2.0, 4.0))
+    gates = [
+        Gate("fid", {"max": 99.0}, "a", results),
+        Gate("fid", {"max": 9.0}, "b", other),
+        Gate("kid", {"max": 1}, "c"),
+    ]
+    assert write_baseline(baseline, gates, [results]) == ["kid"]
+    before = baseline.read_bytes()
+    gates[1] = Gate("fid", {"max_ratio": 1.1}, "b", other)
+    with pytest.raises(UsageError, match="gate 'b': fid is taken from several files"):
+        write_baseline(baseline, gates, [results])
+    assert baseline.read_bytes() == before
+    # Of one file two gates may speak.
+    gates[0] = Gate("fid", {"max": 9.0}, "a", other)
+    assert write_baseline(baseline, gates, [results]) == ["fid", "kid"]
+    assert json.loads(baseline.read_text())["metrics"]["fid"]["value"] == 3.0
 
 
 # The command

@@ -1,0 +1,126 @@
+"""How fast `psctl eval fid` turns a folder of images into features, beside the bare network, and in how much memory.
+
+    python tests/benchmarks/bench_fid.py [--images 5000] [--output-file results/fid-features.json]
+
+Images of three sizes in turn are made in a temporary folder. The bare network then takes batches that lie in memory
+already, the whole path takes the folder (read for its checksum, decoded, gathered by size, through the network, kept on
+disk), and the network again: what drifts in between shows in its two figures. Last the same folder from the cache.
+Memory is that of the process at a quarter, half and the end of the path. Nothing else may run on the machine meanwhile.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from patchedserve.data.datasets.folders import open_folder
+from patchedserve.data.datasets.loading import iter_images
+from patchedserve.data.files import sha256_of, write_json
+from patchedserve.eval.features import BATCH_SIZE, features_of
+from patchedserve.eval.inception import find_inception_weights, load_inception
+from patchedserve.profiling.machine import cpu_name
+
+SIDES_PX = (128, 192, 256)
+BARE_IMAGES = 128
+"""Of each of the two measurements of the bare network."""
+
+
+def make_images(folder: Path, count: int) -> None:
+    """Smooth random pictures, about as quick to decode as drawn ones."""
+    rng = np.random.default_rng(0)
+    for i in range(count):
+        side = SIDES_PX[i % len(SIDES_PX)]
+        coarse = Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8))
+        coarse.resize((side, side), Image.Resampling.BICUBIC).save(folder / f"{i:05}.png", compress_level=1)
+
+
+def memory_mb(name: str) -> float:
+    """`VmRSS` (now) or `VmHWM` (the peak) of this process; Linux only."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1]) / 1024
+
+
+def bare_rate(network: torch.nn.Module, num_images: int) -> float:
+    """Images per second of the network on batches of one size after the other that lie in memory."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [SIDES_PX[i % len(SIDES_PX)] for i in range(-(-num_images // BATCH_SIZE))]
+    counts = [min(BATCH_SIZE, num_images - i * BATCH_SIZE) for i in range(len(sizes))]
+    given = [
+        torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8, generator=generator)
+        for count, side in zip(counts, sizes, strict=True)
+    ]
+    started = time.perf_counter()
+    for batch in given:
+        network(batch).float().cpu()
+    return num_images / (time.perf_counter() - started)
+
+
+def measure(folder: Path, count: int, device: str) -> dict[str, Any]:
+    weights = find_inception_weights()
+    network, digest = load_inception(weights, device), sha256_of(weights)
+    network(torch.zeros(2, 3, 128, 128, dtype=torch.uint8))
+    source, cache = open_folder(folder), folder / "cache"
+    num_bare = min(BARE_IMAGES, count)
+    started = time.perf_counter()
+    for _ in iter_images(source, crop="none"):
+        pass
+    decode_s = time.perf_counter() - started
+    bare = [bare_rate(network, num_bare)]
+    memory = {"start": memory_mb("VmRSS")}
+    done = 0
+
+    def on_images(number: int) -> None:
+        nonlocal done
+        done += number
+        for name, share in (("quarter", 0.25), ("half", 0.5), ("end", 1.0)):
+            if done >= share * count:
+                memory.setdefault(name, memory_mb("VmRSS"))
+
+    started = time.perf_counter()
+    features = features_of(source, network, digest, cache, on_images=on_images)
+    path_s = time.perf_counter() - started
+    peak = memory_mb("VmHWM")
+    bare.append(bare_rate(network, num_bare))
+    started = time.perf_counter()
+    assert torch.equal(features_of(source, network, digest, cache), features)
+    kept_s = time.perf_counter() - started
+    rate = count / path_s
+    return {
+        "images": count,
+        "device": device,
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "path_per_s": rate,
+        "bare_per_s": bare,
+        "path_to_bare": rate / (sum(bare) / len(bare)),
+        "decode_only_per_s": count / decode_s,
+        "from_cache_per_s": count / kept_s,
+        "rss_mb": memory,
+        "peak_rss_mb": peak,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=5000)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--output-file", type=Path, help="write the figures as JSON here, too")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        make_images(Path(folder), options.images)
+        found = measure(Path(folder), options.images, options.device)
+    if options.output_file is not None:
+        write_json(options.output_file, found)
+    print(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Draws images with the bundled models, measures them with psctl and holds them to tests/gates/gates.toml.
+#
+#   tests/gates/run.sh [FOLDER] [--update-baseline]
+#
+# FOLDER (default: psctl-workspace/gate) is made anew: images of an older version of the code would be judged for this
+# one. It gets a folder for each model with the results and gates.xml (JUnit) and gates.md.
+# Exit code: that of psctl gate, 1 if a gate fails on any model, else 3 if one has not enough evidence.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+PSCTL=$PWD/.venv/bin/psctl
+GATES=$PWD/tests/gates
+FOLDER=${1:-psctl-workspace/gate}
+UPDATE=${2:-}
+# Settings of a developer's own runs, such as PSCTL_MODEL, are not to be judged.
+for name in $(compgen -e PSCTL_ || true); do unset "$name"; done
+export HF_HUB_OFFLINE=1
+# What a folder that is not ours holds must not be lost.
+if [ -d "$FOLDER" ] && [ ! -e "$FOLDER/.psctl-gate" ] && [ -n "$(ls -A "$FOLDER")" ]; then
+    echo "$FOLDER is not empty and was not made by tests/gates/run.sh; name another folder" >&2
+    exit 2
+fi
+rm -rf "$FOLDER"
+mkdir -p "$FOLDER"
+touch "$FOLDER/.psctl-gate"
+cd "$FOLDER"
+
+verdict=0
+for model in emoji-xl emoji-3; do
+    mkdir "$model"
+    cp "$GATES/gates.toml" "$model"
+    # The inputs of emoji-3's blocks change less from step to step, so that the same threshold would reuse more.
+    case $model in emoji-xl) threshold=0.01 ;; *) threshold=0.003 ;; esac
+    echo "== $model: drawn by plain diffusers, by the patch engine, and with the patch cache"
+    eval=("$PSCTL" eval clip --model "$model" --dtype float32 --num-prompts 12 --resolutions 128,192
+          --num-inference-steps 20 --seed 0 --workspace workspace --quiet)
+    compare=("$PSCTL" eval compare --metrics psnr,ssim,lpips --workspace workspace --quiet)
+    "${eval[@]}" --engine plain --images "$model/plain" >/dev/null
+    "${eval[@]}" --images "$model/patched" --output-file "$model/clip.json" >/dev/null
+    "${eval[@]}" --cache patch --cache-threshold "$threshold" --images "$model/cache" >/dev/null
+    "${compare[@]}" "$model/plain" "$model/patched" --output-file "$model/exact.json" >/dev/null
+    "${compare[@]}" "$model/patched" "$model/cache" --output-file "$model/cached.json" >/dev/null
+    code=0
+    "$PSCTL" gate "$model/gates.toml" --baseline "$GATES/baseline-$model.json" \
+        --junit "$model/gates.xml" --markdown "$model/gates.md" ${UPDATE:+"$UPDATE"} || code=$?
+    case $code in
+        0) ;;
+        1) verdict=1 ;;
+        3) [ "$verdict" = 1 ] || verdict=3 ;;
+        *) exit "$code" ;;
+    esac
+done
+exit "$verdict"
