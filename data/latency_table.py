@@ -224,8 +224,10 @@ def _read_csv(path: Path) -> pa.Table:
     try:
         # As text, so that what is no number is told with its row.
         convert = pa_csv.ConvertOptions(column_types=dict.fromkeys(FOREIGN_COLUMNS, pa.string()))
+        # Without threads: a process that ends soon after Arrow's reading threads were started may abort.
+        reading = pa_csv.ReadOptions(use_threads=False)
         with path.open("rb") as raw:
-            return pa_csv.read_csv(raw, convert_options=convert)
+            return pa_csv.read_csv(raw, reading, convert_options=convert)
     except pa.ArrowException as error:
         raise UsageError(f"{path}: is not a CSV table: {str(error).splitlines()[0]}") from error
     except OSError as error:
