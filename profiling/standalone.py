@@ -68,19 +68,17 @@ def standalone_latencies(
     for request in requests:
         examples.setdefault(shape_of(model, request), request)
     path = tables / TABLE_FILE
-    known = {} if remeasure else read_standalone(path)
-    context = _context(model)
+    known, context = read_standalone(path, or_empty=remeasure), _context(model)
+    missing = {_key(context, shape) for shape in examples} - (set() if remeasure else set(known))
     latencies: dict[RequestShape, float] = {}
     for shape in sorted(
         examples, key=lambda shape: (shape.resolution.pixels, shape.resolution, shape.num_inference_steps)
     ):
         key = _key(context, shape)
-        if key not in known:
+        if key in missing:
             if on_measure is not None:
                 on_measure(shape)
-            samples_s = measure_alone(model, examples[shape], num_repeats=num_repeats)
-            # With `remeasure` the other shapes of the table are kept.
-            known = {**read_standalone(path, or_empty=remeasure), **known, key: samples_s}
+            known[key] = measure_alone(model, examples[shape], num_repeats=num_repeats)
             _write(path, known)
         latencies[shape] = statistics.median(known[key])
     return latencies

@@ -32,7 +32,7 @@ def train_predictor_cache(
             "--threshold",
             help="A cached output may be used if its mean square error, divided by its mean square, is at most this.",
         ),
-    ] = 0.01,
+    ] = 0.2,
     trees: Annotated[int, typer.Option("--trees", help="Trees of the forest.", min=1, max=128)] = 16,
     depth: Annotated[int, typer.Option("--depth", help="Most questions on the way to a leaf.", min=1, max=16)] = 8,
     min_confidence: Annotated[
@@ -69,7 +69,7 @@ def train_predictor_cache(
 
         psctl train-predictor cache
 
-        psctl train-predictor cache --threshold 0.002 --min-confidence 0.7
+        psctl train-predictor cache --threshold 0.01 --min-confidence 0.7
 
         psctl train-predictor cache --model emoji-3 --threshold 0.05 --output-file cache-0.05.safetensors --json
     """

@@ -27,6 +27,7 @@ from patchedserve.serving.policies.slack import TOO_LATE
 from patchedserve.serving.prepared import PreparedRequest
 from patchedserve.serving.run_result import RunResult
 from patchedserve.serving.simulator import simulate
+from patchedserve.serving.stages import StageThread
 from patchedserve.serving.stepper import EngineOptions
 
 from .helpers import largest_error, plain_latents, tiny_sd3, tiny_sdxl
@@ -318,6 +319,27 @@ def test_stage_threads_leave_the_callers_threads_alone(model: ServedModel) -> No
         assert inherited == [2]
     finally:
         torch.set_num_threads(before)
+
+
+def test_stages_keep_to_one_thread(model: ServedModel) -> None:
+    """With teams of their own, OpenMP would let the denoise loop's threads sleep at every barrier."""
+    before, seen = torch.get_num_threads(), []
+
+    def work(side: int) -> None:
+        # A thread's first operator that could run in parallel sets its number to the process's.
+        seen.append((int(torch.ones(side, side).add_(1).sum()), torch.get_num_threads()))
+
+    torch.set_num_threads(2)
+    try:
+        stage = StageThread("psctl-test", work, device=model.device)
+        stage.start()
+        for side in (8, 2048):
+            stage.put(side)
+        stage.finish()
+    finally:
+        torch.set_num_threads(before)
+    assert stage.error is None
+    assert seen == [(2 * 64, 1), (2 * 2048**2, 1)]
 
 
 @pytest.mark.parametrize(("engine", "expected"), [("plain", [6, 4]), ("patched", [])])
