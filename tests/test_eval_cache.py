@@ -52,7 +52,8 @@ def captions(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> CachePredictor:
     table = write_profile(tmp_path_factory.mktemp("profile") / "blocks.parquet", num_requests=6, num_steps=4)
-    return fit_cache_predictor(load_samples(table, max_rows=10**6, seed=0)[1], FACTS, FitSettings(trees=1))
+    samples = load_samples(table, max_rows=10**6, seed=0)[1]
+    return fit_cache_predictor(samples, FACTS, FitSettings(threshold=0.01, trees=1))
 
 
 def served(model_dir: Path, cache: CacheOptions | None = None) -> ServedModel:
