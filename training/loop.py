@@ -87,22 +87,25 @@ class TrainingRun:
         on_step: Callable[[int, dict[str, float]], None] = lambda step, figures: None,
         checkpoint_every_s: float = 120.0,
     ) -> None:
-        """Train to the end of the schedule. Ctrl-C writes a checkpoint first and is passed on."""
+        """Train to the end of the schedule. Ctrl-C waits for the step to end, writes a checkpoint and is passed on."""
         saved_at = time.monotonic()
         if self._is_cut_short and self.step > self.config.decay_start:
             # It resumes behind the point where this would have been saved.
             self.save("stable")
-        try:
-            while self.step < self.config.steps:
-                if self.step == self.config.decay_start:
-                    self.save("stable")
-                figures = self._train_step(loss_of)
-                on_step(self.step, figures)
-                if time.monotonic() - saved_at > checkpoint_every_s:
-                    self.save("last")
-                    saved_at = time.monotonic()
-        finally:
-            self.save("last")
+        with _interrupts_noted() as interrupts:
+            try:
+                while self.step < self.config.steps and not interrupts:
+                    if self.step == self.config.decay_start:
+                        self.save("stable")
+                    figures = self._train_step(loss_of)
+                    on_step(self.step, figures)
+                    if time.monotonic() - saved_at > checkpoint_every_s:
+                        self.save("last")
+                        saved_at = time.monotonic()
+            finally:
+                self.save("last")
+        if interrupts:
+            raise KeyboardInterrupt
 
     def copy_ema_to(self, model: nn.Module) -> None:
         """Put the moving average of the weights into a model of the same architecture."""
@@ -127,10 +130,9 @@ class TrainingRun:
         if not torch.isfinite(loss):
             raise RunError(f"the loss became {float(loss.detach())} at step {self.step}; lower the learning rate")
         figures["loss"] = float(loss.detach())
-        with _interrupts_held():
-            figures["grad_norm"] = self.optimiser.step(self.config.lr_scale(self.step))
-            self.step += 1
-            self._update_ema()
+        figures["grad_norm"] = self.optimiser.step(self.config.lr_scale(self.step))
+        self.step += 1
+        self._update_ema()
         if self.step % 20 == 0:
             with (self.folder / "log.jsonl").open("a") as log:
                 log.write(json.dumps({"step": self.step, "time": round(time.time(), 1)} | _rounded(figures)) + "\n")
@@ -194,19 +196,20 @@ class TrainingRun:
 
 
 @contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Let Ctrl-C wait for the end of the block, so that no checkpoint holds a half-made update."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Python hands signals to the main thread only
-        return
+def _interrupts_noted() -> Iterator[list[int]]:
+    """Note Ctrl-C in place of raising KeyboardInterrupt: in the middle of an update it would leave half of it.
+
+    One handler for the whole run. To swap handlers around every update has lost a Ctrl-C, twice in whole test runs.
+    """
     received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received  # Python hands signals to the main thread only
+        return
     previous = signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
     try:
-        yield
+        yield received
     finally:
         signal.signal(signal.SIGINT, previous)
-    if received:
-        signal.raise_signal(signal.SIGINT)
 
 
 def _rounded(figures: dict[str, float]) -> dict[str, float]:
