@@ -10,31 +10,17 @@ from ..data.files import require_places, write_json
 from ..data.resolution import parse_list
 from ..data.workspace import DEFAULT_WORKSPACE, Workspace
 from ..profiling.machine import describe
-from .options import (
-    Device,
-    DType,
-    Json,
-    Kernels,
-    Model,
-    Order,
-    OutputFile,
-    PatchSize,
-    Quiet,
-    Seed,
-    Strategy,
-    WorkspaceRoot,
-)
+from .option_groups import PATCH_FLAGS, PatchFlags, with_option_groups
+from .options import Device, DType, Json, Model, OutputFile, Quiet, Resolutions, Seed, WorkspaceRoot
 from .output import Output
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
+@with_option_groups
 def bench_steps(
-    resolutions: Annotated[
-        str | None,
-        typer.Option("--resolutions", metavar="SIZE,...", help="Such as 128,192,128x256. Default: those of the model."),
-    ] = None,
+    resolutions: Resolutions = None,
     combinations: Annotated[
         str | None,
         typer.Option(
@@ -56,10 +42,7 @@ def bench_steps(
     model: Model = "emoji-xl",
     device: Device = "auto",
     dtype: DType = "auto",
-    order: Order = "auto",
-    patch_size: PatchSize = None,
-    strategy: Strategy = "auto",
-    kernels: Kernels = "auto",
+    patching: PatchFlags = PATCH_FLAGS,
     workspace: WorkspaceRoot = Path(DEFAULT_WORKSPACE),
     json: Json = False,
     quiet: Quiet = False,
@@ -88,9 +71,8 @@ def bench_steps(
         random_combinations,
     )
     from ..serving.loading import load_model, model_defaults
-    from ..serving.stepper import EngineOptions
 
-    options = EngineOptions("patched", order, patch_size, strategy, kernels)
+    options = patching.to_options()
     sizes = model_defaults(model).resolutions if resolutions is None else parse_list(resolutions)
     if combinations is not None and random is not None:
         raise UsageError("--combinations and --random both say what to measure; give one of them")

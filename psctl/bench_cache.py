@@ -20,6 +20,7 @@ from .options import (
     Order,
     OutputFile,
     Quiet,
+    Resolutions,
     Seed,
     WarmupSteps,
     WorkspaceRoot,
@@ -32,10 +33,7 @@ if TYPE_CHECKING:
 
 
 def bench_cache(
-    resolutions: Annotated[
-        str | None,
-        typer.Option("--resolutions", metavar="SIZE,...", help="Such as 128,192,128x256. Default: those of the model."),
-    ] = None,
+    resolutions: Resolutions = None,
     combinations: Annotated[
         str | None,
         typer.Option(

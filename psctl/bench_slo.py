@@ -8,48 +8,25 @@ import typer
 from ..data.errors import UsageError
 from ..data.files import require_places, write_json
 from ..data.workspace import DEFAULT_WORKSPACE, Workspace
+from .option_groups import CACHE_FLAGS, PATCH_FLAGS, CacheFlags, PatchFlags, with_option_groups
 from .options import (
-    Cache,
-    CacheInterval,
-    CacheMemory,
-    CachePatchSize,
-    CachePredictorFile,
-    CacheThreshold,
     Device,
     DType,
+    GuidanceScale,
     Json,
-    Kernels,
-    MaxReuse,
+    MaxBatchSize,
     Model,
-    Order,
+    NumInferenceSteps,
     OutputFile,
-    PatchSize,
+    Prompts,
     Quiet,
+    Resolutions,
     Seed,
-    Strategy,
-    WarmupSteps,
     WorkspaceRoot,
-    cache_options,
     numbers_of,
 )
 from .output import Output
-from .trace_options import (
-    Amplitude,
-    Arrivals,
-    Cv,
-    Duration,
-    Gpus,
-    GuidanceScale,
-    MaxBatchSize,
-    Mix,
-    NumInferenceSteps,
-    Period,
-    Prompts,
-    RandomTrace,
-    Resolutions,
-    SloScale,
-    StageTimesRun,
-)
+from .trace_options import Amplitude, Arrivals, Cv, Duration, Gpus, Mix, Period, RandomTrace, SloScale, StageTimesRun
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -58,6 +35,7 @@ _DEFAULT_POLICIES = "fcfs,static,bucketed,nirvana,patched-fcfs,edf,slack"
 _DEFAULT_NUM_PROMPTS = {"real": 60, "both": 60, "simulator": 1000}
 
 
+@with_option_groups
 def bench_slo(
     engine: Annotated[
         Literal["real", "simulator", "both"],
@@ -145,18 +123,8 @@ def bench_slo(
     model: Model = "emoji-xl",
     device: Device = "auto",
     dtype: DType = "auto",
-    order: Order = "auto",
-    patch_size: PatchSize = None,
-    strategy: Strategy = "auto",
-    kernels: Kernels = "auto",
-    cache: Cache = "off",
-    cache_threshold: CacheThreshold = None,
-    cache_predictor: CachePredictorFile = None,
-    cache_interval: CacheInterval = 3,
-    cache_patch_size: CachePatchSize = 8,
-    max_reuse: MaxReuse = 4,
-    warmup_steps: WarmupSteps = 3,
-    cache_memory: CacheMemory = 2048,
+    patching: PatchFlags = PATCH_FLAGS,
+    caching: CacheFlags = CACHE_FLAGS,
     workspace: WorkspaceRoot = Path(DEFAULT_WORKSPACE),
     json: Json = False,
     quiet: Quiet = False,
@@ -187,17 +155,7 @@ def bench_slo(
     from ..serving.loading import model_defaults
     from ..serving.stepper import EngineOptions
 
-    reuse = cache_options(
-        cache,
-        cache_threshold,
-        cache_predictor,
-        cache_interval,
-        cache_patch_size,
-        max_reuse,
-        warmup_steps,
-        cache_memory,
-    )
-    options = EngineOptions("patched", order, patch_size, strategy, kernels, reuse)
+    options = patching.to_options(cache=caching)
     is_simulated = engine == "simulator"
     _check_side(
         {"--latency": latency, "--plain-latency": plain_latency, "--calibration": calibration}

@@ -10,29 +10,9 @@ import typer
 from ..data.errors import UsageError
 from ..data.files import require_places, write_json
 from ..data.workspace import DEFAULT_WORKSPACE, Workspace
-from .options import (
-    Cache,
-    CacheInterval,
-    CacheMemory,
-    CachePatchSize,
-    CachePredictorFile,
-    CacheThreshold,
-    Device,
-    DType,
-    EngineChoice,
-    Json,
-    Kernels,
-    MaxReuse,
-    Model,
-    Order,
-    PatchSize,
-    Quiet,
-    Seed,
-    Strategy,
-    WarmupSteps,
-    WorkspaceRoot,
-    cache_options,
-)
+from .eval_groups import DRAW_FLAGS, JUDGE_FLAGS, DrawFlags, JudgeFlags
+from .option_groups import CACHE_FLAGS, PATCH_FLAGS, CacheFlags, PatchFlags, with_option_groups
+from .options import Device, DType, EngineChoice, Json, Model, OutputFile, Quiet, Seed, WorkspaceRoot
 from .output import Output
 
 if TYPE_CHECKING:
@@ -43,43 +23,6 @@ if TYPE_CHECKING:
 
     from ..eval.result_files import EvalResults
     from ..eval.results import MetricResult
-
-Dataset = Annotated[
-    str,
-    typer.Option(
-        "--dataset",
-        metavar="emoji|coco:PATH|...",
-        help="Captions to draw and images to compare with: emoji, coco:, diffusiondb:, imagefolder:, parquet:.",
-    ),
-]
-NumPrompts = Annotated[int, typer.Option("--num-prompts", min=1, help="Text-image pairs of the set.")]
-Resolutions = Annotated[
-    str | None,
-    typer.Option("--resolutions", metavar="SIZE,...", help="Taken in turn. Default: those of the model."),
-]
-NumInferenceSteps = Annotated[
-    int | None, typer.Option("--num-inference-steps", min=1, help="Denoising steps. Default: the model's own.")
-]
-GuidanceScale = Annotated[
-    float | None, typer.Option("--guidance-scale", help="Classifier-free guidance. Default: the model's own.")
-]
-Policy = Annotated[str, typer.Option("--policy", help="Who joins the batch and when.")]
-MaxBatchSize = Annotated[int, typer.Option("--max-batch-size", min=1, help="Requests in a batch.")]
-ClipModel = Annotated[
-    str,
-    typer.Option(
-        "--clip-model",
-        help="Judge of the CLIP score: bundled name, folder or hub id of a transformers CLIP model.",
-        envvar="PSCTL_CLIP_MODEL",
-    ),
-]
-FidWeights = Annotated[
-    Path | None, typer.Option("--fid-weights", envvar="PSCTL_FID_WEIGHTS", help="Inception weights; looked for.")
-]
-LpipsWeights = Annotated[
-    Path | None, typer.Option("--lpips-weights", envvar="PSCTL_LPIPS_WEIGHTS", help="LPIPS weights; looked for.")
-]
-MaxBad = Annotated[int, typer.Option("--max-bad", min=0, help="Images that may be missing, damaged or fail.")]
 
 _WHAT = {
     "fid": "Frechet Inception distance to reference images",
@@ -96,13 +39,7 @@ def _command(metric: str) -> Callable[..., None]:
     """The commands differ in their metric only."""
 
     def command(
-        dataset: Dataset = "emoji",
-        num_prompts: NumPrompts = 256,
-        resolutions: Resolutions = None,
-        num_inference_steps: NumInferenceSteps = None,
-        guidance_scale: GuidanceScale = None,
-        policy: Policy = "bucketed",
-        max_batch_size: MaxBatchSize = 16,
+        drawing: DrawFlags = DRAW_FLAGS,
         images: Annotated[
             Path | None,
             typer.Option("--images", file_okay=False, help="Folder of the drawn images. Default: in the workspace."),
@@ -113,79 +50,41 @@ def _command(metric: str) -> Callable[..., None]:
         reference: Annotated[
             Path | None, typer.Option("--reference", help="Folder to compare --generated with.")
         ] = None,
-        clip_model: ClipModel = "emoji-clip",
-        fid_weights: FidWeights = None,
-        lpips_weights: LpipsWeights = None,
-        max_bad: MaxBad = 0,
-        output_file: Annotated[
-            Path | None, typer.Option("--output-file", dir_okay=False, help="Write the result as JSON here, too.")
-        ] = None,
+        judging: JudgeFlags = JUDGE_FLAGS,
+        output_file: OutputFile = None,
         seed: Seed = 0,
         model: Model = "emoji-xl",
         device: Device = "auto",
         dtype: DType = "auto",
         engine: EngineChoice = "patched",
-        order: Order = "auto",
-        patch_size: PatchSize = None,
-        strategy: Strategy = "auto",
-        kernels: Kernels = "auto",
-        cache: Cache = "off",
-        cache_threshold: CacheThreshold = None,
-        cache_predictor: CachePredictorFile = None,
-        cache_interval: CacheInterval = 3,
-        cache_patch_size: CachePatchSize = 8,
-        max_reuse: MaxReuse = 4,
-        warmup_steps: WarmupSteps = 3,
-        cache_memory: CacheMemory = 2048,
+        patching: PatchFlags = PATCH_FLAGS,
+        caching: CacheFlags = CACHE_FLAGS,
         workspace: WorkspaceRoot = Path(DEFAULT_WORKSPACE),
         json: Json = False,
         quiet: Quiet = False,
     ) -> None:
         out = Output(json=json, quiet=quiet)
-        from ..eval.eval_options import METRICS, EvalOptions, plan_eval
+        from ..eval.eval_options import METRICS, plan_eval
         from ..serving.loading import load_model, model_defaults, resolve_device
-        from ..serving.stepper import EngineOptions
 
-        options = EvalOptions(
-            METRICS if metric == "all" else (metric,),
-            dataset,
-            num_prompts,
-            seed,
-            resolutions,
-            num_inference_steps,
-            guidance_scale,
-            policy,
-            max_batch_size,
-            max_bad,
-        )
-        reuse = cache_options(
-            cache,
-            cache_threshold,
-            cache_predictor,
-            cache_interval,
-            cache_patch_size,
-            max_reuse,
-            warmup_steps,
-            cache_memory,
-        )
-        engine_options = EngineOptions(engine, order, patch_size, strategy, kernels, reuse)
+        options = drawing.to_options(METRICS if metric == "all" else (metric,), seed)
+        engine_options = patching.to_options(engine, caching)
         root = Workspace(workspace)
         if generated is None and reference is not None:
             raise UsageError("--reference belongs to --generated; a model is compared with the images of --dataset")
         if generated is not None and images is not None:
             raise UsageError("--images says where drawn images go, but with --generated nothing is drawn")
-        if generated is not None and reuse.is_on:
+        if generated is not None and engine_options.cache.is_on:
             raise UsageError("--cache says how images are drawn, but with --generated nothing is drawn")
         require_places(workspace, file=output_file)
         if generated is None:
-            with out.status(f"Drawing {num_prompts} text-image pairs from {dataset} ..."):
+            with out.status(f"Drawing {options.num_prompts} text-image pairs from {options.dataset} ..."):
                 plan = plan_eval(options, model_defaults(model), root.root)
         with out.status("Loading ..."):
             from ..eval.eval_run import evaluate_folders, evaluate_model
-            from ..eval.judges import Judges
 
             target = resolve_device(device)
-            judges = Judges(clip_model, fid_weights, lpips_weights, target)
+            judges = judging.to_judges(target)
             judges.check(options.metrics)
         if generated is not None:
             name = generated.resolve().name or "images"
@@ -240,7 +139,7 @@ def _command(metric: str) -> Callable[..., None]:
 
         psctl eval {metric} --generated images --reference originals --json
     """
-    return command
+    return with_option_groups(command)
 
 
 eval_fid, eval_kid, eval_clip, eval_lpips, eval_psnr, eval_ssim, eval_all = map(_command, _WHAT)

@@ -8,45 +8,10 @@ import typer
 from ..data.errors import UsageError
 from ..data.files import require_places
 from ..data.workspace import DEFAULT_WORKSPACE, Workspace
-from .eval import (
-    ClipModel,
-    Dataset,
-    FidWeights,
-    GuidanceScale,
-    LpipsWeights,
-    MaxBad,
-    MaxBatchSize,
-    NumInferenceSteps,
-    NumPrompts,
-    Policy,
-    Resolutions,
-    cache_line,
-    interval_text,
-    metric_table,
-    phases,
-)
-from .options import (
-    Cache,
-    CacheInterval,
-    CacheMemory,
-    CachePatchSize,
-    CachePredictorFile,
-    CacheThreshold,
-    Device,
-    DType,
-    Json,
-    Kernels,
-    MaxReuse,
-    Model,
-    Order,
-    PatchSize,
-    Quiet,
-    Seed,
-    Strategy,
-    WarmupSteps,
-    WorkspaceRoot,
-    cache_options,
-)
+from .eval import cache_line, interval_text, metric_table, phases
+from .eval_groups import DRAW_FLAGS, JUDGE_FLAGS, DrawFlags, JudgeFlags
+from .option_groups import CACHE_FLAGS, PATCH_FLAGS, CacheFlags, PatchFlags, with_option_groups
+from .options import Device, DType, Json, Model, OutputFile, Quiet, Seed, WorkspaceRoot
 from .output import Output
 
 if TYPE_CHECKING:
@@ -59,6 +24,7 @@ if TYPE_CHECKING:
 _KIND = "compare"
 
 
+@with_option_groups
 def eval_compare(
     first: Annotated[
         Path | None, typer.Argument(metavar="A", help="Images drawn by eval, or its result: the original.")
@@ -75,36 +41,15 @@ def eval_compare(
         Path | None,
         typer.Option("--reference", help="Folder of real images, for fid. Default: those of the data set drawn."),
     ] = None,
-    dataset: Dataset = "emoji",
-    num_prompts: NumPrompts = 256,
-    resolutions: Resolutions = None,
-    num_inference_steps: NumInferenceSteps = None,
-    guidance_scale: GuidanceScale = None,
-    policy: Policy = "bucketed",
-    max_batch_size: MaxBatchSize = 16,
-    clip_model: ClipModel = "emoji-clip",
-    fid_weights: FidWeights = None,
-    lpips_weights: LpipsWeights = None,
-    max_bad: MaxBad = 0,
-    output_file: Annotated[
-        Path | None, typer.Option("--output-file", dir_okay=False, help="Write the comparison as JSON here, too.")
-    ] = None,
+    drawing: DrawFlags = DRAW_FLAGS,
+    judging: JudgeFlags = JUDGE_FLAGS,
+    output_file: OutputFile = None,
     seed: Seed = 0,
     model: Model = "emoji-xl",
     device: Device = "auto",
     dtype: DType = "auto",
-    order: Order = "auto",
-    patch_size: PatchSize = None,
-    strategy: Strategy = "auto",
-    kernels: Kernels = "auto",
-    cache: Cache = "off",
-    cache_threshold: CacheThreshold = None,
-    cache_predictor: CachePredictorFile = None,
-    cache_interval: CacheInterval = 3,
-    cache_patch_size: CachePatchSize = 8,
-    max_reuse: MaxReuse = 4,
-    warmup_steps: WarmupSteps = 3,
-    cache_memory: CacheMemory = 2048,
+    patching: PatchFlags = PATCH_FLAGS,
+    caching: CacheFlags = CACHE_FLAGS,
     workspace: WorkspaceRoot = Path(DEFAULT_WORKSPACE),
     json: Json = False,
     quiet: Quiet = False,
@@ -123,52 +68,31 @@ def eval_compare(
         psctl eval compare A B --metrics lpips,fid --reference coco/val2014 --output-file compare.json
     """
     out = Output(json=json, quiet=quiet)
-    from ..eval.eval_options import FEATURES_DIR, SAMPLES_DIR, EvalOptions
+    from ..eval.eval_options import FEATURES_DIR, SAMPLES_DIR
     from ..serving.stepper import EngineOptions
 
-    reuse = cache_options(
-        cache,
-        cache_threshold,
-        cache_predictor,
-        cache_interval,
-        cache_patch_size,
-        max_reuse,
-        warmup_steps,
-        cache_memory,
-    )
+    patched = patching.to_options(cache=caching)
     if (first is None) != (second is None):
         raise UsageError("give two sides to compare, A and B, or none to have both drawn")
-    if first is not None and reuse.is_on:
+    if first is not None and patched.cache.is_on:
         raise UsageError("--cache says how images are drawn, but with A and B nothing is drawn")
     root = Workspace(workspace)
     require_places(workspace, file=output_file)
     with out.status("Loading ..."):
         from ..eval.compare_run import COMPARE_METRICS, USUAL_METRICS, check_metrics, compare
-        from ..eval.judges import Judges
         from ..eval.result_files import COMPARE_FILE
         from ..serving.loading import resolve_device
 
-        judges = Judges(clip_model, fid_weights, lpips_weights, resolve_device(device))
+        judges = judging.to_judges(resolve_device(device))
     wanted = USUAL_METRICS if metrics is None else tuple(name.strip() for name in metrics.split(","))
     if wanted == ("all",) or (metrics is None and first is None):
         wanted = COMPARE_METRICS
     check_metrics(wanted)
     if first is None or second is None:
-        options = EvalOptions(
-            # Of the data set only FID needs the images.
-            ("fid",) if "fid" in wanted and reference is None else ("clip",),
-            dataset,
-            num_prompts,
-            seed,
-            resolutions,
-            num_inference_steps,
-            guidance_scale,
-            policy,
-            max_batch_size,
-            max_bad,
-        )
+        # Of the data set only FID needs the images.
+        needed = ("fid",) if "fid" in wanted and reference is None else ("clip",)
+        options = drawing.to_options(needed, seed)
         judges.check(wanted)
-        patched = EngineOptions("patched", order, patch_size, strategy, kernels, reuse)
         first, second = _draw(out, options, (EngineOptions("plain"), patched), model, device, dtype, root)
     with phases(out) as start_phase:
         comparison = compare(
@@ -178,7 +102,7 @@ def eval_compare(
             judges,
             reference=reference,
             seed=seed,
-            max_bad=max_bad,
+            max_bad=drawing.max_bad,
             features_dir=root.root / FEATURES_DIR,
             samples_dir=root.root / SAMPLES_DIR,
             start_phase=start_phase,

@@ -10,28 +10,19 @@ from ..data.files import require_folder
 from ..data.requests import MAX_SEED, Request
 from ..data.resolution import Resolution, parse
 from ..data.workspace import DEFAULT_WORKSPACE, Workspace
+from .option_groups import CACHE_FLAGS, PATCH_FLAGS, CacheFlags, PatchFlags, with_option_groups
 from .options import (
-    Cache,
-    CacheInterval,
-    CacheMemory,
-    CachePatchSize,
-    CachePredictorFile,
-    CacheThreshold,
     Device,
     DType,
     EngineChoice,
+    GuidanceScale,
     Json,
-    Kernels,
-    MaxReuse,
+    MaxBatchSize,
     Model,
-    Order,
-    PatchSize,
+    NumInferenceSteps,
     Quiet,
     Seed,
-    Strategy,
-    WarmupSteps,
     WorkspaceRoot,
-    cache_options,
 )
 from .output import Output
 
@@ -41,6 +32,7 @@ if TYPE_CHECKING:
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 
+@with_option_groups
 def generate(
     prompt: Annotated[
         list[str] | None,
@@ -58,13 +50,8 @@ def generate(
             help="Size in pixels; given once for all prompts, or once per prompt. Default: the model's own.",
         ),
     ] = None,
-    num_inference_steps: Annotated[
-        int | None, typer.Option("--num-inference-steps", help="Denoising steps. Default: the model's own.", min=1)
-    ] = None,
-    guidance_scale: Annotated[
-        float | None,
-        typer.Option("--guidance-scale", help="Classifier-free guidance; 1 or less is off. Default: the model's own."),
-    ] = None,
+    num_inference_steps: NumInferenceSteps = None,
+    guidance_scale: GuidanceScale = None,
     negative_prompt: Annotated[
         str | None, typer.Option("--negative-prompt", help="What the images should not show.")
     ] = None,
@@ -79,23 +66,13 @@ def generate(
         ),
     ] = Path("images"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace images that exist already.")] = False,
-    max_batch_size: Annotated[int, typer.Option("--max-batch-size", help="Requests denoised together.", min=1)] = 16,
+    max_batch_size: MaxBatchSize = 16,
     model: Model = "emoji-xl",
     device: Device = "auto",
     dtype: DType = "auto",
     engine: EngineChoice = "patched",
-    order: Order = "auto",
-    patch_size: PatchSize = None,
-    strategy: Strategy = "auto",
-    kernels: Kernels = "auto",
-    cache: Cache = "off",
-    cache_threshold: CacheThreshold = None,
-    cache_predictor: CachePredictorFile = None,
-    cache_interval: CacheInterval = 3,
-    cache_patch_size: CachePatchSize = 8,
-    max_reuse: MaxReuse = 4,
-    warmup_steps: WarmupSteps = 3,
-    cache_memory: CacheMemory = 2048,
+    patching: PatchFlags = PATCH_FLAGS,
+    caching: CacheFlags = CACHE_FLAGS,
     workspace: WorkspaceRoot = Path(DEFAULT_WORKSPACE),
     json: Json = False,
     quiet: Quiet = False,
@@ -119,19 +96,8 @@ def generate(
         raise UsageError(f"seed is {seed}, but with {len(texts)} prompts it may be at most {MAX_SEED - len(texts) + 1}")
 
     from ..serving.loading import model_defaults
-    from ..serving.stepper import EngineOptions
 
-    reuse = cache_options(
-        cache,
-        cache_threshold,
-        cache_predictor,
-        cache_interval,
-        cache_patch_size,
-        max_reuse,
-        warmup_steps,
-        cache_memory,
-    )
-    options = EngineOptions(engine, order, patch_size, strategy, kernels, reuse)
+    options = patching.to_options(engine, caching)
     defaults = model_defaults(model)
     requests = [
         Request(

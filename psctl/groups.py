@@ -1,5 +1,6 @@
 """Groups of commands that also run by themselves: all their commands, one after the other, with the defaults."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,25 @@ from ..data.workspace import DEFAULT_WORKSPACE
 from .options import Device, Json, Model, Quiet, Seed, WorkspaceRoot
 
 
-def profile(
-    context: typer.Context,
-    model: Model = "emoji-xl",
-    device: Device = "auto",
-    seed: Seed = 0,
-    workspace: WorkspaceRoot = Path(DEFAULT_WORKSPACE),
-    json: Json = False,
-    quiet: Quiet = False,
-) -> None:
+def _running_all(about: str) -> Callable[..., None]:
+    """A group's callback with this help."""
+
+    def run(
+        context: typer.Context,
+        model: Model = "emoji-xl",
+        device: Device = "auto",
+        seed: Seed = 0,
+        workspace: WorkspaceRoot = Path(DEFAULT_WORKSPACE),
+        json: Json = False,
+        quiet: Quiet = False,
+    ) -> None:
+        _run_all(context)
+
+    run.__doc__ = about
+    return run
+
+
+profile = _running_all(
     """Measure what the predictors learn from; without a command, first latency, then blocks.
 
     Options here are for that case only. With --json every command prints an object of its own.
@@ -31,18 +42,8 @@ def profile(
 
         psctl profile latency --combinations 60
     """
-    _run_all(context)
-
-
-def train_predictor(
-    context: typer.Context,
-    model: Model = "emoji-xl",
-    device: Device = "auto",
-    seed: Seed = 0,
-    workspace: WorkspaceRoot = Path(DEFAULT_WORKSPACE),
-    json: Json = False,
-    quiet: Quiet = False,
-) -> None:
+)
+train_predictor = _running_all(
     """Train what the scheduler and the cache decide by; without a command, first latency, then cache.
 
     Options here are for that case only. With --json every command prints an object of its own.
@@ -55,7 +56,7 @@ def train_predictor(
 
         psctl train-predictor cache --threshold 0.1
     """
-    _run_all(context)
+)
 
 
 def _run_all(context: typer.Context) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from ..data.errors import UsageError
-from ..serving.cache.options import CacheMode, CacheOptions
+from ..serving.cache.options import CacheMode
 from ..serving.stepper import EngineName, KernelsName, OrderName, StrategyName
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -134,35 +134,22 @@ WorkspaceRoot = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.", envvar="PSCTL_JSON")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes on stderr.", envvar="PSCTL_QUIET")]
-
-
-def cache_options(
-    cache: CacheMode,
-    cache_threshold: float | None,
-    cache_predictor: Path | None,
-    cache_interval: int,
-    cache_patch_size: int,
-    max_reuse: int,
-    warmup_steps: int,
-    cache_memory: int,
-) -> CacheOptions:
-    """What the eight options of the cache say, in the order of the help.
-
-    Raises:
-        UsageError: a value is not allowed, or a threshold was given where none is looked at.
-    """
-    if cache_threshold is not None and cache in ("off", "interval"):
-        raise UsageError(f"--cache-threshold belongs to --cache patch, image or accumulated, not {cache}")
-    return CacheOptions(
-        cache,
-        cache_threshold,
-        None if cache_predictor is None else cache_predictor.expanduser(),
-        cache_patch_size,
-        cache_interval,
-        max_reuse,
-        warmup_steps,
-        cache_memory,
-    )
+Resolutions = Annotated[
+    str | None,
+    typer.Option("--resolutions", metavar="SIZE,...", help="Such as 128,192,128x256. Default: those of the model."),
+]
+Prompts = Annotated[
+    Path | None,
+    typer.Option("--prompts", help="File of prompts (.txt, .csv, .tsv, .jsonl). Default: bundled captions."),
+]
+NumInferenceSteps = Annotated[
+    int | None, typer.Option("--num-inference-steps", help="Denoising steps. Default: the model's own.", min=1)
+]
+GuidanceScale = Annotated[
+    float | None,
+    typer.Option("--guidance-scale", help="Classifier-free guidance; 1 or less is off. Default: the model's own."),
+]
+MaxBatchSize = Annotated[int, typer.Option("--max-batch-size", help="Requests denoised together (on one GPU).", min=1)]
 
 
 def numbers_of(option: str, text: str) -> list[float]:

@@ -8,7 +8,20 @@ import typer
 from ..data.files import require_folder, write_bytes
 from ..data.resolution import parse_list
 from ..data.workspace import DEFAULT_WORKSPACE, Workspace
-from .options import CachePatchSize, Device, DType, Json, Model, Order, Quiet, Seed, WorkspaceRoot
+from .options import (
+    CachePatchSize,
+    Device,
+    DType,
+    GuidanceScale,
+    Json,
+    Model,
+    Order,
+    Prompts,
+    Quiet,
+    Resolutions,
+    Seed,
+    WorkspaceRoot,
+)
 from .output import Output
 
 if TYPE_CHECKING:
@@ -19,21 +32,12 @@ def profile_blocks(
     num_prompts: Annotated[
         int, typer.Option("--num-prompts", help="Requests to profile; the paper takes 1,000.", min=1)
     ] = 48,
-    prompts: Annotated[
-        Path | None,
-        typer.Option("--prompts", help="File of prompts (.txt, .csv, .tsv, .jsonl). Default: bundled captions."),
-    ] = None,
-    resolutions: Annotated[
-        str | None,
-        typer.Option("--resolutions", metavar="SIZE,...", help="Such as 128,192,128x256. Default: those of the model."),
-    ] = None,
+    prompts: Prompts = None,
+    resolutions: Resolutions = None,
     num_inference_steps: Annotated[
         int, typer.Option("--num-inference-steps", help="Denoising steps of every request.", min=2)
     ] = 50,
-    guidance_scale: Annotated[
-        float | None,
-        typer.Option("--guidance-scale", help="Classifier-free guidance; 1 or less is off. Default: the model's own."),
-    ] = None,
+    guidance_scale: GuidanceScale = None,
     max_lag: Annotated[
         int, typer.Option("--max-lag", help="Compare a step with up to so many steps before it.", min=1, max=16)
     ] = 4,

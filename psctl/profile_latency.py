@@ -9,21 +9,8 @@ from ..data.errors import UsageError
 from ..data.files import require_places, write_json
 from ..data.resolution import parse_list
 from ..data.workspace import DEFAULT_WORKSPACE, Workspace
-from .options import (
-    Device,
-    DType,
-    EngineChoice,
-    Json,
-    Kernels,
-    Model,
-    Order,
-    OutputFile,
-    PatchSize,
-    Quiet,
-    Seed,
-    Strategy,
-    WorkspaceRoot,
-)
+from .option_groups import PATCH_FLAGS, PatchFlags, with_option_groups
+from .options import Device, DType, EngineChoice, Json, Model, OutputFile, Quiet, Resolutions, Seed, WorkspaceRoot
 from .output import Output
 
 if TYPE_CHECKING:
@@ -32,15 +19,13 @@ if TYPE_CHECKING:
     from ..profiling.latency import LatencyOutcome
 
 
+@with_option_groups
 def profile_latency(
     combinations: Annotated[
         int,
         typer.Option("--combinations", help="Random combinations to measure, or all if there are not so many.", min=1),
     ] = 300,
-    resolutions: Annotated[
-        str | None,
-        typer.Option("--resolutions", metavar="SIZE,...", help="Such as 128,192,128x256. Default: those of the model."),
-    ] = None,
+    resolutions: Resolutions = None,
     max_batch_size: Annotated[
         int, typer.Option("--max-batch-size", help="Requests of the largest combination.", min=1, max=256)
     ] = 16,
@@ -60,10 +45,7 @@ def profile_latency(
     device: Device = "auto",
     dtype: DType = "auto",
     engine: EngineChoice = "patched",
-    order: Order = "auto",
-    patch_size: PatchSize = None,
-    strategy: Strategy = "auto",
-    kernels: Kernels = "auto",
+    patching: PatchFlags = PATCH_FLAGS,
     workspace: WorkspaceRoot = Path(DEFAULT_WORKSPACE),
     json: Json = False,
     quiet: Quiet = False,
@@ -88,9 +70,8 @@ def profile_latency(
     # Everything that can be wrong is looked at before torch is imported and the model loaded.
     from ..profiling.combinations import count_combinations
     from ..serving.loading import load_model, model_defaults
-    from ..serving.stepper import EngineOptions
 
-    options = EngineOptions(engine, order, patch_size, strategy, kernels)
+    options = patching.to_options(engine)
     sizes = model_defaults(model).resolutions if resolutions is None else parse_list(resolutions)
     corners = len(sizes) * min(2, max_batch_size)
     if combinations < corners:

@@ -8,29 +8,22 @@ import typer
 from ..data.errors import RunError
 from ..data.files import require_places, write_json
 from ..data.workspace import DEFAULT_WORKSPACE, Workspace
+from .option_groups import CACHE_FLAGS, PATCH_FLAGS, CacheFlags, PatchFlags, with_option_groups
 from .options import (
-    Cache,
-    CacheInterval,
-    CacheMemory,
-    CachePatchSize,
-    CachePredictorFile,
-    CacheThreshold,
     Device,
     DType,
     EngineChoice,
+    GuidanceScale,
     Json,
-    Kernels,
-    MaxReuse,
+    MaxBatchSize,
     Model,
-    Order,
+    NumInferenceSteps,
     OutputFile,
-    PatchSize,
+    Prompts,
     Quiet,
+    Resolutions,
     Seed,
-    Strategy,
-    WarmupSteps,
     WorkspaceRoot,
-    cache_options,
 )
 from .output import Output
 from .trace_options import (
@@ -39,16 +32,11 @@ from .trace_options import (
     Cv,
     Duration,
     FromZero,
-    GuidanceScale,
-    MaxBatchSize,
     Mix,
-    NumInferenceSteps,
     NumPrompts,
     Period,
     PolicyName,
-    Prompts,
     RequestRate,
-    Resolutions,
     SloScale,
     Trace,
 )
@@ -57,6 +45,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
+@with_option_groups
 def serve(
     trace: Trace = "poisson",
     request_rate: RequestRate = 1.0,
@@ -92,18 +81,8 @@ def serve(
     device: Device = "auto",
     dtype: DType = "auto",
     engine: EngineChoice = "patched",
-    order: Order = "auto",
-    patch_size: PatchSize = None,
-    strategy: Strategy = "auto",
-    kernels: Kernels = "auto",
-    cache: Cache = "off",
-    cache_threshold: CacheThreshold = None,
-    cache_predictor: CachePredictorFile = None,
-    cache_interval: CacheInterval = 3,
-    cache_patch_size: CachePatchSize = 8,
-    max_reuse: MaxReuse = 4,
-    warmup_steps: WarmupSteps = 3,
-    cache_memory: CacheMemory = 2048,
+    patching: PatchFlags = PATCH_FLAGS,
+    caching: CacheFlags = CACHE_FLAGS,
     workspace: WorkspaceRoot = Path(DEFAULT_WORKSPACE),
     json: Json = False,
     quiet: Quiet = False,
@@ -128,20 +107,9 @@ def serve(
     from ..profiling.trace_settings import TraceSettings, check_slo_scale, draw_requests
     from ..serving.loading import load_model, model_defaults
     from ..serving.policies import get_policy
-    from ..serving.stepper import EngineOptions
     from ..training.online_correction import OnlineCorrection
 
-    reuse = cache_options(
-        cache,
-        cache_threshold,
-        cache_predictor,
-        cache_interval,
-        cache_patch_size,
-        max_reuse,
-        warmup_steps,
-        cache_memory,
-    )
-    options = EngineOptions(engine, order, patch_size, strategy, kernels, reuse)
+    options = patching.to_options(engine, caching)
     chosen_policy = get_policy(policy)
     step_latency = None if predictor is None else load_step_latency(predictor.expanduser())
     settings = TraceSettings(

@@ -10,7 +10,18 @@ import typer
 from ..data.errors import UsageError
 from ..data.files import require_places, write_json
 from ..data.workspace import DEFAULT_WORKSPACE, Workspace
-from .options import EngineChoice, Json, Model, OutputFile, Quiet, Seed, WorkspaceRoot
+from .options import (
+    EngineChoice,
+    Json,
+    MaxBatchSize,
+    Model,
+    NumInferenceSteps,
+    OutputFile,
+    Quiet,
+    Resolutions,
+    Seed,
+    WorkspaceRoot,
+)
 from .output import Output
 from .serve import summary_tables
 from .trace_options import (
@@ -20,13 +31,10 @@ from .trace_options import (
     Duration,
     FromZero,
     Gpus,
-    MaxBatchSize,
     Mix,
-    NumInferenceSteps,
     NumPromptsSimulated,
     OptionalRequestRate,
     Period,
-    Resolutions,
     SimulatedPolicyName,
     SloScale,
     StageTimesRun,

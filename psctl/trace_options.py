@@ -54,28 +54,12 @@ NumPromptsSimulated = Annotated[
 Duration = Annotated[
     float | None, typer.Option("--duration", help="Seconds in which requests arrive.", metavar="SECONDS")
 ]
-Resolutions = Annotated[
-    str | None,
-    typer.Option("--resolutions", metavar="SIZE,...", help="Such as 128,192,128x256. Default: those of the model."),
-]
 Mix = Annotated[
     str | None, typer.Option("--mix", metavar="WEIGHTS", help='As "1,1,2" or "128=0.5,192=0.5". Default: equal.')
-]
-Prompts = Annotated[
-    Path | None,
-    typer.Option("--prompts", help="File of prompts (.txt, .csv, .tsv, .jsonl). Default: bundled captions."),
-]
-NumInferenceSteps = Annotated[
-    int | None, typer.Option("--num-inference-steps", help="Denoising steps. Default: the model's own.", min=1)
-]
-GuidanceScale = Annotated[
-    float | None,
-    typer.Option("--guidance-scale", help="Classifier-free guidance; 1 or less is off. Default: the model's own."),
 ]
 SloScale = Annotated[
     float, typer.Option("--slo-scale", help="SLO of a request: this many times its latency when served alone.")
 ]
-MaxBatchSize = Annotated[int, typer.Option("--max-batch-size", help="Requests denoised together (on one GPU).", min=1)]
 FromZero = Annotated[
     bool, typer.Option("--from-zero", help="Start a trace file with its first request, whatever its clock says.")
 ]

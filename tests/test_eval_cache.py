@@ -17,7 +17,7 @@ from patchedserve.eval.generate_set import differing_settings
 from patchedserve.eval.judges import Judges
 from patchedserve.eval.result_files import EvalResults
 from patchedserve.psctl.app import main
-from patchedserve.psctl.options import cache_options
+from patchedserve.psctl.option_groups import CacheFlags
 from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.cache.rules import facts_of
 from patchedserve.serving.loading import load_model
@@ -236,12 +236,12 @@ def test_an_interrupted_set_keeps_what_was_counted(model_dir: Path, captions: st
 
 
 def test_the_eight_options_are_one_setting(tmp_path: Path) -> None:
-    assert cache_options("off", None, None, 3, 8, 4, 3, 2048) == CacheOptions()
-    found = cache_options("patch", None, Path("~/p"), 5, 4, 2, 1, 64)
+    assert CacheFlags().to_options() == CacheOptions()
+    found = CacheFlags("patch", None, Path("~/p"), 5, 4, 2, 1, 64).to_options()
     assert found == CacheOptions("patch", None, Path("~/p").expanduser(), 4, 5, 2, 1, 64)
     for mode in ("off", "interval"):
         with pytest.raises(UsageError, match=f"--cache-threshold belongs to .*, not {mode}"):
-            cache_options(mode, 0.1, None, 3, 8, 4, 3, 2048)
+            CacheFlags(mode, 0.1).to_options()
 
 
 def test_eval_takes_the_flags_of_the_cache(
