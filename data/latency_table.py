@@ -50,7 +50,8 @@ class Circumstances:
         fingerprint: of the model's files.
         device, device_name: as torch names it ("cpu", "cuda:0"), and the processor in words.
         dtype: of the denoising model.
-        engine, order, patch_size, strategy, kernels: of `serving.stepper.EngineOptions`; the order as it was chosen.
+        engine, order, patch_size, strategy, kernels, compile, cuda_graphs: of `serving.stepper.EngineOptions`; the
+            order as it was chosen.
         threads: CPU threads of torch.
         cpu: the processor that drives the device.
         torch: its version.
@@ -72,11 +73,15 @@ class Circumstances:
     torch: str
     guidance_scale: float
     is_guided: bool
+    compile: bool = False
+    cuda_graphs: bool = False
 
     @classmethod
     def from_json(cls, data: Any) -> Self:
         """Raises ValueError if it is not what `dataclasses.asdict` makes of one."""
-        if not isinstance(data, dict) or set(data) != {field.name for field in fields(cls)}:
+        # Tables of before there were `compile` and `cuda_graphs` were measured without.
+        known = {field.name for field in fields(cls)}
+        if not isinstance(data, dict) or not known - {"compile", "cuda_graphs"} <= set(data) <= known:
             raise ValueError("its circumstances are incomplete")
         return cls(**data)
 
@@ -86,7 +91,7 @@ class Circumstances:
         Another version of torch, and another guidance scale that is also on, do not.
         """
         names = ["fingerprint", "device_name", "dtype", "engine", "order", "patch_size", "strategy", "kernels"]
-        names += ["is_guided"] + (["threads"] if served.device == "cpu" else [])
+        names += ["compile", "cuda_graphs", "is_guided"] + (["threads"] if served.device == "cpu" else [])
         for name in names:
             own, other = getattr(self, name), getattr(served, name)
             if own == other:

@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ..serving.stepper import PATCH_OPTIONS
 from .report_sides import ReportedSide, Subject
 
 
@@ -26,8 +27,10 @@ def _drawing_words(settings: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"--{name.replace('_', '-')}", str(settings[name]))
     if settings.get("resolutions"):
         yield from ("--resolutions", ",".join(settings["resolutions"]))
-    for name in ("order", "patch_size", "strategy", "kernels"):
-        if settings.get(name) not in (None, "auto"):
+    for name in PATCH_OPTIONS:
+        if settings.get(name) is True:
+            yield f"--{name.replace('_', '-')}"
+        elif settings.get(name) not in (None, False, "auto"):
             yield from (f"--{name.replace('_', '-')}", str(settings[name]))
     cache = settings.get("cache")
     if not isinstance(cache, Mapping) or cache.get("mode", "off") == "off":

@@ -105,6 +105,8 @@ def latency_circumstances(model: ServedModel) -> Circumstances:
         patch_size=model.options.patch_size,
         strategy=model.options.strategy,
         kernels=model.options.kernels,
+        compile=model.options.compile,
+        cuda_graphs=model.options.cuda_graphs,
     )
 
 

@@ -14,7 +14,7 @@ from ..data.requests import Request
 from ..serving.defaults import ModelDefaults
 from ..serving.policies import StepLatencyPredictor
 from ..serving.stage_times import StageTimes
-from ..serving.stepper import EngineName
+from ..serving.stepper import PATCH_OPTIONS, EngineName
 from ..training.latency_predictor import LatencyPredictor
 from ..training.online_correction import OnlineCorrection
 from .calibration import Calibration, calibrate, step_sources
@@ -134,7 +134,7 @@ def bench_on_engine(
         "circumstances": {
             **circumstances(model),
             "fingerprint": model.fingerprint,
-            **{name: getattr(options, name) for name in ("order", "patch_size", "strategy", "kernels")},
+            **{name: getattr(options, name) for name in PATCH_OPTIONS},
         },
         "standalone_s": standalone,
     }

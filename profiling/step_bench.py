@@ -19,6 +19,7 @@ import torch
 from ..data.files import write_bytes
 from ..data.workspace import ModelWorkspace
 from ..serving.model import ServedModel
+from ..serving.stepper import PATCH_OPTIONS
 from .bench_rows import BenchOutcome, Row, measure_rows, name_of
 from .combinations import Combination, letters_of
 from .machine import circumstances
@@ -159,14 +160,11 @@ class StepBench:
 
     def _is_plain(self, side: Side) -> bool:
         """Whether the patch engine hands this batch to the unmodified model."""
-        calls: list[None] = []
-        handle = self.model.denoiser.register_forward_pre_hook(lambda module, arguments: calls.append(None))
-        try:
-            side.begin()
-            side.step()
-        finally:
-            handle.remove()
-        return bool(calls)
+        side.begin()
+        side.step()
+        batch = patched_stepper(self.model).batch
+        assert batch is not None, "requests of a benchmark do not finish in their first step"
+        return batch.is_plain
 
 
 def run_step_bench(
@@ -222,8 +220,7 @@ def prepare_run(
     head = circumstances(model) | {
         "order": patched.order,
         "patch_size": patched.patch_size,
-        "strategy": model.options.strategy,
-        "kernels": model.options.kernels,
+        **{name: getattr(model.options, name) for name in PATCH_OPTIONS[2:]},
         "resolutions": list(map(str, resolutions)),
         "letters": {letter: str(resolution) for resolution, letter in letters_of(resolutions).items()},
         "seed": settings.seed,

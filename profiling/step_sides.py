@@ -224,6 +224,8 @@ def plain_denoisers(model: ServedModel) -> dict[Format, nn.Module]:
         for parameter in copied.parameters():
             if parameter.dim() == 4:
                 parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+        if model.options.compile:
+            copied.compile(dynamic=True)
         denoisers["channels-last"] = copied
     return denoisers
 

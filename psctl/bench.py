@@ -73,6 +73,8 @@ def bench_steps(
     from ..serving.loading import load_model, model_defaults
 
     options = patching.to_options()
+    if breakdown and (options.compile or options.cuda_graphs):
+        raise UsageError("--breakdown times single modules, which run as one with --compile and --cuda-graphs")
     sizes = model_defaults(model).resolutions if resolutions is None else parse_list(resolutions)
     if combinations is not None and random is not None:
         raise UsageError("--combinations and --random both say what to measure; give one of them")

@@ -15,6 +15,8 @@ from .options import (
     CachePatchSize,
     CachePredictorFile,
     CacheThreshold,
+    Compile,
+    CudaGraphs,
     Kernels,
     MaxReuse,
     Order,
@@ -65,11 +67,22 @@ class PatchFlags:
     patch_size: PatchSize = None
     strategy: Strategy = "auto"
     kernels: Kernels = "auto"
+    compile: Compile = False
+    cuda_graphs: CudaGraphs = False
 
     def to_options(self, engine: EngineName = "patched", cache: CacheFlags | None = None) -> EngineOptions:
         """Check it, with the cache's options if there are any. Raises UsageError as `EngineOptions`."""
         reuse = CacheOptions() if cache is None else cache.to_options()
-        return EngineOptions(engine, self.order, self.patch_size, self.strategy, self.kernels, reuse)
+        return EngineOptions(
+            engine,
+            self.order,
+            self.patch_size,
+            self.strategy,
+            self.kernels,
+            self.compile,
+            self.cuda_graphs,
+            reuse,
+        )
 
 
 CACHE_FLAGS, PATCH_FLAGS = CacheFlags(), PatchFlags()

@@ -67,6 +67,20 @@ Kernels = Annotated[
     KernelsName,
     typer.Option("--kernels", help="auto: Triton on a GPU, torch elsewhere.", envvar="PSCTL_KERNELS"),
 ]
+Compile = Annotated[
+    bool,
+    typer.Option(
+        "--compile",
+        help="torch.compile what does not depend on who is in the batch; with --engine plain the whole model.",
+        envvar="PSCTL_COMPILE",
+    ),
+]
+CudaGraphs = Annotated[
+    bool,
+    typer.Option(
+        "--cuda-graphs", help="Record each batch composition's launches and play them back.", envvar="PSCTL_CUDA_GRAPHS"
+    ),
+]
 Cache = Annotated[
     CacheMode,
     typer.Option(

@@ -6,14 +6,14 @@ and images equal those of the plain pipeline called with the same prompt, size, 
 `torch.Generator("cpu").manual_seed(seed)`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 
-from ..data.errors import UsageError
+from ..data.errors import RunError, UsageError
 from ..data.requests import Request
 from ..data.resolution import Resolution
 from .defaults import ModelDefaults
@@ -110,8 +110,26 @@ class ServedModel:
             UsageError: if the engine's options do not fit the resolutions.
             RunError: if a file in the folder is damaged.
         """
-        sizes = [self.family.latent_size(resolution) for resolution in dict.fromkeys(resolutions)]
+        distinct = list(dict.fromkeys(resolutions))
+        sizes = [self.family.latent_size(resolution) for resolution in distinct]
         self.stepper.tune(sizes, folder, fingerprint=self.fingerprint)
+        if self.options.compile:
+            self._compile(distinct)
+
+    def _compile(self, resolutions: Sequence[Resolution]) -> None:
+        """Take a step of batches of one resolution, of two, and so on: torch.compile makes a graph for each number.
+
+        Requests that come later would wait for it.
+        """
+        defaults = self.defaults
+        requests = [
+            Request(number, "", resolution, defaults.num_inference_steps, defaults.guidance_scale)
+            for number, resolution in enumerate(resolutions)
+        ]
+        for count in range(1, len(requests) + 1):
+            failures = self.stepper.step([self.prepare(request) for request in requests[:count]])
+            if failures:
+                raise RunError(f"--compile: {next(iter(failures.values()))}")
 
     @torch.inference_mode()
     def prepare(self, request: Request) -> PreparedRequest:

@@ -20,11 +20,13 @@ EngineName = Literal["patched", "plain"]
 OrderName = Literal["auto", "image", "patch"]
 StrategyName = Literal["auto", "stitch", "regroup"]
 KernelsName = Literal["auto", "torch", "triton"]
+PATCH_OPTIONS = ("order", "patch_size", "strategy", "kernels", "compile", "cuda_graphs")
+"""Names of what `EngineOptions` says beside the engine and the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How a served model denoises; all but `engine` are for the patch engine only.
+    """How a served model denoises; all but `engine` and `compile` are for the patch engine only.
 
     Attributes:
         engine: `patched`, or `plain`: one forward pass of unmodified diffusers per resolution.
@@ -32,6 +34,8 @@ class EngineOptions:
         patch_size: side of a patch in latent pixels; None for the largest common divisor of the sizes in a batch.
         strategy: how convolutions see beyond a patch; auto uses what was measured, and else regroups.
         kernels: one of `kernels.launch.KERNELS`.
+        compile: run transformer blocks through torch.compile; the plain engine, the whole model.
+        cuda_graphs: record the launches of a pass for each batch composition, and play them back.
         cache: whether patches reuse what blocks gave at earlier steps, and how.
 
     Raises:
@@ -43,6 +47,8 @@ class EngineOptions:
     patch_size: int | None = None
     strategy: StrategyName = "auto"
     kernels: KernelsName = "auto"
+    compile: bool = False
+    cuda_graphs: bool = False
     cache: CacheOptions = field(default_factory=CacheOptions)
 
     def __post_init__(self) -> None:
@@ -55,8 +61,14 @@ class EngineOptions:
         if self.patch_size is not None and self.patch_size < 1:
             raise UsageError(f"patch size is {self.patch_size}, but it must be at least 1")
         is_default = (self.order, self.patch_size, self.strategy, self.kernels) == ("auto", None, "auto", "auto")
-        if self.engine == "plain" and not (is_default and not self.cache.is_on):
-            raise UsageError("--order, --patch-size, --strategy, --kernels and --cache belong to --engine patched")
+        if self.engine == "plain" and not (is_default and not self.cuda_graphs and not self.cache.is_on):
+            raise UsageError(
+                "--order, --patch-size, --strategy, --kernels, --cuda-graphs and --cache belong to --engine patched"
+            )
+        if self.compile and self.cache.is_on:
+            raise UsageError("--compile makes graphs of whole blocks, but with --cache each step takes other patches")
+        if self.cuda_graphs and self.cache.is_on:
+            raise UsageError("--cuda-graphs records whole passes, but with --cache each step computes other patches")
 
 
 class Stepper(Protocol):
@@ -102,6 +114,11 @@ def build_stepper(model: "ServedModel", options: EngineOptions) -> Stepper:
             `--engine plain` can.
         MissingExtraError: if triton is asked for and not installed.
     """
+    if options.cuda_graphs and model.device.type != "cuda":
+        raise UsageError(f"--cuda-graphs needs a CUDA device, but the model is on {model.device}")
+    if options.compile:
+        # Also what the patch engine hands batches of one resolution to.
+        model.denoiser.compile(dynamic=True)
     if options.engine == "plain":
         from .plain_stepper import PlainStepper
 
@@ -128,5 +145,13 @@ def build_stepper(model: "ServedModel", options: EngineOptions) -> Stepper:
         from .cache.rules import load_rule
 
         patched.use_cache(options.cache, load_rule(options.cache, model))
+    if options.compile:
+        from .patched.compiled import compile_blocks
+
+        compile_blocks(patched.model)
+    if options.cuda_graphs:
+        from .patched.captured import CudaRecorder
+
+        patched.use_graphs(CudaRecorder())
     sampler = BatchedSampler(model.pipe.scheduler, pass_step_kwargs=model.family.pass_step_kwargs)
     return PatchedStepper(patched, model.denoiser, model.family, sampler)

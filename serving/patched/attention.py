@@ -26,13 +26,17 @@ class FusedLinear(nn.Module):
         self._layers = layers
         self._fused: tuple[Tensor, Tensor | None] | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def fuse(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of all layers, put together where that has not been done for this dtype and device."""
         weight: Tensor = self._layers[0].weight
         if self._fused is None or self._fused[0].dtype != weight.dtype or self._fused[0].device != weight.device:
             has_bias = self._layers[0].bias is not None
             bias = torch.cat(tuple(layer.bias for layer in self._layers)) if has_bias else None
             self._fused = torch.cat(tuple(layer.weight for layer in self._layers)), bias
-        return F.linear(x, *self._fused)
+        return self._fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, *self.fuse())
 
 
 class PatchedSelfAttention(nn.Module):
@@ -80,22 +84,26 @@ class PatchedCrossAttention(nn.Module):
         super().__init__()
         self.attention, self.context = attention, context
         self.keys_values = FusedLinear(attention.to_k, attention.to_v)
+        self.text: tuple[Tensor, Tensor] | None = None
+
+    def read(self, text: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [rows, heads, length, width each] of text [rows, length, width]; `text` takes them."""
+        attention = self.attention
+        both = self.keys_values(text)
+        both = both.view(*both.shape[:2], 2, attention.heads, -1)
+        key, value = both.transpose(1, 3).unbind(2)
+        if attention.norm_k is not None:
+            key = attention.norm_k(key)
+        return key.contiguous(), value.contiguous()
 
     def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor, **unused: object) -> Tensor:
-        """[P, tokens, channels] with text [rows, length, width] -> [P, tokens, channels]."""
+        """[P, tokens, channels] -> the same. The text itself is not looked at, but what `read` has made of it."""
         attention, context = self.attention, self.context
         assert context.level is not None
+        assert self.text is not None
         _check_unused(unused)
         heads = attention.heads
-        kept = context.kept.get(self)
-        if kept is None:
-            text = self.keys_values(encoder_hidden_states)
-            text = text.view(*text.shape[:2], 2, heads, -1)
-            key, value = text.transpose(1, 3).unbind(2)
-            if attention.norm_k is not None:
-                key = attention.norm_k(key)
-            kept = context.kept[self] = key.contiguous(), value.contiguous()
-        key, value = kept
+        key, value = self.text
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         query = attention.to_q(tokens).view(len(tokens), heads, -1)
         if attention.norm_q is not None:
@@ -118,8 +126,8 @@ class PatchedCrossAttention(nn.Module):
 class PatchedJointAttention(nn.Module):
     """SD3's joint attention: the tokens of an image and of its text attend to both.
 
-    Text tokens that are equal and stand at the end (what SD3 feeds where it has no T5) may be given once, with their
-    number in `context.kept["repeats"]`: a key that counts n times has ln n added to its score.
+    Text tokens that are equal and stand at the end (what SD3 feeds where it has no T5) may be given once, with
+    `context.biases`: a key that counts n times has ln n added to its score.
     """
 
     def __init__(self, attention: Any, context: PatchContext) -> None:
@@ -154,14 +162,14 @@ class PatchedJointAttention(nn.Module):
         assert context.level is not None
         _keep(self.slots, image[:, 1:], context)
         images, texts = [], []
-        for group in context.level.groups:
+        for group, bias in zip(context.level.groups, context.biases, strict=True):
             part = image[group.start : group.end].view(group.rows, -1, 3, heads, image.shape[-1])
             joint = torch.cat([part, text[group.row_slice]], 1)
             query, key, value = joint.transpose(1, 3).unbind(2)
             count = part.shape[1]
             if attention.context_pre_only:
                 query = query[:, :, :count]
-            attended = _attend(query, key, value, attention.scale, self._weights(key)).flatten(2)
+            attended = _attend(query, key, value, attention.scale, bias).flatten(2)
             images.append(attended[:, :count].reshape(group.end - group.start, -1))
             texts.append(attended[:, count:])
         return images, texts
@@ -181,26 +189,32 @@ class PatchedJointAttention(nn.Module):
                 query = torch.cat([query, own_text[:, :, 0].transpose(1, 2)], 2)
             keys_values = torch.cat([_kept_of(kept, group, active, level), own_text[:, :, 1:]], 1)
             key, value = keys_values.transpose(1, 3).unbind(2)
-            attended = _attend(query, key, value, attention.scale, self._weights(key))
+            # Groups of active cells may leave out resolutions.
+            bias = next(bias for bias in self.context.biases if bias is None or bias.shape[3] == key.shape[2])
+            attended = _attend(query, key, value, attention.scale, bias)
             images.append(_without_filling(attended[:, :count], group, active, level))
             texts.append(attended[:, count:].flatten(2))
         return images, texts
 
-    def _weights(self, key: Tensor) -> Tensor | None:
-        repeats = self.context.kept.get("repeats", 1)
-        if repeats == 1:
-            return None
-        name = ("repeats", key.shape[2])
-        if name not in self.context.kept:
-            weights = key.new_zeros(1, 1, 1, key.shape[2])
-            weights[..., -1] = math.log(repeats)
-            self.context.kept[name] = weights
-        return self.context.kept[name]
+
+def biases_of(level: Level, length: int, repeats: int, like: Tensor) -> tuple[Tensor | None, ...]:
+    """What is added to the scores of each resolution's keys, [1, 1, 1, keys], when the last one counts `repeats` times.
+
+    Args:
+        level: of the image tokens.
+        length: of the text behind them, in tokens.
+        repeats: 1 or more; None is returned for every resolution if it is 1.
+        like: says dtype and device.
+    """
+    if repeats == 1:
+        return (None,) * len(level.groups)
+    last = like.new_full((1, 1, 1, 1), math.log(repeats))
+    return tuple(F.pad(last, (group.height * group.width + length - 1, 0)) for group in level.groups)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, weights: Tensor | None = None) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
     """Attention [rows, heads, tokens, width] -> [rows, tokens, heads, width], contiguous where torch gives it so."""
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=weights, scale=scale).transpose(1, 2)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale).transpose(1, 2)
 
 
 def _keep(slots: TokenSlots, keys_values: Tensor, context: PatchContext) -> None:

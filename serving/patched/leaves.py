@@ -41,6 +41,7 @@ class PatchContext:
         is_activated: whether the norm that ran last has applied SiLU too; the activation behind it does nothing then.
         is_padded: whether that norm has stitched too; the convolution behind it takes the tensor as it is then.
         kept: what stays the same while the batch has the same rows (text keys and values, positions).
+        biases: for every resolution, what is added to the scores of SD3's joint attention.
         cells: set while a block runs in full whose operators shall keep what they read, for the patch cache.
         active: set while only some cells go through a block; all tensors then hold the tokens of these, cell by cell.
     """
@@ -53,6 +54,7 @@ class PatchContext:
     is_activated: bool = False
     is_padded: bool = False
     kept: dict[Any, Any] = field(default_factory=dict)
+    biases: tuple[Tensor | None, ...] = ()
     cells: CellTables | None = None
     active: ActiveSet | None = None
 

@@ -17,6 +17,8 @@ from ..cache.patch_cache import CachedRequest, PatchCache
 from ..cache.rules import ReuseRule
 from ..denoiser import denoise
 from ..layout import by_size
+from .attention import PatchedCrossAttention, biases_of
+from .captured import CapturedPasses, Recorder
 from .leaves import Choose, PatchContext, PatchedConv, Strategy
 from .packing import Order, Packing, pack_rows
 from .strategy import StrategyTable, load_or_measure
@@ -60,6 +62,7 @@ class PatchedModel:
         choose: Choose = (lambda *place: self.table.choose(*place)) if strategy == "auto" else lambda *_: strategy
         self.context = PatchContext(choose, kernels)
         self.swap = Swap(self.model, self.context)
+        self._readers = [leaf for leaf in self.model.modules() if isinstance(leaf, PatchedCrossAttention)]
         self.order: Order = order
         self.patch_size = patch_size
         self.is_unet = isinstance(model, UNet2DConditionModel)
@@ -68,6 +71,12 @@ class PatchedModel:
         self.device: torch.device = self.model.device
         self.dtype: torch.dtype = self.model.dtype
         self.cache: PatchCache | None = None
+        self.captured: CapturedPasses | None = None
+
+    def use_graphs(self, recorder: Recorder) -> None:
+        """Record whole passes and play them back from now on. Not together with the patch cache."""
+        assert self.cache is None, "what a pass with the cache runs differs from step to step"
+        self.captured = CapturedPasses(recorder)
 
     def use_cache(self, options: CacheOptions, rule: ReuseRule) -> PatchCache:
         """Let the patch cache decide before every block from now on.
@@ -118,6 +127,9 @@ class PatchedModel:
         self.pack(sorted(sizes, key=by_size))  # refuses a patch size that does not fit
         if self.is_unet and self._is_measured:
             self.table = load_or_measure(self, sizes, folder, fingerprint=fingerprint)
+            if self.captured is not None:
+                # They run what the old table chose.
+                self.captured.clear()
 
     @cached_property
     def convolutions(self) -> list[tuple[PatchedConv, int]]:
@@ -143,6 +155,8 @@ class PatchedModel:
         self.context.kept["repeats"] = repeats
         if self.cache is not None:
             self.cache.begin(packing, requests)
+        if self.captured is not None:
+            self.captured.begin()
 
     def __call__(
         self, patches: Tensor, timesteps: Tensor, *, steps_done: Sequence[int] = (), **conditions: Any
@@ -155,14 +169,41 @@ class PatchedModel:
             steps_done: of every request given to `begin`, for the patch cache if there is one.
             conditions: tensors with one entry per row, named as the model's own forward names them.
         """
+        if self.cache is not None and self.cache.is_used:
+            self.cache.begin_step(steps_done)
+        inputs = {"patches": patches, "timesteps": timesteps, "conditions": conditions}
         context = self.context
+        if self.captured is None:
+            return self._forward(inputs, context.kept)
+        assert context.packing is not None
+        key = context.packing.sizes, context.kept["repeats"]
+        return self.captured.run(key, context.kept, self._forward, inputs, held=context.packing)
+
+    def _forward(self, inputs: dict[str, Any], kept: dict[Any, Any]) -> Tensor:
+        context, timesteps, conditions = self.context, inputs["timesteps"], inputs["conditions"]
         # A pass that failed half way may have left its state behind.
         context.is_padded, context.is_activated, context.level = False, False, None
         context.timesteps = timesteps
-        if self.cache is not None and self.cache.is_used:
-            self.cache.begin_step(steps_done)
-        # A U-Net repeats one timestep for every patch; `RowTimesteps` puts those of the rows in its place.
-        return denoise(self.model, patches, timesteps[0] if self.is_unet else timesteps, conditions)
+        before, context.kept = context.kept, kept
+        try:
+            self._read_text(conditions["encoder_hidden_states"], kept)
+            # A U-Net repeats one timestep for every patch; `RowTimesteps` puts those of the rows in its place.
+            timestep = timesteps[0] if self.is_unet else timesteps
+            return denoise(self.model, inputs["patches"], timestep, conditions)
+        finally:
+            context.kept = before
+
+    def _read_text(self, text: Tensor, kept: dict[Any, Any]) -> None:
+        """Give the attention leaves what they keep of the text; the first pass of a batch works it out."""
+        for leaf in self._readers:
+            if leaf not in kept:
+                kept[leaf] = leaf.read(text)
+            leaf.text = kept[leaf]
+        if not self.is_unet:
+            if "biases" not in kept:
+                assert self.context.packing is not None
+                kept["biases"] = biases_of(self.context.packing.levels[0], text.shape[1], kept["repeats"], text)
+            self.context.biases = kept["biases"]
 
 
 def unet_level(name: str, num_levels: int) -> int:

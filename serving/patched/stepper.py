@@ -35,6 +35,7 @@ class PatchedStepper:
         sampler: the update rule of the pipeline's scheduler.
 
     Attributes:
+        batch: the requests of the last step, unless one has finished or failed.
         batch_failures: why steps of whole batches failed, even if all their requests went on one by one.
     """
 
@@ -42,7 +43,7 @@ class PatchedStepper:
 
     def __init__(self, model: PatchedModel, plain_model: nn.Module, family: Family, sampler: BatchedSampler) -> None:
         self.model, self.plain_model, self.family, self.sampler = model, plain_model, family, sampler
-        self._batch: PackedBatch | None = None
+        self.batch: PackedBatch | None = None
         self._cache_keys = count()
         self.batch_failures: list[str] = []
 
@@ -92,10 +93,10 @@ class PatchedStepper:
         return failures
 
     def _step_together(self, active: Sequence[PreparedRequest], *, may_be_plain: bool = True) -> dict[int, str]:
-        batch = self._batch
+        batch = self.batch
         if batch is None or not batch.holds(active):
             self._let_go()
-            batch = self._batch = PackedBatch(self, active, may_be_plain=may_be_plain)
+            batch = self.batch = PackedBatch(self, active, may_be_plain=may_be_plain)
         batch.step()
         not_finite = batch.not_finite()
         if not_finite or any(prepared.state.is_finished for prepared in active):
@@ -107,9 +108,9 @@ class PatchedStepper:
         if has_failed and self.model.cache is not None:
             # A step that failed half way has left some blocks at this step and the others at the last one.
             self.model.cache.forget()
-        if self._batch is not None:
-            self._batch.unpack()
-            self._batch = None
+        if self.batch is not None:
+            self.batch.unpack()
+            self.batch = None
 
 
 class PackedBatch:
@@ -117,6 +118,9 @@ class PackedBatch:
 
     Each request takes one row in the packing of latents, and one or, with guidance, two rows (unconditional,
     conditional) in the packing that the model sees.
+
+    Attributes:
+        is_plain: whether the unmodified model takes the batch, as it is of one resolution.
     """
 
     def __init__(self, stepper: PatchedStepper, active: Sequence[PreparedRequest], *, may_be_plain: bool) -> None:
@@ -137,9 +141,9 @@ class PackedBatch:
             conditioning["text"], repeats = _without_repeats(conditioning["text"])
         self._conditions: dict[str, Any] = family.conditions(conditioning)
         # A batch of one resolution needs no patches: plain diffusers is as fast, unless equal text tokens are left out.
-        is_cached = model.cache is not None
-        self._is_plain = may_be_plain and len(set(sizes)) == 1 and repeats == 1 and not is_cached
-        if self._is_plain:
+        is_special = model.cache is not None or model.captured is not None
+        self.is_plain = may_be_plain and len(set(sizes)) == 1 and repeats == 1 and not is_special
+        if self.is_plain:
             self._packing = WholeImages(len(batch), model.device)
             row_packing = WholeImages(len(rows), model.device)
         else:
@@ -169,7 +173,7 @@ class PackedBatch:
         sampler, model = self._sampler, self._model
         patches = self._guide.repeat(sampler.model_input()).to(model.dtype)
         timesteps = sampler.timesteps().index_select(0, self._row_request)
-        if self._is_plain:
+        if self.is_plain:
             prediction = denoise(self._plain_model, patches, timesteps, self._conditions)
         else:
             done = [prepared.state.steps_done for prepared in self._batch]

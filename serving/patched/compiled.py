@@ -1,0 +1,36 @@
+"""`--compile`: the transformer blocks of a patched model through torch.compile.
+
+A compiled graph serves every batch with as many resolutions as it was made for: sizes and numbers of requests are
+symbols in it. Blocks of one kind share it. The whole model is not compiled: its convolutions choose by the layout how
+they run, and torch's own GroupNorm and convolution kernels have little left to fuse.
+"""
+
+import torch._dynamo
+from torch import nn
+
+from .attention import FusedLinear
+
+BLOCKS = ("BasicTransformerBlock", "JointTransformerBlock")
+"""Classes of diffusers that are compiled."""
+_MOST_GRAPHS = 64
+"""Of a class of blocks: kinds of blocks times numbers of resolutions. More run uncompiled; torch says so."""
+
+
+def compile_blocks(model: nn.Module, *, backend: str = "inductor") -> int:
+    """Let the blocks of a patched model compile when they first run; returns how many there are.
+
+    Args:
+        model: of a `PatchedModel`.
+        backend: of torch.compile.
+    """
+    config = torch._dynamo.config
+    # The layout is reached through the leaves, and integers there would be constants: a graph for every batch.
+    config.allow_unspec_int_on_nn_module = True  # type: ignore[assignment]
+    config.recompile_limit = max(config.recompile_limit, _MOST_GRAPHS)
+    blocks = [module for module in model.modules() if type(module).__name__ in BLOCKS]
+    for block in blocks:
+        for part in block.modules():
+            if isinstance(part, FusedLinear):
+                part.fuse()  # at first use is within the graph, which would be made anew after it
+        block.compile(dynamic=True, backend=backend)
+    return len(blocks)

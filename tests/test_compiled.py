@@ -1,0 +1,204 @@
+"""`--compile` and `--cuda-graphs`: the same results, few graphs, and recorded passes that read what is new.
+
+CUDA graphs need a GPU. Elsewhere a recorder that simply runs the work again takes their place: it too reads and writes
+only the memory that the pass was recorded with, which is where mistakes can be made.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from patchedserve.data.errors import UsageError
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.serving.model import ServedModel
+from patchedserve.serving.patched.captured import CapturedPasses, CudaRecorder
+from patchedserve.serving.patched.compiled import compile_blocks
+from patchedserve.serving.stepper import EngineOptions
+
+from .helpers import tiny_sd3, tiny_sdxl
+from .patched_cases import IMAGE, PATCH_STITCH, TOLERANCE, model_of
+from .patched_models import Way, call_patched, draw_rows, relative_error, run_patched, run_plain
+
+TWO = [[(16, 16), (8, 16)], [(8, 8), (8, 8), (16, 24)], [(8, 16)] * 3 + [(24, 16)] * 2]
+THREE = [[(8, 8), (8, 16), (16, 16)], [(8, 8), (16, 16), (16, 16), (24, 16)]]
+
+
+@pytest.fixture
+def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No graphs of other tests, and none left behind; the compiler's settings as they were."""
+    # pytest would take down every line of the compiler's trace.
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
+    with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=False, recompile_limit=8):
+        torch._dynamo.reset()
+        counters.clear()
+        yield
+    torch._dynamo.reset()
+
+
+# torch.compile
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(("name", "way"), [("sdxl", IMAGE), ("sd3", PATCH_STITCH)], ids=str)
+def test_a_graph_serves_all_batches_of_as_many_resolutions(name: str, way: Way) -> None:
+    model = model_of(name)
+    patched = way.build(model)
+    assert compile_blocks(patched.model, backend="eager") > 1
+    graphs = []
+    for sizes in [*TWO, *THREE]:
+        rows = draw_rows(model, sizes * 2, seed=len(graphs))  # as with guidance, two or more of each size
+        assert relative_error(run_patched(patched, rows), run_plain(model, rows)) <= TOLERANCE
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert not counters["graph_break"]
+    first, after_two, after_three = graphs[0], graphs[len(TWO) - 1], graphs[len(TWO)]
+    assert first == after_two, "another batch of two resolutions needed another graph"
+    assert graphs[-1] == after_three <= 2 * first <= 8
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_kernels_give_the_images_of_plain_diffusers(tmp_path: Path) -> None:
+    """Served with --compile through inductor's kernels: one resolution (the plain model) and two (patches)."""
+    pipe = tiny_sd3()
+    compiled = ServedModel(pipe, name="tiny", options=EngineOptions(compile=True))
+    compiled.tune([Resolution(32, 32), Resolution(64, 64)], tmp_path)
+    assert counters["stats"]["unique_graphs"] >= 2
+    made = counters["stats"]["unique_graphs"]
+    requests = [Request(n, f"a cat {n}", Resolution(32 + 32 * (n % 2), 32 + 32 * (n % 2)), 3) for n in range(3)]
+    for chosen in (requests[:1], requests):
+        assert relative_error(_denoised(compiled, chosen), _alone(pipe, chosen)) <= 1e-4
+    assert counters["stats"]["unique_graphs"] == made, "tuning had not made all graphs"
+
+
+def _denoised(model: ServedModel, requests: list[Request]) -> list[Tensor]:
+    active = [model.prepare(request) for request in requests]
+    while not active[0].state.is_finished:
+        assert model.stepper.step(active) == {}
+    return [prepared.latents for prepared in active]
+
+
+def _alone(pipe: Any, requests: list[Request]) -> list[Tensor]:
+    plain = ServedModel(pipe, name="tiny", options=EngineOptions("plain"))
+    # The modules are shared with a model that was compiled; here nothing is.
+    with torch.compiler.set_stance("force_eager"):
+        return [latents for request in requests for latents in _denoised(plain, [request])]
+
+
+# Recorded passes
+
+
+class Rerun:
+    """A recorder for any device: playing back runs the work again, into the memory of the first result."""
+
+    def __init__(self) -> None:
+        self.recorded = self.played = 0
+
+    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        self.recorded += 1
+        result = torch.full_like(work(), float("nan"))
+
+        def play() -> None:
+            self.played += 1
+            result.copy_(work())
+
+        return play, result
+
+
+@pytest.mark.parametrize("way", [IMAGE, PATCH_STITCH], ids=str)
+@pytest.mark.parametrize("name", ["sdxl", "sd3"])
+def test_recorded_passes_read_what_is_new(name: str, way: Way) -> None:
+    model = model_of(name)
+    patched, recorder = way.build(model), Rerun()
+    patched.use_graphs(recorder)
+    for seed, sizes in enumerate([TWO[0], TWO[1], TWO[0], TWO[0], TWO[1]]):
+        rows = draw_rows(model, sizes, seed=seed)
+        outputs = [run_patched(patched, rows)]
+        for timestep in (500, 20):
+            rows = [replace(row, latents=row.latents * 0.9, timestep=timestep) for row in rows]
+            outputs.append(call_patched(patched, rows))
+            assert relative_error(outputs[-1], run_plain(model, rows)) <= TOLERANCE
+        assert relative_error(outputs[1], outputs[2]) > 0.01, "a result has changed under its reader"
+    # The first pass of each batch runs by itself.
+    assert (recorder.recorded, recorder.played) == (2, 10)
+
+
+def test_other_text_lengths_and_repeats_are_recorded_apart() -> None:
+    model = model_of("sd3")
+    patched, recorder = IMAGE.build(model), Rerun()
+    patched.use_graphs(recorder)
+    rows = draw_rows(model, TWO[0])
+    for repeats in (1, 3, 1):
+        run_patched(patched, rows, repeats=repeats)
+        found = call_patched(patched, rows)
+        expected = IMAGE.build(model)
+        assert relative_error(found, run_patched(expected, rows, repeats=repeats)) <= TOLERANCE
+    assert recorder.recorded == 2
+
+
+def test_the_pass_unused_for_longest_is_let_go() -> None:
+    recorder = Rerun()
+    passes = CapturedPasses(recorder, capacity=2)
+
+    def run(key: str) -> float:
+        passes.begin()
+        for value in (1.0, 2.0):
+            found = passes.run(key, {}, lambda inputs, _: inputs["x"] + 1, {"x": torch.tensor(value)})
+        return float(found)
+
+    assert [run(key) for key in "abab"] == [3.0] * 4
+    assert recorder.recorded == 2
+    run("c")  # in place of a
+    run("b")
+    assert recorder.recorded == 3
+    run("a")
+    assert recorder.recorded == 4
+    passes.clear()
+    run("a")
+    assert recorder.recorded == 5
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_cuda_graphs_give_what_eager_passes_give() -> None:
+    model = model_of("sdxl").to("cuda")
+    try:
+        eager, recorded = PATCH_STITCH.build(model), PATCH_STITCH.build(model)
+        recorded.use_graphs(CudaRecorder())
+        for seed, sizes in enumerate([TWO[0], TWO[1], TWO[0]]):
+            rows = draw_rows(model, sizes, seed=seed)
+            run_patched(eager, rows)
+            run_patched(recorded, rows)
+            assert relative_error(call_patched(recorded, rows), call_patched(eager, rows)) <= TOLERANCE
+    finally:
+        model.to("cpu")
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"engine": "plain", "cuda_graphs": True}, "belong to --engine patched"),
+        ({"compile": True, "cache": "patch"}, "--compile makes graphs of whole blocks"),
+        ({"cuda_graphs": True, "cache": "patch"}, "--cuda-graphs records whole passes"),
+    ],
+)
+def test_options_that_do_not_go_together(given: dict[str, Any], message: str) -> None:
+    from patchedserve.serving.cache.options import CacheOptions
+
+    if "cache" in given:
+        given = given | {"cache": CacheOptions(given["cache"], 0.1)}
+    with pytest.raises(UsageError, match=message):
+        EngineOptions(**given)
+
+
+def test_cuda_graphs_need_a_gpu() -> None:
+    with pytest.raises(UsageError, match="--cuda-graphs needs a CUDA device, but the model is on cpu"):
+        ServedModel(tiny_sdxl(), name="tiny", options=EngineOptions(cuda_graphs=True))
