@@ -19,6 +19,7 @@ from ..data.requests import Request
 from ..data.resolution import Resolution
 from ..serving.denoiser import denoise
 from ..serving.model import ServedModel
+from ..serving.patched.plain_models import channels_last_copy
 from ..serving.patched.stepper import PatchedStepper
 from ..serving.plain_stepper import group_by_resolution
 from ..serving.prepared import PreparedRequest
@@ -218,15 +219,7 @@ def plain_denoisers(model: ServedModel) -> dict[Format, nn.Module]:
     """
     denoisers: dict[Format, nn.Module] = {"default": model.denoiser}
     if hasattr(model.pipe, "unet"):
-        tensors = [*model.denoiser.parameters(), *model.denoiser.buffers()]
-        shared = {id(tensor): tensor for tensor in tensors if tensor.dim() != 4}
-        copied = copy.deepcopy(model.denoiser, shared)
-        for parameter in copied.parameters():
-            if parameter.dim() == 4:
-                parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
-        if model.options.compile:
-            copied.compile(dynamic=True)
-        denoisers["channels-last"] = copied
+        denoisers["channels-last"] = channels_last_copy(model.denoiser)
     return denoisers
 
 

@@ -6,7 +6,7 @@ and images equal those of the plain pipeline called with the same prompt, size, 
 `torch.Generator("cpu").manual_seed(seed)`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,24 +112,18 @@ class ServedModel:
         """
         distinct = list(dict.fromkeys(resolutions))
         sizes = [self.family.latent_size(resolution) for resolution in distinct]
-        self.stepper.tune(sizes, folder, fingerprint=self.fingerprint)
+
+        def examples() -> list[PreparedRequest]:
+            steps, scale = self.defaults.num_inference_steps, self.defaults.guidance_scale
+            return [self.prepare(Request(0, "", resolution, steps, scale)) for resolution in distinct]
+
+        self.stepper.tune(sizes, folder, fingerprint=self.fingerprint, examples=examples)
         if self.options.compile:
-            self._compile(distinct)
-
-    def _compile(self, resolutions: Sequence[Resolution]) -> None:
-        """Take a step of batches of one resolution, of two, and so on: torch.compile makes a graph for each number.
-
-        Requests that come later would wait for it.
-        """
-        defaults = self.defaults
-        requests = [
-            Request(number, "", resolution, defaults.num_inference_steps, defaults.guidance_scale)
-            for number, resolution in enumerate(resolutions)
-        ]
-        for count in range(1, len(requests) + 1):
-            failures = self.stepper.step([self.prepare(request) for request in requests[:count]])
-            if failures:
-                raise RunError(f"--compile: {next(iter(failures.values()))}")
+            # A graph for batches of one resolution, of two, and so on: requests that come later would wait for it.
+            for count in range(1, len(distinct) + 1):
+                failures = self.stepper.step(examples()[:count])
+                if failures:
+                    raise RunError(f"--compile: {next(iter(failures.values()))}")
 
     @torch.inference_mode()
     def prepare(self, request: Request) -> PreparedRequest:

@@ -1,6 +1,6 @@
 """The denoise stage without patches: one forward pass of plain diffusers for each resolution among the requests."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,14 @@ class PlainStepper:
     def __init__(self, model: "ServedModel") -> None:
         self._denoiser, self._family, self._sampler = model.denoiser, model.family, model.sampler
 
-    def tune(self, sizes: Sequence[tuple[int, int]], folder: Path, *, fingerprint: str) -> None:
+    def tune(
+        self,
+        sizes: Sequence[tuple[int, int]],
+        folder: Path,
+        *,
+        fingerprint: str,
+        examples: Callable[[], Sequence[PreparedRequest]] = tuple,
+    ) -> None:
         """There is nothing to choose."""
 
     def check(self, state: SamplerState, size: tuple[int, int]) -> None:

@@ -3,7 +3,7 @@
 This module imports no torch, so that options are checked before anything heavy is loaded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
@@ -77,8 +77,21 @@ class Stepper(Protocol):
     @property
     def name(self) -> str: ...
 
-    def tune(self, sizes: Sequence[tuple[int, int]], folder: Path, *, fingerprint: str) -> None:
+    def tune(
+        self,
+        sizes: Sequence[tuple[int, int]],
+        folder: Path,
+        *,
+        fingerprint: str,
+        examples: "Callable[[], Sequence[PreparedRequest]]" = tuple,
+    ) -> None:
         """Measure what is faster for requests of these latent sizes (height, width), or read it from `folder`.
+
+        Args:
+            sizes: of the latents.
+            folder: where measurements are kept.
+            fingerprint: of the model's files.
+            examples: prepares a request of each size, where they are needed.
 
         Raises:
             UsageError: if the engine's options do not fit the sizes.

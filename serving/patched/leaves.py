@@ -168,7 +168,7 @@ class PatchedConv(nn.Module):
         if strategy == "regroup":
             kernels = self.context.kernels
             images = images_of(to_tokens(x), level, kernels)
-            weight, bias, padding = self._weight(), self.conv.bias, self.conv.padding
+            weight, bias, padding = self.channels_last_weight(), self.conv.bias, self.conv.padding
             images = [F.conv2d(image, weight, bias, self.stride, padding) for image in images]
             return to_patches(tokens_of(images, out_level, kernels), out_level.side)
         if level.neighbours is None:
@@ -178,13 +178,13 @@ class PatchedConv(nn.Module):
         return self._valid(halo_gather(x, level.neighbours, kernels=self.context.kernels))
 
     def _valid(self, padded: Tensor) -> Tensor:
-        return F.conv2d(padded, self._weight(), self.conv.bias, self.stride)
+        return F.conv2d(padded, self.channels_last_weight(), self.conv.bias, self.stride)
 
     def _matrix(self) -> Tensor:
         """The weight as a matrix (out channels, 9 * in channels), taps line by line."""
-        return self._weight().permute(0, 2, 3, 1).view(self.out_channels, -1)
+        return self.channels_last_weight().permute(0, 2, 3, 1).view(self.out_channels, -1)
 
-    def _weight(self) -> Tensor:
+    def channels_last_weight(self) -> Tensor:
         """The weight in channels-last format, which is also the matrix of a product over taps; copied at first use."""
         weight = self.conv.weight
         if self._taps is None or self._taps.dtype != weight.dtype or self._taps.device != weight.device:

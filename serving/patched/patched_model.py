@@ -96,6 +96,16 @@ class PatchedModel:
         self.cache = cache
         return cache
 
+    @property
+    def always_packs(self) -> bool:
+        """Whether batches of one resolution need this model, too: the cache and recorded passes work here only."""
+        return self.cache is not None or self.captured is not None
+
+    @property
+    def channels_last_weights(self) -> dict[str, Tensor]:
+        """Weights of the 3 x 3 convolutions in that format, by module name."""
+        return {name: conv.channels_last_weight() for name, conv in self.swap.convs.items() if not conv.is_pointwise}
+
     def pack(self, sizes: list[tuple[int, int]]) -> Packing:
         """Say where rows with these latent sizes, sorted by resolution, lie.
 

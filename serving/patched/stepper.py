@@ -5,7 +5,7 @@ anew only when a request joins or leaves (PatchedServe section 4.1: the layout c
 step).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from ..batched_sampler import BatchedSampler, SamplerBatch
 from ..cache.patch_cache import CachedRequest
-from ..denoiser import denoise
 from ..families import Family
 from ..layout import by_size
 from ..prepared import PreparedRequest, describe
 from ..samplers import SamplerState
 from .packing import Packing, WholeImages
 from .patched_model import PatchedModel
+from .plain_models import PlainModels
+from .strategy import circumstances_of
 
 
 class PatchedStepper:
@@ -42,16 +43,27 @@ class PatchedStepper:
     name = "patched"
 
     def __init__(self, model: PatchedModel, plain_model: nn.Module, family: Family, sampler: BatchedSampler) -> None:
-        self.model, self.plain_model, self.family, self.sampler = model, plain_model, family, sampler
+        self.model, self.family, self.sampler = model, family, sampler
+        self.plain = PlainModels(plain_model, model.channels_last_weights)
         self.batch: PackedBatch | None = None
         self._cache_keys = count()
         self.batch_failures: list[str] = []
 
-    def tune(self, sizes: Sequence[tuple[int, int]], folder: Path, *, fingerprint: str) -> None:
-        """See `PatchedModel.tune`."""
+    def tune(
+        self,
+        sizes: Sequence[tuple[int, int]],
+        folder: Path,
+        *,
+        fingerprint: str,
+        examples: Callable[[], Sequence[PreparedRequest]] = tuple,
+    ) -> None:
+        """See `PatchedModel.tune`; the memory format of batches of one resolution is measured, too."""
         if self.model.cache is not None:
             self.model.cache.check_sizes(sizes)
         self.model.tune(sizes, folder, fingerprint=fingerprint)
+        if self.model.is_unet and not self.model.always_packs:
+            context = circumstances_of(self.model, sizes, fingerprint) | {"compile": self.plain.is_compiled}
+            self.plain.tune(examples, self.family, folder, context)
 
     def check(self, state: SamplerState, size: tuple[int, int]) -> None:
         """Raise UsageError if the schedule has a step without finite coefficients, or the cache cannot cut the size."""
@@ -128,7 +140,7 @@ class PackedBatch:
         model, family = stepper.model, stepper.family
         batch = sorted(active, key=lambda prepared: by_size(_latent_size(prepared)))
         self._batch = batch
-        self._model, self._plain_model = model, stepper.plain_model
+        self._model, self._plain = model, stepper.plain
         sizes = [_latent_size(prepared) for prepared in batch]
         rows = [row for index, prepared in enumerate(batch) for row in [index] * prepared.num_rows]
         self._row_request = torch.tensor(rows, device=model.device)
@@ -141,8 +153,7 @@ class PackedBatch:
             conditioning["text"], repeats = _without_repeats(conditioning["text"])
         self._conditions: dict[str, Any] = family.conditions(conditioning)
         # A batch of one resolution needs no patches: plain diffusers is as fast, unless equal text tokens are left out.
-        is_special = model.cache is not None or model.captured is not None
-        self.is_plain = may_be_plain and len(set(sizes)) == 1 and repeats == 1 and not is_special
+        self.is_plain = may_be_plain and len(set(sizes)) == 1 and repeats == 1 and not model.always_packs
         if self.is_plain:
             self._packing = WholeImages(len(batch), model.device)
             row_packing = WholeImages(len(rows), model.device)
@@ -174,7 +185,7 @@ class PackedBatch:
         patches = self._guide.repeat(sampler.model_input()).to(model.dtype)
         timesteps = sampler.timesteps().index_select(0, self._row_request)
         if self.is_plain:
-            prediction = denoise(self._plain_model, patches, timesteps, self._conditions)
+            prediction = self._plain.predict(patches, timesteps, self._conditions)
         else:
             done = [prepared.state.steps_done for prepared in self._batch]
             prediction = model(patches, timesteps, steps_done=done, **self._conditions)

@@ -4,8 +4,6 @@ Every convolution of a shape (channels, stride, side of a patch) is timed both w
 batch that comes later uses what won in the measured batch that is most like it.
 """
 
-import hashlib
-import json
 import math
 import statistics
 import time
@@ -16,16 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...data.errors import RunError
-from ...data.files import write_json
 from ..layout import by_size
+from . import kept
 
 if TYPE_CHECKING:
     from .leaves import PatchedConv, Strategy
     from .packing import Level
     from .patched_model import PatchedModel
 
-VERSION = 1
 MEASURED_ROWS = (2, 6, 16)
 """Rows of every resolution in the batches that are measured: one, three and eight guided requests."""
 _REPEATS = 7
@@ -67,8 +63,8 @@ class StrategyTable:
         nearest = min(points, key=lambda point: point.distance(groups, tokens))
         return "stitch" if nearest.stitch_us < nearest.regroup_us else "regroup"
 
-    def to_json(self, context: dict[str, Any]) -> dict[str, Any]:
-        rows = [
+    def to_json(self) -> list[dict[str, Any]]:
+        return [
             {
                 "shape": shape,
                 "resolutions": point.groups,
@@ -79,12 +75,11 @@ class StrategyTable:
             for shape, points in sorted(self.points.items())
             for point in points
         ]
-        return {"version": VERSION, "context": context, "rows": rows}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "StrategyTable":
+    def from_json(cls, rows: list[dict[str, Any]]) -> "StrategyTable":
         table = cls()
-        for row in data["rows"]:
+        for row in rows:
             point = Point(row["resolutions"], row["tokens"], row["stitch_us"], row["regroup_us"])
             table.points.setdefault(row["shape"], []).append(point)
         return table
@@ -104,7 +99,15 @@ def load_or_measure(
     Raises:
         RunError: if the table's file is damaged.
     """
-    context = {
+    context = circumstances_of(model, sizes, fingerprint)
+    return kept.load_or_measure(
+        folder, "convolutions", context, lambda: measure(model, sizes).to_json(), StrategyTable.from_json
+    )
+
+
+def circumstances_of(model: "PatchedModel", sizes: Sequence[tuple[int, int]], fingerprint: str) -> dict[str, Any]:
+    """What the times of a model's operators depend on."""
+    return {
         "fingerprint": fingerprint,
         "sizes": sorted([list(size) for size in set(sizes)]),
         "order": model.order,
@@ -114,17 +117,6 @@ def load_or_measure(
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
-    digest = hashlib.sha256(json.dumps([VERSION, context]).encode()).hexdigest()[:8]
-    path = folder / f"convolutions-{digest}.json"
-    if path.exists():
-        try:
-            return StrategyTable.from_json(json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, KeyError, TypeError) as error:
-            raise RunError(f"{path} is damaged ({error}); delete it to measure again") from error
-    content = measure(model, sizes).to_json(context)
-    write_json(path, content)
-    # As later runs will read it, so that all of them choose the same.
-    return StrategyTable.from_json(content)
 
 
 @torch.inference_mode()

@@ -1,0 +1,156 @@
+"""Batches of one resolution need no patches: plain diffusers takes them, in the memory format that is faster for them.
+
+A U-Net has a second form whose convolutions are channels-last in memory. Which one is faster depends on the size of the
+batch, the dtype and the machine, so it is measured, as the strategies of convolutions are.
+"""
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..denoiser import denoise
+from ..families import Family
+from ..prepared import PreparedRequest
+from .kept import load_or_measure
+
+_MEASURED_REQUESTS = (1, 4)
+_REPEATS = 7
+_NO_WEIGHTS: Mapping[str, Tensor] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What a pass over `rows` of one latent size took in both formats, median in microseconds."""
+
+    size: tuple[int, int]
+    rows: int
+    default_us: float
+    channels_last_us: float
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> "Point":
+        height, width = row["size"]
+        return cls((height, width), row["rows"], row["default_us"], row["channels_last_us"])
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "size": list(self.size),
+            "rows": self.rows,
+            "default_us": round(self.default_us, 1),
+            "channels_last_us": round(self.channels_last_us, 1),
+        }
+
+
+class PlainModels:
+    """The unmodified model, and of a U-Net its channels-last form.
+
+    Args:
+        model: the unmodified model.
+        weights: of convolutions in channels-last format, by the module's name, where somebody has them already.
+
+    Attributes:
+        points: what was measured; where nothing was, the model's own format is used.
+    """
+
+    def __init__(self, model: nn.Module, weights: Mapping[str, Tensor] = _NO_WEIGHTS) -> None:
+        self._model, self._weights = model, weights
+        self._channels_last: nn.Module | None = None
+        self.points: list[Point] = []
+
+    def predict(self, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
+        """Predict for latents [rows, channels, height, width] in the faster format, see `denoise`."""
+        height, width = latents.shape[2:]
+        points = [point for point in self.points if point.size == (height, width)]
+        if points:
+            nearest = min(points, key=lambda point: abs(point.rows - len(latents)))
+            if nearest.channels_last_us < nearest.default_us:
+                return self._in_channels_last(latents, timesteps, conditions)
+        return denoise(self._model, latents, timesteps, conditions)
+
+    def _in_channels_last(self, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
+        if self._channels_last is None:
+            self._channels_last = channels_last_copy(self._model, self._weights)
+        return denoise(
+            self._channels_last, latents.contiguous(memory_format=torch.channels_last), timesteps, conditions
+        )
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether torch.compile is in the way."""
+        return self._model._compiled_call_impl is not None
+
+    def tune(
+        self,
+        examples: Callable[[], Sequence[PreparedRequest]],
+        family: Family,
+        folder: Path,
+        context: dict[str, Any],
+    ) -> None:
+        """Measure both formats on batches of one resolution, or read it from `folder`.
+
+        Args:
+            examples: prepares a request of each resolution; called only if something is to be measured.
+            family: of the model.
+            folder, context: see `load_or_measure`.
+
+        Raises:
+            RunError: if a file in the folder is damaged.
+        """
+
+        def measure() -> list[dict[str, Any]]:
+            return [
+                self._measure(example, count, family).to_json()
+                for example in examples()
+                for count in _MEASURED_REQUESTS
+            ]
+
+        self.points = load_or_measure(
+            folder, "plain", context, measure, lambda rows: [Point.from_json(row) for row in rows]
+        )
+
+    @torch.inference_mode()
+    def _measure(self, example: PreparedRequest, count: int, family: Family) -> Point:
+        num_rows = example.num_rows * count
+        conditions = family.conditions({key: torch.cat([part] * count) for key, part in example.conditioning.items()})
+        dtype = example.conditioning["text"].dtype
+        latents = example.latents.to(dtype).repeat(num_rows, 1, 1, 1)
+        timesteps = example.state.timesteps[:1].expand(num_rows)
+        runs = {"default": lambda *given: denoise(self._model, *given), "channels_last": self._in_channels_last}
+        samples: dict[str, list[float]] = {name: [] for name in runs}
+        for repeat in range(_REPEATS + 2):
+            for name, run in runs.items():
+                start = time.perf_counter()
+                run(latents, timesteps, conditions)
+                if latents.device.type == "cuda":
+                    torch.cuda.synchronize(latents.device)
+                if repeat > 1:
+                    samples[name].append((time.perf_counter() - start) * 1e6)
+        medians = {f"{name}_us": statistics.median(times) for name, times in samples.items()}
+        return Point((latents.shape[2], latents.shape[3]), num_rows, **medians)
+
+
+def channels_last_copy(model: nn.Module, weights: Mapping[str, Tensor] = _NO_WEIGHTS) -> nn.Module:
+    """A copy of a model whose convolutions are channels-last in memory; it shares all other weights.
+
+    Args:
+        model: is left as it is. If it is compiled, so is the copy.
+        weights: of convolutions in that format, by module name; the others are copied.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    copied = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    for name, module in copied.named_modules():
+        if isinstance(module, nn.Conv2d):
+            weight = weights.get(name)
+            if weight is None:
+                weight = module.weight.detach().contiguous(memory_format=torch.channels_last)
+            module.weight = nn.Parameter(weight, requires_grad=False)
+    if model._compiled_call_impl is not None:
+        copied.compile(dynamic=True)
+    return copied
