@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
+from ..data.checks import require_counts
 from ..data.errors import RunError, UsageError
 from ..data.files import atomic_write, sha256_of, write_json
 from ..data.latency_table import Circumstances, read_latencies
@@ -47,9 +48,7 @@ class WarmUp:
     repeats: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("num_requests", "combinations", "repeats"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name.replace('_', ' ')} is {getattr(self, name)}, but it must be at least 1")
+        require_counts({"num requests": self.num_requests, "combinations": self.combinations, "repeats": self.repeats})
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..data.checks import require_counts
 from ..data.errors import UsageError
 from ..data.files import atomic_write
 from ..data.requests import Request
@@ -96,10 +97,7 @@ class Engine:
         on_finish: Callable[[RequestRecord], None] | None = None,
         on_step: Callable[[StepRow], None] | None = None,
     ) -> None:
-        if max_batch_size < 1:
-            raise UsageError(f"max batch size is {max_batch_size}, but it must be at least 1")
-        if max_prepared_ahead is not None and max_prepared_ahead < 1:
-            raise UsageError(f"max prepared ahead is {max_prepared_ahead}, but it must be at least 1")
+        require_counts({"max batch size": max_batch_size, "max prepared ahead": max_prepared_ahead})
         if policy.requires_predictor:
             require_predictor(policy, predictor)
         self._model = model

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import overload
 
+from ..data.checks import require_counts
 from ..data.errors import UsageError
 from ..data.requests import Request
 from ..data.resolution import Resolution
@@ -104,9 +105,7 @@ def simulate(
     """
     if not requests:
         raise UsageError("the trace is empty, but it must hold at least one request")
-    for name, value in (("max batch size", max_batch_size), ("number of GPUs", num_gpus)):
-        if value < 1:
-            raise UsageError(f"{name} is {value}, but it must be at least 1")
+    require_counts({"max batch size": max_batch_size, "number of GPUs": num_gpus})
     # One that learns changes, so that nothing it says is remembered.
     learner = predictor if isinstance(predictor, LearningPredictor) else None
     latency: StepLatencyPredictor = learner or MemoisedLatency(predictor)
