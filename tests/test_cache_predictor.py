@@ -366,11 +366,11 @@ def test_a_file_needs_no_scikit_learn(saved: Path, repository: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"fingerprint": "another"}, "was trained for other weights of emoji-xl"),
-        ({"model": "emoji-3", "fingerprint": "another"}, "was trained for emoji-xl, not for emoji-3"),
+        ({"fingerprint": "another"}, "was made for other weights of emoji-xl"),
+        ({"model": "emoji-3", "fingerprint": "another"}, "was made for emoji-xl, not for emoji-3"),
         ({"scheduler": "DDIMScheduler"}, "runs with DDIMScheduler"),
-        ({"patch_size": 4}, "was trained for patches of 8 latent pixels, but they have 4 now"),
-        ({"blocks": ("down0", "mid")}, "was trained for 3 blocks"),
+        ({"patch_size": 4}, "was made for patches of 8 latent pixels, but they have 4 now"),
+        ({"blocks": ("down0", "mid")}, "was made for 3 blocks"),
     ],
 )
 def test_a_predictor_for_something_else(saved: Path, change: dict[str, Any], message: str) -> None:
