@@ -29,8 +29,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def test_both_engines_on_a_real_model(run_psctl: RunPsctl, tiny: dict[str, str]) -> None:
-    options = ("--rates", "8,30", "--num-prompts", "6", "--warmup-requests", "28", "--combinations", "6")
     # 28 requests of 3 steps, 4 at a time, take 21 steps at the least, and a calibration needs 20.
+    options = ("--rates", "8,30", "--num-prompts", "6", "--warmup-requests", "28", "--combinations", "6")
     options += ("--max-batch-size", "4", "--slo-scale", "1000", "--predictor", tiny["STEPS"])
     arguments = ("bench", "slo", "--engine", "both", "--policies", "bucketed,slack", *options)
     run = run_psctl(*arguments, "--json", **tiny)
