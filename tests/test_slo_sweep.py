@@ -83,7 +83,8 @@ def test_orders_rotate_and_seeds_come_last() -> None:
     ]
 
 
-def test_sweeps_of_the_simulator_import_no_torch() -> None:
-    code = "import sys, patchedserve.profiling.slo_simulated; print('torch' in sys.modules)"
+@pytest.mark.parametrize("module", ["slo_simulated", "slo_bench_simulator"])
+def test_sweeps_of_the_simulator_import_no_torch(module: str) -> None:
+    code = f"import sys, patchedserve.profiling.{module}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
