@@ -60,22 +60,22 @@ class BlockFacts:
         if self.fingerprint and served.fingerprint:
             if self.fingerprint != served.fingerprint:
                 other = "other weights of" if self.model == served.model else f"{self.model}, not for"
-                raise UsageError(f"{source} was trained for {other} {served.model}{_remedy(served.model)}")
+                raise UsageError(f"{source} was made for {other} {served.model}{_remedy(served.model)}")
         elif self.model != served.model:
-            raise UsageError(f"{source} was trained for {self.model}, not for {served.model}{_remedy(served.model)}")
+            raise UsageError(f"{source} was made for {self.model}, not for {served.model}{_remedy(served.model)}")
         if self.scheduler != served.scheduler:
             raise UsageError(
-                f"{source} was trained with the scheduler {self.scheduler}, but {served.model} runs with "
+                f"{source} was made with the scheduler {self.scheduler}, but {served.model} runs with "
                 f"{served.scheduler}{_remedy(served.model)}"
             )
         if self.patch_size != served.patch_size:
             raise UsageError(
-                f"{source} was trained for patches of {self.patch_size} latent pixels, but they have "
+                f"{source} was made for patches of {self.patch_size} latent pixels, but they have "
                 f"{served.patch_size} now; give --patch-size {self.patch_size} or profile again"
             )
         if self.blocks != served.blocks:
             raise UsageError(
-                f"{source} was trained for {len(self.blocks)} blocks ({', '.join(self.blocks)}), but {served.model} "
+                f"{source} was made for {len(self.blocks)} blocks ({', '.join(self.blocks)}), but {served.model} "
                 f"has {len(served.blocks)} ({', '.join(served.blocks)}){_remedy(served.model)}"
             )
 

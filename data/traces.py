@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from .arrivals import diurnal_arrivals, gamma_arrivals, read_arrivals, scaled_arrivals
+from .checks import require_counts
 from .errors import UsageError
 from .request_draws import RequestDraws
 from .requests import Request
@@ -69,8 +70,7 @@ class TraceConfig:
             raise UsageError(f"trace kind is {self.kind!r}, but it must be one of {', '.join(TRACE_KINDS)}")
         if not self.request_rate > 0:
             raise UsageError(f"request rate is {self.request_rate:g}, but it must be more than 0 requests a second")
-        if self.num_prompts is not None and self.num_prompts < 1:
-            raise UsageError(f"number of prompts is {self.num_prompts}, but it must be at least 1")
+        require_counts({"number of prompts": self.num_prompts})
         if self.duration_s is not None and not 0 < self.duration_s < math.inf:
             raise UsageError(f"duration is {self.duration_s:g} s, but it must be more than 0 and finite")
         is_endless = self.duration_s is None or math.isinf(self.request_rate)
@@ -143,8 +143,7 @@ def limit_trace(
     Raises:
         UsageError: a limit is not positive, or nothing is left.
     """
-    if num_prompts is not None and num_prompts < 1:
-        raise UsageError(f"number of prompts is {num_prompts}, but it must be at least 1")
+    require_counts({"number of prompts": num_prompts})
     if duration_s is not None and not duration_s > 0:
         raise UsageError(f"duration is {duration_s:g} s, but it must be more than 0")
     kept = [request for request in requests if duration_s is None or request.arrival_s <= duration_s][:num_prompts]

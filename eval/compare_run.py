@@ -1,7 +1,7 @@
 """Two configurations compared pair by pair: from their images, or from the results of two evaluations."""
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..data.datasets.base import BadEntries
@@ -19,6 +19,7 @@ from .judges import Judges
 from .measure import measure_clip, measure_pairs, measure_sets
 from .paired import compare_fid, compare_values
 from .result_files import RESULTS_FILE, EvalResults
+from .results import Direction
 
 COMPARE_METRICS = ("psnr", "ssim", "lpips", "clip", "fid")
 USUAL_METRICS = ("psnr", "ssim", "lpips", "clip")
@@ -92,15 +93,16 @@ def compare(
     for side, manifest in zip((comparison.first, comparison.second), manifests, strict=True):
         comparison.warnings.extend(cache_use_of(Path(side.path), manifest.settings, len(manifest.items))[1])
     sources = set_of(first, manifests[0]), set_of(second, manifests[1])
+    sets = _Sets(sources, judges, seed, max_bad, start_phase, comparison)
     paired = tuple(name for name in PAIRED if name in metrics)
     if paired:
-        _measure_distances(sources, paired, judges, seed, max_bad, start_phase, comparison)
+        sets.measure_distances(paired)
     if "clip" in metrics:
-        _measure_clip(sources, manifests[0], judges, seed, max_bad, start_phase, comparison)
+        sets.measure_clip(manifests[0])
     if "lpips" in metrics and truth is not None and reference is None:
-        _measure_lpips_to_truth(sources, truth, judges, seed, max_bad, start_phase, comparison)
+        sets.measure_lpips_to(truth)
     if truth is not None:
-        _measure_fid(sources, truth, judges, seed, features_dir, start_phase, comparison)
+        sets.measure_fid(truth, features_dir)
     return comparison
 
 
@@ -113,129 +115,107 @@ def _side(folder: Path, manifest: Manifest) -> ComparedSide:
     return ComparedSide(str(folder.resolve()), settings, cache_use=cache_use_of(folder, settings, None)[0])
 
 
-def _measure_distances(
-    sources: tuple[ImageSource, ImageSource],
-    names: tuple[str, ...],
-    judges: Judges,
-    seed: int,
-    max_bad: int,
-    start_phase: StartPhase,
-    comparison: Comparison,
-) -> None:
-    """PSNR, SSIM and LPIPS of the second side's images to the first's."""
-    one, other = sources
-    bad = BadEntries(f"{other.name} against {one.name}", max_bad)
-    found, values = measure_pairs(
-        names,
-        other,
-        one,
-        lpips=judges.lpips if "lpips" in names else None,
-        seed=seed,
-        bad=bad,
-        details={"lpips": judges.lpips_details()} if "lpips" in names else None,
-        on_images=start_phase("pairs", len(one.ids)),
-    )
-    comparison.metrics.update(found)
-    comparison.per_image.update(values)
-    comparison.warnings.extend(f"pair left out: {each}" for each in bad.found)
+@dataclass(frozen=True, slots=True)
+class _Sets:
+    """Two sets of images whose measurements are written down in `comparison`."""
 
+    sources: tuple[ImageSource, ImageSource]
+    judges: Judges
+    seed: int
+    max_bad: int
+    start_phase: StartPhase
+    comparison: Comparison
 
-def _measure_clip(
-    sources: tuple[ImageSource, ImageSource],
-    manifest: Manifest,
-    judges: Judges,
-    seed: int,
-    max_bad: int,
-    start_phase: StartPhase,
-    comparison: Comparison,
-) -> None:
-    captions = {item.id: item.prompt for item in manifest.items}
-    all_values, name, details = [], "", judges.clip_details()
-    for what, source, side in _sides(sources, comparison):
-        result, values = measure_clip(
-            judges.clip,
-            judges.clip_name,
-            source,
-            captions,
-            seed=seed,
-            bad=BadEntries(source.name, max_bad),
-            details=details,
-            on_images=start_phase(f"CLIP score of the {what}", len(source.ids)),
-        )
-        name, side.metrics[result.name] = result.name, result
-        all_values.append(values)
-    # An image that is bad on one side leaves its partner without a pair.
-    common = sorted(all_values[0].keys() & all_values[1].keys())
-    one, other = ({key: each[key] for key in common} for each in all_values)
-    comparison.differences[name] = compare_values(name, one, other, "higher", seed)
-
-
-def _measure_lpips_to_truth(
-    sources: tuple[ImageSource, ImageSource],
-    truth: ImageSource,
-    judges: Judges,
-    seed: int,
-    max_bad: int,
-    start_phase: StartPhase,
-    comparison: Comparison,
-) -> None:
-    all_values = []
-    for what, source, side in _sides(sources, comparison):
+    def measure_distances(self, names: tuple[str, ...]) -> None:
+        """PSNR, SSIM and LPIPS of the second side's images to the first's."""
+        one, other = self.sources
+        bad = BadEntries(f"{other.name} against {one.name}", self.max_bad)
         found, values = measure_pairs(
-            ("lpips",),
-            source,
-            truth,
-            lpips=judges.lpips,
-            seed=seed,
-            bad=BadEntries(f"{source.name} against {truth.name}", max_bad),
-            details={"lpips": judges.lpips_details() | {"reference": truth.name}},
-            on_images=start_phase(f"{what} against real images", len(source.ids)),
+            names,
+            other,
+            one,
+            lpips=self.judges.lpips if "lpips" in names else None,
+            seed=self.seed,
+            bad=bad,
+            details={"lpips": self.judges.lpips_details()} if "lpips" in names else None,
+            on_images=self.start_phase("pairs", len(one.ids)),
         )
-        side.metrics.update(found)
-        all_values.append(values["lpips"])
-    common = sorted(all_values[0].keys() & all_values[1].keys())
-    one, other = ({key: each[key] for key in common} for each in all_values)
-    comparison.differences["lpips"] = compare_values("lpips", one, other, "lower", seed)
+        self.comparison.metrics.update(found)
+        self.comparison.per_image.update(values)
+        self.comparison.warnings.extend(f"pair left out: {each}" for each in bad.found)
 
+    def measure_clip(self, manifest: Manifest) -> None:
+        """CLIP score of each side's images, and what the second side changed."""
+        captions = {item.id: item.prompt for item in manifest.items}
+        all_values, name, details = [], "", self.judges.clip_details()
+        for what, source, side in self._sides():
+            result, values = measure_clip(
+                self.judges.clip,
+                self.judges.clip_name,
+                source,
+                captions,
+                seed=self.seed,
+                bad=BadEntries(source.name, self.max_bad),
+                details=details,
+                on_images=self.start_phase(f"CLIP score of the {what}", len(source.ids)),
+            )
+            name, side.metrics[result.name] = result.name, result
+            all_values.append(values)
+        self._note_difference(name, all_values, "higher")
 
-def _measure_fid(
-    sources: tuple[ImageSource, ImageSource],
-    truth: ImageSource,
-    judges: Judges,
-    seed: int,
-    features_dir: Path | None,
-    start_phase: StartPhase,
-    comparison: Comparison,
-) -> None:
-    """FID of each side to real images, of the second side to the first, and what the second side changed."""
-    # FID pairs rows of features, so none may be left out.
-    one, other, real = (
-        features_of(
-            source,
-            judges.inception,
-            judges.inception_sha256,
-            features_dir,
-            on_images=start_phase(f"{what} features", len(source.ids)),
+    def measure_lpips_to(self, truth: ImageSource) -> None:
+        """LPIPS of each side's images to the real ones of the same captions, and what the second side changed."""
+        all_values = []
+        for what, source, side in self._sides():
+            found, values = measure_pairs(
+                ("lpips",),
+                source,
+                truth,
+                lpips=self.judges.lpips,
+                seed=self.seed,
+                bad=BadEntries(f"{source.name} against {truth.name}", self.max_bad),
+                details={"lpips": self.judges.lpips_details() | {"reference": truth.name}},
+                on_images=self.start_phase(f"{what} against real images", len(source.ids)),
+            )
+            side.metrics.update(found)
+            all_values.append(values["lpips"])
+        self._note_difference("lpips", all_values, "lower")
+
+    def measure_fid(self, truth: ImageSource, features_dir: Path | None) -> None:
+        """FID of each side to real images, of the second side to the first, and what the second side changed."""
+        # FID pairs rows of features, so none may be left out.
+        one, other, real = (
+            features_of(
+                source,
+                self.judges.inception,
+                self.judges.inception_sha256,
+                features_dir,
+                on_images=self.start_phase(f"{what} features", len(source.ids)),
+            )
+            for what, source in (("first", self.sources[0]), ("second", self.sources[1]), ("real", truth))
         )
-        for what, source in (("first", sources[0]), ("second", sources[1]), ("real", truth))
-    )
-    details = judges.inception_details() | {"reference": truth.name}
-    warnings: list[str] = []
-    for features, side in ((one, comparison.first), (other, comparison.second)):
-        found, more = measure_sets(("fid",), features, real, seed=seed, details=details)
-        side.metrics.update(found)
-        warnings += more
-    details |= {"reference": sources[0].name}
-    found, more = measure_sets(("fid",), other, one, seed=seed, details=details)
-    comparison.metrics[FID_TO_FIRST] = replace(found["fid"], name=FID_TO_FIRST)
-    comparison.warnings.extend(dict.fromkeys(warnings + more))
-    comparison.differences["fid"] = compare_fid(one, other, real, seed=seed)
+        comparison, details = self.comparison, self.judges.inception_details() | {"reference": truth.name}
+        warnings: list[str] = []
+        for features, side in ((one, comparison.first), (other, comparison.second)):
+            found, more = measure_sets(("fid",), features, real, seed=self.seed, details=details)
+            side.metrics.update(found)
+            warnings += more
+        details |= {"reference": self.sources[0].name}
+        found, more = measure_sets(("fid",), other, one, seed=self.seed, details=details)
+        comparison.metrics[FID_TO_FIRST] = replace(found["fid"], name=FID_TO_FIRST)
+        comparison.warnings.extend(dict.fromkeys(warnings + more))
+        comparison.differences["fid"] = compare_fid(one, other, real, seed=self.seed)
 
+    def _sides(self) -> list[tuple[str, ImageSource, ComparedSide]]:
+        (one, other), comparison = self.sources, self.comparison
+        return [("first", one, comparison.first), ("second", other, comparison.second)]
 
-def _sides(
-    sources: tuple[ImageSource, ImageSource], comparison: Comparison
-) -> list[tuple[str, ImageSource, ComparedSide]]:
-    return [("first", sources[0], comparison.first), ("second", sources[1], comparison.second)]
+    def _note_difference(self, name: str, all_values: Sequence[Mapping[str, float]], direction: Direction) -> None:
+        """Compare the values of both sides, image by image."""
+        # An image that is bad on one side leaves its partner without a pair.
+        common = sorted(all_values[0].keys() & all_values[1].keys())
+        one, other = ({key: each[key] for key in common} for each in all_values)
+        self.comparison.differences[name] = compare_values(name, one, other, direction, self.seed)
 
 
 def _compare_results(paths: tuple[Path, Path], seed: int) -> Comparison:

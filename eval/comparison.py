@@ -8,7 +8,7 @@ from typing import Any, Self
 from ..data.errors import UsageError
 from ..data.files import write_json
 from .paired import PairedResult
-from .result_files import COMPARE_FILE, COMPARE_KIND, read_json
+from .result_files import COMPARE_FILE, COMPARE_KIND, read_result
 from .results import MetricResult
 
 FID_TO_FIRST = "fid_to_first"
@@ -98,8 +98,7 @@ class Comparison:
         Raises:
             UsageError: there is no such file, or it is no result of `psctl eval compare`.
         """
-        file = path / COMPARE_FILE if path.is_dir() else path
-        return cls.from_json(read_json(file), file)
+        return cls.from_json(*read_result(path, COMPARE_FILE))
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], file: Path) -> Self:

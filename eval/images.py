@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from ..data.checks import require_counts
 from ..data.errors import UsageError
 
 AnyImage = Image.Image | np.ndarray
@@ -40,8 +41,7 @@ def batches(images: Iterable[AnyImage], batch_size: int) -> Iterator[torch.Tenso
     Raises:
         UsageError: the batch size is below 1, or an array is no image.
     """
-    if batch_size < 1:
-        raise UsageError(f"batch size is {batch_size}, but it must be at least 1")
+    require_counts({"batch size": batch_size})
     batch: list[np.ndarray] = []
     for image in images:
         array = to_array(image)

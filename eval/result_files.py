@@ -59,8 +59,7 @@ class EvalResults:
         Raises:
             UsageError: there is no such file, or it is no result of `psctl eval`.
         """
-        file = path / RESULTS_FILE if path.is_dir() else path
-        return cls.from_json(read_json(file), file)
+        return cls.from_json(*read_result(path, RESULTS_FILE))
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], file: Path) -> Self:
@@ -84,6 +83,12 @@ class EvalResults:
             raise UsageError(f"{file}: {error}") from error
         warnings = list(content.get("warnings", []))
         return cls(results, dict(per_image), dict(settings), warnings, None if cache_use is None else dict(cache_use))
+
+
+def read_result(path: Path, file_name: str) -> tuple[dict[str, Any], Path]:
+    """The content of a result and its file, which is `file_name` in a folder. Raises UsageError, as `read_json`."""
+    file = path / file_name if path.is_dir() else path
+    return read_json(file), file
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..data.block_facts import BlockFacts
+from ..data.checks import require_counts
 from ..data.errors import RunError, UsageError
 from ..data.files import write_json
 from ..data.requests import Request
@@ -48,9 +49,7 @@ class BlockProfileSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_prompts", "batch_size", "max_lag"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name.replace('_', ' ')} is {getattr(self, name)}, but it must be at least 1")
+        require_counts({"num prompts": self.num_prompts, "batch size": self.batch_size, "max lag": self.max_lag})
 
 
 def run_block_profile(

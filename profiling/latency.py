@@ -29,6 +29,7 @@ from ..data.resolution import Resolution
 from ..data.workspace import ModelWorkspace
 from ..serving.model import ServedModel
 from ..serving.patched.stepper import PatchedStepper
+from ..training.latency_predictor import LatencyPredictor, load_workspace_predictor
 from .combinations import Combination, single_combinations, stratified_combinations
 from .latency_plots import plot_latencies
 from .machine import circumstances
@@ -108,6 +109,13 @@ def latency_circumstances(model: ServedModel) -> Circumstances:
         compile=model.options.compile,
         cuda_graphs=model.options.cuda_graphs,
     )
+
+
+def workspace_predictor(
+    model: ServedModel, workspace: ModelWorkspace, *, on_warning: Callable[[str], None]
+) -> LatencyPredictor:
+    """The latency predictor of a loaded model's workspace. Raises UsageError as `load_workspace_predictor`."""
+    return load_workspace_predictor(workspace, expect=latency_circumstances(model), on_warning=on_warning)
 
 
 def profile_latency(

@@ -1,5 +1,7 @@
 """`psctl bench slo`: SLO attainment of every policy over the request rate, on the engine or in the simulator."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -30,6 +32,9 @@ from .trace_options import Amplitude, Arrivals, Cv, Duration, Gpus, Mix, Period,
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from ..profiling.slo_bench import SweepOutcome
+    from ..profiling.slo_bench_simulator import SimulatorFiles
 
 _DEFAULT_POLICIES = "fcfs,static,bucketed,nirvana,patched-fcfs,edf,slack"
 _DEFAULT_NUM_PROMPTS = {"real": 60, "both": 60, "simulator": 1000}
@@ -169,10 +174,7 @@ def bench_slo(
         not is_simulated,
         "real or both",
     )
-    if is_simulated and latency is None:
-        raise UsageError("--engine simulator needs --latency: step latencies of the patch engine")
-    if calibration is not None and stage_times is not None:
-        raise UsageError("--calibration brings the times of the stages; give it or --stage-times, not both")
+    files = _simulator_files(latency, plain_latency, calibration, stage_times) if is_simulated else None
     is_unlimited = num_prompts is None and duration is None and trace != "azure"
     settings = SweepSettings(
         policies=_names(policies),
@@ -209,66 +211,44 @@ def bench_slo(
             return resume.expanduser()
         return Workspace(workspace).for_model(model, device_name).new_run(RUN_KIND)
 
-    if is_simulated:
-        from ..profiling.simulate_run import load_stage_times
-        from ..profiling.slo_bench import bench_in_simulator, simulated_engines, sources_of
+    sweep: Callable[..., SweepOutcome]
+    if files is not None:
+        from ..profiling.slo_bench_simulator import bench_in_simulator
 
-        assert latency is not None, "checked above"
-        files = {"latency": latency, "plain_latency": plain_latency, "calibration": calibration}
-        found = {name: None if path is None else path.expanduser() for name, path in files.items()}
-        engines = simulated_engines(
-            latency.expanduser(),
-            found["plain_latency"],
-            found["calibration"],
-            None if stage_times is None else load_stage_times(stage_times.expanduser()),
-            on_warning=out.warn,
+        engines = files.engines(on_warning=out.warn)
+        sweep = partial(
+            bench_in_simulator, settings, model, defaults, engines, lambda: folder_on("simulated"), files.sources()
         )
-        sources = sources_of(found | {"stage_times": stage_times and stage_times.expanduser() / "records.parquet"})
-        with out.progress() as progress:
-            task = progress.add_task("runs", total=settings.num_runs)
-            outcome = bench_in_simulator(
-                settings,
-                model,
-                defaults,
-                engines,
-                lambda: folder_on("simulated"),
-                sources,
-                on_run=lambda text: progress.update(task, description=text),
-                on_done=lambda: progress.advance(task),
-            )
     else:
+        from ..profiling.simulate_run import load_step_latency
         from ..serving.loading import load_model
         from ..serving.policies import get_policy
 
-        if predictor is not None:
-            from ..profiling.simulate_run import load_step_latency
-
-            step_latency = load_step_latency(predictor.expanduser())
-        else:
-            step_latency = None
+        step_latency = None if predictor is None else load_step_latency(predictor.expanduser())
         with out.status(f"Loading {model} ..."):
             served = load_model(model, device, dtype, options, workspace=Workspace(workspace))
         part = Workspace(workspace).for_model(model, str(served.device))
         if step_latency is None and any(get_policy(name).requires_predictor for name in settings.policies):
-            from ..profiling.latency import latency_circumstances
-            from ..training.latency_predictor import load_workspace_predictor
+            from ..profiling.latency import workspace_predictor
 
-            step_latency = load_workspace_predictor(part, expect=latency_circumstances(served), on_warning=out.warn)
-        from ..profiling.slo_bench import bench_on_engine
+            step_latency = workspace_predictor(served, part, on_warning=out.warn)
+        from ..profiling.slo_bench_engine import bench_on_engine
 
-        with out.progress() as progress:
-            task = progress.add_task("runs", total=settings.num_runs)
-            outcome = bench_on_engine(
-                settings,
-                served,
-                part,
-                lambda: folder_on(str(served.device)),
-                predictor=step_latency,
-                warm_up=warm_up,
-                on_note=out.note,
-                on_run=lambda text: progress.update(task, description=text),
-                on_done=lambda: progress.advance(task),
-            )
+        sweep = partial(
+            bench_on_engine,
+            settings,
+            served,
+            part,
+            lambda: folder_on(str(served.device)),
+            predictor=step_latency,
+            warm_up=warm_up,
+            on_note=out.note,
+        )
+    with out.progress() as progress:
+        task = progress.add_task("runs", total=settings.num_runs)
+        outcome = sweep(
+            on_run=lambda text: progress.update(task, description=text), on_done=lambda: progress.advance(task)
+        )
     if output_file is not None:
         write_json(output_file.expanduser(), outcome.result)
     out.data(outcome.result, table=lambda: result_tables(outcome.result))
@@ -294,6 +274,17 @@ def result_tables(result: dict[str, Any]) -> "RenderableType":
             table.add_row(*row)
         tables.append(table)
     return Group(*tables)
+
+
+def _simulator_files(
+    latency: Path | None, plain_latency: Path | None, calibration: Path | None, stage_times: Path | None
+) -> "SimulatorFiles":
+    from ..profiling.slo_bench_simulator import SimulatorFiles
+
+    if latency is None:
+        raise UsageError("--engine simulator needs --latency: step latencies of the patch engine")
+    others = (None if path is None else path.expanduser() for path in (plain_latency, calibration, stage_times))
+    return SimulatorFiles(latency.expanduser(), *others)
 
 
 def _check_side(given: dict[str, Any], is_allowed: bool, engine: str) -> None:

@@ -147,11 +147,9 @@ def serve(
     }
     model_workspace = Workspace(workspace).for_model(model, str(served.device))
     if step_latency is None and chosen_policy.requires_predictor:
-        from ..profiling.latency import latency_circumstances
-        from ..training.latency_predictor import load_workspace_predictor
+        from ..profiling.latency import workspace_predictor
 
-        expected = latency_circumstances(served)
-        step_latency = load_workspace_predictor(model_workspace, expect=expected, on_warning=out.warn)
+        step_latency = workspace_predictor(served, model_workspace, on_warning=out.warn)
     correction = None if step_latency is None else OnlineCorrection(step_latency)
     with out.progress() as progress:
         task = progress.add_task("requests", total=len(requests), start=False)

@@ -17,20 +17,13 @@ decision would be about a batch that no longer exists when the step ends. What t
 (`RunResult.decision_times_s`); policies read a `WaitingQueue`, so it does not grow with the queue.
 """
 
-import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-import torch
-
-from ..data.errors import UsageError
-from ..data.files import atomic_write
+from ..data.checks import require_counts
 from ..data.requests import Request
-from .lifecycle import RequestRecord, RequestState, Status
+from .lifecycle import RequestRecord, RequestState
 from .model import ServedModel
 from .policies import (
     LearningPredictor,
@@ -41,25 +34,10 @@ from .policies import (
     request_under,
     require_predictor,
 )
-from .prepare_order import PrepareOrder
-from .prepared import PreparedRequest, describe
 from .run_result import RunResult
-from .stages import StageThread
+from .side_stages import Entry, ImagePath, SideStages
+from .step_log import StepLog
 from .step_row import StepRow
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-ImagePath = Callable[[Request], Path | None]
-
-
-@dataclass(slots=True)
-class _Entry:
-    """A submitted request with its tensors; these are dropped as soon as they are of no more use."""
-
-    state: RequestState
-    prepared: PreparedRequest | None = None
-    latents: torch.Tensor | None = None
 
 
 class Engine:
@@ -96,46 +74,31 @@ class Engine:
         on_finish: Callable[[RequestRecord], None] | None = None,
         on_step: Callable[[StepRow], None] | None = None,
     ) -> None:
-        if max_batch_size < 1:
-            raise UsageError(f"max batch size is {max_batch_size}, but it must be at least 1")
-        if max_prepared_ahead is not None and max_prepared_ahead < 1:
-            raise UsageError(f"max prepared ahead is {max_prepared_ahead}, but it must be at least 1")
+        require_counts({"max batch size": max_batch_size, "max prepared ahead": max_prepared_ahead})
         if policy.requires_predictor:
             require_predictor(policy, predictor)
         self._model = model
         self._policy = policy
         self._predictor = predictor
-        self._learner = predictor if isinstance(predictor, LearningPredictor) else None
         self._max_batch_size = max_batch_size
-        self._image_path = image_path
-        self._keep_images = keep_images
-        self._keep_latents = keep_latents
-        self._on_finish = on_finish
-        self._on_step = on_step
-
-        self._prepare = StageThread("psctl-prepare", self._prepare_one, device=model.device, on_error=self._wake)
-        self._postprocess = StageThread(
-            "psctl-postprocess", self._postprocess_one, device=model.device, on_error=self._wake
+        self._stages = SideStages(
+            model,
+            self.now_s,
+            max_prepared_ahead=max_prepared_ahead or 2 * max_batch_size,
+            image_path=image_path,
+            keep_images=keep_images,
+            keep_latents=keep_latents,
+            on_finish=on_finish,
         )
-        # Guards `_entries`, `_arrived`, `_prepared_ids`, the order and state of preparing, `_is_closed` and the closing
-        # of records.
-        self._changed = threading.Condition()
-        self._entries: dict[int, _Entry] = {}
-        self._arrived: deque[_Entry] = deque()
-        self._prepared_ids: deque[int] = deque()
-        self._prepare_order = PrepareOrder(max_prepared_ahead or 2 * max_batch_size)
-        self._is_preparing = False
-        self._num_prepared = self._max_prepared = 0
-        self._is_closed = self._is_stopping = False
+        # Guards `_arrived` and `_is_closed`, too.
+        self._changed = self._stages.changed
+        self._arrived: deque[Entry] = deque()
+        self._is_closed = False
         # Of the denoising thread alone. Joining: admitted, and not prepared yet.
         self._waiting = WaitingQueue()
-        self._joining: dict[int, _Entry] = {}
-        self._active: dict[int, _Entry] = {}
-        self._steps: list[StepRow] = []
-        self._decision_times_s: list[float] = []
-        self._decided_s = 0.0
-        self._images: dict[int, Image] = {}
-        self._latents: dict[int, torch.Tensor] = {}
+        self._joining: dict[int, Entry] = {}
+        self._active: dict[int, Entry] = {}
+        self._log = StepLog(predictor if isinstance(predictor, LearningPredictor) else None, on_step)
         self._zero: float | None = None
 
     def start(self) -> None:
@@ -146,8 +109,7 @@ class Engine:
         if self._zero is not None:
             raise RuntimeError("an engine runs once; make a new one")
         self._zero = time.perf_counter()
-        self._prepare.start()
-        self._postprocess.start()
+        self._stages.start()
 
     def now_s(self) -> float:
         """Seconds since `start`, on a clock that never goes back. Raises RuntimeError before `start`."""
@@ -167,16 +129,12 @@ class Engine:
             RuntimeError: if the engine is closed.
         """
         self._model.check_request(request)
-        entry = _Entry(RequestState.of(request_under(self._policy, request), standalone_s))
+        entry = Entry(RequestState.of(request_under(self._policy, request), standalone_s))
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("the engine is closed: no more requests can be submitted")
-            if request.request_id in self._entries:
-                raise UsageError(f"request id {request.request_id} is used twice")
-            self._entries[request.request_id] = entry
+            self._stages.add(entry)
             self._arrived.append(entry)
-            self._prepare_order.add(request.request_id)
-            self._prepare_next()
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -199,24 +157,25 @@ class Engine:
         except KeyboardInterrupt:
             was_interrupted = True
         finally:
-            was_interrupted |= self._shut_down()
-        for stage in (self._prepare, self._postprocess):
-            if stage.error is not None:
-                raise stage.error
-        records = [self._entries[request_id].state.record for request_id in sorted(self._entries)]
+            self.close()
+            was_interrupted |= self._stages.stop()
+        stages, log = self._stages, self._log
+        if stages.error is not None:
+            raise stages.error
+        records = [stages.entries[request_id].state.record for request_id in sorted(stages.entries)]
         duration_s = max((record.finish_s for record in records if record.finish_s is not None), default=self.now_s())
         return RunResult(
             records,
-            self._steps,
+            log.rows,
             duration_s,
             was_interrupted,
-            self._images,
-            self._latents,
-            self._decision_times_s,
-            self._max_prepared,
+            stages.images,
+            stages.latents,
+            log.decision_times_s,
+            stages.max_prepared,
         )
 
-    # Denoise stage: the thread that called `run`
+    # What follows is the denoise stage: the thread that called `run`.
 
     def _denoise_until_closed(self) -> None:
         while self._take_news():
@@ -234,18 +193,19 @@ class Engine:
 
     def _take_news(self) -> bool:
         """Take note of who has arrived or was prepared; sleep while there is nothing to do. False: all is done."""
+        stages = self._stages
         with self._changed:
-            while not (self._arrived or self._prepared_ids or self._can_step() or self._is_idle()):
+            while not (self._arrived or stages.prepared_ids or self._can_step() or self._is_idle()):
                 if self._is_closed and not (self._waiting or self._joining or self._active):
                     return False
-                if self._prepare.error is not None or self._postprocess.error is not None:
+                if stages.error is not None:
                     return False
                 self._changed.wait()
             while self._arrived:
                 self._waiting.add(self._arrived.popleft().state.view())
-            while self._prepared_ids:
-                request_id = self._prepared_ids.popleft()
-                entry = self._entries[request_id]
+            while stages.prepared_ids:
+                request_id = stages.prepared_ids.popleft()
+                entry = stages.entries[request_id]
                 if entry.state.record.status != "pending":
                     # Preparing it has failed: nobody is to admit it, or to wait for it.
                     self._joining.pop(request_id, None)
@@ -255,13 +215,9 @@ class Engine:
                     self._activate(entry)
         return True
 
-    def _activate(self, entry: _Entry) -> None:
+    def _activate(self, entry: Entry) -> None:
         entry.state.record.admitted_s = self.now_s()
         self._active[entry.state.request.request_id] = entry
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
 
     def _ask_policy(self) -> None:
         if not self._waiting:
@@ -279,40 +235,35 @@ class Engine:
         with self._changed:
             for request_id in decision.admit:
                 self._waiting.remove(request_id)
-                self._prepare_order.demand(request_id)
-                entry = self._entries[request_id]
+                entry = self._stages.demand(request_id)
                 if entry.prepared is not None:
                     self._activate(entry)
                 elif entry.state.record.status == "pending":
                     self._joining[request_id] = entry
             for request_id, _ in decision.drop:
                 self._waiting.remove(request_id)
-                self._prepare_order.forget(request_id)
-            self._prepare_next()
+                self._stages.forget(request_id)
+            self._stages.prepare_next()
         for request_id, reason in decision.drop:
-            self._end(self._entries[request_id], "discarded", reason)
-        self._decision_times_s.append(self.now_s() - now_s)
-        self._decided_s += self._decision_times_s[-1]
+            self._stages.end(self._stages.entries[request_id], "discarded", reason)
+        self._log.note_decision(self.now_s() - now_s)
 
     def _step(self) -> None:
         batch = [entry.prepared for entry in self._active.values() if entry.prepared is not None]
         start_s = self.now_s()
         failures = self._model.stepper.step(batch)
         end_s = self.now_s()
-        resolutions = dict(Counter(str(prepared.request.resolution) for prepared in batch))
-        waiting = len(self._waiting) + len(self._joining)
-        row = StepRow(len(self._steps), start_s, end_s - start_s, len(batch), waiting, resolutions, self._decided_s)
-        self._decided_s = 0.0
-        self._steps.append(row)
-        # A failing step is repeated for the others, so it tells nothing of how long a step takes.
-        if self._learner is not None and not failures:
-            self._learner.observe([prepared.request.resolution for prepared in batch], row.duration_s)
-        if self._on_step is not None:
-            self._on_step(row)
+        self._log.note_step(
+            start_s,
+            end_s - start_s,
+            [prepared.request.resolution for prepared in batch],
+            num_waiting=len(self._waiting) + len(self._joining),
+            has_failed=bool(failures),
+        )
         for request_id, entry in list(self._active.items()):
             if request_id in failures:
                 del self._active[request_id]
-                self._end(entry, "failed", failures[request_id])
+                self._stages.end(entry, "failed", failures[request_id])
                 continue
             assert entry.prepared is not None
             progress = entry.prepared.state
@@ -321,96 +272,4 @@ class Engine:
             if progress.is_finished:
                 entry.state.record.denoise_end_s = end_s
                 del self._active[request_id]
-                # All that decoding needs. The rest, mostly the encoded text, would wait with it.
-                entry.latents = entry.prepared.latents
-                self._release(entry)
-                self._postprocess.put(entry)
-
-    # Prepare and postprocess stages: threads of their own
-
-    def _prepare_next(self) -> None:
-        """Give the prepare thread its next request, if it has none. The lock is held."""
-        if self._is_preparing or self._is_stopping:
-            return
-        request_id = self._prepare_order.take()
-        if request_id is not None:
-            self._is_preparing = True
-            self._prepare.put(self._entries[request_id])
-
-    def _prepare_one(self, entry: _Entry) -> None:
-        record = entry.state.record
-        record.prepare_start_s = self.now_s()
-        prepared = None
-        try:
-            prepared = self._model.prepare(entry.state.request)
-        except Exception as error:  # noqa: BLE001  one failing request must not take down the others
-            self._end(entry, "failed", describe("preparing", error))
-        record.prepare_end_s = self.now_s()
-        with self._changed:
-            self._is_preparing = False
-            if record.status == "pending":
-                entry.prepared = prepared
-                self._num_prepared += 1
-                self._max_prepared = max(self._max_prepared, self._num_prepared)
-            else:
-                self._prepare_order.forget(record.request_id)
-            self._prepared_ids.append(record.request_id)
-            self._prepare_next()
-            self._changed.notify_all()
-
-    def _postprocess_one(self, entry: _Entry) -> None:
-        assert entry.latents is not None
-        request, latents = entry.state.request, entry.latents
-        try:
-            image = self._model.decode(latents)
-            path = None if self._image_path is None else self._image_path(request)
-            if path is not None:
-                with atomic_write(path) as temporary:
-                    image.save(temporary)  # the format by the suffix
-                entry.state.record.image_path = str(path)
-        except Exception as error:  # noqa: BLE001  as above
-            self._end(entry, "failed", describe("postprocessing", error))
-            return
-        if self._keep_images:
-            self._images[request.request_id] = image
-        if self._keep_latents:
-            self._latents[request.request_id] = latents
-        self._end(entry, "completed")
-
-    # The end of a request, and of the run
-
-    def _end(self, entry: _Entry, status: Status, reason: str | None = None) -> None:
-        with self._changed:
-            if entry.state.record.status != "pending":
-                return
-            entry.state.record.close(status, self.now_s(), reason)
-            self._release(entry)
-            entry.latents = None
-        if self._on_finish is not None:
-            self._on_finish(entry.state.record)
-
-    def _release(self, entry: _Entry) -> None:
-        """Let go of the tensors of the prepare stage."""
-        with self._changed:
-            if entry.prepared is not None:
-                entry.prepared = None
-                self._num_prepared -= 1
-
-    def _shut_down(self) -> bool:
-        """End both threads and close every open record. Returns whether Ctrl-C came meanwhile."""
-        self.close()
-        with self._changed:
-            self._is_stopping = True
-        self._prepare.discard_queued()
-        was_interrupted = False
-        for stage in (self._prepare, self._postprocess):
-            try:
-                stage.finish()
-            except KeyboardInterrupt:
-                was_interrupted = True
-                self._postprocess.discard_queued()
-        with self._changed:
-            open_entries = [entry for entry in self._entries.values() if entry.state.record.status == "pending"]
-        for entry in open_entries:
-            self._end(entry, "cancelled", "the run was stopped before it had finished")
-        return was_interrupted
+                self._stages.postprocess(entry)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, get_args
 
+from ..data.checks import require_counts
 from ..data.errors import UsageError
 from .cache.options import CacheOptions
 
@@ -58,8 +59,7 @@ class EngineOptions:
                 raise UsageError(
                     f"{name} is {getattr(self, name)!r}, but it must be one of {', '.join(get_args(allowed))}"
                 )
-        if self.patch_size is not None and self.patch_size < 1:
-            raise UsageError(f"patch size is {self.patch_size}, but it must be at least 1")
+        require_counts({"patch size": self.patch_size})
         is_default = (self.order, self.patch_size, self.strategy, self.kernels) == ("auto", None, "auto", "auto")
         if self.engine == "plain" and not (is_default and not self.cuda_graphs and not self.cache.is_on):
             raise UsageError(

@@ -8,10 +8,13 @@ import numpy as np
 from patchedserve.data.block_facts import BlockFacts
 from patchedserve.data.table_streams import TableWriter
 from patchedserve.data.tables import BLOCKS
+from patchedserve.training.cache_samples import BlockSamples, load_samples
 
 FACTS = BlockFacts("emoji-xl", "0a4d4b3caea134bf", "EulerDiscreteScheduler", 8, ("down0", "mid", "up0"))
 GAIN = (0.1, 10.0, 1.0)
 """The output of each block changes by this factor more than its input does."""
+THRESHOLD = 0.01
+"""Of the predictors that tests train."""
 
 
 def write_profile(
@@ -58,3 +61,10 @@ def write_profile(
                             }
                         )
     return path
+
+
+def samples_of(profile: Path) -> BlockSamples:
+    """All samples of what `write_profile` has written."""
+    facts, samples = load_samples(profile, max_rows=10**6, seed=0)
+    assert facts == FACTS
+    return samples

@@ -111,7 +111,7 @@ def test_from_profile_to_serving(run_psctl: RunPsctl, environment: dict[str, str
     other = environment | {"PSCTL_CACHE_PATCH_SIZE": "8"}
     done = run_psctl("generate", "a", "-r", "64", "--cache", "patch", **other)
     assert done.returncode == 2
-    assert "was trained for patches of 4 latent pixels" in done.stderr
+    assert "was made for patches of 4 latent pixels" in done.stderr
 
 
 def test_threshold_0_draws_the_same_images(run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ from patchedserve.serving.simulator import simulate
 from patchedserve.serving.stages import StageThread
 from patchedserve.serving.stepper import EngineOptions
 
+from .function_policy import FunctionPolicy
 from .helpers import largest_error, plain_latents, tiny_sd3, tiny_sdxl
 
 SMALL, LARGE = Resolution(32, 32), Resolution(64, 32)
@@ -175,23 +176,15 @@ def test_image_that_cannot_be_saved_fails_alone(model: ServedModel, tmp_path: Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1.png", "file"]
 
 
-class _DropOdd:
-    name: ClassVar[str] = "drop-odd"
-    requires_one_resolution: ClassVar[bool] = False
-    requires_predictor: ClassVar[bool] = False
-    num_steps_scale: ClassVar[float] = 1.0
-
-    def decide(
-        self, now_s: float, waiting: Sequence[RequestView], active: Sequence[RequestView], *_: Any, **__: Any
-    ) -> Decision:
-        return Decision(
-            admit=tuple(view.request_id for view in waiting if view.request_id % 2 == 0),
-            drop=tuple((view.request_id, "odd") for view in waiting if view.request_id % 2),
-        )
+def _drop_odd(now_s: float, waiting: Sequence[RequestView], active: Sequence[RequestView]) -> Decision:
+    return Decision(
+        admit=tuple(view.request_id for view in waiting if view.request_id % 2 == 0),
+        drop=tuple((view.request_id, "odd") for view in waiting if view.request_id % 2),
+    )
 
 
 def test_policy_may_drop(model: ServedModel) -> None:
-    result = serve(model, requests_of(5), _DropOdd())
+    result = serve(model, requests_of(5), FunctionPolicy(_drop_odd))
     assert [record.status for record in result.records] == ["completed", "discarded"] * 2 + ["completed"]
     assert result.records[1].reason == "odd"
 
@@ -249,7 +242,7 @@ def test_few_are_prepared_however_many_wait(model: ServedModel, policy: str) -> 
 
 
 def test_discarded_before_it_is_prepared_is_never_encoded(model: ServedModel) -> None:
-    result = serve(model, requests_of(12, steps=1), _DropOdd(), max_batch_size=16, max_prepared_ahead=1)
+    result = serve(model, requests_of(12, steps=1), FunctionPolicy(_drop_odd), max_batch_size=16, max_prepared_ahead=1)
     odd = [record for record in result.records if record.request_id % 2]
     assert {record.status for record in odd} == {"discarded"}
     # All but the one that was being encoded when the policy was asked.
@@ -271,12 +264,9 @@ def test_the_simulator_admits_in_the_engines_order(model: ServedModel) -> None:
 
 
 def test_a_faulty_policy_ends_the_run_with_its_error(model: ServedModel) -> None:
-    class Faulty(_DropOdd):
-        def decide(self, *_: Any, **__: Any) -> Decision:
-            return Decision(admit=(99,))
-
+    faulty = FunctionPolicy(lambda now_s, waiting, active: Decision(admit=(99,)))
     with pytest.raises(RuntimeError, match="99"):
-        serve(model, requests_of(2), Faulty())
+        serve(model, requests_of(2), faulty)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("psctl-")]
 
 

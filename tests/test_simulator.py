@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -12,12 +12,13 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.data.traces import TraceConfig, assign_slos, generate_trace
 from patchedserve.serving.lifecycle import RequestRecord, RequestView
-from patchedserve.serving.policies import SIMULATED_POLICY_NAMES, Decision, Policy, get_policy
-from patchedserve.serving.policies.base import StepLatencyPredictor
+from patchedserve.serving.policies import SIMULATED_POLICY_NAMES, Decision, get_policy
 from patchedserve.serving.policies.slack import TOO_LATE
 from patchedserve.serving.prepare_order import PrepareOrder
 from patchedserve.serving.simulator import SimulationResult, simulate
 from patchedserve.serving.stage_times import StageTimes, standalone_latency_s
+
+from .function_policy import FunctionPolicy
 
 SIZES = (Resolution(128, 128), Resolution(192, 192), Resolution(256, 256))
 S, M, L = SIZES
@@ -271,37 +272,18 @@ def test_prepare_order() -> None:
         PrepareOrder(0)
 
 
-class _Spy:
-    """Fcfs that notes what it was shown."""
+def test_what_a_policy_sees() -> None:
+    seen: list[tuple[float, list[int], list[tuple[int, int]]]] = []
 
-    name: ClassVar[str] = "spy"
-    requires_one_resolution: ClassVar[bool] = False
-    requires_predictor: ClassVar[bool] = False
-    num_steps_scale: ClassVar[float] = 1.0
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[float, list[int], list[tuple[int, int]]]] = []
-
-    def decide(
-        self,
-        now_s: float,
-        waiting: Sequence[RequestView],
-        active: Sequence[RequestView],
-        max_batch_size: int,
-        predictor: StepLatencyPredictor | None = None,
-    ) -> Decision:
-        self.seen.append(
+    def choose(now_s: float, waiting: Sequence[RequestView], active: Sequence[RequestView]) -> Decision:
+        seen.append(
             (now_s, [view.request_id for view in waiting], [(view.request_id, view.steps_done) for view in active])
         )
         return get_policy("bucketed").decide(now_s, waiting, active, 2)
 
-
-def test_what_a_policy_sees() -> None:
-    spy = _Spy()
-    policy: Policy = spy
     requests = [request(0, steps=3), request(1, 0.5), request(2, 0.6)]
-    simulate(requests, policy, Unit(), max_batch_size=2)
-    assert spy.seen == [
+    simulate(requests, FunctionPolicy(choose), Unit(), max_batch_size=2)
+    assert seen == [
         (0.0, [0], []),
         (1.0, [1, 2], [(0, 1)]),  # 1 joins; steps of 2 s
         (3.0, [2], [(0, 2), (1, 1)]),  # full

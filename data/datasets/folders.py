@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 from PIL import Image
 
+from ..checks import require_counts
 from ..errors import UsageError
 from .base import BadEntries, BadImageError, existing
 from .decode import IMAGE_SUFFIXES, is_image_name
@@ -128,8 +129,7 @@ def iter_pairs(
     Raises:
         UsageError: too many are bad, or the number of workers is below 1.
     """
-    if workers < 1:
-        raise UsageError(f"the number of workers is {workers}, but it must be at least 1")
+    require_counts({"the number of workers": workers})
     bad = BadEntries(f"{pairs.generated.name} against {pairs.reference.name}") if bad is None else bad
     return _pairs(pairs, workers, bad)
 

@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 import numpy as np
 from PIL import Image
 
+from ..checks import require_counts
 from ..errors import UsageError
 from ..resolution import Resolution
 from .base import BadEntries, BadImageError
@@ -64,8 +65,7 @@ def iter_images(
     Raises:
         UsageError: a size or the number of workers is below 1, the source has no images, or too many are bad.
     """
-    if workers < 1:
-        raise UsageError(f"the number of workers is {workers}, but it must be at least 1")
+    require_counts({"the number of workers": workers})
     if crop not in ("center-square", "none"):
         raise UsageError(f"crop is {crop!r}, but it must be center-square or none")
     target = Resolution(size, size) if isinstance(size, int) else size

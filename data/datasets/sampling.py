@@ -10,6 +10,7 @@ from typing import Literal
 
 from PIL import Image
 
+from ..checks import require_counts
 from ..errors import UsageError
 from .base import BadEntries, BadImageError, CaptionDataset, CaptionEntry
 from .decode import decode_rgb, size_of
@@ -138,9 +139,7 @@ def sample_pairs(
             data set cannot be read.
         OSError: the cache cannot be written.
     """
-    for name, value in (("number of pairs", n), ("shortest side", min_side), ("number of workers", workers)):
-        if value is not None and value < 1:
-            raise UsageError(f"the {name} is {value}, but it must be at least 1")
+    require_counts({"the number of pairs": n, "the shortest side": min_side, "the number of workers": workers})
     if min_side is not None and dataset.image_kind == "none":
         raise UsageError(f"{dataset.name}: a shortest side was asked for, but it holds captions only, no images")
     bad = BadEntries(dataset.name, max_bad)

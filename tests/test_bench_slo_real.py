@@ -1,0 +1,94 @@
+"""`psctl bench slo` on a tiny model: beside the simulator, interrupted and resumed."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from diffusers import DDIMScheduler
+
+from patchedserve.data.tables import RECORDS, read_rows
+
+from .conftest import RunPsctl
+from .helpers import save_tiny, tiny_sdxl
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Environment with a tiny model, whose steps take a few milliseconds."""
+    path = tmp_path_factory.mktemp("models") / "sdxl"
+    pipe = tiny_sdxl()
+    pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config)
+    save_tiny(path, pipe, num_inference_steps=3, guidance_scale=3.0, resolutions=["32", "48"])
+    workspace = tmp_path_factory.mktemp("workspace")
+    (workspace / "steps.csv").write_text("combination,ms\n32x32,9\n48x48,9\n2*32x32 + 2*48x48,20\n")
+    return {"PSCTL_MODEL": str(path), "PSCTL_WORKSPACE": str(workspace), "STEPS": str(workspace / "steps.csv")}
+
+
+def test_both_engines_on_a_real_model(run_psctl: RunPsctl, tiny: dict[str, str]) -> None:
+    # 28 requests of 3 steps, 4 at a time, take 21 steps at the least, and a calibration needs 20.
+    options = ("--rates", "8,30", "--num-prompts", "6", "--warmup-requests", "28", "--combinations", "6")
+    options += ("--max-batch-size", "4", "--slo-scale", "1000", "--predictor", tiny["STEPS"])
+    arguments = ("bench", "slo", "--engine", "both", "--policies", "bucketed,slack", *options)
+    run = run_psctl(*arguments, "--json", **tiny)
+    assert run.returncode == 0, run.stderr
+    result = json.loads(run.stdout)
+    assert (result["num_runs"], result["num_finished"], list(result["engines"])) == (8, 8, ["real", "simulator"])
+    for figures in result["engines"].values():
+        assert all(point["slo_attainment_rate"] == 1 for point in figures["points"])
+        assert all(policy["held_rates"]["0.99"]["where"] == "beyond" for policy in figures["policies"])
+    assert [row["policy"] for row in result["agreement"]["rows"]] == ["bucketed", "bucketed", "slack", "slack"]
+    assert result["agreement"]["max_attainment_difference_points"] == 0
+    run_dir = Path(result["run_dir"])
+    calibration = json.loads((run_dir / "calibration.json").read_text())
+    assert set(calibration) == {"plain", "patched"}
+    assert all(each["num_steps"] >= 20 and each["error"] < 2 for each in calibration.values())
+    assert set(result["standalone_s"]) == {"32x32", "48x48"}
+    for engine in ("real", "simulator"):
+        for policy in ("bucketed", "slack"):
+            rows = read_rows(run_dir / "runs" / f"{engine}-{policy}-8-0.parquet", RECORDS)
+            slos = {f"{row['width']}x{row['height']}": row["slo_s"] for row in rows}
+            assert all(slos[size] == pytest.approx(1000 * result["standalone_s"][size]) for size in slos)
+    # Another seed, with what is known: nothing is profiled again. The calibration drives the simulator alone, too.
+    again = run_psctl(*arguments, "--num-seeds", "2", "--resume", run_dir, "--json", **tiny)
+    assert again.returncode == 0, again.stderr
+    assert "Profiling" not in again.stderr
+    assert "Measuring" not in again.stderr
+    assert json.loads(again.stdout)["num_finished"] == 16
+    tables = {name: next((run_dir / "tables" / name).glob("*.parquet")) for name in ("plain", "patched")}
+    alone = run_psctl(
+        *("bench", "slo", "--engine", "simulator", "--latency", tables["patched"], "--plain-latency", tables["plain"]),
+        *("--calibration", run_dir / "calibration.json", "--policies", "bucketed,slack", "--rates", "8", "--json"),
+        **tiny,
+    )
+    assert alone.returncode == 0, alone.stderr
+
+
+def test_ctrl_c_and_resume_on_a_real_model(psctl_script: str, tiny: dict[str, str], tmp_path: Path) -> None:
+    # The last rate takes an hour; engines warm up at the middle one.
+    options = ["--rates", "50,40,0.001", "--num-prompts", "2", "--warmup-requests", "2", "--policies", "static"]
+    command = [psctl_script, "bench", "slo", *options, "--json"]
+    workspace = tmp_path / "workspace"
+    environment = os.environ | tiny | {"PSCTL_WORKSPACE": str(workspace)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 120
+        while not list(workspace.rglob("real-static-40-0.parquet")) and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, stderr
+    result = json.loads(stdout)
+    assert (result["num_finished"], result["num_runs"], result["was_interrupted"]) == (2, 3, True)
+    assert f"--resume {result['run_dir']} goes on" in stderr
+    assert "1 of 3 runs are not finished" in (Path(result["run_dir"]) / "report.html").read_text()
+    rest = [psctl_script, "bench", "slo", "--rates", "50,40", *options[2:], "--json", "--resume", result["run_dir"]]
+    done = subprocess.run(rest, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["num_finished"] == 2

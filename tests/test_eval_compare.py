@@ -1,0 +1,73 @@
+"""`psctl eval compare` with real images: what a report needs of it."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from patchedserve.data.errors import UsageError
+from patchedserve.data.files import write_json
+from patchedserve.data.resolution import Resolution
+from patchedserve.eval.compare_run import compare
+from patchedserve.eval.comparison import FID_TO_FIRST, Comparison
+from patchedserve.eval.fid_stats import frechet_distance
+from patchedserve.eval.generate_set import Manifest, make_items
+from patchedserve.eval.ground_truth import ground_truth_of
+from patchedserve.serving.cache.options import CacheOptions
+
+from .report_cases import CLIP, DRAWN, MadeUpJudges, image_set, settings_of
+
+
+def features_of_folder(folder: Path) -> torch.Tensor:
+    arrays = [np.asarray(Image.open(path)).mean((0, 1)) for path in sorted(folder.glob("*.png"))]
+    return torch.from_numpy(np.array(arrays))
+
+
+def test_a_comparison_holds_what_a_report_needs(tmp_path: Path) -> None:
+    pytest.importorskip("torchmetrics", reason="the extra `eval` is not installed")
+    cache = CacheOptions("interval")
+    one = image_set(tmp_path / "one", settings_of("plain"))
+    other = image_set(tmp_path / "other", settings_of("patched", cache), shift=4)
+    real = image_set(tmp_path / "real", settings_of("plain"), shift=9, count=6)
+    (real / "manifest.json").unlink()
+    write_json(other / "cache-use.json", {"num_images": 4, "by_block": {"mid": [8, 2]}})
+    found = compare(one, other, ("psnr", "clip", "fid"), MadeUpJudges(), reference=real)
+    features = {folder.name: features_of_folder(folder) for folder in (one, other, real)}
+    for side, name in ((found.first, "one"), (found.second, "other")):
+        assert side.metrics["fid"].value == pytest.approx(frechet_distance(features["real"], features[name]), rel=1e-3)
+        assert side.metrics["fid"].details["reference"] == str(real)
+        assert side.metrics["fid"].details["weights_sha256"] == "made up"
+        assert side.metrics[CLIP].n == 4
+        assert len(side.metrics[CLIP].details["weights_sha256"]) == 64
+    to_first = frechet_distance(features["one"], features["other"])
+    assert found.metrics[FID_TO_FIRST].value == pytest.approx(to_first, rel=1e-3)
+    assert found.metrics[FID_TO_FIRST].name == FID_TO_FIRST
+    difference = found.second.metrics["fid"].value - found.first.metrics["fid"].value
+    assert found.differences["fid"].difference == pytest.approx(difference, rel=1e-3)
+    assert found.per_image["psnr"].keys() == {"p0", "p1", "p2", "p3"}
+    assert found.second.cache_use == {"saved_computation": 0.25, "saved_by_block": {"mid": 0.25}, "num_images": 4}
+    assert found.changed["cache.mode"] == ("off", "interval")
+    assert len([warning for warning in found.warnings if "biased upwards" in warning]) == 1
+    found.save(tmp_path / "compare.json")
+    assert Comparison.load(tmp_path) == found
+
+
+def test_the_ground_truth_is_the_data_sets_own(tmp_path: Path) -> None:
+    pytest.importorskip("resvg_py", reason="reference pictures are drawn with psctl[train]")
+    from patchedserve.data.datasets.registry import open_dataset
+    from patchedserve.data.datasets.sampling import sample_pairs
+
+    sample = sample_pairs(open_dataset("emoji"), 3, 7)
+    items = make_items(list(zip(sample.ids, sample.captions, strict=True)), [Resolution(48, 32)], 7)
+    truth = ground_truth_of(Manifest(items, DRAWN))
+    assert tuple(truth.ids) == sample.ids
+    assert truth.open_image(sample.ids[1]).size == (48, 32)
+    with pytest.raises(UsageError, match="gives other pairs now"):
+        ground_truth_of(Manifest(make_items([("a", "x"), ("b", "y")], [Resolution(48, 32)], 7), DRAWN))
+    (tmp_path / "captions.csv").write_text("caption\na\nb\n")
+    with pytest.raises(UsageError, match="holds captions only; fid compares with real images"):
+        ground_truth_of(Manifest(items[:2], DRAWN | {"dataset": f"captions:{tmp_path / 'captions.csv'}"}))
+    with pytest.raises(UsageError, match="give --reference DIR"):
+        ground_truth_of(Manifest(items, {}))

@@ -1,0 +1,90 @@
+"""Sweeps: their order, and what an interrupted one goes on with."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from patchedserve.data.errors import UsageError
+from patchedserve.data.requests import Request
+from patchedserve.profiling.slo_sweep import Served, SweepFolder, SweepSettings, engine_of, run_sweep
+from patchedserve.profiling.trace_settings import TraceSettings
+from patchedserve.serving.defaults import ModelDefaults
+from patchedserve.serving.policies import SIMULATED_POLICY_NAMES
+
+
+def test_every_policy_has_its_engine() -> None:
+    engines = {name: engine_of(name) for name in SIMULATED_POLICY_NAMES}
+    assert {name for name, engine in engines.items() if engine == "patched"} == {"patched-fcfs", "edf", "slack"}
+
+
+def settings(**fields: Any) -> SweepSettings:
+    trace = TraceSettings(num_prompts=4, resolutions="128", num_inference_steps=2)
+    return SweepSettings(trace=trace, engine="simulator", **fields)
+
+
+class Stop:
+    """Serves at once, and is interrupted at its n-th run."""
+
+    def __init__(self, after: int, *, by_signal: bool) -> None:
+        self.after, self.by_signal = after, by_signal
+        self.served: list[tuple[str, int]] = []
+
+    def run(self, policy: str, requests: Sequence[Request], standalone_s: Callable[[Request], float]) -> Served:
+        from patchedserve.serving.lifecycle import RequestRecord
+
+        if len(self.served) == self.after:
+            if self.by_signal:
+                raise KeyboardInterrupt
+            return Served([], 1.0, {}, was_interrupted=True)
+        self.served.append((policy, len(requests)))
+        records = [RequestRecord.of(request) for request in requests]
+        for record in records:
+            record.close("completed", record.arrival_s + 1.0)
+        return Served(records, 10.0, {"note": 1})
+
+
+@pytest.mark.parametrize("by_signal", [True, False])
+def test_interrupted_sweep_goes_on(tmp_path: Path, by_signal: bool) -> None:
+    wanted = settings(policies=("fcfs", "slack", "edf"), rates=(1.0, 2.0), seeds=(3,))
+    head = {"settings": wanted.fixed(), "circumstances": {"model": "m"}, "standalone_s": {"128x128": 1.0}}
+    first, rest = Stop(2, by_signal=by_signal), Stop(99, by_signal=by_signal)
+    assert run_sweep(wanted, {"simulator": first}, SweepFolder(tmp_path, head), lambda request: 1.0, ModelDefaults())
+    assert first.served == [("fcfs", 4), ("slack", 4)]
+    folder = SweepFolder(tmp_path, head)
+    assert len(folder.finished(wanted)) == 2
+    done: list[int] = []
+    again = run_sweep(
+        wanted, {"simulator": rest}, folder, lambda request: 1.0, ModelDefaults(), on_done=lambda: done.append(1)
+    )
+    assert not again
+    # The second rate begins with another policy.
+    assert [policy for policy, _ in rest.served] == ["edf", "slack", "edf", "fcfs"]
+    assert len(done) == 6
+    runs = folder.finished(wanted)
+    assert [(run.policy, run.request_rate) for run in runs] == [
+        (policy, rate) for policy in ("fcfs", "slack", "edf") for rate in (1.0, 2.0)
+    ]
+    assert all(run.figures == {"note": 1} and run.duration_s == 10.0 and len(run.records) == 4 for run in runs)
+    with pytest.raises(UsageError, match="was begun with settings slo_scale"):
+        SweepFolder(tmp_path, {**head, "settings": settings(slo_scale=3.0).fixed()})
+
+
+def test_orders_rotate_and_seeds_come_last() -> None:
+    wanted = settings(policies=("fcfs", "edf"), rates=(1.0, 2.0, 3.0), seeds=(0, 1))
+    assert list(wanted.order())[:4] == [
+        (1.0, 0, ("fcfs", "edf")),
+        (2.0, 0, ("edf", "fcfs")),
+        (3.0, 0, ("fcfs", "edf")),
+        (1.0, 1, ("edf", "fcfs")),
+    ]
+
+
+@pytest.mark.parametrize("module", ["slo_simulated", "slo_bench_simulator"])
+def test_sweeps_of_the_simulator_import_no_torch(module: str) -> None:
+    code = f"import sys, patchedserve.profiling.{module}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
