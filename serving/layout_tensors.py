@@ -32,35 +32,22 @@ def check_kernels(kernels: str, device: torch.device) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PatchTensors:
-    """What changes hands per patch or request, as int64 tensors on one device; see `PatchLayout` for the meaning.
+    """What the kernels read of a layout, as int64 tensors on one device; see `PatchLayout` for the meaning.
 
-    The offsets of resolutions stay in the layout: they cut tensors into slices, which is the host's work.
+    The rest stays in the layout: offsets cut tensors into slices, which is the host's work.
 
     Attributes:
-        order: (n,).
-        request_offset: (n + 1,).
         request_index: (P,).
-        row, col: (P,).
         neighbours: (P, 8).
-        num_requests: n, for kernels that cannot ask the device without waiting for it.
     """
 
-    order: torch.Tensor
-    request_offset: torch.Tensor
     request_index: torch.Tensor
-    row: torch.Tensor
-    col: torch.Tensor
     neighbours: torch.Tensor
-    num_requests: int
 
     @classmethod
     def of(cls, layout: PatchLayout, device: torch.device | str) -> Self:
-        """Copy the layout to `device`, all arrays in one transfer."""
-        arrays = (
-            *(layout.order, layout.request_offset, layout.request_index),
-            *(layout.row, layout.col, layout.neighbours.reshape(-1)),
-        )
+        """Copy the layout to `device` in one transfer."""
         # Concatenating copies, so the tensors do not share the layout's read-only memory.
-        packed = torch.from_numpy(np.concatenate(arrays)).to(device)
-        order, request_offset, request_index, row, col, neighbours = packed.split([len(array) for array in arrays])
-        return cls(order, request_offset, request_index, row, col, neighbours.view(-1, 8), layout.num_requests)
+        packed = torch.from_numpy(np.concatenate([layout.request_index, layout.neighbours.reshape(-1)])).to(device)
+        request_index, neighbours = packed.split([layout.num_patches, 8 * layout.num_patches])
+        return cls(request_index, neighbours.view(-1, 8))

@@ -1,5 +1,7 @@
 """kernels/group_norm_stats.py against float64 statistics of whole images."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -85,10 +87,7 @@ def test_plain_memory_format_and_int32_index(run_triton: RunTriton) -> None:
     batch = random_batch([(8, 8), (4, 8)], 4, 6)
     expected = _both(run_triton, batch, 2)
     batch.patches = batch.patches.contiguous()
-    batch.tensors = batch.tensors.__class__(
-        **{name: getattr(batch.tensors, name) for name in batch.tensors.__slots__ if name != "request_index"},
-        request_index=batch.tensors.request_index.int(),
-    )
+    batch.tensors = replace(batch.tensors, request_index=batch.tensors.request_index.int())
     for before, after in zip(expected, _both(run_triton, batch, 2), strict=True):
         for old, new in zip(before, after, strict=True):
             torch.testing.assert_close(old, new, rtol=1e-6, atol=1e-6)
