@@ -23,6 +23,7 @@ from ..serving.stepper import PATCH_OPTIONS
 from .bench_rows import BenchOutcome, Row, measure_rows, name_of
 from .combinations import Combination, letters_of
 from .machine import circumstances
+from .matrix_peak import count_operations, matrix_peak
 from .step_sides import EngineSide, Format, PlainSide, RequestPool, Side, patched_stepper, plain_denoisers
 
 RUN_KIND = "bench-steps"
@@ -99,6 +100,18 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def operations_of(side: Side) -> int:
+    """Operations of one step of a batch that stays the same."""
+    side.begin()
+    side.step()
+    operations = count_operations(side.step)
+    if operations:
+        return operations
+    # A recorded pass was played back. The first of a batch is not; it works out what the batch keeps besides.
+    side.begin()
+    return count_operations(side.step)
+
+
 def time_lanes(lanes: Iterable[Lane], settings: BenchSettings) -> None:
     """Warm up all lanes, then measure them in turn."""
     lanes = list(lanes)
@@ -143,6 +156,11 @@ class StepBench:
         time_lanes([alone, *plain.values(), patched], self.settings)
         best: Format = min(plain, key=lambda name: plain[name].median_ms)
         low, high = np.percentile(patched.samples_ms, [10, 90])
+        peak = matrix_peak(self.model.device, self.model.dtype)
+        shares = {
+            name: operations_of(lane.side) / (lane.median_ms / 1e3) / peak
+            for name, lane in (("same_resolution", plain[best]), ("patched", patched))
+        }
         return {
             **name_of(combination),
             "one_by_one_ms": alone.median_ms,
@@ -155,6 +173,7 @@ class StepBench:
             "ratio_one_by_one": alone.median_ms / patched.median_ms,
             "ratio_same_resolution": plain[best].median_ms / patched.median_ms,
             "patched_is_plain": is_plain,
+            **{f"{name}_share_of_peak": share for name, share in shares.items()},
             "repeats": self.settings.repeats,
         }
 
@@ -223,6 +242,7 @@ def prepare_run(
         **{name: getattr(model.options, name) for name in PATCH_OPTIONS[2:]},
         "resolutions": list(map(str, resolutions)),
         "letters": {letter: str(resolution) for resolution, letter in letters_of(resolutions).items()},
+        "matrix_peak_gflops": matrix_peak(model.device, model.dtype) / 1e9,
         "seed": settings.seed,
         "warmup": settings.warmup,
         "run_dir": str(run_dir),

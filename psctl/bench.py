@@ -117,7 +117,15 @@ def step_table(result: dict[str, Any]) -> "RenderableType":
 
     table = Table(title=describe(result), title_justify="left", caption=_caption(result), caption_justify="left")
     table.add_column("requests")
-    for name in ("one by one", "same resolution", "patched", "p10 to p90", "vs one by one", "vs same resolution"):
+    for name in (
+        "one by one",
+        "same resolution",
+        "patched",
+        "p10 to p90",
+        "of peak",
+        "vs one by one",
+        "vs same resolution",
+    ):
         table.add_column(name, justify="right")
     for row in result["rows"]:
         # In the default memory format unless it says otherwise.
@@ -128,6 +136,7 @@ def step_table(result: dict[str, Any]) -> "RenderableType":
             _ms(row["same_resolution_ms"]) + note,
             _ms(row["patched_ms"]),
             f"{_plain(row['patched_p10_ms'])} to {_ms(row['patched_p90_ms'])}",
+            f"{row['patched_share_of_peak']:.0%}",
             f"{row['ratio_one_by_one']:.2f}x",
             f"{row['ratio_same_resolution']:.2f}x",
         )
@@ -167,6 +176,7 @@ def _caption(result: dict[str, Any]) -> str:
     parts = [sizes] if sizes else []
     if any(row["same_resolution_format"] == "channels-last" for row in result["rows"]):
         parts.append("cl: faster in channels-last memory format")
+    parts.append(f"of peak: share of {result['matrix_peak_gflops']:.0f} GFLOP/s, measured in large products")
     if result["is_plain_for_one_resolution"]:
         parts.append("patched hands batches of one resolution to plain diffusers")
     return "; ".join(parts)
