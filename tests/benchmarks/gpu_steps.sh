@@ -12,6 +12,8 @@ models=${2:-/tmp/psctl-random-models}
 device=${DEVICE:-cuda}
 sizes=${TINY:+64,128,192}
 sizes=${sizes:-512,768,1024}
+cache_patch=${TINY:+8}
+cache_patch=${cache_patch:-32}
 here=$(dirname "$0")
 mkdir -p "$out" "$models"
 export PSCTL_WORKSPACE=$out/workspace
@@ -37,6 +39,6 @@ for model in sdxl sd3; do
         fi
         measure "breakdown-$model-$dtype" "${common[@]}" --breakdown
         python "$here/bench_cache_masks.py" --model "$models/$model" --device "$device" --dtype "$dtype" \
-            --resolutions "$sizes" --cache-patch-size "${TINY:+8}${TINY:-32}" --output-file "$out/masks-$model-$dtype.json"
+            --resolutions "$sizes" --cache-patch-size "$cache_patch" --output-file "$out/masks-$model-$dtype.json"
     done
 done
