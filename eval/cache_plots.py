@@ -82,7 +82,9 @@ def plot_saved(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes:
             )
             if kinds:
                 ax.set_xscale("log")
-            ax.set_ylim(bottom=0)
+    for ax in columns.flat:
+        # Only now: it also sets the upper end, which the panels of a line share.
+        ax.set_ylim(bottom=0)
     add_wide_legend(figure, columns[0, 0], theme)
     return to_png(figure)
 

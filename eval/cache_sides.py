@@ -105,7 +105,7 @@ def make_side(
     if setting.rule is not None:
         stepper.model.use_cache(setting.options, setting.rule)
     sizes = [model.family.latent_size(resolution) for resolution in resolutions]
-    stepper.tune(sizes, workspace.tables, fingerprint=model.fingerprint)
+    stepper.tune(sizes, workspace.tables, fingerprint=model.fingerprint, examples=lambda: model.examples(resolutions))
     return Side(setting, stepper)
 
 

@@ -112,18 +112,18 @@ class ServedModel:
         """
         distinct = list(dict.fromkeys(resolutions))
         sizes = [self.family.latent_size(resolution) for resolution in distinct]
-
-        def examples() -> list[PreparedRequest]:
-            steps, scale = self.defaults.num_inference_steps, self.defaults.guidance_scale
-            return [self.prepare(Request(0, "", resolution, steps, scale)) for resolution in distinct]
-
-        self.stepper.tune(sizes, folder, fingerprint=self.fingerprint, examples=examples)
+        self.stepper.tune(sizes, folder, fingerprint=self.fingerprint, examples=lambda: self.examples(distinct))
         if self.options.compile:
             # A graph for batches of one resolution, of two, and so on: requests that come later would wait for it.
             for count in range(1, len(distinct) + 1):
-                failures = self.stepper.step(examples()[:count])
+                failures = self.stepper.step(self.examples(distinct[:count]))
                 if failures:
                     raise RunError(f"--compile: {next(iter(failures.values()))}")
+
+    def examples(self, resolutions: Iterable[Resolution]) -> list[PreparedRequest]:
+        """Prepare a request of each resolution, with the model's own settings, to measure with."""
+        steps, scale = self.defaults.num_inference_steps, self.defaults.guidance_scale
+        return [self.prepare(Request(0, "", resolution, steps, scale)) for resolution in resolutions]
 
     @torch.inference_mode()
     def prepare(self, request: Request) -> PreparedRequest:

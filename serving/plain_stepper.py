@@ -29,7 +29,7 @@ class PlainStepper:
         folder: Path,
         *,
         fingerprint: str,
-        examples: Callable[[], Sequence[PreparedRequest]] = tuple,
+        examples: Callable[[], Sequence[PreparedRequest]] | None = None,
     ) -> None:
         """There is nothing to choose."""
 

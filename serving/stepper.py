@@ -83,7 +83,7 @@ class Stepper(Protocol):
         folder: Path,
         *,
         fingerprint: str,
-        examples: "Callable[[], Sequence[PreparedRequest]]" = tuple,
+        examples: "Callable[[], Sequence[PreparedRequest]] | None" = None,
     ) -> None:
         """Measure what is faster for requests of these latent sizes (height, width), or read it from `folder`.
 
@@ -91,7 +91,7 @@ class Stepper(Protocol):
             sizes: of the latents.
             folder: where measurements are kept.
             fingerprint: of the model's files.
-            examples: prepares a request of each size, where they are needed.
+            examples: prepares a request of each size; None leaves out what needs them.
 
         Raises:
             UsageError: if the engine's options do not fit the sizes.

@@ -103,3 +103,9 @@ def test_a_transformer_has_one_format(tmp_path: Path) -> None:
     options: dict[str, Any] = {"name": "tiny", "fingerprint": "b"}
     ServedModel(tiny_sd3(), **options).tune(SIZES, tmp_path)
     assert list(tmp_path.glob("plain-*.json")) == []
+
+
+def test_nothing_is_kept_where_there_are_no_examples(served: ServedModel, tmp_path: Path) -> None:
+    stepper_of(served).tune([(4, 4), (8, 8)], tmp_path, fingerprint="c")
+    assert list(tmp_path.glob("plain-*.json")) == []
+    assert len(list(tmp_path.glob("convolutions-*.json"))) == 1

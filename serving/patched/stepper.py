@@ -55,13 +55,13 @@ class PatchedStepper:
         folder: Path,
         *,
         fingerprint: str,
-        examples: Callable[[], Sequence[PreparedRequest]] = tuple,
+        examples: Callable[[], Sequence[PreparedRequest]] | None = None,
     ) -> None:
         """See `PatchedModel.tune`; the memory format of batches of one resolution is measured, too."""
         if self.model.cache is not None:
             self.model.cache.check_sizes(sizes)
         self.model.tune(sizes, folder, fingerprint=fingerprint)
-        if self.model.is_unet and not self.model.always_packs:
+        if examples is not None and self.model.is_unet and not self.model.always_packs:
             context = circumstances_of(self.model, sizes, fingerprint) | {"compile": self.plain.is_compiled}
             self.plain.tune(examples, self.family, folder, context)
 
