@@ -167,7 +167,10 @@ def measure_breakdown(bench: StepBench, combination: Combination) -> Row:
     time_lanes([*plain.values(), patched], bench.settings)
     best: Format = min(plain, key=lambda name: plain[name].median_ms)
     lanes = {"patched": patched, "same_resolution": plain[best]}
-    models = [patched_stepper(bench.model).model.model, *bench.denoisers.values()]
+    stepper = patched_stepper(bench.model)
+    models = [stepper.model.model, *bench.denoisers.values()]
+    if stepper.plain.channels_last is not None:
+        models.append(stepper.plain.channels_last)
     steps: dict[str, list[Row]] = {name: [] for name in lanes}
     for lane in lanes.values():
         lane.samples_ms.clear()

@@ -56,12 +56,13 @@ class PlainModels:
         weights: of convolutions in channels-last format, by the module's name, where somebody has them already.
 
     Attributes:
+        channels_last: the channels-last form, once it was needed.
         points: what was measured; where nothing was, the model's own format is used.
     """
 
     def __init__(self, model: nn.Module, weights: Mapping[str, Tensor] = _NO_WEIGHTS) -> None:
         self._model, self._weights = model, weights
-        self._channels_last: nn.Module | None = None
+        self.channels_last: nn.Module | None = None
         self.points: list[Point] = []
 
     def predict(self, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
@@ -75,11 +76,9 @@ class PlainModels:
         return denoise(self._model, latents, timesteps, conditions)
 
     def _in_channels_last(self, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
-        if self._channels_last is None:
-            self._channels_last = channels_last_copy(self._model, self._weights)
-        return denoise(
-            self._channels_last, latents.contiguous(memory_format=torch.channels_last), timesteps, conditions
-        )
+        if self.channels_last is None:
+            self.channels_last = channels_last_copy(self._model, self._weights)
+        return denoise(self.channels_last, latents.contiguous(memory_format=torch.channels_last), timesteps, conditions)
 
     @property
     def is_compiled(self) -> bool:
