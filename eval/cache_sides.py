@@ -12,13 +12,13 @@ from ..data.errors import RunError
 from ..data.requests import Request
 from ..data.resolution import Resolution
 from ..data.workspace import ModelWorkspace
-from ..profiling.step_bench import synchronize
 from ..serving.cache.options import CacheOptions
 from ..serving.cache.patch_cache import CacheStats, PatchCache
 from ..serving.cache.rules import Predicted, ReuseRule, facts_of
 from ..serving.model import ServedModel
 from ..serving.patched.stepper import PatchedStepper
 from ..serving.stepper import build_stepper
+from ..serving.timing import synchronize
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +104,7 @@ def make_side(
     assert isinstance(stepper, PatchedStepper)
     if setting.rule is not None:
         stepper.model.use_cache(setting.options, setting.rule)
-    sizes = [model.family.latent_size(resolution) for resolution in resolutions]
-    stepper.tune(sizes, workspace.tables, fingerprint=model.fingerprint, examples=lambda: model.examples(resolutions))
+    stepper.tune(model.tuning(resolutions, workspace.tables))
     return Side(setting, stepper)
 
 

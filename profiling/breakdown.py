@@ -21,10 +21,11 @@ from ..data.errors import RunError
 from ..data.files import write_bytes
 from ..data.workspace import ModelWorkspace
 from ..serving.model import ServedModel
+from ..serving.timing import synchronize
 from .attribution import CATEGORIES, MODEL_SCOPE, SCOPE_PREFIX, STEP_SCOPE, Kernel, Span, attribute
 from .bench_rows import BenchOutcome, Row, measure_rows, name_of
 from .combinations import Combination
-from .step_bench import BenchSettings, Lane, StepBench, prepare_run, synchronize, time_lanes
+from .step_bench import BenchSettings, Lane, StepBench, prepare_run, time_lanes
 from .step_sides import Format, patched_stepper
 
 BREAKDOWN_FILE, BREAKDOWN_PLOT = "breakdown.json", "breakdown.png"

@@ -98,17 +98,9 @@ class LatencyOutcome:
 def latency_circumstances(model: ServedModel) -> Circumstances:
     """Return what the latency of this model's steps depends on; predictors are loaded with it."""
     stepper = model.stepper
-    return Circumstances(
-        **circumstances(model),
-        fingerprint=model.fingerprint,
-        engine=stepper.name,
-        order=stepper.model.order if isinstance(stepper, PatchedStepper) else "image",
-        patch_size=model.options.patch_size,
-        strategy=model.options.strategy,
-        kernels=model.options.kernels,
-        compile=model.options.compile,
-        cuda_graphs=model.options.cuda_graphs,
-    )
+    options = model.options.patch_options
+    options["order"] = stepper.model.order if isinstance(stepper, PatchedStepper) else "image"
+    return Circumstances(**circumstances(model), fingerprint=model.fingerprint, engine=stepper.name, **options)
 
 
 def workspace_predictor(

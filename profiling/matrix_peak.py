@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from ..serving.timing import synchronize
+
 _SIDE = {"cpu": 2048, "cuda": 8192}
 _LEAST_S = 0.3
 _MOST_PRODUCTS = 50
@@ -25,8 +27,7 @@ def matrix_peak(device: torch.device, dtype: torch.dtype) -> float:
     while len(times) < 4 or (sum(times) < _LEAST_S and len(times) <= _MOST_PRODUCTS):
         start = time.perf_counter()
         torch.mm(left, right, out=out)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter() - start)
     return 2 * side**3 / min(times[2:])
 

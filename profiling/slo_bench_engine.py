@@ -11,7 +11,7 @@ from ..data.requests import Request
 from ..data.workspace import ModelWorkspace
 from ..serving.model import ServedModel
 from ..serving.policies import StepLatencyPredictor
-from ..serving.stepper import PATCH_OPTIONS, EngineName, EngineOptions
+from ..serving.stepper import EngineName, EngineOptions
 from ..training.online_correction import OnlineCorrection
 from .calibration import Calibration, calibrate, step_sources
 from .latency import LatencySettings
@@ -83,7 +83,7 @@ def bench_on_engine(
         "circumstances": {
             **circumstances(model),
             "fingerprint": model.fingerprint,
-            **{name: getattr(options, name) for name in PATCH_OPTIONS},
+            **options.patch_options,
         },
         "standalone_s": standalone,
     }

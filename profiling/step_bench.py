@@ -19,7 +19,7 @@ import torch
 from ..data.files import write_bytes
 from ..data.workspace import ModelWorkspace
 from ..serving.model import ServedModel
-from ..serving.stepper import PATCH_OPTIONS
+from ..serving.timing import synchronize
 from .bench_rows import BenchOutcome, Row, measure_rows, name_of
 from .combinations import Combination, letters_of
 from .machine import circumstances
@@ -92,12 +92,6 @@ class Lane:
             self.side.step()
         synchronize(self.device)
         return (time.perf_counter() - start) / num_steps * 1e3
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done its work; nothing on a CPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def operations_of(side: Side) -> int:
@@ -237,9 +231,9 @@ def prepare_run(
     run_dir = workspace.new_run(RUN_KIND)
     patched = patched_stepper(model).model
     head = circumstances(model) | {
+        **model.options.patch_options,
         "order": patched.order,
         "patch_size": patched.patch_size,
-        **{name: getattr(model.options, name) for name in PATCH_OPTIONS[2:]},
         "resolutions": list(map(str, resolutions)),
         "letters": {letter: str(resolution) for resolution, letter in letters_of(resolutions).items()},
         "matrix_peak_gflops": matrix_peak(model.device, model.dtype) / 1e9,

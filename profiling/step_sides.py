@@ -19,6 +19,7 @@ from ..data.requests import Request
 from ..data.resolution import Resolution
 from ..serving.denoiser import denoise
 from ..serving.model import ServedModel
+from ..serving.patched.compiled import compile_whole
 from ..serving.patched.plain_models import channels_last_copy
 from ..serving.patched.stepper import PatchedStepper
 from ..serving.plain_stepper import group_by_resolution
@@ -220,6 +221,8 @@ def plain_denoisers(model: ServedModel) -> dict[Format, nn.Module]:
     denoisers: dict[Format, nn.Module] = {"default": model.denoiser}
     if hasattr(model.pipe, "unet"):
         denoisers["channels-last"] = channels_last_copy(model.denoiser)
+        if model.options.compile:
+            compile_whole(denoisers["channels-last"])
     return denoisers
 
 

@@ -6,7 +6,7 @@ and images equal those of the plain pipeline called with the same prompt, size, 
 `torch.Generator("cpu").manual_seed(seed)`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from .defaults import ModelDefaults
 from .families import build_family
 from .prepared import PreparedRequest
 from .samplers import PerRequestSampler, SamplerState
-from .stepper import EngineOptions, Stepper, build_stepper
+from .stepper import EngineOptions, Stepper, Tuning, build_stepper
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -111,14 +111,18 @@ class ServedModel:
             RunError: if a file in the folder is damaged.
         """
         distinct = list(dict.fromkeys(resolutions))
-        sizes = [self.family.latent_size(resolution) for resolution in distinct]
-        self.stepper.tune(sizes, folder, fingerprint=self.fingerprint, examples=lambda: self.examples(distinct))
+        self.stepper.tune(self.tuning(distinct, folder))
         if self.options.compile:
             # A graph for batches of one resolution, of two, and so on: requests that come later would wait for it.
             for count in range(1, len(distinct) + 1):
                 failures = self.stepper.step(self.examples(distinct[:count]))
                 if failures:
                     raise RunError(f"--compile: {next(iter(failures.values()))}")
+
+    def tuning(self, resolutions: Sequence[Resolution], folder: Path) -> Tuning:
+        """What a stepper of this model is told to be fast for these resolutions."""
+        sizes = [self.family.latent_size(resolution) for resolution in resolutions]
+        return Tuning(sizes, folder, self.fingerprint, lambda: self.examples(resolutions))
 
     def examples(self, resolutions: Iterable[Resolution]) -> list[PreparedRequest]:
         """Prepare a request of each resolution, with the model's own settings, to measure with."""

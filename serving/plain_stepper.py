@@ -1,7 +1,6 @@
 """The denoise stage without patches: one forward pass of plain diffusers for each resolution among the requests."""
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +8,7 @@ import torch
 from .denoiser import denoise
 from .prepared import PreparedRequest, describe
 from .samplers import SamplerState
+from .stepper import Tuning
 
 if TYPE_CHECKING:
     from ..data.resolution import Resolution
@@ -23,14 +23,7 @@ class PlainStepper:
     def __init__(self, model: "ServedModel") -> None:
         self._denoiser, self._family, self._sampler = model.denoiser, model.family, model.sampler
 
-    def tune(
-        self,
-        sizes: Sequence[tuple[int, int]],
-        folder: Path,
-        *,
-        fingerprint: str,
-        examples: Callable[[], Sequence[PreparedRequest]] | None = None,
-    ) -> None:
+    def tune(self, target: Tuning) -> None:
         """There is nothing to choose."""
 
     def check(self, state: SamplerState, size: tuple[int, int]) -> None:

@@ -6,7 +6,7 @@ This module imports no torch, so that options are checked before anything heavy 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from ..data.checks import require_counts
 from ..data.errors import UsageError
@@ -70,6 +70,28 @@ class EngineOptions:
         if self.cuda_graphs and self.cache.is_on:
             raise UsageError("--cuda-graphs records whole passes, but with --cache each step computes other patches")
 
+    @property
+    def patch_options(self) -> dict[str, Any]:
+        """All but the engine and the cache, by name."""
+        return {name: getattr(self, name) for name in PATCH_OPTIONS}
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What a denoise stage is to be fast for.
+
+    Attributes:
+        sizes: (height, width) of the latents.
+        folder: where measurements are kept.
+        fingerprint: of the model's files.
+        examples: prepares a request of each size.
+    """
+
+    sizes: Sequence[tuple[int, int]]
+    folder: Path
+    fingerprint: str
+    examples: "Callable[[], Sequence[PreparedRequest]]"
+
 
 class Stepper(Protocol):
     """The denoise stage. One instance serves one model; one thread at a time calls `step`."""
@@ -77,21 +99,8 @@ class Stepper(Protocol):
     @property
     def name(self) -> str: ...
 
-    def tune(
-        self,
-        sizes: Sequence[tuple[int, int]],
-        folder: Path,
-        *,
-        fingerprint: str,
-        examples: "Callable[[], Sequence[PreparedRequest]] | None" = None,
-    ) -> None:
-        """Measure what is faster for requests of these latent sizes (height, width), or read it from `folder`.
-
-        Args:
-            sizes: of the latents.
-            folder: where measurements are kept.
-            fingerprint: of the model's files.
-            examples: prepares a request of each size; None leaves out what needs them.
+    def tune(self, target: Tuning) -> None:
+        """Measure what is faster for such requests, or read what was measured before.
 
         Raises:
             UsageError: if the engine's options do not fit the sizes.
@@ -130,8 +139,10 @@ def build_stepper(model: "ServedModel", options: EngineOptions) -> Stepper:
     if options.cuda_graphs and model.device.type != "cuda":
         raise UsageError(f"--cuda-graphs needs a CUDA device, but the model is on {model.device}")
     if options.compile:
+        from .patched.compiled import compile_whole
+
         # Also what the patch engine hands batches of one resolution to.
-        model.denoiser.compile(dynamic=True)
+        compile_whole(model.denoiser)
     if options.engine == "plain":
         from .plain_stepper import PlainStepper
 
@@ -139,6 +150,7 @@ def build_stepper(model: "ServedModel", options: EngineOptions) -> Stepper:
     from .batched_sampler import BatchedSampler
     from .layout_tensors import check_kernels
     from .patched.patched_model import PatchedModel
+    from .patched.plain_models import PlainModels
     from .patched.stepper import PatchedStepper
 
     check_kernels(options.kernels, model.device)
@@ -167,4 +179,5 @@ def build_stepper(model: "ServedModel", options: EngineOptions) -> Stepper:
 
         patched.use_graphs(CudaRecorder())
     sampler = BatchedSampler(model.pipe.scheduler, pass_step_kwargs=model.family.pass_step_kwargs)
-    return PatchedStepper(patched, model.denoiser, model.family, sampler)
+    plain = PlainModels(model.denoiser, patched.channels_last_weights, is_compiled=options.compile)
+    return PatchedStepper(patched, plain, model.family, sampler)

@@ -13,6 +13,7 @@ from patchedserve.data.resolution import Resolution
 from patchedserve.serving.model import ServedModel
 from patchedserve.serving.patched.plain_models import PlainModels, Point, channels_last_copy
 from patchedserve.serving.patched.stepper import PatchedStepper
+from patchedserve.serving.stepper import EngineOptions
 
 from .helpers import tiny_sd3, tiny_sdxl
 from .patched_cases import model_of
@@ -105,7 +106,7 @@ def test_a_transformer_has_one_format(tmp_path: Path) -> None:
     assert list(tmp_path.glob("plain-*.json")) == []
 
 
-def test_nothing_is_kept_where_there_are_no_examples(served: ServedModel, tmp_path: Path) -> None:
-    stepper_of(served).tune([(4, 4), (8, 8)], tmp_path, fingerprint="c")
-    assert list(tmp_path.glob("plain-*.json")) == []
-    assert len(list(tmp_path.glob("convolutions-*.json"))) == 1
+def test_nothing_is_measured_where_the_strategy_is_given(tmp_path: Path) -> None:
+    model = ServedModel(tiny_sdxl(), name="tiny", fingerprint="a", options=EngineOptions(strategy="regroup"))
+    model.tune(SIZES, tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -16,6 +16,11 @@ _MOST_GRAPHS = 64
 """Of a class of blocks: kinds of blocks times numbers of resolutions. More run uncompiled; torch says so."""
 
 
+def compile_whole(model: nn.Module) -> None:
+    """Let an unmodified model compile when it first runs, once for all resolutions and batch sizes."""
+    model.compile(dynamic=True)
+
+
 def compile_blocks(model: nn.Module, *, backend: str = "inductor") -> int:
     """Let the blocks of a patched model compile when they first run; returns how many there are.
 

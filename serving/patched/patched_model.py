@@ -97,6 +97,11 @@ class PatchedModel:
         return cache
 
     @property
+    def is_tuned(self) -> bool:
+        """Whether `tune` measures: transformers have no convolutions, and a given strategy leaves no choice."""
+        return self.is_unet and self._is_measured
+
+    @property
     def always_packs(self) -> bool:
         """Whether batches of one resolution need this model, too: the cache and recorded passes work here only."""
         return self.cache is not None or self.captured is not None
@@ -135,7 +140,7 @@ class PatchedModel:
             RunError: if the file is damaged.
         """
         self.pack(sorted(sizes, key=by_size))  # refuses a patch size that does not fit
-        if self.is_unet and self._is_measured:
+        if self.is_tuned:
             self.table = load_or_measure(self, sizes, folder, fingerprint=fingerprint)
             if self.captured is not None:
                 # They run what the old table chose.

@@ -5,11 +5,9 @@ batch, the dtype and the machine, so it is measured, as the strategies of convol
 """
 
 import copy
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +16,12 @@ from torch import Tensor, nn
 from ..denoiser import denoise
 from ..families import Family
 from ..prepared import PreparedRequest
+from ..stepper import Tuning
+from ..timing import medians_us
+from .compiled import compile_whole
 from .kept import load_or_measure
 
 _MEASURED_REQUESTS = (1, 4)
-_REPEATS = 7
 _NO_WEIGHTS: Mapping[str, Tensor] = {}
 
 
@@ -54,14 +54,17 @@ class PlainModels:
     Args:
         model: the unmodified model.
         weights: of convolutions in channels-last format, by the module's name, where somebody has them already.
+        is_compiled: whether the model runs through torch.compile; the other form does then, too.
 
     Attributes:
         channels_last: the channels-last form, once it was needed.
         points: what was measured; where nothing was, the model's own format is used.
     """
 
-    def __init__(self, model: nn.Module, weights: Mapping[str, Tensor] = _NO_WEIGHTS) -> None:
-        self._model, self._weights = model, weights
+    def __init__(
+        self, model: nn.Module, weights: Mapping[str, Tensor] = _NO_WEIGHTS, *, is_compiled: bool = False
+    ) -> None:
+        self._model, self._weights, self._is_compiled = model, weights, is_compiled
         self.channels_last: nn.Module | None = None
         self.points: list[Point] = []
 
@@ -78,41 +81,33 @@ class PlainModels:
     def _in_channels_last(self, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
         if self.channels_last is None:
             self.channels_last = channels_last_copy(self._model, self._weights)
+            if self._is_compiled:
+                compile_whole(self.channels_last)
         return denoise(self.channels_last, latents.contiguous(memory_format=torch.channels_last), timesteps, conditions)
 
-    @property
-    def is_compiled(self) -> bool:
-        """Whether torch.compile is in the way."""
-        return self._model._compiled_call_impl is not None
-
-    def tune(
-        self,
-        examples: Callable[[], Sequence[PreparedRequest]],
-        family: Family,
-        folder: Path,
-        context: dict[str, Any],
-    ) -> None:
-        """Measure both formats on batches of one resolution, or read it from `folder`.
+    def tune(self, target: Tuning, family: Family, context: dict[str, Any]) -> None:
+        """Measure both formats on batches of one resolution, or read it from the folder.
 
         Args:
-            examples: prepares a request of each resolution; called only if something is to be measured.
+            target: what will run.
             family: of the model.
-            folder, context: see `load_or_measure`.
+            context: all that the times depend on.
 
         Raises:
             RunError: if a file in the folder is damaged.
         """
 
         def measure() -> list[dict[str, Any]]:
+            examples = target.examples()
             return [
-                self._measure(example, count, family).to_json()
-                for example in examples()
-                for count in _MEASURED_REQUESTS
+                self._measure(example, count, family).to_json() for example in examples for count in _MEASURED_REQUESTS
             ]
 
-        self.points = load_or_measure(
-            folder, "plain", context, measure, lambda rows: [Point.from_json(row) for row in rows]
-        )
+        def parse(rows: list[dict[str, Any]]) -> list[Point]:
+            return [Point.from_json(row) for row in rows]
+
+        everything = context | {"compile": self._is_compiled}
+        self.points = load_or_measure(target.folder, "plain", everything, measure, parse)
 
     @torch.inference_mode()
     def _measure(self, example: PreparedRequest, count: int, family: Family) -> Point:
@@ -121,25 +116,16 @@ class PlainModels:
         dtype = example.conditioning["text"].dtype
         latents = example.latents.to(dtype).repeat(num_rows, 1, 1, 1)
         timesteps = example.state.timesteps[:1].expand(num_rows)
-        runs = {"default": lambda *given: denoise(self._model, *given), "channels_last": self._in_channels_last}
-        samples: dict[str, list[float]] = {name: [] for name in runs}
-        for repeat in range(_REPEATS + 2):
-            for name, run in runs.items():
-                start = time.perf_counter()
-                run(latents, timesteps, conditions)
-                if latents.device.type == "cuda":
-                    torch.cuda.synchronize(latents.device)
-                if repeat > 1:
-                    samples[name].append((time.perf_counter() - start) * 1e6)
-        medians = {f"{name}_us": statistics.median(times) for name, times in samples.items()}
-        return Point((latents.shape[2], latents.shape[3]), num_rows, **medians)
+        forms = {"default": partial(denoise, self._model), "channels_last": self._in_channels_last}
+        runs = {f"{name}_us": partial(run, latents, timesteps, conditions) for name, run in forms.items()}
+        return Point((latents.shape[2], latents.shape[3]), num_rows, **medians_us(runs, latents.device))
 
 
 def channels_last_copy(model: nn.Module, weights: Mapping[str, Tensor] = _NO_WEIGHTS) -> nn.Module:
     """A copy of a model whose convolutions are channels-last in memory; it shares all other weights.
 
     Args:
-        model: is left as it is. If it is compiled, so is the copy.
+        model: is left as it is.
         weights: of convolutions in that format, by module name; the others are copied.
     """
     tensors = [*model.parameters(), *model.buffers()]
@@ -150,6 +136,4 @@ def channels_last_copy(model: nn.Module, weights: Mapping[str, Tensor] = _NO_WEI
             if weight is None:
                 weight = module.weight.detach().contiguous(memory_format=torch.channels_last)
             module.weight = nn.Parameter(weight, requires_grad=False)
-    if model._compiled_call_impl is not None:
-        copied.compile(dynamic=True)
     return copied

@@ -5,14 +5,13 @@ anew only when a request joins or leaves (PatchedServe section 4.1: the layout c
 step).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers.utils.torch_utils import randn_tensor
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..batched_sampler import BatchedSampler, SamplerBatch
 from ..cache.patch_cache import CachedRequest
@@ -20,6 +19,7 @@ from ..families import Family
 from ..layout import by_size
 from ..prepared import PreparedRequest, describe
 from ..samplers import SamplerState
+from ..stepper import Tuning
 from .packing import Packing, WholeImages
 from .patched_model import PatchedModel
 from .plain_models import PlainModels
@@ -31,7 +31,7 @@ class PatchedStepper:
 
     Args:
         model: the patched model.
-        plain_model: the unmodified model that it was made of.
+        plain: the unmodified model that it was made of.
         family: how conditions are named for it.
         sampler: the update rule of the pipeline's scheduler.
 
@@ -42,28 +42,23 @@ class PatchedStepper:
 
     name = "patched"
 
-    def __init__(self, model: PatchedModel, plain_model: nn.Module, family: Family, sampler: BatchedSampler) -> None:
-        self.model, self.family, self.sampler = model, family, sampler
-        self.plain = PlainModels(plain_model, model.channels_last_weights)
+    def __init__(self, model: PatchedModel, plain: PlainModels, family: Family, sampler: BatchedSampler) -> None:
+        self.model, self.plain, self.family, self.sampler = model, plain, family, sampler
         self.batch: PackedBatch | None = None
         self._cache_keys = count()
         self.batch_failures: list[str] = []
 
-    def tune(
-        self,
-        sizes: Sequence[tuple[int, int]],
-        folder: Path,
-        *,
-        fingerprint: str,
-        examples: Callable[[], Sequence[PreparedRequest]] | None = None,
-    ) -> None:
-        """See `PatchedModel.tune`; the memory format of batches of one resolution is measured, too."""
-        if self.model.cache is not None:
-            self.model.cache.check_sizes(sizes)
-        self.model.tune(sizes, folder, fingerprint=fingerprint)
-        if examples is not None and self.model.is_unet and not self.model.always_packs:
-            context = circumstances_of(self.model, sizes, fingerprint) | {"compile": self.plain.is_compiled}
-            self.plain.tune(examples, self.family, folder, context)
+    def tune(self, target: Tuning) -> None:
+        """See `PatchedModel.tune`; the memory format of batches of one resolution is measured, too.
+
+        Where the strategy of convolutions is given, nothing is measured: then images do not depend on timings.
+        """
+        model, sizes, fingerprint = self.model, target.sizes, target.fingerprint
+        if model.cache is not None:
+            model.cache.check_sizes(sizes)
+        model.tune(sizes, target.folder, fingerprint=fingerprint)
+        if model.is_tuned and not model.always_packs:
+            self.plain.tune(target, self.family, circumstances_of(model, sizes, fingerprint))
 
     def check(self, state: SamplerState, size: tuple[int, int]) -> None:
         """Raise UsageError if the schedule has a step without finite coefficients, or the cache cannot cut the size."""

@@ -5,16 +5,16 @@ batch that comes later uses what won in the measured batch that is most like it.
 """
 
 import math
-import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..layout import by_size
+from ..timing import medians_us
 from . import kept
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 MEASURED_ROWS = (2, 6, 16)
 """Rows of every resolution in the batches that are measured: one, three and eight guided requests."""
-_REPEATS = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +145,7 @@ def _time_both(model: "PatchedModel", conv: "PatchedConv", level: "Level", out_l
     x = torch.zeros(
         level.num_patches, level.side, level.side, conv.conv.in_channels, device=model.device, dtype=model.dtype
     ).permute(0, 3, 1, 2)
-    samples: dict[str, list[float]] = {"stitch": [], "regroup": []}
-    for repeat in range(_REPEATS + 2):
-        for strategy, times in samples.items():
-            start = time.perf_counter()
-            conv.run(x, level, out_level, strategy)  # type: ignore[arg-type]
-            if model.device.type == "cuda":
-                torch.cuda.synchronize(model.device)
-            if repeat > 1:
-                times.append((time.perf_counter() - start) * 1e6)
-    return statistics.median(samples["stitch"]), statistics.median(samples["regroup"])
+    times = medians_us(
+        {name: partial(conv.run, x, level, out_level, name) for name in ("stitch", "regroup")}, model.device
+    )
+    return times["stitch"], times["regroup"]

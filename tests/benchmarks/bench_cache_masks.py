@@ -22,11 +22,11 @@ from patchedserve.data.workspace import Workspace
 from patchedserve.eval.cache_sides import Setting, make_side
 from patchedserve.profiling.combinations import Combination, parse_combinations
 from patchedserve.profiling.machine import circumstances
-from patchedserve.profiling.step_bench import synchronize
 from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.cache.rules import Imposed
 from patchedserve.serving.loading import load_model
 from patchedserve.serving.stepper import EngineOptions
+from patchedserve.serving.timing import synchronize
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -1,0 +1,29 @@
+"""Timing alternatives against each other on the device that runs them."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+_REPEATS = 7
+_WARMUP = 2
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done its work; nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def medians_us(runs: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
+    """Median times in microseconds, by name; the runs take turns, so that whatever else happens meets all of them."""
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for repeat in range(_WARMUP + _REPEATS):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            synchronize(device)
+            if repeat >= _WARMUP:
+                samples[name].append((time.perf_counter() - start) * 1e6)
+    return {name: statistics.median(times) for name, times in samples.items()}
