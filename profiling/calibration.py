@@ -41,8 +41,8 @@ class Calibration:
     Attributes:
         prepare_s, postprocess_s: mean seconds of the stages by resolution, as in "128x128".
         scale, between_s, slowdown: of `StepDurations`.
-        told_scale: median of measured / profiled steady steps: what a policy's predictor that learns on line
-            (`OnlineCorrection`) comes to multiply by.
+        told_scale: time of all measured steps over what was profiled for steady ones: what a policy's predictor that
+            learns on line (`OnlineCorrection`) comes to multiply by.
         num_steps: steps that it was fitted to.
         error: mean of |fitted / measured - 1| over them.
     """
@@ -155,7 +155,7 @@ def calibrate(
         scale,
         statistics.fmean(gaps) if gaps else 0.0,
         lost / (1 - lost),
-        float(np.exp(np.median(np.log(measured_s / steady_s)))),
+        float(measured_s.sum() / steady_s.sum()),
         len(steps),
         float(np.abs(fitted_s / measured_s - 1).mean()),
     )

@@ -1,9 +1,12 @@
 """Corrects predicted step latencies by what the engine measures: a scale factor that follows the machine.
 
 A profile is as old as its table. Since then the machine may have become slower or faster (heat, neighbours, another
-driver, another share of cached patches), which shifts all latencies by about the same factor. Single steps may be far
-off for reasons of their own (the first step of a new batch packs it anew), so a step moves the factor only through the
-median of the last few. This module imports no torch.
+driver), and a profile of full steps says nothing of steps that reuse cached patches. Schedulers add up the steps that
+requests have left, so the factor is the time of recent steps, all of them together, over what was predicted for them.
+With a cache most steps are short and some are long, and after a request has joined one step packs the batch anew: the
+typical step is much shorter than the mean, and a scheduler that counts on it promises what cannot be kept.
+
+This module imports no torch.
 """
 
 import math
@@ -27,8 +30,9 @@ class CorrectionSettings:
     """How fast the correction follows, and how far.
 
     Attributes:
-        weight: of a new step against all before it, in (0, 1]; 0.05 forgets half in 14 steps.
-        median_of: steps whose median is taken for the new one; up to half of them, rounded down, may be off at will.
+        weight: of a new step against all before it, in (0, 1]; 0.02 forgets half in 34 steps, about one request's.
+        longest: a step counts as so many times its corrected prediction at most, so that a process that was stopped
+            for a minute is not what the scheduler plans with.
         recent: steps that the reported errors are averaged over.
         max_scale: the factor stays between 1 / max_scale and max_scale.
 
@@ -36,16 +40,18 @@ class CorrectionSettings:
         ValueError: a value is out of its range.
     """
 
-    weight: float = 0.05
-    median_of: int = 5
+    weight: float = 0.02
+    longest: float = 5.0
     recent: int = 100
     max_scale: float = 4.0
 
     def __post_init__(self) -> None:
         if not 0 < self.weight <= 1:
             raise ValueError(f"weight is {self.weight}, but it must be more than 0 and at most 1")
-        if self.median_of < 1 or self.recent < 1:
-            raise ValueError(f"median_of is {self.median_of} and recent {self.recent}, but both must be at least 1")
+        if not 1 < self.longest < math.inf:
+            raise ValueError(f"longest is {self.longest}, but it must be more than 1 and finite")
+        if self.recent < 1:
+            raise ValueError(f"recent is {self.recent}, but it must be at least 1")
         if not 1 <= self.max_scale < math.inf:
             raise ValueError(f"max_scale is {self.max_scale}, but it must be at least 1 and finite")
 
@@ -93,8 +99,8 @@ class OnlineCorrection:
             )
         self.scale = scale
         self._num_observations = 0
-        self._log_scale = math.log(scale)
-        self._log_ratios: deque[float] = deque(maxlen=self.settings.median_of)
+        # Moving averages of what was measured and predicted; a first prediction stands for the past.
+        self._measured_s = self._predicted_s = 0.0
         self._errors: deque[float] = deque(maxlen=self.settings.recent)
         self._uncorrected_errors: deque[float] = deque(maxlen=self.settings.recent)
 
@@ -115,17 +121,20 @@ class OnlineCorrection:
         if not active or not 0 < measured_s < math.inf:
             raise ValueError(f"a step of {len(active)} requests took {measured_s} s, but both must be positive")
         predicted_s = self.predictor.step_latency_s(active)
-        self._errors.append(abs(predicted_s * self.scale / measured_s - 1))
+        corrected_s = predicted_s * self.scale
+        self._errors.append(abs(corrected_s / measured_s - 1))
         self._uncorrected_errors.append(abs(predicted_s / measured_s - 1))
+        if not self._num_observations:
+            self._measured_s, self._predicted_s = corrected_s, predicted_s
         self._num_observations += 1
-        self._log_ratios.append(math.log(measured_s / predicted_s))
-        # Until the median has all of its steps a first step, which is often slow, would count in full.
-        if len(self._log_ratios) < self.settings.median_of:
-            return
-        limit = math.log(self.settings.max_scale)
-        moved = self._log_scale + self.settings.weight * (statistics.median(self._log_ratios) - self._log_scale)
-        self._log_scale = min(max(moved, -limit), limit)
-        self.scale = math.exp(self._log_scale)
+        settings = self.settings
+        counted_s = min(measured_s, settings.longest * corrected_s)
+        self._measured_s += settings.weight * (counted_s - self._measured_s)
+        self._predicted_s += settings.weight * (predicted_s - self._predicted_s)
+        # What lies beyond the bounds is forgotten, so that no time is lost on the way back.
+        lowest_s, highest_s = self._predicted_s / settings.max_scale, self._predicted_s * settings.max_scale
+        self._measured_s = min(max(self._measured_s, lowest_s), highest_s)
+        self.scale = self._measured_s / self._predicted_s
 
     def drift(self) -> Drift:
         """Return how far predictions and measurements lie apart by now."""
