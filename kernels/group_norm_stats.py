@@ -72,7 +72,9 @@ def group_norm_stats_torch(
     # request must not reach another.
     patch_mean = patch_mean.view(num_patches, num_groups).double()
     count = group_channels * height * width
-    num_of_request = torch.bincount(request_index, minlength=num_requests)
+    # Not `bincount`, which waits for the device.
+    num_of_request = request_index.new_zeros(num_requests)
+    num_of_request.index_add_(0, request_index, torch.ones_like(request_index))
     divisor = num_of_request.clamp(min=1)[:, None]
     mean = torch.segment_reduce(patch_mean, "sum", lengths=num_of_request, unsafe=True) / divisor
     squares += count * (patch_mean - mean.index_select(0, request_index)).square_()

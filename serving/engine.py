@@ -195,6 +195,8 @@ class Engine:
         """Take note of who has arrived or was prepared; sleep while there is nothing to do. False: all is done."""
         stages = self._stages
         with self._changed:
+            if stages.error is not None:
+                return False
             while not (self._arrived or stages.prepared_ids or self._can_step() or self._is_idle()):
                 if self._is_closed and not (self._waiting or self._joining or self._active):
                     return False

@@ -26,6 +26,8 @@ def check_kernels(kernels: str, device: torch.device) -> None:
         raise MissingExtraError("triton", "gpu")
     try:
         use_triton(kernels, device)
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("triton", "gpu") from error
     except ValueError as error:
         raise UsageError(f"{error}; use --kernels torch or auto") from error
 

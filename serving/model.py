@@ -21,6 +21,7 @@ from .families import build_family
 from .prepared import PreparedRequest
 from .samplers import PerRequestSampler, SamplerState
 from .stepper import EngineOptions, Stepper, Tuning, build_stepper
+from .timing import finish_stream
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -143,11 +144,10 @@ class ServedModel:
         latents = randn_tensor(shape, generator=generator, device=self.device, dtype=conditioning["text"].dtype)
         if self.family.scales_noise:
             latents = latents * state.scheduler.init_noise_sigma
-        if self.device.type == "cuda":
-            # The denoise loop works on another stream: hand over finished tensors only.
-            torch.cuda.current_stream(self.device).synchronize()
         prepared = PreparedRequest(request, latents, conditioning, state, is_guided)
         self.stepper.prepare(prepared)
+        # The denoise loop works on another stream.
+        finish_stream(self.device)
         return prepared
 
     @torch.inference_mode()

@@ -90,7 +90,8 @@ def simulate(
     """
     if not requests:
         raise UsageError("the trace is empty, but it must hold at least one request")
-    require_counts({"max batch size": max_batch_size, "number of GPUs": num_gpus})
+    ahead = 2 * max_batch_size if max_prepared_ahead is None else max_prepared_ahead
+    require_counts({"max batch size": max_batch_size, "number of GPUs": num_gpus, "requests prepared ahead": ahead})
     # One that learns changes, so that nothing it says is remembered.
     learner = predictor if isinstance(predictor, LearningPredictor) else None
     latency: StepLatencyPredictor = learner or MemoisedLatency(predictor)
@@ -115,7 +116,7 @@ def simulate(
         durations,
         max_batch_size,
         times or StageTimes(),
-        max_prepared_ahead or 2 * max_batch_size,
+        ahead,
         on_finish,
     )
     workers = [SimulatedWorker(index, clock, keep_steps=keep_steps and index == 0) for index in range(num_workers)]

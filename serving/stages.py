@@ -1,6 +1,7 @@
 """Threads beside the denoise loop: prepare and postprocess each run in one, first come, first served."""
 
 import contextlib
+import functools
 import queue
 import threading
 from collections.abc import Callable
@@ -9,6 +10,12 @@ from typing import Generic, TypeVar
 import torch
 
 Item = TypeVar("Item")
+
+
+@functools.cache
+def _stream_of(name: str, device: torch.device) -> torch.cuda.Stream:
+    """The stream of a stage. One for all engines: torch hands out 32 of a device in turn, and then the same again."""
+    return torch.cuda.Stream(device)
 
 
 class StageThread(Generic[Item]):
@@ -76,7 +83,7 @@ class StageThread(Generic[Item]):
         torch.set_num_threads(self._num_threads)
         self._is_ready.set()
         try:
-            stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+            stream = _stream_of(self._thread.name, self._device) if self._device.type == "cuda" else None
             while (item := self._queue.get()) is not None:
                 if self._is_discarding:
                     continue

@@ -171,13 +171,11 @@ def build_stepper(model: "ServedModel", options: EngineOptions) -> Stepper:
 
         patched.use_cache(options.cache, load_rule(options.cache, model))
     if options.compile:
-        from .patched.compiled import compile_blocks
-
-        compile_blocks(patched.model)
+        patched.compile()
     if options.cuda_graphs:
         from .patched.captured import CudaRecorder
 
-        patched.use_graphs(CudaRecorder())
+        patched.use_graphs(CudaRecorder(model.device))
     sampler = BatchedSampler(model.pipe.scheduler, pass_step_kwargs=model.family.pass_step_kwargs)
     plain = PlainModels(model.denoiser, patched.channels_last_weights, is_compiled=options.compile)
     return PatchedStepper(patched, plain, model.family, sampler)

@@ -1,4 +1,4 @@
-"""Timing alternatives against each other on the device that runs them."""
+"""Waiting for a device, and timing alternatives against each other on it."""
 
 import statistics
 import time
@@ -14,6 +14,12 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has done its work; nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def finish_stream(device: torch.device) -> None:
+    """Wait until all that this thread has launched is done, before tensors go to a thread with another stream."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def medians_us(runs: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:

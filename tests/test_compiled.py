@@ -18,10 +18,11 @@ from torch._dynamo.utils import counters
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
+from patchedserve.serving.engine import Engine
 from patchedserve.serving.model import ServedModel
-from patchedserve.serving.patched.captured import CapturedPasses, CudaRecorder, Recorder
-from patchedserve.serving.patched.compiled import compile_blocks
+from patchedserve.serving.patched.captured import CapturedPasses, CudaRecorder, Recorder, RecordingError
 from patchedserve.serving.patched.stepper import PatchedStepper
+from patchedserve.serving.policies import get_policy
 from patchedserve.serving.stepper import EngineOptions
 
 from .helpers import tiny_sd3, tiny_sdxl
@@ -34,13 +35,12 @@ THREE = [[(8, 8), (8, 16), (16, 16)], [(8, 8), (16, 16), (16, 16), (24, 16)]]
 
 @pytest.fixture
 def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No graphs of other tests, and none left behind; the compiler's settings as they were."""
+    """No graphs of other tests, and none left behind."""
     # pytest would take down every line of the compiler's trace.
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
-    with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=False, recompile_limit=8):
-        torch._dynamo.reset()
-        counters.clear()
-        yield
+    torch._dynamo.reset()
+    counters.clear()
+    yield
     torch._dynamo.reset()
 
 
@@ -52,7 +52,7 @@ def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_graph_serves_all_batches_of_as_many_resolutions(name: str, way: Way) -> None:
     model = model_of(name)
     patched = way.build(model)
-    assert compile_blocks(patched.model, backend="eager") > 1
+    assert patched.compile(backend="eager") > 1
     graphs = []
     for sizes in [*TWO, *THREE]:
         rows = draw_rows(model, sizes * 2, seed=len(graphs))  # as with guidance, two or more of each size
@@ -117,7 +117,7 @@ class Rerun:
 def test_recorded_passes_read_what_is_new(name: str, way: Way) -> None:
     model = model_of(name)
     patched, recorder = way.build(model), Rerun()
-    patched.use_graphs(recorder)
+    patched.use_graphs(recorder, patience=1)
     for seed, sizes in enumerate([TWO[0], TWO[1], TWO[0], TWO[0], TWO[1]]):
         rows = draw_rows(model, sizes, seed=seed)
         outputs = [run_patched(patched, rows)]
@@ -133,7 +133,7 @@ def test_recorded_passes_read_what_is_new(name: str, way: Way) -> None:
 def test_other_text_lengths_and_repeats_are_recorded_apart() -> None:
     model = model_of("sd3")
     patched, recorder = IMAGE.build(model), Rerun()
-    patched.use_graphs(recorder)
+    patched.use_graphs(recorder, patience=1)
     rows = draw_rows(model, TWO[0])
     for repeats in (1, 3, 1):
         run_patched(patched, rows, repeats=repeats)
@@ -143,26 +143,62 @@ def test_other_text_lengths_and_repeats_are_recorded_apart() -> None:
     assert recorder.recorded == 2
 
 
+def passes_of(passes: CapturedPasses, key: str, count: int) -> float:
+    passes.begin()
+    for value in range(count):
+        found = passes.run(key, {}, lambda inputs, _: inputs["x"] + 1, {"x": torch.tensor(float(value))})
+    return float(found)
+
+
 def test_the_pass_unused_for_longest_is_let_go() -> None:
     recorder = Rerun()
-    passes = CapturedPasses(recorder, capacity=2)
-
-    def run(key: str) -> float:
-        passes.begin()
-        for value in (1.0, 2.0):
-            found = passes.run(key, {}, lambda inputs, _: inputs["x"] + 1, {"x": torch.tensor(value)})
-        return float(found)
-
-    assert [run(key) for key in "abab"] == [3.0] * 4
+    passes = CapturedPasses(recorder, patience=1, memory_bytes=16)  # two of one float in and one out
+    assert [passes_of(passes, key, 2) for key in "abab"] == [2.0] * 4
     assert recorder.recorded == 2
-    run("c")  # in place of a
-    run("b")
+    passes_of(passes, "c", 2)  # in place of a
+    passes_of(passes, "b", 2)
     assert recorder.recorded == 3
-    run("a")
+    passes_of(passes, "a", 2)
     assert recorder.recorded == 4
     passes.clear()
-    run("a")
+    passes_of(passes, "a", 2)
     assert recorder.recorded == 5
+
+
+def test_batches_that_stay_or_come_back_are_recorded() -> None:
+    recorder = Rerun()
+    passes = CapturedPasses(recorder, patience=3)
+    assert passes_of(passes, "stays", 5) == 5.0
+    assert (recorder.recorded, recorder.played) == (1, 2)
+    for _ in range(2):
+        passes_of(passes, "comes back", 2)
+    assert recorder.recorded == 2
+    for number in range(20):
+        passes_of(passes, f"passes by {number}", 2)
+    assert recorder.recorded == 2
+
+
+class NotOnThisDevice(Rerun):
+    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+
+def test_a_pass_that_cannot_be_recorded_ends_the_run() -> None:
+    """Served on quietly, every step would fail once and be repeated."""
+    model = ServedModel(tiny_sdxl(), name="tiny")
+    assert isinstance(model.stepper, PatchedStepper)
+    model.stepper.model.use_graphs(NotOnThisDevice(), patience=1)
+    active = [model.prepare(Request(n, "a cat", Resolution(32, 32 * n + 32), 4)) for n in range(2)]
+    assert model.stepper.step(active) == {}
+    with pytest.raises(RecordingError, match=r"--cuda-graphs: recording a pass: .*not permitted") as caught:
+        model.stepper.step(active)
+    assert "\n" not in str(caught.value)
+    engine = Engine(model, get_policy("patched-fcfs"))
+    for n in range(2):
+        engine.submit(Request(n, "a cat", Resolution(32, 32), 4))
+    engine.close()
+    with pytest.raises(RecordingError):
+        engine.run()
 
 
 @pytest.mark.parametrize("make", [tiny_sdxl, tiny_sd3])
@@ -172,8 +208,8 @@ def test_served_images_are_those_of_eager_passes(make: Callable[[], Any]) -> Non
     pipe = make().to("cuda" if has_gpu else "cpu")
     eager, recorded = (ServedModel(pipe, name="tiny") for _ in range(2))
     assert isinstance(recorded.stepper, PatchedStepper)
-    recorder: Recorder = CudaRecorder() if has_gpu else Rerun()
-    recorded.stepper.model.use_graphs(recorder)
+    recorder: Recorder = CudaRecorder(pipe.device) if has_gpu else Rerun()
+    recorded.stepper.model.use_graphs(recorder, patience=1)
     sizes = [Resolution(32, 32), Resolution(64, 64), Resolution(32, 32)]
     requests = [Request(n, f"a cat {n}", size, 4, seed=n) for n, size in enumerate(sizes)]
     for chosen in (requests, requests[1:], requests[:1], requests):

@@ -270,12 +270,29 @@ def test_a_faulty_policy_ends_the_run_with_its_error(model: ServedModel) -> None
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("psctl-")]
 
 
-def test_a_faulty_callback_ends_the_run_with_its_error(model: ServedModel) -> None:
+def test_a_faulty_callback_ends_the_run_with_its_error(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(record: Any) -> None:
         raise ZeroDivisionError("callback")
 
     with pytest.raises(ZeroDivisionError):
         serve(model, requests_of(1), on_finish=fail)
+
+    # Also while others still denoise: they would run to their end for images that nobody saves.
+    engine = Engine(model, get_policy("fcfs"), on_finish=fail)
+    for number, wanted in enumerate((1, 900)):
+        engine.submit(Request(number, "a cat", SMALL, wanted))
+    engine.close()
+    step, num_steps = model.stepper.step, 0
+
+    def counted(active: Any) -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        return step(active)
+
+    monkeypatch.setattr(model.stepper, "step", counted)
+    with pytest.raises(ZeroDivisionError):
+        engine.run()
+    assert num_steps < 800
 
 
 def test_interrupt_keeps_what_is_finished(model: ServedModel, tmp_path: Path) -> None:

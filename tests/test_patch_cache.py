@@ -13,6 +13,7 @@ from patchedserve.serving.cache.cells import SlotTable, match_keys
 from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.cache.patch_cache import CachedRequest, PatchCache
 from patchedserve.serving.cache.rules import Booleans, Imposed, InputThreshold, NeverReuse, PatchView
+from patchedserve.serving.cache.slots import SlotBuffer
 from patchedserve.serving.cache.store import BlockStore, mean_square
 from patchedserve.serving.patched.patched_model import PatchedModel
 
@@ -260,6 +261,26 @@ def test_a_bound_of_memory_runs_blocks_uncached() -> None:
         assert cache.num_bytes <= 1.5e6
     assert cache.stats.uncached > 0
     assert 0 < cache.stats.saved_share < 0.5
+
+
+def test_the_bound_counts_what_the_batch_needs_and_all_that_is_held() -> None:
+    """After a full house a small one seems dear where slots that nobody has any more are counted for it."""
+    rule = Switch(0.5)
+    model, patched, cache = cached_model("sdxl", "image", rule, OPTIONS)
+    needed = []
+    for count in (8, 1):
+        rows = draw_rows(model, [(32, 32)] * count)
+        begin(patched, rows)
+        for done in (3, 4):
+            rule.is_on = done == 4
+            step(patched, rows, [done] * count)
+        assert cache.stats.masked > 0
+        needed.append(dict(cache._bytes_per_cell))
+    for block, bytes_per_cell in needed[1].items():
+        assert bytes_per_cell == pytest.approx(needed[0][block], rel=0.2)
+    buffer = SlotBuffer(lambda *_: pytest.fail("nothing is placed"))
+    buffer.keep(torch.zeros(10, 3, 4)[:, 1:], cache.tables, 0)
+    assert buffer.num_bytes == 10 * 3 * 4 * 4  # a view holds all of its storage
 
 
 @pytest.mark.parametrize("order", ["image", "patch"])

@@ -254,6 +254,12 @@ def test_few_are_prepared_however_long_the_queue(name: str) -> None:
     assert result.max_prepared <= 4 + 3
 
 
+@pytest.mark.parametrize("ahead", [0, -1])
+def test_none_prepared_ahead_is_refused(ahead: int) -> None:
+    with pytest.raises(UsageError, match=f"requests prepared ahead is {ahead}"):
+        run("fcfs", trace(2, 1.0), max_prepared_ahead=ahead)
+
+
 def test_prepare_order() -> None:
     order = PrepareOrder(2)
     for request_id in range(5):

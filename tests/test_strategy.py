@@ -12,9 +12,9 @@ from patchedserve.data.errors import RunError, UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.model import ServedModel
-from patchedserve.serving.patched import strategy
+from patchedserve.serving.patched import leaves, strategy
 from patchedserve.serving.patched.patched_model import PatchedModel
-from patchedserve.serving.patched.stepper import _without_repeats
+from patchedserve.serving.patched.stepper import PatchedStepper, _without_repeats
 from patchedserve.serving.patched.strategy import MEASURED_ROWS, Point, StrategyTable
 from patchedserve.serving.stepper import EngineOptions
 
@@ -63,19 +63,19 @@ def test_every_convolution_shape_is_measured_both_ways(model: PatchedModel) -> N
 def test_measurements_are_kept_for_the_same_circumstances_only(
     model: PatchedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = strategy.load_or_measure(model, SIZES, tmp_path, fingerprint="a")
+    first = strategy.strategy_table(model, SIZES, tmp_path, fingerprint="a")
     (path,) = tmp_path.glob("convolutions-*.json")
     assert json.loads(path.read_text())["context"]["fingerprint"] == "a"
     with monkeypatch.context() as patch:
         patch.setattr(strategy, "measure", lambda *_: pytest.fail("measured again"))
-        again = strategy.load_or_measure(model, list(reversed(SIZES)), tmp_path, fingerprint="a")
+        again = strategy.strategy_table(model, list(reversed(SIZES)), tmp_path, fingerprint="a")
     assert again.points.keys() == first.points.keys()
-    strategy.load_or_measure(model, SIZES, tmp_path, fingerprint="b")
+    strategy.strategy_table(model, SIZES, tmp_path, fingerprint="b")
     assert len(list(tmp_path.glob("convolutions-*.json"))) == 2
 
     path.write_text(path.read_text()[:200])
     with pytest.raises(RunError, match=f"{path.name} is damaged"):
-        strategy.load_or_measure(model, SIZES, tmp_path, fingerprint="a")
+        strategy.strategy_table(model, SIZES, tmp_path, fingerprint="a")
 
 
 def test_tuning_refuses_a_patch_size_that_does_not_fit(tmp_path: Path) -> None:
@@ -123,3 +123,52 @@ def test_a_fault_of_the_patched_model_is_not_hidden_by_the_plain_one(monkeypatch
     ]
     failures = served.stepper.step(batch)
     assert failures == dict.fromkeys((0, 1), "denoising: RuntimeError: no patches today")
+
+
+def test_a_batch_too_large_goes_on_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = ServedModel(tiny_sdxl(), name="tiny")
+    original, tried = PatchedModel.__call__, []
+
+    def fails_if_large(self: PatchedModel, patches: torch.Tensor, timesteps: torch.Tensor, **rest: Any) -> torch.Tensor:
+        tried.append(len(timesteps))
+        if len(timesteps) > 4:
+            raise torch.OutOfMemoryError("too large")
+        return original(self, patches, timesteps, **rest)
+
+    monkeypatch.setattr(PatchedModel, "__call__", fails_if_large)
+    batch = [
+        served.prepare(Request(number, "a car", Resolution(side, side), 2))
+        for number, side in enumerate((32, 64, 32, 64))
+    ]
+    assert isinstance(served.stepper, PatchedStepper)
+    assert served.stepper.step(batch) == {}
+    assert tried == [8, 4, 4]  # two rows a request
+    assert [prepared.state.steps_done for prepared in batch] == [1] * 4
+    assert served.stepper.batch_failures == ["denoising: OutOfMemoryError: too large"]
+
+
+def test_norm_and_stitching_are_measured_as_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    patched = PatchedModel(tiny_sdxl().unet, order="patch", patch_size=4)
+    choose, channels = patched.context.choose, set()
+    original = leaves.group_norm_silu_stitch
+
+    def noted(x: torch.Tensor, *args: Any, **rest: Any) -> torch.Tensor:
+        channels.add(x.shape[1])
+        return original(x, *args, **rest)
+
+    monkeypatch.setattr(leaves, "group_norm_silu_stitch", noted)
+    strategy.measure(patched, SIZES)
+    assert channels == {conv.conv.in_channels for conv in patched.swap.norms}
+    context = patched.context
+    assert context.choose is choose
+    assert (context.level, context.is_activated, context.is_padded) == (None, False, False)
+
+
+def test_sizes_that_no_patch_fits_are_refused_before_they_are_served() -> None:
+    options = EngineOptions(order="patch")
+    served = ServedModel(tiny_sdxl(), name="tiny", options=options)
+    served.check_request(Request(0, "a car", Resolution(64, 32), 2))
+    odd = Resolution(72, 72)  # 9 x 9 latents, where two levels need an even patch
+    with pytest.raises(UsageError, match=r"patch size 9 does not fit.*use --order image"):
+        served.check_request(Request(0, "a car", odd, 2))
+    ServedModel(tiny_sdxl(), name="tiny").check_request(Request(0, "a car", odd, 2))

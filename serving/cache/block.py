@@ -11,24 +11,17 @@ from .patch_cache import PatchCache
 from .slots import NormSlots, TokenSlots
 
 
-def install(model: Any, cache: PatchCache) -> Callable[[], None]:
-    """Wrap the blocks of a patched model; returns what takes the wrappers off again.
+def install(model: Any, cache: PatchCache) -> None:
+    """Wrap the blocks of a patched model.
 
     A U-Net has its down blocks, its middle and its up blocks; SD3 its joint transformer blocks.
     """
-    blocks = list(blocks_of(model))
-    for name, module in blocks:
+    for name, module in blocks_of(model):
         leaves = (getattr(leaf, "slots", None) for leaf in module.modules())
         kept = [slots.buffer for slots in leaves if isinstance(slots, TokenSlots | NormSlots)]
         number = cache.add_block(name, kept)
         wrapper = _CachedTransformerBlock if name.startswith("transformer") else _CachedUNetBlock
         module.forward = wrapper(module, number, cache)
-
-    def uninstall() -> None:
-        for _, module in blocks:
-            del module.forward
-
-    return uninstall
 
 
 def blocks_of(model: Any) -> Iterator[tuple[str, Any]]:

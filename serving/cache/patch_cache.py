@@ -231,7 +231,9 @@ class PatchCache:
             return
         store.put(inputs, outputs, row_outputs, active)
         self._bytes[block] = store.num_bytes + sum(kept.num_bytes for kept in self._kept[block])
-        self._bytes_per_cell[block] = self._bytes[block] / self.tables.num_cells
+        num_cells = self.tables.num_cells
+        own = store.num_bytes / num_cells
+        self._bytes_per_cell[block] = own + sum(kept.bytes_per_cell(num_cells) for kept in self._kept[block])
         self.stats.peak_bytes = max(self.stats.peak_bytes, self.num_bytes)
         self.stats.overhead_s += time.perf_counter() - started
 

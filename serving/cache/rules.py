@@ -89,6 +89,7 @@ class Predicted:
     Args:
         predictor: on the model's device.
         max_reuse: of the options.
+        kernels: one of `kernels.launch.KERNELS`.
 
     Raises:
         UsageError: patches may be reused more often in a row than the predictor has seen.
@@ -96,7 +97,7 @@ class Predicted:
 
     needs_change = True
 
-    def __init__(self, predictor: "CachePredictor", max_reuse: int) -> None:
+    def __init__(self, predictor: "CachePredictor", max_reuse: int, kernels: str = "auto") -> None:
         from ...training.cache_predictor import features_of
 
         if max_reuse > predictor.max_lag:
@@ -104,7 +105,7 @@ class Predicted:
                 f"--max-reuse is {max_reuse}, but the predictor has learnt from {predictor.max_lag} steps in a row; "
                 f"give at most that, or profile again with psctl profile blocks --max-lag {max_reuse}"
             )
-        self.predictor, self._features_of = predictor, features_of
+        self.predictor, self._features_of, self._kernels = predictor, features_of, kernels
 
     def may_reuse(self, view: PatchView) -> Booleans:
         assert view.change is not None
@@ -112,7 +113,7 @@ class Predicted:
         others = np.stack([view.steps_done / view.num_steps, view.reuses, view.pixels]).astype(np.float32)
         fraction, reuses, pixels = torch.from_numpy(others).to(device)
         features = self._features_of(view.change, view.block, fraction, reuses, pixels)
-        return self.predictor.may_reuse(features).cpu().numpy()
+        return self.predictor.may_reuse(features, kernels=self._kernels).cpu().numpy()
 
 
 class Interval:
@@ -193,7 +194,7 @@ def load_rule(options: CacheOptions, model: "ServedModel") -> ReuseRule:
 
     facts = facts_of(model, options.patch_size)
     predictor = CachePredictor.load(options.predictor, expect=facts, device=model.device)
-    return Predicted(predictor, options.max_reuse)
+    return Predicted(predictor, options.max_reuse, model.options.kernels)
 
 
 def facts_of(model: "ServedModel", patch_size: int) -> "BlockFacts":

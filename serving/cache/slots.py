@@ -26,6 +26,7 @@ class SlotBuffer:
     def __init__(self, placed: Placed) -> None:
         self._placed = placed
         self._rows: Tensor | None = None
+        self._per_slot = 1
         self._pending: tuple[Tensor, CellTables, int] | None = None
 
     def keep(self, tokens: Tensor, tables: CellTables, level: int) -> None:
@@ -34,6 +35,7 @@ class SlotBuffer:
 
     def rows(self, tables: CellTables, per_slot: int) -> Tensor:
         """What is kept, [slots * per_slot or more, ...]; slot 0 and new ones hold zeros."""
+        self._per_slot = per_slot
         if self._pending is not None:
             tokens, old, level = self._pending
             places, values = self._placed(tokens, old, level)
@@ -52,11 +54,16 @@ class SlotBuffer:
             self._rows = old = grown
         return old
 
+    def bytes_per_cell(self, num_cells: int) -> float:
+        """What is held for each of the cells of the batch; the rows of slots that nobody has now do not count."""
+        rows = 0.0 if self._rows is None else self._rows.nbytes * self._per_slot / len(self._rows)
+        return rows + (0 if self._pending is None else self._pending[0].untyped_storage().nbytes()) / num_cells
+
     @property
     def num_bytes(self) -> int:
-        """What is held now."""
+        """What is held now; a view holds all of its storage."""
         held = (self._rows, None if self._pending is None else self._pending[0])
-        return sum(tensor.nbytes for tensor in held if tensor is not None)
+        return sum(tensor.untyped_storage().nbytes() for tensor in held if tensor is not None)
 
     def clear(self) -> None:
         """Forget everything."""

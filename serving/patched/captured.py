@@ -3,6 +3,9 @@
 A pass is recorded for each composition of rows: attention runs once per resolution, so a number of patches alone would
 not say which kernels run. The first pass of a batch runs eagerly; it works out what the batch keeps (text keys and
 values), which is then copied to where the recorded pass reads it.
+
+Recording stops the device, and there are hundreds of compositions. So a pass is recorded for batches that stay for a
+while, and for those that come back; and what recorded passes hold is bounded.
 """
 
 from collections import OrderedDict
@@ -13,9 +16,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ...data.errors import RunError
+from ..prepared import describe
+
 Forward = Callable[[dict[str, Any], dict[Any, Any]], Tensor]
-CAPACITY = 32
-"""Recorded passes that are kept. They share their working memory; each has its own inputs and result."""
+PATIENCE = 4
+"""Passes of a composition that run eagerly before it is recorded, in one batch or in several."""
+MEMORY_BYTES = 4_000_000_000
+"""Of inputs, text keys and values, and results of all recorded passes; they share their working memory."""
+_NUM_COUNTED = 4096
+"""Compositions whose passes are counted."""
+
+
+class RecordingError(RunError):
+    """A pass could not be recorded: the device or a kernel does not allow it."""
 
 
 class Recorder(Protocol):
@@ -31,16 +45,26 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share one pool of memory."""
+    """Records CUDA graphs that share one pool of memory.
 
-    def __init__(self) -> None:
+    Args:
+        device: of the work.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._pool: Any = torch.cuda.graph_pool_handle()
+        # Of high priority: torch hands out such streams apart from those of the stages, which run meanwhile.
+        self._stream = torch.cuda.Stream(device, priority=-1)
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
         """See `Recorder`."""
         graph = torch.cuda.CUDAGraph()
         # Other threads encode prompts and decode images meanwhile; their allocations are none of the graph's business.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with (
+            torch.cuda.device(self._device),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+        ):
             result = work()
         return graph.replay, result
 
@@ -56,18 +80,25 @@ class _Recorded:
     held: object
     filled_by: int
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for part in (self.inputs, self.kept, self.result) for tensor in _tensors(part))
+
 
 class CapturedPasses:
     """Runs passes eagerly or by playing them back. One thread at a time.
 
     Args:
         recorder: of the device.
-        capacity: recorded passes to keep; the one that was not used for longest goes.
+        patience: passes of a composition that run eagerly before it is recorded.
+        memory_bytes: what recorded passes may hold; those that were not used for longest go.
     """
 
-    def __init__(self, recorder: Recorder, capacity: int = CAPACITY) -> None:
-        self._recorder, self._capacity = recorder, capacity
+    def __init__(self, recorder: Recorder, patience: int = PATIENCE, memory_bytes: int = MEMORY_BYTES) -> None:
+        self._recorder, self._patience, self._memory_bytes = recorder, patience, memory_bytes
         self._recorded: OrderedDict[Hashable, _Recorded] = OrderedDict()
+        self._num_bytes = 0
+        self._num_eager: OrderedDict[Hashable, int] = OrderedDict()
         self._batch = 0
         self._is_first = True
 
@@ -79,6 +110,7 @@ class CapturedPasses:
     def clear(self) -> None:
         """Forget all recorded passes, as what they do has changed."""
         self._recorded.clear()
+        self._num_bytes = 0
 
     def run(
         self,
@@ -99,16 +131,19 @@ class CapturedPasses:
 
         Returns:
             The result; it stays as it is when other passes run.
+
+        Raises:
+            RecordingError: the pass cannot be recorded.
         """
-        if self._is_first:
-            self._is_first = False
-            return forward(inputs, kept)
         place = key, tuple((tensor.shape, tensor.dtype) for tensor in _tensors(inputs))
         recorded = self._recorded.get(place)
+        is_due = recorded is not None or self._is_due(place)
+        if self._is_first or not is_due:
+            self._is_first = False
+            return forward(inputs, kept)
         if recorded is None:
-            recorded = self._recorded[place] = self._record(forward, inputs, kept, held)
-            if len(self._recorded) > self._capacity:
-                self._recorded.popitem(last=False)
+            recorded = self._record(forward, inputs, kept, held)
+            self._keep(place, recorded)
         else:
             self._recorded.move_to_end(place)
             _copy(inputs, recorded.inputs)
@@ -126,8 +161,27 @@ class CapturedPasses:
         held: object,
     ) -> _Recorded:
         own_inputs, own_kept = _cloned(inputs), _cloned(kept)
-        play, result = self._recorder(lambda: forward(own_inputs, own_kept))
+        try:
+            play, result = self._recorder(lambda: forward(own_inputs, own_kept))
+        except Exception as error:
+            reason = describe("recording a pass", error)
+            raise RecordingError(f"--cuda-graphs: {reason}; serve without it") from error
         return _Recorded(play, own_inputs, own_kept, result, held, self._batch)
+
+    def _is_due(self, place: Hashable) -> bool:
+        """Count one more pass of a composition; whether it has run often enough to be recorded."""
+        count = self._num_eager.pop(place, 0)
+        self._num_eager[place] = count + 1
+        if len(self._num_eager) > _NUM_COUNTED:
+            self._num_eager.popitem(last=False)
+        return count >= self._patience
+
+    def _keep(self, place: Hashable, recorded: _Recorded) -> None:
+        self._recorded[place] = recorded
+        self._num_bytes += recorded.num_bytes
+        while self._num_bytes > self._memory_bytes and len(self._recorded) > 1:
+            _, old = self._recorded.popitem(last=False)
+            self._num_bytes -= old.num_bytes
 
 
 def _cloned(value: Any) -> Any:

@@ -5,6 +5,8 @@ symbols in it. Blocks of one kind share it. The whole model is not compiled: its
 they run, and torch's own GroupNorm and convolution kernels have little left to fuse.
 """
 
+from contextlib import AbstractContextManager
+
 import torch._dynamo
 from torch import nn
 
@@ -21,17 +23,21 @@ def compile_whole(model: nn.Module) -> None:
     model.compile(dynamic=True)
 
 
+def compiler_settings() -> AbstractContextManager[object]:
+    """What the compiler must know whenever blocks run; each thread has settings of its own.
+
+    The layout is reached through the leaves, and integers there would be constants: a graph for every batch.
+    """
+    return torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=_MOST_GRAPHS)
+
+
 def compile_blocks(model: nn.Module, *, backend: str = "inductor") -> int:
     """Let the blocks of a patched model compile when they first run; returns how many there are.
 
     Args:
-        model: of a `PatchedModel`.
+        model: of a `PatchedModel`, to be run within `compiler_settings`.
         backend: of torch.compile.
     """
-    config = torch._dynamo.config
-    # The layout is reached through the leaves, and integers there would be constants: a graph for every batch.
-    config.allow_unspec_int_on_nn_module = True  # type: ignore[assignment]
-    config.recompile_limit = max(config.recompile_limit, _MOST_GRAPHS)
     blocks = [module for module in model.modules() if type(module).__name__ in BLOCKS]
     for block in blocks:
         for part in block.modules():

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from ...data.errors import RunError
 from ...data.files import write_json
 
-VERSION = 1
+VERSION = 2
 Parsed = TypeVar("Parsed")
 
 

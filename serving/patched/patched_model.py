@@ -1,7 +1,7 @@
 """A diffusers model that runs on packed batches of mixed resolutions, beside the unmodified one and on its weights."""
 
-import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -16,13 +16,14 @@ from ..cache.options import CacheOptions
 from ..cache.patch_cache import CachedRequest, PatchCache
 from ..cache.rules import ReuseRule
 from ..denoiser import denoise
-from ..layout import by_size
+from ..layout import by_size, patch_size_of
 from .attention import PatchedCrossAttention, biases_of
-from .captured import CapturedPasses, Recorder
+from .captured import PATIENCE, CapturedPasses, Recorder
+from .compiled import compile_blocks, compiler_settings
 from .leaves import Choose, PatchContext, PatchedConv, Strategy
-from .packing import Order, Packing, pack_rows
-from .strategy import StrategyTable, load_or_measure
-from .swap import Swap
+from .packing import Order, Packing, check_patch_size, pack_rows
+from .strategy import StrategyTable, strategy_table
+from .swap import Swap, copy_modules
 
 
 class PatchedModel:
@@ -54,8 +55,7 @@ class PatchedModel:
         kernels: str = "auto",
         strategy: Strategy | Literal["auto"] = "auto",
     ) -> None:
-        shared = [*model.parameters(), *model.buffers()]
-        self.model: Any = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+        self.model: Any = copy_modules(model)
         self.table = StrategyTable()
         self._is_measured = strategy == "auto"
         # The table is looked up at each call: `tune` replaces it.
@@ -72,11 +72,21 @@ class PatchedModel:
         self.dtype: torch.dtype = self.model.dtype
         self.cache: PatchCache | None = None
         self.captured: CapturedPasses | None = None
+        self.is_compiled = False
 
-    def use_graphs(self, recorder: Recorder) -> None:
-        """Record whole passes and play them back from now on. Not together with the patch cache."""
+    def use_graphs(self, recorder: Recorder, patience: int = PATIENCE) -> None:
+        """Record whole passes and play them back from now on. Not together with the patch cache.
+
+        Args:
+            recorder, patience: see `CapturedPasses`.
+        """
         assert self.cache is None, "what a pass with the cache runs differs from step to step"
-        self.captured = CapturedPasses(recorder)
+        self.captured = CapturedPasses(recorder, patience)
+
+    def compile(self, *, backend: str = "inductor") -> int:
+        """Let the transformer blocks compile when they first run; returns how many there are."""
+        self.is_compiled = True
+        return compile_blocks(self.model, backend=backend)
 
     def use_cache(self, options: CacheOptions, rule: ReuseRule) -> PatchCache:
         """Let the patch cache decide before every block from now on.
@@ -111,6 +121,12 @@ class PatchedModel:
         """Weights of the 3 x 3 convolutions in that format, by module name."""
         return {name: conv.channels_last_weight() for name, conv in self.swap.convs.items() if not conv.is_pointwise}
 
+    def check_size(self, size: tuple[int, int]) -> None:
+        """Raise UsageError if latents of this size cannot be cut into patches of `patch` order."""
+        if self.order == "patch":
+            wanted = self.patch_size or patch_size_of([size])
+            check_patch_size(wanted, [size], self.num_levels, self.unit)
+
     def pack(self, sizes: list[tuple[int, int]]) -> Packing:
         """Say where rows with these latent sizes, sorted by resolution, lie.
 
@@ -141,7 +157,7 @@ class PatchedModel:
         """
         self.pack(sorted(sizes, key=by_size))  # refuses a patch size that does not fit
         if self.is_tuned:
-            self.table = load_or_measure(self, sizes, folder, fingerprint=fingerprint)
+            self.table = strategy_table(self, sizes, folder, fingerprint=fingerprint)
             if self.captured is not None:
                 # They run what the old table chose.
                 self.captured.clear()
@@ -154,7 +170,10 @@ class PatchedModel:
             if conv.is_pointwise:
                 continue
             level = unet_level(name, self.num_levels)
-            found.setdefault((conv.conv.in_channels, conv.out_channels, conv.stride, level), (conv, level))
+            shape = (conv.conv.in_channels, conv.out_channels, conv.stride, level)
+            # Most follow a norm; then that decides for all of the shape.
+            if shape not in found or (conv in self.swap.norms and found[shape][0] not in self.swap.norms):
+                found[shape] = (conv, level)
         return list(found.values())
 
     def begin(self, packing: Packing, *, repeats: int = 1, requests: Sequence[CachedRequest] = ()) -> None:
@@ -204,7 +223,8 @@ class PatchedModel:
             self._read_text(conditions["encoder_hidden_states"], kept)
             # A U-Net repeats one timestep for every patch; `RowTimesteps` puts those of the rows in its place.
             timestep = timesteps[0] if self.is_unet else timesteps
-            return denoise(self.model, inputs["patches"], timestep, conditions)
+            with compiler_settings() if self.is_compiled else nullcontext():
+                return denoise(self.model, inputs["patches"], timestep, conditions)
         finally:
             context.kept = before
 

@@ -4,7 +4,6 @@ A U-Net has a second form whose convolutions are channels-last in memory. Which 
 batch, the dtype and the machine, so it is measured, as the strategies of convolutions are.
 """
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,7 @@ from ..stepper import Tuning
 from ..timing import medians_us
 from .compiled import compile_whole
 from .kept import load_or_measure
+from .swap import copy_modules
 
 _MEASURED_REQUESTS = (1, 4)
 _NO_WEIGHTS: Mapping[str, Tensor] = {}
@@ -128,8 +128,7 @@ def channels_last_copy(model: nn.Module, weights: Mapping[str, Tensor] = _NO_WEI
         model: is left as it is.
         weights: of convolutions in that format, by module name; the others are copied.
     """
-    tensors = [*model.parameters(), *model.buffers()]
-    copied = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    copied = copy_modules(model)
     for name, module in copied.named_modules():
         if isinstance(module, nn.Conv2d):
             weight = weights.get(name)

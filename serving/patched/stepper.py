@@ -20,6 +20,8 @@ from ..layout import by_size
 from ..prepared import PreparedRequest, describe
 from ..samplers import SamplerState
 from ..stepper import Tuning
+from ..timing import finish_stream
+from .captured import RecordingError
 from .packing import Packing, WholeImages
 from .patched_model import PatchedModel
 from .plain_models import PlainModels
@@ -61,8 +63,9 @@ class PatchedStepper:
             self.plain.tune(target, self.family, circumstances_of(model, sizes, fingerprint))
 
     def check(self, state: SamplerState, size: tuple[int, int]) -> None:
-        """Raise UsageError if the schedule has a step without finite coefficients, or the cache cannot cut the size."""
+        """Raise UsageError if the schedule has a step without finite coefficients, or patches cannot cut the size."""
         self.sampler.table(state)
+        self.model.check_size(size)
         if self.model.cache is not None:
             self.model.cache.check_sizes([size])
 
@@ -77,29 +80,33 @@ class PatchedStepper:
         """Take one step of every active request.
 
         Returns:
-            The requests that failed, by id, with the reason. A failing batch is repeated one by one, so that only the
-            requests which fail alone are named; the others have taken their step.
+            The requests that failed, by id, with the reason. A failing batch is repeated in halves, and these in
+            halves, so that only the requests which fail alone are named; the others have taken their step.
+
+        Raises:
+            RecordingError: a CUDA graph could not be recorded.
         """
-        if not active:
-            return {}
+        return self._step_or_halves(active, may_be_plain=True) if active else {}
+
+    def _step_or_halves(self, active: Sequence[PreparedRequest], *, may_be_plain: bool) -> dict[int, str]:
         try:
-            return self._step_together(active)
+            return self._step_together(active, may_be_plain=may_be_plain)
+        except RecordingError:
+            raise
         except Exception as error:  # noqa: BLE001  one failing request must not take down the others
-            self._let_go(has_failed=True)
-            self.batch_failures.append(describe("denoising", error))
-            if len(active) == 1:
-                return {active[0].request.request_id: describe("denoising", error)}
+            reason = describe("denoising", error)
+        self._let_go(has_failed=True)
+        if len(active) == 1:
+            return {active[0].request.request_id: reason}
+        self.batch_failures.append(reason)
         failures: dict[int, str] = {}
-        for prepared in active:
-            try:
-                # Not by the plain model: that would hide what fails for every batch with patches.
-                failures |= self._step_together([prepared], may_be_plain=False)
-            except Exception as error:  # noqa: BLE001  as above
-                failures[prepared.request.request_id] = describe("denoising", error)
+        for half in (active[: len(active) // 2], active[len(active) // 2 :]):
+            # Not by the plain model: that would hide what fails for every batch with patches.
+            failures |= self._step_or_halves(half, may_be_plain=False)
             self._let_go(has_failed=True)
         return failures
 
-    def _step_together(self, active: Sequence[PreparedRequest], *, may_be_plain: bool = True) -> dict[int, str]:
+    def _step_together(self, active: Sequence[PreparedRequest], *, may_be_plain: bool) -> dict[int, str]:
         batch = self.batch
         if batch is None or not batch.holds(active):
             self._let_go()
@@ -118,6 +125,8 @@ class PatchedStepper:
         if self.batch is not None:
             self.batch.unpack()
             self.batch = None
+            # Who has finished goes to the decoder, which works on another stream.
+            finish_stream(self.model.device)
 
 
 class PackedBatch:

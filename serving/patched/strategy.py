@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...kernels.launch import use_triton
 from ..layout import by_size
 from ..timing import medians_us
 from . import kept
 
 if TYPE_CHECKING:
-    from .leaves import PatchedConv, Strategy
+    from .leaves import PatchedConv, PatchedGroupNorm, Strategy
     from .packing import Level
     from .patched_model import PatchedModel
 
@@ -84,7 +85,7 @@ class StrategyTable:
         return table
 
 
-def load_or_measure(
+def strategy_table(
     model: "PatchedModel", sizes: Sequence[tuple[int, int]], folder: Path, *, fingerprint: str
 ) -> StrategyTable:
     """The table of this model for batches of these latent sizes, from `folder` if it was measured there before.
@@ -111,6 +112,7 @@ def circumstances_of(model: "PatchedModel", sizes: Sequence[tuple[int, int]], fi
         "sizes": sorted([list(size) for size in set(sizes)]),
         "order": model.order,
         "patch_size": model.patch_size,
+        "kernels": "triton" if use_triton(model.context.kernels, model.device) else "torch",
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
@@ -145,7 +147,22 @@ def _time_both(model: "PatchedModel", conv: "PatchedConv", level: "Level", out_l
     x = torch.zeros(
         level.num_patches, level.side, level.side, conv.conv.in_channels, device=model.device, dtype=model.dtype
     ).permute(0, 3, 1, 2)
-    times = medians_us(
-        {name: partial(conv.run, x, level, out_level, name) for name in ("stitch", "regroup")}, model.device
-    )
+    norm = model.swap.norms.get(conv)
+    if norm is None or level.neighbours is None:
+        runs = {name: partial(conv.run, x, level, out_level, name) for name in ("stitch", "regroup")}
+    else:
+        # The kernel of norm, SiLU and stitching takes the place of a norm and of stitching by itself.
+        runs = {name: partial(_norm_and_conv, model, norm, conv, x, level, name) for name in ("stitch", "regroup")}
+    times = medians_us(runs, model.device)
     return times["stitch"], times["regroup"]
+
+
+def _norm_and_conv(
+    model: "PatchedModel", norm: "PatchedGroupNorm", conv: "PatchedConv", x: torch.Tensor, level: "Level", name: str
+) -> torch.Tensor:
+    context = model.context
+    choose, context.choose, context.level = context.choose, lambda *_: name, level  # type: ignore[assignment,return-value]
+    try:
+        return conv(norm(x))
+    finally:
+        context.choose, context.level, context.is_activated, context.is_padded = choose, None, False, False

@@ -4,6 +4,7 @@ Only leaves are swapped; the model's own `forward` runs. Every module must be of
 that could read beyond a patch without our knowing is refused by name.
 """
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,8 +36,18 @@ _POINTWISE = {
 _SWAPPED = {"Conv2d", "GroupNorm", "Attention", "Upsample2D", "PatchEmbed", "Timesteps"}
 
 
+def copy_modules(model: nn.Module) -> nn.Module:
+    """A copy of a model whose modules are its own and whose tensors are the same."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+
+
 class Swap:
-    """The leaves that were put into one model. The model works only through `PatchedModel` until `undo`."""
+    """The leaves that were put into one model. The model works only through `PatchedModel` until `undo`.
+
+    Attributes:
+        convs: of a U-Net, by name.
+        norms: those that are followed by a convolution with SiLU between, by that convolution.
+    """
 
     def __init__(self, model: nn.Module, context: PatchContext) -> None:
         """Swap the leaves of `model` in place.
@@ -46,6 +57,7 @@ class Swap:
                 changed then.
         """
         self.convs: dict[str, PatchedConv] = {}
+        self.norms: dict[PatchedConv, PatchedGroupNorm] = {}
         self._undo: list[tuple[nn.Module, str, nn.Module]] = []
         check_model(model)
         self._context = context
@@ -85,7 +97,11 @@ class Swap:
         for name, module in modules.items():
             kind, parent, attribute = type(module).__name__, *_parent(modules, name)
             if kind == "GroupNorm":
-                self._put(parent, attribute, PatchedGroupNorm(module, context, fused.get(name)))  # type: ignore[arg-type]
+                conv = fused.get(name)
+                norm = PatchedGroupNorm(module, context, conv)  # type: ignore[arg-type]
+                self._put(parent, attribute, norm)
+                if conv is not None:
+                    self.norms[conv] = norm
             elif kind == "Upsample2D":
                 self._put(parent, attribute, PatchedUpsample(self.convs[f"{name}.conv"], context))
         self._put(model, "time_proj", RowTimesteps(model.time_proj, context))

@@ -1,6 +1,7 @@
 """Static batching: what one diffusers call with a list of prompts does, which can draw only one resolution."""
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import ClassVar
 
 from ..lifecycle import RequestView
@@ -38,4 +39,4 @@ class StaticPolicy:
             for view in waiting
             if view.resolution == head.resolution and view.num_steps == head.num_steps
         )
-        return Decision(admit=tuple(mates)[:num_free])
+        return Decision(admit=tuple(islice(mates, num_free)))

@@ -92,7 +92,7 @@ def _notes(data: RunData) -> str:
 def _tiles(summary: Mapping[str, Any], data: RunData) -> str:
     total = len(data.records)
     attainment = summary.get("slo_attainment_rate")
-    met = f"{summary.get('slo_met_success')} of {total} in time"
+    met = f"{summary.get('slo_met_success')} of {len(data.judged)} in time"
     scale = summary.get("slo_scale")
     name = "SLO attainment" if scale is None else f"SLO attainment ({scale:g}x)"
     tiles = [
