@@ -9,10 +9,12 @@ from typing import NamedTuple, Self
 
 from .errors import UsageError
 
+MAX_SIDE = 16384
+"""Pixels; more is a typing error."""
 RESOLUTION_MULTIPLE = 8
 """Every side is a multiple of this many pixels: the autoencoders of SDXL and SD3 shrink images eight times."""
 
-_PATTERN = re.compile(r"([0-9]{1,6})(?:[xX]([0-9]{1,6}))?")
+_PATTERN = re.compile(r"([0-9]{1,12})(?:[xX]([0-9]{1,12}))?")
 # "2*128x192", "2*128" and, since some programs write it so, "2x128x192".
 _COUNTED = re.compile(r"(?:([0-9]{1,4}) ?\* ?|([0-9]{1,4})[xX](?=[0-9]+[xX]))?([0-9xX]+)")
 
@@ -32,7 +34,7 @@ class Resolution(NamedTuple):
         return self.width * self.height
 
     def checked(self) -> Self:
-        """Return this resolution if both sides are positive integers and multiples of `RESOLUTION_MULTIPLE`.
+        """Return this resolution if both sides are multiples of `RESOLUTION_MULTIPLE`, from that to `MAX_SIDE`.
 
         Raises:
             UsageError: a side is not. (A model may allow less than this; it checks for itself.)
@@ -44,6 +46,8 @@ class Resolution(NamedTuple):
                 raise UsageError(
                     f"{name} is {side} in resolution {self}, but must be a positive multiple of {RESOLUTION_MULTIPLE}"
                 )
+            if side > MAX_SIDE:
+                raise UsageError(f"{name} is {side} in resolution {self}, but must be at most {MAX_SIDE} pixels")
         return self
 
 
@@ -51,7 +55,7 @@ def parse(text: str) -> Resolution:
     """Read `"192"` (a square) or `"128x192"` (WIDTHxHEIGHT).
 
     Raises:
-        UsageError: the text has another form, or a side is not a positive multiple of `RESOLUTION_MULTIPLE`.
+        UsageError: the text has another form, or a side is not a multiple of `RESOLUTION_MULTIPLE` in its range.
     """
     match = _PATTERN.fullmatch(text.strip())
     if match is None:

@@ -161,7 +161,9 @@ def read_batches(
     """
     first_row = 0
     with opened(path, schema) as file:
-        for batch in file.iter_batches(batch_rows, columns=None if columns is None else list(columns)):
+        for batch in file.iter_batches(
+            batch_rows, columns=None if columns is None else list(columns), use_threads=False
+        ):
             for name, column in zip(batch.schema.names, batch.columns, strict=True):
                 if (bad := _first_not_finite(column)) is not None:
                     raise UsageError(f"{path}: column {name} holds {column[bad].as_py()} in row {first_row + bad}")

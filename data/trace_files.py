@@ -95,7 +95,9 @@ def load_trace(path: str | Path, *, defaults: TraceDefaults | None = None) -> li
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not UTF-8 text") from error
     except OSError as error:
-        raise UsageError(f"{path}: cannot read the trace: {error.strerror}") from error
+        raise UsageError(
+            f"{path}: cannot read the trace: {error.strerror} (a trace is poisson, gamma, diurnal, azure or a file)"
+        ) from error
     if not requests:
         raise UsageError(f"{path}: the trace is empty, but it must hold at least one request")
     return requests

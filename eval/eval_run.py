@@ -170,7 +170,8 @@ def evaluate_folders(
     """
     needing = [name for name in options.metrics if name != "clip"]
     if needing and reference is None:
-        raise UsageError(f"{', '.join(needing)} compare with reference images: give --reference DIR")
+        verb = "compares" if len(needing) == 1 else "compare"
+        raise UsageError(f"{', '.join(needing)} {verb} with reference images: give --reference DIR")
     folder = open_folder(generated)
     manifest = read_manifest(generated) if "clip" in options.metrics or (generated / MANIFEST_FILE).is_file() else None
     others = None if reference is None else open_folder(reference)

@@ -63,8 +63,24 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("doctor", doctor),
 )
 _GROUPS = {
-    "bench": "Measure how fast this machine is.",
-    "eval": "Measure how good images are.",
+    "bench": """Measure how fast this machine is.
+
+    Examples:
+
+        psctl bench steps --model emoji-3
+
+        psctl bench slo --policies bucketed,patched-fcfs,slack --rates 2,4,6
+    """,
+    "eval": """Measure how good images are.
+
+    Examples:
+
+        psctl eval all --model emoji-xl --num-prompts 256
+
+        psctl eval fid --generated images --reference coco/val2014
+
+        psctl eval compare --cache patch && psctl eval report
+    """,
 }
 _GROUPS_THAT_RUN: dict[str, Callable[..., None]] = {"profile": profile, "train-predictor": train_predictor}
 """These do something without a command, too, and have their help from their functions."""
@@ -77,7 +93,16 @@ _EPILOG = (
 
 app = typer.Typer(
     name="psctl",
-    help="Serve text-to-image diffusion models whose requests mix resolutions.",
+    help="""Serve text-to-image diffusion models whose requests mix resolutions.
+
+    Examples:
+
+        psctl serve --trace poisson --request-rate 2
+
+        psctl profile && psctl train-predictor
+
+        psctl eval all --num-prompts 256
+    """,
     epilog=_EPILOG,
     invoke_without_command=True,
     add_completion=False,
@@ -122,7 +147,8 @@ def _register() -> None:
         group, _, command = name.rpartition(" ")
         if group not in groups:
             run = _GROUPS_THAT_RUN.get(group, _show_help_without_command)
-            groups[group] = typer.Typer(help=_GROUPS.get(group, inspect.getdoc(run)), invoke_without_command=True)
+            about = inspect.cleandoc(_GROUPS[group]) if group in _GROUPS else inspect.getdoc(run)
+            groups[group] = typer.Typer(help=about, invoke_without_command=True)
             groups[group].callback()(run)
             app.add_typer(groups[group], name=group)
         groups[group].command(command)(function)
@@ -186,15 +212,30 @@ def describe_error(error: BaseException) -> tuple[str, int] | None:
     if isinstance(error, typer.TyperException):
         context = getattr(error, "ctx", None)
         hint = f" (see '{context.command_path} --help')" if context is not None else ""
-        return error.format_message() + hint, error.exit_code
+        return _with_what_was_given(error) + hint, error.exit_code
     if isinstance(error, typer.Abort):
         return "aborted", 1
-    # torch.OutOfMemoryError is matched by its name, because torch must not be imported for it.
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    # torch.OutOfMemoryError is matched by its name, because torch must not be imported for it; on a CPU torch raises a
+    # RuntimeError in words of its allocator.
+    is_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if is_memory or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)):
         return "out of memory; use smaller resolutions, a smaller --max-batch-size or another --dtype", 1
     if isinstance(error, OSError) and error.errno is not None:
         return _describe_os_error(error), 1
     return None
+
+
+def _with_what_was_given(error: typer.TyperException) -> str:
+    """The message of a wrong option with the value, which typer leaves out where pydantic has judged it."""
+    message, cause = error.format_message(), error.__context__
+    judged = getattr(cause, "errors", list)()
+    if not judged:
+        return message
+    given, reason = judged[0]["input"], judged[0]["msg"]
+    plain = reason.removeprefix("Value error, ").partition(", unable to")[0].rstrip(".")
+    if plain.startswith("Input should be"):
+        plain = f"{given!r}, but it must be{plain.removeprefix('Input should be')}"
+    return message.replace(reason, plain)
 
 
 _OS_ERRORS = {

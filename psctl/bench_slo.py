@@ -203,7 +203,9 @@ def bench_slo(
     examples_of(settings, defaults)
     warm_up = WarmUp(warmup_requests, combinations)
     if resume is not None:
-        read_head(resume.expanduser())
+        begun = read_head(resume.expanduser())["settings"]["engine"]
+        if begun != engine:
+            raise UsageError(f"--resume {resume} was begun with --engine {begun}, but it is {engine} now")
     require_places(workspace, file=output_file)
 
     def folder_on(device_name: str) -> Path:

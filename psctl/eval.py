@@ -124,7 +124,7 @@ def _command(metric: str) -> Callable[..., None]:
             out.warn(warning)
         out.note(f"Results: {outcome.run_dir}; images: {outcome.images_dir}")
 
-    command.__doc__ = f"""{_WHAT[metric]}, with its 95 % interval.
+    command.__doc__ = f"""{_WHAT[metric]}, with {"their" if metric == "all" else "its"} 95 % interval.
 
     Draws the captions of a data set with a model, through the engine as it serves, or takes folders of images. What is
     stopped goes on where it was; features of images are kept by content.

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from ..data.errors import UsageError
 from ..data.models import MODELS_DIR
 from .options import Device, DType, Json, Quiet, Seed
 from .output import Output
@@ -59,6 +60,9 @@ def model_card(
 
     options = CardOptions(num_pairs, num_images, num_fid, num_inference_steps, seed)
     folder = models_dir / name
+    for needed in (folder, models_dir / "emoji-clip"):
+        if not needed.is_dir():
+            raise UsageError(f"--models-dir is {models_dir}, but it holds no {needed.name}")
     clip = load_clip(models_dir / "emoji-clip", resolve_device(device))
     grid = None
     if name == "emoji-clip":

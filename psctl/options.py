@@ -132,8 +132,23 @@ WarmupSteps = Annotated[
 CacheMemory = Annotated[
     int, typer.Option("--cache-memory", metavar="MB", help="Most that the cache keeps.", envvar="PSCTL_CACHE_MEMORY")
 ]
+
+
+def _json_file(path: Path | None) -> Path | None:
+    """Refuse to replace what is no JSON: most likely an input was named by mistake."""
+    if path is not None and path.is_file() and path.stat().st_size:
+        with path.open("rb") as file:
+            start = file.read(64).lstrip()
+        if start[:1] not in (b"{", b"["):
+            raise UsageError(f"--output-file {path} exists and is no JSON; give another name")
+    return path
+
+
 OutputFile = Annotated[
-    Path | None, typer.Option("--output-file", help="Write the result as JSON to this file, too.", dir_okay=False)
+    Path | None,
+    typer.Option(
+        "--output-file", help="Write the result as JSON to this file, too.", dir_okay=False, callback=_json_file
+    ),
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of everything random in the run.", envvar="PSCTL_SEED", min=0)]
 WorkspaceRoot = Annotated[
@@ -157,7 +172,8 @@ Prompts = Annotated[
     typer.Option("--prompts", help="File of prompts (.txt, .csv, .tsv, .jsonl). Default: bundled captions."),
 ]
 NumInferenceSteps = Annotated[
-    int | None, typer.Option("--num-inference-steps", help="Denoising steps. Default: the model's own.", min=1)
+    int | None,
+    typer.Option("--num-inference-steps", help="Denoising steps. Default: the model's own.", min=1, max=1000),
 ]
 GuidanceScale = Annotated[
     float | None,

@@ -59,7 +59,8 @@ def simulate(
         typer.Option(
             "--latency",
             metavar="FILE",
-            help="Step latencies: a fitted predictor, or a table (of psctl profile latency, or CSV: combination,ms).",
+            help="Step latencies: a fitted predictor, or a table (of psctl profile latency, or "
+            "CSV: combination,ms with combinations such as 2*512x512 + 1024x1024).",
             dir_okay=False,
         ),
     ],
@@ -136,6 +137,11 @@ def simulate(
     if is_file and request_rate is not None and not 0 < request_rate < math.inf:
         raise UsageError(f"request rate is {request_rate:g}, but it must be more than 0 and finite for a trace file")
     check_slo_scale(slo_scale)
+    for option, time_ms in {"--prepare-ms": prepare_ms, "--postprocess-ms": postprocess_ms}.items():
+        if not 0 <= time_ms < math.inf:
+            raise UsageError(f"{option} is {time_ms:g}, but it must be finite and not negative")
+    if slo_target is not None and not 0 < slo_target <= 1:
+        raise UsageError(f"--slo-target is {slo_target:g}, but it must be more than 0 and at most 1")
     if stage_times is not None and (prepare_ms or postprocess_ms):
         raise UsageError("--stage-times takes the place of --prepare-ms and --postprocess-ms; give one or the other")
     chosen = get_policy(policy, is_simulated=True)

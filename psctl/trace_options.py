@@ -76,6 +76,11 @@ SimulatedPolicyName = Annotated[
 ]
 StageTimesRun = Annotated[
     Path | None,
-    typer.Option("--stage-times", help="Take both from this served run: its folder.", metavar="RUN", file_okay=False),
+    typer.Option(
+        "--stage-times",
+        help="Times of text encoding and decoding from this served run: its folder.",
+        metavar="RUN",
+        file_okay=False,
+    ),
 ]
-Gpus = Annotated[int, typer.Option("--gpus", help="GPUs that serve in data parallel, all alike.", min=1)]
+Gpus = Annotated[int, typer.Option("--gpus", help="GPUs that serve in data parallel, all alike.", min=1, max=4096)]

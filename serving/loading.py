@@ -202,7 +202,7 @@ def resolve_device(name: str) -> "torch.device":
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise UsageError(f"unknown device {name!r}: allowed are auto, cpu, cuda")
+        raise UsageError(f"unknown device {name!r}: allowed are auto, cpu, cuda and cuda:N")
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+MAX_TIMES_PIXELS = 64
+"""Of a request, against the largest resolution that a model is made for; beyond it a model draws nothing of use."""
+
+
 class ServedModel:
     """One loaded model, ready to be driven by the engine.
 
@@ -78,6 +82,12 @@ class ServedModel:
             raise UsageError(
                 f"resolution {resolution.width}x{resolution.height}: "
                 f"width and height may be at most {largest} pixels for {self.name}"
+            )
+        usual = max(self.defaults.resolutions, key=lambda size: size.pixels)
+        if resolution.pixels > MAX_TIMES_PIXELS * usual.pixels:
+            raise UsageError(
+                f"resolution {resolution}: it may have at most {MAX_TIMES_PIXELS} times the pixels of the largest that "
+                f"{self.name} is made for ({usual})"
             )
 
     def check_request(self, request: Request) -> None:

@@ -60,10 +60,17 @@ class EngineOptions:
                     f"{name} is {getattr(self, name)!r}, but it must be one of {', '.join(get_args(allowed))}"
                 )
         require_counts({"patch size": self.patch_size})
-        is_default = (self.order, self.patch_size, self.strategy, self.kernels) == ("auto", None, "auto", "auto")
-        if self.engine == "plain" and not (is_default and not self.cuda_graphs and not self.cache.is_on):
+        given = {
+            "--order": self.order != "auto",
+            "--patch-size": self.patch_size is not None,
+            "--strategy": self.strategy != "auto",
+            "--kernels": self.kernels != "auto",
+            "--cuda-graphs": self.cuda_graphs,
+            "--cache": self.cache.is_on,
+        }
+        if self.engine == "plain" and any(given.values()):
             raise UsageError(
-                "--order, --patch-size, --strategy, --kernels, --cuda-graphs and --cache belong to --engine patched"
+                f"{', '.join(name for name, is_given in given.items() if is_given)}: only for --engine patched"
             )
         if self.compile and self.cache.is_on:
             raise UsageError("--compile makes graphs of whole blocks, but with --cache each step takes other patches")

@@ -130,7 +130,7 @@ def test_threshold_0_draws_the_same_images(run_psctl: RunPsctl, environment: dic
     [
         (("--cache", "patch", "--cache-threshold", "0", "-r", "80"), "latents of 10x10 cannot be cut"),
         (("--cache", "accumulated"), "--cache accumulated needs --cache-threshold"),
-        (("--cache", "patch", "--engine", "plain", "--cache-threshold", "1"), "belong to --engine patched"),
+        (("--cache", "patch", "--engine", "plain", "--cache-threshold", "1"), "only for --engine patched"),
         (("--cache", "interval", "--cache-interval", "1"), "cache interval is 1, but it must be 2 or more"),
         (("--cache", "patch", "--cache-predictor", "no.safetensors"), "there is no cache predictor no.safetensors"),
     ],

@@ -60,6 +60,7 @@ def run_body(
         ("open('/nowhere/trace.csv')", 1, "Error: no such file or folder: /nowhere/trace.csv\n"),
         ("open('/dev/full', 'w').write('x' * 10**6)", 1, "Error: disk full\n"),
         ("import typer; raise typer.BadParameter('no')", 2, "Error: Invalid value: no"),
+        ("import torch; torch.empty(2**60, dtype=torch.uint8)", 1, "Error: out of memory; use smaller resolutions"),
         ("import typer; raise typer.Exit(1)", 1, ""),
         ("pass", 0, ""),
     ],

@@ -222,7 +222,7 @@ def test_served_images_are_those_of_eager_passes(make: Callable[[], Any]) -> Non
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"engine": "plain", "cuda_graphs": True}, "belong to --engine patched"),
+        ({"engine": "plain", "cuda_graphs": True}, "only for --engine patched"),
         ({"compile": True, "cache": "patch"}, "--compile makes graphs of whole blocks"),
         ({"cuda_graphs": True, "cache": "patch"}, "--cuda-graphs records whole passes"),
     ],

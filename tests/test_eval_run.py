@@ -136,7 +136,7 @@ def test_folders_need_partners_of_one_size(tmp_path: Path) -> None:
     outcome = evaluate_folders(generated, reference, options, Judges(), workspace, shared_root=tmp_path / "ws")
     assert outcome.results.metrics["psnr"].n == 3
     arguments: tuple[Any, ...] = (options, Judges(), workspace)
-    with pytest.raises(UsageError, match="psnr compare with reference images"):
+    with pytest.raises(UsageError, match="psnr compares with reference images"):
         evaluate_folders(generated, None, *arguments, shared_root=tmp_path)
     with pytest.raises(UsageError, match=r"holds no manifest\.json, so its prompts"):
         evaluate_folders(generated, None, EvalOptions(("clip",)), *arguments[1:], shared_root=tmp_path)

@@ -91,7 +91,7 @@ def test_tuning_refuses_a_patch_size_that_does_not_fit(tmp_path: Path) -> None:
     [
         ({"engine": "fast"}, "engine is 'fast', but it must be one of patched, plain"),
         ({"patch_size": 0}, "patch size is 0, but it must be at least 1"),
-        ({"engine": "plain", "order": "image"}, "belong to --engine patched"),
+        ({"engine": "plain", "order": "image"}, "only for --engine patched"),
     ],
 )
 def test_wrong_options(given: dict[str, Any], message: str) -> None:
@@ -172,3 +172,13 @@ def test_sizes_that_no_patch_fits_are_refused_before_they_are_served() -> None:
     with pytest.raises(UsageError, match=r"patch size 9 does not fit.*use --order image"):
         served.check_request(Request(0, "a car", odd, 2))
     ServedModel(tiny_sdxl(), name="tiny").check_request(Request(0, "a car", odd, 2))
+
+
+def test_resolutions_far_beyond_the_model_are_refused() -> None:
+    served = ServedModel(tiny_sdxl(), name="tiny")
+    largest = max(served.defaults.resolutions)
+    served.check_resolution(Resolution(4 * largest.width, 4 * largest.height))
+    with pytest.raises(
+        UsageError, match=f"at most 64 times the pixels of the largest that tiny is made for .{largest}"
+    ):
+        served.check_resolution(Resolution(8 * largest.width, 8 * largest.height + 8))

@@ -1,6 +1,8 @@
 """Tables: what is written is read back, and files that are not the table are told."""
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -133,3 +135,15 @@ def test_files_that_are_something_else(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": [1]}).replace_schema_metadata(STEPS.to_arrow().metadata), path)
     with pytest.raises(UsageError, match="columns are a, which is not the steps table's schema"):
         read_table(path, STEPS)
+
+
+def test_reading_starts_no_threads(tmp_path: Path) -> None:
+    """A process that ended with an error while they started was aborted."""
+    write_table(tmp_path / "records.parquet", RECORDS, record_rows())
+    code = (
+        "import os; from patchedserve.data.tables import RECORDS, read_table\n"
+        "before = len(os.listdir('/proc/self/task'))\n"
+        f"read_table({str(tmp_path / 'records.parquet')!r}, RECORDS)\n"
+        "raise SystemExit(len(os.listdir('/proc/self/task')) - before)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -74,12 +74,12 @@ class Metadata:
         columns = (_NAME, _PART, *_SIZE, *NSFW_COLUMNS)
         try:
             # Opened here, not by Arrow, whose messages repeat the path.
-            with self.path.open("rb") as raw, pq.ParquetFile(raw) as file:
+            with self.path.open("rb") as raw, pq.ParquetFile(raw, pre_buffer=False) as file:
                 missing = [name for name in columns if name not in file.schema_arrow.names]
                 if missing:
                     raise UsageError(f"{self.path}: has no column {', '.join(missing)}, so it is no DiffusionDB table")
                 wanted = sorted(parts)
-                for batch in file.iter_batches(65536, columns=list(columns)):
+                for batch in file.iter_batches(65536, columns=list(columns), use_threads=False):
                     table = pa.table(batch)
                     here = table.filter(pc.field(_PART).isin(wanted))
                     names = here[_NAME].to_pylist()

@@ -174,7 +174,7 @@ def _opened(path: Path) -> pq.ParquetFile:
     try:
         if path.stat().st_size == 0:
             raise UsageError(f"{path}: the file is empty, but it must be parquet")
-        return pq.ParquetFile(path, buffer_size=_BUFFER_BYTES)
+        return pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
     except (pa.ArrowException, OSError) as error:
         what = error.strerror if isinstance(error, OSError) and error.strerror else "it is damaged or not parquet"
         raise UsageError(f"{path}: cannot read the file: {what}") from error
@@ -184,7 +184,7 @@ def _batches(
     path: Path, file: pq.ParquetFile, batch_size: int, groups: list[int] | None, columns: list[str]
 ) -> Iterator[pa.RecordBatch]:
     try:
-        yield from file.iter_batches(batch_size, row_groups=groups, columns=columns)
+        yield from file.iter_batches(batch_size, row_groups=groups, columns=columns, use_threads=False)
     except (pa.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"{path}: the file is damaged: {reason}") from error

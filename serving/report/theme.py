@@ -1,6 +1,7 @@
 """Colours and the look of all axes. Each plot is drawn once in light and once in dark colours."""
 
 import io
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -118,5 +119,9 @@ def add_wide_legend(figure: Figure, ax: Axes, theme: Theme) -> None:
 def to_png(figure: Figure) -> bytes:
     """The figure as PNG; the same figure gives the same bytes."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", facecolor=figure.get_facecolor(), metadata={"Software": None})
+    with warnings.catch_warnings():
+        # Of axes too small for their labels and of values too large to draw: nothing that a user could mend.
+        warnings.simplefilter("ignore", UserWarning)
+        warnings.simplefilter("ignore", RuntimeWarning)
+        figure.savefig(buffer, format="png", facecolor=figure.get_facecolor(), metadata={"Software": None})
     return buffer.getvalue()
