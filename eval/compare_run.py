@@ -16,7 +16,7 @@ from .generate_set import MANIFEST_FILE, Manifest, differing_settings, read_mani
 from .ground_truth import ground_truth_of
 from .image_sets import require_same_prompts, set_of
 from .judges import Judges
-from .measure import measure_clip, measure_pairs, measure_sets
+from .measure import measure_clip, measure_paired_fid, measure_pairs, measure_sets
 from .paired import compare_fid, compare_values
 from .result_files import RESULTS_FILE, EvalResults
 from .results import Direction
@@ -201,9 +201,9 @@ class _Sets:
             side.metrics.update(found)
             warnings += more
         details |= {"reference": self.sources[0].name}
-        found, more = measure_sets(("fid",), other, one, seed=self.seed, details=details)
-        comparison.metrics[FID_TO_FIRST] = replace(found["fid"], name=FID_TO_FIRST)
-        comparison.warnings.extend(dict.fromkeys(warnings + more))
+        to_first = measure_paired_fid(one, other, seed=self.seed, details=details)
+        comparison.metrics[FID_TO_FIRST] = replace(to_first, name=FID_TO_FIRST)
+        comparison.warnings.extend(dict.fromkeys(warnings))
         comparison.differences["fid"] = compare_fid(one, other, real, seed=self.seed)
 
     def _sides(self) -> list[tuple[str, ImageSource, ComparedSide]]:

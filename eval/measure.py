@@ -11,10 +11,10 @@ from ..data.datasets.base import BadEntries, BadImageError
 from ..data.datasets.loading import ImageSource, iter_images
 from ..data.datasets.prefetch import prefetch
 from ..data.errors import UsageError
-from .bootstrap import mean_interval
+from .bootstrap import Z95, mean_interval
 from .clip import Clip
 from .fid import fid_of_features
-from .fid_stats import USUAL_NUM_IMAGES, fid_infinity, fid_interval
+from .fid_stats import USUAL_NUM_IMAGES, fid_infinity, fid_interval, paired_fid_interval, require_pairs
 from .images import batches
 from .kid import kid_of_features
 from .lpips import Lpips
@@ -176,19 +176,24 @@ def measure_sets(
     if "fid" in names:
         value = fid_of_features(reference, generated).fid
         low, high = fid_interval(reference, generated, value, seed)
-        endless = fid_infinity(reference, generated, seed)
+        endless = fid_infinity(reference, generated, (high - value) / Z95, seed)
         more: dict[str, Any] = {"interval": "bootstrap over images, centred"}
-        if endless is not None:
+        if isinstance(endless, str):
+            more["fid_infinity_missing"] = endless
+        else:
             more |= {
                 "fid_infinity": endless.fid,
+                "fid_infinity_low": endless.low,
+                "fid_infinity_high": endless.high,
                 "fid_infinity_r2": endless.r2,
                 "finite_sample_bias": value - endless.fid,
             }
         results["fid"] = MetricResult("fid", value, low, high, smallest, "", "lower", seed, common | more)
         if smallest < USUAL_NUM_IMAGES:
+            hint = f"; fid_infinity is missing: {endless}" if isinstance(endless, str) else ", or see fid_infinity"
             warnings.append(
                 f"FID of {smallest} images is biased upwards (papers use {USUAL_NUM_IMAGES} and more); compare it only "
-                "with FIDs of as many images, or see fid_infinity"
+                f"with FIDs of as many images{hint}"
             )
     if "kid" in names:
         kid = kid_of_features(reference, generated, seed=seed)
@@ -206,6 +211,30 @@ def measure_sets(
             common | more | {"interval": "jackknife over images"},
         )
     return results, warnings
+
+
+def measure_paired_fid(
+    first: torch.Tensor, second: torch.Tensor, *, seed: int = 0, details: Mapping[str, Any] | None = None
+) -> MetricResult:
+    """FID between two draws of the same prompts and seeds.
+
+    There is no extrapolation over the number of images: pairs are no independent samples, and more of them would not
+    take a bias away that both sides share.
+
+    Args:
+        first, second: features (n, d), row i of both drawn for the same prompt and seed.
+        seed: of the bootstrap.
+        details: goes into the result.
+
+    Raises:
+        UsageError: the sides have different numbers of images, or fewer than two.
+        MissingExtraError: torchmetrics is not installed.
+    """
+    require_pairs(first, second)
+    value = fid_of_features(first, second).fid
+    low, high = paired_fid_interval(first, second, value, seed)
+    more = dict(details or {}) | {"interval": "bootstrap over pairs, centred"}
+    return MetricResult("fid", value, low, high, len(first), "", "lower", seed, more)
 
 
 def _mean_result(

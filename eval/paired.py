@@ -117,10 +117,9 @@ def compare_fid(
     Raises:
         UsageError: the sides have different numbers of images, or fewer than two.
     """
-    from .fid_stats import frechet_distance
+    from .fid_stats import frechet_distance, require_pairs
 
-    if first.shape != second.shape:
-        raise UsageError(f"features are {tuple(first.shape)} and {tuple(second.shape)}, but pairs need as many of each")
+    require_pairs(first, second)
 
     def difference(pairs: np.ndarray, others: np.ndarray) -> float:
         return frechet_distance(reference[others], second[pairs]) - frechet_distance(reference[others], first[pairs])

@@ -44,6 +44,8 @@ def test_a_comparison_holds_what_a_report_needs(tmp_path: Path) -> None:
     to_first = frechet_distance(features["one"], features["other"])
     assert found.metrics[FID_TO_FIRST].value == pytest.approx(to_first, rel=1e-3)
     assert found.metrics[FID_TO_FIRST].name == FID_TO_FIRST
+    assert found.metrics[FID_TO_FIRST].details["interval"] == "bootstrap over pairs, centred"
+    assert not [name for name in found.metrics[FID_TO_FIRST].details if name.startswith("fid_infinity")]
     difference = found.second.metrics["fid"].value - found.first.metrics["fid"].value
     assert found.differences["fid"].difference == pytest.approx(difference, rel=1e-3)
     assert found.per_image["psnr"].keys() == {"p0", "p1", "p2", "p3"}
