@@ -651,6 +651,10 @@ def test_images_are_read_forward_in_one_pass(tmp_path: Path, monkeypatch: pytest
     for location in locations:
         dataset.content(location)
     assert started == [[0], [1]]
+    # Back by one batch of 16 costs nothing, further back the row group begins again.
+    dataset.content(locations[20])
+    dataset.content(locations[39])
+    assert started == [[0], [1]]
     dataset.content(locations[0])
     assert started == [[0], [1], [0]]
 
