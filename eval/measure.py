@@ -283,7 +283,7 @@ def _stacked_pairs(
 
     for loaded in prefetch(reference.reading_order, load, 2):
         if len(loaded) == 2:
-            bad.add(f"{loaded[0]}: {loaded[1]}")
+            bad.add(loaded[0], loaded[1])
             continue
         image_id, image, other = loaded
         if image.shape != other.shape:

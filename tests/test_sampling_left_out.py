@@ -153,10 +153,11 @@ def test_filtered_by_nsfw_scores(tmp_path: Path):
 
 def test_counting_bad_entries():
     bad = BadEntries("here", 2)
-    bad.add("a: x")
-    bad.add("b: y")
-    assert (len(bad), bad.found) == (2, ("a: x", "b: y"))
+    bad.add("a", "x")
+    bad.add("b", "y")
+    bad.add("a", "again")
+    assert (len(bad), bad.found, bad.names) == (2, ("a: x", "b: y"), ("a", "b"))
     with pytest.raises(
         UsageError, match=r"^here: 3 bad entries so far, but at most 2 allowed \(--max-bad\); the first: a"
     ):
-        bad.add("c: z")
+        bad.add("c", "z")

@@ -145,7 +145,7 @@ def _pairs(pairs: FolderPairs, workers: int, bad: BadEntries) -> Iterator[tuple[
     names = zip(pairs.generated_ids, pairs.reference_ids, strict=True)
     for stem, loaded in zip(pairs.stems, prefetch(names, load, workers), strict=True):
         if isinstance(loaded, BadImageError):
-            bad.add(f"{stem}: {loaded}")
+            bad.add(stem, loaded)
         else:
             yield stem, *loaded
 

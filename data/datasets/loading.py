@@ -88,7 +88,7 @@ def _images(
 
     for image_id, image in prefetch(source.reading_order, load, workers):
         if isinstance(image, BadImageError):
-            bad.add(f"{image_id}: {image}")
+            bad.add(image_id, image)
         else:
             yield image_id, image
 

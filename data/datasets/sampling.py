@@ -228,9 +228,9 @@ def _usable(
         problem = _problem(group)
         size = sizes.get(entry.id)
         if problem is not None:
-            bad.add(f"{entry.id}: {problem}")
+            bad.add(entry.id, problem)
         elif isinstance(size, BadImageError):
-            bad.add(f"{entry.id}: {size}")
+            bad.add(entry.id, size)
         elif min_side is None or (size is not None and min(size) >= min_side):
             caption = min(entry.captions, key=lambda text: _digest(seed, entry.id, text))
             width, height = (entry.width, entry.height) if size is None else size
