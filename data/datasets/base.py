@@ -70,10 +70,6 @@ class CaptionDataset(Protocol):
         """
         ...
 
-    def image_size(self, location: str) -> tuple[int, int]:
-        """(width, height) of what `open_image` would return, in pixels, from the image's header. Raises as that."""
-        ...
-
     def content(self, location: str) -> bytes:
         """The bytes that make up the image: its file as it is, or the pixels of a drawn one. Raises as `open_image`."""
         ...

@@ -39,9 +39,6 @@ class EmojiCaptions:
         """See `CaptionDataset`. Raises RunError if resvg is not installed."""
         return self.scenes.image(int(location))
 
-    def image_size(self, location: str) -> tuple[int, int]:
-        return self.scenes.resolution
-
     def content(self, location: str) -> bytes:
         return self.open_image(location).tobytes()
 

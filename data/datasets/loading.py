@@ -131,12 +131,6 @@ def digest_of_images(source: ImageSource, *, workers: int = 2) -> str:
     return _combined([part for image_id in source.ids for part in (image_id, digests[image_id])])
 
 
-def digest_of_sample(sample: Sample, *, workers: int = 2) -> str:
-    """SHA-256 over ids, captions and, where there are any, contents of images. Raises as `digest_of_images`."""
-    images = digest_of_images(sample, workers=workers) if sample.has_images else ""
-    return _combined([images, *(part for item in sample.items for part in (item.id, item.caption))])
-
-
 def _combined(parts: Sequence[str]) -> str:
     total = hashlib.sha256()
     for part in parts:
