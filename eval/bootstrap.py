@@ -1,12 +1,14 @@
 """95 % intervals by bootstrap over images (Efron and Tibshirani, 1993): seeded, and the same on every machine."""
 
 from collections.abc import Callable, Sequence
+from statistics import NormalDist
 
 import numpy as np
 
 from .results import CONFIDENCE
 
 NUM_RESAMPLES = 2000
+Z95 = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 _QUANTILES = ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)
 _CHUNK = 64
 
@@ -25,7 +27,8 @@ def mean_interval(
     for first in range(0, num_resamples, _CHUNK):
         count = min(_CHUNK, num_resamples - first)
         means[first : first + count] = sample[rng.integers(0, len(sample), (count, len(sample)))].mean(1)
-    return _percentiles(means)
+    low, high = np.quantile(means, _QUANTILES)
+    return float(low), float(high)
 
 
 def centred_interval(
@@ -39,22 +42,17 @@ def centred_interval(
     """Interval of a statistic that is biased by the number of images, such as FID.
 
     A resample holds duplicates, so it looks like fewer images and its FID is larger: plain percentiles can lie above
-    the value as a whole. Only their spread is used, around the value: the resamples are moved so that their mean is it.
+    the value as a whole. Only their spread is used: 1.96 standard deviations on both sides of the value. Quantiles of
+    the 40 to 200 resamples that such statistics can afford lie too far inside; of 40, they hold 90 % and not 95 %.
 
     Args:
         value: the statistic of the sample itself.
         sizes: numbers of images in each set.
         statistic: takes one array of indices per set (drawn with replacement) and gives the statistic.
         seed: of the draws.
-        num_resamples: how many.
+        num_resamples: how many, at least 2.
     """
     rng = np.random.default_rng(seed)
     found = np.array([statistic(*(rng.integers(0, size, size) for size in sizes)) for _ in range(num_resamples)])
-    low, high = _percentiles(found - found.mean() + value)
-    # With few resamples of a skewed statistic the moved percentiles may just miss the value.
-    return min(low, value), max(high, value)
-
-
-def _percentiles(resampled: np.ndarray) -> Interval:
-    low, high = np.quantile(resampled, _QUANTILES)
-    return float(low), float(high)
+    half = Z95 * float(found.std(ddof=1))
+    return value - half, value + half

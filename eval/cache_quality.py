@@ -1,6 +1,6 @@
 """What the sides of `psctl bench cache` cost in quality, beside the side without a cache."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL.Image import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..data.datasets.registry import open_dataset
 from ..data.datasets.sampling import sample_pairs
@@ -21,7 +21,7 @@ from .eval_options import FEATURES_DIR, SAMPLES_DIR
 from .features import features_of
 from .fid import fid_of_features
 from .image_sets import fitted_sample
-from .images import batches
+from .images import AnyImage, batches_by_size, to_array
 from .judges import Judges
 from .lpips import Lpips
 from .psnr import MAX_PSNR_DB, psnr
@@ -100,7 +100,7 @@ def compare_sides(
     """
     off = sides[0]
     plain_scores = _clip_scores(judges.clip, off.images, texts) if options.clip else None
-    plain_features = None if real is None else _features(judges.inception, off.images)
+    plain_features = None if real is None else _batched(off.images, judges.inception)
     rows = []
     for side in sides:
         row = _times(side, off, batch_size)
@@ -113,7 +113,7 @@ def compare_sides(
             row["clip"] = float(scores.mean())
             row["clip_change"] = {"mean": float(change.mean()), "low": low, "high": high}
         if plain_features is not None and real is not None:
-            features = plain_features if side is off else _features(judges.inception, side.images)
+            features = plain_features if side is off else _batched(side.images, judges.inception)
             row["fid"] = fid_of_features(real, features).fid
             row["fid_to_off"] = fid_of_features(plain_features, features).fid
         rows.append(row)
@@ -144,8 +144,12 @@ def _times(side: Side, off: Side, batch_size: int) -> dict[str, Any]:
 
 
 def _similarity(images: Sequence[Image], originals: Sequence[Image], lpips: Lpips | None) -> dict[str, float]:
-    pairs = [tuple(next(iter(batches([image], 1))) for image in pair) for pair in zip(images, originals, strict=True)]
-    similar = [float(ssim(one, other)[0]) for one, other in pairs]
+    def of_pairs(distance: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        # One above the other, so that both go into the same batch.
+        pairs = (np.concatenate([to_array(image) for image in pair]) for pair in zip(images, originals, strict=True))
+        return _batched(pairs, lambda batch: distance(*batch.chunk(2, dim=2)))
+
+    similar = of_pairs(ssim).tolist()
     found = {
         "psnr_db": float(
             np.mean([min(psnr(one, other), MAX_PSNR_DB) for one, other in zip(images, originals, strict=True)])
@@ -154,7 +158,7 @@ def _similarity(images: Sequence[Image], originals: Sequence[Image], lpips: Lpip
         "ssim_min": min(similar),
     }
     if lpips is not None:
-        found["lpips"] = float(np.mean([float(lpips(one, other)[0]) for one, other in pairs]))
+        found["lpips"] = float(of_pairs(lpips).double().mean())
     return found
 
 
@@ -165,5 +169,10 @@ def _clip_scores(clip: Clip, images: Sequence[Image], texts: Sequence[str]) -> n
     return 100 * cosines.clamp(min=0).double().cpu().numpy()
 
 
-def _features(inception: nn.Module, images: Sequence[Image]) -> Tensor:
-    return torch.cat([inception(batch).float().cpu() for batch in batches(images, _BATCH_SIZE)])
+def _batched(images: Iterable[AnyImage], function: Callable[[Tensor], Tensor]) -> Tensor:
+    """What the function makes of uint8 images (n, 3, height, width), gathered by size, in the order of the images."""
+    parts, places = [], []
+    for keys, batch in batches_by_size(enumerate(images), _BATCH_SIZE):
+        parts.append(function(batch).cpu())
+        places += keys
+    return torch.cat(parts)[np.argsort(places)]

@@ -1,8 +1,10 @@
 """Two configurations compared pair by pair: from their images, or from the results of two evaluations."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from torch import Tensor
 
 from ..data.datasets.base import BadEntries
 from ..data.datasets.folders import open_folder
@@ -16,7 +18,7 @@ from .generate_set import MANIFEST_FILE, Manifest, differing_settings, read_mani
 from .ground_truth import ground_truth_of
 from .image_sets import require_same_prompts, set_of
 from .judges import Judges
-from .measure import measure_clip, measure_pairs, measure_sets
+from .measure import measure_clip, measure_paired_fid, measure_pairs, measure_sets
 from .paired import compare_fid, compare_values
 from .result_files import RESULTS_FILE, EvalResults
 from .results import Direction
@@ -51,7 +53,8 @@ def compare(
     Of sets, PSNR, SSIM and LPIPS say how far the second's images are from the first's; CLIP score and FID say what that
     costs. With FID, the real images are those of the data set whose captions were drawn, or of a folder; FID of each
     side to them and of the second side to the first, and with the data set also LPIPS of each side to them.
-    Of results, every metric with values of single images is compared.
+    Of results, every metric with values of single images is compared. A pair of which an image is missing, damaged or,
+    in a result, was left out takes no part, and a warning says so.
 
     Args:
         first, second: folders with a manifest, or result files or folders of `psctl eval`.
@@ -142,7 +145,7 @@ class _Sets:
         )
         self.comparison.metrics.update(found)
         self.comparison.per_image.update(values)
-        self.comparison.warnings.extend(f"pair left out: {each}" for each in bad.found)
+        self._warn(f"pair left out: {each}" for each in bad.found)
 
     def measure_clip(self, manifest: Manifest) -> None:
         """CLIP score of each side's images, and what the second side changed."""
@@ -183,17 +186,20 @@ class _Sets:
 
     def measure_fid(self, truth: ImageSource, features_dir: Path | None) -> None:
         """FID of each side to real images, of the second side to the first, and what the second side changed."""
-        # FID pairs rows of features, so none may be left out.
+        bad = [BadEntries(source.name, self.max_bad) for source in (*self.sources, truth)]
         one, other, real = (
             features_of(
                 source,
                 self.judges.inception,
                 self.judges.inception_sha256,
                 features_dir,
+                bad=each,
                 on_images=self.start_phase(f"{what} features", len(source.ids)),
             )
-            for what, source in (("first", self.sources[0]), ("second", self.sources[1]), ("real", truth))
+            for what, source, each in zip(("first", "second", "real"), (*self.sources, truth), bad, strict=True)
         )
+        one, other = self._pairs_of_features((one, other), (bad[0], bad[1]))
+        self._warn(f"real image left out: {each}" for each in bad[2].found)
         comparison, details = self.comparison, self.judges.inception_details() | {"reference": truth.name}
         warnings: list[str] = []
         for features, side in ((one, comparison.first), (other, comparison.second)):
@@ -201,10 +207,31 @@ class _Sets:
             side.metrics.update(found)
             warnings += more
         details |= {"reference": self.sources[0].name}
-        found, more = measure_sets(("fid",), other, one, seed=self.seed, details=details)
-        comparison.metrics[FID_TO_FIRST] = replace(found["fid"], name=FID_TO_FIRST)
-        comparison.warnings.extend(dict.fromkeys(warnings + more))
+        to_first = measure_paired_fid(one, other, seed=self.seed, details=details)
+        comparison.metrics[FID_TO_FIRST] = replace(to_first, name=FID_TO_FIRST)
+        self._warn(warnings)
         comparison.differences["fid"] = compare_fid(one, other, real, seed=self.seed)
+
+    def _pairs_of_features(
+        self, features: tuple[Tensor, Tensor], bad: tuple[BadEntries, BadEntries]
+    ) -> tuple[Tensor, Tensor]:
+        """The rows of pairs whose images could be read on both sides; the others are counted and warned of."""
+        one, other = self.sources
+        pairs = BadEntries(f"{other.name} against {one.name}", self.max_bad)
+        # The second side first, as `measure_pairs` looks at them: a pair that is bad on both is then warned of once.
+        for side in reversed(bad):
+            for name, found in zip(side.names, side.found, strict=True):
+                pairs.add(name, found.removeprefix(f"{name}: "))
+        self._warn(f"pair left out: {each}" for each in pairs.found)
+        kept = [
+            [i for i, name in enumerate(name for name in one.ids if name not in side.names) if name not in pairs.names]
+            for side in bad
+        ]
+        return features[0][kept[0]], features[1][kept[1]]
+
+    def _warn(self, messages: Iterable[str]) -> None:
+        known = self.comparison.warnings
+        known.extend(message for message in dict.fromkeys(messages) if message not in known)
 
     def _sides(self) -> list[tuple[str, ImageSource, ComparedSide]]:
         (one, other), comparison = self.sources, self.comparison
@@ -212,10 +239,14 @@ class _Sets:
 
     def _note_difference(self, name: str, all_values: Sequence[Mapping[str, float]], direction: Direction) -> None:
         """Compare the values of both sides, image by image."""
-        # An image that is bad on one side leaves its partner without a pair.
-        common = sorted(all_values[0].keys() & all_values[1].keys())
-        one, other = ({key: each[key] for key in common} for each in all_values)
+        one, other = _common(*all_values)
         self.comparison.differences[name] = compare_values(name, one, other, direction, self.seed)
+
+
+def _common(one: Mapping[str, float], other: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+    """The values of the images that both sides have: one that is bad on one side leaves its partner without a pair."""
+    common = sorted(one.keys() & other.keys())
+    return {name: one[name] for name in common}, {name: other[name] for name in common}
 
 
 def _compare_results(paths: tuple[Path, Path], seed: int) -> Comparison:
@@ -237,9 +268,14 @@ def _compare_results(paths: tuple[Path, Path], seed: int) -> Comparison:
     )
     for name in common:
         direction = first.metrics[name].direction
-        comparison.differences[name] = compare_values(
-            name, first.per_image[name], second.per_image[name], direction, seed
-        )
+        one, other = first.per_image[name], second.per_image[name]
+        # Known to be of the same prompts: where one side lacks an image, it has left out a bad one.
+        if None not in digests and (alone := sorted(one.keys() ^ other.keys())):
+            comparison.warnings.append(
+                f"{name}: {len(alone)} images were measured on one side only and left out; the first: {alone[0]}"
+            )
+            one, other = _common(one, other)
+        comparison.differences[name] = compare_values(name, one, other, direction, seed)
     return comparison
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +15,11 @@ from ..data.datasets.base import BadEntries
 from ..data.datasets.loading import ImageSource, digest_of_images, iter_images
 from ..data.errors import UsageError
 from ..data.files import atomic_write
-from .images import to_array
+from .images import batches_by_size
 
 _VERSION = 1  # changes whenever the same images would give other features
 BATCH_SIZE = 32
 _MAX_WORKERS = 16
-_MAX_WAITING = 4
-"""Batches' worth of images that wait for others of their size."""
 
 
 def features_of(
@@ -37,8 +35,9 @@ def features_of(
 ) -> torch.Tensor:
     """Features (n, d) of the images of a source in float32, in the order of its ids.
 
-    Images are decoded ahead by threads while the network works; only the features stay in memory (8 KB an image), with
-    a few batches of images. Images of one size go through the network together wherever they stand in the source.
+    Images are decoded ahead by threads while the network works, in the order in which they are read fastest; only the
+    features stay in memory (8 KB an image), with a few batches of images. Images of one size go through the network
+    together wherever they stand in the source.
 
     Args:
         source: the images; sizes may differ.
@@ -65,10 +64,10 @@ def features_of(
             return kept
     parts: list[torch.Tensor] = []
     places: list[int] = []
-    images = (image for _, image in iter_images(source, crop="none", workers=workers, bad=bad))
-    for place, batch in batches_by_size(images, batch_size):
+    place_of = {image_id: place for place, image_id in enumerate(source.ids)}
+    for ids, batch in batches_by_size(iter_images(source, crop="none", workers=workers, bad=bad), batch_size):
         parts.append(extractor(batch).float().cpu())
-        places += place
+        places += [place_of[image_id] for image_id in ids]
         if on_images is not None:
             on_images(len(batch))
     features = torch.cat(parts)[np.argsort(places)] if parts else torch.zeros(0, 0)
@@ -76,33 +75,6 @@ def features_of(
         with atomic_write(file) as temporary:
             save_file({"features": features}, temporary)
     return features
-
-
-def batches_by_size(
-    images: Iterable[np.ndarray], batch_size: int = BATCH_SIZE
-) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """Gather images (height, width, 3) into uint8 tensors (n, 3, height, width) of one size, with their places.
-
-    Sets of several resolutions have them in turn, and batches of neighbours would hold one image each. Where sizes are
-    so many that few images find others of theirs, the largest unfinished batch goes first, so memory stays bounded.
-    """
-    waiting: dict[tuple[int, ...], tuple[list[int], list[np.ndarray]]] = {}
-
-    def taken(shape: tuple[int, ...]) -> tuple[list[int], torch.Tensor]:
-        places, arrays = waiting.pop(shape)
-        return places, torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2)
-
-    for place, image in enumerate(images):
-        array = to_array(image)
-        places, arrays = waiting.setdefault(array.shape, ([], []))
-        places.append(place)
-        arrays.append(array)
-        if len(places) == batch_size:
-            yield taken(array.shape)
-        elif sum(len(places) for places, _ in waiting.values()) >= _MAX_WAITING * batch_size:
-            yield taken(max(waiting, key=lambda shape: len(waiting[shape][0])))
-    for shape in list(waiting):
-        yield taken(shape)
 
 
 def _workers_for(extractor: nn.Module) -> int:

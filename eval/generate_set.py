@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import __version__
 from ..data.errors import RunError, UsageError
 from ..data.files import require_folder, write_json
 from ..data.requests import MAX_SEED, Request
@@ -113,6 +114,8 @@ def generation_settings(
 ) -> dict[str, Any]:
     """What decides the images of a set. All engine options go in by their names, also those of later versions.
 
+    The versions of psctl, torch and diffusers belong to it: images of one set are drawn by one code.
+
     The cache goes in by its rules and the content of its predictor. Patches then depend a little on what else is in the
     batch, so where there is a cache, what fills batches belongs to `more`, too.
 
@@ -125,7 +128,13 @@ def generation_settings(
     Raises:
         OSError: the file of the cache's predictor cannot be read.
     """
+    import diffusers
+    import torch
+
     return {
+        "psctl_version": __version__,
+        "torch_version": str(torch.__version__),
+        "diffusers_version": diffusers.__version__,
         "model": model.name,
         "fingerprint": model.fingerprint,
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -269,7 +278,9 @@ def _require_same(folder: Path, found: Manifest, wanted: Manifest) -> None:
         what = f"{len(wanted.items)} images were asked for, but it is a set of {len(found.items)}"
     else:
         what = "its prompts, seeds or sizes are others"
-    raise UsageError(f"{folder}: holds another set of images: {what}; give another folder")
+    raise UsageError(
+        f"{folder}: holds another set of images: {what}; to draw anew, give another folder or delete this one"
+    )
 
 
 def differing_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -1,6 +1,7 @@
 """Images as the metrics take them: PIL images or arrays (height, width, 3) of uint8."""
 
 from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -10,6 +11,10 @@ from ..data.checks import require_counts
 from ..data.errors import UsageError
 
 AnyImage = Image.Image | np.ndarray
+Key = TypeVar("Key")
+
+_MAX_WAITING = 4
+"""Batches' worth of images that wait for others of their size."""
 
 
 def to_array(image: AnyImage) -> np.ndarray:
@@ -51,6 +56,33 @@ def batches(images: Iterable[AnyImage], batch_size: int) -> Iterator[torch.Tenso
         batch.append(array)
     if batch:
         yield _stack(batch)
+
+
+def batches_by_size(
+    images: Iterable[tuple[Key, AnyImage]], batch_size: int
+) -> Iterator[tuple[list[Key], torch.Tensor]]:
+    """Gather images, each with a key, into uint8 tensors (n, 3, height, width) of one size, with their keys.
+
+    Sets of several resolutions have them in turn, and batches of neighbours would hold one image each. Where sizes are
+    so many that few images find others of theirs, the largest unfinished batch goes first, so memory stays bounded.
+    """
+    waiting: dict[tuple[int, ...], tuple[list[Key], list[np.ndarray]]] = {}
+
+    def taken(shape: tuple[int, ...]) -> tuple[list[Key], torch.Tensor]:
+        keys, arrays = waiting.pop(shape)
+        return keys, _stack(arrays)
+
+    for key, image in images:
+        array = to_array(image)
+        keys, arrays = waiting.setdefault(array.shape, ([], []))
+        keys.append(key)
+        arrays.append(array)
+        if len(keys) == batch_size:
+            yield taken(array.shape)
+        elif sum(len(keys) for keys, _ in waiting.values()) >= _MAX_WAITING * batch_size:
+            yield taken(max(waiting, key=lambda shape: len(waiting[shape][0])))
+    for shape in list(waiting):
+        yield taken(shape)
 
 
 def _stack(arrays: list[np.ndarray]) -> torch.Tensor:

@@ -11,11 +11,11 @@ from ..data.datasets.base import BadEntries, BadImageError
 from ..data.datasets.loading import ImageSource, iter_images
 from ..data.datasets.prefetch import prefetch
 from ..data.errors import UsageError
-from .bootstrap import mean_interval
+from .bootstrap import Z95, mean_interval
 from .clip import Clip
 from .fid import fid_of_features
-from .fid_stats import USUAL_NUM_IMAGES, fid_infinity, fid_interval
-from .images import batches
+from .fid_stats import USUAL_NUM_IMAGES, fid_infinity, fid_interval, paired_fid_interval, require_pairs
+from .images import batches_by_size
 from .kid import kid_of_features
 from .lpips import Lpips
 from .psnr import MAX_PSNR_DB, psnr
@@ -85,6 +85,7 @@ def measure_clip(
             score()
     if batch:
         score()
+    values = _in_order(values, generated)
     return _mean_result(name, values, "", "higher", seed, details), values
 
 
@@ -121,7 +122,9 @@ def measure_pairs(
         raise UsageError(f"{generated.name} and {reference.name}: {count} images have no partner on the other side")
     values: dict[str, dict[str, float]] = {name: {} for name in names}
     num_identical = 0
-    for ids, images, references in _pair_batches(generated, reference, bad):
+    pairs = _stacked_pairs(generated, reference, bad)
+    for ids, batch in batches_by_size(pairs, BATCH_SIZE):
+        images, references = batch.chunk(2, dim=2)
         found: dict[str, list[float]] = {}
         if "psnr" in names:
             exact = [psnr(_array(one), _array(other)) for one, other in zip(images, references, strict=True)]
@@ -136,6 +139,7 @@ def measure_pairs(
             values[name].update(zip(ids, each, strict=True))
         if on_images is not None:
             on_images(len(ids))
+    values = {name: _in_order(each, generated) for name, each in values.items()}
     results = {}
     for name in names:
         more = dict((details or {}).get(name, {}))
@@ -176,19 +180,24 @@ def measure_sets(
     if "fid" in names:
         value = fid_of_features(reference, generated).fid
         low, high = fid_interval(reference, generated, value, seed)
-        endless = fid_infinity(reference, generated, seed)
+        endless = fid_infinity(reference, generated, (high - value) / Z95, seed)
         more: dict[str, Any] = {"interval": "bootstrap over images, centred"}
-        if endless is not None:
+        if isinstance(endless, str):
+            more["fid_infinity_missing"] = endless
+        else:
             more |= {
                 "fid_infinity": endless.fid,
+                "fid_infinity_low": endless.low,
+                "fid_infinity_high": endless.high,
                 "fid_infinity_r2": endless.r2,
                 "finite_sample_bias": value - endless.fid,
             }
         results["fid"] = MetricResult("fid", value, low, high, smallest, "", "lower", seed, common | more)
         if smallest < USUAL_NUM_IMAGES:
+            hint = f"; fid_infinity is missing: {endless}" if isinstance(endless, str) else ", or see fid_infinity"
             warnings.append(
                 f"FID of {smallest} images is biased upwards (papers use {USUAL_NUM_IMAGES} and more); compare it only "
-                "with FIDs of as many images, or see fid_infinity"
+                f"with FIDs of as many images{hint}"
             )
     if "kid" in names:
         kid = kid_of_features(reference, generated, seed=seed)
@@ -208,6 +217,30 @@ def measure_sets(
     return results, warnings
 
 
+def measure_paired_fid(
+    first: torch.Tensor, second: torch.Tensor, *, seed: int = 0, details: Mapping[str, Any] | None = None
+) -> MetricResult:
+    """FID between two draws of the same prompts and seeds.
+
+    There is no extrapolation over the number of images: pairs are no independent samples, and more of them would not
+    take a bias away that both sides share.
+
+    Args:
+        first, second: features (n, d), row i of both drawn for the same prompt and seed.
+        seed: of the bootstrap.
+        details: goes into the result.
+
+    Raises:
+        UsageError: the sides have different numbers of images, or fewer than two.
+        MissingExtraError: torchmetrics is not installed.
+    """
+    require_pairs(first, second)
+    value = fid_of_features(first, second).fid
+    low, high = paired_fid_interval(first, second, value, seed)
+    more = dict(details or {}) | {"interval": "bootstrap over pairs, centred"}
+    return MetricResult("fid", value, low, high, len(first), "", "lower", seed, more)
+
+
 def _mean_result(
     name: str,
     values: Mapping[str, float],
@@ -224,12 +257,19 @@ def _mean_result(
     return MetricResult(name, float(np.mean(numbers)), low, high, len(numbers), unit, direction, seed, more)
 
 
-def _pair_batches(
+def _in_order(values: Mapping[str, float], source: ImageSource) -> dict[str, float]:
+    """The values in the order of the source's ids: those of a bootstrap must not depend on how the files lie."""
+    return {image_id: values[image_id] for image_id in source.ids if image_id in values}
+
+
+def _stacked_pairs(
     generated: ImageSource, reference: ImageSource, bad: BadEntries | None
-) -> Iterator[tuple[list[str], torch.Tensor, torch.Tensor]]:
-    """Pairs in batches of one size; read ahead by threads, few in memory."""
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Each image above its reference, so that both go into the same batch; read ahead by threads.
+
+    They come in the order of the reference, which may be a table that is read fast in one order only.
+    """
     bad = BadEntries(f"{generated.name} against {reference.name}") if bad is None else bad
-    ids: list[str] = []
 
     def load(image_id: str) -> tuple[str, np.ndarray, np.ndarray] | tuple[str, BadImageError]:
         try:
@@ -241,25 +281,17 @@ def _pair_batches(
         except BadImageError as error:
             return image_id, error
 
-    def stacked() -> Iterator[np.ndarray]:
-        for loaded in prefetch(generated.ids, load, 2):
-            if len(loaded) == 2:
-                bad.add(f"{loaded[0]}: {loaded[1]}")
-                continue
-            image_id, image, other = loaded
-            if image.shape != other.shape:
-                raise UsageError(
-                    f"{image_id}: the image is {image.shape[1]}x{image.shape[0]}, but its reference "
-                    f"{other.shape[1]}x{other.shape[0]}; pairs need one size"
-                )
-            ids.append(image_id)
-            # One above the other, so that both sides come in the same batches.
-            yield np.concatenate([image, other], axis=0)
-
-    for batch in batches(stacked(), BATCH_SIZE):
-        images, references = batch.chunk(2, dim=2)
-        yield ids[: len(batch)], images, references
-        del ids[: len(batch)]
+    for loaded in prefetch(reference.reading_order, load, 2):
+        if len(loaded) == 2:
+            bad.add(loaded[0], loaded[1])
+            continue
+        image_id, image, other = loaded
+        if image.shape != other.shape:
+            raise UsageError(
+                f"{image_id}: the image is {image.shape[1]}x{image.shape[0]}, but its reference "
+                f"{other.shape[1]}x{other.shape[0]}; pairs need one size"
+            )
+        yield image_id, np.concatenate([image, other], axis=0)
 
 
 def _array(image: torch.Tensor) -> np.ndarray:

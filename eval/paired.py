@@ -1,7 +1,7 @@
 """Paired comparison: two configurations drew the same prompts with the same seeds; what did the second one change?
 
 The difference of paired values varies far less than either side, so it needs far fewer images than two separate
-figures. Intervals are bootstraps over pairs.
+figures. Intervals of differences are bootstraps over pairs; those of win rates are Wilson's, no points at 0 and 1.
 """
 
 from collections.abc import Mapping
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..data.errors import UsageError
+from ..data.wilson import wilson_interval
 from .bootstrap import centred_interval, mean_interval
 from .results import Direction
 
@@ -30,7 +31,7 @@ class PairedResult:
         difference: second - first.
         low, high: 95 % interval of the difference; None with fewer than two pairs.
         win_rate: share of pairs in which the second is better, ties counting half; None for metrics of whole sets.
-        win_low, win_high: 95 % interval of it.
+        win_low, win_high: 95 % interval of it (Wilson's, of wins and half the ties).
         tie_rate: share of pairs with equal values.
         n: number of pairs.
         direction: whether a higher or a lower value is better.
@@ -79,7 +80,7 @@ def compare_values(
     better = differences > 0 if direction == "higher" else differences < 0
     wins = better + 0.5 * (differences == 0)
     interval = mean_interval(differences, seed) or (None, None)
-    win_interval = mean_interval(wins, seed) or (None, None)
+    win_interval = wilson_interval(float(wins.sum()), len(wins))
     return PairedResult(
         name,
         float(one.mean()),
@@ -116,10 +117,9 @@ def compare_fid(
     Raises:
         UsageError: the sides have different numbers of images, or fewer than two.
     """
-    from .fid_stats import frechet_distance
+    from .fid_stats import frechet_distance, require_pairs
 
-    if first.shape != second.shape:
-        raise UsageError(f"features are {tuple(first.shape)} and {tuple(second.shape)}, but pairs need as many of each")
+    require_pairs(first, second)
 
     def difference(pairs: np.ndarray, others: np.ndarray) -> float:
         return frechet_distance(reference[others], second[pairs]) - frechet_distance(reference[others], first[pairs])

@@ -6,7 +6,7 @@ so they are refused.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from ..data.errors import UsageError
 from .comparison import Comparison
 from .generate_set import MANIFEST_FILE, flat_settings
 from .paired import PairedResult
+from .report_reference import TO_REFERENCE, folder_of_captions, other_references
 from .result_files import COMPARE_FILE, COMPARE_KIND, RESULTS_FILE, RESULTS_KIND, EvalResults, read_json
 from .results import MetricResult
 
@@ -139,11 +140,12 @@ def gather(paths: Iterable[Path], *, on_warning: Callable[[str], None], is_stric
     Args:
         paths: files or folders; where two tell the same figure, the later one counts.
         on_warning: told what was left out or decided.
-        is_strict: False for files that nobody named: what does not fit the newest of its model and data set is left
-            out, instead of being an error.
+        is_strict: False for files that nobody named: what does not fit the newest of its model and data set, or is
+            against other images than the data set's, is left out, instead of being an error.
 
     Raises:
-        UsageError: as `read_sides`, or figures of one model and data set are of other prompts, steps and so on.
+        UsageError: as `read_sides`, figures of one model and data set are of other prompts, steps and so on, or they
+            are against other reference images than those of the data set.
     """
     sides: list[ReportedSide] = []
     for path in paths:
@@ -156,6 +158,10 @@ def gather(paths: Iterable[Path], *, on_warning: Callable[[str], None], is_stric
     subjects: dict[tuple[str, str], Subject] = {}
     if not is_strict:
         sides = _fitting_the_newest(sides, on_warning)
+    for message in _drop_other_references(sides):
+        if is_strict:
+            raise UsageError(message)
+        on_warning(f"left out: {message}")
     for side in sides:
         settings = side.settings
         model, dataset = str(settings["model"]), str(settings["dataset"])
@@ -196,6 +202,25 @@ def _fitting_the_newest(sides: list[ReportedSide], on_warning: Callable[[str], N
         }
         on_warning(f"{len(files)} older results are of other prompts or settings than the newest, and were left out")
     return kept
+
+
+def _drop_other_references(sides: list[ReportedSide]) -> Iterator[str]:
+    """Take away figures that are not against the data set's own images; yields what is wrong with them."""
+    by_dataset: dict[Any, list[ReportedSide]] = {}
+    for side in sides:
+        by_dataset.setdefault(side.settings["dataset"], []).append(side)
+    for dataset, group in by_dataset.items():
+        folder = folder_of_captions(side.metrics for side in group)
+        for side in group:
+            others = other_references(dataset, side.metrics, folder)
+            for name in others:
+                side.metrics.pop(name)
+                side.differences.pop(name, None)
+            if others:
+                yield (
+                    f"{side.sources[0]}: {', '.join(others)} are against {', '.join(dict.fromkeys(others.values()))}, "
+                    f"but columns w/ G.T. hold figures against the images of {dataset} only"
+                )
 
 
 def _mismatch(one: ReportedSide, other: ReportedSide) -> str | None:
@@ -264,7 +289,7 @@ def _checked(settings: Mapping[str, Any], file: Path) -> dict[str, Any]:
 
 
 def _with_reference(metric: MetricResult, reference: Any) -> MetricResult:
-    if metric.name not in ("fid", "kid", "lpips", "psnr", "ssim") or "reference" in metric.details:
+    if metric.name not in TO_REFERENCE or "reference" in metric.details:
         return metric
     return replace(metric, details=metric.details | {"reference": reference})
 

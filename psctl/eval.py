@@ -187,7 +187,10 @@ def metric_table(results: "list[MetricResult]") -> "Table":
         )
         endless: Any = each.details.get("fid_infinity")
         if endless is not None:
-            table.add_row(Text("  with infinitely many images"), f"{endless:.4g}", "", "", "")
+            ends = (each.details.get("fid_infinity_low"), each.details.get("fid_infinity_high"))
+            table.add_row(Text("  with infinitely many images"), f"{endless:.4g}", interval_text(*ends), "", "")
+        elif (missing := each.details.get("fid_infinity_missing")) is not None:
+            table.add_row(Text("  with infinitely many images"), "unknown", Text(str(missing)), "", "")
     return table
 
 

@@ -32,6 +32,10 @@ DRAWN = {
 }
 
 
+TRUTH = "emoji (heldout, 256x256)"
+"""What the pictures of the data set `emoji` are called in results."""
+
+
 CLIP = "clip[emoji-clip]"
 
 
@@ -46,7 +50,7 @@ def metric(name: str, value: float, n: int = 4, **details: Any) -> MetricResult:
     kind = name.split("[")[0].split("_")[0]
     more = {"weights_sha256": SHA[kind]} if kind in SHA else {}
     unit = "dB" if name == "psnr" else ""
-    return MetricResult(name, value, value - 1, value + 1, n, unit, details={"reference": "real"} | more | details)
+    return MetricResult(name, value, value - 1, value + 1, n, unit, details={"reference": TRUTH} | more | details)
 
 
 def image_set(folder: Path, settings: dict[str, Any], shift: int = 0, count: int = 4, seed: int = 5) -> Path:
@@ -70,7 +74,11 @@ def comparison_of(
         settings = settings_of(engine, cache if engine == "patched" else None, dataset=dataset)
         settings |= ours if engine == "patched" else {}
         folder = image_set(root / f"{name}-{engine}", settings, shift=5 if engine == "patched" else 0)
-        metrics = {CLIP: metric(CLIP, value), "fid": metric("fid", value), "lpips": metric("lpips", value / 100)}
+        truth = TRUTH if dataset == "emoji" else dataset + "/captions.json"
+        metrics = {CLIP: metric(CLIP, value)}
+        metrics |= {
+            name: metric(name, figure, reference=truth) for name, figure in (("fid", value), ("lpips", value / 100))
+        }
         more = {"num_prompts": 4, "seed": 5, "resolutions": ["40x32"]}
         use = (
             {"saved_computation": 0.25, "saved_by_block": {}, "num_images": 4}
@@ -96,7 +104,7 @@ def comparison_of(
 
 def results_of(path: Path, engine: str, metrics: list[MetricResult], **more: Any) -> Path:
     settings = settings_of(
-        engine, **{"prompts_digest": "digest", "num_prompts": 4, "seed": 5, "reference": "real"} | more
+        engine, **{"prompts_digest": "digest", "num_prompts": 4, "seed": 5, "reference": TRUTH} | more
     )
     EvalResults({each.name: each for each in metrics}, {}, settings).save(path)
     return path

@@ -44,6 +44,8 @@ def test_a_comparison_holds_what_a_report_needs(tmp_path: Path) -> None:
     to_first = frechet_distance(features["one"], features["other"])
     assert found.metrics[FID_TO_FIRST].value == pytest.approx(to_first, rel=1e-3)
     assert found.metrics[FID_TO_FIRST].name == FID_TO_FIRST
+    assert found.metrics[FID_TO_FIRST].details["interval"] == "bootstrap over pairs, centred"
+    assert not [name for name in found.metrics[FID_TO_FIRST].details if name.startswith("fid_infinity")]
     difference = found.second.metrics["fid"].value - found.first.metrics["fid"].value
     assert found.differences["fid"].difference == pytest.approx(difference, rel=1e-3)
     assert found.per_image["psnr"].keys() == {"p0", "p1", "p2", "p3"}
@@ -52,6 +54,39 @@ def test_a_comparison_holds_what_a_report_needs(tmp_path: Path) -> None:
     assert len([warning for warning in found.warnings if "biased upwards" in warning]) == 1
     found.save(tmp_path / "compare.json")
     assert Comparison.load(tmp_path) == found
+
+
+def test_bad_images_cost_their_pairs_and_not_the_comparison(tmp_path: Path) -> None:
+    pytest.importorskip("torchmetrics", reason="the extra `eval` is not installed")
+    one = image_set(tmp_path / "one", settings_of("plain"), count=7)
+    other = image_set(tmp_path / "other", settings_of("patched"), shift=4, count=7)
+    real = image_set(tmp_path / "real", settings_of("plain"), shift=9, count=6)
+    (real / "manifest.json").unlink()
+    features = {folder.name: features_of_folder(folder) for folder in (one, other, real)}
+    # One is missing on the first side, one is damaged on the second, one is bad on both.
+    (one / "001.png").unlink()
+    (other / "004.png").write_bytes(b"no image")
+    for folder in (one, other):
+        (folder / "006.png").write_bytes(b"")
+    (real / "000.png").write_bytes(b"")
+    with pytest.raises(UsageError, match=r"2 bad entries so far, but at most 1 allowed \(--max-bad\)"):
+        compare(one, other, ("fid",), MadeUpJudges(), reference=real, max_bad=1)
+    with pytest.raises(UsageError, match=r"3 bad entries so far, but at most 2 allowed \(--max-bad\)"):
+        compare(one, other, ("fid",), MadeUpJudges(), reference=real, max_bad=2)
+    found = compare(one, other, ("psnr", "clip", "fid"), MadeUpJudges(), reference=real, max_bad=3)
+    kept = [0, 2, 3, 5]
+    truth = features["real"][1:]
+    for side, name in ((found.first, "one"), (found.second, "other")):
+        assert side.metrics["fid"].value == pytest.approx(frechet_distance(truth, features[name][kept]), rel=1e-3)
+        assert side.metrics["fid"].details["num_generated"] == 4
+    to_first = frechet_distance(features["one"][kept], features["other"][kept])
+    assert found.metrics[FID_TO_FIRST].value == pytest.approx(to_first, rel=1e-3)
+    assert (found.metrics["psnr"].n, found.metrics[FID_TO_FIRST].n, found.differences["fid"].n) == (4, 4, 4)
+    # CLIP scores of the sides are of all their images, the difference of the pairs.
+    assert (found.first.metrics[CLIP].n, found.differences[CLIP].n) == (5, 4)
+    left_out = [warning for warning in found.warnings if warning.startswith("pair left out: ")]
+    assert [warning.split(": ")[1] for warning in left_out] == ["p1", "p4", "p6"]
+    assert [warning for warning in found.warnings if "real image left out: 000.png: " in warning]
 
 
 def test_the_ground_truth_is_the_data_sets_own(tmp_path: Path) -> None:

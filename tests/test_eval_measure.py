@@ -11,7 +11,7 @@ from patchedserve.data.datasets.base import BadEntries
 from patchedserve.data.datasets.folders import open_folder
 from patchedserve.data.errors import UsageError
 from patchedserve.eval.features import features_of
-from patchedserve.eval.measure import measure_pairs, measure_sets
+from patchedserve.eval.measure import measure_paired_fid, measure_pairs, measure_sets
 from patchedserve.eval.psnr import psnr
 from patchedserve.eval.ssim import ssim
 
@@ -84,6 +84,19 @@ def test_pairs_are_measured_one_by_one_in_any_mix_of_sizes(tmp_path: Path) -> No
         measure_pairs(("psnr",), one, open_folder(image_folder(tmp_path / "c", 5)))
 
 
+def test_fid_of_pairs_is_resampled_by_pairs_and_not_extrapolated() -> None:
+    rng = np.random.default_rng(0)
+    one = torch.from_numpy(rng.normal(size=(40, 8)))
+    found = measure_paired_fid(one, one + 0.01, details={"weights": "w"})
+    assert found.value == pytest.approx(8 * 0.01**2, rel=1e-3)
+    assert found.low is not None
+    assert found.high is not None
+    assert 0 <= found.low <= found.value <= found.high < 2 * found.value
+    assert found.details == {"weights": "w", "interval": "bootstrap over pairs, centred"}
+    with pytest.raises(UsageError, match="pairs need as many"):
+        measure_paired_fid(one, one[:30])
+
+
 def test_sets_warn_of_few_images_and_refuse_one() -> None:
     rng = np.random.default_rng(0)
     one, other = (torch.from_numpy(rng.normal(size=(40, 8))) for _ in range(2))
@@ -93,6 +106,13 @@ def test_sets_warn_of_few_images_and_refuse_one() -> None:
     fid = results["fid"]
     assert fid.details["weights"] == "w"
     assert fid.details["finite_sample_bias"] == pytest.approx(fid.value - fid.details["fid_infinity"])
+    assert fid.details["fid_infinity_low"] < fid.details["fid_infinity"] < fid.details["fid_infinity_high"]
+    assert warnings[0].endswith(", or see fid_infinity")
+    # With fewer images than twice the features nothing can be extrapolated, and the result says so.
+    few, (warning,) = measure_sets(("fid",), one[:15], other[:15])
+    assert "fid_infinity" not in few["fid"].details
+    assert few["fid"].details["fid_infinity_missing"] == "too few images: 15, but 20 are needed"
+    assert warning.endswith("of as many images; fid_infinity is missing: too few images: 15, but 20 are needed")
     assert fid.low is not None
     assert fid.high is not None
     assert fid.low < fid.value < fid.high

@@ -20,7 +20,12 @@ from patchedserve.data.resolution import Resolution
 from patchedserve.eval import lpips as lpips_module
 from patchedserve.eval.bootstrap import centred_interval, mean_interval
 from patchedserve.eval.fid import fid_of_features
-from patchedserve.eval.fid_stats import fid_infinity, fid_interval, frechet_distance
+from patchedserve.eval.fid_stats import (
+    fid_infinity,
+    fid_interval,
+    frechet_distance,
+    paired_fid_interval,
+)
 from patchedserve.eval.images import batches
 from patchedserve.eval.kid import kid_of_features
 from patchedserve.eval.lpips import Lpips, find_lpips_weights, load_lpips, network_of
@@ -232,22 +237,89 @@ def test_fid_interval_contains_what_new_images_give() -> None:
     assert 25 <= hits <= 40
 
 
-def test_fid_infinity_takes_the_bias_of_few_images_away() -> None:
-    # Both sides come from one distribution, so the true distance is 0; the measured one is all bias.
-    found = [fid_infinity(_features(400, seed), _features(400, seed + 50), seed=seed) for seed in range(5)]
-    biased = [frechet_distance(_features(400, seed), _features(400, seed + 50)) for seed in range(5)]
-    assert min(biased) > 0.15
-    assert abs(np.mean([each.fid for each in found if each is not None])) < 0.25 * np.mean(biased)
-    for each in found:
-        assert each is not None
-        assert (each.counts[0], each.counts[-1], len(each.counts)) == (40, 400, 15)
-        assert each.slope > 0
-        assert each.r2 > 0.9
-    # With another distribution its distance remains: means differ by 1 in 16 dimensions.
-    moved = fid_infinity(_features(400, 0), _features(400, 51, shift=1.0))
-    assert moved is not None
-    assert moved.fid == pytest.approx(16, rel=0.1)
-    assert fid_infinity(_features(19, 0), _features(400, 1)) is None
+def test_paired_fid_has_an_interval_of_its_own_size() -> None:
+    rng = np.random.default_rng(0)
+    first = _features(60, 0, width=64)
+    second = first + torch.from_numpy(rng.normal(size=(60, 64))) * 0.01
+    value = frechet_distance(first, second)
+    low, high = paired_fid_interval(first, second, value, num_resamples=40)
+    assert 0 <= low <= value <= high < 3 * value
+    # Resampled independently, the two are as far apart as any two sets, which says nothing of these.
+    apart = fid_interval(first, second, value, num_resamples=40)
+    assert apart[1] - apart[0] > 50 * (high - low)
+    # And it holds what other prompts give.
+    other = _features(60, 1, width=64)
+    again = frechet_distance(other, other + torch.from_numpy(rng.normal(size=(60, 64))) * 0.01)
+    assert again == pytest.approx(value, abs=2 * (high - low))
+    with pytest.raises(UsageError, match="pairs need as many"):
+        paired_fid_interval(first, second[:9], value)
+
+
+def test_fid_interval_of_few_resamples_holds_what_it_promises() -> None:
+    """Of 40 resamples, the outermost quantiles hold about 90 %; standard deviations hold 95 %."""
+    rng = np.random.default_rng(3)
+    for num_resamples in (40, 200):
+        hits = 0
+        for _ in range(400):
+            sample = rng.normal(size=50)
+            low, high = centred_interval(
+                float(sample.mean()),
+                [50],
+                lambda index, sample=sample: float(sample[index].mean()),
+                seed=int(rng.integers(1 << 30)),
+                num_resamples=num_resamples,
+            )
+            hits += low <= 0 <= high
+        assert 0.92 <= hits / 400 <= 0.97
+
+
+def _diagonal(count: int, seed: int, scales: np.ndarray, means: np.ndarray | float = 0.0) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=(count, len(scales))) * scales + means)
+
+
+@pytest.mark.parametrize("power", [0, 1])
+@pytest.mark.parametrize("per_feature", [2, 3])
+def test_fid_infinity_is_the_known_distance_within_its_interval(power: int, per_feature: int) -> None:
+    # Normal features with diagonal covariances: the distance is |m1 - m2|^2 + |s1 - s2|^2.
+    width = 32
+    variances = np.arange(1, width + 1.0) ** -power
+    one = np.sqrt(variances * width / variances.sum())
+    for other, means in ((one, 0.0), (one * (1 + 0.3 * np.cos(np.arange(width))), one / 4)):
+        known = float(np.square(one - other).sum() + np.square(means * np.ones(width)).sum())
+        estimates, biased, hits = [], [], 0
+        for seed in range(20):
+            real = _diagonal(per_feature * width, seed, one)
+            generated = _diagonal(per_feature * width, seed + 50, other, means)
+            biased.append(frechet_distance(real, generated))
+            high = fid_interval(real, generated, biased[-1], num_resamples=40)[1]
+            found = fid_infinity(real, generated, (high - biased[-1]) / 1.96, seed=seed)
+            if isinstance(found, str):
+                assert "no straight line" in found
+                continue
+            assert found.counts[0] >= width
+            assert (found.counts[-1], len(found.counts)) == (per_feature * width, 7)
+            estimates.append(found.fid)
+            hits += found.low <= known <= found.high
+        # The bias itself is as large as the whole distance and larger, and what remains is nearly nothing.
+        bias = float(np.mean(biased)) - known
+        spread = float(np.std(estimates)) / len(estimates) ** 0.5
+        assert bias > 1.5
+        assert abs(np.mean(estimates) - known) < 0.03 * bias + 2.5 * spread
+        assert len(estimates) >= 16
+        assert hits >= len(estimates) - 2
+
+
+def test_fid_infinity_says_why_it_is_missing() -> None:
+    too_few = fid_infinity(_features(31, 0), _features(400, 1), 0.1)
+    assert too_few == "too few images: 31, but 32 are needed"
+    # A thousand images of Inception's 2,048 features are not enough, however straight their points look.
+    assert fid_infinity(torch.zeros(1000, 2048), torch.zeros(1000, 2048), 0.1) == (
+        "too few images: 1000, but 4096 are needed"
+    )
+    # Of very many images there is hardly a bias, and what is left to fit is noise.
+    scattered = fid_infinity(_features(4000, 0, width=2), _features(4000, 51, width=2, shift=3.0), 0.1)
+    assert isinstance(scattered, str)
+    assert scattered.startswith("no straight line over 1 / N: r2 is ")
 
 
 def test_kid_is_that_of_torchmetrics_and_by_hand() -> None:

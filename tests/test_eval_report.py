@@ -14,7 +14,7 @@ from patchedserve.eval.report_sides import gather
 from patchedserve.eval.report_tables import Figure, Missing, tables_of
 from patchedserve.serving.cache.options import CacheOptions
 
-from .report_cases import CLIP, SHA, comparison_of, image_set, metric, results_of, settings_of, table, values
+from .report_cases import CLIP, SHA, TRUTH, comparison_of, image_set, metric, results_of, settings_of, table, values
 
 
 def test_each_cell_is_the_figure_that_was_measured(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_each_cell_is_the_figure_that_was_measured(tmp_path: Path) -> None:
     names = ("psnr_original", "lpips_original", "lpips_truth", "fid_original", "fid_truth", "saved")
     assert [row[name] for name in names] == [30, 0.5, 0.3, 7, 30, 0.25]
     assert len(quality.rows) == 5
-    assert quality.references == ["real"]
+    assert quality.references == [TRUTH, "coco:/data/coco/captions.json"]
 
 
 def test_what_was_not_measured_says_how_to_measure_it(tmp_path: Path) -> None:
@@ -146,6 +146,47 @@ def test_a_workspace_gives_its_newest(tmp_path: Path) -> None:
     assert [values(row)["ours"] for row in table(report.tables, "fid").rows] == [2]
     assert "left out: " in warnings[0]
     assert warnings[1] == "1 older results are of other prompts or settings than the newest, and were left out"
+
+
+def test_only_figures_against_the_data_sets_own_images_stand_beside_the_ground_truth(tmp_path: Path) -> None:
+    elsewhere = "/data/originals"
+    names = ("fid", "lpips", "psnr")
+    right = results_of(tmp_path / "right.json", "patched", [metric("fid", 20), metric(CLIP, 30)])
+    # `psctl eval fid --generated OURS --reference ORIGINALS`: the folder stands in the settings.
+    wrong = [replace(metric(name, 3), details={}) for name in names]
+    folder = results_of(tmp_path / "wrong.json", "patched", [*wrong, metric(CLIP, 31)], reference=elsewhere)
+    message = (
+        f"wrong.json: fid, lpips, psnr are against {elsewhere}, but columns w/ G.T. hold figures against the images"
+    )
+    with pytest.raises(UsageError, match=message):
+        gather([right, folder], on_warning=pytest.fail)
+    warnings: list[str] = []
+    (subject,) = gather([right, folder], on_warning=warnings.append, is_strict=False)
+    (ours,) = subject.ours
+    assert {name: each.value for name, each in ours.metrics.items()} == {"fid": 20, CLIP: 31}
+    assert warnings[0].startswith("left out: ")
+    assert message in warnings[0]
+    # In a comparison with --reference the paired difference goes, too; what is between its sides stays.
+    path = comparison_of(tmp_path, "compared")
+    compared = Comparison.load(path)
+    for side in (compared.first, compared.second):
+        side.metrics["fid"] = metric("fid", 1, reference=elsewhere)
+    compared.save(path)
+    (subject,) = gather([path], on_warning=lambda _: None, is_strict=False)
+    assert [set(side.metrics) for side in subject.sides] == [{CLIP, "lpips"}, {CLIP, "lpips"}]
+    assert set(subject.ours[0].differences) == {CLIP}
+    assert set(subject.ours[0].to_original) == {"psnr", "lpips", "fid_to_first"}
+    # Captions without images have no others than the folder that was given; the newest counts.
+    captions = [
+        results_of(tmp_path / f"{i}.json", engine, [metric("fid", i, reference=reference)], dataset="captions:c.csv")
+        for i, (engine, reference) in enumerate([("plain", "/old"), ("patched", elsewhere), ("plain", elsewhere)])
+    ]
+    warnings.clear()
+    (subject,) = gather(captions, on_warning=warnings.append, is_strict=False)
+    assert [side.metrics["fid"].value for side in subject.sides] == [2, 1]
+    assert len(warnings) == 1
+    assert "fid are against /old, but" in warnings[0]
+    assert len(gather(captions[1:], on_warning=pytest.fail)[0].sides) == 2
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from patchedserve.psctl.app import main
 from patchedserve.serving.cache.options import CacheOptions
 
 from .helpers import save_tiny, tiny_sdxl
-from .report_cases import CLIP, SHA, MadeUpJudges, PageParser, comparison_of
+from .report_cases import CLIP, SHA, TRUTH, MadeUpJudges, PageParser, comparison_of
 
 
 def test_the_page_is_whole_and_shows_pairs(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_the_page_is_whole_and_shows_pairs(tmp_path: Path) -> None:
     assert content == json.loads(json.dumps(report.content))
     figure = content["tables"]["fid"]["rows"][0]["ours"]
     assert figure["judge"] == {"name": "Inception v3", "weights_sha256": SHA["fid"]}
-    assert (figure["value"], figure["low"], figure["high"], figure["n"], figure["reference"]) == (20, 19, 21, 4, "real")
+    assert (figure["value"], figure["low"], figure["high"], figure["n"], figure["reference"]) == (20, 19, 21, 4, TRUTH)
     assert content["tables"]["quality"]["rows"][0]["psnr_original"] is None
 
     markdown = report.files["markdown"].read_text()

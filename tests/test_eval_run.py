@@ -125,6 +125,19 @@ def test_results_are_compared_if_they_are_of_the_same_prompts(tmp_path: Path) ->
     assert found.differences["psnr"].difference == pytest.approx(2.5 / 3)
     assert found.differences["psnr"].win_rate == 1
     assert found.changed == {"policy": ("one", "two")}
+    # A bad image that one evaluation left out takes its pair along.
+    (tmp_path / "fewer").mkdir()
+    content = EvalResults.load(two)
+    del content.per_image["psnr"]["1"]
+    content.save(tmp_path / "fewer" / "results.json")
+    fewer = compare(one, tmp_path / "fewer", (), Judges())
+    assert (fewer.differences["psnr"].n, fewer.differences["psnr"].difference) == (2, pytest.approx(1.5 / 2))
+    assert fewer.warnings == ["psnr: 1 images were measured on one side only and left out; the first: 1"]
+    # Where nothing says that both are of the same prompts, other names are another set.
+    content.settings["prompts_digest"] = None
+    content.save(tmp_path / "fewer" / "results.json")
+    with pytest.raises(UsageError, match="1 are on one side only"):
+        compare(one, tmp_path / "fewer", (), Judges())
     with pytest.raises(UsageError, match="other prompts"):
         compare(one, save("three", [1, 2, 3], "y"), (), Judges())
 

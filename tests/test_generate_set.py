@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import diffusers
 import numpy as np
 import pytest
 from PIL import Image
@@ -66,6 +67,17 @@ def test_another_set_is_refused(model: ServedModel, tmp_path: Path) -> None:
         open_set(tmp_path, manifest_of(model, policy="fcfs"))
     with pytest.raises(UsageError, match=r"cache is 0\.3, but .* None"):
         open_set(tmp_path, manifest_of(model, cache=0.3))
+    # Drawn by other code, or by a psctl that did not say which.
+    with pytest.raises(UsageError) as caught:
+        open_set(tmp_path, manifest_of(model, diffusers_version="9.9"))
+    assert str(caught.value) == (
+        f"{tmp_path}: holds another set of images: diffusers_version is '9.9', but its images were drawn with "
+        f"'{diffusers.__version__}'; to draw anew, give another folder or delete this one"
+    )
+    with pytest.raises(UsageError, match="psctl_version is None, but"):
+        open_set(tmp_path, manifest_of(model, psctl_version=None))
+    with pytest.raises(UsageError, match="torch_version is None, but"):
+        open_set(tmp_path, manifest_of(model, torch_version=None))
     with pytest.raises(UsageError, match="6 images were asked for, but it is a set of 5"):
         open_set(tmp_path, manifest_of(model, 6))
     other = Manifest(make_items([(f"pair-{i}", "a cat") for i in range(5)], SIZES, seed=7), manifest.settings)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from patchedserve.data.errors import UsageError
+from patchedserve.data.wilson import wilson_interval
 from patchedserve.eval.paired import compare_values
 
 
@@ -19,6 +20,28 @@ def test_paired_comparison_by_hand() -> None:
     assert found.low < 0.375 < found.high
     same = compare_values("x", first, first, "higher")
     assert (same.difference, same.low, same.high, same.win_rate, same.tie_rate) == (0, 0, 0, 0.5, 1)
+
+
+def test_a_win_in_every_pair_is_no_certainty() -> None:
+    first, second = dict.fromkeys("abcd", 1.0), dict.fromkeys("abcd", 2.0)
+    always, never = (compare_values("x", first, second, direction) for direction in ("higher", "lower"))
+    # Wilson's bound for k = n is n / (n + z^2).
+    assert (always.win_rate, always.win_low, always.win_high) == (1, pytest.approx(4 / (4 + 1.959964**2)), 1)
+    assert (never.win_rate, never.win_low, never.win_high) == (0, 0, pytest.approx(1 - 4 / (4 + 1.959964**2)))
+    # One pair tells little, and says so; a tie counts half.
+    one = compare_values("x", {"a": 1.0}, {"a": 1.0}, "higher")
+    assert (one.win_rate, one.win_low, one.win_high) == (0.5, *map(pytest.approx, wilson_interval(0.5, 1)))
+
+
+def test_wilsons_interval_of_a_share() -> None:
+    # Newcombe, "Two-sided confidence intervals for the single proportion" (1998), table I, method 3.
+    assert wilson_interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert wilson_interval(15, 148) == pytest.approx((0.0624, 0.1605), abs=5e-5)
+    assert wilson_interval(0, 20) == (0, pytest.approx(0.1611, abs=5e-5))
+    assert wilson_interval(1, 29) == pytest.approx((0.0061, 0.1718), abs=5e-5)
+    for met, num in ((1, 0), (-1, 3), (4, 3)):
+        with pytest.raises(ValueError, match="is no share"):
+            wilson_interval(met, num)
 
 
 def test_pairs_find_what_separate_figures_cannot() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from patchedserve.data.datasets.base import CaptionDataset
+from patchedserve.data.datasets.registry import open_dataset
 from patchedserve.data.datasets.sampling import sample_pairs
 from patchedserve.data.errors import UsageError
 
@@ -43,15 +44,24 @@ def test_whatever_decides_the_sample_decides_the_key(coco: CaptionDataset, tmp_p
     sample_pairs(coco, 8, 0, cache_dir=cache)
     sample_pairs(coco, 7, 0, cache_dir=cache)
     sample_pairs(coco, 8, 1, cache_dir=cache)
-    sample_pairs(coco, 8, 0, 16, cache_dir=cache)
-    sample_pairs(coco, 8, 0, check="header", cache_dir=cache)
-    assert len(list(cache.iterdir())) == 5
+    assert len(list(cache.iterdir())) == 3
     path = tmp_path / "coco" / "annotations" / "captions_val2017.json"
     path.write_text(path.read_text().replace("Caption 0", "Legend 0"))
     os.utime(path, (0, 0))
     sample = sample_pairs(coco, 8, 0, cache_dir=cache)
     assert any(caption.startswith("Legend") for caption in sample.captions)
-    assert len(list(cache.iterdir())) == 6
+    assert len(list(cache.iterdir())) == 4
+
+
+def test_samples_of_drawn_scenes_are_of_one_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    scenes = open_dataset("emoji", resolution="64", num_images=6)
+    for _ in range(2):
+        sample_pairs(scenes, 3, 0, cache_dir=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+    # Another psctl may draw other captions.
+    monkeypatch.setattr("patchedserve.data.datasets.emoji.__version__", "9.9")
+    sample_pairs(scenes, 3, 0, cache_dir=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize(

@@ -70,10 +70,6 @@ class CaptionDataset(Protocol):
         """
         ...
 
-    def image_size(self, location: str) -> tuple[int, int]:
-        """(width, height) of what `open_image` would return, in pixels, from the image's header. Raises as that."""
-        ...
-
     def content(self, location: str) -> bytes:
         """The bytes that make up the image: its file as it is, or the pixels of a drawn one. Raises as `open_image`."""
         ...
@@ -96,26 +92,31 @@ class BadEntries:
             raise UsageError(f"the number of bad entries allowed is {limit}, but it must be 0 or more")
         self.source = source
         self.limit = limit
-        self._found: list[str] = []
+        self._found: dict[str, str] = {}
 
-    def add(self, message: str) -> None:
-        """Count one bad entry; `message` names it and says what is wrong.
+    def add(self, name: str, problem: object) -> None:
+        """Count one bad entry, once whatever is found wrong with it.
 
         Raises:
             UsageError: it is one too many. The message holds the first bad entry and their number.
         """
-        self._found.append(message)
+        self._found.setdefault(name, f"{name}: {problem}")
         count = len(self._found)
         if count > self.limit:
             many = "1 bad entry" if count == 1 else f"{count} bad entries"
             raise UsageError(
                 f"{self.source}: {many} so far, but at most {self.limit} allowed (--max-bad); the first: "
-                f"{self._found[0]}"
+                f"{self.found[0]}"
             )
 
     @property
     def found(self) -> tuple[str, ...]:
-        """The bad entries, in the order in which they were met."""
+        """The bad entries and what is wrong with each, in the order in which they were met."""
+        return tuple(self._found.values())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Their names alone."""
         return tuple(self._found)
 
     def __len__(self) -> int:

@@ -41,9 +41,6 @@ class CaptionFile:
     def open_image(self, location: str) -> NoReturn:
         raise UsageError(f"{self.name}: holds captions only, no images")
 
-    def image_size(self, location: str) -> NoReturn:
-        self.open_image(location)
-
     def content(self, location: str) -> NoReturn:
         self.open_image(location)
 

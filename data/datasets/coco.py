@@ -56,9 +56,6 @@ class CocoCaptions:
     def open_image(self, location: str) -> Image.Image:
         return self.files.open(location)
 
-    def image_size(self, location: str) -> tuple[int, int]:
-        return self.files.size(location)
-
     def content(self, location: str) -> bytes:
         return self.files.content(location)
 

@@ -61,9 +61,6 @@ class DiffusionDBParts:
     def open_image(self, location: str) -> Image.Image:
         return ImageFiles(self.root).open(location)
 
-    def image_size(self, location: str) -> tuple[int, int]:
-        return ImageFiles(self.root).size(location)
-
     def content(self, location: str) -> bytes:
         return ImageFiles(self.root).content(location)
 

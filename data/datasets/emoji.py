@@ -6,6 +6,7 @@ from typing import Any
 
 from PIL import Image
 
+from ... import __version__
 from ..emoji.dataset import EmojiDataset
 from ..errors import UsageError
 from ..resolution import Resolution, parse
@@ -38,16 +39,19 @@ class EmojiCaptions:
         """See `CaptionDataset`. Raises RunError if resvg is not installed."""
         return self.scenes.image(int(location))
 
-    def image_size(self, location: str) -> tuple[int, int]:
-        return self.scenes.resolution
-
     def content(self, location: str) -> bytes:
         return self.open_image(location).tobytes()
 
     def fingerprint(self) -> dict[str, Any]:
-        """See `CaptionDataset`. A change of the drawings or of the sampling is a change of psctl, not seen here."""
+        """See `CaptionDataset`. Captions are drawn by psctl, so another version of it may draw others."""
         scenes = self.scenes
-        return {"emoji": scenes.split, "size": scenes.size, "seed": scenes.seed, "resolution": str(scenes.resolution)}
+        return {
+            "emoji": scenes.split,
+            "psctl": __version__,
+            "size": scenes.size,
+            "seed": scenes.seed,
+            "resolution": str(scenes.resolution),
+        }
 
 
 def open_emoji(

@@ -19,7 +19,7 @@ class ImageFiles:
         return decode_rgb(self.content(location), str(self.path(location)))
 
     def size(self, location: str) -> tuple[int, int]:
-        """See `CaptionDataset.image_size`."""
+        """(width, height) of what `open` would return, in pixels, from the image's header. Raises BadImageError."""
         return size_of(self.content(location), str(self.path(location)))
 
     def content(self, location: str) -> bytes:

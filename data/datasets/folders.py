@@ -5,15 +5,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-import numpy as np
 from PIL import Image
 
-from ..checks import require_counts
 from ..errors import UsageError
-from .base import BadEntries, BadImageError, existing
+from .base import existing
 from .decode import IMAGE_SUFFIXES, is_image_name
 from .files import ImageFiles
-from .prefetch import prefetch
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +87,11 @@ def open_folder(path: str | Path) -> ImageFolder:
     return ImageFolder(root, tuple(sorted(ids)))
 
 
-def pair_folders(generated: ImageFolder, reference: ImageFolder, *, same_size: bool = True) -> FolderPairs:
-    """Pair images by their stems: `a/1.png` with `a/1.jpg`.
+def pair_folders(generated: ImageFolder, reference: ImageFolder) -> FolderPairs:
+    """Pair images by their stems, `a/1.png` with `a/1.jpg`, and check by the headers that both have one size.
 
     Args:
         generated, reference: the two folders.
-        same_size: check by the headers that the two images of each pair have one size.
 
     Raises:
         UsageError: a stem stands twice in one folder, the counts differ, names have no partner, or sizes differ.
@@ -108,46 +104,8 @@ def pair_folders(generated: ImageFolder, reference: ImageFolder, *, same_size: b
     pairs = FolderPairs(
         generated, reference, stems, tuple(left[stem] for stem in stems), tuple(right[stem] for stem in stems)
     )
-    if same_size:
-        _check_sizes(pairs)
+    _check_sizes(pairs)
     return pairs
-
-
-def iter_pairs(
-    pairs: FolderPairs, *, workers: int = 2, bad: BadEntries | None = None
-) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """Read pairs ahead by threads.
-
-    Args:
-        pairs: from `pair_folders`.
-        workers: decoding threads.
-        bad: counts pairs of which an image cannot be read, which are then left out; None: the first one is an error.
-
-    Yields:
-        (stem, generated, reference), both uint8 arrays (height, width, 3).
-
-    Raises:
-        UsageError: too many are bad, or the number of workers is below 1.
-    """
-    require_counts({"the number of workers": workers})
-    bad = BadEntries(f"{pairs.generated.name} against {pairs.reference.name}") if bad is None else bad
-    return _pairs(pairs, workers, bad)
-
-
-def _pairs(pairs: FolderPairs, workers: int, bad: BadEntries) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    def load(names: tuple[str, str]) -> tuple[np.ndarray, np.ndarray] | BadImageError:
-        try:
-            one, other = pairs.generated.open_image(names[0]), pairs.reference.open_image(names[1])
-        except BadImageError as error:
-            return error
-        return np.array(one), np.array(other)
-
-    names = zip(pairs.generated_ids, pairs.reference_ids, strict=True)
-    for stem, loaded in zip(pairs.stems, prefetch(names, load, workers), strict=True):
-        if isinstance(loaded, BadImageError):
-            bad.add(f"{stem}: {loaded}")
-        else:
-            yield stem, *loaded
 
 
 def _walk(root: Path) -> Iterator[tuple[str, list[str], list[str]]]:

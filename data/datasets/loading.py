@@ -42,10 +42,11 @@ def iter_images(
     *,
     crop: Crop = "center-square",
     workers: int = 2,
-    in_order: bool = True,
     bad: BadEntries | None = None,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Read images ahead by threads; few are in memory at a time (`prefetch.AHEAD_PER_WORKER` per thread).
+    """Read images ahead by threads, in the source's reading order, which need not be that of its ids.
+
+    Few are in memory at a time (`prefetch.AHEAD_PER_WORKER` per thread).
 
     Images are cut and scaled as FID evaluations of text-to-image models do: the largest window in the middle, then
     Pillow's bicubic filter, which is antialiased (its support grows with the scale), in eight bits, at once.
@@ -56,7 +57,6 @@ def iter_images(
         crop: "center-square" takes the largest window of the shape of `size` (a square where there is none);
             "none" takes the whole image, which is then distorted if its shape is another.
         workers: decoding threads.
-        in_order: yield in the order of `source.ids`; False takes the reading order, the fast one with parquet.
         bad: counts images that cannot be read, which are then left out; None: the first one is an error.
 
     Yields:
@@ -74,11 +74,11 @@ def iter_images(
     if isinstance(source, Sample) and not source.has_images:
         raise UsageError(f"{source.name}: holds captions only, no images")
     bad = BadEntries(source.name) if bad is None else bad
-    return _images(source, target, crop, workers, source.ids if in_order else source.reading_order, bad)
+    return _images(source, target, crop, workers, bad)
 
 
 def _images(
-    source: ImageSource, target: Resolution | None, crop: Crop, workers: int, ids: Sequence[str], bad: BadEntries
+    source: ImageSource, target: Resolution | None, crop: Crop, workers: int, bad: BadEntries
 ) -> Iterator[tuple[str, np.ndarray]]:
     def load(image_id: str) -> tuple[str, np.ndarray | BadImageError]:
         try:
@@ -86,9 +86,9 @@ def _images(
         except BadImageError as error:
             return image_id, error
 
-    for image_id, image in prefetch(ids, load, workers):
+    for image_id, image in prefetch(source.reading_order, load, workers):
         if isinstance(image, BadImageError):
-            bad.add(f"{image_id}: {image}")
+            bad.add(image_id, image)
         else:
             yield image_id, image
 
@@ -129,12 +129,6 @@ def digest_of_images(source: ImageSource, *, workers: int = 2) -> str:
 
     digests = dict(prefetch(source.reading_order, digest, workers))
     return _combined([part for image_id in source.ids for part in (image_id, digests[image_id])])
-
-
-def digest_of_sample(sample: Sample, *, workers: int = 2) -> str:
-    """SHA-256 over ids, captions and, where there are any, contents of images. Raises as `digest_of_images`."""
-    images = digest_of_images(sample, workers=workers) if sample.has_images else ""
-    return _combined([images, *(part for item in sample.items for part in (item.id, item.caption))])
 
 
 def _combined(parts: Sequence[str]) -> str:

@@ -27,8 +27,8 @@ class ParquetRows:
     """The rows of several parquet files of one schema, in the order of the files' names.
 
     A location is "FILE#ROW" with nine digits. Parquet cannot jump to a row, so images are read by a cursor that only
-    goes forward within a file: reading all of them in order is one pass with 16 images in memory, going back starts the
-    row group again.
+    goes forward within a file: reading all of them in order is one pass with 32 images in memory, going further back
+    than these starts the row group again.
     """
 
     root: Path
@@ -82,44 +82,77 @@ class ParquetRows:
         return {"root": str(self.root.resolve()), "files": {k: [s.st_size, s.st_mtime_ns] for k, s in states.items()}}
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Rows from `begin` on of one column of a file that are in memory."""
+
+    path: Path
+    column: str
+    begin: int
+    batch: pa.RecordBatch
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.batch.num_rows
+
+    def holds(self, path: Path, row: int, column: str) -> bool:
+        return (path, column) == (self.path, self.column) and self.begin <= row < self.end
+
+
 class _Cursor:
-    """Reads single cells of one column, forward as cheaply as a scan. Safe for several threads."""
+    """Reads single cells of one column, forward as cheaply as a scan. Safe for several threads.
+
+    The rows before the current ones are kept, also those of the row group before: threads that read ahead come to the
+    end of a batch out of order.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._path: Path | None = None
-        self._column = ""
-        self._group_end = self._begin = 0
-        self._batch: pa.RecordBatch | None = None
-        self._batches: Iterator[pa.RecordBatch] = iter(())
         self._file: pq.ParquetFile | None = None
+        self._file_path: Path | None = None
+        self._held: tuple[_Held, ...] = ()  # the newest last
+        self._group_end = 0
+        self._batches: Iterator[pa.RecordBatch] = iter(())
 
     def cell(self, path: Path, row: int, column: str) -> Any:
         with self._lock:
-            is_ahead = (path, column) == (self._path, self._column) and self._begin <= row < self._group_end
-            if not is_ahead:
-                self._start(path, row, column)
-            while self._batch is None or row >= self._begin + self._batch.num_rows:
-                self._begin += 0 if self._batch is None else self._batch.num_rows
-                # Released before the next one is read, so that one batch is in memory and not two.
-                self._batch = None
-                self._batch = next(self._batches)
-            return self._batch.column(0)[row - self._begin].as_py()
+            held = next((each for each in self._held if each.holds(path, row, column)), None)
+            if held is None:
+                held = self._read(path, row, column)
+            return held.batch.column(0)[row - held.begin].as_py()
 
-    def _start(self, path: Path, row: int, column: str) -> None:
-        if self._file is None or path != self._path:
+    def _read(self, path: Path, row: int, column: str) -> _Held:
+        newest = self._held[-1] if self._held else None
+        is_ahead = newest is not None and (path, column) == (newest.path, newest.column)
+        # Zero until the rows are there: if opening or reading fails, the next call starts afresh.
+        group_end, self._group_end = self._group_end, 0
+        if newest is not None and is_ahead and newest.end <= row < group_end:
+            begin = newest.end
+        else:
+            begin, group_end = self._start(path, row, column)
+        while True:
+            # The oldest is released before another is read, so that two batches are in memory and not three.
+            self._held = self._held[-1:]
+            held = _Held(path, column, begin, next(self._batches))
+            self._held += (held,)
+            if held.holds(path, row, column):
+                self._group_end = group_end
+                return held
+            begin = held.end
+
+    def _start(self, path: Path, row: int, column: str) -> tuple[int, int]:
+        """Begin with the row group that has the row; returns its first row and the one after its last."""
+        if self._file is None or path != self._file_path:
             if self._file is not None:
                 self._file.close()
-            self._path, self._file = None, _opened(path)
-        # Set last: if opening fails, the next call starts afresh.
+            self._file, self._file_path = None, None
+            self._file, self._file_path = _opened(path), path
         begin = 0
         for group in range(self._file.num_row_groups):
             end = begin + self._file.metadata.row_group(group).num_rows
             if row < end:
-                self._begin, self._group_end, self._batch = begin, end, None
                 self._batches = _batches(path, self._file, _IMAGES_AT_A_TIME, [group], [column])
-                self._path, self._column = path, column
-                return
+                return begin, end
             begin = end
         raise UsageError(f"{path}: has {begin} rows, but row {row} was asked for; has the file changed?")
 

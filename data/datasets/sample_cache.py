@@ -23,11 +23,9 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def sample_key(
-    fingerprint: dict[str, Any], n: int | None, seed: int, min_side: int | None, check: str
-) -> dict[str, Any]:
+def sample_key(fingerprint: dict[str, Any], n: int | None, seed: int) -> dict[str, Any]:
     """All that decides a sample, as JSON."""
-    key = {"version": _VERSION, "n": n, "seed": seed, "min_side": min_side, "check": check, "dataset": fingerprint}
+    key = {"version": _VERSION, "n": n, "seed": seed, "dataset": fingerprint}
     return json.loads(json.dumps(key))
 
 

@@ -6,18 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Literal
 
 from PIL import Image
 
 from ..checks import require_counts
 from ..errors import UsageError
 from .base import BadEntries, BadImageError, CaptionDataset, CaptionEntry
-from .decode import decode_rgb, size_of
+from .decode import decode_rgb
 from .prefetch import prefetch
 from .sample_cache import read_cached, sample_key, write_cached
-
-ImageCheck = Literal["decode", "header"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +100,8 @@ def sample_pairs(
     dataset: CaptionDataset,
     n: int | None,
     seed: int = 0,
-    min_side: int | None = None,
     *,
     max_bad: int = 0,
-    check: ImageCheck = "decode",
     cache_dir: Path | None = None,
     workers: int = 2,
 ) -> Sample:
@@ -118,7 +113,7 @@ def sample_pairs(
 
     An entry that is drawn and cannot be used (see `CaptionEntry.problem`; its image is missing or damaged; its id
     stands for several entries) is named, counted and skipped, and the next one takes its place. Entries that are not
-    drawn are not judged. Images below `min_side` are passed over and do not count as bad.
+    drawn are not judged. Every drawn image is decoded once, so that n images are n usable ones.
 
     Memory: n entries, beside what the data set itself needs to read its annotations.
 
@@ -126,30 +121,25 @@ def sample_pairs(
         dataset: from `registry.open_dataset`.
         n: number of pairs; None for all.
         seed: of the draw.
-        min_side: shortest side allowed, in pixels.
         max_bad: how many bad entries are skipped; one more is an error.
-        check: "decode" decodes every drawn image once, so that n images are n usable ones;
-            "header" reads the files but looks at their headers only, and damage comes up when they are used.
-        cache_dir: where the sample is kept, by what decides it (annotations' content, n, seed, min_side), None for
-            nowhere. A sample in which bad entries were met is not kept, because they may be mended.
+        cache_dir: where the sample is kept, by what decides it (annotations' content, n, seed), None for nowhere. A
+            sample in which bad entries were met is not kept, because they may be mended.
         workers: threads that check images.
 
     Raises:
-        UsageError: there are fewer than n usable pairs, more bad entries than allowed, n or min_side is below 1, or the
-            data set cannot be read.
+        UsageError: there are fewer than n usable pairs, more bad entries than allowed, n is below 1, or the data set
+            cannot be read.
         OSError: the cache cannot be written.
     """
-    require_counts({"the number of pairs": n, "the shortest side": min_side, "the number of workers": workers})
-    if min_side is not None and dataset.image_kind == "none":
-        raise UsageError(f"{dataset.name}: a shortest side was asked for, but it holds captions only, no images")
+    require_counts({"the number of pairs": n, "the number of workers": workers})
     bad = BadEntries(dataset.name, max_bad)
     # The key costs a reading of the annotations.
-    key = None if cache_dir is None else sample_key(dataset.fingerprint(), n, seed, min_side, check)
+    key = None if cache_dir is None else sample_key(dataset.fingerprint(), n, seed)
     if cache_dir is not None and key is not None:
         rows = read_cached(cache_dir, key)
         if rows is not None:
             return Sample(dataset, tuple(CaptionedImage(**row) for row in rows), seed)
-    items = _draw(dataset, n, seed, min_side, bad, check, workers)
+    items = _draw(dataset, n, seed, bad, workers)
     if cache_dir is not None and key is not None and not len(bad):
         write_cached(cache_dir, key, items)
     return Sample(dataset, tuple(items), seed, bad.found)
@@ -159,9 +149,7 @@ def _draw(
     dataset: CaptionDataset,
     n: int | None,
     seed: int,
-    min_side: int | None,
     bad: BadEntries,
-    check: ImageCheck,
     workers: int,
 ) -> list[CaptionedImage]:
     page = None if n is None else n + bad.limit + 1
@@ -172,13 +160,12 @@ def _draw(
         groups = list(islice(drawn, None if n is None else n - len(items)))
         if not groups:
             break
-        items += _usable(dataset, groups, seed, min_side, bad, check, workers)
+        items += _usable(dataset, groups, seed, bad, workers)
     if len(items) < (n or 1):
-        sides = "" if min_side is None else f" with sides of at least {min_side} px"
         asked = "at least 1" if n is None else str(n)
         found = "only 1 usable one" if len(items) == 1 else f"only {len(items)} usable ones"
         raise UsageError(
-            f"{dataset.name}: {asked} text-image pairs{sides} were asked for, but there are {found}"
+            f"{dataset.name}: {asked} text-image pairs were asked for, but there are {found}"
             + (f" ({len(bad)} bad entries skipped)" if len(bad) else "")
         )
     return items
@@ -216,22 +203,20 @@ def _usable(
     dataset: CaptionDataset,
     groups: Sequence[list[CaptionEntry]],
     seed: int,
-    min_side: int | None,
     bad: BadEntries,
-    check: ImageCheck,
     workers: int,
 ) -> Iterator[CaptionedImage]:
     sound = {group[0].id: group[0] for group in groups if _problem(group) is None}
-    sizes = _sizes(dataset, list(sound.values()), min_side, check, workers)
+    sizes = _sizes(dataset, list(sound.values()), workers)
     for group in groups:
         entry = group[0]
         problem = _problem(group)
         size = sizes.get(entry.id)
         if problem is not None:
-            bad.add(f"{entry.id}: {problem}")
+            bad.add(entry.id, problem)
         elif isinstance(size, BadImageError):
-            bad.add(f"{entry.id}: {size}")
-        elif min_side is None or (size is not None and min(size) >= min_side):
+            bad.add(entry.id, size)
+        else:
             caption = min(entry.captions, key=lambda text: _digest(seed, entry.id, text))
             width, height = (entry.width, entry.height) if size is None else size
             yield CaptionedImage(entry.id, caption, entry.location, width, height, entry.seed)
@@ -244,26 +229,20 @@ def _problem(group: list[CaptionEntry]) -> str | None:
 
 
 def _sizes(
-    dataset: CaptionDataset, entries: list[CaptionEntry], min_side: int | None, check: ImageCheck, workers: int
+    dataset: CaptionDataset, entries: list[CaptionEntry], workers: int
 ) -> dict[str, tuple[int, int] | BadImageError]:
-    """Size of each image that can be used, and why the others cannot. Nothing is read of images that are drawn, and of
-    those that the data set itself says are too small."""
+    """Size of each image that can be used, and why the others cannot. Nothing is read of images that psctl draws."""
     if dataset.image_kind == "none":
         return {}
     if dataset.image_kind == "drawn":
         return {entry.id: (entry.width, entry.height) for entry in entries if entry.width and entry.height}
 
     def examine(entry: CaptionEntry) -> tuple[str, tuple[int, int] | BadImageError]:
-        if min_side and entry.width and entry.height and min(entry.width, entry.height) < min_side:
-            return entry.id, (entry.width, entry.height)
         try:
-            content = dataset.content(entry.location or "")
-            size = size_of(content, entry.location or "")
-            if check == "decode" and (min_side is None or min(size) >= min_side):
-                decode_rgb(content, entry.location or "")
+            image = decode_rgb(dataset.content(entry.location or ""), entry.location or "")
         except BadImageError as error:
             return entry.id, error
-        return entry.id, size
+        return entry.id, image.size
 
     in_reading_order = sorted(entries, key=lambda entry: entry.location or "")
     return dict(prefetch(in_reading_order, examine, workers))

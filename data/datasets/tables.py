@@ -12,7 +12,7 @@ from PIL import Image
 
 from ..errors import UsageError
 from .base import BadImageError, CaptionEntry, ImageKind, shortened
-from .decode import decode_rgb, read_content, size_of
+from .decode import decode_rgb, read_content
 from .record_entries import (
     NSFW_COLUMNS,
     ColumnChoice,
@@ -122,9 +122,6 @@ class TableCaptions:
 
     def open_image(self, location: str) -> Image.Image:
         return decode_rgb(self.content(location), f"{self.table.name}: {location}")
-
-    def image_size(self, location: str) -> tuple[int, int]:
-        return size_of(self.content(location), f"{self.table.name}: {location}")
 
     def content(self, location: str) -> bytes:
         """See `CaptionDataset`."""
