@@ -58,7 +58,10 @@ def bench_on_engine(
         OSError: results cannot be written.
     """
     warm_up = warm_up or WarmUp()
-    examples = examples_of(settings, model.defaults)
+    rate, seed = median_low(settings.rates), max(settings.seeds) + 1
+    warm_trace = replace(settings.trace, num_prompts=warm_up.num_requests, duration_s=None)
+    trace = replace(settings, trace=warm_trace).requests(rate, seed, model.defaults)
+    examples = examples_of(settings, model.defaults, trace)
     plain = with_engine(model, EngineOptions("plain"))
     models: dict[EngineName, ServedModel] = {
         name: plain if name == "plain" else model for name in settings.engine_names
@@ -72,10 +75,9 @@ def bench_on_engine(
     for served in models.values():
         served.tune([request.resolution for request in examples], workspace.tables)
     run_dir = open_folder()
-    if (run_dir / SWEEP_FILE).exists():
-        standalone = dict(read_head(run_dir)["standalone_s"])
-    else:
-        standalone = _measure_standalone(plain, examples, workspace, on_note)
+    standalone = dict(read_head(run_dir)["standalone_s"]) if (run_dir / SWEEP_FILE).exists() else {}
+    missing = [request for request in examples if str(request.resolution) not in standalone]
+    standalone |= _measure_standalone(plain, missing, workspace, on_note)
     options = model.options
     cache = {name: str(value) for name, value in asdict(options.cache).items()} if options.cache.is_on else "off"
     head = {
@@ -91,9 +93,6 @@ def bench_on_engine(
     alone_s = standalone_lookup(standalone)
     runners: dict[EngineKind, Runner] = {"real": runner}
     if len(folder.finished(settings)) < settings.num_runs:
-        rate, seed = median_low(settings.rates), max(settings.seeds) + 1
-        warm_trace = replace(settings.trace, num_prompts=warm_up.num_requests, duration_s=None)
-        trace = replace(settings, trace=warm_trace).requests(rate, seed, model.defaults)
         tables = None
         if settings.engine == "both":
             tables = {

@@ -37,6 +37,8 @@ RUN_KIND = "slo"
 DEFAULT_POLICIES = ("fcfs", "static", "bucketed", "nirvana", "patched-fcfs", "edf", "slack")
 _PLAIN_POLICIES = ("fcfs", "static", "bucketed", "nirvana", "distrifusion-fcfs")
 _VERSION = 1
+_GROWING = ("standalone_s",)
+"""Parts of a head that grow: other rates and seeds may ask for resolutions that nobody has asked for before."""
 
 
 def engine_of(policy: str) -> EngineName:
@@ -158,19 +160,29 @@ class SweepFolder:
 
     Args:
         path: an existing folder.
-        head: what the runs have in common, as JSON: they may be compared only if it is the same.
+        head: what the runs have in common, as JSON: they may be compared only if it is the same. Standalone latencies
+            that the folder does not have yet are added to it.
+
+    Attributes:
+        head: what is known by now.
 
     Raises:
         UsageError: the folder holds a sweep with another head, or no sweep though something else.
+        OSError: it cannot be written.
     """
 
     def __init__(self, path: Path, head: Mapping[str, Any]) -> None:
         self.path = path
         self.runs = path / "runs"
         self.head = json.loads(json.dumps({"version": _VERSION, **head}))
-        if (path / SWEEP_FILE).exists():
-            _check_same(path, read_head(path), self.head)
-        else:
+        stored = read_head(path) if (path / SWEEP_FILE).exists() else None
+        if stored is not None:
+            known = dict(stored)
+            for name in _GROWING:
+                old, new = known.get(name, {}), self.head.get(name, {})
+                known[name], self.head[name] = new | old, old | new
+            _check_same(path, known, self.head)
+        if self.head != stored:
             write_json(path / SWEEP_FILE, self.head)
         self.runs.mkdir(exist_ok=True)
 

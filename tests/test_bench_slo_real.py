@@ -67,6 +67,26 @@ def test_both_engines_on_a_real_model(run_psctl: RunPsctl, tiny: dict[str, str])
     assert alone.returncode == 0, alone.stderr
 
 
+def test_another_seed_may_ask_for_another_resolution(run_psctl: RunPsctl, tiny: dict[str, str]) -> None:
+    # One request a run: seeds 2, 3 and 6 draw 48x48, seed 5 draws 32x32; the warm-up takes the next seed.
+    options = ("--rates", "30", "--num-prompts", "1", "--warmup-requests", "1", "--policies", "static", "--json")
+    arguments = ("bench", "slo", *options, "--resolutions", "32,48", "--seed")
+    alone = run_psctl(*arguments, "5", **tiny)
+    assert alone.returncode == 0, alone.stderr
+    assert set(json.loads(alone.stdout)["standalone_s"]) == {"32x32", "48x48"}
+    first = run_psctl(*arguments, "2", **tiny)
+    assert first.returncode == 0, first.stderr
+    result = json.loads(first.stdout)
+    assert set(result["standalone_s"]) == {"48x48"}
+    again = run_psctl(*arguments, "5", "--resume", result["run_dir"], **tiny)
+    assert again.returncode == 0, again.stderr
+    assert "Measuring 32x32 alone" in again.stderr
+    assert "Measuring 48x48 alone" not in again.stderr
+    known = json.loads(again.stdout)["standalone_s"]
+    assert set(known) == {"32x32", "48x48"}
+    assert known["48x48"] == result["standalone_s"]["48x48"]
+
+
 def test_ctrl_c_and_resume_on_a_real_model(psctl_script: str, tiny: dict[str, str], tmp_path: Path) -> None:
     # The last rate takes an hour; engines warm up at the middle one.
     options = ["--rates", "50,40,0.001", "--num-prompts", "2", "--warmup-requests", "2", "--policies", "static"]

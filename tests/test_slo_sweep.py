@@ -10,7 +10,7 @@ import pytest
 
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
-from patchedserve.profiling.slo_sweep import Served, SweepFolder, SweepSettings, engine_of, run_sweep
+from patchedserve.profiling.slo_sweep import Served, SweepFolder, SweepSettings, engine_of, read_head, run_sweep
 from patchedserve.profiling.trace_settings import TraceSettings
 from patchedserve.serving.defaults import ModelDefaults
 from patchedserve.serving.policies import SIMULATED_POLICY_NAMES
@@ -71,6 +71,15 @@ def test_interrupted_sweep_goes_on(tmp_path: Path, by_signal: bool) -> None:
     assert all(run.figures == {"note": 1} and run.duration_s == 10.0 and len(run.records) == 4 for run in runs)
     with pytest.raises(UsageError, match="was begun with settings slo_scale"):
         SweepFolder(tmp_path, {**head, "settings": settings(slo_scale=3.0).fixed()})
+
+
+def test_a_head_grows_by_resolutions_but_does_not_change(tmp_path: Path) -> None:
+    wanted = settings().fixed()
+    SweepFolder(tmp_path, {"settings": wanted, "standalone_s": {"128x128": 1.0}})
+    grown = SweepFolder(tmp_path, {"settings": wanted, "standalone_s": {"256x256": 3.0}})
+    assert grown.head["standalone_s"] == read_head(tmp_path)["standalone_s"] == {"128x128": 1.0, "256x256": 3.0}
+    with pytest.raises(UsageError, match=r"was begun with standalone_s 128x128 1.0, but it is 2.0 now"):
+        SweepFolder(tmp_path, {"settings": wanted, "standalone_s": {"128x128": 2.0}})
 
 
 def test_orders_rotate_and_seeds_come_last() -> None:
