@@ -140,6 +140,11 @@ def sha256_of(path: str | os.PathLike[str]) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def named_by_content(path: str | os.PathLike[str]) -> str:
+    """`PATH (checksum)`: tells files of one name and different content apart, for keys and messages. Raises OSError."""
+    return f"{os.fspath(path)} ({sha256_of(path)[:12]})"
+
+
 @contextmanager
 def _special_file(target: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="psctl-") as folder:

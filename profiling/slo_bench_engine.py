@@ -2,11 +2,11 @@
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median_low
 
-from ..data.files import atomic_write, write_json
+from ..data.files import atomic_write, named_by_content, write_json
 from ..data.requests import Request
 from ..data.workspace import ModelWorkspace
 from ..serving.model import ServedModel
@@ -34,6 +34,7 @@ def bench_on_engine(
     open_folder: Callable[[], Path],
     *,
     predictor: StepLatencyPredictor | None = None,
+    predictor_file: Path | None = None,
     warm_up: WarmUp | None = None,
     on_note: _Tell = lambda text: None,
     on_run: _Tell = lambda text: None,
@@ -47,6 +48,7 @@ def bench_on_engine(
         workspace: of the model.
         open_folder: gives an empty folder, or one of an earlier call that is gone on with; called once all is checked.
         predictor: step latencies of the patch engine, for policies that look ahead; corrected by what is measured.
+        predictor_file: where it was read from; runs with different ones are not compared.
         warm_up: what comes before.
         on_note: told what happens.
         on_run, on_done: of `run_sweep`.
@@ -79,7 +81,7 @@ def bench_on_engine(
     missing = [request for request in examples if str(request.resolution) not in standalone]
     standalone |= _measure_standalone(plain, missing, workspace, on_note)
     options = model.options
-    cache = {name: str(value) for name, value in asdict(options.cache).items()} if options.cache.is_on else "off"
+    cache = options.cache.identity() if options.cache.is_on else "off"
     head = {
         "settings": {**settings.fixed(), "cache": cache, "warmup_requests": warm_up.num_requests},
         "circumstances": {
@@ -88,6 +90,7 @@ def bench_on_engine(
             **options.patch_options,
         },
         "standalone_s": standalone,
+        "predictor": {} if predictor_file is None else {"file": named_by_content(predictor_file)},
     }
     folder = SweepFolder(run_dir, head)
     alone_s = standalone_lookup(standalone)

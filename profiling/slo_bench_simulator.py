@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..data.errors import UsageError
-from ..data.files import sha256_of
+from ..data.files import named_by_content
 from ..data.latency_table import Circumstances, read_latencies
 from ..serving.defaults import ModelDefaults
 from ..serving.policies import StepLatencyPredictor
@@ -52,7 +52,7 @@ class SimulatorFiles:
             "calibration": self.calibration,
             "stage_times": records,
         }
-        return {name: f"{path} ({sha256_of(path)[:12]})" for name, path in files.items() if path is not None}
+        return {name: named_by_content(path) for name, path in files.items() if path is not None}
 
     def engines(self, on_warning: _Tell = lambda text: None) -> dict[EngineName, SimulatedEngine]:
         """What the files say of both engines; `on_warning` is told what may be inexact.

@@ -87,6 +87,33 @@ def test_another_seed_may_ask_for_another_resolution(run_psctl: RunPsctl, tiny: 
     assert known["48x48"] == result["standalone_s"]["48x48"]
 
 
+def test_another_content_of_a_file_is_another_sweep(run_psctl: RunPsctl, tiny: dict[str, str], tmp_path: Path) -> None:
+    steps, prompts = tmp_path / "steps.csv", tmp_path / "prompts.txt"
+    table = Path(tiny["STEPS"]).read_text()
+    steps.write_text(table)
+    prompts.write_text("a fox\n")
+    options = ("--rates", "30", "--num-prompts", "2", "--warmup-requests", "2", "--resolutions", "32", "--json")
+    arguments = ("bench", "slo", *options, "--prompts", prompts, "--cache", "interval", "--cache-patch-size", "4")
+    first = run_psctl(*arguments, "--policies", "static", **tiny)
+    assert first.returncode == 0, first.stderr
+    result = json.loads(first.stdout)
+    assert result["settings"]["cache"]["interval"] == 3
+    # A policy that asks for a predictor may join later; from then on it is that one.
+    resumed = (*arguments, "--resume", result["run_dir"], "--policies", "static,slack", "--predictor", steps)
+    again = run_psctl(*resumed, **tiny)
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["predictor"].startswith(f"{steps} (")
+    steps.write_text(table.replace("20", "21"))
+    refused = run_psctl(*resumed, **tiny)
+    assert refused.returncode == 2
+    assert f'was begun with predictor file "{steps} (' in refused.stderr
+    steps.write_text(table)
+    prompts.write_text("a cat\n")
+    refused = run_psctl(*resumed, **tiny)
+    assert refused.returncode == 2
+    assert "was begun with settings prompts" in refused.stderr
+
+
 def test_ctrl_c_and_resume_on_a_real_model(psctl_script: str, tiny: dict[str, str], tmp_path: Path) -> None:
     # The last rate takes an hour; engines warm up at the middle one.
     options = ["--rates", "50,40,0.001", "--num-prompts", "2", "--warmup-requests", "2", "--policies", "static"]
