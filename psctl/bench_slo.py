@@ -215,17 +215,21 @@ def bench_slo(
     if files is not None:
         from ..profiling.slo_bench_simulator import bench_in_simulator
 
-        engines = files.engines(on_warning=out.warn)
+        engines = files.engines(max_batch_size, out.warn)
         sweep = partial(
             bench_in_simulator, settings, model, defaults, engines, lambda: folder_on("simulated"), files.sources()
         )
     else:
+        from ..profiling.outside_profile import warn_of_small_table
         from ..profiling.simulate_run import load_step_latency
         from ..serving.loading import load_model
         from ..serving.policies import get_policy
 
         predictor_file = None if predictor is None else predictor.expanduser()
-        step_latency = None if predictor_file is None else load_step_latency(predictor_file)
+        step_latency = None
+        if predictor_file is not None:
+            step_latency = load_step_latency(predictor_file, on_warning=out.warn)
+            warn_of_small_table(step_latency, predictor_file, max_batch_size, out.warn)
         with out.status(f"Loading {model} ..."):
             served = load_model(model, device, dtype, options, workspace=Workspace(workspace))
         part = Workspace(workspace).for_model(model, str(served.device))

@@ -5,12 +5,20 @@ import os
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from diffusers import DDIMScheduler
 
+from patchedserve.data.resolution import Resolution
 from patchedserve.data.tables import RECORDS, read_rows
+from patchedserve.data.workspace import Workspace
+from patchedserve.profiling.latency import LatencySettings, profile_latency
+from patchedserve.profiling.slo_real import latency_table
+from patchedserve.serving.defaults import ModelDefaults
+from patchedserve.serving.model import ServedModel
+from patchedserve.serving.stepper import EngineOptions
 
 from .conftest import RunPsctl
 from .helpers import save_tiny, tiny_sdxl
@@ -112,6 +120,19 @@ def test_another_content_of_a_file_is_another_sweep(run_psctl: RunPsctl, tiny: d
     refused = run_psctl(*resumed, **tiny)
     assert refused.returncode == 2
     assert "was begun with settings prompts" in refused.stderr
+
+
+def test_a_table_of_smaller_batches_is_not_taken(tmp_path: Path) -> None:
+    options = EngineOptions("plain")
+    model = ServedModel(tiny_sdxl(), name="tiny", fingerprint="f", defaults=ModelDefaults(), options=options)
+    workspace = Workspace(tmp_path / "ws").for_model("tiny", "cpu")
+    two = LatencySettings((Resolution(32, 32),), 2, 2, 1, one_resolution=True)
+    known = profile_latency(model, two, workspace).table_file
+    assert latency_table(model, workspace, two, tmp_path / "sweep")[1] == known
+    assert latency_table(model, workspace, replace(two, max_batch_size=1), tmp_path / "sweep")[1] == known
+    table, path = latency_table(model, workspace, replace(two, max_batch_size=3), tmp_path / "sweep")
+    assert path.parent == tmp_path / "sweep"
+    assert max(row.num_requests for row in table.rows) == 3
 
 
 def test_ctrl_c_and_resume_on_a_real_model(psctl_script: str, tiny: dict[str, str], tmp_path: Path) -> None:
