@@ -1,4 +1,4 @@
-"""Files that are either complete or absent: written under a temporary name, synced, then renamed."""
+"""Files and folders that are either complete or absent: written under a temporary name, synced, then renamed."""
 
 import errno
 import hashlib
@@ -53,6 +53,44 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     _sync(target.parent)
 
 
+@contextmanager
+def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield an empty folder beside `path`; on leaving without an error it becomes `path`, otherwise it is removed.
+
+    What lies at `path` stays there until the new folder is complete; then it steps aside, and is deleted once the new
+    one has its name. A process that is killed between the two leaves both, whole, under hidden names beside `path`.
+    Missing parent folders are created, and a link is written through.
+
+    Raises:
+        NotADirectoryError: if `path` is a file.
+        OSError: what the file system says (disk full, no permission); `path` is then as it was before.
+    """
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    token = secrets.token_hex(4)
+    temporary, old = (target.with_name(f".{target.name[:100]}.{token}.{mark}") for mark in ("tmp", "old"))
+    temporary.mkdir()
+    try:
+        yield temporary
+        for current, _, names in os.walk(temporary):
+            for name in names:
+                _sync(Path(current, name))
+            _sync(Path(current))
+        if target.exists():
+            target.rename(old)
+        temporary.rename(target)
+    except BaseException:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    _sync(target.parent)
+    if old.exists():
+        shutil.rmtree(old)
+
+
 def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
     """Write `content` to `path` atomically. Raises OSError."""
     with atomic_write(path) as temporary:
@@ -100,6 +138,11 @@ def sha256_of(path: str | os.PathLike[str]) -> str:
     """Return the SHA-256 of a file's content as 64 hexadecimal digits. Raises OSError."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def named_by_content(path: str | os.PathLike[str]) -> str:
+    """`PATH (checksum)`: tells files of one name and different content apart, for keys and messages. Raises OSError."""
+    return f"{os.fspath(path)} ({sha256_of(path)[:12]})"
 
 
 @contextmanager

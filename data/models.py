@@ -9,6 +9,8 @@ BUNDLED: tuple[str, ...] = ("emoji-xl", "emoji-3", "emoji-clip")
 GENERATORS: tuple[str, ...] = ("emoji-xl", "emoji-3")
 MODELS_DIR = Path(__file__).with_name("models")
 CHECKSUMS_FILE = "SHA256SUMS"
+CARD_FILES = ("README.md", "figures.json", "samples.png")
+"""What `psctl model-card` adds to a model."""
 
 
 def bundled_model_path(name: str) -> Path:

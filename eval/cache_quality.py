@@ -37,7 +37,7 @@ class QualityOptions:
     Attributes:
         clip: whether CLIP says how well images fit their prompts.
         lpips: whether LPIPS says how far images look apart.
-        fid_dataset: spec of the real images that FID compares with; None leaves FID out.
+        fid_dataset: spec (`data.datasets.spec`) of the real images that FID compares with; None leaves FID out.
         num_real: how many of them.
         seed: of their draw.
 

@@ -24,7 +24,8 @@ class EvalOptions:
 
     Attributes:
         metrics: some of `METRICS`.
-        dataset: spec of the text-image pairs whose captions are drawn and whose images are the reference.
+        dataset: spec (`data.datasets.spec`) of the text-image pairs: their captions are drawn, their images are the
+            reference.
         num_prompts: number of pairs.
         seed: of the sample, of the first image, and of everything drawn in the metrics.
         resolutions: as text, such as "128,192"; taken in turn. None for the model's.

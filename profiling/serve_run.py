@@ -6,7 +6,7 @@ What a run leaves in its folder of the workspace: `trace.jsonl` (the requests wi
 
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -21,6 +21,7 @@ from ..serving.lifecycle import RequestRecord
 from ..serving.metrics import summarize
 from ..serving.policies import Policy, StepLatencyPredictor, require_predictor
 from ..training.online_correction import OnlineCorrection
+from .outside_profile import predictions_outside
 from .standalone import RequestShape, shape_of, standalone_latencies
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ def run_serve(
     for request in requests:
         model.check_request(request)
     model.tune([request.resolution for request in requests], workspace.tables)
+    outside_before = predictions_outside(predictor)
     # Requests that bring their own SLO need no measurement.
     unmeasured = [request for request in requests if request.slo_s is None]
     standalone = standalone_latencies(model, unmeasured, workspace.tables, remeasure=remeasure, on_measure=on_measure)
@@ -107,7 +109,7 @@ def run_serve(
     result = replay(engine, requests, standalone_s=lambda request: standalone.get(shape_of(model, request)))
     summary = summarize(result.records, result.duration_s, slo_scale=slo_scale, model=model.name, dataset=dataset)
     summary |= engine_figures(result)
-    summary |= what_was_learnt(model, predictor)
+    summary |= what_was_learnt(model, predictor, outside_before)
     summary["standalone_latency"] = {
         f"{shape.resolution}, {shape.num_inference_steps} steps": latency_s for shape, latency_s in standalone.items()
     }
@@ -146,13 +148,20 @@ def engine_figures(result: "RunResult") -> dict[str, Any]:
     }
 
 
-def what_was_learnt(model: "ServedModel", predictor: StepLatencyPredictor | None) -> dict[str, Any]:
-    """What the patch cache saved, how far step latencies were off, and why batches failed, where there is any."""
+def what_was_learnt(
+    model: "ServedModel", predictor: StepLatencyPredictor | None, outside_before: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """What the patch cache saved, how far step latencies were off and how often they were asked beyond what was
+    profiled, and why batches failed, where there is any; `outside_before` as in `predictions_outside`.
+    """
     from ..serving.patched.stepper import PatchedStepper
 
     found: dict[str, Any] = {}
     if isinstance(predictor, OnlineCorrection):
         found["predictor_drift"] = asdict(predictor.drift())
+    outside = predictions_outside(predictor, outside_before)
+    if outside is not None:
+        found["predictions_outside"] = outside
     if isinstance(model.stepper, PatchedStepper):
         failures, cache = model.stepper.batch_failures, model.stepper.model.cache
         if failures:

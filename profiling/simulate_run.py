@@ -28,6 +28,7 @@ from ..serving.step_latency import MemoisedLatency, PerResolutionLatency
 from ..training.latency_predictor import LatencyPredictor
 from ..training.online_correction import OnlineCorrection
 from .calibration import step_sources
+from .outside_profile import predictions_outside
 
 MAX_GPUS = 4096
 """Most GPUs that are looked for."""
@@ -115,16 +116,20 @@ class Deployment:
         return rate
 
 
-def load_step_latency(path: Path) -> StepLatencyPredictor:
+def load_step_latency(path: Path, *, on_warning: Callable[[str], None] | None = None) -> StepLatencyPredictor:
     """Load step latencies: a fitted predictor (safetensors of `psctl train-predictor latency`) or a table.
 
     A table is parquet of `psctl profile latency`, or CSV or parquet of another program.
+
+    Args:
+        path: the file.
+        on_warning: of `LatencyPredictor`.
 
     Raises:
         UsageError: the file is neither; the message says why.
     """
     if path.suffix.lower() == ".safetensors":
-        return LatencyPredictor.load(path)
+        return LatencyPredictor.load(path, on_warning=on_warning)
     return step_sources(read_latencies(path))[0]
 
 
@@ -170,6 +175,7 @@ def simulation_summary(
         "num_decisions": result.num_decisions,
         "scheduling_mean": result.decision_s / result.num_decisions if result.num_decisions else None,
         "max_prepared": result.max_prepared,
+        "predictions_outside": predictions_outside(deployment.predictor),
         "was_interrupted": False,
         "config": dict(config),
     }

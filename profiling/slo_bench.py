@@ -1,6 +1,6 @@
 """`psctl bench slo`: what its sweeps have in common, whether an engine serves or the simulator (`slo_bench_*`)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,13 @@ class SweepOutcome:
     was_interrupted: bool
 
 
-def examples_of(settings: SweepSettings, defaults: ModelDefaults) -> list[Request]:
+def examples_of(settings: SweepSettings, defaults: ModelDefaults, others: Iterable[Request] = ()) -> list[Request]:
     """A request of every resolution that occurs in the sweep, from small to large; draws all traces once.
+
+    Args:
+        settings: what is swept.
+        defaults: of the model.
+        others: requests that are served beside the sweep's.
 
     Raises:
         UsageError: a trace cannot be drawn.
@@ -52,6 +57,8 @@ def examples_of(settings: SweepSettings, defaults: ModelDefaults) -> list[Reques
     for rate, seed, _ in settings.order():
         for request in settings.requests(rate, seed, defaults):
             found.setdefault(request.resolution, request)
+    for request in others:
+        found.setdefault(request.resolution, request)
     return [found[size] for size in sorted(found, key=lambda size: (size.pixels, size))]
 
 

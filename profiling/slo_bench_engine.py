@@ -2,11 +2,11 @@
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median_low
 
-from ..data.files import atomic_write, write_json
+from ..data.files import atomic_write, named_by_content, write_json
 from ..data.requests import Request
 from ..data.workspace import ModelWorkspace
 from ..serving.model import ServedModel
@@ -34,6 +34,7 @@ def bench_on_engine(
     open_folder: Callable[[], Path],
     *,
     predictor: StepLatencyPredictor | None = None,
+    predictor_file: Path | None = None,
     warm_up: WarmUp | None = None,
     on_note: _Tell = lambda text: None,
     on_run: _Tell = lambda text: None,
@@ -47,6 +48,7 @@ def bench_on_engine(
         workspace: of the model.
         open_folder: gives an empty folder, or one of an earlier call that is gone on with; called once all is checked.
         predictor: step latencies of the patch engine, for policies that look ahead; corrected by what is measured.
+        predictor_file: where it was read from; runs with different ones are not compared.
         warm_up: what comes before.
         on_note: told what happens.
         on_run, on_done: of `run_sweep`.
@@ -58,7 +60,10 @@ def bench_on_engine(
         OSError: results cannot be written.
     """
     warm_up = warm_up or WarmUp()
-    examples = examples_of(settings, model.defaults)
+    rate, seed = median_low(settings.rates), max(settings.seeds) + 1
+    warm_trace = replace(settings.trace, num_prompts=warm_up.num_requests, duration_s=None)
+    trace = replace(settings, trace=warm_trace).requests(rate, seed, model.defaults)
+    examples = examples_of(settings, model.defaults, trace)
     plain = with_engine(model, EngineOptions("plain"))
     models: dict[EngineName, ServedModel] = {
         name: plain if name == "plain" else model for name in settings.engine_names
@@ -72,12 +77,11 @@ def bench_on_engine(
     for served in models.values():
         served.tune([request.resolution for request in examples], workspace.tables)
     run_dir = open_folder()
-    if (run_dir / SWEEP_FILE).exists():
-        standalone = dict(read_head(run_dir)["standalone_s"])
-    else:
-        standalone = _measure_standalone(plain, examples, workspace, on_note)
+    standalone = dict(read_head(run_dir)["standalone_s"]) if (run_dir / SWEEP_FILE).exists() else {}
+    missing = [request for request in examples if str(request.resolution) not in standalone]
+    standalone |= _measure_standalone(plain, missing, workspace, on_note)
     options = model.options
-    cache = {name: str(value) for name, value in asdict(options.cache).items()} if options.cache.is_on else "off"
+    cache = options.cache.identity() if options.cache.is_on else "off"
     head = {
         "settings": {**settings.fixed(), "cache": cache, "warmup_requests": warm_up.num_requests},
         "circumstances": {
@@ -86,14 +90,12 @@ def bench_on_engine(
             **options.patch_options,
         },
         "standalone_s": standalone,
+        "predictor": {} if predictor_file is None else {"file": named_by_content(predictor_file)},
     }
     folder = SweepFolder(run_dir, head)
     alone_s = standalone_lookup(standalone)
     runners: dict[EngineKind, Runner] = {"real": runner}
     if len(folder.finished(settings)) < settings.num_runs:
-        rate, seed = median_low(settings.rates), max(settings.seeds) + 1
-        warm_trace = replace(settings.trace, num_prompts=warm_up.num_requests, duration_s=None)
-        trace = replace(settings, trace=warm_trace).requests(rate, seed, model.defaults)
         tables = None
         if settings.engine == "both":
             tables = {

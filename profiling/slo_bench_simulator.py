@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..data.errors import UsageError
-from ..data.files import sha256_of
+from ..data.files import named_by_content
 from ..data.latency_table import Circumstances, read_latencies
 from ..serving.defaults import ModelDefaults
 from ..serving.policies import StepLatencyPredictor
 from ..serving.stepper import EngineName
 from ..training.latency_predictor import LatencyPredictor
 from .calibration import step_sources
+from .outside_profile import warn_of_small_table
 from .simulate_run import load_stage_times
 from .slo_bench import SweepOutcome, examples_of, sweep_and_report
 from .slo_simulated import SimulatedEngine, SimulatedRunner, read_calibrations
@@ -52,10 +53,16 @@ class SimulatorFiles:
             "calibration": self.calibration,
             "stage_times": records,
         }
-        return {name: f"{path} ({sha256_of(path)[:12]})" for name, path in files.items() if path is not None}
+        return {name: named_by_content(path) for name, path in files.items() if path is not None}
 
-    def engines(self, on_warning: _Tell = lambda text: None) -> dict[EngineName, SimulatedEngine]:
-        """What the files say of both engines; `on_warning` is told what may be inexact.
+    def engines(
+        self, max_batch_size: int = 16, on_warning: _Tell = lambda text: None
+    ) -> dict[EngineName, SimulatedEngine]:
+        """What the files say of both engines.
+
+        Args:
+            max_batch_size: of what will be simulated.
+            on_warning: told what may be inexact.
 
         Raises:
             UsageError: a file cannot be read, is damaged, or is of the wrong engine.
@@ -74,7 +81,9 @@ class SimulatorFiles:
         }
         engines: dict[EngineName, SimulatedEngine] = {}
         for name, (path, is_own) in files.items():
-            about, steady, first = _read_source(path)
+            about, steady, first = _read_source(path, on_warning)
+            if is_own:
+                warn_of_small_table(steady, path, max_batch_size, on_warning)
             if is_own and about is not None and about.engine != name:
                 option = "--latency" if name == "patched" else "--plain-latency"
                 raise UsageError(f"{path} is of the {about.engine} engine, but {option} must be of the {name} one")
@@ -128,10 +137,12 @@ def bench_in_simulator(
     return sweep_and_report(settings, {"simulator": runner}, folder, defaults, on_run=on_run, on_done=on_done)
 
 
-def _read_source(path: Path) -> tuple[Circumstances | None, StepLatencyPredictor, StepLatencyPredictor | None]:
+def _read_source(
+    path: Path, on_warning: _Tell
+) -> tuple[Circumstances | None, StepLatencyPredictor, StepLatencyPredictor | None]:
     """What step latencies were measured on, and those of steady and of first steps."""
     if path.suffix.lower() == ".safetensors":
-        predictor = LatencyPredictor.load(path)
+        predictor = LatencyPredictor.load(path, on_warning=on_warning)
         return predictor.about.circumstances, predictor, None
     table = read_latencies(path)
     return table.circumstances, *step_sources(table)

@@ -18,6 +18,7 @@ from ..serving.run_result import RunResult
 from ..serving.stepper import EngineName, EngineOptions
 from ..training.online_correction import OnlineCorrection
 from .latency import LatencySettings, latency_circumstances, profile_latency
+from .outside_profile import predictions_outside
 from .serve_run import engine_figures, what_was_learnt
 from .slo_sweep import Served, engine_of
 
@@ -62,8 +63,9 @@ class RealRunner:
         name = engine_of(policy)
         needs_predictor = get_policy(policy).requires_predictor
         predictor = self._predictor if needs_predictor else None
+        before = predictions_outside(predictor)
         result = self._replay(name, policy, requests, standalone_s, predictor)
-        figures = engine_figures(result) | what_was_learnt(self._models[name], predictor)
+        figures = engine_figures(result) | what_was_learnt(self._models[name], predictor, before)
         return Served(result.records, result.duration_s, figures, result.was_interrupted)
 
     def warm_up(
@@ -120,7 +122,8 @@ def latency_table(
     Args:
         model: the loaded model.
         workspace: of the model.
-        settings: what is measured, if it must be; a table of the workspace fits if it has all resolutions.
+        settings: what is measured, if it must be; a table of the workspace fits if it has all resolutions and
+            batches as large.
         folder: where a table that is measured now is kept.
         on_start, on_visit: of `profile_latency`.
 
@@ -133,7 +136,9 @@ def latency_table(
     for path in (*sorted(folder.glob(TABLE_PATTERN)), *reversed(found)):
         table = read_latencies(path)
         fits = table.circumstances is not None and table.circumstances.difference(about) is None
-        if fits and table.share_done == 1 and set(settings.resolutions) <= set(table.resolutions):
+        largest = (table.settings or {}).get("max_batch_size", 0)
+        covers = set(settings.resolutions) <= set(table.resolutions) and settings.max_batch_size <= largest
+        if fits and covers and table.share_done == 1:
             return table, path
     if model.options.cache.is_on:
         model = with_engine(model, replace(model.options, cache=CacheOptions()))

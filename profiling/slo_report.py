@@ -46,6 +46,7 @@ def sweep_result(
             "seeds": list(settings.seeds),
         },
         "standalone_s": head["standalone_s"],
+        "predictor": head.get("predictor", {}).get("file"),
         "num_runs": settings.num_runs,
         "num_finished": len(runs),
         "was_interrupted": was_interrupted,

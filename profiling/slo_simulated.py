@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Self
 
 from ..data.errors import UsageError
-from ..data.latency_table import LatencyTable
 from ..data.requests import Request
 from ..data.resolution import Resolution
 from ..serving.policies import StepLatencyPredictor, get_policy
@@ -17,7 +16,7 @@ from ..serving.step_durations import StepDurations
 from ..serving.step_latency import MemoisedLatency, PerResolutionLatency, ScaledLatency
 from ..serving.stepper import EngineName
 from ..training.online_correction import OnlineCorrection
-from .calibration import Calibration, step_sources
+from .calibration import Calibration
 from .slo_sweep import Served, engine_of
 
 
@@ -60,11 +59,6 @@ class SimulatedEngine:
         if calibration is None:
             return cls(steady, StepDurations(steady, first), times or StageTimes())
         return cls(steady, calibration.durations(steady, first), calibration.times, calibration.told_scale)
-
-    @classmethod
-    def of_table(cls, name: EngineName, table: LatencyTable, calibration: Calibration | None = None) -> Self:
-        """An engine with the latencies of a measured table."""
-        return cls.of(name, *step_sources(table), calibration)
 
     def standalone_s(self, request: Request) -> float:
         """Latency of a request that is served alone."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 from ..data.errors import UsageError
-from ..data.files import write_json
+from ..data.files import named_by_content, write_json
 from ..data.requests import Request
 from ..data.resolution import Resolution
 from ..data.tables import RECORDS, about_of, read_table, write_table
@@ -36,7 +36,10 @@ SWEEP_FILE, RESULT_FILE = "sweep.json", "result.json"
 RUN_KIND = "slo"
 DEFAULT_POLICIES = ("fcfs", "static", "bucketed", "nirvana", "patched-fcfs", "edf", "slack")
 _PLAIN_POLICIES = ("fcfs", "static", "bucketed", "nirvana", "distrifusion-fcfs")
-_VERSION = 1
+_VERSION = 2  # version 1 told files by their path alone, and nothing of the latency predictor
+_GROWING = ("standalone_s", "predictor")
+"""Parts of a head that grow: other rates and seeds may ask for resolutions that nobody has asked for before, and other
+policies for the latency predictor."""
 
 
 def engine_of(policy: str) -> EngineName:
@@ -124,8 +127,12 @@ class SweepSettings:
         return len(self.policies) * len(self.rates) * len(self.seeds) * len(self.engines)
 
     def fixed(self) -> dict[str, Any]:
-        """What must be the same for runs that are compared: everything but policies, rates and seeds."""
+        """What must be the same for runs that are compared: everything but policies, rates and seeds. Files count by
+        their content. Raises OSError: one cannot be read.
+        """
         trace = self.trace.to_config()
+        for name, path in (("prompts", self.trace.prompts), ("arrivals", self.trace.arrivals)):
+            trace[name] = None if path is None else named_by_content(path)
         return {
             **{name: trace[name] for name in trace if name not in ("request_rate", "seed")},
             "engine": self.engine,
@@ -158,19 +165,29 @@ class SweepFolder:
 
     Args:
         path: an existing folder.
-        head: what the runs have in common, as JSON: they may be compared only if it is the same.
+        head: what the runs have in common, as JSON: they may be compared only if it is the same. Standalone latencies
+            and predictors that the folder does not have yet are added to it.
+
+    Attributes:
+        head: what is known by now.
 
     Raises:
         UsageError: the folder holds a sweep with another head, or no sweep though something else.
+        OSError: it cannot be written.
     """
 
     def __init__(self, path: Path, head: Mapping[str, Any]) -> None:
         self.path = path
         self.runs = path / "runs"
         self.head = json.loads(json.dumps({"version": _VERSION, **head}))
-        if (path / SWEEP_FILE).exists():
-            _check_same(path, read_head(path), self.head)
-        else:
+        stored = read_head(path) if (path / SWEEP_FILE).exists() else None
+        if stored is not None:
+            known = dict(stored)
+            for name in _GROWING:
+                old, new = known.get(name, {}), self.head.get(name, {})
+                known[name], self.head[name] = new | old, old | new
+            _check_same(path, known, self.head)
+        if self.head != stored:
             write_json(path / SWEEP_FILE, self.head)
         self.runs.mkdir(exist_ok=True)
 

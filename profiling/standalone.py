@@ -2,7 +2,8 @@
 
 It is measured end to end (text encoding, denoising, decoding) through the engine that serves, one request at a time,
 and kept in the workspace's table `standalone.json`. A measurement is used again only for the same model files, dtype,
-number of CPU threads, torch version, resolution, steps and kind of guidance.
+device, number of CPU threads and torch version, the same engine with the same options and cache (its predictor by
+content), and the same resolution, steps and kind of guidance.
 """
 
 import json
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from ..serving.model import ServedModel
 
 TABLE_FILE = "standalone.json"
-_VERSION = 1
+_VERSION = 2  # version 1 did not say how the engine was set
 _WARMUP_STEPS = 2
 
 
@@ -62,6 +63,7 @@ def standalone_latencies(
     Raises:
         UsageError: if the table in the workspace is damaged.
         RunError: if a request fails while it is measured.
+        OSError: if the table cannot be written, or the cache's predictor cannot be read.
         KeyboardInterrupt: on Ctrl-C; shapes that were measured before are kept.
     """
     examples: dict[RequestShape, Request] = {}
@@ -122,7 +124,7 @@ def _serve_alone(model: "ServedModel", request: Request, num_steps: int) -> floa
 
 
 def read_standalone(path: Path, *, or_empty: bool = False) -> dict[str, list[float]]:
-    """Read the table: samples in seconds by key; empty if there is none.
+    """Read the table: samples in seconds by key; empty if there is none, or one of an earlier version.
 
     Args:
         path: the file.
@@ -135,6 +137,8 @@ def read_standalone(path: Path, *, or_empty: bool = False) -> dict[str, list[flo
         return {}
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
+        if table["version"] == 1:
+            return {}
         if table["version"] != _VERSION:
             raise ValueError(f"version {table['version']}")
         return {_encode(row["key"]): [float(sample) for sample in row["samples_s"]] for row in table["rows"]}
@@ -153,16 +157,14 @@ def _write(path: Path, samples: dict[str, list[float]]) -> None:
 
 
 def _context(model: "ServedModel") -> dict[str, Any]:
-    """Return what all measurements of this process share."""
-    import torch
+    """Return what all measurements of this model share. Raises OSError: the cache's predictor cannot be read."""
+    from .latency import latency_circumstances
 
-    return {
-        "fingerprint": model.fingerprint,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "engine": model.stepper.name,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-    }
+    about = asdict(latency_circumstances(model))
+    # The model counts by its files; guidance is each request's own, and stands in its shape.
+    for name in ("model", "guidance_scale", "is_guided"):
+        del about[name]
+    return about | {"cache": model.options.cache.identity()}
 
 
 def _key(context: dict[str, Any], shape: RequestShape) -> str:

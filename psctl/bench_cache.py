@@ -63,7 +63,7 @@ def bench_cache(
     fid: Annotated[
         str | None,
         typer.Option(
-            "--fid", metavar="DATASET", help="Measure FID, too, against images of this data set, such as emoji."
+            "--fid", metavar="DATASET", help="Measure FID, too, against images of this set: as --dataset of psctl eval."
         ),
     ] = None,
     num_real: Annotated[int, typer.Option("--num-real", help="Real images for FID.", min=2)] = 256,

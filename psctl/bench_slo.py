@@ -217,23 +217,30 @@ def bench_slo(
     if files is not None:
         from ..profiling.slo_bench_simulator import bench_in_simulator
 
-        engines = files.engines(on_warning=out.warn)
+        engines = files.engines(max_batch_size, out.warn)
         sweep = partial(
             bench_in_simulator, settings, model, defaults, engines, lambda: folder_on("simulated"), files.sources()
         )
     else:
+        from ..profiling.outside_profile import warn_of_small_table
         from ..profiling.simulate_run import load_step_latency
         from ..serving.loading import load_model
         from ..serving.policies import get_policy
 
-        step_latency = None if predictor is None else load_step_latency(predictor.expanduser())
+        predictor_file = None if predictor is None else predictor.expanduser()
+        step_latency = None
+        if predictor_file is not None:
+            step_latency = load_step_latency(predictor_file, on_warning=out.warn)
+            warn_of_small_table(step_latency, predictor_file, max_batch_size, out.warn)
         with out.status(f"Loading {model} ..."):
             served = load_model(model, device, dtype, options, workspace=Workspace(workspace))
         part = Workspace(workspace).for_model(model, str(served.device))
         if step_latency is None and any(get_policy(name).requires_predictor for name in settings.policies):
             from ..profiling.latency import workspace_predictor
+            from ..training.latency_predictor import PREDICTOR_FILE
 
             step_latency = workspace_predictor(served, part, on_warning=out.warn)
+            predictor_file = part.find_predictor(PREDICTOR_FILE)
         from ..profiling.slo_bench_engine import bench_on_engine
 
         sweep = partial(
@@ -243,6 +250,7 @@ def bench_slo(
             part,
             lambda: folder_on(str(served.device)),
             predictor=step_latency,
+            predictor_file=predictor_file,
             warm_up=warm_up,
             on_note=out.note,
         )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..data.datasets.spec import spec_options_help
 from .options import GuidanceScale, MaxBatchSize, NumInferenceSteps, Resolutions
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ Dataset = Annotated[
     typer.Option(
         "--dataset",
         metavar="emoji|coco:PATH|...",
-        help="Captions to draw and images to compare with: emoji, coco:, diffusiondb:, imagefolder:, parquet:.",
+        help="Captions to draw and images to compare with: emoji, coco:, diffusiondb:, imagefolder:, parquet:. Options "
+        f"follow the path, as in 'coco:PATH?split=NAME'. {spec_options_help()}.",
     ),
 ]
 NumPrompts = Annotated[int, typer.Option("--num-prompts", min=1, help="Text-image pairs of the set.")]

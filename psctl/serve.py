@@ -102,6 +102,7 @@ def serve(
     """
     out = Output(json=json, quiet=quiet)
     # Everything that can be wrong is looked at before torch is imported and the model loaded.
+    from ..profiling.outside_profile import warn_of_small_table
     from ..profiling.serve_run import run_serve
     from ..profiling.simulate_run import load_step_latency
     from ..profiling.trace_settings import TraceSettings, check_slo_scale, draw_requests
@@ -111,7 +112,10 @@ def serve(
 
     options = patching.to_options(engine, caching)
     chosen_policy = get_policy(policy)
-    step_latency = None if predictor is None else load_step_latency(predictor.expanduser())
+    step_latency = None
+    if predictor is not None:
+        step_latency = load_step_latency(predictor.expanduser(), on_warning=out.warn)
+        warn_of_small_table(step_latency, predictor, max_batch_size, out.warn)
     settings = TraceSettings(
         trace=trace,
         request_rate=request_rate,

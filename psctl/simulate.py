@@ -116,6 +116,7 @@ def simulate(
     out = Output(json=json, quiet=quiet)
     from ..data.resolution import parse_list
     from ..data.traces import TRACE_KINDS
+    from ..profiling.outside_profile import warn_of_small_table
     from ..profiling.simulate_run import (
         Deployment,
         at_rate,
@@ -131,7 +132,6 @@ def simulate(
     from ..serving.loading import model_defaults
     from ..serving.policies import get_policy
     from ..serving.stage_times import StageTimes
-    from ..serving.step_latency import TableLatency
 
     is_file = trace not in TRACE_KINDS
     if is_file and request_rate is not None and not 0 < request_rate < math.inf:
@@ -169,12 +169,8 @@ def simulate(
         return at_rate(drawn, rate) if is_file and rate is not None else drawn
 
     requests = trace_at(request_rate)
-    predictor = load_step_latency(latency.expanduser())
-    if isinstance(predictor, TableLatency) and max_batch_size > predictor.max_batch_size:
-        out.warn(
-            f"--max-batch-size is {max_batch_size}, but the largest batch in {latency} has {predictor.max_batch_size}: "
-            "beyond it latencies are extrapolated"
-        )
+    predictor = load_step_latency(latency.expanduser(), on_warning=out.warn)
+    warn_of_small_table(predictor, latency, max_batch_size, out.warn)
     sizes = defaults.resolutions if resolutions is None else parse_list(resolutions)
     sizes = tuple(dict.fromkeys((*sizes, *(request.resolution for request in requests))))
     deployment = Deployment(

@@ -2,14 +2,11 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from .lifecycle import RequestRecord
-
-if TYPE_CHECKING:
-    import pandas
 
 
 def summarize(
@@ -77,15 +74,6 @@ def slo_attainment_rate(records: Iterable[RequestRecord]) -> float | None:
     """Share of the requests with an SLO whose image came in time; None if no request has an SLO."""
     met = [record.slo_met for record in records if record.slo_met is not None]
     return sum(met) / len(met) if met else None
-
-
-def records_frame(records: Iterable[RequestRecord]) -> "pandas.DataFrame":
-    """The records as a pandas frame with the columns of the records table, one row per request."""
-    import pandas  # takes 0.3 s: only for those who want a frame
-
-    from ..data.tables import RECORDS
-
-    return pandas.DataFrame([record.to_row() for record in records], columns=list(RECORDS.names))
 
 
 def _per_resolution(records: Sequence[RequestRecord]) -> dict[str, dict[str, Any]]:

@@ -90,6 +90,10 @@ class TableLatency:
     Args:
         latencies: seconds of one step by batch; the order of a batch's resolutions does not matter.
 
+    Attributes:
+        max_batch_size: number of requests in the largest measured batch.
+        num_too_large: answers about batches with more requests than that.
+
     Raises:
         UsageError: the table is empty, has an empty batch, the same one twice, or a latency that is not above 0.
     """
@@ -108,17 +112,14 @@ class TableLatency:
             self._measured[batch] = latency_s
         if not self._measured:
             raise UsageError("the latency table is empty, but it must hold at least one batch")
+        self.max_batch_size = max(map(len, self._measured))
+        self.num_too_large = 0
         self.resolutions = tuple(sorted({resolution for batch in self._measured for resolution in batch}))
         self._counts = np.array([self._count(batch) for batch in self._measured], dtype=float)
         measured_s = np.array(list(self._measured.values()))
         # Divided by what was measured: a millisecond matters more to a short step.
         self._weights = nnls(self._features(self._counts) / measured_s[:, None], np.ones(len(measured_s)))[0]
         self._off_line = measured_s / (self._features(self._counts) @ self._weights)
-
-    @property
-    def max_batch_size(self) -> int:
-        """Number of requests in the largest measured batch."""
-        return max(map(len, self._measured))
 
     def step_latency_s(self, active: Sequence[Resolution]) -> float:
         """See `StepLatencyPredictor`.
@@ -137,6 +138,7 @@ class TableLatency:
                 f"asked for a batch of {len(batch)} requests, but all batches of the latency table have "
                 f"{self.max_batch_size}, which says nothing of others"
             )
+        self.num_too_large += len(batch) > self.max_batch_size
         counts = np.array(self._count(batch), dtype=float)
         distances = np.abs(self._counts - counts).sum(axis=1)
         # Stable, so that equal distances are settled by the order of the table.

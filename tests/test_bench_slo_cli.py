@@ -233,6 +233,17 @@ def test_real_engine_options(bench: Call) -> None:
         assert message in err
 
 
+def test_batches_larger_than_a_table_are_warned_of(bench: Call, folder: Path) -> None:
+    (folder / "plain.csv").write_text("combination,ms\n128x128,20\n256x256,30\n4*128x128,60\n")
+    options = ("--engine", "simulator", "--latency", "table.csv", "--plain-latency", "plain.csv", *FAST, "--quiet")
+    code, _, err = bench(*options, "--policies", "fcfs", "--max-batch-size", "17")
+    assert code == 0
+    told = " ".join(err.split())
+    assert "--max-batch-size is 17, but the largest batch in table.csv has 16: beyond it latencies are" in told
+    assert "but the largest batch in plain.csv has 4" in told
+    assert bench(*options, "--policies", "fcfs", "--max-batch-size", "4")[2] == ""
+
+
 def test_people_see_tables(bench: Call) -> None:
     code, out, err = bench("--engine", "simulator", "--latency", "table.csv", *FAST, "--policies", "fcfs,slack")
     assert code == 0

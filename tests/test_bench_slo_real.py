@@ -5,12 +5,20 @@ import os
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from diffusers import DDIMScheduler
 
+from patchedserve.data.resolution import Resolution
 from patchedserve.data.tables import RECORDS, read_rows
+from patchedserve.data.workspace import Workspace
+from patchedserve.profiling.latency import LatencySettings, profile_latency
+from patchedserve.profiling.slo_real import latency_table
+from patchedserve.serving.defaults import ModelDefaults
+from patchedserve.serving.model import ServedModel
+from patchedserve.serving.stepper import EngineOptions
 
 from .conftest import RunPsctl
 from .helpers import save_tiny, tiny_sdxl
@@ -65,6 +73,66 @@ def test_both_engines_on_a_real_model(run_psctl: RunPsctl, tiny: dict[str, str])
         **tiny,
     )
     assert alone.returncode == 0, alone.stderr
+
+
+def test_another_seed_may_ask_for_another_resolution(run_psctl: RunPsctl, tiny: dict[str, str]) -> None:
+    # One request a run: seeds 2, 3 and 6 draw 48x48, seed 5 draws 32x32; the warm-up takes the next seed.
+    options = ("--rates", "30", "--num-prompts", "1", "--warmup-requests", "1", "--policies", "static", "--json")
+    arguments = ("bench", "slo", *options, "--resolutions", "32,48", "--seed")
+    alone = run_psctl(*arguments, "5", **tiny)
+    assert alone.returncode == 0, alone.stderr
+    assert set(json.loads(alone.stdout)["standalone_s"]) == {"32x32", "48x48"}
+    first = run_psctl(*arguments, "2", **tiny)
+    assert first.returncode == 0, first.stderr
+    result = json.loads(first.stdout)
+    assert set(result["standalone_s"]) == {"48x48"}
+    again = run_psctl(*arguments, "5", "--resume", result["run_dir"], **tiny)
+    assert again.returncode == 0, again.stderr
+    assert "Measuring 32x32 alone" in again.stderr
+    assert "Measuring 48x48 alone" not in again.stderr
+    known = json.loads(again.stdout)["standalone_s"]
+    assert set(known) == {"32x32", "48x48"}
+    assert known["48x48"] == result["standalone_s"]["48x48"]
+
+
+def test_another_content_of_a_file_is_another_sweep(run_psctl: RunPsctl, tiny: dict[str, str], tmp_path: Path) -> None:
+    steps, prompts = tmp_path / "steps.csv", tmp_path / "prompts.txt"
+    table = Path(tiny["STEPS"]).read_text()
+    steps.write_text(table)
+    prompts.write_text("a fox\n")
+    options = ("--rates", "30", "--num-prompts", "2", "--warmup-requests", "2", "--resolutions", "32", "--json")
+    arguments = ("bench", "slo", *options, "--prompts", prompts, "--cache", "interval", "--cache-patch-size", "4")
+    first = run_psctl(*arguments, "--policies", "static", **tiny)
+    assert first.returncode == 0, first.stderr
+    result = json.loads(first.stdout)
+    assert result["settings"]["cache"]["interval"] == 3
+    # A policy that asks for a predictor may join later; from then on it is that one.
+    resumed = (*arguments, "--resume", result["run_dir"], "--policies", "static,slack", "--predictor", steps)
+    again = run_psctl(*resumed, **tiny)
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["predictor"].startswith(f"{steps} (")
+    steps.write_text(table.replace("20", "21"))
+    refused = run_psctl(*resumed, **tiny)
+    assert refused.returncode == 2
+    assert f'was begun with predictor file "{steps} (' in refused.stderr
+    steps.write_text(table)
+    prompts.write_text("a cat\n")
+    refused = run_psctl(*resumed, **tiny)
+    assert refused.returncode == 2
+    assert "was begun with settings prompts" in refused.stderr
+
+
+def test_a_table_of_smaller_batches_is_not_taken(tmp_path: Path) -> None:
+    options = EngineOptions("plain")
+    model = ServedModel(tiny_sdxl(), name="tiny", fingerprint="f", defaults=ModelDefaults(), options=options)
+    workspace = Workspace(tmp_path / "ws").for_model("tiny", "cpu")
+    two = LatencySettings((Resolution(32, 32),), 2, 2, 1, one_resolution=True)
+    known = profile_latency(model, two, workspace).table_file
+    assert latency_table(model, workspace, two, tmp_path / "sweep")[1] == known
+    assert latency_table(model, workspace, replace(two, max_batch_size=1), tmp_path / "sweep")[1] == known
+    table, path = latency_table(model, workspace, replace(two, max_batch_size=3), tmp_path / "sweep")
+    assert path.parent == tmp_path / "sweep"
+    assert max(row.num_requests for row in table.rows) == 3
 
 
 def test_ctrl_c_and_resume_on_a_real_model(psctl_script: str, tiny: dict[str, str], tmp_path: Path) -> None:

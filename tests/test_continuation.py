@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from patchedserve.data.errors import UsageError
 from patchedserve.data.files import sha256_of
 from patchedserve.data.models import bundled_model_path
-from patchedserve.training.continuation import WEIGHT_FILES, adopt_parts, load_initial_weights
+from patchedserve.training.continuation import WEIGHT_FILES, adopt_parts, load_initial_weights, save_part
 from patchedserve.training.generators import new_transformer, new_unet
 
 MODELS = bundled_model_path("emoji-xl").parent
@@ -29,6 +29,26 @@ def test_parts_are_taken_over_in_full_precision(tmp_path: Path) -> None:
         shipped = load_file(MODELS / "emoji-3" / source / "model.safetensors")
         assert all(torch.equal(tensor, shipped[name].float()) for name, tensor in taken.items())
     assert (tmp_path / "text" / "tokenizer" / "tokenizer_config.json").is_file()
+
+
+class HalfWritten:
+    """What a Ctrl-C leaves in the middle of writing."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
+        raise KeyboardInterrupt
+
+
+def test_a_part_that_is_cut_off_is_not_taken_for_a_finished_one(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        save_part(HalfWritten(), tmp_path / "text" / "tokenizer")
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    adopt_parts(MODELS, tmp_path)
+    assert (tmp_path / "text" / "tokenizer" / "tokenizer_config.json").is_file()
+    with pytest.raises(KeyboardInterrupt):
+        save_part(HalfWritten(), tmp_path / "text" / "tokenizer")
+    assert (tmp_path / "text" / "tokenizer" / "tokenizer_config.json").is_file()
+    assert not list(tmp_path.rglob(".*"))
 
 
 def test_parts_that_are_there_stay(tmp_path: Path) -> None:

@@ -83,7 +83,6 @@ def test_options_of_another_kind_are_refused(tmp_path: Path):
         UsageError, match="max_nsfw is no option of the data set coco, whose options are: split, image_"
     ):
         open_dataset(f"coco:{write_coco(tmp_path)}", max_nsfw=0.5)
-    assert open_dataset(f"coco:{tmp_path}", max_nsfw=None, split=None).image_kind == "stored"
 
 
 def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -160,11 +159,13 @@ def test_coco_images_elsewhere(tmp_path: Path):
 def test_coco_with_several_splits(tmp_path: Path):
     write_coco(tmp_path, split="train2017")
     write_coco(tmp_path, coco_content(2), split="val2017")
-    with pytest.raises(UsageError, match=r"holds the splits train2017, val2017; choose one"):
+    with pytest.raises(UsageError, match=r"holds the splits train2017, val2017; choose one: \?split=NAME after"):
         open_dataset(f"coco:{tmp_path}")
     with pytest.raises(UsageError, match=r"has no split 'val2014'; it holds train2017, val2017"):
         open_dataset(f"coco:{tmp_path}", split="val2014")
     assert len(by_id(open_dataset(f"coco:{tmp_path}", split="val2017"))) == 2
+    with pytest.raises(UsageError, match="one annotation file is one split"):
+        open_dataset(f"coco:{tmp_path}/annotations/captions_val2017.json", split="val2017")
     with pytest.raises(UsageError, match=r"holds no annotations/captions_\*.json"):
         open_dataset(f"coco:{tmp_path / 'annotations' / '..' / 'val2017'}")
 
@@ -470,6 +471,8 @@ def test_diffusiondb_saved_to_disk(tmp_path: Path, hub_form: Any):
         open_dataset(f"diffusiondb:{tmp_path / 'both'}")
     with pytest.raises(UsageError, match="has no split 'val'; it holds test, train"):
         open_dataset(f"diffusiondb:{tmp_path / 'both'}", split="val")
+    with pytest.raises(UsageError, match="the saved data set has no splits"):
+        open_dataset(f"diffusiondb:{tmp_path / 'saved'}", split="train")
     (tmp_path / "saved" / "state.json").write_text("{")
     with pytest.raises(UsageError, match="cannot open the saved data set") as caught:
         open_dataset(f"diffusiondb:{tmp_path / 'saved'}")
@@ -698,6 +701,8 @@ def test_parquet_with_several_splits(tmp_path: Path):
     assert set(by_id(open_dataset(f"parquet:{tmp_path}", split="test"))) == {"id-5", "id-6"}
     with pytest.raises(UsageError, match="has no split 'dev'; it holds test, train"):
         open_dataset(f"parquet:{tmp_path}", split="dev")
+    with pytest.raises(UsageError, match="it is one file, and splits are for folders"):
+        open_dataset(f"parquet:{next(tmp_path.rglob('*.parquet'))}", split="train")
 
 
 def test_parquet_that_cannot_be_read(tmp_path: Path):

@@ -60,6 +60,7 @@ def test_all_metrics_then_a_comparison_and_a_gate(run_psctl: RunPsctl, model_dir
         (["eval", "clip", "--reference", "a"], 2, "--reference belongs to --generated"),
         (["eval", "clip", "--generated", "a", "--images", "b"], 2, "nothing is drawn"),
         (["eval", "clip", "--dataset", "coco"], 2, "coco:PATH"),
+        (["eval", "clip", "--dataset", "emoji?split=train"], 2, "whose options are: resolution, num_images, data_seed"),
         (["eval", "clip", "--policy", "magic"], 2, "policy is 'magic'"),
         (["eval", "fid", "--num-prompts", "1"], 2, "need at least 2 images"),
         (["eval", "psnr", "--generated", "empty"], 2, "give --reference DIR"),

@@ -99,6 +99,10 @@ def test_the_ground_truth_is_the_data_sets_own(tmp_path: Path) -> None:
     truth = ground_truth_of(Manifest(items, DRAWN))
     assert tuple(truth.ids) == sample.ids
     assert truth.open_image(sample.ids[1]).size == (48, 32)
+    # The options of a data set are part of what a set of images remembers.
+    larger = DRAWN | {"dataset": "emoji?resolution=64&data_seed=1"}
+    with pytest.raises(UsageError, match=r"emoji \(heldout, 64x64\): gives other pairs now"):
+        ground_truth_of(Manifest(items, larger))
     with pytest.raises(UsageError, match="gives other pairs now"):
         ground_truth_of(Manifest(make_items([("a", "x"), ("b", "y")], [Resolution(48, 32)], 7), DRAWN))
     (tmp_path / "captions.csv").write_text("caption\na\nb\n")

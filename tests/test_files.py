@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from patchedserve.data.files import atomic_write, sha256_of, write_bytes, write_json, write_text
+from patchedserve.data.files import atomic_folder, atomic_write, sha256_of, write_bytes, write_json, write_text
 
 
 def names(folder: Path) -> list[str]:
@@ -99,3 +99,59 @@ def test_contents(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(tmp_path / "j.json", float("nan"))
     assert sha256_of(tmp_path / "b") == hashlib.sha256(b"\x00\xff").hexdigest()
+
+
+def tree(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_folder_takes_the_place_of_the_old_one_as_a_whole(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "model"
+    with atomic_folder(target) as folder:
+        (folder / "a").write_text("1")
+        assert not target.exists()
+    assert tree(tmp_path) == {"deep/model/a": "1"}
+    (tmp_path / "link").symlink_to(target)
+    with atomic_folder(tmp_path / "link") as folder:
+        (folder / "sub").mkdir()
+        (folder / "sub" / "b").write_text("2")
+        assert tree(target) == {"a": "1"}
+    assert tree(tmp_path) == {"deep/model/sub/b": "2"}
+    assert (tmp_path / "link").is_symlink()
+    assert [path.name for path in target.parent.iterdir()] == ["model"]
+
+
+def write_and_fail(target: Path, error: BaseException) -> None:
+    with atomic_folder(target) as folder:
+        (folder / "b").write_text("2")
+        raise error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "full")])
+def test_error_leaves_the_old_folder_and_nothing_else(tmp_path: Path, error: BaseException) -> None:
+    target = tmp_path / "model"
+    for before in ({}, {"model/a": "1"}):
+        with pytest.raises(type(error)):
+            write_and_fail(target, error)
+        assert tree(tmp_path) == before
+        assert target.exists() == bool(before)
+        target.mkdir(exist_ok=True)
+        (target / "a").write_text("1")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_new_folder_that_cannot_take_its_place_leaves_the_old_one(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    target.mkdir()
+    (target / "a").write_text("1")
+    with pytest.raises(FileNotFoundError), atomic_folder(target) as folder:
+        # The last rename fails: what stepped aside for it must come back.
+        folder.rmdir()
+    assert tree(tmp_path) == {"model/a": "1"}
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(NotADirectoryError), atomic_folder(tmp_path / "file"):
+        pass

@@ -15,6 +15,7 @@ from patchedserve.data.errors import UsageError
 from patchedserve.data.latency_table import LatencyRow
 from patchedserve.data.resolution import Resolution, parse_list
 from patchedserve.data.workspace import ModelWorkspace
+from patchedserve.profiling.outside_profile import predictions_outside
 from patchedserve.training import latency_fit
 from patchedserve.training.latency_fit import (
     MIN_ROWS,
@@ -24,6 +25,7 @@ from patchedserve.training.latency_fit import (
     time_predictions,
 )
 from patchedserve.training.latency_predictor import LatencyPredictor, load_workspace_predictor
+from patchedserve.training.online_correction import OnlineCorrection
 
 from .latency_tables import CIRCUMSTANCES, SIZES, law_ms, law_rows
 
@@ -218,6 +220,20 @@ def test_resolutions_between_profiled_ones(fitted: LatencyPredictor) -> None:
     assert (len(told), predictor.num_too_large, predictor.num_between) == (2, 1, 6)
 
 
+def test_what_a_run_asked_beyond_the_profile(fitted: LatencyPredictor) -> None:
+    predictor = LatencyPredictor(fitted.vectors, fitted.about, lambda message: None)
+    correction = OnlineCorrection(predictor)
+    assert predictions_outside(correction) == {"too_large": 0, "between": 0}
+    correction.step_latency_s([S] * 17)
+    correction.step_latency_s([Resolution(160, 160)])
+    before = predictions_outside(correction)
+    assert before == predictions_outside(predictor) == {"too_large": 1, "between": 1}
+    # Of the next run, what the one before has asked is taken off.
+    correction.step_latency_s([S] * 17)
+    assert predictions_outside(correction, before) == {"too_large": 1, "between": 0}
+    assert predictions_outside(None) is None
+
+
 def test_without_a_listener_python_warns_once(predictor: LatencyPredictor) -> None:
     with pytest.warns(RuntimeWarning, match="17 requests is larger"):
         predictor.step_latency_s([S] * 17)
@@ -234,9 +250,6 @@ def test_resolutions_beyond_the_profiled_ones_are_refused(
     message = f"{size} is {word} than all resolutions that the latency predictor knows .128x128, 192x192, 256x256."
     with pytest.raises(UsageError, match=message):
         predictor.step_latency_s([S, size])
-    with pytest.raises(UsageError, match=message):
-        predictor.check_resolutions([S, Resolution(160, 160), size])
-    predictor.check_resolutions([S, Resolution(160, 160)])
     assert (predictor.num_between, predictor._known, predictor._outside) == (0, {}, {})
 
 

@@ -8,9 +8,8 @@ import pytest
 
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.data.tables import RECORDS
 from patchedserve.serving.lifecycle import FINAL_STATUSES, RequestRecord, RequestState, Status
-from patchedserve.serving.metrics import records_frame, summarize
+from patchedserve.serving.metrics import summarize
 
 SMALL, LARGE = Resolution(128, 128), Resolution(256, 256)
 FACTS_KEYS = {
@@ -169,11 +168,3 @@ def test_views_tell_progress_and_are_frozen() -> None:
     assert (after.deadline_s, after.standalone_s, after.resolution, after.num_steps) == (3.0, 0.4, LARGE, 5)
     with pytest.raises(AttributeError):
         after.steps_done = 5  # type: ignore[misc]
-
-
-def test_frame_of_records() -> None:
-    frame = records_frame([ended(0, slo_s=2.0), ended(1, "failed")])
-    assert tuple(frame.columns) == RECORDS.names
-    assert frame["latency_s"].tolist()[0] == 1.0
-    assert frame["slo_met"].tolist()[0] is True
-    assert tuple(records_frame([]).columns) == RECORDS.names

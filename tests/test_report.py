@@ -18,7 +18,7 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.data.tables import RECORDS, STEPS, read_frame, write_table
 from patchedserve.serving.lifecycle import RequestRecord
-from patchedserve.serving.metrics import records_frame, summarize
+from patchedserve.serving.metrics import summarize
 from patchedserve.serving.report import image_grid, write_report
 from patchedserve.serving.report.grid import CAPTION_LINES, GAP_PX, _font, wrap
 from patchedserve.serving.report.plots import PLOTS
@@ -63,6 +63,10 @@ def simulate(num_requests: int, *, rate: float = 4.0, steps: int = 20, seed: int
                 item[0].close("completed", now + 0.05)
                 del active[item[0].request_id]
     return records, [dict(zip(STEPS.names, row, strict=True)) for row in rows], now
+
+
+def records_frame(records: list[RequestRecord]) -> pd.DataFrame:
+    return pd.DataFrame([record.to_row() for record in records], columns=list(RECORDS.names))
 
 
 def report_of(folder: Path, records: list[RequestRecord], steps: list[dict[str, Any]], images=(), **extra: Any) -> str:

@@ -121,6 +121,19 @@ def test_policies_and_gamma(serve: RunPsctl, tmp_path: Path, policy: str) -> Non
         assert word in run.stdout
 
 
+def test_batches_larger_than_the_latency_table_are_told_and_counted(serve: RunPsctl, tmp_path: Path) -> None:
+    (tmp_path / "steps.csv").write_text(STEPS_CSV)
+    options = ("--trace", "poisson", "--request-rate", "inf", "--num-prompts", "8", "--slo-scale", "1000", "--json")
+    slack = ("--policy", "slack", "--predictor", "steps.csv", *options)
+    run = serve(*slack, "--max-batch-size", "8")
+    assert summary_of(run)["predictions_outside"]["too_large"] > 0
+    assert "--max-batch-size is 8, but the largest batch in steps.csv has 4" in run.stderr.replace("\n", " ")
+    small = serve(*slack, "--max-batch-size", "4")
+    assert summary_of(small)["predictions_outside"]["too_large"] == 0
+    assert "largest batch" not in small.stderr
+    assert "predictions_outside" not in summary_of(serve("--policy", "fcfs", *options))
+
+
 def test_trace_file_keeps_its_timestamps(serve: RunPsctl, tmp_path: Path) -> None:
     lines = [
         "Request(request_id=7, timestamp=0.2, height=32, width=48, num_frames=1, prompt='a hat', negative_prompt='x', "

@@ -124,6 +124,14 @@ def test_extrapolation_is_warned_of(folder: Path, capsys: pytest.CaptureFixture[
     options = ("--latency", "table.csv", "--num-prompts", "5", "--quiet", "--json", "--max-batch-size")
     assert simulate(capsys, *options, "16")[2] == ""
     assert "the largest batch in table.csv has 16" in simulate(capsys, *options, "17")[2].replace("\n", " ")
+    # Forty at once: batches of 16 were measured, those of 17 to 20 are counted, each once.
+    full = ("--latency", "table.csv", "--quiet", "--json", "--num-prompts", "40", "--request-rate", "inf")
+    counted = [
+        summary_of(simulate(capsys, *full, "--policy", "patched-fcfs", "--max-batch-size", size))["predictions_outside"]
+        for size in ("16", "20")
+    ]
+    assert counted[0] == {"too_large": 0, "between": 0}
+    assert counted[1]["too_large"] > 0
 
 
 @pytest.mark.parametrize(

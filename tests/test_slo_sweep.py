@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
-from patchedserve.profiling.slo_sweep import Served, SweepFolder, SweepSettings, engine_of, run_sweep
+from patchedserve.profiling.slo_sweep import Served, SweepFolder, SweepSettings, engine_of, read_head, run_sweep
 from patchedserve.profiling.trace_settings import TraceSettings
 from patchedserve.serving.defaults import ModelDefaults
 from patchedserve.serving.policies import SIMULATED_POLICY_NAMES
@@ -71,6 +72,38 @@ def test_interrupted_sweep_goes_on(tmp_path: Path, by_signal: bool) -> None:
     assert all(run.figures == {"note": 1} and run.duration_s == 10.0 and len(run.records) == 4 for run in runs)
     with pytest.raises(UsageError, match="was begun with settings slo_scale"):
         SweepFolder(tmp_path, {**head, "settings": settings(slo_scale=3.0).fixed()})
+
+
+def test_a_head_grows_by_resolutions_but_does_not_change(tmp_path: Path) -> None:
+    wanted = settings().fixed()
+    SweepFolder(tmp_path, {"settings": wanted, "standalone_s": {"128x128": 1.0}})
+    grown = SweepFolder(tmp_path, {"settings": wanted, "standalone_s": {"256x256": 3.0}})
+    assert grown.head["standalone_s"] == read_head(tmp_path)["standalone_s"] == {"128x128": 1.0, "256x256": 3.0}
+    with pytest.raises(UsageError, match=r"was begun with standalone_s 128x128 1.0, but it is 2.0 now"):
+        SweepFolder(tmp_path, {"settings": wanted, "standalone_s": {"128x128": 2.0}})
+
+
+def test_a_predictor_may_come_later_but_not_be_another_one(tmp_path: Path) -> None:
+    SweepFolder(tmp_path, {"settings": settings().fixed(), "predictor": {}})
+    SweepFolder(tmp_path, {"settings": settings().fixed(), "predictor": {"file": "a (1)"}})
+    SweepFolder(tmp_path, {"settings": settings().fixed(), "predictor": {}})
+    with pytest.raises(UsageError, match=r'was begun with predictor file "a \(1\)", but it is "a \(2\)" now'):
+        SweepFolder(tmp_path, {"settings": settings().fixed(), "predictor": {"file": "a (2)"}})
+
+
+@pytest.mark.parametrize(("option", "name"), [("prompts", "p.txt"), ("arrivals", "a.csv")])
+def test_files_of_a_trace_count_by_their_content(tmp_path: Path, option: str, name: str) -> None:
+    file = tmp_path / name
+    file.write_text("TIMESTAMP\n1\n")
+    options: Any = {option: file}
+    wanted = replace(settings(), trace=TraceSettings(**options))
+    folder = tmp_path / "sweep"
+    folder.mkdir()
+    SweepFolder(folder, {"settings": wanted.fixed()})
+    SweepFolder(folder, {"settings": wanted.fixed()})
+    file.write_text("TIMESTAMP\n2\n")
+    with pytest.raises(UsageError, match=f"was begun with settings {option} .*{name} "):
+        SweepFolder(folder, {"settings": wanted.fixed()})
 
 
 def test_orders_rotate_and_seeds_come_last() -> None:

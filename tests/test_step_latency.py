@@ -51,7 +51,10 @@ def test_between_measured_batches_the_error_is_small() -> None:
 
 def test_more_requests_than_measured_take_longer() -> None:
     table = TableLatency({(S,): 0.02, (S, S): 0.03, (S,) * 4: 0.05})
+    table.step_latency_s((S,) * 3)
+    assert (table.max_batch_size, table.num_too_large) == (4, 0)
     assert table.step_latency_s((S,) * 8) > 0.05
+    assert table.num_too_large == 1
     assert table.step_latency_s((S,) * 16) > table.step_latency_s((S,) * 8)
     # What one request costs says nothing of two.
     with pytest.raises(

@@ -10,6 +10,7 @@ from transformers import CLIPModel, CLIPProcessor
 
 from patchedserve.data.emoji.dataset import EmojiDataset
 from patchedserve.data.emoji.scene import BACKGROUNDS, sample_scene
+from patchedserve.data.models import CARD_FILES, read_checksums, verify_bundled, write_checksums
 from patchedserve.data.resolution import Resolution
 from patchedserve.training.autoencoder import new_autoencoder, normalise_latents, reconstruction_loss
 from patchedserve.training.export import export_emoji_3, export_emoji_clip, export_emoji_xl
@@ -182,6 +183,20 @@ def test_the_exported_judge_is_a_plain_clip_model(tokenizer, tmp_path):
     images = [EmojiDataset(size, 1).image(0) for size in (SMALL, Resolution(192, 128))]
     inputs = processor(text=["a red apple", "a fox"], images=images, padding="max_length", return_tensors="pt")
     assert model(**inputs).logits_per_image.shape == (2, 2)
+
+
+def test_an_export_keeps_the_card_and_renews_the_checksums(tokenizer, tmp_path):
+    folder = tmp_path / "emoji-clip"
+    folder.mkdir()
+    for name in (*CARD_FILES, "stale.bin"):
+        (folder / name).write_text(name)
+    write_checksums(tmp_path)
+    export_emoji_clip(folder, new_judge(tokenizer), tokenizer)
+    assert [(folder / name).read_text() for name in CARD_FILES] == list(CARD_FILES)
+    assert not (folder / "stale.bin").exists()
+    assert verify_bundled("emoji-clip", tmp_path) == []
+    assert "emoji-clip/model.safetensors" in read_checksums(tmp_path)
+    assert not list(tmp_path.glob(".*")), "no staging folder is left"
 
 
 def test_the_contrastive_loss_counts_equal_captions_as_right(tokenizer):

@@ -1,6 +1,7 @@
 """Starts a training from the weights of finished models instead of from random ones."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKL
@@ -9,7 +10,7 @@ from torch import nn
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer
 
 from ..data.errors import UsageError
-from ..data.files import sha256_of
+from ..data.files import atomic_folder, sha256_of
 
 WEIGHT_FILES = {
     "emoji-clip": "model.safetensors",
@@ -34,12 +35,18 @@ def adopt_parts(models_dir: Path, root: Path) -> None:
     for name, folder in encoders.items():
         if not (root / "text" / name).is_dir():
             encoder = CLIPTextModelWithProjection.from_pretrained(source / folder, dtype=torch.float32)
-            encoder.save_pretrained(root / "text" / name)
+            save_part(encoder, root / "text" / name)
     if not (root / "text" / "tokenizer").is_dir():
-        CLIPTokenizer.from_pretrained(source / "tokenizer").save_pretrained(root / "text" / "tokenizer")
+        save_part(CLIPTokenizer.from_pretrained(source / "tokenizer"), root / "text" / "tokenizer")
     autoencoder = root / "autoencoder" / "model"
     if not autoencoder.is_dir():
-        AutoencoderKL.from_pretrained(source / "vae", torch_dtype=torch.float32).save_pretrained(autoencoder)
+        save_part(AutoencoderKL.from_pretrained(source / "vae", torch_dtype=torch.float32), autoencoder)
+
+
+def save_part(part: Any, folder: Path) -> None:
+    """Write what has a `save_pretrained`, whole or not at all: that its folder exists means that it is finished."""
+    with atomic_folder(folder) as staged:
+        part.save_pretrained(staged)
 
 
 def load_initial_weights(model: nn.Module, weights: Path) -> str:

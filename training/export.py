@@ -2,7 +2,8 @@
 
 import json
 import shutil
-import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ from transformers import (
     T5Tokenizer,
 )
 
-from ..data.files import write_json
+from ..data.files import atomic_folder, write_json
+from ..data.models import CARD_FILES, write_checksums
 from .generators import BETAS, FLOW_SHIFT
 from .judge import IMAGE_SIDE
 
@@ -47,7 +49,8 @@ def export_emoji_xl(
     """Write a directory that `StableDiffusionXLPipeline.from_pretrained` loads.
 
     Args:
-        folder: replaced as a whole once everything is written.
+        folder: replaced as a whole once everything is written, but for the files of its model card, which stay;
+            the checksums in the folder above are renewed.
         encoders: the narrow and the wide text encoder, in this order.
     """
     first = CLIPTextModel(encoders[0].config)
@@ -117,7 +120,7 @@ def export_emoji_clip(folder: Path, model: CLIPModel, tokenizer: CLIPTokenizer) 
         image_mean=[0.5, 0.5, 0.5],
         image_std=[0.5, 0.5, 0.5],
     )
-    with _Replacing(folder) as staged:
+    with _replacing(folder) as staged:
         model.half().save_pretrained(staged)
         load_as_float32(staged / "config.json")
         CLIPProcessor(images, tokenizer).save_pretrained(staged)
@@ -133,32 +136,20 @@ def load_as_float32(config_file: Path) -> None:
 
 
 def _save(pipe: Any, folder: Path, defaults: dict[str, object]) -> None:
-    with _Replacing(folder) as staged:
+    with _replacing(folder) as staged:
         pipe.to(torch.float16).save_pretrained(staged)
         for config in staged.glob("text_encoder*/config.json"):
             load_as_float32(config)
         write_json(staged / "psctl.json", defaults)
 
 
-class _Replacing:
-    """A staging folder beside `folder` that takes its place on success; the model card there is kept."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __enter__(self) -> Path:
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        self.staged = Path(tempfile.mkdtemp(prefix=f".{self.folder.name}.", dir=self.folder.parent))
-        return self.staged
-
-    def __exit__(self, error_type: type[BaseException] | None, *details: object) -> None:
-        if error_type is not None:
-            shutil.rmtree(self.staged)
-            return
-        card = self.folder / "README.md"
-        if card.exists():
-            shutil.copy2(card, self.staged / "README.md")
-        if self.folder.exists():
-            shutil.rmtree(self.folder)
-        self.staged.chmod(0o755)
-        self.staged.rename(self.folder)
+@contextmanager
+def _replacing(folder: Path) -> Iterator[Path]:
+    """A folder that takes the place of `folder` on success; the model card there is kept, and the checksums of all
+    models beside it are renewed last, so that they tell a model whose writing was cut off."""
+    with atomic_folder(folder) as staged:
+        yield staged
+        for name in CARD_FILES:
+            if (folder / name).is_file():
+                shutil.copy2(folder / name, staged / name)
+    write_checksums(folder.parent)

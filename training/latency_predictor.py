@@ -59,7 +59,7 @@ class LatencyPredictor:
         """Seconds of one denoising step over one image of each resolution in `active`; 0 for none.
 
         Raises:
-            UsageError: a resolution is smaller or larger than all that were profiled (see `check_resolutions`).
+            UsageError: a resolution is smaller or larger than all that were profiled.
         """
         counts = [0] * len(self._index)
         try:
@@ -81,11 +81,6 @@ class LatencyPredictor:
         """Milliseconds of a step for rows of requests by resolution, in the order of `about.resolutions`."""
         rows = [self.about.features(row, num_distinct or sum(count > 0 for count in row)) for row in counts]
         return np.exp(self.vectors.log_ms(np.array(rows, dtype=np.float64))).tolist()
-
-    def check_resolutions(self, resolutions: Sequence[Resolution]) -> None:
-        """Raise UsageError if a resolution is smaller or larger than all that were profiled."""
-        for resolution in resolutions:
-            self._shares(resolution)
 
     def _predict_outside(self, active: Sequence[Resolution]) -> float:
         counts = Counter(active)

@@ -20,7 +20,7 @@ from ..data.errors import UsageError
 from ..data.files import sha256_of
 from ..data.resolution import Resolution
 from .autoencoder import AutoencoderTask, train_autoencoder
-from .continuation import WEIGHT_FILES, adopt_parts
+from .continuation import WEIGHT_FILES, adopt_parts, save_part
 from .export import export_emoji_3, export_emoji_clip, export_emoji_xl
 from .generators import GeneratorTask, TextTower, TransformerObjective, UNetObjective, train_generator
 from .images import draw_pool
@@ -81,7 +81,8 @@ def train_part(
     report: Reporter,
     from_models: Path | None = None,
 ) -> Path:
-    """Train one part in `root`/part; the three models are also written to `models_dir`. Returns the finished folder.
+    """Train one part in `root`/part; the three models are also written to `models_dir`, with checksums. Returns the
+    finished folder.
 
     Args:
         from_models: a folder of finished models; what is trained starts from their weights, and the parts it needs are
@@ -122,9 +123,9 @@ def _train_text(folder: Path, device: torch.device, steps: int, seed: int, repor
         encoder = new_text_encoder(width, num_layers, tokenizer)
         report.on_stage(f"text encoder {name}", steps)
         train_text_encoder(encoder, tokenizer, folder / name, steps, seed + offset, device, report.on_step)
-        encoder.cpu().save_pretrained(folder / f"{name}-model")
+        save_part(encoder.cpu(), folder / f"{name}-model")
     # Last, so that a run which is refused (another seed) or unfinished leaves no tokenizer without its encoders.
-    tokenizer.save_pretrained(folder / "tokenizer")
+    save_part(tokenizer, folder / "tokenizer")
     return folder
 
 
@@ -134,7 +135,7 @@ def _train_autoencoder(folder: Path, device: torch.device, steps: int, seed: int
     pools = [draw_pool(dataset, report.on_image)[0] for dataset in datasets]
     report.on_stage("autoencoder", steps)
     model = train_autoencoder(pools, AutoencoderTask(folder, steps=steps, seed=seed), device, report.on_step)
-    model.cpu().save_pretrained(folder / "model")
+    save_part(model.cpu(), folder / "model")
     return folder / "model"
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 
 from ..data.emoji.art import object_names
-from ..data.emoji.scene import BACKGROUNDS, Scene, caption_of, sample_scene
+from ..data.emoji.scene import BACKGROUNDS, Scene, sample_scene
 from ..data.resolution import Resolution
 from .loop import LoopConfig, TrainingRun
 from .optim import OptimConfig
@@ -140,14 +140,3 @@ def train_text_encoder(
     run.run(loss_of, on_step=on_step)
     run.copy_ema_to(reader)
     return encoder.eval()
-
-
-@torch.no_grad()
-def reading_accuracy(reader: CaptionReader, tokenizer: CLIPTokenizer, num_captions: int = 500, seed: int = 1) -> float:
-    """Share of held-out captions of which objects, order and background are all read correctly."""
-    rng = np.random.default_rng([seed, 6])
-    scenes = [sample_scene(rng, ANY_RESOLUTION, "heldout") for _ in range(num_captions)]
-    captions = [caption_of(tuple(p.name for p in scene.placements), scene.background, rng) for scene in scenes]
-    device = reader.heads[0].weight.device
-    assert isinstance(device, torch.device)
-    return reader(tokenize(tokenizer, captions).to(device), scene_targets(scenes).to(device))[1]

@@ -77,13 +77,15 @@ def open_coco(path: str, *, split: str | None = None, image_dir: str | Path | No
 
     Args:
         path: a folder with `annotations/captions_*.json` (or with these files themselves), or one such file.
-        split: "val2017" for captions_val2017.json; needed where a folder holds several.
+        split: "val2017" for captions_val2017.json; needed where a folder holds several; not for a file.
         image_dir: folder of the images. By default `SPLIT` or `images/SPLIT` beside the annotations.
 
     Raises:
         UsageError: something is missing, or several splits are there and none was chosen.
     """
     root = existing(path, "a folder of COCO or a captions_*.json")
+    if split is not None and not root.is_dir():
+        raise UsageError(f"{root}: split is {split!r}, but one annotation file is one split")
     annotations = _annotation_file(root, split) if root.is_dir() else root
     if image_dir is not None:
         images = existing(image_dir, "the folder of the images")
@@ -97,7 +99,7 @@ def open_coco(path: str, *, split: str | None = None, image_dir: str | Path | No
         if candidate.is_dir():
             return CocoCaptions(annotations, ImageFiles(candidate))
     tried = " and ".join(map(str, candidates))
-    raise UsageError(f"{annotations}: its images are not in {tried}; give their folder (--image-dir)")
+    raise UsageError(f"{annotations}: its images are not in {tried}; give their folder: ?image_dir=DIR after the path")
 
 
 def _annotation_file(root: Path, split: str | None) -> Path:
@@ -110,7 +112,8 @@ def _annotation_file(root: Path, split: str | None) -> Path:
         raise UsageError(f"{root}: holds no annotations/captions_*.json")
     if split is None:
         if len(found) > 1:
-            raise UsageError(f"{root}: holds the splits {', '.join(sorted(found))}; choose one (--split)")
+            splits = ", ".join(sorted(found))
+            raise UsageError(f"{root}: holds the splits {splits}; choose one: ?split=NAME after the path")
         return next(iter(found.values()))
     if split not in found:
         raise UsageError(f"{root}: has no split {split!r}; it holds {', '.join(sorted(found))}")

@@ -129,7 +129,7 @@ def open_diffusiondb(
         raise UsageError(f"diffusiondb:{path} is local, but config and revision are for diffusiondb:hub")
     root = existing(path, "a folder of DiffusionDB")
     if root.is_file():
-        return table_captions("diffusiondb", parquet_rows(root), ColumnChoice(), needs_images=False, **limit)
+        return table_captions("diffusiondb", parquet_rows(root, split), ColumnChoice(), needs_images=False, **limit)
     if any((root / mark).is_file() for mark in DISK_MARKS):
         return table_captions("diffusiondb", rows_from_disk(root, split), ColumnChoice(), **limit)
     parts = _parts(root)

@@ -75,7 +75,8 @@ def rows_from_hub(repository: str, config: str | None, split: str, revision: str
             f"cannot load the data set {repository} ({config}) from the hub: {reason}; without a connection, give the "
             "path of a local copy"
         ) from error
-    return ArrowRows(f"{repository} ({config})", loaded)
+    chosen = ", ".join(filter(None, (config, split, revision)))
+    return ArrowRows(f"{repository} ({chosen})", loaded)
 
 
 def rows_from_disk(path: Path, split: str | None) -> ArrowRows:
@@ -96,10 +97,12 @@ def rows_from_disk(path: Path, split: str | None) -> ArrowRows:
         if split is None and len(loaded) == 1:
             split = next(iter(loaded))
         if split is None:
-            raise UsageError(f"{path}: holds the splits {found}; choose one (--split)")
+            raise UsageError(f"{path}: holds the splits {found}; choose one: ?split=NAME after the path")
         if split not in loaded:
             raise UsageError(f"{path}: has no split {split!r}; it holds {found}")
-        loaded = loaded[split]
+        return ArrowRows(f"{path} ({split})", loaded[split])
+    if split is not None:
+        raise UsageError(f"{path}: split is {split!r}, but the saved data set has no splits")
     return ArrowRows(str(path), loaded)
 
 

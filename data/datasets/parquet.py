@@ -185,6 +185,8 @@ def parquet_rows(path: str | Path, split: str | None = None) -> ParquetRows:
     """The parquet files at a path, of one split. Raises as `open_parquet`."""
     root = existing(path, "a parquet file or a folder of them")
     if root.is_file():
+        if split is not None:
+            raise UsageError(f"{root}: split is {split!r}, but it is one file, and splits are for folders of them")
         return ParquetRows(root.parent, (root.name,))
     names = sorted(file.relative_to(root).as_posix() for file in root.rglob("*.parquet") if file.is_file())
     by_split: dict[str, list[str]] = {}
@@ -197,7 +199,7 @@ def parquet_rows(path: str | Path, split: str | None = None) -> ParquetRows:
         return ParquetRows(root, tuple(names))
     found = ", ".join(sorted(filter(None, by_split))) or "none"
     if split is None:
-        raise UsageError(f"{root}: holds the splits {found}; choose one (--split)")
+        raise UsageError(f"{root}: holds the splits {found}; choose one: ?split=NAME after the path")
     if split not in by_split:
         raise UsageError(f"{root}: has no split {split!r}; it holds {found}")
     return ParquetRows(root, tuple(by_split[split]))

@@ -70,7 +70,8 @@ def find_columns(names: Iterable[str], choice: ColumnChoice, where: str) -> Colu
     if caption is None:
         raise UsageError(
             f"{where}: has the columns {', '.join(names)}, but one must be called {', '.join(CAPTION_COLUMNS[:-1])}"
-            f" or {CAPTION_COLUMNS[-1]} (or name it: --caption-column)"
+            f" or {CAPTION_COLUMNS[-1]} (or, but for diffusiondb, name it: "
+            "?caption_column=NAME after the path)"
         )
     numbers = []
     for field, usual in (("width", ("width",)), ("height", ("height",)), ("seed", SEED_COLUMNS)):

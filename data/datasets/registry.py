@@ -1,6 +1,5 @@
-"""Data sets by their spec: "coco:PATH", "diffusiondb:PATH" and so on."""
+"""Data sets by their spec: "coco:PATH", "diffusiondb:PATH?max_nsfw=0.3" and so on."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from .diffusiondb import open_diffusiondb
 from .emoji import open_emoji
 from .imagefolder import open_imagefolder
 from .parquet import open_parquet
+from .spec import parse_spec, require_option
 
 OPENERS: dict[str, Callable[..., CaptionDataset]] = {
     "coco": open_coco,
@@ -22,35 +22,22 @@ OPENERS: dict[str, Callable[..., CaptionDataset]] = {
     "emoji": open_emoji,
 }
 
-SPEC_FORMS = "coco:PATH, diffusiondb:PATH or diffusiondb:hub, imagefolder:PATH, parquet:PATH, captions:FILE, emoji"
-"""What a spec may look like, for messages and help texts."""
-
 
 def open_dataset(spec: str, **options: Any) -> CaptionDataset:
     """Open a data set; no image is read yet.
 
     Args:
-        spec: one of `SPEC_FORMS`.
-        options: keyword arguments of the kind's own function (`open_coco` and so on); None stands for its default, so
-            that a command can hand on all of its options.
+        spec: what `spec.parse_spec` takes, with or without options.
+        options: more of them, as keyword arguments of the kind's own function (`open_coco` and so on).
 
     Raises:
-        UsageError: the spec has another form, nothing of that kind is at the path, or an option is of another kind.
+        UsageError: as `parse_spec`, or nothing of that kind is at the path, an option is of another kind or stands in
+            the spec as well.
         MissingExtraError, RunError: as the kind's own function.
     """
-    kind, _, path = spec.partition(":")
-    opener = OPENERS.get(kind)
-    if opener is None:
-        raise UsageError(f"data set is {spec!r}, but it must be one of: {SPEC_FORMS}")
-    if not path and kind != "emoji":
-        raise UsageError(f"data set is {spec!r}, but it needs a path: {kind}:PATH")
-    given = {name: value for name, value in options.items() if value is not None}
-    allowed = [
-        name
-        for name, parameter in inspect.signature(opener).parameters.items()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    ]
-    for name in given:
-        if name not in allowed:
-            raise UsageError(f"{name} is no option of the data set {kind}, whose options are: {', '.join(allowed)}")
-    return opener(path, **given)
+    parsed = parse_spec(spec)
+    for name in options:
+        require_option(parsed.kind, name)
+        if name in parsed.options:
+            raise UsageError(f"data set is {spec!r}: {name} is given twice")
+    return OPENERS[parsed.kind](parsed.path, **parsed.options, **options)
