@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..data.errors import UsageError
+from ..data.wilson import wilson_interval
 from .result_files import COMPARE_FILE, COMPARE_KIND, RESULTS_FILE, RESULTS_KIND, EvalResults, read_json
 from .results import CONFIDENCE
 
@@ -26,7 +27,6 @@ _SERVE_NAMES = {
     "throughput_qps": "throughput",
     "goodput_qps": "goodput",
 }
-_Z95 = 1.959964
 _PERCENTILES = {"latency_p50": 50, "latency_median": 50, "latency_p95": 95, "latency_p99": 99}
 _NUM_RESAMPLES = 1000
 
@@ -81,15 +81,6 @@ def repeated(figures: Sequence[Figure]) -> Figure:
         half = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1) * values.std(ddof=1) / math.sqrt(count))
     low, high = (None, None) if half is None else (mean - half, mean + half)
     return Figure(figures[0].name, mean, low, high, count, ", ".join(figure.source for figure in figures))
-
-
-def wilson_interval(successes: int, total: int) -> tuple[float, float]:
-    """95 % interval of a share (Wilson, 1927), which stays within 0 and 1 and is no point at their ends."""
-    share, z2 = successes / total, _Z95**2
-    centre = (share + z2 / (2 * total)) / (1 + z2 / total)
-    half = _Z95 / (1 + z2 / total) * math.sqrt(share * (1 - share) / total + z2 / (4 * total**2))
-    # The ends are 0 and 1 in exact arithmetic; rounding must not push them past the share.
-    return max(0.0, min(centre - half, share)), min(1.0, max(centre + half, share))
 
 
 def _figures_of(file: Path) -> dict[str, Figure]:

@@ -5,16 +5,16 @@ time, with Wilson's 95 % interval. Requests of one run queue behind each other a
 day would give may lie further off than the interval says; the lowest and the highest seed are told beside it.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import NormalDist, fmean
+from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
 
+from ..data.wilson import wilson_interval
 from ..serving.lifecycle import RequestRecord
 from ..serving.metrics import slo_attainment_rate
 
@@ -23,7 +23,6 @@ TARGETS = (0.99, 0.95, 0.90)
 RATIO_TARGET = 0.95
 BASELINES = ("fcfs", "static", "bucketed")
 """Policies whose best is what others are compared with."""
-CONFIDENCE = 0.95
 
 _EXTRAS = {
     "batch_size_mean": ("batch_size_mean",),
@@ -73,29 +72,12 @@ class HeldRate:
     rate: float
 
 
-def wilson(num_met: int, total: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Wilson's interval of a share (1927): never outside of 0 to 1, and not empty at their ends.
-
-    Raises:
-        ValueError: there is nothing to take a share of.
-    """
-    if not 0 <= num_met <= total or total < 1:
-        raise ValueError(f"{num_met} of {total} is no share")
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
-    share = num_met / total
-    middle = (share + z * z / (2 * total)) / (1 + z * z / total)
-    half = z / (1 + z * z / total) * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
-    # At the ends the bound is the share itself; rounding would miss it.
-    low = 0.0 if num_met == 0 else middle - half
-    return low, 1.0 if num_met == total else middle + half
-
-
 def point_figures(runs: Sequence[FinishedRun]) -> dict[str, Any]:
     """Figures of the runs of one policy at one rate, pooled over their seeds. All requests must have an SLO."""
     records = [record for run in runs for record in run.records]
     num_met = sum(record.slo_met is True for record in records)
     latencies = [record.latency_s for record in records if record.latency_s is not None]
-    low, high = wilson(num_met, len(records))
+    low, high = wilson_interval(num_met, len(records))
     by_seed = {run.seed: slo_attainment_rate(run.records) for run in runs}
     duration_s = sum(run.duration_s for run in runs)
     p50, p95 = np.percentile(latencies, [50, 95]).tolist() if latencies else (None, None)

@@ -11,7 +11,7 @@ from patchedserve.data.files import write_json
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.data.tables import RECORDS, write_table
-from patchedserve.eval.gate_metrics import load_figures, wilson_interval
+from patchedserve.eval.gate_metrics import load_figures
 from patchedserve.eval.paired import compare_values
 from patchedserve.eval.results import MetricResult
 from patchedserve.serving.lifecycle import RequestRecord
@@ -57,12 +57,6 @@ def test_figures_of_a_serve_run_have_intervals_from_its_records(tmp_path: Path) 
     # Without records all figures count as exact.
     (run / "records.parquet").unlink()
     assert load_figures(run)["latency_p95"].is_exact
-
-
-def test_wilson_interval_is_scipys_at_the_ends_too() -> None:
-    for successes, total in ((0, 5), (5, 5), (1, 40), (20, 40)):
-        expected = scipy.stats.binomtest(successes, total).proportion_ci(method="wilson")
-        assert wilson_interval(successes, total) == pytest.approx((expected.low, expected.high), abs=1e-6)
 
 
 def test_figures_of_comparisons_and_plain_files(tmp_path: Path) -> None:

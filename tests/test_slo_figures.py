@@ -1,15 +1,14 @@
 """Figures of a sweep, worked out by hand: intervals, held rates, ratios, pooling, agreement."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from scipy.stats import binomtest
 
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
+from patchedserve.data.wilson import wilson_interval
 from patchedserve.profiling.slo_figures import (
     FinishedRun,
     HeldRate,
@@ -19,7 +18,6 @@ from patchedserve.profiling.slo_figures import (
     point_figures,
     ratio,
     sweep_figures,
-    wilson,
 )
 from patchedserve.profiling.slo_tables import tables_of
 from patchedserve.serving.lifecycle import RequestRecord
@@ -47,24 +45,11 @@ def run(
     return FinishedRun(engine, policy, rate, seed, records, duration_s)
 
 
-@pytest.mark.parametrize(("met", "total"), [(0, 7), (7, 7), (3, 7), (57, 60), (1, 1), (950, 1000)])
-def test_wilson_is_that_of_scipy(met: int, total: int) -> None:
-    theirs = binomtest(met, total).proportion_ci(0.95, method="wilson")
-    assert wilson(met, total) == pytest.approx((theirs.low, theirs.high), abs=1e-12)
-    assert 0 <= wilson(met, total)[0] <= met / total <= wilson(met, total)[1] <= 1
-
-
-@pytest.mark.parametrize(("met", "total"), [(0, 0), (-1, 3), (4, 3)])
-def test_wilson_of_nothing(met: int, total: int) -> None:
-    with pytest.raises(ValueError, match="is no share"):
-        wilson(met, total)
-
-
 def test_a_point_pools_its_seeds() -> None:
     point = point_figures([run([1.0, 2.0, 2.5, None]), run([0.5, 3.0], seed=1, duration_s=5.0)])
     assert (point["num_requests"], point["num_met"], point["num_runs"]) == (6, 3, 2)
     assert point["slo_attainment_rate"] == 0.5
-    assert (point["interval_low"], point["interval_high"]) == wilson(3, 6)
+    assert (point["interval_low"], point["interval_high"]) == wilson_interval(3, 6)
     assert point["attainment_by_seed"] == {"0": 0.5, "1": 0.5}
     assert point["goodput_qps"] == 3 / 15
     # Of 1, 2, 2.5, 0.5 and 3.
@@ -173,4 +158,3 @@ def test_tables_say_bounds_and_lost_requests() -> None:
     assert points.rows[0][2:4] == ("50.0%", "9.5% to 90.5%")
     assert points.rows[0][-1] == "1 too late"
     assert all(len(row) == len(table.columns) for table in (held, points) for row in table.rows)
-    assert math.isclose(wilson(1, 2)[0], 0.0945, abs_tol=1e-4)
