@@ -90,7 +90,7 @@ def bench_on_engine(
     folder = SweepFolder(run_dir, head)
     alone_s = standalone_lookup(standalone)
     runners: dict[EngineKind, Runner] = {"real": runner}
-    if len(folder.finished(settings)) < settings.num_runs:
+    if folder.num_finished(settings) < settings.num_runs:
         rate, seed = median_low(settings.rates), max(settings.seeds) + 1
         warm_trace = replace(settings.trace, num_prompts=warm_up.num_requests, duration_s=None)
         trace = replace(settings, trace=warm_trace).requests(rate, seed, model.defaults)
