@@ -13,7 +13,8 @@ from typing import Literal
 
 from ..data.errors import UsageError
 from ..data.files import write_json
-from .gate_metrics import BASELINE_KIND, Figure, load_figures, repeated
+from .figures import Figure
+from .gate_metrics import BASELINE_KIND, load_figures, repeated
 
 Verdict = Literal["pass", "fail", "not enough evidence", "updated"]
 
