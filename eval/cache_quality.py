@@ -14,6 +14,7 @@ from ..data.datasets.registry import open_dataset
 from ..data.datasets.sampling import sample_pairs
 from ..data.errors import UsageError
 from ..data.resolution import Resolution
+from ..profiling.bench_rows import median_interval
 from .bootstrap import mean_interval
 from .cache_sides import Side
 from .clip import Clip
@@ -105,12 +106,16 @@ def compare_sides(
     for side in sides:
         row = _times(side, off, batch_size)
         if side is not off:
-            row |= _similarity(side.images, off.images, judges.lpips if options.lpips else None)
+            found = _similarity(side.images, off.images, judges.lpips if options.lpips else None)
+            row |= {name: float(values.mean()) for name, values in found.items()}
+            row["ssim_min"] = float(found["ssim"].min())
+            row["intervals"] |= {name: _ends(values) for name, values in found.items()}
         if plain_scores is not None:
             scores = plain_scores if side is off else _clip_scores(judges.clip, side.images, texts)
             change = scores - plain_scores
             low, high = mean_interval(change, seed=0) or (None, None)
             row["clip"] = float(scores.mean())
+            row["intervals"]["clip"] = _ends(scores)
             row["clip_change"] = {"mean": float(change.mean()), "low": low, "high": high}
         if plain_features is not None and real is not None:
             features = plain_features if side is off else _features(judges.inception, side.images)
@@ -131,6 +136,8 @@ def _times(side: Side, off: Side, batch_size: int) -> dict[str, Any]:
         "speedup_min": min(ratios),
         "speedup_max": max(ratios),
         "num_images": len(side.images),
+        # Of means over images; that of the speedup, a median over rounds, wants six of them.
+        "intervals": {"speedup": None if side is off else median_interval(ratios)},
     }
     if side.cache is not None:
         stats = side.cache.stats
@@ -143,19 +150,22 @@ def _times(side: Side, off: Side, batch_size: int) -> dict[str, Any]:
     return row
 
 
-def _similarity(images: Sequence[Image], originals: Sequence[Image], lpips: Lpips | None) -> dict[str, float]:
+def _similarity(images: Sequence[Image], originals: Sequence[Image], lpips: Lpips | None) -> dict[str, np.ndarray]:
+    """PSNR, SSIM and LPIPS of every image and its original, (n,) each."""
     pairs = [tuple(next(iter(batches([image], 1))) for image in pair) for pair in zip(images, originals, strict=True)]
-    similar = [float(ssim(one, other)[0]) for one, other in pairs]
     found = {
-        "psnr_db": float(
-            np.mean([min(psnr(one, other), MAX_PSNR_DB) for one, other in zip(images, originals, strict=True)])
-        ),
-        "ssim": float(np.mean(similar)),
-        "ssim_min": min(similar),
+        "psnr_db": [min(psnr(one, other), MAX_PSNR_DB) for one, other in zip(images, originals, strict=True)],
+        "ssim": [float(ssim(one, other)[0]) for one, other in pairs],
     }
     if lpips is not None:
-        found["lpips"] = float(np.mean([float(lpips(one, other)[0]) for one, other in pairs]))
-    return found
+        found["lpips"] = [float(lpips(one, other)[0]) for one, other in pairs]
+    return {name: np.array(values) for name, values in found.items()}
+
+
+def _ends(values: np.ndarray) -> list[float] | None:
+    """95 % interval of the mean over images, as JSON."""
+    interval = mean_interval(values)
+    return None if interval is None else list(interval)
 
 
 def _clip_scores(clip: Clip, images: Sequence[Image], texts: Sequence[str]) -> np.ndarray:

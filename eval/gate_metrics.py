@@ -1,11 +1,13 @@
 """The figures that gates look at, from any result file: evaluations, comparisons, serve summaries, benchmarks.
 
 A figure comes with the interval that its file allows: what the evaluation computed, blocks of time of a served run,
-What was measured once and has none is no evidence; numbers of other files
+seeds of a sweep, repeats of a benchmark. What was measured once and has none is no evidence; numbers of other files
 count as exact. What figures are called:
 
     results.json  fid, clip[JUDGE], ...           compare.json  psnr, clip[JUDGE].difference, clip[JUDGE].win_rate
     summary.json  slo_attainment, throughput, goodput, latency_p95, per_resolution.128x128.latency_p95, ...
+    result.json   slack@2.slo_attainment, slack@2.goodput, slack.rate_at_95, slack.ratio_at_95, ... (bench slo)
+    steps.json    SML.ratio_same_resolution, ...   cache.json   SML.interval 3.speedup, SML.interval 3.clip_change, ...
 """
 
 import math
@@ -16,11 +18,12 @@ from typing import Any
 from ..data.errors import UsageError
 from ..data.student import student_interval
 from .figures import Figure, is_number, plain_figures
+from .gate_benches import is_rows, is_sweep, row_figures, sweep_figures
 from .gate_served import served_figures
 from .result_files import COMPARE_FILE, COMPARE_KIND, RESULTS_FILE, RESULTS_KIND, EvalResults, read_json
 
 BASELINE_KIND = "psctl-baseline"
-RESULT_FILES = (RESULTS_FILE, COMPARE_FILE, "summary.json", "steps.json")
+RESULT_FILES = (RESULTS_FILE, COMPARE_FILE, "summary.json", "result.json", "steps.json", "cache.json")
 """What a folder of a run may hold."""
 
 
@@ -58,6 +61,10 @@ def _figures_of(file: Path) -> dict[str, Figure]:
         found = list(_baseline(content, file))
     elif "slo_attainment_rate" in content and "throughput_qps" in content:
         found = list(served_figures(content, file))
+    elif is_sweep(content):
+        found = list(sweep_figures(content, file))
+    elif is_rows(content):
+        found = list(row_figures(content, file))
     else:
         found = list(plain_figures(content, file))
     return {figure.name: figure for figure in found}
