@@ -14,6 +14,7 @@ from ..data.datasets.registry import open_dataset
 from ..data.datasets.sampling import sample_pairs
 from ..data.errors import UsageError
 from ..data.resolution import Resolution
+from ..profiling.bench_rows import median_interval
 from .bootstrap import mean_interval
 from .cache_sides import Side
 from .clip import Clip
@@ -105,12 +106,16 @@ def compare_sides(
     for side in sides:
         row = _times(side, off, batch_size)
         if side is not off:
-            row |= _similarity(side.images, off.images, judges.lpips if options.lpips else None)
+            found = _similarity(side.images, off.images, judges.lpips if options.lpips else None)
+            row |= {name: float(values.mean()) for name, values in found.items()}
+            row["ssim_min"] = float(found["ssim"].min())
+            row["intervals"] |= {name: _ends(values) for name, values in found.items()}
         if plain_scores is not None:
             scores = plain_scores if side is off else _clip_scores(judges.clip, side.images, texts)
             change = scores - plain_scores
             low, high = mean_interval(change, seed=0) or (None, None)
             row["clip"] = float(scores.mean())
+            row["intervals"]["clip"] = _ends(scores)
             row["clip_change"] = {"mean": float(change.mean()), "low": low, "high": high}
         if plain_features is not None and real is not None:
             features = plain_features if side is off else _batched(side.images, judges.inception)
@@ -131,6 +136,8 @@ def _times(side: Side, off: Side, batch_size: int) -> dict[str, Any]:
         "speedup_min": min(ratios),
         "speedup_max": max(ratios),
         "num_images": len(side.images),
+        # Of means over images; that of the speedup, a median over rounds, wants six of them.
+        "intervals": {"speedup": None if side is off else median_interval(ratios)},
     }
     if side.cache is not None:
         stats = side.cache.stats
@@ -143,23 +150,27 @@ def _times(side: Side, off: Side, batch_size: int) -> dict[str, Any]:
     return row
 
 
-def _similarity(images: Sequence[Image], originals: Sequence[Image], lpips: Lpips | None) -> dict[str, float]:
-    def of_pairs(distance: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def _similarity(images: Sequence[Image], originals: Sequence[Image], lpips: Lpips | None) -> dict[str, np.ndarray]:
+    """PSNR, SSIM and LPIPS of every image and its original, (n,) each."""
+
+    def of_pairs(distance: Callable[[Tensor, Tensor], Tensor]) -> np.ndarray:
         # One above the other, so that both go into the same batch.
         pairs = (np.concatenate([to_array(image) for image in pair]) for pair in zip(images, originals, strict=True))
-        return _batched(pairs, lambda batch: distance(*batch.chunk(2, dim=2)))
+        return _batched(pairs, lambda batch: distance(*batch.chunk(2, dim=2))).double().numpy()
 
-    similar = of_pairs(ssim).tolist()
     found = {
-        "psnr_db": float(
-            np.mean([min(psnr(one, other), MAX_PSNR_DB) for one, other in zip(images, originals, strict=True)])
-        ),
-        "ssim": float(np.mean(similar)),
-        "ssim_min": min(similar),
+        "psnr_db": np.array([min(psnr(one, other), MAX_PSNR_DB) for one, other in zip(images, originals, strict=True)]),
+        "ssim": of_pairs(ssim),
     }
     if lpips is not None:
-        found["lpips"] = float(of_pairs(lpips).double().mean())
+        found["lpips"] = of_pairs(lpips)
     return found
+
+
+def _ends(values: np.ndarray) -> list[float] | None:
+    """95 % interval of the mean over images, as JSON."""
+    interval = mean_interval(values)
+    return None if interval is None else list(interval)
 
 
 def _clip_scores(clip: Clip, images: Sequence[Image], texts: Sequence[str]) -> np.ndarray:

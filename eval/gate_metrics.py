@@ -1,59 +1,30 @@
 """The figures that gates look at, from any result file: evaluations, comparisons, serve summaries, benchmarks.
 
-A figure comes with the interval that its file allows: what the evaluation computed, Wilson's interval of a share of
-requests, bootstraps over the requests of a serve run. A figure without one counts as exact.
+A figure comes with the interval that its file allows: what the evaluation computed, blocks of time of a served run,
+seeds of a sweep, repeats of a benchmark. What was measured once and has none is no evidence; numbers of other files
+count as exact. What figures are called:
+
+    results.json  fid, clip[JUDGE], ...           compare.json  psnr, clip[JUDGE].difference, clip[JUDGE].win_rate
+    summary.json  slo_attainment, throughput, goodput, latency_p95, per_resolution.128x128.latency_p95, ...
+    result.json   slack@2.slo_attainment, slack@2.goodput, slack.rate_at_95, slack.ratio_at_95, ... (bench slo)
+    steps.json    SML.ratio_same_resolution, ...   cache.json   SML.interval 3.speedup, SML.interval 3.clip_change, ...
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ..data.errors import UsageError
+from ..data.student import student_interval
+from .figures import Figure, is_number, plain_figures
+from .gate_benches import is_rows, is_sweep, row_figures, sweep_figures
+from .gate_served import served_figures
 from .result_files import COMPARE_FILE, COMPARE_KIND, RESULTS_FILE, RESULTS_KIND, EvalResults, read_json
-from .results import CONFIDENCE
 
 BASELINE_KIND = "psctl-baseline"
-RESULT_FILES = (RESULTS_FILE, COMPARE_FILE, "summary.json", "steps.json")
+RESULT_FILES = (RESULTS_FILE, COMPARE_FILE, "summary.json", "result.json", "steps.json", "cache.json")
 """What a folder of a run may hold."""
-
-# Names as people say them, for those of the benchmark clients.
-_SERVE_NAMES = {
-    "slo_attainment_rate": "slo_attainment",
-    "throughput_qps": "throughput",
-    "goodput_qps": "goodput",
-}
-_Z95 = 1.959964
-_PERCENTILES = {"latency_p50": 50, "latency_median": 50, "latency_p95": 95, "latency_p99": 99}
-_NUM_RESAMPLES = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """A number with what is known about how sure it is.
-
-    Attributes:
-        name: of the metric.
-        value: the number.
-        low, high: 95 % interval; both equal to the value if it counts as exact, None if its sample is too small.
-        n: number of images, requests or runs behind it; None if the file does not say.
-        source: the file.
-    """
-
-    name: str
-    value: float
-    low: float | None
-    high: float | None
-    n: int | None
-    source: str
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether nothing is known of its spread."""
-        return self.low == self.value == self.high
 
 
 def load_figures(path: Path) -> dict[str, Figure]:
@@ -72,24 +43,10 @@ def load_figures(path: Path) -> dict[str, Figure]:
 
 def repeated(figures: Sequence[Figure]) -> Figure:
     """Several runs of one metric as one figure: their mean with Student's interval over the runs."""
-    from scipy import stats
-
-    values = np.array([figure.value for figure in figures])
-    mean, count = float(values.mean()), len(values)
-    half = None
-    if count > 1:
-        half = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1) * values.std(ddof=1) / math.sqrt(count))
-    low, high = (None, None) if half is None else (mean - half, mean + half)
-    return Figure(figures[0].name, mean, low, high, count, ", ".join(figure.source for figure in figures))
-
-
-def wilson_interval(successes: int, total: int) -> tuple[float, float]:
-    """95 % interval of a share (Wilson, 1927), which stays within 0 and 1 and is no point at their ends."""
-    share, z2 = successes / total, _Z95**2
-    centre = (share + z2 / (2 * total)) / (1 + z2 / total)
-    half = _Z95 / (1 + z2 / total) * math.sqrt(share * (1 - share) / total + z2 / (4 * total**2))
-    # The ends are 0 and 1 in exact arithmetic; rounding must not push them past the share.
-    return max(0.0, min(centre - half, share)), min(1.0, max(centre + half, share))
+    values = [figure.value for figure in figures]
+    low, high = student_interval(values) or (None, None)
+    sources = ", ".join(figure.source for figure in figures)
+    return Figure(figures[0].name, math.fsum(values) / len(values), low, high, len(values), sources)
 
 
 def _figures_of(file: Path) -> dict[str, Figure]:
@@ -103,9 +60,13 @@ def _figures_of(file: Path) -> dict[str, Figure]:
     elif kind == BASELINE_KIND:
         found = list(_baseline(content, file))
     elif "slo_attainment_rate" in content and "throughput_qps" in content:
-        found = list(_served(content, file))
+        found = list(served_figures(content, file))
+    elif is_sweep(content):
+        found = list(sweep_figures(content, file))
+    elif is_rows(content):
+        found = list(row_figures(content, file))
     else:
-        found = list(_plain(content, file))
+        found = list(plain_figures(content, file))
     return {figure.name: figure for figure in found}
 
 
@@ -134,52 +95,6 @@ def _entries(content: Mapping[str, Any], key: str, file: Path) -> list[tuple[str
 def _figure(name: str, entry: Mapping[str, Any], file: Path, value: str, low: str, high: str) -> Figure:
     numbers = [entry.get(key) for key in (value, low, high)]
     count = entry.get("n")
-    if not _is_number(numbers[0]) or any(each is not None and not _is_number(each) for each in numbers[1:]):
+    if not is_number(numbers[0]) or any(each is not None and not is_number(each) for each in numbers[1:]):
         raise UsageError(f"{file}: {name} must have a number as {value}, and numbers or null as {low} and {high}")
     return Figure(name, *numbers, count if isinstance(count, int) else None, str(file))  # type: ignore[arg-type]
-
-
-def _served(content: Mapping[str, Any], file: Path) -> Iterator[Figure]:
-    spreads = _request_intervals(file.with_name("records.parquet"))
-    for figure in _plain(content, file):
-        name = _SERVE_NAMES.get(figure.name, figure.name)
-        low, high, count = spreads.get(name, (figure.low, figure.high, figure.n))
-        yield Figure(name, figure.value, low, high, count, figure.source)
-
-
-def _request_intervals(records: Path) -> dict[str, tuple[float, float, int]]:
-    """Intervals from the records beside a summary, treating requests as independent; none where they are missing."""
-    if not records.is_file():
-        return {}
-    from ..data.tables import RECORDS, read_rows
-
-    rows = read_rows(records, RECORDS)
-    met = [row["slo_met"] for row in rows if row["slo_met"] is not None]
-    found: dict[str, tuple[float, float, int]] = {}
-    if met:
-        found["slo_attainment"] = (*wilson_interval(sum(met), len(met)), len(met))
-    latencies = np.array([row["latency_s"] for row in rows if row["latency_s"] is not None])
-    if len(latencies) > 1:
-        rng = np.random.default_rng(0)
-        resamples = latencies[rng.integers(0, len(latencies), (_NUM_RESAMPLES, len(latencies)))]
-        ends = ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)
-        figures = {"latency_mean": (resamples.mean(1), latencies.mean())}
-        for name, percent in _PERCENTILES.items():
-            figures[name] = (np.percentile(resamples, percent, axis=1), np.percentile(latencies, percent))
-        for name, (values, value) in figures.items():
-            low, high = np.quantile(values, ends)
-            found[name] = (float(min(low, value)), float(max(high, value)), len(latencies))
-    return found
-
-
-def _plain(content: Mapping[str, Any], file: Path, prefix: str = "") -> Iterator[Figure]:
-    """Every number of an object by its path, as `per_resolution.128x128.latency_p95`; such numbers count as exact."""
-    for key, value in content.items():
-        if isinstance(value, Mapping):
-            yield from _plain(value, file, f"{prefix}{key}.")
-        elif _is_number(value):
-            yield Figure(prefix + key, float(value), float(value), float(value), None, str(file))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

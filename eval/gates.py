@@ -13,7 +13,8 @@ from typing import Literal
 
 from ..data.errors import UsageError
 from ..data.files import write_json
-from .gate_metrics import BASELINE_KIND, Figure, load_figures, repeated
+from .figures import Figure
+from .gate_metrics import BASELINE_KIND, load_figures, repeated
 
 Verdict = Literal["pass", "fail", "not enough evidence", "updated"]
 
@@ -191,7 +192,7 @@ def _verdict(
         count = "an unknown number of" if figure.n is None else figure.n
         return "not enough evidence", shown, f"{count} samples, but min_samples is {gate.min_samples}"
     if low is None or high is None:
-        return "not enough evidence", shown, "the sample is too small for an interval"
+        return "not enough evidence", shown, "the sample is too small for an interval, or its file holds none"
     if kind not in _UPPER:
         # A lower bound is an upper one of the negative.
         low, high = -high, -low

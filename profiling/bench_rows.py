@@ -1,11 +1,13 @@
 """The rows of a benchmark: one for every combination, in a file that is complete after each of them."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..data.files import write_json
+from ..data.wilson import CONFIDENCE
 from .combinations import Combination
 
 Row = dict[str, Any]
@@ -32,6 +34,22 @@ def name_of(combination: Combination) -> Row:
         "requests": combination.num_requests,
         "is_mixed": combination.is_mixed,
     }
+
+
+def median_interval(samples: Sequence[float]) -> list[float] | None:
+    """95 % interval of the median of independent values, whatever their distribution; None for fewer than six.
+
+    Its ends are two of the values: the median lies below the k-th smallest only if fewer than k of them lie below the
+    median, which a fair coin tells (Thompson, 1936).
+    """
+    count = len(samples)
+    tail, rank = 0.0, 0
+    while (tail := tail + math.comb(count, rank) / 2**count) <= (1 - CONFIDENCE) / 2:
+        rank += 1
+    if rank == 0:
+        return None
+    ranked = sorted(samples)
+    return [ranked[rank - 1], ranked[-rank]]
 
 
 def measure_rows(

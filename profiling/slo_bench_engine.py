@@ -95,7 +95,7 @@ def bench_on_engine(
     folder = SweepFolder(run_dir, head)
     alone_s = standalone_lookup(standalone)
     runners: dict[EngineKind, Runner] = {"real": runner}
-    if len(folder.finished(settings)) < settings.num_runs:
+    if folder.num_finished(settings) < settings.num_runs:
         tables = None
         if settings.engine == "both":
             tables = {

@@ -1,29 +1,22 @@
 """Figures of a sweep of policies and request rates (figure 11 of PatchedServe), from the records of its runs. No torch.
 
 Runs of one policy and rate with different seeds are pooled: attainment is the share of all their requests that came in
-time, with Wilson's 95 % interval. Requests of one run queue behind each other and so are not independent: what another
-day would give may lie further off than the interval says; the lowest and the highest seed are told beside it.
+time, with its 95 % interval: over the seeds where there are three, else over the requests (`slo_seeds`).
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from statistics import NormalDist, fmean
+from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
 
-from ..serving.lifecycle import RequestRecord
-from ..serving.metrics import slo_attainment_rate
+from .slo_held import RATIO_TARGET, TARGETS, HeldRates, best_held, held_rates, ratio_over_seeds
+from .slo_seeds import share_interval
 
-TARGETS = (0.99, 0.95, 0.90)
-"""SLO attainments that the paper looks at, section 8.1."""
-RATIO_TARGET = 0.95
 BASELINES = ("fcfs", "static", "bucketed")
 """Policies whose best is what others are compared with."""
-CONFIDENCE = 0.95
 
 _EXTRAS = {
     "batch_size_mean": ("batch_size_mean",),
@@ -35,18 +28,20 @@ _EXTRAS = {
 """Figures that engines tell, where they have them: means over the seeds."""
 
 EngineKind = Literal["real", "simulator"]
-Where = Literal["between", "below", "beyond"]
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """One run of a sweep.
+    """What the figures need of one run of a sweep; a few bytes a request, because a sweep has hundreds of runs.
 
     Attributes:
         engine: which served it.
         policy, request_rate, seed: its place in the sweep.
-        records: one per request, all ended.
-        duration_s: until the last of them ended.
+        num_met: requests whose image came within the SLO.
+        statuses: number of requests by how they ended.
+        reasons: number of discarded requests by reason.
+        latencies_s: (n,) float64, of the completed requests.
+        duration_s: until the last request ended.
         figures: what else the engine tells, as JSON.
     """
 
@@ -54,72 +49,58 @@ class FinishedRun:
     policy: str
     request_rate: float
     seed: int
-    records: Sequence[RequestRecord]
+    num_met: int
+    statuses: Mapping[str, int]
+    reasons: Mapping[str | None, int]
+    latencies_s: np.ndarray
     duration_s: float
     figures: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def num_requests(self) -> int:
+        return sum(self.statuses.values())
 
-@dataclass(frozen=True, slots=True)
-class HeldRate:
-    """Up to which request rate a policy holds an attainment.
-
-    Attributes:
-        where: `between`: interpolated between two measured rates; `below`: not even at the lowest; `beyond`: still at
-            the highest.
-        rate: the rate; the lowest measured one where it is below, the highest where it is beyond.
-    """
-
-    where: Where
-    rate: float
-
-
-def wilson(num_met: int, total: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Wilson's interval of a share (1927): never outside of 0 to 1, and not empty at their ends.
-
-    Raises:
-        ValueError: there is nothing to take a share of.
-    """
-    if not 0 <= num_met <= total or total < 1:
-        raise ValueError(f"{num_met} of {total} is no share")
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
-    share = num_met / total
-    middle = (share + z * z / (2 * total)) / (1 + z * z / total)
-    half = z / (1 + z * z / total) * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
-    # At the ends the bound is the share itself; rounding would miss it.
-    low = 0.0 if num_met == 0 else middle - half
-    return low, 1.0 if num_met == total else middle + half
+    @property
+    def attainment(self) -> float:
+        """Share of the requests in time."""
+        return self.num_met / self.num_requests
 
 
 def point_figures(runs: Sequence[FinishedRun]) -> dict[str, Any]:
     """Figures of the runs of one policy at one rate, pooled over their seeds. All requests must have an SLO."""
-    records = [record for run in runs for record in run.records]
-    num_met = sum(record.slo_met is True for record in records)
-    latencies = [record.latency_s for record in records if record.latency_s is not None]
-    low, high = wilson(num_met, len(records))
-    by_seed = {run.seed: slo_attainment_rate(run.records) for run in runs}
+    num_met, num_requests = sum(run.num_met for run in runs), sum(run.num_requests for run in runs)
+    latencies = np.concatenate([run.latencies_s for run in runs])
+    interval = share_interval([run.num_met for run in runs], [run.num_requests for run in runs])
     duration_s = sum(run.duration_s for run in runs)
-    p50, p95 = np.percentile(latencies, [50, 95]).tolist() if latencies else (None, None)
-    reasons = Counter(record.reason for record in records if record.status == "discarded")
-    statuses = Counter(record.status for record in records)
+    p50, p95 = np.percentile(latencies, [50, 95]).tolist() if len(latencies) else (None, None)
+    statuses, reasons = _total(run.statuses for run in runs), _total(run.reasons for run in runs)
     return {
         "engine": runs[0].engine,
         "policy": runs[0].policy,
         "request_rate": runs[0].request_rate,
         "num_runs": len(runs),
-        "num_requests": len(records),
+        "num_requests": num_requests,
         "num_met": num_met,
-        "slo_attainment_rate": num_met / len(records),
-        "interval_low": low,
-        "interval_high": high,
-        "attainment_by_seed": {str(seed): share for seed, share in by_seed.items()},
+        "slo_attainment_rate": num_met / num_requests,
+        "interval_low": interval.low,
+        "interval_high": interval.high,
+        "interval_over": interval.over,
+        "attainment_by_seed": {str(run.seed): run.attainment for run in runs},
         "goodput_qps": num_met / duration_s,
-        "latency_mean": fmean(latencies) if latencies else None,
+        "latency_mean": float(latencies.mean()) if len(latencies) else None,
         "latency_p50": p50,
         "latency_p95": p95,
         **{f"{name}_requests": statuses[name] for name in ("completed", "discarded", "failed")},
         "discarded_by_reason": dict(reasons.most_common()),
         **{name: _mean_of(runs, *path) for name, path in _EXTRAS.items()},
     }
+
+
+def _total(counts: Iterable[Mapping[Any, int]]) -> Counter[Any]:
+    total: Counter[Any] = Counter()
+    for each in counts:
+        total.update(each)
+    return total
 
 
 def _mean_of(runs: Sequence[FinishedRun], *path: str) -> float | None:
@@ -132,51 +113,6 @@ def _mean_of(runs: Sequence[FinishedRun], *path: str) -> float | None:
         if value is not None:
             values.append(value)
     return fmean(values) if values else None
-
-
-def held_rate(attainments: Mapping[float, float], target: float) -> HeldRate:
-    """Up to which rate an attainment is held, given that at each measured rate.
-
-    Looking from the lowest rate up, it ends where the attainment first falls below the target, at the point where a
-    straight line between the two measured rates meets it. What a higher rate reaches by chance does not count.
-
-    Raises:
-        ValueError: nothing was measured.
-    """
-    points = sorted(attainments.items())
-    if not points:
-        raise ValueError("no rate was measured")
-    if points[0][1] < target:
-        return HeldRate("below", points[0][0])
-    for (low, above), (high, under) in pairwise(points):
-        if under < target:
-            return HeldRate("between", low + (high - low) * (above - target) / (above - under))
-    return HeldRate("beyond", points[-1][0])
-
-
-def ratio(held: HeldRate, base: HeldRate) -> dict[str, Any]:
-    """How many times as high a rate is held: `value`, and whether that is `exact`, at `least` or at `most`.
-
-    A rate that is only known to be higher or lower makes it a bound; two of the same kind leave it `unknown`.
-    """
-    value = held.rate / base.rate
-    kinds = {
-        ("between", "between"): "exact",
-        ("beyond", "between"): "least",
-        ("between", "below"): "least",
-        ("beyond", "below"): "least",
-        ("below", "between"): "most",
-        ("between", "beyond"): "most",
-        ("below", "beyond"): "most",
-    }
-    kind = kinds.get((held.where, base.where), "unknown")
-    return {"value": None if kind == "unknown" else value, "kind": kind}
-
-
-def best_held(held: Iterable[HeldRate]) -> HeldRate:
-    """The highest of them: one beyond the sweep, else the highest between, else below."""
-    order = {"below": 0, "between": 1, "beyond": 2}
-    return max(held, key=lambda each: (order[each.where], each.rate))
 
 
 def sweep_figures(runs: Sequence[FinishedRun]) -> dict[str, Any]:
@@ -194,23 +130,28 @@ def sweep_figures(runs: Sequence[FinishedRun]) -> dict[str, Any]:
         rates = sorted({run.request_rate for run in mine})
         points += [point_figures([run for run in mine if run.request_rate == rate]) for rate in rates]
     policies: list[dict[str, Any]] = []
-    held_at: dict[str, HeldRate] = {}
+    held_at: dict[str, HeldRates] = {}
     for name in names:
         shares = {point["request_rate"]: point["slo_attainment_rate"] for point in points if point["policy"] == name}
-        held = {target: held_rate(shares, target) for target in TARGETS}
+        by_seed: dict[int, dict[float, float]] = {}
+        for run in runs:
+            if run.policy == name:
+                by_seed.setdefault(run.seed, {})[run.request_rate] = run.attainment
+        held = {target: held_rates(shares, by_seed, target) for target in TARGETS}
         held_at[name] = held[RATIO_TARGET]
         policies.append(
             {
                 "policy": name,
                 "mean_attainment": fmean(shares.values()),
                 "num_rates": len(shares),
-                "held_rates": {f"{target:.2f}": {"where": h.where, "rate": h.rate} for target, h in held.items()},
+                "held_rates": {f"{target:.2f}": each.to_json() for target, each in held.items()},
             }
         )
     baselines = [name for name in names if name in BASELINES]
-    best = best_held(held_at[name] for name in baselines) if baselines else None
+    best = best_held(held_at[name].pooled for name in baselines) if baselines else None
+    base = next((held_at[name] for name in baselines if held_at[name].pooled == best), None)
     for policy in policies:
-        policy["ratio_at_95"] = None if best is None else ratio(held_at[policy["policy"]], best)
+        policy["ratio_at_95"] = None if base is None else ratio_over_seeds(held_at[policy["policy"]], base)
     return {"points": points, "policies": policies, "baselines": baselines}
 
 

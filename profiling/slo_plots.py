@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
 from ..serving.report.theme import LIGHT, Theme, add_wide_legend, new_figure, series_colours, style_axes, to_png
-from .slo_figures import RATIO_TARGET
+from .slo_held import RATIO_TARGET
 
 _MARKERS = "osD^vPXh"
 _WIDTH_IN, _HEIGHT_IN = 7.2, 4.6
@@ -29,7 +29,7 @@ def plot_attainment(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes:
         ax,
         theme,
         title="SLO attainment",
-        x_label=_x_label(result),
+        x_label=f"{_x_label(result)}\n{_band(result)}",
         y_label="share of requests in time",
         grid_axis="both",
     )
@@ -63,6 +63,13 @@ PLOTS = {
     "attainment": (plot_attainment, "SLO attainment over the request rate, a line for every policy"),
     "goodput": (plot_goodput, "Requests in time per second over the request rate, a line for every policy"),
 }
+
+
+def _band(result: Mapping[str, Any]) -> str:
+    """What the shaded intervals are."""
+    kinds = {point["interval_over"] for point in result["engines"][_first(result)]["points"]}
+    names = {"seeds": "seeds (Student)", "requests": "requests, as if independent (Wilson)"}
+    return "shaded: 95 % over " + " or ".join(name for kind, name in names.items() if kind in kinds)
 
 
 def _first(result: Mapping[str, Any]) -> str:

@@ -14,14 +14,17 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
+
+import pyarrow as pa
 
 from ..data.errors import UsageError
 from ..data.files import named_by_content, write_json
 from ..data.requests import Request
 from ..data.resolution import Resolution
-from ..data.tables import RECORDS, about_of, read_table, write_table
+from ..data.tables import RECORDS, about_of, opened, write_table
 from ..data.traces import TRACE_KINDS, assign_slos
 from ..serving.defaults import ModelDefaults
 from ..serving.lifecycle import RequestRecord
@@ -122,6 +125,10 @@ class SweepSettings:
                 yield rate, seed, (*self.policies[first:], *self.policies[:first])
                 cell += 1
 
+    def runs(self) -> Iterator[tuple[EngineKind, str, float, int]]:
+        """Engine, policy, rate and seed of all runs, as figures are told: by engine, policy, rate and seed."""
+        return product(self.engines, self.policies, self.rates, self.seeds)
+
     @property
     def num_runs(self) -> int:
         return len(self.policies) * len(self.rates) * len(self.seeds) * len(self.engines)
@@ -198,42 +205,57 @@ class SweepFolder:
         """Whether a run is finished."""
         return self._file(engine, policy, rate, seed).exists()
 
-    def save(self, run: FinishedRun) -> None:
+    def save(self, engine: EngineKind, policy: str, rate: float, seed: int, served: Served) -> None:
         """Keep a finished run. Raises OSError."""
         about = {
-            "engine": run.engine,
-            "policy": run.policy,
-            "request_rate": run.request_rate,
-            "seed": run.seed,
-            "duration_s": run.duration_s,
-            "figures": dict(run.figures),
+            "engine": engine,
+            "policy": policy,
+            "request_rate": rate,
+            "seed": seed,
+            "duration_s": served.duration_s,
+            "figures": dict(served.figures),
         }
-        path = self._file(run.engine, run.policy, run.request_rate, run.seed)
-        write_table(path, RECORDS, [record.to_row() for record in run.records], about=about)
+        path = self._file(engine, policy, rate, seed)
+        write_table(path, RECORDS, [record.to_row() for record in served.records], about=about)
 
     def load(self, engine: EngineKind, policy: str, rate: float, seed: int) -> FinishedRun:
-        """Read a finished run. Raises UsageError: the file is damaged or of another run."""
+        """Read what figures need of a finished run. Raises UsageError: the file is damaged or of another run."""
         path = self._file(engine, policy, rate, seed)
-        table = read_table(path, RECORDS)
-        about = about_of(table.schema, path)
+        with opened(path, RECORDS) as file:
+            about = about_of(file.schema_arrow, path)
+            table = file.read(columns=["slo_met", "latency_s", "status", "reason"])
+        ends = table.group_by(["status", "reason"]).aggregate([([], "count_all")]).to_pylist()
         try:
             if (about["engine"], about["policy"], about["request_rate"], about["seed"]) != (engine, policy, rate, seed):
                 raise ValueError("it is of another run")
-            records = [RequestRecord.from_row(row) for row in table.to_pylist()]
-            return FinishedRun(engine, policy, rate, seed, records, float(about["duration_s"]), about["figures"])
+            if not len(table):
+                raise ValueError("it holds no request")
+            return FinishedRun(
+                engine,
+                policy,
+                rate,
+                seed,
+                num_met=_counts(table["slo_met"]).get(True, 0),
+                statuses=_counts(table["status"]),
+                reasons={each["reason"]: each["count_all"] for each in ends if each["status"] == "discarded"},
+                latencies_s=table["latency_s"].drop_null().to_numpy(),
+                duration_s=float(about["duration_s"]),
+                figures=about["figures"],
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"{path}: the finished run is damaged ({error}); delete it to serve it again") from error
 
     def finished(self, settings: SweepSettings) -> list[FinishedRun]:
         """All finished runs of a sweep: by policy, rate and seed. Raises as `load`."""
-        keys: list[tuple[EngineKind, str, float, int]] = [
-            (engine, policy, rate, seed)
-            for engine in settings.engines
-            for policy in settings.policies
-            for rate in settings.rates
-            for seed in settings.seeds
-        ]
-        return [self.load(*key) for key in keys if self.has(*key)]
+        return [self.load(*key) for key in settings.runs() if self.has(*key)]
+
+    def num_finished(self, settings: SweepSettings) -> int:
+        """How many runs of a sweep are finished; looks into none of them."""
+        return sum(self.has(*key) for key in settings.runs())
+
+
+def _counts(column: pa.ChunkedArray) -> dict[Any, int]:
+    return {each["values"]: each["counts"] for each in column.value_counts().to_pylist()}
 
 
 def read_head(path: Path) -> dict[str, Any]:
@@ -303,9 +325,7 @@ def run_sweep(
                         served = runners[engine].run(policy, requests, standalone_s)
                         if served.was_interrupted:
                             return True
-                        folder.save(
-                            FinishedRun(engine, policy, rate, seed, served.records, served.duration_s, served.figures)
-                        )
+                        folder.save(engine, policy, rate, seed, served)
                     if on_done is not None:
                         on_done()
     except KeyboardInterrupt:

@@ -4,16 +4,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .slo_figures import RATIO_TARGET, TARGETS
+from .slo_held import RATIO_TARGET, TARGETS
 
 DASH = "-"
-INTERVAL_NOTE = (
-    "Intervals are Wilson's 95 % over the requests of all seeds, which queue behind each other: another run may lie "
-    "further off."
-)
+INTERVAL_NOTES = {
+    "seeds": "Intervals over seeds are Student's 95 %, never narrower than Wilson's over their requests.",
+    "requests": "Intervals over requests are Wilson's 95 %, as if requests were independent; they queue behind each "
+    "other, so another run may lie further off. Three seeds give intervals over seeds.",
+}
 HELD_NOTE = (
     "A rate is held up to where the attainment first falls below the target, on a straight line between two measured "
-    "rates; below or beyond: not even at the lowest rate of the sweep, or still at its highest."
+    "rates; below or beyond: not even at the lowest rate of the sweep, or still at its highest. In brackets: 95 % over "
+    "three seeds or more (Student's, of logarithms), where each of them fell below the target within the sweep."
 )
 
 
@@ -62,6 +64,7 @@ def _points(figures: Mapping[str, Any], where: str) -> TextTable:
                 f"{point['request_rate']:g}/s",
                 f"{point['slo_attainment_rate']:.1%}",
                 f"{point['interval_low']:.1%} to {point['interval_high']:.1%}",
+                f"{point['num_runs']} seeds" if point["interval_over"] == "seeds" else "requests (Wilson)",
                 f"{min(seeds):.0%} to {max(seeds):.0%}" if len(seeds) > 1 else DASH,
                 str(point["num_requests"]),
                 f"{point['goodput_qps']:.3g}/s",
@@ -70,11 +73,13 @@ def _points(figures: Mapping[str, Any], where: str) -> TextTable:
                 "; ".join(filter(None, [reasons, failed])) or DASH,
             )
         )
+    kinds = {point["interval_over"] for point in figures["points"]}
     columns = (
         "policy",
         "rate",
         "SLO attainment",
         "95 % interval",
+        "over",
         "seeds",
         "requests",
         "goodput",
@@ -82,7 +87,8 @@ def _points(figures: Mapping[str, Any], where: str) -> TextTable:
         "p95",
         "lost",
     )
-    return TextTable(f"Every rate{where}", columns, tuple(rows), note=INTERVAL_NOTE)
+    note = " ".join(note for over, note in INTERVAL_NOTES.items() if over in kinds)
+    return TextTable(f"Every rate{where}", columns, tuple(rows), note=note)
 
 
 def _agreement(found: Mapping[str, Any]) -> TextTable:
@@ -114,13 +120,20 @@ def _agreement(found: Mapping[str, Any]) -> TextTable:
 
 def _rate(held: Mapping[str, Any]) -> str:
     rate = f"{held['rate']:.3g}/s"
+    if held["low"] is not None:
+        rate += f" ({held['low']:.3g} to {held['high']:.3g})"
     return {"between": rate, "below": f"below {rate}", "beyond": f"beyond {rate}"}[held["where"]]
 
 
 def _ratio(found: Mapping[str, Any] | None) -> str:
     if found is None or found["value"] is None:
         return DASH
-    return {"exact": "", "least": "at least ", "most": "at most "}[found["kind"]] + f"{found['value']:.2f}x"
+    return {"exact": "", "least": "at least ", "most": "at most "}[found["kind"]] + _times(found)
+
+
+def _times(found: Mapping[str, Any]) -> str:
+    interval = "" if found["low"] is None else f" ({found['low']:.2f} to {found['high']:.2f})"
+    return f"{found['value']:.2f}x{interval}"
 
 
 def seconds(value: float | None) -> str:

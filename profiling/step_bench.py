@@ -20,7 +20,7 @@ from ..data.files import write_bytes
 from ..data.workspace import ModelWorkspace
 from ..serving.model import ServedModel
 from ..serving.timing import synchronize
-from .bench_rows import BenchOutcome, Row, measure_rows, name_of
+from .bench_rows import BenchOutcome, Row, measure_rows, median_interval, name_of
 from .combinations import Combination, letters_of
 from .machine import circumstances
 from .matrix_peak import count_operations, matrix_peak
@@ -92,6 +92,20 @@ class Lane:
             self.side.step()
         synchronize(self.device)
         return (time.perf_counter() - start) / num_steps * 1e3
+
+
+def _ratio_interval(base: Lane, patched: Lane) -> list[float] | None:
+    """95 % interval of how many times as long a side takes, from the ratios within repeats; None with too few.
+
+    What slows the machine down meets both sides of a repeat alike, so that ratios are as good as independent. Times
+    are not, and have no interval.
+    """
+    interval = median_interval([own / ours for own, ours in zip(base.samples_ms, patched.samples_ms, strict=True)])
+    if interval is None:
+        return None
+    # The ratio of medians is not the median of ratios, but close to it.
+    ratio = base.median_ms / patched.median_ms
+    return [min(interval[0], ratio), max(interval[1], ratio)]
 
 
 def operations_of(side: Side) -> int:
@@ -168,6 +182,10 @@ class StepBench:
             "ratio_same_resolution": plain[best].median_ms / patched.median_ms,
             "patched_is_plain": is_plain,
             **{f"{name}_share_of_peak": share for name, share in shares.items()},
+            "intervals": {
+                "ratio_one_by_one": _ratio_interval(alone, patched),
+                "ratio_same_resolution": _ratio_interval(plain[best], patched),
+            },
             "repeats": self.settings.repeats,
         }
 

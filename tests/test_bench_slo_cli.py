@@ -12,7 +12,7 @@ from PIL import Image
 
 from patchedserve.data.latency_table import LatencyTable, write_latencies
 from patchedserve.data.tables import RECORDS, read_rows
-from patchedserve.profiling.slo_figures import wilson
+from patchedserve.data.wilson import wilson_interval
 from patchedserve.psctl.app import main
 from patchedserve.serving.simulator import simulate
 
@@ -86,7 +86,7 @@ def test_figures_are_those_of_the_records(bench: Call, folder: Path) -> None:
                     met += latencies[-1] <= row["slo_s"]
         assert (point["num_requests"], point["num_met"]) == (total, met)
         assert point["slo_attainment_rate"] == met / total
-        assert (point["interval_low"], point["interval_high"]) == wilson(met, total)
+        assert (point["interval_low"], point["interval_high"]) == wilson_interval(met, total)
         assert point["goodput_qps"] == pytest.approx(met / ends)
         assert point["latency_mean"] == pytest.approx(fmean(latencies))
         assert [point["latency_p50"], point["latency_p95"]] == pytest.approx(

@@ -219,6 +219,11 @@ def test_bench_compares_with_the_engine_without_cache(make: Any, tmp_path: Path)
         num_blocks = len(rows["interval"]["saved_by_block"])
         assert rows["interval"]["saved_computation"] == pytest.approx(2 / 6 * (num_blocks - 2) / num_blocks)
         assert rows["always"]["ssim"] < 1
+        for side in row["sides"][1:]:
+            low, high = side["intervals"]["ssim"]
+            assert low <= side["ssim"] <= high
+            # Two rounds tell nothing of the spread of a median.
+            assert side["intervals"]["speedup"] is None
 
 
 @pytest.mark.parametrize(("at_batch", "labels", "rounds"), [(5 + 7, ["SLL"], [1]), (15 + 5 + 8, ["SLL", "L"], [2, 1])])

@@ -121,7 +121,7 @@ def test_the_key_of_a_sample_holds_every_option(tmp_path: Path) -> None:
         "emoji?num_images=9",
         "emoji?data_seed=1",
     ]
-    keys = [str(sample_key(open_dataset(spec).fingerprint(), 5, 0, None, "decode")) for spec in specs]
+    keys = [str(sample_key(open_dataset(spec).fingerprint(), 5, 0)) for spec in specs]
     assert len(set(keys)) == len(specs)
 
 

@@ -271,7 +271,8 @@ def test_a_picture_lying_on_its_side_has_the_size_of_the_upright_one(tmp_path: P
     exif[0x0112] = 6
     scene_image(0).transpose(Image.Transpose.ROTATE_90).save(right.root / "a.png", exif=exif)
     assert pair_folders(left, right).stems == ("a",)
-    assert np.array_equal(*(np.asarray(folder.open_image("a.png")) for folder in (left, right)))
+    upright, turned = (np.asarray(folder.open_image("a.png")) for folder in (left, right))
+    assert np.array_equal(upright, turned)
 
 
 def test_pairs_with_damaged_headers(tmp_path: Path):

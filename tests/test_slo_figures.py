@@ -5,26 +5,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
-from scipy.stats import binomtest
 
-from patchedserve.data.requests import Request
-from patchedserve.data.resolution import Resolution
-from patchedserve.profiling.slo_figures import (
-    FinishedRun,
-    HeldRate,
-    agreement,
-    best_held,
-    held_rate,
-    point_figures,
-    ratio,
-    sweep_figures,
-    wilson,
-)
+from patchedserve.data.wilson import wilson_interval
+from patchedserve.profiling.slo_figures import FinishedRun, agreement, point_figures, sweep_figures
+from patchedserve.profiling.slo_held import HeldRate, best_held, held_rate, ratio
+from patchedserve.profiling.slo_plots import _band
+from patchedserve.profiling.slo_seeds import share_interval
 from patchedserve.profiling.slo_tables import tables_of
-from patchedserve.serving.lifecycle import RequestRecord
-
-S = Resolution(128, 128)
 
 
 def run(
@@ -36,35 +25,21 @@ def run(
     engine: Any = "real",
 ) -> FinishedRun:
     """Requests with an SLO of 2 s and these latencies; None: discarded."""
-    records = []
-    for index, latency_s in enumerate(latencies):
-        record = RequestRecord.of(Request(index, "", S, 4, arrival_s=float(index), slo_s=2.0))
-        if latency_s is None:
-            record.close("discarded", index + 1.0, "too late")
-        else:
-            record.close("completed", index + latency_s)
-        records.append(record)
-    return FinishedRun(engine, policy, rate, seed, records, duration_s)
-
-
-@pytest.mark.parametrize(("met", "total"), [(0, 7), (7, 7), (3, 7), (57, 60), (1, 1), (950, 1000)])
-def test_wilson_is_that_of_scipy(met: int, total: int) -> None:
-    theirs = binomtest(met, total).proportion_ci(0.95, method="wilson")
-    assert wilson(met, total) == pytest.approx((theirs.low, theirs.high), abs=1e-12)
-    assert 0 <= wilson(met, total)[0] <= met / total <= wilson(met, total)[1] <= 1
-
-
-@pytest.mark.parametrize(("met", "total"), [(0, 0), (-1, 3), (4, 3)])
-def test_wilson_of_nothing(met: int, total: int) -> None:
-    with pytest.raises(ValueError, match="is no share"):
-        wilson(met, total)
+    done = np.array([each for each in latencies if each is not None])
+    lost = len(latencies) - len(done)
+    statuses = {"completed": len(done), "discarded": lost}
+    return FinishedRun(
+        engine, policy, rate, seed, int((done <= 2.0).sum()), statuses, {"too late": lost}, done, duration_s
+    )
 
 
 def test_a_point_pools_its_seeds() -> None:
     point = point_figures([run([1.0, 2.0, 2.5, None]), run([0.5, 3.0], seed=1, duration_s=5.0)])
     assert (point["num_requests"], point["num_met"], point["num_runs"]) == (6, 3, 2)
     assert point["slo_attainment_rate"] == 0.5
-    assert (point["interval_low"], point["interval_high"]) == wilson(3, 6)
+    # Two seeds tell too little of their spread.
+    assert (point["interval_low"], point["interval_high"]) == wilson_interval(3, 6)
+    assert point["interval_over"] == "requests"
     assert point["attainment_by_seed"] == {"0": 0.5, "1": 0.5}
     assert point["goodput_qps"] == 3 / 15
     # Of 1, 2, 2.5, 0.5 and 3.
@@ -138,9 +113,10 @@ def test_a_sweep() -> None:
     ]
     bucketed, slack = found["policies"]
     assert (bucketed["mean_attainment"], slack["mean_attainment"]) == pytest.approx((2.5 / 3, 3.5 / 4))
-    assert bucketed["held_rates"]["0.95"] == {"where": "between", "rate": pytest.approx(2.1)}
-    assert slack["held_rates"]["0.95"] == {"where": "between", "rate": pytest.approx(3.1)}
-    assert slack["ratio_at_95"] == {"value": pytest.approx(3.1 / 2.1), "kind": "exact"}
+    for policy, rate in ((bucketed, 2.1), (slack, 3.1)):
+        held = {"where": "between", "rate": pytest.approx(rate)}
+        assert policy["held_rates"]["0.95"] == {**held, "low": None, "high": None, "by_seed": {"0": held}}
+    assert slack["ratio_at_95"] == {"value": pytest.approx(3.1 / 2.1), "kind": "exact", "low": None, "high": None}
     assert found["baselines"] == ["bucketed"]
     assert sweep_figures([run(good)])["policies"][0]["ratio_at_95"] is None
 
@@ -170,7 +146,102 @@ def test_tables_say_bounds_and_lost_requests() -> None:
     held, points = tables_of(result)
     assert held.rows[0] == ("bucketed", "50.0%", "below 1/s", "below 1/s", "below 1/s", "-")
     assert held.rows[1] == ("slack", "100.0%", "beyond 1/s", "beyond 1/s", "beyond 1/s", "at least 1.00x")
-    assert points.rows[0][2:4] == ("50.0%", "9.5% to 90.5%")
+    assert points.rows[0][2:5] == ("50.0%", "9.5% to 90.5%", "requests (Wilson)")
+    assert "as if requests were independent" in points.note
     assert points.rows[0][-1] == "1 too late"
     assert all(len(row) == len(table.columns) for table in (held, points) for row in table.rows)
-    assert math.isclose(wilson(1, 2)[0], 0.0945, abs_tol=1e-4)
+
+
+def shares(*by_rate: float, policy: str, seed: int) -> list[FinishedRun]:
+    """Runs at rates 1, 2, ... of 100 requests, of which these shares were in time."""
+    return [
+        run([1.0] * round(100 * share) + [None] * round(100 - 100 * share), policy, rate, seed)
+        for rate, share in enumerate(by_rate, 1)
+    ]
+
+
+def three_seeds(last: float = 0.85) -> list[FinishedRun]:
+    """Two policies; `last` is what slack reaches at the highest rate with the third seed."""
+    return [
+        *shares(1.0, 0.90, 0.5, policy="bucketed", seed=0),
+        *shares(1.0, 0.95, 0.5, policy="bucketed", seed=1),
+        *shares(1.0, 0.85, 0.5, policy="bucketed", seed=2),
+        *shares(1.0, 1.0, 0.90, policy="slack", seed=0),
+        *shares(1.0, 1.0, 0.93, policy="slack", seed=1),
+        *shares(1.0, 1.0, last, policy="slack", seed=2),
+    ]
+
+
+def test_three_seeds_give_intervals_over_seeds() -> None:
+    found = sweep_figures(three_seeds())
+    points = {(point["policy"], point["request_rate"]): point for point in found["points"]}
+    # By hand: 0.85, 0.90 and 0.95; sd 0.05, and Student's 4.3027 at two degrees of freedom.
+    middle = points["bucketed", 2.0]
+    half = 4.3027 * 0.05 / math.sqrt(3)
+    assert middle["interval_over"] == "seeds"
+    assert (middle["interval_low"], middle["interval_high"]) == (pytest.approx(0.9 - half, abs=1e-4), 1.0)
+    # Seeds that agree leave Wilson's, not a point.
+    first = points["slack", 1.0]
+    assert (first["interval_low"], first["interval_high"]) == wilson_interval(300, 300)
+    bucketed, slack = found["policies"]
+    held = [each["rate"] for each in bucketed["held_rates"]["0.95"]["by_seed"].values()]
+    assert held == pytest.approx([1.5, 2.0, 1 + 1 / 3])
+    logs = np.log(held)
+    low, high = np.exp(logs.mean() + np.array([-1, 1]) * 4.3027 * logs.std(ddof=1) / math.sqrt(3))
+    at_95 = bucketed["held_rates"]["0.95"]
+    assert (at_95["low"], at_95["high"]) == pytest.approx((low, high), rel=1e-4)
+    assert at_95["low"] < at_95["rate"] < at_95["high"]
+    # Ratios are taken within seeds.
+    ratios = np.log([2.5 / 1.5, (2 + 5 / 7) / 2, (2 + 1 / 3) / (1 + 1 / 3)])
+    low, high = np.exp(ratios.mean() + np.array([-1, 1]) * 4.3027 * ratios.std(ddof=1) / math.sqrt(3))
+    assert (slack["ratio_at_95"]["low"], slack["ratio_at_95"]["high"]) == pytest.approx((low, high), rel=1e-4)
+    assert (bucketed["ratio_at_95"]["low"], bucketed["ratio_at_95"]["high"]) == (1.0, 1.0)
+    held_table, points_table = tables_of({"engines": {"real": found}, "agreement": None})
+    assert f"({at_95['low']:.3g} to {at_95['high']:.3g})" in held_table.rows[0][3]
+    assert f"({low:.2f} to {high:.2f})" in held_table.rows[1][-1]
+    assert {row[4] for row in points_table.rows} == {"3 seeds"}
+    assert "Student" in points_table.note
+    assert "independent" not in points_table.note
+
+
+def test_a_seed_that_is_only_a_bound_leaves_no_interval_of_held_rates() -> None:
+    slack = sweep_figures(three_seeds(last=0.97))["policies"][1]
+    held = slack["held_rates"]["0.95"]
+    assert (held["where"], held["by_seed"]["2"]["where"]) == ("between", "beyond")
+    assert (held["low"], held["high"]) == (None, None)
+    assert (slack["ratio_at_95"]["kind"], slack["ratio_at_95"]["low"]) == ("exact", None)
+
+
+def test_a_seed_that_misses_a_rate_does_not_count_for_held_rates() -> None:
+    bucketed = sweep_figures(three_seeds()[:8])["policies"][0]
+    assert set(bucketed["held_rates"]["0.95"]["by_seed"]) == {"0", "1"}
+    assert bucketed["held_rates"]["0.95"]["low"] is None
+
+
+def test_intervals_over_seeds_hold_the_truth_where_requests_are_late_together() -> None:
+    # A day is good or bad as a whole: of its 200 requests about 75 to 95 % are in time.
+    rng = np.random.default_rng(0)
+    holds = dict.fromkeys(("seeds", "requests"), 0)
+    for _ in range(1000):
+        met = rng.binomial(200, np.clip(rng.normal(0.85, 0.05, 5), 0, 1))
+        low, high, over = share_interval(met.tolist(), [200] * 5)
+        assert over == "seeds"
+        holds["seeds"] += low <= 0.85 <= high
+        low, high = wilson_interval(int(met.sum()), 1000)
+        holds["requests"] += low <= 0.85 <= high
+    assert 930 <= holds["seeds"] <= 985
+    assert holds["requests"] < 750
+
+
+def test_seeds_of_different_lengths_weigh_by_their_requests() -> None:
+    low, high, _ = share_interval([90, 10, 45], [100, 20, 50])
+    equal = share_interval([90, 50, 90], [100, 100, 100])
+    assert low < 145 / 170 < high
+    # The bad seed is short: it moves the share less than if it were as long as the others.
+    assert high - low < equal.high - equal.low
+
+
+def test_the_picture_says_what_is_shaded() -> None:
+    found = {"engines": {"real": sweep_figures(three_seeds())}}
+    assert _band(found) == "shaded: 95 % over seeds (Student)"
+    assert "(Wilson)" in _band({"engines": {"real": sweep_figures(three_seeds()[:3])}})

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -56,7 +57,7 @@ def test_interrupted_sweep_goes_on(tmp_path: Path, by_signal: bool) -> None:
     assert run_sweep(wanted, {"simulator": first}, SweepFolder(tmp_path, head), lambda request: 1.0, ModelDefaults())
     assert first.served == [("fcfs", 4), ("slack", 4)]
     folder = SweepFolder(tmp_path, head)
-    assert len(folder.finished(wanted)) == 2
+    assert len(folder.finished(wanted)) == folder.num_finished(wanted) == 2
     done: list[int] = []
     again = run_sweep(
         wanted, {"simulator": rest}, folder, lambda request: 1.0, ModelDefaults(), on_done=lambda: done.append(1)
@@ -69,7 +70,9 @@ def test_interrupted_sweep_goes_on(tmp_path: Path, by_signal: bool) -> None:
     assert [(run.policy, run.request_rate) for run in runs] == [
         (policy, rate) for policy in ("fcfs", "slack", "edf") for rate in (1.0, 2.0)
     ]
-    assert all(run.figures == {"note": 1} and run.duration_s == 10.0 and len(run.records) == 4 for run in runs)
+    assert all(
+        run.figures == {"note": 1} and run.duration_s == 10.0 and run.statuses == {"completed": 4} for run in runs
+    )
     with pytest.raises(UsageError, match="was begun with settings slo_scale"):
         SweepFolder(tmp_path, {**head, "settings": settings(slo_scale=3.0).fixed()})
 
@@ -104,6 +107,38 @@ def test_files_of_a_trace_count_by_their_content(tmp_path: Path, option: str, na
     file.write_text("TIMESTAMP\n2\n")
     with pytest.raises(UsageError, match=f"was begun with settings {option} .*{name} "):
         SweepFolder(folder, {"settings": wanted.fixed()})
+
+
+def test_a_finished_run_is_read_as_what_figures_need(tmp_path: Path) -> None:
+    from patchedserve.data.resolution import Resolution
+    from patchedserve.serving.lifecycle import RequestRecord
+
+    wanted = settings(policies=("slack",), rates=(1.0,))
+    folder = SweepFolder(tmp_path, {"settings": wanted.fixed()})
+    records = []
+    for index in range(20_000):
+        record = RequestRecord.of(Request(index, "a hat and a shoe", Resolution(64, 64), arrival_s=index, slo_s=2.0))
+        if index % 4:
+            record.close("completed", index + index % 4)
+        else:
+            record.close("discarded", index + 1.0, "too late" if index % 8 else None)
+        records.append(record)
+    folder.save("simulator", "slack", 1.0, 0, Served(records, 20_001.0, {"note": 1}))
+    tracemalloc.start()
+    (run,) = folder.finished(wanted)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (run.num_requests, run.num_met, run.duration_s) == (20_000, 10_000, 20_001.0)
+    assert run.statuses == {"completed": 15_000, "discarded": 5_000}
+    assert run.reasons == {"too late": 2_500, None: 2_500}
+    assert sorted(set(run.latencies_s.tolist())) == [1.0, 2.0, 3.0]
+    # Rows as dicts would be 20 MB.
+    assert peak < 1e6
+    # Counting looks into no file.
+    (tmp_path / "runs" / "simulator-slack-1-0.parquet").write_bytes(b"PAR1")
+    assert folder.num_finished(wanted) == 1
+    with pytest.raises(UsageError, match=r"simulator-slack-1-0\.parquet"):
+        folder.finished(wanted)
 
 
 def test_orders_rotate_and_seeds_come_last() -> None:
