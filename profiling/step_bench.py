@@ -1,8 +1,9 @@
 """How long one denoising step takes: the patch engine against plain diffusers, interleaved in one run.
 
 A time is the median over repeats; in every repeat each side takes its steps in turn, so that whatever else the machine
-does meets all of them. What is measured is the steady state, a batch whose requests stay; `patched_repack_ms` is the
-patched step after a request has joined or left, which packs the batch anew (PatchedServe section 4.1).
+does meets all of them. A ratio is the median of the repeats' ratios. What is measured is the steady state, a batch
+whose requests stay; `patched_repack_ms` is the patched step after a request has joined or left, which packs the batch
+anew (PatchedServe section 4.1).
 """
 
 import math
@@ -94,18 +95,13 @@ class Lane:
         return (time.perf_counter() - start) / num_steps * 1e3
 
 
-def _ratio_interval(base: Lane, patched: Lane) -> list[float] | None:
-    """95 % interval of how many times as long a side takes, from the ratios within repeats; None with too few.
+def _ratios(base: Lane, patched: Lane) -> list[float]:
+    """How many times as long a side takes, in every repeat.
 
-    What slows the machine down meets both sides of a repeat alike, so that ratios are as good as independent. Times
-    are not, and have no interval.
+    What slows the machine down meets both sides of a repeat alike, so that their ratios are as good as independent.
+    Times are not: medians of two sides may come from different moods of the machine.
     """
-    interval = median_interval([own / ours for own, ours in zip(base.samples_ms, patched.samples_ms, strict=True)])
-    if interval is None:
-        return None
-    # The ratio of medians is not the median of ratios, but close to it.
-    ratio = base.median_ms / patched.median_ms
-    return [min(interval[0], ratio), max(interval[1], ratio)]
+    return [own / ours for own, ours in zip(base.samples_ms, patched.samples_ms, strict=True)]
 
 
 def operations_of(side: Side) -> int:
@@ -163,6 +159,10 @@ class StepBench:
         is_plain = self._is_plain(patched.side)
         time_lanes([alone, *plain.values(), patched], self.settings)
         best: Format = min(plain, key=lambda name: plain[name].median_ms)
+        ratios = {
+            "ratio_one_by_one": _ratios(alone, patched),
+            "ratio_same_resolution": _ratios(plain[best], patched),
+        }
         low, high = np.percentile(patched.samples_ms, [10, 90])
         peak = matrix_peak(self.model.device, self.model.dtype)
         shares = {
@@ -178,14 +178,10 @@ class StepBench:
             "patched_p10_ms": float(low),
             "patched_p90_ms": float(high),
             "patched_repack_ms": statistics.median(patched.first_ms),
-            "ratio_one_by_one": alone.median_ms / patched.median_ms,
-            "ratio_same_resolution": plain[best].median_ms / patched.median_ms,
+            **{name: statistics.median(values) for name, values in ratios.items()},
             "patched_is_plain": is_plain,
             **{f"{name}_share_of_peak": share for name, share in shares.items()},
-            "intervals": {
-                "ratio_one_by_one": _ratio_interval(alone, patched),
-                "ratio_same_resolution": _ratio_interval(plain[best], patched),
-            },
+            "intervals": {name: median_interval(values) for name, values in ratios.items()},
             "repeats": self.settings.repeats,
         }
 

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from diffusers import DDIMScheduler, DPMSolverMultistepScheduler, EulerAncestral
 from PIL import Image
 
 from patchedserve.data.workspace import ModelWorkspace
-from patchedserve.profiling.step_bench import BenchSettings, StepBench, run_step_bench, summarize
+from patchedserve.profiling.step_bench import BenchSettings, Lane, StepBench, _ratios, run_step_bench, summarize
 from patchedserve.profiling.step_sides import EngineSide, PlainSide, RequestPool, plain_denoisers
 from patchedserve.serving.model import ServedModel
 
@@ -102,8 +103,8 @@ def test_rows_and_summary(sdxl: ServedModel, tmp_path: Path) -> None:
     for row in result["rows"]:
         assert set(row) == ROW
         assert row["patched_p10_ms"] <= row["patched_ms"] <= row["patched_p90_ms"]
-        assert row["ratio_one_by_one"] == row["one_by_one_ms"] / row["patched_ms"]
-        assert row["ratio_same_resolution"] == row["same_resolution_ms"] / row["patched_ms"]
+        for side in ("one_by_one", "same_resolution"):
+            assert row[f"ratio_{side}"] == pytest.approx(row[f"{side}_ms"] / row["patched_ms"], rel=0.5)
         assert row["same_resolution_format"] in ("default", "channels-last")
     assert (single["patched_is_plain"], single["combination"]) == (True, {"32x32": 2, "48x48": 0, "64x64": 0})
     assert [row["patched_is_plain"] for row in mixed] == [False, False]
@@ -116,3 +117,10 @@ def test_rows_and_summary(sdxl: ServedModel, tmp_path: Path) -> None:
     assert summarize(mixed)["is_plain_for_one_resolution"] is None
     # The convolutions' strategies were measured, and are kept.
     assert list((tmp_path / "tables").glob("convolutions-*.json"))
+
+
+def test_ratios_do_not_see_the_moods_of_the_machine() -> None:
+    """The median of one side may be from a slow minute and that of the other from a fast one; a repeat meets both."""
+    moods = [1.0, 1.0, 1.3, 2.0, 2.0]
+    base, patched = (Mock(spec=Lane, samples_ms=[ms * mood for mood in moods]) for ms in (15.0, 10.0))
+    assert _ratios(base, patched) == pytest.approx([1.5] * 5)
