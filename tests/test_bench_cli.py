@@ -60,6 +60,7 @@ def test_what_does_not_fit_the_model_leaves_no_run(run: Callable[..., Any], tmp_
     model = ServedModel(tiny_sd3(), name="tiny", options=EngineOptions(order="patch", patch_size=3))
     with pytest.raises(UsageError, match="patch size 3 does not fit"):
         run(model, [squares(1, 1, 1)], workspace, FAST)
+    model = ServedModel(tiny_sd3(), name="tiny")
     with pytest.raises(UsageError, match="24x24: width and height must be multiples of 16"):
         run(model, [Combination(parse_list("32,24"), (1, 0))], workspace, FAST)
     assert workspace.latest_run("bench-steps") is None
