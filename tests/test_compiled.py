@@ -121,7 +121,7 @@ def test_recorded_passes_read_what_is_new(name: str, way: Way) -> None:
     for seed, sizes in enumerate([TWO[0], TWO[1], TWO[0], TWO[0], TWO[1]]):
         rows = draw_rows(model, sizes, seed=seed)
         outputs = [run_patched(patched, rows)]
-        for timestep in (500, 20):
+        for timestep in (500.0, 20.0):
             rows = [replace(row, latents=row.latents * 0.9, timestep=timestep) for row in rows]
             outputs.append(call_patched(patched, rows))
             assert relative_error(outputs[-1], run_plain(model, rows)) <= TOLERANCE
