@@ -335,7 +335,7 @@ def test_bad_tables_are_one_line(run_psctl: RunPsctl, tmp_path: Path, content: s
         (["--resolutions", "32,huge"], "'huge'"),
         (
             ["--engine", "plain", "--order", "patch"],
-            "--order, --patch-size, --strategy, --kernels, --cuda-graphs and --cache belong to",
+            "--order: only for --engine patched",
         ),
         (["--model", "emoji-xxl"], "emoji-xl, emoji-3"),
     ],
