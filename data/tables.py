@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,14 +162,14 @@ def write_table(
         pq.write_table(table, temporary, write_page_checksum=True)
 
 
-def read_table(path: str | Path, schema: TableSchema) -> pa.Table:
-    """Read a table that `write_table` has written.
+def read_table(path: str | Path, schema: TableSchema, columns: Sequence[str] | None = None) -> pa.Table:
+    """Read a table that `write_table` has written, or some columns of it.
 
     Raises:
         UsageError: the file cannot be read, is damaged or no parquet, or is another table or another version of it.
     """
     with opened(path, schema) as file:
-        return file.read(use_threads=False)
+        return file.read(columns=None if columns is None else list(columns), use_threads=False)
 
 
 @contextmanager

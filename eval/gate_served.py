@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..data.tables import RECORDS, opened
+from ..data.tables import RECORDS, read_table
 from .figures import Figure, is_number, plain_figures
 from .time_blocks import (
     Interval,
@@ -60,9 +60,9 @@ def _intervals(records: Path, duration_s: float) -> _Found:
     """Interval and number of requests by the name of the figure; nothing without records."""
     if not records.is_file():
         return {}
-    with opened(records, RECORDS) as file:
-        table = file.read(columns=list(_COLUMNS)).sort_by("arrival_s")
-    columns = {name: table[name].to_numpy() for name in _COLUMNS}
+    table = read_table(records, RECORDS, _COLUMNS)
+    order = np.argsort(table["arrival_s"].to_numpy(), kind="stable")
+    columns = {name: table[name].to_numpy()[order] for name in _COLUMNS}
     found = _of_requests(columns)
     done_s = columns["finish_s"][~np.isnan(columns["latency_s"])]
     found["throughput"] = rate_interval(done_s, duration_s), len(done_s)

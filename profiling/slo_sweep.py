@@ -24,7 +24,7 @@ from ..data.errors import UsageError
 from ..data.files import named_by_content, write_json
 from ..data.requests import Request
 from ..data.resolution import Resolution
-from ..data.tables import RECORDS, about_of, opened, write_table
+from ..data.tables import RECORDS, about_of, read_table, write_table
 from ..data.traces import TRACE_KINDS, assign_slos
 from ..serving.defaults import ModelDefaults
 from ..serving.lifecycle import RequestRecord
@@ -221,10 +221,9 @@ class SweepFolder:
     def load(self, engine: EngineKind, policy: str, rate: float, seed: int) -> FinishedRun:
         """Read what figures need of a finished run. Raises UsageError: the file is damaged or of another run."""
         path = self._file(engine, policy, rate, seed)
-        with opened(path, RECORDS) as file:
-            about = about_of(file.schema_arrow, path)
-            table = file.read(columns=["slo_met", "latency_s", "status", "reason"])
-        ends = table.group_by(["status", "reason"]).aggregate([([], "count_all")]).to_pylist()
+        table = read_table(path, RECORDS, ["slo_met", "latency_s", "status", "reason"])
+        about = about_of(table.schema, path)
+        ends = table.group_by(["status", "reason"], use_threads=False).aggregate([([], "count_all")]).to_pylist()
         try:
             if (about["engine"], about["policy"], about["request_rate"], about["seed"]) != (engine, policy, rate, seed):
                 raise ValueError("it is of another run")
@@ -270,6 +269,12 @@ def read_head(path: Path) -> dict[str, Any]:
     if not isinstance(head, dict) or head.get("version") != _VERSION:
         raise UsageError(f"{file} is not version {_VERSION} of a sweep")
     return head
+
+
+def check_resumed(path: Path, settings: SweepSettings) -> None:
+    """Say early, before a model is loaded, that the sweep of a folder cannot be gone on with. Raises UsageError."""
+    known, fixed = read_head(path)["settings"], settings.fixed()
+    _check_same(path, {name: known.get(name) for name in fixed}, json.loads(json.dumps(fixed)), "settings ")
 
 
 def _check_same(path: Path, known: Mapping[str, Any], head: Mapping[str, Any], where: str = "") -> None:

@@ -95,13 +95,13 @@ class Lane:
         return (time.perf_counter() - start) / num_steps * 1e3
 
 
-def _ratios(base: Lane, patched: Lane) -> list[float]:
+def ratios_of(base_ms: Sequence[float], patched_ms: Sequence[float]) -> list[float]:
     """How many times as long a side takes, in every repeat.
 
     What slows the machine down meets both sides of a repeat alike, so that their ratios are as good as independent.
     Times are not: medians of two sides may come from different moods of the machine.
     """
-    return [own / ours for own, ours in zip(base.samples_ms, patched.samples_ms, strict=True)]
+    return [own / ours for own, ours in zip(base_ms, patched_ms, strict=True)]
 
 
 def operations_of(side: Side) -> int:
@@ -160,8 +160,8 @@ class StepBench:
         time_lanes([alone, *plain.values(), patched], self.settings)
         best: Format = min(plain, key=lambda name: plain[name].median_ms)
         ratios = {
-            "ratio_one_by_one": _ratios(alone, patched),
-            "ratio_same_resolution": _ratios(plain[best], patched),
+            "ratio_one_by_one": ratios_of(alone.samples_ms, patched.samples_ms),
+            "ratio_same_resolution": ratios_of(plain[best].samples_ms, patched.samples_ms),
         }
         low, high = np.percentile(patched.samples_ms, [10, 90])
         peak = matrix_peak(self.model.device, self.model.dtype)

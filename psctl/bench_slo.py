@@ -155,7 +155,7 @@ def bench_slo(
     out = Output(json=json, quiet=quiet)
     # Everything that can be wrong is looked at before torch is imported and the model loaded.
     from ..profiling.slo_bench import WarmUp, examples_of
-    from ..profiling.slo_sweep import RUN_KIND, SweepSettings, read_head
+    from ..profiling.slo_sweep import RUN_KIND, SweepSettings, check_resumed
     from ..profiling.trace_settings import TraceSettings
     from ..serving.loading import model_defaults
     from ..serving.stepper import EngineOptions
@@ -203,9 +203,7 @@ def bench_slo(
     examples_of(settings, defaults)
     warm_up = WarmUp(warmup_requests, combinations)
     if resume is not None:
-        begun = read_head(resume.expanduser())["settings"]["engine"]
-        if begun != engine:
-            raise UsageError(f"--resume {resume} was begun with --engine {begun}, but it is {engine} now")
+        check_resumed(resume.expanduser(), settings)
     require_places(workspace, file=output_file)
 
     def folder_on(device_name: str) -> Path:

@@ -37,7 +37,7 @@ class PlainStepper:
         """Take one denoising step of every active request: one forward pass per resolution.
 
         Returns:
-            The requests that failed, by id, with the reason. A failing forward pass is repeated one by one, so that
+            The requests that failed, by id, with the reason. A failing forward pass is repeated in halves, so that
             only the requests which fail alone are named; the others have taken their step.
         """
         failures: dict[int, str] = {}
@@ -60,14 +60,15 @@ class PlainStepper:
     def _predict_each(
         self, group: list[PreparedRequest], failures: dict[int, str]
     ) -> list[tuple[PreparedRequest, torch.Tensor]]:
-        """Predict for a group of one resolution, together if possible, else one by one."""
+        """Predict for a group of one resolution, together if possible, else in halves."""
         try:
             return list(zip(group, self._predict(group), strict=True))
         except Exception as error:  # noqa: BLE001  as above
             if len(group) == 1:
                 failures[group[0].request.request_id] = describe("denoising", error)
                 return []
-        return [pair for prepared in group for pair in self._predict_each([prepared], failures)]
+        middle = len(group) // 2
+        return [pair for half in (group[:middle], group[middle:]) for pair in self._predict_each(half, failures)]
 
     def _predict(self, batch: Sequence[PreparedRequest]) -> list[torch.Tensor]:
         """Run the denoising model once for requests of one resolution, each at its own timestep.

@@ -176,6 +176,14 @@ def test_another_sweep_is_not_gone_on_with(bench: Call, folder: Path, change: tu
     assert len(errors_of(err)) == 1
 
 
+def test_a_sweep_of_another_engine_is_refused_before_a_model_is_loaded(bench: Call) -> None:
+    run_dir = result_of(bench(*SIMULATED, *FAST, "--policies", "fcfs"))["run_dir"]
+    code, out, err = bench(*FAST, "--policies", "fcfs", "--resume", run_dir)
+    assert (code, out) == (2, "")
+    assert 'was begun with settings engine "simulator", but it is "real" now' in err
+    assert "Loading" not in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -5,7 +5,6 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from diffusers import DDIMScheduler, DPMSolverMultistepScheduler, EulerAncestral
 from PIL import Image
 
 from patchedserve.data.workspace import ModelWorkspace
-from patchedserve.profiling.step_bench import BenchSettings, Lane, StepBench, _ratios, run_step_bench, summarize
+from patchedserve.profiling.step_bench import BenchSettings, StepBench, ratios_of, run_step_bench, summarize
 from patchedserve.profiling.step_sides import EngineSide, PlainSide, RequestPool, plain_denoisers
 from patchedserve.serving.model import ServedModel
 
@@ -122,5 +121,5 @@ def test_rows_and_summary(sdxl: ServedModel, tmp_path: Path) -> None:
 def test_ratios_do_not_see_the_moods_of_the_machine() -> None:
     """The median of one side may be from a slow minute and that of the other from a fast one; a repeat meets both."""
     moods = [1.0, 1.0, 1.3, 2.0, 2.0]
-    base, patched = (Mock(spec=Lane, samples_ms=[ms * mood for mood in moods]) for ms in (15.0, 10.0))
-    assert _ratios(base, patched) == pytest.approx([1.5] * 5)
+    base, patched = ([ms * mood for mood in moods] for ms in (15.0, 10.0))
+    assert ratios_of(base, patched) == pytest.approx([1.5] * 5)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ..errors import UsageError
@@ -81,7 +80,7 @@ class Metadata:
                 wanted = sorted(parts)
                 for batch in file.iter_batches(65536, columns=list(columns), use_threads=False):
                     table = pa.table(batch)
-                    here = table.filter(pc.field(_PART).isin(wanted))
+                    here = table.filter(pa.array(np.isin(table[_PART].to_numpy(), wanted)))
                     names = here[_NAME].to_pylist()
                     keys.append(np.fromiter((_key(name or "") for name in names), np.uint64, len(names)))
                     scores.append(_side_by_side(here, NSFW_COLUMNS, pa.float32(), float("nan")))
