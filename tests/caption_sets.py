@@ -7,10 +7,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from PIL import Image
 
+from patchedserve.data.datasets.base import CaptionDataset, CaptionEntry
 from patchedserve.data.emoji.dataset import EmojiDataset
 from patchedserve.data.resolution import Resolution
 
@@ -120,3 +123,34 @@ def encoded(image: Image.Image, image_format: str = "PNG", **options: Any) -> by
     buffer = io.BytesIO()
     image.save(buffer, image_format, **options)
     return buffer.getvalue()
+
+
+def by_id(dataset: CaptionDataset) -> dict[str, CaptionEntry]:
+    entries = list(dataset.entries())
+    found = {entry.id: entry for entry in entries}
+    assert len(found) == len(entries)
+    return found
+
+
+def problems(dataset: CaptionDataset) -> dict[str, str]:
+    return {entry.id: entry.problem for entry in dataset.entries() if entry.problem is not None}
+
+
+def location_of(entry: CaptionEntry) -> str:
+    assert entry.location is not None
+    return entry.location
+
+
+def assert_shows(dataset: CaptionDataset, entry: CaptionEntry, scene: int) -> None:
+    """The image of the entry is the scene, exactly or as a JPEG."""
+    location = location_of(entry)
+    image = dataset.open_image(location)
+    assert image.mode == "RGB"
+    assert image.size == (32, 24)
+    difference = np.abs(np.asarray(image).astype(int) - np.asarray(scene_image(scene)).astype(int)).mean()
+    assert difference < (8 if dataset.content(location).startswith(b"\xff\xd8") else 0.001)
+
+
+def one_line(error: pytest.ExceptionInfo[Any]) -> str:
+    assert "\n" not in str(error.value)
+    return str(error.value)
