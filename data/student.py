@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
-from .wilson import CONFIDENCE
+from .confidence import CONFIDENCE
 
 
 def student_interval(values: Sequence[float]) -> tuple[float, float] | None:

@@ -1,10 +1,8 @@
 """Wilson's interval of a share. No torch."""
 
 import math
-from statistics import NormalDist
 
-CONFIDENCE = 0.95
-_Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+from .confidence import Z95
 
 
 def wilson_interval(num_met: float, num: int) -> tuple[float, float]:
@@ -19,9 +17,9 @@ def wilson_interval(num_met: float, num: int) -> tuple[float, float]:
     """
     if num < 1 or not 0 <= num_met <= num:
         raise ValueError(f"{num_met:g} of {num} is no share")
-    share, z2 = num_met / num, _Z * _Z
+    share, z2 = num_met / num, Z95 * Z95
     centre = (share + z2 / (2 * num)) / (1 + z2 / num)
-    half = _Z / (1 + z2 / num) * math.sqrt(share * (1 - share) / num + z2 / (4 * num * num))
+    half = Z95 / (1 + z2 / num) * math.sqrt(share * (1 - share) / num + z2 / (4 * num * num))
     # At the ends a bound is the share itself, which rounding would miss.
     low = 0.0 if num_met == 0 else min(centre - half, share)
     return low, 1.0 if num_met == num else max(centre + half, share)

@@ -1,14 +1,12 @@
 """95 % intervals by bootstrap over images (Efron and Tibshirani, 1993): seeded, and the same on every machine."""
 
 from collections.abc import Callable, Sequence
-from statistics import NormalDist
 
 import numpy as np
 
-from .results import CONFIDENCE
+from ..data.confidence import CONFIDENCE, Z95
 
 NUM_RESAMPLES = 2000
-Z95 = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 _QUANTILES = ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)
 _CHUNK = 64
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..data.confidence import Z95
 from ..data.errors import UsageError
-from .bootstrap import Z95, Interval, centred_interval
+from .bootstrap import Interval, centred_interval
 
 USUAL_NUM_IMAGES = 2048
 """With fewer images than features the covariances are singular; papers use 5,000 to 50,000."""

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..data.confidence import Z95
 from ..data.errors import MissingExtraError, UsageError
 
 SUBSET_SIZE = 1000
 NUM_SUBSETS = 100
-_Z95 = 1.959964
 _BLOCK = 1024
 
 
@@ -68,7 +68,7 @@ def kid_of_features(
             values.append(float(poly_mmd(real[one], generated[other])))
     _, spread = _jackknife(real, generated)
     kid = float(np.mean(values))
-    return KidResult(kid, kid - _Z95 * spread, kid + _Z95 * spread, size, len(values), float(np.std(values)))
+    return KidResult(kid, kid - Z95 * spread, kid + Z95 * spread, size, len(values), float(np.std(values)))
 
 
 def _check(real: torch.Tensor, generated: torch.Tensor) -> None:

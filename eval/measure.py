@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..data.confidence import Z95
 from ..data.datasets.base import BadEntries, BadImageError
 from ..data.datasets.loading import ImageSource, iter_images
 from ..data.datasets.prefetch import prefetch
 from ..data.errors import UsageError
-from .bootstrap import Z95, mean_interval
+from .bootstrap import mean_interval
 from .clip import Clip
 from .fid import fid_of_features
 from .fid_stats import USUAL_NUM_IMAGES, fid_infinity, fid_interval, paired_fid_interval, require_pairs

@@ -12,9 +12,6 @@ from ..data.errors import UsageError
 
 Direction = Literal["higher", "lower"]
 
-CONFIDENCE = 0.95
-"""Of every interval in this package."""
-
 
 @dataclass(frozen=True, slots=True)
 class MetricResult:
