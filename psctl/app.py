@@ -15,24 +15,24 @@ import typer
 
 from .. import __version__
 from ..data.errors import PsctlError, UsageError
-from .bench import bench_steps
-from .bench_cache import bench_cache
-from .bench_slo import bench_slo
-from .doctor import doctor
-from .eval import eval_all, eval_clip, eval_fid, eval_kid, eval_lpips, eval_psnr, eval_ssim
-from .eval_compare import eval_compare
-from .eval_report import eval_report
-from .gate import gate
-from .generate import generate
-from .groups import profile, train_predictor
-from .model_card import model_card
-from .profile_blocks import profile_blocks
-from .profile_latency import profile_latency
-from .serve import serve
-from .simulate import simulate
-from .train_model import train_model
-from .train_predictor_cache import train_predictor_cache
-from .train_predictor_latency import train_predictor_latency
+from .commands.bench_cache import bench_cache
+from .commands.bench_slo import bench_slo
+from .commands.bench_steps import bench_steps
+from .commands.doctor import doctor
+from .commands.eval import eval_all, eval_clip, eval_fid, eval_kid, eval_lpips, eval_psnr, eval_ssim
+from .commands.eval_compare import eval_compare
+from .commands.eval_report import eval_report
+from .commands.gate import gate
+from .commands.generate import generate
+from .commands.groups import profile, train_predictor
+from .commands.model_card import model_card
+from .commands.profile_blocks import profile_blocks
+from .commands.profile_latency import profile_latency
+from .commands.serve import serve
+from .commands.simulate import simulate
+from .commands.train_model import train_model
+from .commands.train_predictor_cache import train_predictor_cache
+from .commands.train_predictor_latency import train_predictor_latency
 
 # Name and function of every command, in the order of the help; "bench steps" is `steps` in the group `bench`. The
 # modules must be cheap to import (no torch, pandas, numpy, matplotlib at module level): all of them are imported before

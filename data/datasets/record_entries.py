@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from ..prompts import PROMPT_COLUMNS
+from ..prompts.captions import PROMPT_COLUMNS
 from .base import CaptionEntry, clean_captions, shortened, whole_number
 from .records import read_records
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..patched.packing import Group, Level, Packing
+from ..layout.packing import Group, Level, Packing
 
 Integers = NDArray[np.int64]
 

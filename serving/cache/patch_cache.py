@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ...data.errors import UsageError
+from ..layout.packing import Packing
 from ..patched.leaves import PatchContext
-from ..patched.packing import Packing
 from .active import ActiveSet
 from .cells import CellTables, Integers, SlotTable
 from .options import CacheOptions

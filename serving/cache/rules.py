@@ -17,9 +17,9 @@ from .cells import Integers
 from .options import CacheOptions
 
 if TYPE_CHECKING:
-    from ...data.block_facts import BlockFacts
-    from ...training.cache_predictor import CachePredictor
-    from ..model import ServedModel
+    from ...data.tables.block_facts import BlockFacts
+    from ...training.cache.predictor import CachePredictor
+    from ..models.served import ServedModel
 
 Booleans = NDArray[np.bool_]
 
@@ -98,7 +98,7 @@ class Predicted:
     needs_change = True
 
     def __init__(self, predictor: "CachePredictor", max_reuse: int, kernels: str = "auto") -> None:
-        from ...training.cache_predictor import features_of
+        from ...training.cache.predictor import features_of
 
         if max_reuse > predictor.max_lag:
             raise UsageError(
@@ -190,7 +190,7 @@ def load_rule(options: CacheOptions, model: "ServedModel") -> ReuseRule:
             "--cache needs a trained predictor (psctl profile blocks, then psctl train-predictor cache) or "
             "--cache-threshold"
         )
-    from ...training.cache_predictor import CachePredictor
+    from ...training.cache.predictor import CachePredictor
 
     facts = facts_of(model, options.patch_size)
     predictor = CachePredictor.load(options.predictor, expect=facts, device=model.device)
@@ -199,8 +199,8 @@ def load_rule(options: CacheOptions, model: "ServedModel") -> ReuseRule:
 
 def facts_of(model: "ServedModel", patch_size: int) -> "BlockFacts":
     """What a block profile of this model holds for, and a predictor must have been trained for."""
-    from ...data.block_facts import BlockFacts
-    from .block import blocks_of
+    from ...data.tables.block_facts import BlockFacts
+    from ..patched.cached_block import blocks_of
 
     scheduler = type(model.pipe.scheduler).__name__
     names = tuple(name for name, _ in blocks_of(model.denoiser))

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from ..cache.active import ActiveSet, QueryGroup
 from ..cache.slots import TokenSlots
+from ..layout.packing import Level
 from .leaves import PatchContext, joined
-from .packing import Level
 
 
 class FusedLinear(nn.Module):

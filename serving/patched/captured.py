@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...data.errors import RunError
-from ..prepared import describe
+from ..core.prepared import describe
 
 Forward = Callable[[dict[str, Any], dict[Any, Any]], Tensor]
 PATIENCE = 4

@@ -19,7 +19,7 @@ from ...kernels.patch import patch_join, patch_split
 from ..cache.active import ActiveSet
 from ..cache.cells import CellTables
 from ..cache.slots import NormSlots, TokenSlots
-from .packing import Level, Packing
+from ..layout.packing import Level, Packing
 
 Strategy = Literal["stitch", "regroup"]
 _NATIVE_FROM_SIDE = 4

@@ -11,17 +11,17 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
 from ...data.errors import UsageError
-from ..cache.block import install
 from ..cache.options import CacheOptions
 from ..cache.patch_cache import CachedRequest, PatchCache
 from ..cache.rules import ReuseRule
-from ..denoiser import denoise
-from ..layout import by_size, patch_size_of
+from ..core.denoiser import denoise
+from ..layout.packing import Order, Packing, check_patch_size, pack_rows
+from ..layout.patch_layout import by_size, patch_size_of
 from .attention import PatchedCrossAttention, biases_of
+from .cached_block import install
 from .captured import PATIENCE, CapturedPasses, Recorder
 from .compiled import compile_blocks, compiler_settings
 from .leaves import Choose, PatchContext, PatchedConv, Strategy
-from .packing import Order, Packing, check_patch_size, pack_rows
 from .strategy import StrategyTable, strategy_table
 from .swap import Swap, copy_modules
 

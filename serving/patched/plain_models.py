@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..denoiser import denoise
-from ..families import Family
-from ..prepared import PreparedRequest
-from ..stepper import Tuning
-from ..timing import medians_us
+from ..core.denoiser import denoise
+from ..core.prepared import PreparedRequest
+from ..core.timing import medians_us
+from ..engine.stepper import Tuning
+from ..models.families import Family
 from .compiled import compile_whole
 from .kept import load_or_measure
 from .swap import copy_modules

@@ -13,16 +13,16 @@ import torch
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
-from ..batched_sampler import BatchedSampler, SamplerBatch
 from ..cache.patch_cache import CachedRequest
-from ..families import Family
-from ..layout import by_size
-from ..prepared import PreparedRequest, describe
-from ..samplers import SamplerState
-from ..stepper import Tuning
-from ..timing import finish_stream
+from ..core.prepared import PreparedRequest, describe
+from ..core.timing import finish_stream
+from ..engine.stepper import Tuning
+from ..layout.packing import Packing, WholeImages
+from ..layout.patch_layout import by_size
+from ..models.families import Family
+from ..samplers.batched import BatchedSampler, SamplerBatch
+from ..samplers.single import SamplerState
 from .captured import RecordingError
-from .packing import Packing, WholeImages
 from .patched_model import PatchedModel
 from .plain_models import PlainModels
 from .strategy import circumstances_of

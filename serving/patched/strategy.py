@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...kernels.launch import use_triton
-from ..layout import by_size
-from ..timing import medians_us
+from ..core.timing import medians_us
+from ..layout.patch_layout import by_size
 from . import kept
 
 if TYPE_CHECKING:
+    from ..layout.packing import Level
     from .leaves import PatchedConv, PatchedGroupNorm, Strategy
-    from .packing import Level
     from .patched_model import PatchedModel
 
 MEASURED_ROWS = (2, 6, 16)

@@ -16,7 +16,7 @@ from sklearn.ensemble import RandomForestClassifier
 
 from patchedserve.kernels.forest import forest_predict
 from patchedserve.kernels.forest_tables import FlatForest
-from patchedserve.training.cache_predictor import features_of
+from patchedserve.training.cache.predictor import features_of
 
 FORESTS = ((8, 8, 63), (16, 6, 63), (16, 8, 63), (24, 8, 63), (16, 10, 126))
 NUM_BLOCKS, NUM_BATCHES = 9, 32

@@ -10,8 +10,8 @@ import statistics
 import time
 from collections.abc import Callable
 
-from patchedserve.serving.layout import PatchLayout
-from patchedserve.serving.layout_tensors import PatchTensors
+from patchedserve.serving.layout.patch_layout import PatchLayout
+from patchedserve.serving.layout.tensors import PatchTensors
 
 MIXES = {
     "16 of 32x32": [(32, 32)] * 16,

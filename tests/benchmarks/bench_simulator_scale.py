@@ -27,15 +27,15 @@ from typing import Any
 
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.data.traces import TraceConfig, assign_slos, generate_trace
+from patchedserve.data.traces.traces import TraceConfig, assign_slos, generate_trace
 from patchedserve.data.workspace import DEFAULT_WORKSPACE, Workspace
-from patchedserve.profiling.machine import cpu_name
-from patchedserve.profiling.simulate_run import load_step_latency
-from patchedserve.serving.lifecycle import RequestRecord
-from patchedserve.serving.loading import model_defaults
-from patchedserve.serving.policies import StepLatencyPredictor, get_policy
-from patchedserve.serving.simulator import SimulationResult, simulate
-from patchedserve.serving.stage_times import StageTimes, standalone_latency_s
+from patchedserve.profiling.measure.machine import cpu_name
+from patchedserve.profiling.runs.simulate import load_step_latency
+from patchedserve.serving.core.request_state import RequestRecord
+from patchedserve.serving.models.loading import model_defaults
+from patchedserve.serving.scheduling.policies import StepLatencyPredictor, get_policy
+from patchedserve.serving.simulator.simulator import SimulationResult, simulate
+from patchedserve.serving.simulator.stage_times import StageTimes, standalone_latency_s
 
 RESULTS = Path(__file__).with_name("results")
 BATCH_SIZE = 16
@@ -154,13 +154,13 @@ def run_overload(simulated: Simulated, minutes: float) -> dict[str, Any]:
 
 def run_real(options: argparse.Namespace, sizes: Sequence[Resolution], steps: int) -> dict[str, Any]:
     """Overload on the engine: the same policy, real latencies, real memory."""
-    from patchedserve.profiling.latency import latency_circumstances
-    from patchedserve.profiling.standalone import shape_of, standalone_latencies
-    from patchedserve.serving.engine import Engine
-    from patchedserve.serving.loading import load_model
-    from patchedserve.serving.replay import replay
-    from patchedserve.training.latency_predictor import load_workspace_predictor
-    from patchedserve.training.online_correction import OnlineCorrection
+    from patchedserve.profiling.measure.latency import latency_circumstances
+    from patchedserve.profiling.measure.standalone import shape_of, standalone_latencies
+    from patchedserve.serving.engine.engine import Engine
+    from patchedserve.serving.engine.replay import replay
+    from patchedserve.serving.models.loading import load_model
+    from patchedserve.training.latency.online_correction import OnlineCorrection
+    from patchedserve.training.latency.predictor import load_workspace_predictor
 
     model = load_model(options.model, options.device)
     workspace = Workspace(options.workspace).for_model(options.model, str(model.device))
@@ -214,8 +214,8 @@ def table_of(options: argparse.Namespace) -> Path:
     """The table of step latencies: the one that was given, else the workspace's newest, else a small one made now."""
     if options.latency is not None:
         return options.latency
-    from patchedserve.profiling.latency import LatencySettings, profile_latency
-    from patchedserve.serving.loading import load_model
+    from patchedserve.profiling.measure.latency import LatencySettings, profile_latency
+    from patchedserve.serving.models.loading import load_model
 
     model = load_model(options.model, options.device)
     workspace = Workspace(options.workspace).for_model(options.model, str(model.device))

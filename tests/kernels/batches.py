@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from patchedserve.serving.layout import PatchLayout
-from patchedserve.serving.layout_tensors import PatchTensors
+from patchedserve.serving.layout.patch_layout import PatchLayout
+from patchedserve.serving.layout.tensors import PatchTensors
 
 # (height, width) of every request and the patch size: every pattern of neighbours.
 MIXES = [

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from patchedserve.kernels.patch import patch_join, patch_split
-from patchedserve.serving.layout import PatchLayout
+from patchedserve.serving.layout.patch_layout import PatchLayout
 
 from .batches import DTYPES, MIX_IDS, MIXES, Batch, random_batch
 from .conftest import RunTriton

@@ -1,0 +1,1 @@
+"""Prompts: the bundled captions, or a file of the user's."""

@@ -1,0 +1,84 @@
+"""What a profile of blocks was taken on, which is also what a cache predictor trained from it can be used for."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from ..errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFacts:
+    """The model, its scheduler and the cut into patches.
+
+    Attributes:
+        model: what the user called the model.
+        fingerprint: of the model's files (`serving.checkpoint.fingerprint`); empty if the model has none.
+        scheduler: class of the diffusers scheduler.
+        patch_size: side of a patch in latent pixels.
+        blocks: names of the cached blocks, in the order in which a step runs them.
+    """
+
+    model: str
+    fingerprint: str
+    scheduler: str
+    patch_size: int
+    blocks: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The facts as JSON; `from_json` reads them."""
+        return asdict(self) | {"blocks": list(self.blocks)}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any], *, source: str) -> "BlockFacts":
+        """Read what `to_json` gave; other keys are left alone.
+
+        Raises:
+            UsageError: one of the facts is missing or of the wrong kind; `source` says in which file.
+        """
+        kinds = {"model": str, "fingerprint": str, "scheduler": str, "patch_size": int, "blocks": list}
+        for field in fields(cls):
+            value, kind = content.get(field.name), kinds[field.name]
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise UsageError(f"{source}: {field.name} is {value!r}, but it must be of type {kind.__name__}")
+        blocks = content["blocks"]
+        if not blocks or not all(isinstance(block, str) for block in blocks) or len(set(blocks)) != len(blocks):
+            raise UsageError(f"{source}: blocks is {blocks!r}, but it must be a list of different names")
+        if content["patch_size"] < 1:
+            raise UsageError(f"{source}: patch_size is {content['patch_size']}, but it must be at least 1")
+        text = {name: content[name] for name in ("model", "fingerprint", "scheduler")}
+        return cls(**text, patch_size=content["patch_size"], blocks=tuple(blocks))
+
+    def check_fits(self, served: "BlockFacts", *, source: str) -> None:
+        """Check that what `source` was made for is what is served.
+
+        Models are compared by their files; by name only if one of them has no fingerprint.
+
+        Raises:
+            UsageError: naming the first fact that differs.
+        """
+        if self.fingerprint and served.fingerprint:
+            if self.fingerprint != served.fingerprint:
+                other = "other weights of" if self.model == served.model else f"{self.model}, not for"
+                raise UsageError(f"{source} was made for {other} {served.model}{_remedy(served.model)}")
+        elif self.model != served.model:
+            raise UsageError(f"{source} was made for {self.model}, not for {served.model}{_remedy(served.model)}")
+        if self.scheduler != served.scheduler:
+            raise UsageError(
+                f"{source} was made with the scheduler {self.scheduler}, but {served.model} runs with "
+                f"{served.scheduler}{_remedy(served.model)}"
+            )
+        if self.patch_size != served.patch_size:
+            raise UsageError(
+                f"{source} was made for patches of {self.patch_size} latent pixels, but they have "
+                f"{served.patch_size} now; give --patch-size {self.patch_size} or profile again"
+            )
+        if self.blocks != served.blocks:
+            raise UsageError(
+                f"{source} was made for {len(self.blocks)} blocks ({', '.join(self.blocks)}), but {served.model} "
+                f"has {len(served.blocks)} ({', '.join(served.blocks)}){_remedy(served.model)}"
+            )
+
+
+def _remedy(model: str) -> str:
+    return f"; run psctl profile blocks --model {model} and psctl train-predictor cache --model {model}"

@@ -1,0 +1,291 @@
+"""Tables of step latencies: how long one denoising step of a batch takes, by what is in the batch.
+
+`psctl profile latency` measures them. Tables of other programs, such as those of GPUs that are not bought yet, are read
+from CSV or parquet files with the columns `combination` ("2*512x512 + 1024x1024", see `data.resolution.format_batch`)
+and `ms`. This module imports no torch.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+
+from ..errors import UsageError
+from ..resolution import Resolution, format_batch, parse, parse_batch
+from .schemas import Column, TableSchema, about_of, name_of, read_parquet, read_table, write_table
+
+_I, _F, _S = pa.int64(), pa.float64(), pa.string()
+
+LATENCIES = TableSchema(
+    "latencies",
+    1,
+    (
+        Column("resolutions", pa.map_(_S, _I), meaning="requests in the batch by resolution, as WIDTHxHEIGHT"),
+        Column("repeats", _I, meaning="number of timings"),
+        Column("median_ms", _F, "ms", meaning="of one denoising step while the batch stays the same"),
+        Column("p95_ms", _F, "ms"),
+        Column("min_ms", _F, "ms"),
+        Column("samples_ms", pa.list_(_F), "ms", meaning="the timings, in the order in which they were taken"),
+        Column("first_step_ms", pa.list_(_F), "ms", meaning="first steps of the batch, which also pack it anew"),
+    ),
+)
+"""One row per combination."""
+
+TABLE_PATTERN = "latency-*.parquet"
+"""Names of measured tables in a workspace."""
+FOREIGN_COLUMNS = ("combination", "ms")
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What the latency of a step depends on besides the batch.
+
+    Attributes:
+        model: what the user called it.
+        fingerprint: of the model's files.
+        device, device_name: as torch names it ("cpu", "cuda:0"), and the processor in words.
+        dtype: of the denoising model.
+        engine, order, patch_size, strategy, kernels, compile, cuda_graphs: of `serving.stepper.EngineOptions`; the
+            order as it was chosen.
+        threads: CPU threads of torch.
+        cpu: the processor that drives the device.
+        torch: its version.
+        guidance_scale, is_guided: of the requests.
+    """
+
+    model: str
+    fingerprint: str
+    device: str
+    device_name: str
+    dtype: str
+    engine: str
+    order: str
+    patch_size: int | None
+    strategy: str
+    kernels: str
+    threads: int
+    cpu: str
+    torch: str
+    guidance_scale: float
+    is_guided: bool
+    compile: bool = False
+    cuda_graphs: bool = False
+
+    @classmethod
+    def from_json(cls, data: Any) -> Self:
+        """Raises ValueError if it is not what `dataclasses.asdict` makes of one."""
+        # Tables of before there were `compile` and `cuda_graphs` were measured without.
+        known = {field.name for field in fields(cls)}
+        if not isinstance(data, dict) or not known - {"compile", "cuda_graphs"} <= set(data) <= known:
+            raise ValueError("its circumstances are incomplete")
+        return cls(**data)
+
+    def difference(self, served: "Circumstances") -> str | None:
+        """Say in one line what makes latencies of these circumstances useless for `served`, None if nothing does.
+
+        Another version of torch, and another guidance scale that is also on, do not.
+        """
+        names = ["fingerprint", "device_name", "dtype", "engine", "order", "patch_size", "strategy", "kernels"]
+        names += ["compile", "cuda_graphs", "is_guided"] + (["threads"] if served.device == "cpu" else [])
+        for name in names:
+            own, other = getattr(self, name), getattr(served, name)
+            if own == other:
+                continue
+            if name == "fingerprint":
+                if self.model == served.model:
+                    return f"is for other files of the model {self.model} than those that are served now"
+                return f"is for the model {self.model}, but {served.model} is served"
+            word = {"device_name": "device", "is_guided": "guidance"}.get(name, name.replace("_", " "))
+            return f"is for {word} {_word(own)}, but {_word(other)} is served"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyRow:
+    """One combination and its timings in milliseconds.
+
+    Attributes:
+        counts: number of requests of each resolution; those with none are left out.
+        samples_ms: timings of a step, at least one, all positive.
+        first_step_ms: timings of the first step after the batch has changed.
+    """
+
+    counts: Mapping[Resolution, int]
+    samples_ms: tuple[float, ...]
+    first_step_ms: tuple[float, ...] = ()
+
+    @property
+    def num_requests(self) -> int:
+        return sum(self.counts.values())
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.samples_ms)
+
+    @property
+    def first_step_median_ms(self) -> float | None:
+        return statistics.median(self.first_step_ms) if self.first_step_ms else None
+
+    @property
+    def p95_ms(self) -> float:
+        """Between the two nearest timings, as numpy's `percentile`."""
+        ranked = sorted(self.samples_ms)
+        place = 0.95 * (len(ranked) - 1)
+        low = ranked[int(place)]
+        return low + (place - int(place)) * (ranked[math.ceil(place)] - low)
+
+    @property
+    def label(self) -> str:
+        return format_batch(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyTable:
+    """Step latencies of different combinations.
+
+    Attributes:
+        rows: no two of the same combination.
+        circumstances: what they were measured on; None if another program measured them.
+        settings: of the profile that measured them (JSON), and in `timings` how many it was to take; None for another
+            program.
+    """
+
+    rows: tuple[LatencyRow, ...]
+    circumstances: Circumstances | None = None
+    settings: Mapping[str, Any] | None = None
+
+    @property
+    def share_done(self) -> float:
+        """Share of the timings that the profile was to take; 1 for a table of another program."""
+        wanted = (self.settings or {}).get("timings")
+        return 1.0 if wanted is None else sum(len(row.samples_ms) for row in self.rows) / wanted
+
+    @property
+    def resolutions(self) -> tuple[Resolution, ...]:
+        """All that occur, from small to large."""
+        found = {resolution for row in self.rows for resolution in row.counts}
+        return tuple(sorted(found, key=lambda resolution: (resolution.pixels, resolution)))
+
+
+def write_latencies(path: str | Path, table: LatencyTable) -> None:
+    """Write a measured table as parquet, atomically. Raises OSError."""
+    rows = [
+        {
+            "resolutions": {str(resolution): count for resolution, count in row.counts.items()},
+            "repeats": len(row.samples_ms),
+            "median_ms": row.median_ms,
+            "p95_ms": row.p95_ms,
+            "min_ms": min(row.samples_ms),
+            "samples_ms": list(row.samples_ms),
+            "first_step_ms": list(row.first_step_ms),
+        }
+        for row in table.rows
+    ]
+    circumstances = None if table.circumstances is None else asdict(table.circumstances)
+    write_table(path, LATENCIES, rows, about={"circumstances": circumstances, "settings": dict(table.settings or {})})
+
+
+def read_latencies(path: str | Path) -> LatencyTable:
+    """Read a table that `psctl profile latency` wrote, or one of another program (CSV, parquet).
+
+    Other columns of a foreign table are not read. Several rows of one combination are its timings.
+
+    Raises:
+        UsageError: the file cannot be read or is damaged, or a row is not a combination with a positive, finite time;
+            the message names the file and the row.
+    """
+    path = Path(path)
+    if path.suffix.lower() == ".csv":
+        return _read_foreign(path, _read_csv(path))
+    table = read_parquet(path, LATENCIES.name)
+    return _read_own(path) if name_of(table) else _read_foreign(path, table)
+
+
+def _read_own(path: Path) -> LatencyTable:
+    table = read_table(path, LATENCIES)
+    about = about_of(table.schema, path)
+    try:
+        circumstances, settings = about["circumstances"], about["settings"]
+        known = None if circumstances is None else Circumstances.from_json(circumstances)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path}: the latencies table is damaged ({error}); delete it to measure again") from error
+    rows = []
+    for number, row in enumerate(table.to_pylist(maps_as_pydicts="strict"), start=1):
+        where = f"{path}, row {number}"
+        try:
+            counts = {parse(name): count for name, count in row["resolutions"].items()}
+        except UsageError as error:
+            raise UsageError(f"{where}: {error}") from error
+        rows.append(_checked_row(where, counts, row["samples_ms"], row["first_step_ms"]))
+    return LatencyTable(_unique(path, rows), known, settings)
+
+
+def _read_csv(path: Path) -> pa.Table:
+    try:
+        # As text, so that what is no number is told with its row.
+        convert = pa_csv.ConvertOptions(column_types=dict.fromkeys(FOREIGN_COLUMNS, pa.string()))
+        # Without threads: a process that ends soon after Arrow's reading threads were started may abort.
+        reading = pa_csv.ReadOptions(use_threads=False)
+        with path.open("rb") as raw:
+            return pa_csv.read_csv(raw, reading, convert_options=convert)
+    except pa.ArrowException as error:
+        raise UsageError(f"{path}: is not a CSV table: {str(error).splitlines()[0]}") from error
+    except OSError as error:
+        raise UsageError(f"{path}: cannot read the latencies table: {error.strerror or error}") from error
+
+
+def _read_foreign(path: Path, table: pa.Table) -> LatencyTable:
+    missing = [name for name in FOREIGN_COLUMNS if name not in table.column_names]
+    if missing:
+        raise UsageError(
+            f"{path}: has the columns {', '.join(table.column_names)}, but a table of latencies has combination "
+            "(as 2*512x512 + 1024x1024) and ms"
+        )
+    samples: dict[frozenset[tuple[Resolution, int]], list[float]] = {}
+    for number, row in enumerate(table.select(list(FOREIGN_COLUMNS)).to_pylist(), start=1):
+        where = f"{path}, row {number}"
+        try:
+            counts = parse_batch(str(row["combination"] or ""))
+        except UsageError as error:
+            raise UsageError(f"{where}: {error}") from error
+        try:
+            ms = float(row["ms"])
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"{where}: ms is {row['ms']!r}, but it must be a number of milliseconds") from error
+        checked = _checked_row(where, counts, [ms], [])
+        samples.setdefault(frozenset(counts.items()), []).extend(checked.samples_ms)
+    if not samples:
+        raise UsageError(f"{path}: the latencies table is empty")
+    return LatencyTable(tuple(LatencyRow(dict(counts), tuple(times)) for counts, times in samples.items()))
+
+
+def _checked_row(
+    where: str, counts: dict[Resolution, int], samples_ms: Sequence[float], first_step_ms: Sequence[float]
+) -> LatencyRow:
+    if not counts or min(counts.values()) < 1:
+        raise UsageError(f"{where}: holds no requests of a resolution that it names")
+    if not samples_ms:
+        raise UsageError(f"{where}: holds no timing")
+    for ms in (*samples_ms, *first_step_ms):
+        if not 0 < ms < math.inf:
+            raise UsageError(f"{where}: a time is {ms} ms, but it must be positive and finite")
+    return LatencyRow(counts, tuple(samples_ms), tuple(first_step_ms))
+
+
+def _unique(path: Path, rows: Iterable[LatencyRow]) -> tuple[LatencyRow, ...]:
+    found: dict[frozenset[tuple[Resolution, int]], LatencyRow] = {}
+    for row in rows:
+        if found.setdefault(frozenset(row.counts.items()), row) is not row:
+            raise UsageError(f"{path}: the latencies table is damaged: {row.label} stands in it twice")
+    return tuple(found.values())
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "auto" if value is None else str(value)

@@ -1,0 +1,263 @@
+"""Tables that commands hand on: their columns with types and units, and parquet files that carry their schema."""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ..errors import UsageError
+from ..files import atomic_write
+
+if TYPE_CHECKING:
+    import pandas
+
+_NAME_KEY, _VERSION_KEY, _ABOUT_KEY = b"psctl.table", b"psctl.version", b"psctl.about"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column: its name, Arrow type, unit ("s", "px"; "" for none), whether it may be empty, and what it says."""
+
+    name: str
+    type: pa.DataType
+    unit: str = ""
+    nullable: bool = False
+    meaning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TableSchema:
+    """The columns of one kind of table. The version changes whenever a column does, so old files are told apart."""
+
+    name: str
+    version: int
+    columns: tuple[Column, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Column names in order."""
+        return tuple(column.name for column in self.columns)
+
+    def to_arrow(self, about: Mapping[str, Any] | None = None) -> pa.Schema:
+        """The Arrow schema; metadata say units, meanings, this schema's name and version, and what is `about` a table.
+
+        Args:
+            about: what holds for a table as a whole, as JSON; `about_of` gives it back.
+        """
+        arrow_fields = [
+            pa.field(column.name, column.type, column.nullable, {"unit": column.unit, "meaning": column.meaning})
+            for column in self.columns
+        ]
+        metadata = {_NAME_KEY: self.name.encode(), _VERSION_KEY: str(self.version).encode()}
+        if about is not None:
+            metadata[_ABOUT_KEY] = json.dumps(about, ensure_ascii=False, allow_nan=False).encode()
+        return pa.schema(arrow_fields, metadata)
+
+
+_I, _F, _S, _B = pa.int64(), pa.float64(), pa.string(), pa.bool_()
+# Of tables with millions of rows: half the bytes, and a text that repeats is stored once.
+_SMALL_I, _SMALL_F, _WORD = pa.int32(), pa.float32(), pa.dictionary(pa.int32(), pa.string())
+
+RECORDS = TableSchema(
+    "records",
+    1,
+    (
+        Column("request_id", _I, meaning="number of the request in its trace"),
+        Column("prompt", _S),
+        Column("width", _I, "px"),
+        Column("height", _I, "px"),
+        Column("num_inference_steps", _I),
+        Column("guidance_scale", _F),
+        Column("seed", _I),
+        Column("arrival_s", _F, "s", meaning="all times count from the start of the trace"),
+        Column("prepare_start_s", _F, "s", True),
+        Column("prepare_end_s", _F, "s", True),
+        Column("admitted_s", _F, "s", True, "when it joined the active queue"),
+        Column("denoise_end_s", _F, "s", True),
+        Column("finish_s", _F, "s", True, "when the image was there, or the request ended without one"),
+        Column("slo_s", _F, "s", True, "how long it was allowed to take"),
+        Column("deadline_s", _F, "s", True, "arrival_s + slo_s"),
+        Column("status", _S, meaning="completed, failed, discarded or cancelled"),
+        Column("reason", _S, "", True, "why it was not completed"),
+        Column("queueing_s", _F, "s", True, "admitted_s - arrival_s"),
+        Column("latency_s", _F, "s", True, "finish_s - arrival_s of a completed request"),
+        Column("slo_met", _B, "", True, "whether latency_s <= slo_s; false without an image"),
+        Column("image_path", _S, "", True, "where the image was saved"),
+    ),
+)
+"""One row per request (`serving.lifecycle.RequestRecord.to_row`)."""
+
+STEPS = TableSchema(
+    "steps",
+    2,
+    (
+        Column("step", _I, meaning="number of the denoising iteration, from 0"),
+        Column("start_s", _F, "s", meaning="from the start of the trace"),
+        Column("duration_s", _F, "s"),
+        Column("active", _I, meaning="requests in the batch"),
+        Column("waiting", _I, meaning="requests that had arrived and were not in the batch"),
+        Column("resolutions", pa.map_(_S, _I), meaning="requests in the batch by resolution, as WIDTHxHEIGHT"),
+        Column("schedule_s", _F, "s", meaning="what the policy took since the step before"),
+    ),
+)
+"""One row per denoising iteration, in order (`serving.step_row.StepRow.to_row`)."""
+
+BLOCKS = TableSchema(
+    "blocks",
+    1,
+    (
+        Column("request_id", _I, meaning="number of the request in the profile"),
+        Column("width", _SMALL_I, "px", meaning="of the image"),
+        Column("height", _SMALL_I, "px", meaning="of the image"),
+        Column("scheduler", _WORD, meaning="class of the diffusers scheduler"),
+        Column("num_steps", _SMALL_I, meaning="denoising steps of the request"),
+        Column("step", _SMALL_I, meaning="from 0; at least lag"),
+        Column("step_fraction", _SMALL_F, meaning="step / num_steps"),
+        Column("block", _WORD, meaning="name of the block in the model"),
+        Column("block_index", _SMALL_I, meaning="place of the block in the order in which a step runs them, from 0"),
+        Column("patch", _SMALL_I, meaning="number of the patch within the image, row by row"),
+        Column("lag", _SMALL_I, "steps", meaning="how many steps earlier the cached tensor was computed, from 1"),
+        Column("input_mse", _SMALL_F, meaning="mean square difference of the block's input and the cached one"),
+        Column("output_mse", _SMALL_F, meaning="mean square difference of the block's output and the cached one"),
+        Column("input_mse_normalised", _SMALL_F, meaning="input_mse / mean square of the cached input"),
+        Column("output_mse_normalised", _SMALL_F, meaning="output_mse / mean square of the cached output"),
+    ),
+)
+"""One row per request, block, step, patch and lag: how far a block's tensors are from those some steps earlier
+(PatchedServe sections 3 and 7). Written and read by `table_streams`, with `block_facts.BlockFacts` in its head."""
+
+
+def write_table(
+    path: str | Path,
+    schema: TableSchema,
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    about: Mapping[str, Any] | None = None,
+) -> None:
+    """Write rows as parquet, atomically.
+
+    Args:
+        path: file to write.
+        schema: which table it is.
+        rows: one mapping per row, with exactly the schema's columns.
+        about: as of `TableSchema.to_arrow`.
+
+    Raises:
+        RuntimeError: a row does not fit the schema (a column is missing, unknown, empty, not finite or of another
+            type). Rows come from our own code, so this is a fault of ours.
+        OSError: the file cannot be written; nothing is left half-written.
+    """
+    checked = [_checked(schema, i, row) for i, row in enumerate(rows)]
+    try:
+        table = pa.Table.from_pylist(checked, schema.to_arrow(about))
+    except (pa.ArrowException, OverflowError, TypeError) as error:
+        raise RuntimeError(f"{schema.name} table: a value has the wrong type: {error}") from error
+    with atomic_write(path) as temporary:
+        pq.write_table(table, temporary, write_page_checksum=True)
+
+
+def read_table(path: str | Path, schema: TableSchema, columns: Sequence[str] | None = None) -> pa.Table:
+    """Read a table that `write_table` has written, or some columns of it.
+
+    Raises:
+        UsageError: the file cannot be read, is damaged or no parquet, or is another table or another version of it.
+    """
+    with opened(path, schema) as file:
+        return file.read(columns=None if columns is None else list(columns), use_threads=False)
+
+
+@contextmanager
+def opened(path: str | Path, schema: TableSchema) -> Iterator[pq.ParquetFile]:
+    """Open a table and check that it is the right one; errors while the body reads it are told as in `read_table`.
+
+    Tables are read in the calling thread: a process that ended while Arrow started its own was aborted, 5 of 75 times
+    on a busy machine.
+    """
+    with _opened(path, schema.name) as file:
+        _check_schema(path, file.schema_arrow, schema)
+        yield file
+
+
+@contextmanager
+def _opened(path: str | Path, what: str) -> Iterator[pq.ParquetFile]:
+    try:
+        # Opened here, not by Arrow, whose messages repeat the path; and as one file, so that no folder adds columns.
+        with (
+            Path(path).open("rb") as raw,
+            pq.ParquetFile(raw, pre_buffer=False, page_checksum_verification=True) as file,
+        ):
+            yield file
+    except (pa.ArrowException, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is damaged or not parquet"
+        raise UsageError(f"{path}: cannot read the {what} table: {reason}") from error
+
+
+def _check_schema(path: str | Path, found: pa.Schema, schema: TableSchema) -> None:
+    metadata = found.metadata or {}
+    name = metadata.get(_NAME_KEY, b"").decode(errors="replace")
+    version = metadata.get(_VERSION_KEY, b"").decode(errors="replace")
+    if name != schema.name:
+        told = f"the {name} table" if name else "a file of another program"
+        raise UsageError(f"{path}: is {told}, but it must be the {schema.name} table")
+    if version != str(schema.version):
+        raise UsageError(f"{path}: is version {version} of the {name} table, but it must be version {schema.version}")
+    if not found.equals(schema.to_arrow()):
+        raise UsageError(f"{path}: columns are {', '.join(found.names)}, which is not the {name} table's schema")
+
+
+def read_parquet(path: str | Path, what: str) -> pa.Table:
+    """Read any parquet file; `what` names the table in errors. Raises UsageError: it cannot be read or is damaged."""
+    with _opened(path, what) as file:
+        return file.read(use_threads=False)
+
+
+def name_of(table: pa.Table) -> str:
+    """Which of our tables it is; "" for one of another program."""
+    return (table.schema.metadata or {}).get(_NAME_KEY, b"").decode(errors="replace")
+
+
+def about_of(found: pa.Schema, path: str | Path) -> dict[str, Any]:
+    """What a table's file says about the table as a whole.
+
+    Raises:
+        UsageError: it says nothing, or its head is damaged; the message names the file.
+    """
+    metadata = found.metadata or {}
+    name = metadata.get(_NAME_KEY, b"").decode(errors="replace")
+    try:
+        about = json.loads(metadata.get(_ABOUT_KEY) or b"")
+    except ValueError as error:
+        raise UsageError(f"{path}: has no readable head that says what the {name} table was made of") from error
+    if not isinstance(about, dict):
+        raise UsageError(f"{path}: the head of the {name} table is no mapping")
+    return about
+
+
+def read_rows(path: str | Path, schema: TableSchema) -> list[dict[str, Any]]:
+    """The rows of a table as dicts, equal to those that were written. Raises as `read_table`."""
+    return read_table(path, schema).to_pylist(maps_as_pydicts="strict")
+
+
+def read_frame(path: str | Path, schema: TableSchema) -> "pandas.DataFrame":
+    """A table as a pandas frame; maps become dicts. Raises as `read_table`."""
+    return read_table(path, schema).to_pandas(maps_as_pydicts="strict")
+
+
+def _checked(schema: TableSchema, index: int, row: Mapping[str, Any]) -> dict[str, Any]:
+    where = f"{schema.name} table, row {index}"
+    if set(row) != set(schema.names):
+        wrong = sorted(set(row) ^ set(schema.names))
+        raise RuntimeError(f"{where}: columns {wrong} are missing or unknown")
+    for column in schema.columns:
+        value = row[column.name]
+        if value is None and not column.nullable:
+            raise RuntimeError(f"{where}: {column.name} is empty")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise RuntimeError(f"{where}: {column.name} is {value}")
+    return dict(row)

@@ -1,0 +1,198 @@
+"""Tables of millions of rows: written and read a piece at a time, so that memory stays flat.
+
+They are the same files as those of `tables`, with a head of facts that belong to the table as a whole.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from ..errors import RunError, UsageError
+from ..files import atomic_write
+from .schemas import TableSchema, about_of, opened
+
+_GROUP_ROWS = 1 << 18
+_BATCH_ROWS = 1 << 16
+
+
+class TableWriter:
+    """Writes a table row group by row group, under a temporary name until it is complete.
+
+        with TableWriter(path, BLOCKS, facts) as writer:
+            writer.write({"request_id": 7, "patch": np.arange(16), ...})
+
+    On leaving without an error the file appears under its name; after an error there is none.
+
+    Args:
+        path: file to write.
+        schema: which table it is.
+        facts: what holds for the whole table: a mapping that is JSON.
+        group_rows: rows that are kept in memory before they are written as a row group.
+    """
+
+    def __init__(
+        self, path: str | Path, schema: TableSchema, facts: Mapping[str, Any], *, group_rows: int = _GROUP_ROWS
+    ) -> None:
+        self.path = Path(path)
+        self.num_rows = 0
+        self._schema = schema
+        self._arrow_schema = schema.to_arrow(dict(facts))
+        self._group_rows = group_rows
+        self._floats = [field.name for field in self._arrow_schema if pa.types.is_floating(field.type)]
+        self._waiting: list[tuple[dict[str, np.ndarray], int]] = []
+        self._num_waiting = 0
+        self._stack = ExitStack()
+        self._writer: pq.ParquetWriter | None = None
+
+    def __enter__(self) -> "TableWriter":
+        with ExitStack() as stack:
+            temporary = stack.enter_context(atomic_write(self.path))
+            self._writer = stack.enter_context(
+                pq.ParquetWriter(temporary, self._arrow_schema, write_page_checksum=True)
+            )
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._flush()
+        except BaseException as failure:
+            self._stack.__exit__(type(failure), failure, failure.__traceback__)
+            raise
+        self._stack.__exit__(kind, error, traceback)
+
+    def write(self, columns: Mapping[str, Any]) -> None:
+        """Append rows.
+
+        Args:
+            columns: every column of the schema: an array of one value per row, or one value for all rows. At least one
+                is an array, and all arrays have one length, which may be 0.
+
+        Raises:
+            RunError: a value is NaN or infinite.
+            RuntimeError: the columns do not fit the schema. They come from our own code, so this is a fault of ours.
+        """
+        if set(columns) != set(self._schema.names):
+            wrong = sorted(set(columns) ^ set(self._schema.names))
+            raise RuntimeError(f"{self._schema.name} table: columns {wrong} are missing or unknown")
+        lengths = {len(value) for value in columns.values() if _is_array(value)}
+        if len(lengths) != 1:
+            raise RuntimeError(f"{self._schema.name} table: columns have {sorted(lengths)} rows")
+        # Copied, as the caller may use its buffers again.
+        piece = {name: np.array(value) for name, value in columns.items()}
+        for name in self._floats:
+            if piece[name].dtype.kind not in "fiu":
+                raise RuntimeError(f"{self._schema.name} table: {name} has the wrong type: {piece[name].dtype}")
+            if not np.isfinite(piece[name]).all():
+                raise RunError(f"{self.path}: column {name} would hold NaN or infinity; nothing was written")
+        num_rows = lengths.pop()
+        # Turned into Arrow's arrays when there are many: that costs a millisecond however few there are.
+        self._waiting.append((piece, num_rows))
+        self._num_waiting += num_rows
+        self.num_rows += num_rows
+        if self._num_waiting >= self._group_rows:
+            self._flush()
+
+    def append_from(self, path: str | Path) -> None:
+        """Append all rows of another file of the same table, such as a part that an earlier run has finished.
+
+        Raises:
+            UsageError: as `read_batches`, or the file's facts are others.
+        """
+        if read_facts(path, self._schema) != about_of(self._arrow_schema, self.path):
+            raise UsageError(f"{path}: was made under other circumstances than {self.path}; the two cannot be joined")
+        self._flush()
+        for batch in read_batches(path, self._schema, batch_rows=self._group_rows):
+            self._open_writer.write_batch(batch.replace_schema_metadata(self._arrow_schema.metadata))
+            self.num_rows += batch.num_rows
+
+    @property
+    def _open_writer(self) -> pq.ParquetWriter:
+        if self._writer is None:
+            raise RuntimeError("a TableWriter is used as a context manager")
+        return self._writer
+
+    def _flush(self) -> None:
+        waiting, self._waiting, self._num_waiting = self._waiting, [], 0
+        if waiting:
+            arrays = [self._array(field, waiting) for field in self._arrow_schema]
+            self._open_writer.write_table(pa.Table.from_arrays(arrays, schema=self._arrow_schema))
+
+    def _array(self, field: pa.Field, pieces: list[tuple[dict[str, np.ndarray], int]]) -> pa.Array:
+        values: list[np.ndarray] = []
+        for columns, num_rows in pieces:
+            value = columns[field.name]
+            values.append(value if value.ndim else np.full(num_rows, value))
+        try:
+            array = pa.array(np.concatenate(values), from_pandas=False)
+            # Rounding to float32 is meant; an integer that does not fit is not.
+            array = array.cast(field.type, safe=not pa.types.is_floating(field.type))
+        except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
+            raise RuntimeError(f"{self._schema.name} table: {field.name} has the wrong type: {error}") from error
+        if array.null_count and not field.nullable:
+            raise RuntimeError(f"{self._schema.name} table: {field.name} is empty in some rows")
+        if _first_not_finite(array) is not None:
+            raise RunError(f"{self.path}: column {field.name} holds a number too large for {field.type}")
+        return array
+
+
+def read_batches(
+    path: str | Path, schema: TableSchema, columns: Sequence[str] | None = None, *, batch_rows: int = _BATCH_ROWS
+) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a table in order, at most `batch_rows` at a time.
+
+    Args:
+        path: a file that `TableWriter` or `tables.write_table` has written.
+        schema: which table it must be.
+        columns: names of those to read; None for all.
+
+    Raises:
+        UsageError: as `tables.read_table`, also when a damaged piece is met on the way; or a number is NaN or infinite.
+    """
+    first_row = 0
+    with opened(path, schema) as file:
+        for batch in file.iter_batches(
+            batch_rows, columns=None if columns is None else list(columns), use_threads=False
+        ):
+            for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                if (bad := _first_not_finite(column)) is not None:
+                    raise UsageError(f"{path}: column {name} holds {column[bad].as_py()} in row {first_row + bad}")
+            yield batch
+            first_row += batch.num_rows
+
+
+def count_rows(path: str | Path, schema: TableSchema) -> int:
+    """The number of rows of a table, from its footer. Raises UsageError as `tables.read_table`."""
+    with opened(path, schema) as file:
+        return file.metadata.num_rows
+
+
+def read_facts(path: str | Path, schema: TableSchema) -> dict[str, Any]:
+    """The facts that hold for the whole table.
+
+    Raises:
+        UsageError: as `tables.read_table`, or the file has no facts.
+    """
+    with opened(path, schema) as file:
+        return about_of(file.schema_arrow, path)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray | list | tuple)
+
+
+def _first_not_finite(array: pa.Array) -> int | None:
+    if not pa.types.is_floating(array.type):
+        return None
+    place = pc.index(pc.is_finite(array), False).as_py()  # type: ignore[attr-defined]
+    return None if place < 0 else place

@@ -1,0 +1,205 @@
+"""Traces: which requests arrive when. Random ones are drawn here; files are read and written by `trace_files`.
+
+Arrivals, prompts, resolutions and seeds come from generators of their own, all spawned from one seed. So request i asks
+for the same image at every rate, and the arrivals at twice the rate are the same arrivals twice as fast: runs at
+different rates can be compared request by request.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import numpy as np
+
+from ..checks import require_counts
+from ..errors import UsageError
+from ..requests import Request
+from ..resolution import Resolution
+from .arrivals import diurnal_arrivals, gamma_arrivals, read_arrivals, scaled_arrivals
+from .draws import RequestDraws
+from .files import TraceDefaults, load_trace, save_trace
+
+TraceKind = Literal["poisson", "gamma", "diurnal", "azure"]
+TRACE_KINDS: tuple[str, ...] = get_args(TraceKind)
+
+
+@dataclass(frozen=True)
+class TraceConfig:
+    """How to draw a random trace.
+
+    Attributes:
+        kind: "poisson" (exponential gaps), "gamma" (gaps whose coefficient of variation is `cv`), "diurnal" (a Poisson
+            process whose rate swings, see `arrivals.diurnal_arrivals`) or "azure" (recorded arrivals, scaled).
+        request_rate: mean number of arrivals per second; infinity: all arrive at 0.
+        num_prompts: number of requests, or None.
+        duration_s: no request arrives later than this, or None. With both, whichever ends first; one is needed.
+        cv: standard deviation of the gaps over their mean; above 1 is bursty. Always 1 but for gamma.
+        resolutions: what requests ask for.
+        mix: weight of each resolution; None: all alike (PatchedServe section 8).
+        num_inference_steps: number of denoising steps: one for all requests, or one for each of `resolutions`.
+        guidance_scale: guidance scale of all requests.
+        seed: seed of everything that is drawn.
+        slo_s: how long each request may take, or None (see `assign_slos`).
+        amplitude: largest deviation of a diurnal trace's rate from its mean, as a share of it, up to 1.
+        period_s: length of a diurnal trace's day in seconds.
+        arrivals_s: the recorded arrivals of an azure trace in seconds, in order. The first `num_prompts` of them are
+            scaled to the rate, with their shape kept.
+
+    Raises:
+        UsageError: a field is out of its range, or fields do not fit each other.
+    """
+
+    kind: TraceKind = "poisson"
+    request_rate: float = 1.0
+    num_prompts: int | None = 32
+    duration_s: float | None = None
+    cv: float = 1.0
+    resolutions: tuple[Resolution, ...] = (Resolution(128, 128), Resolution(192, 192), Resolution(256, 256))
+    mix: tuple[float, ...] | None = None
+    num_inference_steps: int | tuple[int, ...] = 30
+    guidance_scale: float = 4.0
+    seed: int = 0
+    slo_s: float | None = None
+    amplitude: float = 0.8
+    period_s: float = 600.0
+    arrivals_s: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in TRACE_KINDS:
+            raise UsageError(f"trace kind is {self.kind!r}, but it must be one of {', '.join(TRACE_KINDS)}")
+        if not self.request_rate > 0:
+            raise UsageError(f"request rate is {self.request_rate:g}, but it must be more than 0 requests a second")
+        require_counts({"number of prompts": self.num_prompts})
+        if self.duration_s is not None and not 0 < self.duration_s < math.inf:
+            raise UsageError(f"duration is {self.duration_s:g} s, but it must be more than 0 and finite")
+        is_endless = self.duration_s is None or math.isinf(self.request_rate)
+        if self.num_prompts is None and is_endless and self.kind != "azure":
+            raise UsageError("the trace never ends: give a number of prompts, or a duration and a finite rate")
+        if not 0 < self.cv < math.inf:
+            raise UsageError(f"cv is {self.cv:g}, but it must be more than 0 and finite")
+        if self.kind != "gamma" and self.cv != 1:
+            why = "has a cv of 1" if self.kind == "poisson" else "takes none"
+            raise UsageError(f"cv is {self.cv:g}, but a {self.kind} trace {why}: use gamma for another")
+        if not 0 <= self.amplitude <= 1:
+            raise UsageError(f"amplitude is {self.amplitude:g}, but it must be from 0 to 1")
+        if not 0 < self.period_s < math.inf:
+            raise UsageError(f"period is {self.period_s:g} s, but it must be more than 0 and finite")
+        if self.kind == "diurnal" and math.isinf(self.request_rate):
+            raise UsageError("request rate is inf, but a diurnal trace needs a finite one")
+        if self.kind == "azure" and not self.arrivals_s:
+            raise UsageError("an azure trace needs recorded arrivals, but there are none: name their file (CSV)")
+        self.draws(prompts=["checked only"])
+
+    def draws(self, prompts: Sequence[str]) -> RequestDraws:
+        """The generators of what requests ask for (everything but the arrivals), at their start."""
+        return RequestDraws(
+            prompts=prompts,
+            resolutions=self.resolutions,
+            mix=self.mix,
+            num_inference_steps=self.num_inference_steps,
+            guidance_scale=self.guidance_scale,
+            seed=self.seed,
+            slo_s=self.slo_s,
+        )
+
+
+def generate_trace(config: TraceConfig, prompts: Sequence[str]) -> list[Request]:
+    """Draw a trace. The mean gap is exactly `1 / request_rate`; recorded arrivals start at 0, others after one gap.
+
+    Prompts are dealt like cards: all once in a random order before any again.
+
+    Raises:
+        UsageError: there are no prompts, or nobody arrives within the duration.
+    """
+    draws = config.draws(prompts)
+    requests: list[Request] = []
+    for arrival_s in _arrivals(config):
+        if len(requests) == config.num_prompts or (config.duration_s is not None and arrival_s > config.duration_s):
+            break
+        requests.append(replace(draws.next(len(requests)), arrival_s=arrival_s))
+    if not requests:
+        raise UsageError(
+            f"no request arrives within {config.duration_s:g} s at {config.request_rate:g} requests a second: "
+            "give a longer duration or a higher rate"
+        )
+    return requests
+
+
+def _arrivals(config: TraceConfig) -> Iterable[float]:
+    if config.kind == "azure":
+        return scaled_arrivals(config.arrivals_s[: config.num_prompts], config.request_rate)
+    rng = np.random.default_rng(config.seed)
+    if config.kind == "diurnal":
+        return diurnal_arrivals(rng, config.request_rate, config.amplitude, config.period_s)
+    return gamma_arrivals(rng, config.request_rate, config.cv)
+
+
+def limit_trace(
+    requests: Sequence[Request], *, num_prompts: int | None = None, duration_s: float | None = None
+) -> list[Request]:
+    """The first `num_prompts` requests among those that arrive within `duration_s` seconds; None: no limit.
+
+    Raises:
+        UsageError: a limit is not positive, or nothing is left.
+    """
+    require_counts({"number of prompts": num_prompts})
+    if duration_s is not None and not duration_s > 0:
+        raise UsageError(f"duration is {duration_s:g} s, but it must be more than 0")
+    kept = [request for request in requests if duration_s is None or request.arrival_s <= duration_s][:num_prompts]
+    if not kept:
+        raise UsageError(f"none of {len(requests)} requests is left within a duration of {duration_s} s")
+    return kept
+
+
+def retime(requests: Sequence[Request], *, speed: float = 1.0, from_zero: bool = False) -> list[Request]:
+    """The same requests arriving `speed` times as fast.
+
+    Args:
+        requests: a trace in order of arrival.
+        speed: 2 halves every gap, 0.5 doubles it. SLOs stay as they are.
+        from_zero: first shift the trace so that the first request arrives at 0, for traces stamped with clock time.
+
+    Raises:
+        UsageError: `speed` is not positive and finite.
+    """
+    if not 0 < speed < math.inf:
+        raise UsageError(f"speed is {speed:g}, but it must be more than 0 and finite")
+    start_s = requests[0].arrival_s if from_zero and requests else 0.0
+    return [replace(request, arrival_s=(request.arrival_s - start_s) / speed) for request in requests]
+
+
+def assign_slos(
+    requests: Sequence[Request], standalone_s: Callable[[Request], float], slo_scale: float
+) -> list[Request]:
+    """Give each request without an SLO `slo_scale` times its standalone latency (PatchedServe section 8: 5 times).
+
+    Args:
+        requests: a trace; SLOs that it brings along are kept.
+        standalone_s: seconds that the request takes when it is served alone.
+        slo_scale: what to multiply them by.
+
+    Raises:
+        UsageError: `slo_scale` is not positive and finite.
+    """
+    if not 0 < slo_scale < math.inf:
+        raise UsageError(f"SLO scale is {slo_scale:g}, but it must be more than 0 and finite")
+    return [
+        request if request.slo_s is not None else replace(request, slo_s=slo_scale * standalone_s(request))
+        for request in requests
+    ]
+
+
+__all__ = [
+    "TRACE_KINDS",
+    "TraceConfig",
+    "TraceDefaults",
+    "TraceKind",
+    "assign_slos",
+    "generate_trace",
+    "limit_trace",
+    "load_trace",
+    "read_arrivals",
+    "retime",
+    "save_trace",
+]

@@ -1,0 +1,1 @@
+"""What the patch cache costs in quality and gains in time (`psctl bench cache`)."""

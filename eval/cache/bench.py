@@ -1,0 +1,174 @@
+"""Quality against time of the patch cache and of its baselines, all in one run (`psctl bench cache`).
+
+Every side serves the same batches of requests from first to last step; sides take turns, batch by batch. Images are
+compared with those of the same engine without the cache, and with what they should show.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from PIL.Image import Image
+
+from ...data.errors import UsageError
+from ...data.files import write_bytes
+from ...data.prompts.captions import load_prompts
+from ...data.requests import Request
+from ...data.workspace import ModelWorkspace
+from ...profiling.measure.machine import circumstances
+from ...profiling.steps.combinations import Combination
+from ...profiling.steps.rows import BenchOutcome, measure_rows, name_of
+from ...serving.cache.options import CacheOptions
+from ...serving.models.served import ServedModel
+from ..metrics.judges import Judges
+from .plots import plot_quality, plot_saved, sheet_of
+from .quality import QualityOptions, compare_sides, real_features
+from .sides import Setting, Side, make_side
+
+RESULT_FILE, QUALITY_PLOT, SAVED_PLOT, IMAGES_FILE = "cache.json", "cache.png", "cache-saved.png", "cache-images.png"
+_WARMUP_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class CacheBenchSettings:
+    """How much is measured.
+
+    Attributes:
+        rounds: batches that every side serves; each has prompts and seeds of its own.
+        num_inference_steps: of every request.
+        seed: of the first request; the others count up.
+    """
+
+    rounds: int = 4
+    num_inference_steps: int = 50
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1 or self.num_inference_steps < 2:
+            raise UsageError(
+                f"{self.rounds} rounds of {self.num_inference_steps} steps were asked for, but 1 of 2 is the least"
+            )
+
+
+def run_cache_bench(
+    model: ServedModel,
+    combinations: Sequence[Combination],
+    cached: Sequence[Setting],
+    workspace: ModelWorkspace,
+    settings: CacheBenchSettings,
+    quality: QualityOptions,
+    judges: Judges,
+    *,
+    on_batch: Callable[[str], None] = lambda label: None,
+) -> BenchOutcome:
+    """Measure all settings beside the engine without a cache; write result, plots and images to a run of their own.
+
+    Args:
+        model: the loaded model; its engine options hold for all sides.
+        combinations: the batches, one after the other.
+        cached: the sides.
+        workspace: where strategies of convolutions are kept, and the run goes.
+        settings: how much.
+        quality: what is measured of the images.
+        judges: of the images.
+        on_batch: called before each batch of each side with what it is.
+
+    Returns:
+        The result: a row for each combination, with a row for each side in it. After Ctrl-C it holds the rounds that
+        all sides had finished.
+
+    Raises:
+        RunError: a request failed.
+        UsageError: a setting does not suit the model, or the real images cannot be had.
+        KeyboardInterrupt: on Ctrl-C before the first round is finished.
+    """
+    resolutions = sorted({size for each in combinations for size in each.resolutions})
+    sides = [
+        make_side(model, setting, workspace, resolutions)
+        for setting in (Setting("off", "off", CacheOptions()), *cached)
+    ]
+    real = real_features(judges, quality, resolutions, workspace.root.parent.parent)
+    run_dir = workspace.new_run("bench")
+    sheets: dict[str, list[Image]] = {}
+    was_cut = False
+
+    def measure(combination: Combination) -> dict[str, Any]:
+        nonlocal was_cut
+        rounds, was_cut, texts = _serve_rounds(model, combination, sides, settings, on_batch)
+        if not sheets:
+            sheets.update({side.setting.label: side.images[: combination.num_requests] for side in sides})
+        compared = compare_sides(sides, combination.num_requests, texts, judges, quality, real)
+        return name_of(combination) | {"rounds": rounds, "sides": compared}
+
+    def stop_if_cut() -> None:
+        if was_cut:
+            raise KeyboardInterrupt
+
+    head = circumstances(model) | {
+        "settings": asdict(settings),
+        "quality": asdict(quality),
+        "clip_judge": judges.clip_name if quality.clip else None,
+        "run_dir": str(run_dir),
+    }
+    result = measure_rows(
+        combinations, measure, run_dir / RESULT_FILE, lambda rows: head, on_start=None, on_row=stop_if_cut
+    )
+    write_bytes(run_dir / QUALITY_PLOT, plot_quality(result))
+    write_bytes(run_dir / SAVED_PLOT, plot_saved(result))
+    write_bytes(run_dir / IMAGES_FILE, sheet_of(sheets))
+    return BenchOutcome(result, run_dir)
+
+
+def _serve_rounds(
+    model: ServedModel,
+    combination: Combination,
+    sides: Sequence[Side],
+    settings: CacheBenchSettings,
+    on_batch: Callable[[str], None],
+) -> tuple[int, bool, list[str]]:
+    """Serve all batches of a combination; how many rounds all sides have finished, whether Ctrl-C came, the prompts."""
+    prompts, texts, rounds = load_prompts(), [], 0
+    for side in sides:
+        side.forget()
+    try:
+        for number in range(-1, settings.rounds):
+            requests = _requests(model, combination, prompts, settings, max(number, 0))
+            # The first round warms up. Then each round begins with another side.
+            first = number % len(sides)
+            for side in (*sides[first:], *sides[:first]):
+                on_batch(f"{combination.label}, {side.setting.label}")
+                side.serve(model, requests, num_steps=_WARMUP_STEPS if number < 0 else None)
+                if number < 0:
+                    side.forget()
+            if number >= 0:
+                texts += [request.prompt for request in requests]
+                rounds += 1
+    except KeyboardInterrupt:
+        if not rounds:
+            raise
+        for side in sides:
+            side.keep_rounds(rounds, combination.num_requests)
+        return rounds, True, texts
+    return rounds, False, texts
+
+
+def _requests(
+    model: ServedModel, combination: Combination, prompts: Sequence[str], settings: CacheBenchSettings, number: int
+) -> list[Request]:
+    sizes = [
+        resolution
+        for resolution, count in zip(combination.resolutions, combination.counts, strict=True)
+        for _ in range(count)
+    ]
+    first = number * len(sizes)
+    return [
+        Request(
+            index,
+            prompts[(first + index) % len(prompts)],
+            resolution,
+            num_inference_steps=settings.num_inference_steps,
+            guidance_scale=model.defaults.guidance_scale,
+            seed=settings.seed + first + index,
+        )
+        for index, resolution in enumerate(sizes)
+    ]

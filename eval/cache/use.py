@@ -1,0 +1,133 @@
+"""What the patch cache saved while a set of images was drawn, kept beside the images.
+
+A set may be drawn in several goes, the last of which may find nothing left to do; so each go adds its counts to a file.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from ...data.errors import UsageError
+from ...data.files import write_json
+from ..result_files import read_json
+
+if TYPE_CHECKING:
+    from ...serving.models.served import ServedModel
+
+CACHE_USE_FILE = "cache-use.json"
+Counts = Mapping[str, tuple[int, int]]
+"""By block: patches of all passes, and those of them that were reused."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheUse:
+    """How much computation was saved.
+
+    Attributes:
+        num_images: images that were drawn meanwhile.
+        by_block: see `Counts`.
+    """
+
+    num_images: int = 0
+    by_block: Counts = field(default_factory=dict)
+
+    @property
+    def saved_computation(self) -> float:
+        """Share of the patches of all blocks that were reused, 0 to 1; 0 where nothing was counted."""
+        patches, skipped = (sum(each[i] for each in self.by_block.values()) for i in (0, 1))
+        return skipped / patches if patches else 0.0
+
+    def __add__(self, other: "CacheUse") -> "CacheUse":
+        names = dict.fromkeys([*self.by_block, *other.by_block])
+        return CacheUse(self.num_images + other.num_images, {name: _plus(self, other, name) for name in names})
+
+    def describe(self) -> dict[str, Any]:
+        """What results say: the saved share of all and of every block, and of how many images."""
+        saved = {name: skipped / patches for name, (patches, skipped) in self.by_block.items() if patches}
+        return {
+            "saved_computation": self.saved_computation,
+            "saved_by_block": saved,
+            "num_images": self.num_images,
+        }
+
+    @classmethod
+    def read(cls, folder: Path) -> Self | None:
+        """What was counted for a set; None where nothing was.
+
+        Raises:
+            UsageError: the file is damaged.
+        """
+        file = folder / CACHE_USE_FILE
+        if not file.is_file():
+            return None
+        content = read_json(file)
+        try:
+            counts = {
+                str(name): (int(patches), int(skipped)) for name, (patches, skipped) in content["by_block"].items()
+            }
+            return cls(int(content["num_images"]), counts)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UsageError(
+                f"{file}: is damaged: {error!r}; delete it to go on without the share of saving"
+            ) from error
+
+
+class CacheMeter:
+    """Adds what a model's cache saves to the file of a set; without a cache it does nothing."""
+
+    def __init__(self, model: "ServedModel", folder: Path) -> None:
+        from ...serving.patched.stepper import PatchedStepper
+
+        self._cache = model.stepper.model.cache if isinstance(model.stepper, PatchedStepper) else None
+        self._folder = folder
+        self._before = self._counts()
+
+    def note(self, num_images: int) -> None:
+        """Write what was saved since the last call, in which so many images were drawn. Raises OSError, UsageError."""
+        if self._cache is None:
+            return
+        now = self._counts()
+        before = {name: self._before.get(name, (0, 0)) for name in now}
+        added = {name: (now[name][0] - before[name][0], now[name][1] - before[name][1]) for name in now}
+        self._before = now
+        total = (CacheUse.read(self._folder) or CacheUse()) + CacheUse(num_images, added)
+        write_json(
+            self._folder / CACHE_USE_FILE,
+            {"num_images": total.num_images, "by_block": {name: list(both) for name, both in total.by_block.items()}},
+        )
+
+    def _counts(self) -> dict[str, tuple[int, int]]:
+        if self._cache is None:
+            return {}
+        return {name: (patches, skipped) for name, (patches, skipped) in self._cache.stats.by_block.items()}
+
+
+def cache_use_of(
+    folder: Path, settings: Mapping[str, Any], num_images: int | None
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """What the cache saved while a set was drawn (None without a cache), and a warning if images were not counted.
+
+    Args:
+        folder: of the set.
+        settings: of its manifest.
+        num_images: how many it has; None leaves out the warning.
+
+    Raises:
+        UsageError: the set's file of it is damaged.
+    """
+    cache = settings.get("cache")
+    if not isinstance(cache, Mapping) or cache.get("mode", "off") == "off":
+        return None, []
+    use = CacheUse.read(folder) or CacheUse()
+    warnings = []
+    if num_images is not None and use.num_images < num_images:
+        warnings.append(
+            f"the share of computation that the cache saved was counted for {use.num_images} of {num_images} images"
+        )
+    return use.describe() if use.num_images else None, warnings
+
+
+def _plus(one: CacheUse, other: CacheUse, name: str) -> tuple[int, int]:
+    first, second = (each.by_block.get(name, (0, 0)) for each in (one, other))
+    return first[0] + second[0], first[1] + second[1]

@@ -1,0 +1,1 @@
+"""The bundled models' cards: measuring their figures and writing them down."""

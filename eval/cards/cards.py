@@ -1,0 +1,245 @@
+"""Measures the bundled models on held-out data and writes what it found into their model cards."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from ...data.emoji.art import object_names
+from ...data.emoji.dataset import EmojiDataset
+from ...data.emoji.scene import (
+    BACKGROUNDS,
+    Scene,
+    caption_of,
+    compose,
+    heldout_singles,
+    render,
+    with_article,
+)
+from ...data.errors import RunError
+from ...data.files import atomic_write, write_json, write_text
+from ...data.models.bundled import write_checksums
+from ...data.requests import Request
+from ...data.resolution import Resolution
+from ...profiling.report.grid import image_grid
+from ...serving.engine.engine import Engine
+from ...serving.models.served import ServedModel
+from ...serving.scheduling.policies import get_policy
+from ..metrics.clip import Clip
+from .figures import (
+    measure_autoencoder_psnr,
+    measure_clip_retrieval,
+    measure_fid,
+    measure_generated,
+    measure_objects,
+)
+from .text import card_text
+
+SIZES = (Resolution(128, 128), Resolution(192, 192), Resolution(256, 256))
+DATA_SEED = 2026
+"""Seed of all measured pictures; training uses small seeds, so none of these was ever seen."""
+GRID_OBJECTS = ("butterfly", "red apple", "hedgehog", "red car", "candle", "sunflower", "rocket", "penguin")
+GRID_BACKGROUNDS = ("blue", "yellow", "pink", "gray", "black", "white", "purple", "green")
+NAME_TEMPLATES = tuple(f"{{}} on {with_article(ground)} background" for ground in BACKGROUNDS)
+
+
+GENERATOR_FLAGS = {
+    "num_generated": "num-images",
+    "num_fid": "num-fid",
+    "num_inference_steps": "num-inference-steps",
+    "seed": "seed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CardOptions:
+    """How much is measured.
+
+    Attributes:
+        num_pairs: real picture and caption pairs for the judge.
+        num_generated: generated pictures for the object and background rates, over the three sizes together.
+        num_fid: generated and real pictures of each size for FID; 0 leaves FID out.
+        num_inference_steps: denoising steps; None for the model's default.
+        seed: of the first generated picture.
+    """
+
+    num_pairs: int = 1000
+    num_generated: int = 500
+    num_fid: int = 1000
+    num_inference_steps: int | None = None
+    seed: int = 0
+
+
+def heldout_images(size: int, resolutions: Sequence[Resolution] = SIZES) -> tuple[list[Scene], list[Image.Image]]:
+    """`size` held-out scenes and pictures, spread evenly over the resolutions."""
+    scenes, images = [], []
+    for position, resolution in enumerate(resolutions):
+        share = size // len(resolutions) + (position < size % len(resolutions))
+        for scene, image in EmojiDataset(resolution, share, "heldout", DATA_SEED):
+            scenes.append(scene)
+            images.append(image)
+    return scenes, images
+
+
+def measure_judge(clip: Clip, options: CardOptions) -> dict[str, float]:
+    """Retrieval among held-out pairs and zero-shot object recognition on real pictures of one object.
+
+    Two captions that name the same objects on the same background are equally right, whatever their wording: no picture
+    tells whether its own says "a taco on a red background" or "a red background with a taco".
+    """
+    scenes, images = heldout_images(options.num_pairs)
+    captions = [scene.caption for scene in scenes]
+    meanings = [caption_of(tuple(sorted(p.name for p in scene.placements)), scene.background) for scene in scenes]
+    figures = measure_clip_retrieval(clip, images, captions, meanings)
+    by_wording = measure_clip_retrieval(clip, images, captions)["image_to_text_recall_at_1"]
+    singles = [(scene, image) for scene, image in zip(scenes, images, strict=True) if len(scene.placements) == 1]
+    seen = measure_objects(
+        clip,
+        [image for _, image in singles],
+        [scene.names for scene, _ in singles],
+        object_names(),
+        NAME_TEMPLATES,
+        describe=with_article,
+    )
+    return figures | {
+        "image_to_text_recall_at_1_same_wording": by_wording,
+        "zero_shot_object_at_1": seen["object_at_1"],
+        "num_pairs": len(images),
+        "num_single_objects": len(singles),
+    }
+
+
+def measure_generator(
+    model: ServedModel,
+    clip: Clip,
+    options: CardOptions,
+    extractor: torch.nn.Module | None = None,
+    on_step: Callable[[int], None] = lambda steps: None,
+) -> dict[str, Any]:
+    """Autoencoder PSNR, object and background rates by size, and FID if a feature network is given."""
+    _, images = heldout_images(3 * 64)
+    by_size: dict[str, list[Image.Image]] = {}
+    for image in images:
+        by_size.setdefault(f"{image.width}x{image.height}", []).append(image)
+    figures: dict[str, Any] = {"autoencoder_psnr_db": measure_autoencoder_psnr(model.pipe.vae, by_size)}
+    figures["recognised"] = _measure_recognition(model, clip, options, on_step)
+    if extractor is not None and options.num_fid:
+        figures["fid"] = _measure_fid(model, options, extractor, on_step)
+    steps = options.num_inference_steps or model.defaults.num_inference_steps
+    figures["settings"] = {
+        "num_inference_steps": steps,
+        "guidance_scale": model.defaults.guidance_scale,
+        "scheduler": type(model.pipe.scheduler).__name__,
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+    return figures
+
+
+def generate(
+    model: ServedModel,
+    captions: Sequence[str],
+    resolutions: Sequence[Resolution],
+    options: CardOptions,
+    on_step: Callable[[int], None] = lambda steps: None,
+) -> list[Image.Image]:
+    """One picture per caption from the engine, seeds counted from `options.seed`. Raises RunError if one fails."""
+    engine = Engine(
+        model, get_policy("bucketed"), keep_images=True, on_step=lambda row: on_step(row.active), max_batch_size=16
+    )
+    steps = options.num_inference_steps or model.defaults.num_inference_steps
+    for index, (caption, resolution) in enumerate(zip(captions, resolutions, strict=True)):
+        engine.submit(
+            Request(index, caption, resolution, steps, model.defaults.guidance_scale, seed=options.seed + index)
+        )
+    engine.close()
+    result = engine.run()
+    if result.was_interrupted:
+        raise KeyboardInterrupt
+    failed = [record for record in result.records if record.status != "completed"]
+    if failed:
+        raise RunError(f"{len(failed)} of {len(captions)} pictures failed; the first: {failed[0].reason}")
+    return [result.images[index] for index in range(len(captions))]
+
+
+def sample_grid(model: ServedModel, options: CardOptions, cell_px: int = 128) -> Image.Image:
+    """Eight objects in three rows, one row a size: the picture of the model card."""
+    captions = [caption_of((name,), ground) for name, ground in zip(GRID_OBJECTS, GRID_BACKGROUNDS, strict=True)]
+    images = generate(model, captions * 3, [size for size in SIZES for _ in captions], options)
+    return image_grid(images, columns=len(captions), cell_px=cell_px)
+
+
+def _measure_recognition(
+    model: ServedModel, clip: Clip, options: CardOptions, on_step: Callable[[int], None]
+) -> dict[str, dict[str, float]]:
+    """By size and for all: rates of generated pictures of single held-out objects, and of real ones drawn alike."""
+    rng = np.random.default_rng(DATA_SEED)
+    singles = heldout_singles()
+    chosen = [singles[index % len(singles)] for index in rng.permutation(max(options.num_generated, len(singles)))]
+    chosen = chosen[: options.num_generated]
+    resolutions = [SIZES[index % len(SIZES)] for index in range(len(chosen))]
+    images = generate(model, [caption_of((name,), ground) for name, ground in chosen], resolutions, options, on_step)
+    real = [
+        render(compose(rng, size, (name,), ground), size)
+        for (name, ground), size in zip(chosen, resolutions, strict=True)
+    ]
+    figures = {}
+    for label, sizes in {"all": SIZES, **{str(size): (size,) for size in SIZES}}.items():
+        members = [index for index, size in enumerate(resolutions) if size in sizes]
+        if not members:
+            continue
+        figures[label] = measure_generated(
+            clip,
+            [images[index] for index in members],
+            [(chosen[index][0],) for index in members],
+            [chosen[index][1] for index in members],
+            names=object_names(),
+            palette=BACKGROUNDS,
+            real_images=[real[index] for index in members],
+            templates=NAME_TEMPLATES,
+            describe=with_article,
+        ) | {"num_images": len(members)}
+    return figures
+
+
+def _measure_fid(
+    model: ServedModel, options: CardOptions, extractor: torch.nn.Module, on_step: Callable[[int], None]
+) -> dict[str, Any]:
+    """FID between real held-out pictures and generated ones of the same captions."""
+    figures = {}
+    for size in SIZES:
+        data = EmojiDataset(size, options.num_fid, "heldout", DATA_SEED + 1)
+        real = [image for _, image in data]
+        captions = [data.scene(index).caption for index in range(len(data))]
+        images = generate(model, captions, [size] * len(captions), options, on_step)
+        result = measure_fid({str(size): images}, {str(size): real}, extractor)[str(size)]
+        figures[str(size)] = {"fid": result.fid, "num_images": options.num_fid}
+    return figures
+
+
+def write_card(
+    name: str, models_dir: Path, figures: dict[str, Any], options: CardOptions, grid: Image.Image | None = None
+) -> None:
+    """Write README.md, figures.json and samples.png of a model, each whole, and renew the checksums of all models."""
+    folder = models_dir / name
+    write_json(folder / "figures.json", figures)
+    write_text(folder / "README.md", card_text(name, figures, card_command(name, options)))
+    if grid is not None:
+        with atomic_write(folder / "samples.png") as temporary:
+            grid.save(temporary, optimize=True)
+    write_checksums(models_dir)
+
+
+def card_command(name: str, options: CardOptions) -> str:
+    """The command that measures the same again: what differs from the defaults is named."""
+    flags = {"num_pairs": "num-pairs"} if name == "emoji-clip" else GENERATOR_FLAGS
+    usual = CardOptions()
+    given = {
+        flag: getattr(options, field)
+        for field, flag in flags.items()
+        if getattr(options, field) != getattr(usual, field)
+    }
+    return " ".join([f"psctl model-card {name}", *(f"--{flag} {value}" for flag, value in given.items())])

@@ -1,0 +1,80 @@
+"""Model cards as Markdown: what a bundled model is, how it was made, and the figures that were measured on it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ... import __version__
+from ...data.emoji.art import ART_SOURCE, object_names
+
+_ABOUT = {
+    "emoji-xl": (
+        "StableDiffusionXLPipeline",
+        "SDXL's architecture, small: `UNet2DConditionModel` with three down blocks, a middle and three up blocks, text "
+        "and time conditions as in SDXL, two CLIP text encoders, and an `AutoencoderKL` that makes pictures 8 times "
+        "smaller. It predicts v over the scaled-linear schedule; Euler and DDIM (trailing spacing) sample from it.",
+    ),
+    "emoji-3": (
+        "StableDiffusion3Pipeline",
+        "SD3's architecture, small: `SD3Transformer2DModel` of ten joint-attention blocks, two CLIP text encoders, no "
+        "T5 (its 256 zero tokens are part of training, so the pipeline's defaults apply), and the autoencoder of "
+        "`emoji-xl`. It was trained by flow matching and samples with flow-match Euler.",
+    ),
+    "emoji-clip": (
+        "CLIPModel",
+        "A CLIP model that judges pictures of the emoji world. It was trained apart from the generators: other data "
+        "seeds, other weights, its own text tower.",
+    ),
+}
+
+
+def card_text(name: str, figures: Mapping[str, Any], command: str) -> str:
+    """The card of a bundled model.
+
+    Args:
+        name: of the model.
+        figures: what `eval.cards.cards` measured; nested mappings become tables.
+        command: what measures them again.
+    """
+    pipeline, about = _ABOUT[name]
+    head = f"---\nlicense: apache-2.0\nlibrary_name: {'transformers' if name == 'emoji-clip' else 'diffusers'}\n---\n"
+    use = (
+        f'from diffusers import {pipeline}\n\npipe = {pipeline}.from_pretrained("{name}")\n'
+        'prompt = "a red apple on a blue background"\n'
+        "image = pipe(prompt, width=192, height=192, num_inference_steps=30, guidance_scale=4.0).images[0]"
+        if name != "emoji-clip"
+        else f'from transformers import CLIPModel, CLIPProcessor\n\nmodel = CLIPModel.from_pretrained("{name}")\n'
+        f'processor = CLIPProcessor.from_pretrained("{name}")'
+    )
+    picture = "" if name == "emoji-clip" else "\n![128, 192 and 256 pixels, top to bottom](samples.png)\n"
+    return (
+        f"{head}# {name}\n\n{about}\n\nShipped with psctl {__version__}.\n{picture}\n```python\n{use}\n```\n\n"
+        f"## Data\n\n{len(object_names())} drawings from the {ART_SOURCE}, one or two at a time on ten background "
+        "colours, drawn at 128, 192 and 256 pixels and some sizes that are not square. One in ten combinations of "
+        "object and background, and one in ten pairs of objects, were never trained; all figures are measured on "
+        "those. It knows nothing but these drawings.\n\n"
+        f"## Measured\n\n`{command}`\n\n{_tables(figures)}\n"
+        f"## Training\n\n`psctl train-model {name}` repeats it; the recipe and its settings are in `training/`.\n"
+    )
+
+
+def _tables(figures: Mapping[str, Any]) -> str:
+    flat = {key: value for key, value in figures.items() if not isinstance(value, Mapping)}
+    parts = ["\n".join(["| figure | value |", "|---|---|", *(f"| {k} | {_cell(v)} |" for k, v in flat.items())])]
+    parts = parts if flat else []
+    for title, group in figures.items():
+        if not isinstance(group, Mapping):
+            continue
+        rows = {key: value if isinstance(value, Mapping) else {"value": value} for key, value in group.items()}
+        columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+        lines = [f"| {title} | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+        lines += [
+            f"| {key} | " + " | ".join(_cell(row.get(column)) for column in columns) + " |" for key, row in rows.items()
+        ]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

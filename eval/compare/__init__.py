@@ -1,0 +1,1 @@
+"""Paired comparisons: two configurations drew the same prompts with the same seeds."""

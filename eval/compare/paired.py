@@ -1,0 +1,131 @@
+"""Paired comparison: two configurations drew the same prompts with the same seeds; what did the second one change?
+
+The difference of paired values varies far less than either side, so it needs far fewer images than two separate
+figures. Intervals of differences are bootstraps over pairs; those of win rates are Wilson's, no points at 0 and 1.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...data.errors import UsageError
+from ...data.wilson import wilson_interval
+from ..metrics.bootstrap import centred_interval, mean_interval
+from ..results import Direction
+
+if TYPE_CHECKING:
+    import torch
+
+FID_RESAMPLES = 100
+
+
+@dataclass(frozen=True, slots=True)
+class PairedResult:
+    """How the second side differs from the first in one metric.
+
+    Attributes:
+        name: of the metric.
+        first, second: its value on both sides, over the same images.
+        difference: second - first.
+        low, high: 95 % interval of the difference; None with fewer than two pairs.
+        win_rate: share of pairs in which the second is better, ties counting half; None for metrics of whole sets.
+        win_low, win_high: 95 % interval of it (Wilson's, of wins and half the ties).
+        tie_rate: share of pairs with equal values.
+        n: number of pairs.
+        direction: whether a higher or a lower value is better.
+        seed: of the bootstrap.
+    """
+
+    name: str
+    first: float
+    second: float
+    difference: float
+    low: float | None
+    high: float | None
+    n: int
+    direction: Direction
+    win_rate: float | None = None
+    win_low: float | None = None
+    win_high: float | None = None
+    tie_rate: float | None = None
+    seed: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """A mapping that JSON can hold."""
+        return asdict(self)
+
+
+def compare_values(
+    name: str, first: Mapping[str, float], second: Mapping[str, float], direction: Direction, seed: int = 0
+) -> PairedResult:
+    """Compare the values of single images, matched by their names.
+
+    Raises:
+        UsageError: the sides do not have the same images, or none.
+    """
+    if set(first) != set(second):
+        only = sorted(set(first) ^ set(second))
+        side = "first" if only[0] in first else "second"
+        raise UsageError(
+            f"{name}: the two sides must have values of the same images, but {len(only)} are on one side only; "
+            f"{only[0]} is on the {side}"
+        )
+    if not first:
+        raise UsageError(f"{name}: there is no pair to compare")
+    one = np.array([first[key] for key in first], dtype=np.float64)
+    other = np.array([second[key] for key in first], dtype=np.float64)
+    differences = other - one
+    better = differences > 0 if direction == "higher" else differences < 0
+    wins = better + 0.5 * (differences == 0)
+    interval = mean_interval(differences, seed) or (None, None)
+    win_interval = wilson_interval(float(wins.sum()), len(wins))
+    return PairedResult(
+        name,
+        float(one.mean()),
+        float(other.mean()),
+        float(differences.mean()),
+        *interval,
+        n=len(one),
+        direction=direction,
+        win_rate=float(wins.mean()),
+        win_low=win_interval[0],
+        win_high=win_interval[1],
+        tie_rate=float((differences == 0).mean()),
+        seed=seed,
+    )
+
+
+def compare_fid(
+    first: "torch.Tensor",
+    second: "torch.Tensor",
+    reference: "torch.Tensor",
+    seed: int = 0,
+    num_resamples: int = FID_RESAMPLES,
+) -> PairedResult:
+    """Difference of two FIDs against the same reference images.
+
+    Both sides are resampled with the same indices, so what the prompts have in common cancels.
+
+    Args:
+        first, second: features (n, d), row i of both drawn for the same prompt and seed.
+        reference: features (m, d).
+        seed: of the bootstrap.
+        num_resamples: of the bootstrap.
+
+    Raises:
+        UsageError: the sides have different numbers of images, or fewer than two.
+    """
+    from ..metrics.fid_stats import frechet_distance, require_pairs
+
+    require_pairs(first, second)
+
+    def difference(pairs: np.ndarray, others: np.ndarray) -> float:
+        return frechet_distance(reference[others], second[pairs]) - frechet_distance(reference[others], first[pairs])
+
+    one, other = frechet_distance(reference, first), frechet_distance(reference, second)
+    low, high = centred_interval(
+        other - one, (len(first), len(reference)), difference, seed=seed, num_resamples=num_resamples
+    )
+    return PairedResult("fid", one, other, other - one, low, high, n=len(first), direction="lower", seed=seed)

@@ -1,0 +1,291 @@
+"""Two configurations compared pair by pair: from their images, or from the results of two evaluations."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from ...data.datasets.base import BadEntries
+from ...data.datasets.folders import open_folder
+from ...data.datasets.loading import ImageSource
+from ...data.errors import UsageError
+from ..cache.use import cache_use_of
+from ..metrics.features import features_of
+from ..metrics.judges import Judges
+from ..metrics.measure import measure_clip, measure_paired_fid, measure_pairs, measure_sets
+from ..options import PAIRED
+from ..result_files import RESULTS_FILE, EvalResults
+from ..results import Direction
+from ..sets.generate import MANIFEST_FILE, Manifest, differing_settings, read_manifest
+from ..sets.ground_truth import ground_truth_of
+from ..sets.image_sets import require_same_prompts, set_of
+from .comparison import FID_TO_FIRST, ComparedSide, Comparison
+from .paired import compare_fid, compare_values
+
+COMPARE_METRICS = ("psnr", "ssim", "lpips", "clip", "fid")
+USUAL_METRICS = ("psnr", "ssim", "lpips", "clip")
+"""Of sets of images, where nothing else is said: those that need no real images."""
+StartPhase = Callable[[str, int], Callable[[int], None]]
+
+
+def check_metrics(names: tuple[str, ...]) -> None:
+    """Raise UsageError unless these are some of `COMPARE_METRICS`."""
+    if not names or any(name not in COMPARE_METRICS for name in names):
+        raise UsageError(f"metrics are {', '.join(names) or 'none'}, but must be some of {', '.join(COMPARE_METRICS)}")
+
+
+def compare(
+    first: Path,
+    second: Path,
+    metrics: tuple[str, ...],
+    judges: Judges,
+    *,
+    reference: Path | None = None,
+    seed: int = 0,
+    max_bad: int = 0,
+    features_dir: Path | None = None,
+    samples_dir: Path | None = None,
+    start_phase: StartPhase = lambda what, total: lambda count: None,
+) -> Comparison:
+    """Compare two sets of images that psctl has drawn, or two results of `psctl eval`.
+
+    Of sets, PSNR, SSIM and LPIPS say how far the second's images are from the first's; CLIP score and FID say what that
+    costs. With FID, the real images are those of the data set whose captions were drawn, or of a folder; FID of each
+    side to them and of the second side to the first, and with the data set also LPIPS of each side to them.
+    Of results, every metric with values of single images is compared. A pair of which an image is missing, damaged or,
+    in a result, was left out takes no part, and a warning says so.
+
+    Args:
+        first, second: folders with a manifest, or result files or folders of `psctl eval`.
+        metrics: some of `COMPARE_METRICS`; for sets only.
+        judges: the networks.
+        reference: folder of real images, for FID; None for those of the data set.
+        seed: of the bootstraps.
+        max_bad: how many pairs may be missing or damaged.
+        features_dir: where features are cached.
+        samples_dir: where samples of data sets are cached.
+        start_phase: shows progress.
+
+    Raises:
+        UsageError: the sides are of different kinds, do not have the same prompts, seeds and sizes, or FID is wanted
+            and there are no real images.
+    """
+    kinds = [_is_set(path) for path in (first, second)]
+    if kinds[0] != kinds[1]:
+        raise UsageError(f"{first} is {_kind(kinds[0])}, and {second} is {_kind(kinds[1])}; compare two of one kind")
+    if not kinds[0]:
+        return _compare_results((first, second), seed)
+    check_metrics(metrics)
+    manifests = read_manifest(first), read_manifest(second)
+    require_same_prompts(*manifests)
+    truth: ImageSource | None = None
+    if "fid" in metrics:
+        truth = (
+            ground_truth_of(manifests[0], max_bad=max_bad, cache_dir=samples_dir)
+            if reference is None
+            else open_folder(reference)
+        )
+    judges.check(metrics)
+    comparison = Comparison(
+        _side(first, manifests[0]),
+        _side(second, manifests[1]),
+        changed=differing_settings(manifests[0].settings, manifests[1].settings),
+        prompts_digest=manifests[0].prompts_digest,
+    )
+    for side, manifest in zip((comparison.first, comparison.second), manifests, strict=True):
+        comparison.warnings.extend(cache_use_of(Path(side.path), manifest.settings, len(manifest.items))[1])
+    sources = set_of(first, manifests[0]), set_of(second, manifests[1])
+    sets = _Sets(sources, judges, seed, max_bad, start_phase, comparison)
+    paired = tuple(name for name in PAIRED if name in metrics)
+    if paired:
+        sets.measure_distances(paired)
+    if "clip" in metrics:
+        sets.measure_clip(manifests[0])
+    if "lpips" in metrics and truth is not None and reference is None:
+        sets.measure_lpips_to(truth)
+    if truth is not None:
+        sets.measure_fid(truth, features_dir)
+    return comparison
+
+
+def _side(folder: Path, manifest: Manifest) -> ComparedSide:
+    settings = {**manifest.settings, "num_prompts": len(manifest.items), "seed": manifest.items[0].seed}
+    sizes = dict.fromkeys((item.width, item.height) for item in manifest.items)
+    settings["resolutions"] = [
+        f"{width}x{height}" for width, height in sorted(sizes, key=lambda size: size[0] * size[1])
+    ]
+    return ComparedSide(str(folder.resolve()), settings, cache_use=cache_use_of(folder, settings, None)[0])
+
+
+@dataclass(frozen=True, slots=True)
+class _Sets:
+    """Two sets of images whose measurements are written down in `comparison`."""
+
+    sources: tuple[ImageSource, ImageSource]
+    judges: Judges
+    seed: int
+    max_bad: int
+    start_phase: StartPhase
+    comparison: Comparison
+
+    def measure_distances(self, names: tuple[str, ...]) -> None:
+        """PSNR, SSIM and LPIPS of the second side's images to the first's."""
+        one, other = self.sources
+        bad = BadEntries(f"{other.name} against {one.name}", self.max_bad)
+        found, values = measure_pairs(
+            names,
+            other,
+            one,
+            lpips=self.judges.lpips if "lpips" in names else None,
+            seed=self.seed,
+            bad=bad,
+            details={"lpips": self.judges.lpips_details()} if "lpips" in names else None,
+            on_images=self.start_phase("pairs", len(one.ids)),
+        )
+        self.comparison.metrics.update(found)
+        self.comparison.per_image.update(values)
+        self._warn(f"pair left out: {each}" for each in bad.found)
+
+    def measure_clip(self, manifest: Manifest) -> None:
+        """CLIP score of each side's images, and what the second side changed."""
+        captions = {item.id: item.prompt for item in manifest.items}
+        all_values, name, details = [], "", self.judges.clip_details()
+        for what, source, side in self._sides():
+            result, values = measure_clip(
+                self.judges.clip,
+                self.judges.clip_name,
+                source,
+                captions,
+                seed=self.seed,
+                bad=BadEntries(source.name, self.max_bad),
+                details=details,
+                on_images=self.start_phase(f"CLIP score of the {what}", len(source.ids)),
+            )
+            name, side.metrics[result.name] = result.name, result
+            all_values.append(values)
+        self._note_difference(name, all_values, "higher")
+
+    def measure_lpips_to(self, truth: ImageSource) -> None:
+        """LPIPS of each side's images to the real ones of the same captions, and what the second side changed."""
+        all_values = []
+        for what, source, side in self._sides():
+            found, values = measure_pairs(
+                ("lpips",),
+                source,
+                truth,
+                lpips=self.judges.lpips,
+                seed=self.seed,
+                bad=BadEntries(f"{source.name} against {truth.name}", self.max_bad),
+                details={"lpips": self.judges.lpips_details() | {"reference": truth.name}},
+                on_images=self.start_phase(f"{what} against real images", len(source.ids)),
+            )
+            side.metrics.update(found)
+            all_values.append(values["lpips"])
+        self._note_difference("lpips", all_values, "lower")
+
+    def measure_fid(self, truth: ImageSource, features_dir: Path | None) -> None:
+        """FID of each side to real images, of the second side to the first, and what the second side changed."""
+        bad = [BadEntries(source.name, self.max_bad) for source in (*self.sources, truth)]
+        one, other, real = (
+            features_of(
+                source,
+                self.judges.inception,
+                self.judges.inception_sha256,
+                features_dir,
+                bad=each,
+                on_images=self.start_phase(f"{what} features", len(source.ids)),
+            )
+            for what, source, each in zip(("first", "second", "real"), (*self.sources, truth), bad, strict=True)
+        )
+        one, other = self._pairs_of_features((one, other), (bad[0], bad[1]))
+        self._warn(f"real image left out: {each}" for each in bad[2].found)
+        comparison, details = self.comparison, self.judges.inception_details() | {"reference": truth.name}
+        warnings: list[str] = []
+        for features, side in ((one, comparison.first), (other, comparison.second)):
+            found, more = measure_sets(("fid",), features, real, seed=self.seed, details=details)
+            side.metrics.update(found)
+            warnings += more
+        details |= {"reference": self.sources[0].name}
+        to_first = measure_paired_fid(one, other, seed=self.seed, details=details)
+        comparison.metrics[FID_TO_FIRST] = replace(to_first, name=FID_TO_FIRST)
+        self._warn(warnings)
+        comparison.differences["fid"] = compare_fid(one, other, real, seed=self.seed)
+
+    def _pairs_of_features(
+        self, features: tuple[Tensor, Tensor], bad: tuple[BadEntries, BadEntries]
+    ) -> tuple[Tensor, Tensor]:
+        """The rows of pairs whose images could be read on both sides; the others are counted and warned of."""
+        one, other = self.sources
+        pairs = BadEntries(f"{other.name} against {one.name}", self.max_bad)
+        # The second side first, as `measure_pairs` looks at them: a pair that is bad on both is then warned of once.
+        for side in reversed(bad):
+            for name, found in zip(side.names, side.found, strict=True):
+                pairs.add(name, found.removeprefix(f"{name}: "))
+        self._warn(f"pair left out: {each}" for each in pairs.found)
+        kept = [
+            [i for i, name in enumerate(name for name in one.ids if name not in side.names) if name not in pairs.names]
+            for side in bad
+        ]
+        return features[0][kept[0]], features[1][kept[1]]
+
+    def _warn(self, messages: Iterable[str]) -> None:
+        known = self.comparison.warnings
+        known.extend(message for message in dict.fromkeys(messages) if message not in known)
+
+    def _sides(self) -> list[tuple[str, ImageSource, ComparedSide]]:
+        (one, other), comparison = self.sources, self.comparison
+        return [("first", one, comparison.first), ("second", other, comparison.second)]
+
+    def _note_difference(self, name: str, all_values: Sequence[Mapping[str, float]], direction: Direction) -> None:
+        """Compare the values of both sides, image by image."""
+        one, other = _common(*all_values)
+        self.comparison.differences[name] = compare_values(name, one, other, direction, self.seed)
+
+
+def _common(one: Mapping[str, float], other: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+    """The values of the images that both sides have: one that is bad on one side leaves its partner without a pair."""
+    common = sorted(one.keys() & other.keys())
+    return {name: one[name] for name in common}, {name: other[name] for name in common}
+
+
+def _compare_results(paths: tuple[Path, Path], seed: int) -> Comparison:
+    first, second = (EvalResults.load(path) for path in paths)
+    digests = [each.settings.get("prompts_digest") for each in (first, second)]
+    if None not in digests and digests[0] != digests[1]:
+        raise UsageError("the two results are of other prompts, seeds or sizes, so there are no pairs to compare")
+    common = [name for name in first.per_image if name in second.per_image]
+    if not common:
+        raise UsageError(
+            f"the two results share no metric of single images (first: {', '.join(first.per_image) or '-'}; second: "
+            f"{', '.join(second.per_image) or '-'})"
+        )
+    comparison = Comparison(
+        ComparedSide(str(paths[0].resolve()), first.settings, first.metrics, first.cache_use),
+        ComparedSide(str(paths[1].resolve()), second.settings, second.metrics, second.cache_use),
+        changed=differing_settings(first.settings, second.settings),
+        prompts_digest=digests[0],
+    )
+    for name in common:
+        direction = first.metrics[name].direction
+        one, other = first.per_image[name], second.per_image[name]
+        # Known to be of the same prompts: where one side lacks an image, it has left out a bad one.
+        if None not in digests and (alone := sorted(one.keys() ^ other.keys())):
+            comparison.warnings.append(
+                f"{name}: {len(alone)} images were measured on one side only and left out; the first: {alone[0]}"
+            )
+            one, other = _common(one, other)
+        comparison.differences[name] = compare_values(name, one, other, direction, seed)
+    return comparison
+
+
+def _is_set(path: Path) -> bool:
+    if (path / MANIFEST_FILE).is_file():
+        return True
+    if path.is_file() or (path / RESULTS_FILE).is_file():
+        return False
+    raise UsageError(f"{path}: is neither a folder of images with a {MANIFEST_FILE} nor a result of psctl eval")
+
+
+def _kind(is_set: bool) -> str:
+    return "a set of images" if is_set else "a result of psctl eval"

@@ -1,0 +1,1 @@
+"""Quality gates: bounds on the figures of any result file, judged by intervals."""

@@ -1,0 +1,1 @@
+"""Metrics of images as pure functions, the networks that judge, and measuring whole sets with intervals."""

@@ -1,0 +1,56 @@
+"""95 % intervals by bootstrap over images (Efron and Tibshirani, 1993): seeded, and the same on every machine."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ...data.confidence import CONFIDENCE, Z95
+
+NUM_RESAMPLES = 2000
+_QUANTILES = ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)
+_CHUNK = 64
+
+Interval = tuple[float, float]
+
+
+def mean_interval(
+    values: Sequence[float] | np.ndarray, seed: int = 0, num_resamples: int = NUM_RESAMPLES
+) -> Interval | None:
+    """Interval of the mean of independent values; None for fewer than two, which tell nothing of their spread."""
+    sample = np.asarray(values, dtype=np.float64)
+    if len(sample) < 2:
+        return None
+    rng = np.random.default_rng(seed)
+    means = np.empty(num_resamples)
+    for first in range(0, num_resamples, _CHUNK):
+        count = min(_CHUNK, num_resamples - first)
+        means[first : first + count] = sample[rng.integers(0, len(sample), (count, len(sample)))].mean(1)
+    low, high = np.quantile(means, _QUANTILES)
+    return float(low), float(high)
+
+
+def centred_interval(
+    value: float,
+    sizes: Sequence[int],
+    statistic: Callable[..., float],
+    *,
+    seed: int = 0,
+    num_resamples: int,
+) -> Interval:
+    """Interval of a statistic that is biased by the number of images, such as FID.
+
+    A resample holds duplicates, so it looks like fewer images and its FID is larger: plain percentiles can lie above
+    the value as a whole. Only their spread is used: 1.96 standard deviations on both sides of the value. Quantiles of
+    the 40 to 200 resamples that such statistics can afford lie too far inside; of 40, they hold 90 % and not 95 %.
+
+    Args:
+        value: the statistic of the sample itself.
+        sizes: numbers of images in each set.
+        statistic: takes one array of indices per set (drawn with replacement) and gives the statistic.
+        seed: of the draws.
+        num_resamples: how many, at least 2.
+    """
+    rng = np.random.default_rng(seed)
+    found = np.array([statistic(*(rng.integers(0, size, size) for size in sizes)) for _ in range(num_resamples)])
+    half = Z95 * float(found.std(ddof=1))
+    return value - half, value + half

@@ -1,0 +1,174 @@
+"""CLIP as a judge: embeddings of any `CLIPModel`, retrieval recall, zero-shot classes, CLIP score.
+
+The functions work on embeddings of length 1, so they are the same for the bundled `emoji-clip` and for
+`openai/clip-vit-base-patch16`. Definitions: Radford et al. 2021, section 3.1 (zero-shot with averaged templates) and
+Hessel et al. 2021 (CLIP score).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from ...data.errors import RunError, UsageError
+from ...data.models.bundled import BUNDLED, bundled_model_path
+from .images import AnyImage, to_pil
+
+DEFAULT_CLIP = "emoji-clip"
+TEMPLATES = ("{}", "a photo of {}", "a picture of {}")  # no article, so that any name fits
+
+
+class Clip:
+    """A CLIP model with its tokenizer and image preprocessing.
+
+    Args:
+        model: a transformers `CLIPModel` on the device where it shall run.
+        tokenizer: its tokenizer.
+        image_processor: its image processor (resize, crop, normalise).
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, image_processor: Any) -> None:
+        self.model = model.eval()
+        self._tokenizer = tokenizer
+        self._image_processor = image_processor
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return self.model.device
+
+    @torch.inference_mode()
+    def embed_images(self, images: Sequence[AnyImage], batch_size: int = 64) -> torch.Tensor:
+        """Embeddings (n, d) of length 1, float32 on the CPU. Images may have any sizes."""
+        parts = []
+        for first in range(0, len(images), batch_size):
+            batch = [to_pil(image) for image in images[first : first + batch_size]]
+            pixels = self._image_processor(images=batch, return_tensors="pt")["pixel_values"]
+            parts.append(self._normalised(self.model.get_image_features(pixels.to(self.device, self.model.dtype))))
+        return torch.cat(parts) if parts else torch.zeros(0, self.model.config.projection_dim)
+
+    @torch.inference_mode()
+    def embed_texts(self, texts: Sequence[str], batch_size: int = 256) -> torch.Tensor:
+        """Embeddings (n, d) of length 1, float32 on the CPU. Texts beyond the model's length are cut."""
+        limit = self.model.config.text_config.max_position_embeddings
+        parts = []
+        for first in range(0, len(texts), batch_size):
+            batch = list(texts[first : first + batch_size])
+            tokens = self._tokenizer(batch, padding=True, truncation=True, max_length=limit, return_tensors="pt")
+            tokens = tokens.to(self.device)
+            features = self.model.get_text_features(
+                input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"]
+            )
+            parts.append(self._normalised(features))
+        return torch.cat(parts) if parts else torch.zeros(0, self.model.config.projection_dim)
+
+    def embed_classes(self, names: Sequence[str], templates: Sequence[str] = TEMPLATES) -> torch.Tensor:
+        """One embedding (classes, d) of length 1 per name: the mean over templates, each with one "{}" for the name.
+
+        Raises:
+            UsageError: there is no template, or one has no "{}".
+        """
+        if not templates or any("{}" not in template for template in templates):
+            raise UsageError(f"templates are {list(templates)!r}, but must be texts with {{}} in the place of the name")
+        texts = [template.format(name) for name in names for template in templates]
+        embeddings = self.embed_texts(texts)
+        return F.normalize(embeddings.view(len(names), len(templates), -1).mean(1), dim=-1)
+
+    @staticmethod
+    def _normalised(features: Any) -> torch.Tensor:
+        # transformers 5 wraps the projected features in a model output; before, they were the tensor itself.
+        tensor = features if isinstance(features, torch.Tensor) else features.pooler_output
+        return F.normalize(tensor.float(), dim=-1).cpu()
+
+
+def load_clip(source: str | Path = DEFAULT_CLIP, device: str | torch.device = "cpu") -> Clip:
+    """Load a CLIP model with its processor.
+
+    Args:
+        source: a bundled name (`emoji-clip`), a local directory, or a hub id (`openai/clip-vit-base-patch16`).
+        device: where it runs.
+
+    Raises:
+        RunError: it cannot be loaded; the message says what was missing.
+    """
+    from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel
+    from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+
+    path = bundled_model_path(str(source)) if source in BUNDLED else source
+    if not Path(path).is_dir() and (source in BUNDLED or Path(path).is_absolute()):
+        raise RunError(f"CLIP model {source}: there is no folder {path}")
+    had_bars = is_progress_bar_enabled()
+    disable_progress_bar()
+    try:
+        model = CLIPModel.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        # The PIL form, with or without torchvision: the two resize a little differently, and figures must not differ.
+        image_processor = CLIPImageProcessorPil.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise RunError(f"CLIP model {source} cannot be loaded: {reason}") from error
+    finally:
+        if had_bars:
+            enable_progress_bar()
+    return Clip(model.to(device), tokenizer, image_processor)  # type: ignore[arg-type]
+
+
+def retrieval_recall(queries: torch.Tensor, candidates: torch.Tensor, captions: Sequence[str], k: int = 1) -> float:
+    """Share of queries with a right candidate among the k nearest; query i and candidate i belong together.
+
+    Args:
+        queries: (n, d) of length 1, for example images, to find
+        candidates: (n, d) of length 1, for example their texts.
+        captions: n texts; a candidate with the same caption as the query's own is as right as its own.
+        k: how many candidates are looked at, 1 to n.
+
+    Raises:
+        UsageError: the numbers do not match, or k is out of range.
+    """
+    count = len(captions)
+    if queries.shape != candidates.shape or len(queries) != count or not count:
+        raise UsageError(
+            f"embeddings are {tuple(queries.shape)} and {tuple(candidates.shape)} with {count} captions, "
+            "but there must be as many of each, at least one"
+        )
+    if not 1 <= k <= count:
+        raise UsageError(f"k is {k}, but it must be 1 to {count}")
+    labels = _labels(captions)
+    nearest = (queries @ candidates.T).topk(k, dim=1).indices
+    return float((labels[nearest] == labels[:, None]).any(dim=1).float().mean())
+
+
+def zero_shot(images: torch.Tensor, classes: torch.Tensor, k: int = 1) -> torch.Tensor:
+    """Indices (n, k) of the nearest classes of each image, the nearest first.
+
+    Args:
+        images: (n, d) of length 1.
+        classes: (classes, d) of length 1, as `Clip.embed_classes` gives them.
+        k: how many, 1 to the number of classes.
+
+    Raises:
+        UsageError: k is out of range.
+    """
+    if not 1 <= k <= len(classes):
+        raise UsageError(f"k is {k}, but it must be 1 to {len(classes)}")
+    return (images @ classes.T).topk(k, dim=1).indices
+
+
+def clip_score(images: torch.Tensor, texts: torch.Tensor) -> float:
+    """Mean over pairs of 100 max(cosine, 0), as torchmetrics defines it; embeddings (n, d) of length 1.
+
+    Raises:
+        UsageError: the numbers do not match, or there is no pair.
+    """
+    if images.shape != texts.shape or not len(images):
+        raise UsageError(
+            f"embeddings are {tuple(images.shape)} and {tuple(texts.shape)}, but must be equal and not empty"
+        )
+    return float(100 * (images * texts).sum(-1).clamp(min=0).mean())
+
+
+def _labels(captions: Sequence[str]) -> torch.Tensor:
+    numbers: dict[str, int] = {}
+    return torch.tensor([numbers.setdefault(caption, len(numbers)) for caption in captions])

@@ -1,0 +1,107 @@
+"""What `psctl eval` is asked for, checked before anything heavy is loaded. No torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..data.datasets.registry import open_dataset
+from ..data.datasets.sampling import Sample, sample_pairs
+from ..data.errors import UsageError
+from ..data.resolution import parse_list
+from ..serving.models.defaults import ModelDefaults
+from ..serving.scheduling.policies import get_policy
+from .sets.generate import ImageItem, make_items
+
+METRICS = ("fid", "kid", "clip", "lpips", "psnr", "ssim")
+PAIRED = ("lpips", "psnr", "ssim")
+SETWISE = ("fid", "kid")
+SAMPLES_DIR, FEATURES_DIR = "samples", "features"
+"""Folders in the root of the workspace, shared by all models."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalOptions:
+    """What is measured of which images; the defaults are the command's.
+
+    Attributes:
+        metrics: some of `METRICS`.
+        dataset: spec (`data.datasets.spec`) of the text-image pairs: their captions are drawn, their images are the
+            reference.
+        num_prompts: number of pairs.
+        seed: of the sample, of the first image, and of everything drawn in the metrics.
+        resolutions: as text, such as "128,192"; taken in turn. None for the model's.
+        num_inference_steps, guidance_scale: None for the model's.
+        policy: who joins the batch and when.
+        max_batch_size: of the engine.
+        max_bad: how many images may be missing, damaged or fail.
+
+    Raises:
+        UsageError: a value is out of its range.
+    """
+
+    metrics: tuple[str, ...] = METRICS
+    dataset: str = "emoji"
+    num_prompts: int = 256
+    seed: int = 0
+    resolutions: str | None = None
+    num_inference_steps: int | None = None
+    guidance_scale: float | None = None
+    policy: str = "bucketed"
+    max_batch_size: int = 16
+    max_bad: int = 0
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.metrics if name not in METRICS]
+        if unknown or not self.metrics:
+            raise UsageError(
+                f"metrics are {', '.join(self.metrics) or 'none'}, but must be some of {', '.join(METRICS)}"
+            )
+        for name, value, least in (
+            ("--num-prompts", self.num_prompts, 1),
+            ("--max-batch-size", self.max_batch_size, 1),
+            ("--max-bad", self.max_bad, 0),
+        ):
+            if value < least:
+                raise UsageError(f"{name} is {value}, but it must be at least {least}")
+        if self.num_prompts < 2 and set(SETWISE) & set(self.metrics):
+            raise UsageError(f"FID and KID need at least 2 images, but --num-prompts is {self.num_prompts}")
+        get_policy(self.policy)
+
+
+@dataclass(frozen=True)
+class EvalPlan:
+    """What a model shall draw: the sample, and for each pair an item; steps and guidance scale of every request."""
+
+    sample: Sample
+    items: tuple[ImageItem, ...]
+    num_inference_steps: int
+    guidance_scale: float
+
+
+def plan_eval(options: EvalOptions, defaults: ModelDefaults, workspace_root: Path) -> EvalPlan:
+    """Draw the text-image pairs and say what is to be drawn for them. No image is decoded beyond a check.
+
+    Raises:
+        UsageError: the data set cannot be read, has too few pairs or no images where a metric needs them, or a
+            resolution is malformed.
+        OSError: the sample cannot be cached.
+    """
+    resolutions = defaults.resolutions if options.resolutions is None else parse_list(options.resolutions)
+    sample = sample_pairs(
+        open_dataset(options.dataset),
+        options.num_prompts,
+        options.seed,
+        max_bad=options.max_bad,
+        cache_dir=workspace_root / SAMPLES_DIR,
+    )
+    needing = [name for name in options.metrics if name != "clip"]
+    if needing and not sample.has_images:
+        raise UsageError(
+            f"{sample.name}: holds captions only, but {', '.join(needing)} need reference images; measure clip only"
+        )
+    steps, scale = options.num_inference_steps, options.guidance_scale
+    return EvalPlan(
+        sample,
+        make_items(list(zip(sample.ids, sample.captions, strict=True)), resolutions, options.seed),
+        defaults.num_inference_steps if steps is None else steps,
+        defaults.guidance_scale if scale is None else scale,
+    )

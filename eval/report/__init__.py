@@ -1,0 +1,1 @@
+"""The quality report: the papers' tables, and image pairs, as Markdown, JSON and HTML."""

@@ -1,0 +1,296 @@
+"""One evaluation from end to end: draw what is missing, read both sides, measure, write the results.
+
+An evaluation that was stopped goes on where it was when the same is asked again: images lie in a set named by what
+decides them, features by the content of their images.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..data.datasets.base import BadEntries
+from ..data.datasets.folders import open_folder, pair_folders
+from ..data.datasets.loading import ImageSource
+from ..data.errors import UsageError
+from ..data.resolution import Resolution
+from ..data.workspace import ModelWorkspace
+from .cache.use import cache_use_of
+from .metrics.features import features_of
+from .metrics.judges import Judges
+from .metrics.measure import measure_clip, measure_pairs, measure_sets
+from .options import FEATURES_DIR, PAIRED, SETWISE, EvalOptions, EvalPlan
+from .result_files import RESULTS_FILE, EvalResults
+from .sets.generate import MANIFEST_FILE, Manifest, generate_set, generation_settings, num_steps_missing, read_manifest
+from .sets.image_sets import fitted_sample, set_of, sources_of_pairs
+
+if TYPE_CHECKING:
+    from ..serving.models.served import ServedModel
+
+StartPhase = Callable[[str, int], Callable[[int], None]]
+"""Called with what begins and how much of it there is; gives what to call with each bit that is done."""
+
+RUN_KIND = "eval"
+
+
+@dataclass(frozen=True, slots=True)
+class EvalOutcome:
+    """The results, where they were written, and where the generated images lie."""
+
+    results: EvalResults
+    run_dir: Path
+    images_dir: Path
+
+
+def _silent(what: str, total: int) -> Callable[[int], None]:
+    return lambda count: None
+
+
+def evaluate_model(
+    model: "ServedModel",
+    plan: EvalPlan,
+    options: EvalOptions,
+    judges: Judges,
+    workspace: ModelWorkspace,
+    *,
+    shared_root: Path,
+    images_dir: Path | None = None,
+    start_phase: StartPhase = _silent,
+) -> EvalOutcome:
+    """Generate the plan's images through the engine and measure them against the data set.
+
+    Args:
+        model: the loaded model.
+        plan: from `plan_eval`.
+        options: what is measured.
+        judges: the networks.
+        workspace: the model's part of the workspace.
+        shared_root: root of the workspace, for features.
+        images_dir: where the images go; None for a folder of the workspace that is named by what decides them.
+        start_phase: shows progress.
+
+    Raises:
+        UsageError, RunError: as the parts.
+        KeyboardInterrupt: on Ctrl-C; images and features that are finished are kept.
+    """
+    judges.check(options.metrics)
+    drawn = draw_set(model, plan, options, workspace, images_dir=images_dir, start_phase=start_phase)
+    manifest, folder = drawn.manifest, drawn.folder
+    sizes = {item.id: Resolution(item.width, item.height) for item in manifest.items}
+    results = measure(
+        options,
+        judges,
+        set_of(folder, manifest),
+        fitted_sample(plan.sample, sizes) if plan.sample.has_images else None,
+        {item.id: item.prompt for item in manifest.items},
+        settings={
+            **manifest.settings,
+            "num_prompts": len(plan.items),
+            "seed": options.seed,
+            "resolutions": _resolutions(sizes.values()),
+            "prompts_digest": manifest.prompts_digest,
+            "generated": str(folder.resolve()),
+            "reference": plan.sample.name,
+        },
+        features_dir=shared_root / FEATURES_DIR,
+        start_phase=start_phase,
+    )
+    results.warnings.extend([f"image failed: {reason}" for reason in drawn.failed])
+    return _write(results, workspace, folder)
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnSet:
+    """A set of images that is complete, but for those that failed: why, one line each."""
+
+    folder: Path
+    manifest: Manifest
+    failed: tuple[str, ...]
+
+
+def draw_set(
+    model: "ServedModel",
+    plan: EvalPlan,
+    options: EvalOptions,
+    workspace: ModelWorkspace,
+    *,
+    images_dir: Path | None = None,
+    start_phase: StartPhase = _silent,
+    what: str = "denoising steps",
+) -> DrawnSet:
+    """Draw what is missing of the plan's images, through the engine as it serves.
+
+    Args:
+        model, plan, options, workspace, images_dir, start_phase: as in `evaluate_model`.
+        what: name of the phase.
+
+    Raises:
+        UsageError, RunError, KeyboardInterrupt: as `generate_set`.
+    """
+    settings = generation_settings(
+        model,
+        policy=options.policy,
+        num_inference_steps=plan.num_inference_steps,
+        guidance_scale=plan.guidance_scale,
+        dataset=options.dataset,
+        **({"max_batch_size": options.max_batch_size} if model.options.cache.is_on else {}),
+    )
+    manifest = Manifest(plan.items, settings)
+    folder = images_dir or workspace.runs / f"images-{manifest.digest[:16]}"
+    model.tune([Resolution(item.width, item.height) for item in plan.items], workspace.tables)
+    failed = generate_set(
+        model,
+        folder,
+        manifest,
+        max_batch_size=options.max_batch_size,
+        max_bad=options.max_bad,
+        on_step=start_phase(what, num_steps_missing(folder, manifest)),
+    )
+    return DrawnSet(folder, manifest, failed)
+
+
+def evaluate_folders(
+    generated: Path,
+    reference: Path | None,
+    options: EvalOptions,
+    judges: Judges,
+    workspace: ModelWorkspace,
+    *,
+    shared_root: Path,
+    start_phase: StartPhase = _silent,
+) -> EvalOutcome:
+    """Measure a folder of images, against another one where the metrics need it.
+
+    FID and KID compare the folders as they are; PSNR, SSIM and LPIPS the images of equal names, which must be of equal
+    size. The CLIP score takes the prompts from the folder's manifest.
+
+    Raises:
+        UsageError: a folder, a partner, a manifest or a reference is missing, or sizes differ.
+        RunError: as `Judges.check`.
+    """
+    needing = [name for name in options.metrics if name != "clip"]
+    if needing and reference is None:
+        verb = "compares" if len(needing) == 1 else "compare"
+        raise UsageError(f"{', '.join(needing)} {verb} with reference images: give --reference DIR")
+    folder = open_folder(generated)
+    manifest = read_manifest(generated) if "clip" in options.metrics or (generated / MANIFEST_FILE).is_file() else None
+    others = None if reference is None else open_folder(reference)
+    source: ImageSource = folder if manifest is None else set_of(folder.root, manifest)
+    pairs: tuple[ImageSource, ImageSource] | None = None
+    if others is not None and set(PAIRED) & set(options.metrics):
+        pairs = sources_of_pairs(pair_folders(folder, others))
+    judges.check(options.metrics)
+    results = measure(
+        options,
+        judges,
+        source,
+        others,
+        None if manifest is None else {item.id: item.prompt for item in manifest.items},
+        settings={
+            **({} if manifest is None else {**manifest.settings, "prompts_digest": manifest.prompts_digest}),
+            "seed": options.seed,
+            "generated": str(generated.resolve()),
+            "reference": None if reference is None else str(reference),
+        },
+        features_dir=shared_root / FEATURES_DIR,
+        pairs=pairs,
+        start_phase=start_phase,
+    )
+    return _write(results, workspace, generated)
+
+
+def measure(
+    options: EvalOptions,
+    judges: Judges,
+    generated: ImageSource,
+    reference: ImageSource | None,
+    captions: Mapping[str, str] | None,
+    *,
+    settings: Mapping[str, Any],
+    features_dir: Path | None,
+    pairs: tuple[ImageSource, ImageSource] | None = None,
+    start_phase: StartPhase = _silent,
+) -> EvalResults:
+    """Measure all metrics of one set of images.
+
+    Args:
+        options: which metrics, the seed, and how many images may be bad on each side.
+        judges: the networks.
+        generated, reference: the two sides; the reference may be None for the CLIP score alone.
+        captions: by image id, for the CLIP score.
+        settings: go into the results.
+        features_dir: where features are cached.
+        pairs: the two sides under equal ids, where `generated` and `reference` do not have them.
+        start_phase: shows progress.
+
+    Raises:
+        UsageError: as the metrics.
+    """
+    results = EvalResults({}, settings=dict(settings))
+    resolutions = {"resolutions": settings["resolutions"]} if "resolutions" in settings else {}
+    bad_generated = BadEntries(generated.name, options.max_bad)
+    setwise = tuple(name for name in SETWISE if name in options.metrics)
+    if setwise:
+        assert reference is not None, "checked by the callers"
+        bad_reference = BadEntries(reference.name, options.max_bad)
+        features = [
+            features_of(
+                source,
+                judges.inception,
+                judges.inception_sha256,
+                features_dir,
+                bad=bad,
+                on_images=start_phase(f"{what} features", len(source.ids)),
+            )
+            for what, source, bad in (("generated", generated, bad_generated), ("reference", reference, bad_reference))
+        ]
+        found, warnings = measure_sets(
+            setwise, *features, seed=options.seed, details=judges.inception_details() | resolutions
+        )
+        results.metrics.update(found)
+        results.warnings.extend(warnings)
+        results.warnings.extend(f"image left out: {each}" for each in (*bad_generated.found, *bad_reference.found))
+    if "clip" in options.metrics:
+        assert captions is not None, "checked by the callers"
+        result, values = measure_clip(
+            judges.clip,
+            judges.clip_name,
+            generated,
+            captions,
+            seed=options.seed,
+            bad=BadEntries(generated.name, options.max_bad),
+            details=judges.clip_details() | resolutions,
+            on_images=start_phase("CLIP score", len(generated.ids)),
+        )
+        results.metrics[result.name], results.per_image[result.name] = result, values
+    paired = tuple(name for name in PAIRED if name in options.metrics)
+    if paired:
+        one, other = pairs or (generated, reference)
+        assert other is not None, "checked by the callers"
+        bad_pairs = BadEntries(f"{one.name} against {other.name}", options.max_bad)
+        found, all_values = measure_pairs(
+            paired,
+            one,
+            other,
+            lpips=judges.lpips if "lpips" in paired else None,
+            seed=options.seed,
+            bad=bad_pairs,
+            details={name: resolutions | (judges.lpips_details() if name == "lpips" else {}) for name in paired},
+            on_images=start_phase("pairs", len(one.ids)),
+        )
+        results.metrics.update(found)
+        results.per_image.update(all_values)
+        results.warnings.extend(f"pair left out: {each}" for each in bad_pairs.found)
+    return results
+
+
+def _write(results: EvalResults, workspace: ModelWorkspace, images_dir: Path) -> EvalOutcome:
+    use, warnings = cache_use_of(images_dir, results.settings, results.settings.get("num_prompts"))
+    results = replace(results, cache_use=use, warnings=[*results.warnings, *warnings])
+    run_dir = workspace.new_run(RUN_KIND)
+    results.save(run_dir / RESULTS_FILE)
+    return EvalOutcome(results, run_dir, images_dir)
+
+
+def _resolutions(sizes: Any) -> list[str]:
+    return [str(size) for size in sorted(set(sizes), key=lambda size: (size.pixels, size))]

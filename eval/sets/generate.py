@@ -1,0 +1,308 @@
+"""Sets of generated images: drawn by the engine as it serves, saved one by one, and gone on with where they stopped.
+
+A set is a folder of `000.png`, `001.png`, ... and `manifest.json`, which says of each image its prompt, seed and size,
+and of all how they were drawn. Only what is missing is drawn; other settings need another folder, because a set whose
+images were drawn in two ways would measure neither.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ... import __version__
+from ...data.errors import RunError, UsageError
+from ...data.files import require_folder, write_json
+from ...data.requests import MAX_SEED, Request
+from ...data.resolution import Resolution
+from ..cache.use import CacheMeter
+from ..result_files import read_json
+
+if TYPE_CHECKING:
+    from ...serving.models.served import ServedModel
+
+MANIFEST_FILE = "manifest.json"
+MANIFEST_KIND = "psctl-images"
+VERSION = 1
+_CHUNK = 256
+"""Requests handed to the engine at a time: each holds its text embeddings until it is drawn (1.3 MB with SDXL)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageItem:
+    """One image of a set.
+
+    Attributes:
+        id: name of the text-image pair in its data set.
+        file: name of the image file, such as `007.png`.
+        prompt: what it shows.
+        seed: of its noise.
+        width, height: in pixels.
+    """
+
+    id: str
+    file: str
+    prompt: str
+    seed: int
+    width: int
+    height: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a set consists of and how it is drawn.
+
+    Attributes:
+        items: the images.
+        settings: whatever decides what they look like, as JSON: model, engine options, policy, steps, data set.
+    """
+
+    items: tuple[ImageItem, ...]
+    settings: Mapping[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of items and settings, which names the set."""
+        return _digest({"items": [asdict(item) for item in self.items], "settings": self.settings})
+
+    @property
+    def prompts_digest(self) -> str:
+        """SHA-256 of ids, prompts, seeds and sizes: two sets with the same one can be compared pair by pair."""
+        return _digest([asdict(item) for item in self.items])
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of `manifest.json`."""
+        return {
+            "kind": MANIFEST_KIND,
+            "version": VERSION,
+            "digest": self.digest,
+            "settings": dict(self.settings),
+            "images": [asdict(item) for item in self.items],
+        }
+
+
+def make_items(
+    pairs: Sequence[tuple[str, str]], resolutions: Sequence[Resolution], seed: int = 0
+) -> tuple[ImageItem, ...]:
+    """Items for (id, prompt) pairs: seeds counted from `seed`, resolutions in turn.
+
+    Raises:
+        UsageError: there is no pair or resolution, an id stands twice, or the seeds become too large.
+    """
+    if not pairs or not resolutions:
+        raise UsageError(f"{len(pairs)} prompts and {len(resolutions)} resolutions given, but at least 1 is needed")
+    if seed + len(pairs) - 1 > MAX_SEED:
+        raise UsageError(f"seed is {seed}, but with {len(pairs)} prompts it may be at most {MAX_SEED - len(pairs) + 1}")
+    if len({name for name, _ in pairs}) != len(pairs):
+        raise UsageError("the ids of the text-image pairs must differ")
+    digits = max(3, len(str(len(pairs) - 1)))
+    return tuple(
+        ImageItem(name, f"{i:0{digits}}.png", prompt, seed + i, *resolutions[i % len(resolutions)])
+        for i, (name, prompt) in enumerate(pairs)
+    )
+
+
+def generation_settings(
+    model: "ServedModel",
+    *,
+    policy: str,
+    num_inference_steps: int,
+    guidance_scale: float,
+    **more: Any,
+) -> dict[str, Any]:
+    """What decides the images of a set. All engine options go in by their names, also those of later versions.
+
+    The versions of psctl, torch and diffusers belong to it: images of one set are drawn by one code.
+
+    The cache goes in by its rules and the content of its predictor. Patches then depend a little on what else is in the
+    batch, so where there is a cache, what fills batches belongs to `more`, too.
+
+    Args:
+        model: the loaded model.
+        policy: who joins the batch and when.
+        num_inference_steps, guidance_scale: of every request.
+        more: whatever else decides them, such as the data set.
+
+    Raises:
+        OSError: the file of the cache's predictor cannot be read.
+    """
+    import diffusers
+    import torch
+
+    return {
+        "psctl_version": __version__,
+        "torch_version": str(torch.__version__),
+        "diffusers_version": diffusers.__version__,
+        "model": model.name,
+        "fingerprint": model.fingerprint,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device.type,
+        "policy": policy,
+        "num_inference_steps": num_inference_steps,
+        "guidance_scale": guidance_scale,
+        **asdict(model.options),
+        "cache": model.options.cache.identity(),
+        **more,
+    }
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a set.
+
+    Raises:
+        UsageError: the folder has none, or it is damaged.
+    """
+    file = folder / MANIFEST_FILE
+    if not file.is_file():
+        raise UsageError(f"{folder}: holds no {MANIFEST_FILE}, so its prompts are not known")
+    content = read_json(file)
+    if content.get("kind") != MANIFEST_KIND or content.get("version") != VERSION:
+        raise UsageError(f"{file}: is no manifest of psctl, version {VERSION}")
+    try:
+        manifest = Manifest(tuple(ImageItem(**each) for each in content["images"]), content["settings"])
+    except (KeyError, TypeError) as error:
+        raise UsageError(f"{file}: is damaged: {error}") from error
+    if not manifest.items or manifest.digest != content.get("digest"):
+        raise UsageError(f"{file}: was changed after it was written (its digest does not fit)")
+    return manifest
+
+
+def open_set(folder: Path, manifest: Manifest) -> list[ImageItem]:
+    """Make the folder ready for a set, or go on with it; returns the items whose images are missing.
+
+    Raises:
+        UsageError: the folder holds another set (the message says in what it differs), or other images.
+        OSError: it cannot be written.
+    """
+    require_folder(folder)
+    if (folder / MANIFEST_FILE).exists():
+        _require_same(folder, read_manifest(folder), manifest)
+    elif any(folder.glob("*.png")):
+        raise UsageError(f"{folder}: holds images but no {MANIFEST_FILE}; give an empty folder")
+    else:
+        write_json(folder / MANIFEST_FILE, manifest.to_json())
+    return [item for item in manifest.items if not (folder / item.file).exists()]
+
+
+def generate_set(
+    model: "ServedModel",
+    folder: Path,
+    manifest: Manifest,
+    *,
+    max_batch_size: int = 16,
+    max_bad: int = 0,
+    on_step: Callable[[int], None] | None = None,
+) -> tuple[str, ...]:
+    """Draw the missing images of a set through the engine; each is saved whole as soon as it is drawn.
+
+    What a cache saved meanwhile is added to `cache-use.json` in the folder.
+
+    Args:
+        model: the loaded model, tuned, for which the manifest's settings were made.
+        folder: of the set.
+        manifest: what to draw; its settings name the policy, the steps and the guidance scale.
+        max_batch_size: of the engine.
+        max_bad: how many images may fail.
+        on_step: called with the number of denoising steps that were just taken.
+
+    Returns:
+        Why images failed, one line each.
+
+    Raises:
+        UsageError: the folder holds another set, or the model cannot draw an item; nothing is drawn then.
+        RunError: more images failed than allowed; the others are kept.
+        KeyboardInterrupt: on Ctrl-C; what is drawn is kept.
+    """
+    from ...serving.engine.engine import Engine
+    from ...serving.scheduling.policies import get_policy
+
+    requests = {item.file: _request(i, item, manifest.settings) for i, item in enumerate(manifest.items)}
+    for request in requests.values():
+        model.check_request(request)
+    missing = open_set(folder, manifest)
+    failed: list[str] = []
+    meter = CacheMeter(model, folder)
+    for first in range(0, len(missing), _CHUNK):
+        chunk = missing[first : first + _CHUNK]
+        files = {requests[item.file].request_id: folder / item.file for item in chunk}
+        engine = Engine(
+            model,
+            get_policy(manifest.settings["policy"]),
+            max_batch_size=max_batch_size,
+            image_path=lambda request, files=files: files[request.request_id],
+            on_step=None if on_step is None else lambda row: on_step(row.active),
+        )
+        for item in chunk:
+            engine.submit(requests[item.file])
+        engine.close()
+        result = engine.run()
+        meter.note(sum(record.status == "completed" for record in result.records))
+        if result.was_interrupted:
+            raise KeyboardInterrupt
+        bad = [record for record in result.records if record.status != "completed"]
+        failed += [f"{manifest.items[record.request_id].file}: {record.reason}" for record in bad]
+        if len(failed) > max_bad:
+            raise RunError(
+                f"{len(failed)} of {len(missing)} images failed, but at most {max_bad} may (--max-bad); "
+                f"the first: {failed[0]}; the others are in {folder}"
+            )
+    return tuple(failed)
+
+
+def num_steps_missing(folder: Path, manifest: Manifest) -> int:
+    """Denoising steps that `generate_set` would take."""
+    missing = sum(not (folder / item.file).exists() for item in manifest.items)
+    return missing * manifest.settings["num_inference_steps"]
+
+
+def _request(index: int, item: ImageItem, settings: Mapping[str, Any]) -> Request:
+    return Request(
+        index,
+        item.prompt,
+        Resolution(item.width, item.height),
+        settings["num_inference_steps"],
+        settings["guidance_scale"],
+        seed=item.seed,
+    )
+
+
+def _require_same(folder: Path, found: Manifest, wanted: Manifest) -> None:
+    if found.digest == wanted.digest:
+        return
+    if differing := differing_settings(wanted.settings, found.settings):
+        name, (asked, drawn) = next(iter(differing.items()))
+        what = f"{name} is {asked!r}, but its images were drawn with {drawn!r}"
+    elif len(found.items) != len(wanted.items):
+        what = f"{len(wanted.items)} images were asked for, but it is a set of {len(found.items)}"
+    else:
+        what = "its prompts, seeds or sizes are others"
+    raise UsageError(
+        f"{folder}: holds another set of images: {what}; to draw anew, give another folder or delete this one"
+    )
+
+
+def differing_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Settings that differ, by name: the values of both, None for one that is not there.
+
+    Those of the cache stand by themselves, as `cache.threshold`.
+    """
+    one, other = flat_settings(first), flat_settings(second)
+    names = sorted({*one, *other})
+    return {name: (one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)}
+
+
+def flat_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings without mappings inside: {"cache": {"mode": "off"}} gives {"cache.mode": "off"}."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            found |= {f"{name}.{key}": each for key, each in flat_settings(value).items()}
+        else:
+            found[name] = value
+    return found
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

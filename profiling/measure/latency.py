@@ -1,0 +1,240 @@
+"""Step latencies of many combinations: the data of the latency predictor (PatchedServe sections 3 and 6.1.2).
+
+What is timed is the step of the engine that serves, guidance and sampler included, while the batch stays the same.
+Every round visits all combinations in another random order, so that whatever else the machine does, and its drift, meet
+all of them alike; in every visit two steps pass before the first timing. What is measured is kept in the workspace
+every few seconds, and the same profile goes on from there.
+"""
+
+import hashlib
+import json
+import random
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ...data.errors import UsageError
+from ...data.files import write_bytes
+from ...data.resolution import Resolution
+from ...data.tables.latency import (
+    TABLE_PATTERN,
+    Circumstances,
+    LatencyRow,
+    LatencyTable,
+    read_latencies,
+    write_latencies,
+)
+from ...data.workspace import ModelWorkspace
+from ...serving.models.served import ServedModel
+from ...serving.patched.stepper import PatchedStepper
+from ...training.latency.predictor import LatencyPredictor, load_workspace_predictor
+from ..report.latency_plots import plot_latencies
+from ..steps.bench import Lane
+from ..steps.combinations import Combination, single_combinations, stratified_combinations
+from ..steps.sides import EngineSide, RequestPool
+from .machine import circumstances
+
+TIMINGS_PER_ROUND = 3
+"""Timings of a combination in every round; a timing is one step, or several if they are short (`step_bench.Lane`)."""
+_SAVE_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class LatencySettings:
+    """What is profiled.
+
+    Attributes:
+        resolutions: in any order.
+        combinations: how many; all that there are if there are not so many.
+        max_batch_size: requests of the largest.
+        repeats: rounds over all combinations.
+        seed: of the draw, of the order of visits and of the first request's noise.
+        one_resolution: whether only batches of one resolution are measured: all that the passes of the plain engine
+            are made of.
+    """
+
+    resolutions: tuple[Resolution, ...]
+    combinations: int = 300
+    max_batch_size: int = 16
+    repeats: int = 5
+    seed: int = 0
+    one_resolution: bool = False
+
+    def drawn(self) -> tuple[Combination, ...]:
+        """Return the combinations."""
+        if self.one_resolution:
+            return single_combinations(self.resolutions, self.combinations, self.max_batch_size)
+        return stratified_combinations(self.resolutions, self.combinations, self.max_batch_size, self.seed)
+
+    def to_json(self) -> dict[str, Any]:
+        timings = len(self.drawn()) * self.repeats * TIMINGS_PER_ROUND
+        settings = asdict(self) | {"resolutions": list(map(str, self.resolutions)), "timings": timings}
+        if not self.one_resolution:
+            # Tables that were begun before there was a choice are still gone on with.
+            del settings["one_resolution"]
+        return settings
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyOutcome:
+    """What a profile gives.
+
+    Attributes:
+        table: what is measured by now, by this run and by those before it.
+        table_file, plot_file: where it is.
+        num_visits: visits of this run; 0 if everything was measured before.
+        was_interrupted: whether Ctrl-C ended it.
+    """
+
+    table: LatencyTable
+    table_file: Path
+    plot_file: Path
+    num_visits: int
+    was_interrupted: bool
+
+
+def latency_circumstances(model: ServedModel) -> Circumstances:
+    """Return what the latency of this model's steps depends on; predictors are loaded with it."""
+    stepper = model.stepper
+    options = model.options.patch_options
+    options["order"] = stepper.model.order if isinstance(stepper, PatchedStepper) else "image"
+    return Circumstances(**circumstances(model), fingerprint=model.fingerprint, engine=stepper.name, **options)
+
+
+def workspace_predictor(
+    model: ServedModel, workspace: ModelWorkspace, *, on_warning: Callable[[str], None]
+) -> LatencyPredictor:
+    """The latency predictor of a loaded model's workspace. Raises UsageError as `load_workspace_predictor`."""
+    return load_workspace_predictor(workspace, expect=latency_circumstances(model), on_warning=on_warning)
+
+
+def profile_latency(
+    model: ServedModel,
+    settings: LatencySettings,
+    workspace: ModelWorkspace,
+    *,
+    remeasure: bool = False,
+    folder: Path | None = None,
+    on_start: Callable[[int, int], None] | None = None,
+    on_visit: Callable[[], None] | None = None,
+) -> LatencyOutcome:
+    """Measure the combinations, or what an interrupted run of the same profile has left.
+
+    Args:
+        model: the loaded model with the engine that serves; its strategies are measured first where the workspace has
+            none.
+        settings: what is profiled.
+        workspace: the model's part of the workspace; its tables get `latency-<key of the profile>.parquet` and `.png`.
+        remeasure: forget what the table holds.
+        folder: where table and plot go instead.
+        on_start: called with the number of all visits, and of those that were made before.
+        on_visit: called after each.
+
+    Raises:
+        UsageError: if the model or the engine's options do not fit a resolution, or the table is damaged or of another
+            profile; nothing has run then.
+        RunError: if a request fails.
+        KeyboardInterrupt: on Ctrl-C before anything is measured; later the outcome says so.
+        OSError: if results cannot be written.
+    """
+    pool = RequestPool(model, settings.seed)
+    for resolution in settings.resolutions:
+        pool.check(resolution)
+    about, combinations = latency_circumstances(model), settings.drawn()
+    table_file = (folder or workspace.tables) / TABLE_PATTERN.replace("*", _key(about, settings))
+    samples = {} if remeasure else _resume(table_file, about, settings)
+    left = _visits_left(combinations, settings, samples)
+    num_all = len(combinations) * settings.repeats
+    if on_start is not None:
+        on_start(num_all, num_all - len(left))
+    was_interrupted, num_visits = False, 0
+    try:
+        if left:
+            model.tune(settings.resolutions, workspace.tables)
+            # The machine gets going on what needs most memory.
+            _visit(model, pool, max(combinations, key=_pixels))
+        saved_s = time.monotonic()
+        for combination in left:
+            steady_ms, first_ms = _visit(model, pool, combination)
+            before = samples.get(combination.counts, ((), ()))
+            samples[combination.counts] = (before[0] + steady_ms, before[1] + first_ms)
+            num_visits += 1
+            if on_visit is not None:
+                on_visit()
+            if time.monotonic() - saved_s > _SAVE_EVERY_S:
+                write_latencies(table_file, _table(combinations, samples, about, settings))
+                saved_s = time.monotonic()
+    except KeyboardInterrupt:
+        if not samples:
+            raise
+        was_interrupted = True
+    finally:
+        if num_visits:
+            write_latencies(table_file, _table(combinations, samples, about, settings))
+    table = _table(combinations, samples, about, settings)
+    plot_file = table_file.with_suffix(".png")
+    write_bytes(plot_file, plot_latencies(table))
+    return LatencyOutcome(table, table_file, plot_file, num_visits, was_interrupted)
+
+
+_Samples = dict[tuple[int, ...], tuple[tuple[float, ...], tuple[float, ...]]]
+"""Timings of steady and of first steps in milliseconds, by the counts of a combination."""
+
+
+def _key(about: Circumstances, settings: LatencySettings) -> str:
+    text = json.dumps([asdict(about), settings.to_json()], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _resume(path: Path, about: Circumstances, settings: LatencySettings) -> _Samples:
+    """Read what is measured; nothing if there is no table."""
+    if not path.exists():
+        return {}
+    table = read_latencies(path)
+    if table.circumstances != about or table.settings != settings.to_json():
+        raise UsageError(f"{path} is the table of another profile; delete it or use --remeasure")
+    return {
+        tuple(row.counts.get(resolution, 0) for resolution in settings.resolutions): (row.samples_ms, row.first_step_ms)
+        for row in table.rows
+    }
+
+
+def _visits_left(
+    combinations: tuple[Combination, ...], settings: LatencySettings, samples: _Samples
+) -> list[Combination]:
+    """The visits that are to be made, round after round; the order of a round is the same in every run."""
+    done = {counts: len(steady_ms) // TIMINGS_PER_ROUND for counts, (steady_ms, _) in samples.items()}
+    visits: list[Combination] = []
+    for number in range(settings.repeats):
+        order = list(combinations)
+        random.Random(settings.seed * 1_000_003 + number).shuffle(order)
+        visits += [combination for combination in order if done.get(combination.counts, 0) <= number]
+    return visits
+
+
+def _visit(model: ServedModel, pool: RequestPool, combination: Combination) -> tuple[tuple[float, ...], ...]:
+    """Time steps of a combination: steady ones, and the first."""
+    lane = Lane(EngineSide(model, pool.take(combination)), model.device)
+    lane.warm_up()
+    for _ in range(TIMINGS_PER_ROUND):
+        lane.measure()
+    return tuple(lane.samples_ms), tuple(lane.first_ms)
+
+
+def _table(
+    combinations: tuple[Combination, ...], samples: _Samples, about: Circumstances, settings: LatencySettings
+) -> LatencyTable:
+    rows = []
+    for combination in combinations:
+        if combination.counts in samples:
+            pairs = zip(combination.resolutions, combination.counts, strict=True)
+            counts = {resolution: count for resolution, count in pairs if count}
+            rows.append(LatencyRow(counts, *samples[combination.counts]))
+    return LatencyTable(tuple(rows), about, settings.to_json())
+
+
+def _pixels(combination: Combination) -> int:
+    pairs = zip(combination.resolutions, combination.counts, strict=True)
+    return sum(resolution.pixels * count for resolution, count in pairs)

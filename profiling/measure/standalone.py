@@ -1,0 +1,175 @@
+"""Standalone latency: how long a request takes when it is served alone, the unit of SLOs (PatchedServe section 8).
+
+It is measured end to end (text encoding, denoising, decoding) through the engine that serves, one request at a time,
+and kept in the workspace's table `standalone.json`. A measurement is used again only for the same model files, dtype,
+device, number of CPU threads and torch version, the same engine with the same options and cache (its predictor by
+content), and the same resolution, steps and kind of guidance.
+"""
+
+import json
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...data.errors import RunError, UsageError
+from ...data.files import write_json
+from ...data.requests import Request
+from ...data.resolution import Resolution
+
+if TYPE_CHECKING:
+    from ...serving.models.served import ServedModel
+
+TABLE_FILE = "standalone.json"
+_VERSION = 2  # version 1 did not say how the engine was set
+_WARMUP_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class RequestShape:
+    """What the latency of a request depends on. Sorts from small to large images."""
+
+    resolution: Resolution
+    num_inference_steps: int
+    is_guided: bool
+
+
+def shape_of(model: "ServedModel", request: Request) -> RequestShape:
+    """Return the shape of a request as this model serves it."""
+    is_guided = model.family.uses_guidance(request.guidance_scale)
+    return RequestShape(request.resolution, request.num_inference_steps, is_guided)
+
+
+def standalone_latencies(
+    model: "ServedModel",
+    requests: Iterable[Request],
+    tables: Path,
+    *,
+    remeasure: bool = False,
+    num_repeats: int = 3,
+    on_measure: Callable[[RequestShape], None] | None = None,
+) -> dict[RequestShape, float]:
+    """Return the standalone latency in seconds of every shape among the requests, measuring those not yet known.
+
+    Args:
+        model: the model that will serve them.
+        requests: a trace; its first request of each shape is what is measured.
+        tables: the workspace's folder of tables for this model and device.
+        remeasure: measure again what is known.
+        num_repeats: measurements per shape, after a warm-up; the median counts.
+        on_measure: called before each shape that is measured.
+
+    Raises:
+        UsageError: if the table in the workspace is damaged.
+        RunError: if a request fails while it is measured.
+        OSError: if the table cannot be written, or the cache's predictor cannot be read.
+        KeyboardInterrupt: on Ctrl-C; shapes that were measured before are kept.
+    """
+    examples: dict[RequestShape, Request] = {}
+    for request in requests:
+        examples.setdefault(shape_of(model, request), request)
+    path = tables / TABLE_FILE
+    known, context = read_standalone(path, or_empty=remeasure), _context(model)
+    missing = {_key(context, shape) for shape in examples} - (set() if remeasure else set(known))
+    latencies: dict[RequestShape, float] = {}
+    for shape in sorted(
+        examples, key=lambda shape: (shape.resolution.pixels, shape.resolution, shape.num_inference_steps)
+    ):
+        key = _key(context, shape)
+        if key in missing:
+            if on_measure is not None:
+                on_measure(shape)
+            known[key] = measure_alone(model, examples[shape], num_repeats=num_repeats)
+            _write(path, known)
+        latencies[shape] = statistics.median(known[key])
+    return latencies
+
+
+def measure_alone(model: "ServedModel", request: Request, *, num_repeats: int = 3) -> list[float]:
+    """Serve a request alone `num_repeats` times, after a short warm-up; return the latencies in seconds.
+
+    Raises:
+        RunError: if it fails.
+        KeyboardInterrupt: on Ctrl-C.
+    """
+    _serve_alone(model, request, min(_WARMUP_STEPS, request.num_inference_steps))
+    return [_serve_alone(model, request, request.num_inference_steps) for _ in range(num_repeats)]
+
+
+def _serve_alone(model: "ServedModel", request: Request, num_steps: int) -> float:
+    from ...serving.engine.engine import Engine
+    from ...serving.scheduling.policies import get_policy
+
+    alone = Request(
+        request_id=0,
+        prompt=request.prompt,
+        resolution=request.resolution,
+        num_inference_steps=num_steps,
+        guidance_scale=request.guidance_scale,
+        seed=request.seed,
+        negative_prompt=request.negative_prompt,
+    )
+    engine = Engine(model, get_policy("fcfs"), max_batch_size=1)
+    engine.start()
+    engine.submit(alone)
+    engine.close()
+    result = engine.run()
+    if result.was_interrupted:
+        raise KeyboardInterrupt
+    record = result.records[0]
+    if record.prepare_start_s is None or record.finish_s is None or record.status != "completed":
+        raise RunError(f"measuring {request.resolution} alone failed: {record.reason}")
+    return record.finish_s - record.prepare_start_s
+
+
+def read_standalone(path: Path, *, or_empty: bool = False) -> dict[str, list[float]]:
+    """Read the table: samples in seconds by key; empty if there is none, or one of an earlier version.
+
+    Args:
+        path: the file.
+        or_empty: take a damaged table as an empty one, because it is about to be replaced.
+
+    Raises:
+        UsageError: if it is damaged.
+    """
+    if not path.exists():
+        return {}
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+        if table["version"] == 1:
+            return {}
+        if table["version"] != _VERSION:
+            raise ValueError(f"version {table['version']}")
+        return {_encode(row["key"]): [float(sample) for sample in row["samples_s"]] for row in table["rows"]}
+    except (ValueError, KeyError, TypeError) as error:
+        if or_empty:
+            return {}
+        raise UsageError(f"{path} is damaged ({error}); delete it or use --remeasure") from error
+
+
+def _write(path: Path, samples: dict[str, list[float]]) -> None:
+    rows = [
+        {"key": json.loads(key), "latency_s": statistics.median(values), "samples_s": values}
+        for key, values in sorted(samples.items())
+    ]
+    write_json(path, {"version": _VERSION, "rows": rows})
+
+
+def _context(model: "ServedModel") -> dict[str, Any]:
+    """Return what all measurements of this model share. Raises OSError: the cache's predictor cannot be read."""
+    from .latency import latency_circumstances
+
+    about = asdict(latency_circumstances(model))
+    # The model counts by its files; guidance is each request's own, and stands in its shape.
+    for name in ("model", "guidance_scale", "is_guided"):
+        del about[name]
+    return about | {"cache": model.options.cache.identity()}
+
+
+def _key(context: dict[str, Any], shape: RequestShape) -> str:
+    return _encode(context | asdict(shape) | {"resolution": str(shape.resolution)})
+
+
+def _encode(key: dict[str, Any]) -> str:
+    return json.dumps(key, sort_keys=True)

@@ -1,0 +1,90 @@
+"""What a block profile says: how many patches change little from one step to the next (PatchedServe figure 4)."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...data.tables.block_facts import BlockFacts
+from ...data.tables.schemas import BLOCKS
+from ...data.tables.streams import read_batches, read_facts
+from .theme import LIGHT, Theme, add_wide_legend, new_figure, series_colours, style_axes, to_png
+
+THRESHOLDS = tuple(float(f"{value:.3g}") for value in np.geomspace(1e-4, 1.0, 41))
+TABLE_THRESHOLD = 0.01
+
+
+def summarize_block_changes(table: Path) -> dict[str, Any]:
+    """Shares of a profile's rows of lag 1, by resolution and by block; the table is read in pieces.
+
+    Returns:
+        `thresholds`, `by_resolution` (resolution -> share below each threshold), `by_block` (resolution -> block ->
+        share below `table_threshold`), `blocks`, `num_rows`.
+
+    Raises:
+        UsageError: the table is damaged.
+    """
+    facts = BlockFacts.from_json(read_facts(table, BLOCKS), source=str(table))
+    below: dict[str, np.ndarray] = {}
+    counts: dict[str, np.ndarray] = {}
+    num_rows = 0
+    columns = ("width", "height", "block_index", "lag", "output_mse_normalised")
+    for batch in read_batches(table, BLOCKS, columns):
+        num_rows += batch.num_rows
+        width, height, block, lag, change = (batch.column(name).to_numpy() for name in columns)
+        for pair in np.unique(np.stack([width, height]), axis=1).T:
+            chosen = (width == pair[0]) & (height == pair[1]) & (lag == 1)
+            name = f"{pair[0]}x{pair[1]}"
+            shape = len(facts.blocks), len(THRESHOLDS)
+            below.setdefault(name, np.zeros(shape))
+            counts.setdefault(name, np.zeros(shape[0]))
+            is_below = change[chosen, None] < np.array(THRESHOLDS)
+            np.add.at(below[name], block[chosen], is_below)
+            np.add.at(counts[name], block[chosen], 1)
+    names = sorted(below, key=lambda name: int(np.prod([int(side) for side in name.split("x")])))
+    place = int(np.argmin(np.abs(np.array(THRESHOLDS) - TABLE_THRESHOLD)))
+    return {
+        "thresholds": list(THRESHOLDS),
+        "table_threshold": THRESHOLDS[place],
+        "blocks": list(facts.blocks),
+        "num_rows": num_rows,
+        "by_resolution": {name: (below[name].sum(0) / counts[name].sum()).tolist() for name in names},
+        "by_block": {
+            name: dict(zip(facts.blocks, (below[name][:, place] / counts[name]).tolist(), strict=True))
+            for name in names
+        },
+    }
+
+
+def plot_block_changes(result: dict[str, Any], theme: Theme = LIGHT) -> bytes:
+    """The summary as a PNG: shares by threshold, and by block at one threshold."""
+    figure = new_figure(10.5, 4.0, theme)
+    left, right = figure.subplots(1, 2, width_ratios=(5, 6))
+    colours = series_colours(list(result["by_resolution"]), theme)
+    for name, shares in result["by_resolution"].items():
+        left.plot(result["thresholds"], shares, label=name, color=colours[name])
+    style_axes(
+        left,
+        theme,
+        title="Patches that hardly change in a step",
+        x_label="threshold of the relative mean squared change (log scale)",
+        y_label="share below it, all blocks",
+        grid_axis="both",
+    )
+    left.set_xscale("log")
+    left.set_ylim(0, 1)
+    add_wide_legend(figure, left, theme)
+    width = 0.8 / len(result["by_block"])
+    for index, (name, shares) in enumerate(result["by_block"].items()):
+        places = np.arange(len(shares)) + (index - (len(result["by_block"]) - 1) / 2) * width
+        right.bar(places, list(shares.values()), width * 0.92, color=colours[name])
+    style_axes(
+        right,
+        theme,
+        title=f"The same by block, at {result['table_threshold']:g}",
+        x_label="block, in the order of a step",
+        y_label="",
+    )
+    right.set_xticks(np.arange(len(result["blocks"])), result["blocks"], rotation=30, ha="right")
+    right.set_ylim(0, 1)
+    return to_png(figure)

@@ -1,0 +1,207 @@
+"""One serve run from end to end: draw the trace, measure standalone latencies, replay, write the results.
+
+What a run leaves in its folder of the workspace: `trace.jsonl` (the requests with their SLOs), `records.parquet`,
+`steps.parquet`, `summary.json`, `report.html`, and some images. All of it is written for an interrupted run as well.
+"""
+
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from ...data.files import atomic_write, write_json
+from ...data.requests import Request
+from ...data.tables.schemas import RECORDS, STEPS, write_table
+from ...data.traces.traces import assign_slos, save_trace
+from ...data.workspace import ModelWorkspace
+from ...serving.core.metrics import summarize
+from ...serving.core.request_state import RequestRecord
+from ...serving.scheduling.policies import Policy, StepLatencyPredictor, require_predictor
+from ...training.latency.online_correction import OnlineCorrection
+from ..measure.standalone import RequestShape, shape_of, standalone_latencies
+from .outside_profile import predictions_outside
+
+if TYPE_CHECKING:
+    from ...serving.engine.run_result import RunResult
+    from ...serving.models.served import ServedModel
+
+_MAX_REPORT_IMAGES = 24
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOutcome:
+    """What a serve run gives: the summary as in `summary.json`, the records, the folder, and how it ended."""
+
+    summary: dict[str, Any]
+    records: list[RequestRecord]
+    run_dir: Path
+    was_interrupted: bool
+
+
+def run_serve(
+    model: "ServedModel",
+    requests: Sequence[Request],
+    policy: Policy,
+    workspace: ModelWorkspace,
+    *,
+    dataset: str,
+    config: dict[str, Any],
+    predictor: StepLatencyPredictor | None = None,
+    slo_scale: float = 5.0,
+    max_batch_size: int = 16,
+    save_dir: Path | None = None,
+    remeasure: bool = False,
+    on_measure: Callable[[RequestShape], None] | None = None,
+    on_start: Callable[[], None] | None = None,
+    on_finish: Callable[[RequestRecord], None] | None = None,
+) -> ServeOutcome:
+    """Serve a trace and write its results.
+
+    Args:
+        model: the loaded model.
+        requests: the trace, in order of arrival.
+        policy: who joins the batch and when.
+        workspace: the model's part of the workspace.
+        dataset: name of the trace or prompt file, for the summary.
+        config: the user's settings, shown in the summary and the report.
+        predictor: step latencies for policies that look ahead; one that learns is told every step.
+        slo_scale: SLO of each request without one: this many times its standalone latency.
+        max_batch_size: largest number of requests in the denoise batch.
+        save_dir: where all images and a copy of the report go; None keeps a few images for the report only.
+        remeasure: measure standalone latencies although the workspace knows them.
+        on_measure, on_start, on_finish: called before each measurement, before the replay, and for each ended request.
+
+    Raises:
+        UsageError: if the model cannot serve a request, or the policy needs a predictor and there is none; nothing has
+            run then.
+        RunError: if a measurement fails.
+        KeyboardInterrupt: on Ctrl-C before the replay; later the outcome says so.
+        OSError: if results cannot be written.
+    """
+    from ...serving.engine.engine import Engine
+    from ...serving.engine.replay import replay
+
+    if policy.requires_predictor:
+        require_predictor(policy, predictor)
+    for request in requests:
+        model.check_request(request)
+    model.tune([request.resolution for request in requests], workspace.tables)
+    outside_before = predictions_outside(predictor)
+    # Requests that bring their own SLO need no measurement.
+    unmeasured = [request for request in requests if request.slo_s is None]
+    standalone = standalone_latencies(model, unmeasured, workspace.tables, remeasure=remeasure, on_measure=on_measure)
+    requests = assign_slos(requests, lambda request: standalone[shape_of(model, request)], slo_scale)
+    run_dir = workspace.new_run("serve")
+    save_trace(run_dir / "trace.jsonl", requests)
+    if on_start is not None:
+        on_start()
+    engine = Engine(
+        model,
+        policy,
+        predictor=predictor,
+        max_batch_size=max_batch_size,
+        image_path=_image_paths(requests, save_dir, run_dir),
+        on_finish=on_finish,
+    )
+    result = replay(engine, requests, standalone_s=lambda request: standalone.get(shape_of(model, request)))
+    summary = summarize(result.records, result.duration_s, slo_scale=slo_scale, model=model.name, dataset=dataset)
+    summary |= engine_figures(result)
+    summary |= what_was_learnt(model, predictor, outside_before)
+    summary["standalone_latency"] = {
+        f"{shape.resolution}, {shape.num_inference_steps} steps": latency_s for shape, latency_s in standalone.items()
+    }
+    summary["config"] = config
+    summary["run_dir"] = str(run_dir)
+    _write(run_dir, result, summary, save_dir)
+    return ServeOutcome(summary, result.records, run_dir, result.was_interrupted)
+
+
+def _image_paths(requests: Sequence[Request], save_dir: Path | None, run_dir: Path) -> Callable[[Request], Path | None]:
+    """Say where each image goes: all into `save_dir`, or the first few into the run's folder for its report."""
+    digits = max(3, len(str(max(request.request_id for request in requests))))
+    kept = {request.request_id for request in requests[:_MAX_REPORT_IMAGES]}
+    folder = run_dir / "images" if save_dir is None else save_dir
+
+    def path_of(request: Request) -> Path | None:
+        if save_dir is None and request.request_id not in kept:
+            return None
+        return folder / f"{request.request_id:0{digits}}.png"
+
+    return path_of
+
+
+def engine_figures(result: "RunResult") -> dict[str, Any]:
+    """Figures of the denoise loop: how many steps, how full the batch was, how much of the time it was busy."""
+    busy_s = sum(row.duration_s for row in result.steps)
+    num_steps = len(result.steps)
+    return {
+        "num_steps": num_steps,
+        "batch_size_mean": sum(row.active for row in result.steps) / num_steps if num_steps else None,
+        "step_latency_mean": busy_s / num_steps if num_steps else None,
+        **scheduling_figures(result.decision_times_s),
+        "max_prepared": result.max_prepared,
+        "denoise_busy_rate": busy_s / result.duration_s if result.duration_s > 0 else None,
+        "was_interrupted": result.was_interrupted,
+    }
+
+
+def what_was_learnt(
+    model: "ServedModel", predictor: StepLatencyPredictor | None, outside_before: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """What the patch cache saved, how far step latencies were off and how often they were asked beyond what was
+    profiled, and why batches failed, where there is any; `outside_before` as in `predictions_outside`.
+    """
+    from ...serving.patched.stepper import PatchedStepper
+
+    found: dict[str, Any] = {}
+    if isinstance(predictor, OnlineCorrection):
+        found["predictor_drift"] = asdict(predictor.drift())
+    outside = predictions_outside(predictor, outside_before)
+    if outside is not None:
+        found["predictions_outside"] = outside
+    if isinstance(model.stepper, PatchedStepper):
+        failures, cache = model.stepper.batch_failures, model.stepper.model.cache
+        if failures:
+            found["batch_failures"] = {"count": len(failures), "first": failures[0]}
+        if cache is not None:
+            found["cache"] = cache.stats.to_json()
+    return found
+
+
+def scheduling_figures(decision_times_s: Sequence[float]) -> dict[str, Any]:
+    """How often a policy was asked and what a decision cost, in seconds."""
+    ranked = sorted(decision_times_s)
+    return {
+        "num_decisions": len(ranked),
+        "scheduling_mean": fmean(ranked) if ranked else None,
+        # The smallest time that at least 95 % of the decisions did not exceed.
+        "scheduling_p95": ranked[math.ceil(0.95 * len(ranked)) - 1] if ranked else None,
+    }
+
+
+def _write(run_dir: Path, result: "RunResult", summary: dict[str, Any], save_dir: Path | None) -> None:
+    write_table(run_dir / "records.parquet", RECORDS, [record.to_row() for record in result.records])
+    write_table(run_dir / "steps.parquet", STEPS, [row.to_row() for row in result.steps])
+    write_json(run_dir / "summary.json", summary)
+
+    from ...data.tables.schemas import read_frame
+    from ..report import write_report
+
+    images = [
+        (Path(record.image_path), f"{record.prompt} ({record.resolution})")
+        for record in result.records
+        if record.image_path is not None
+    ]
+    report = write_report(
+        run_dir,
+        summary,
+        read_frame(run_dir / "records.parquet", RECORDS),
+        read_frame(run_dir / "steps.parquet", STEPS),
+        images=images,
+    )
+    if save_dir is not None:
+        with atomic_write(save_dir / report.name) as temporary:
+            shutil.copyfile(report, temporary)

@@ -1,0 +1,137 @@
+"""What trace the user asked for, and the requests that it stands for. This module imports no torch."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...data.errors import UsageError
+from ...data.prompts.captions import load_prompts
+from ...data.requests import Request
+from ...data.resolution import parse_list
+from ...data.traces.draws import parse_mix
+from ...data.traces.traces import (
+    TRACE_KINDS,
+    TraceConfig,
+    TraceDefaults,
+    TraceKind,
+    generate_trace,
+    limit_trace,
+    load_trace,
+    read_arrivals,
+    retime,
+)
+from ...serving.models.defaults import ModelDefaults
+
+_DEFAULT_NUM_PROMPTS = 32
+_DEFAULT_GAMMA_CV = 2.0
+_DEFAULT_AMPLITUDE = 0.8
+_DEFAULT_PERIOD_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSettings:
+    """What the user asked for; None leaves it to the model or to the kind of trace.
+
+    Attributes:
+        trace: one of `TRACE_KINDS`, or the path of a trace file.
+        request_rate: mean arrivals per second of a random trace.
+        cv: coefficient of variation of the gaps of a gamma trace.
+        num_prompts: largest number of requests.
+        duration_s: no request arrives later than this.
+        resolutions, mix: as text, such as "128,192" and "1,2"; drawn for random traces, and for lines of a file that
+            name none.
+        prompts: file of prompts, None for the bundled captions.
+        num_inference_steps, guidance_scale: of requests whose line of a file names none.
+        seed: seed of everything that is drawn.
+        from_zero: whether a file's first request is moved to 0, for files stamped with clock time.
+        amplitude, period_s: how a diurnal trace swings (`TraceConfig`).
+        arrivals: CSV file of the recorded arrivals of an azure trace.
+    """
+
+    trace: str = "poisson"
+    request_rate: float = 1.0
+    cv: float | None = None
+    num_prompts: int | None = None
+    duration_s: float | None = None
+    resolutions: str | None = None
+    mix: str | None = None
+    prompts: Path | None = None
+    num_inference_steps: int | None = None
+    guidance_scale: float | None = None
+    seed: int = 0
+    from_zero: bool = False
+    amplitude: float | None = None
+    period_s: float | None = None
+    arrivals: Path | None = None
+
+    def to_config(self) -> dict[str, Any]:
+        """What was asked for, by the names of the options, as JSON: for summaries and reports."""
+        return {
+            "trace": self.trace,
+            # Infinity is no number in JSON.
+            "request_rate": self.request_rate if math.isfinite(self.request_rate) else "inf",
+            "cv": self.cv,
+            "amplitude": self.amplitude,
+            "period": self.period_s,
+            "arrivals": None if self.arrivals is None else str(self.arrivals),
+            "num_prompts": self.num_prompts,
+            "duration": self.duration_s,
+            "resolutions": self.resolutions,
+            "mix": self.mix,
+            "prompts": None if self.prompts is None else str(self.prompts),
+            "num_inference_steps": self.num_inference_steps,
+            "guidance_scale": self.guidance_scale,
+            "seed": self.seed,
+        }
+
+
+def draw_requests(settings: TraceSettings, defaults: ModelDefaults) -> list[Request]:
+    """Draw or read the trace.
+
+    Raises:
+        UsageError: if a setting is out of its range or a file is malformed (file and line are named).
+    """
+    resolutions = defaults.resolutions if settings.resolutions is None else parse_list(settings.resolutions)
+    mix = None if settings.mix is None else parse_mix(settings.mix, resolutions)
+    steps = defaults.num_inference_steps if settings.num_inference_steps is None else settings.num_inference_steps
+    scale = defaults.guidance_scale if settings.guidance_scale is None else settings.guidance_scale
+    for option, value, wanted in (
+        ("--cv", settings.cv, "gamma"),
+        ("--amplitude", settings.amplitude, "diurnal"),
+        ("--period", settings.period_s, "diurnal"),
+        ("--arrivals", settings.arrivals, "azure"),
+    ):
+        if value is not None and settings.trace != wanted:
+            raise UsageError(f"{option} is {value}, but it belongs to --trace {wanted}, not {settings.trace}")
+    prompts = load_prompts(settings.prompts)
+    if settings.trace not in TRACE_KINDS:
+        file_defaults = TraceDefaults(prompts, resolutions, mix, steps, scale, settings.seed)
+        requests = load_trace(settings.trace, defaults=file_defaults)
+        if settings.from_zero:
+            requests = retime(requests, from_zero=True)
+        return limit_trace(requests, num_prompts=settings.num_prompts, duration_s=settings.duration_s)
+    is_unlimited = settings.num_prompts is None and settings.duration_s is None
+    kind: TraceKind = settings.trace  # type: ignore[assignment]  it is one of them, and TraceConfig checks
+    config = TraceConfig(
+        kind=kind,
+        request_rate=settings.request_rate,
+        num_prompts=_DEFAULT_NUM_PROMPTS if is_unlimited and kind != "azure" else settings.num_prompts,
+        duration_s=settings.duration_s,
+        cv=1.0 if kind != "gamma" else _DEFAULT_GAMMA_CV if settings.cv is None else settings.cv,
+        resolutions=resolutions,
+        mix=mix,
+        num_inference_steps=steps,
+        guidance_scale=scale,
+        seed=settings.seed,
+        amplitude=_DEFAULT_AMPLITUDE if settings.amplitude is None else settings.amplitude,
+        period_s=_DEFAULT_PERIOD_S if settings.period_s is None else settings.period_s,
+        arrivals_s=() if settings.arrivals is None else read_arrivals(settings.arrivals),
+    )
+    return generate_trace(config, prompts)
+
+
+def check_slo_scale(slo_scale: float) -> None:
+    """Raise UsageError unless an SLO scale is more than 0 and finite."""
+    if not 0 < slo_scale < math.inf:
+        raise UsageError(f"SLO scale is {slo_scale:g}, but it must be more than 0 and finite")

@@ -1,0 +1,1 @@
+"""Benchmarks of single denoising steps: the patch engine against plain diffusers, and where the time goes."""

@@ -1,0 +1,216 @@
+"""Where the time of a denoising step goes, by kind of work, for the patch engine and for plain diffusers.
+
+Operators are recorded by `torch.profiler`, inside scopes that hooks open around the model and its leaf modules; nothing
+in the engine knows of it. `attribution` says what each is for.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from ...data.errors import RunError
+from ...data.files import write_bytes
+from ...data.workspace import ModelWorkspace
+from ...serving.core.timing import synchronize
+from ...serving.models.served import ServedModel
+from .attribution import CATEGORIES, MODEL_SCOPE, SCOPE_PREFIX, STEP_SCOPE, Kernel, Span, attribute
+from .bench import BenchSettings, Lane, StepBench, prepare_run, time_lanes
+from .combinations import Combination
+from .rows import BenchOutcome, Row, measure_rows, name_of
+from .sides import Format, patched_stepper
+
+BREAKDOWN_FILE, BREAKDOWN_PLOT = "breakdown.json", "breakdown.png"
+# Parts of module class names: the leaves of diffusers and those of the patch engine.
+_MODULES = {
+    "GroupNorm": "group_norm",
+    "Attention": "attention",
+    "Conv": "convolution",
+    "PatchEmbed": "convolution",
+    "Linear": "linear",
+}
+_EMPTY_CALLS = 50
+_RUNTIME = ("cu", "hip")
+"""What the names of calls of the CUDA or HIP runtime begin with; operators begin with `aten::` and the like."""
+
+
+@contextmanager
+def _scopes(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Open a profiler scope around every forward of the models and of the leaf modules in them."""
+    opened: list[record_function] = []
+    handles: list[Any] = []
+
+    def opener(name: str) -> Callable[..., None]:
+        def enter(*_: object) -> None:
+            scope = record_function(name)
+            scope.__enter__()
+            opened.append(scope)
+
+        return enter
+
+    def leave(*_: object) -> None:
+        opened.pop().__exit__(None, None, None)
+
+    for model in models:
+        for module in model.modules():
+            name = type(module).__name__
+            category = next((category for part, category in _MODULES.items() if part in name), None)
+            scope = MODEL_SCOPE if module is model else None if category is None else SCOPE_PREFIX + category
+            if scope is not None:
+                handles.append(module.register_forward_pre_hook(opener(scope)))
+                handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def profile_step(lanes: dict[str, Lane], models: Iterable[nn.Module], device: torch.device) -> dict[str, Row]:
+    """Profile one step of every lane; returns its `ms` by category and its length, `profiled_ms`.
+
+    On a CPU the `ms` add up to the length less what the scopes cost; on CUDA they are of kernels, the host's being 0.
+    """
+    # The profiler's library says on stderr when it starts and stops, and has no other switch.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    is_cuda = device.type == "cuda"
+    with (
+        _scopes(models),
+        profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * is_cuda) as profiler,
+    ):
+        for name, lane in lanes.items():
+            with record_function(STEP_SCOPE + name):
+                lane.side.step()
+                synchronize(device)
+        scope_us = _scope_us()
+    steps: dict[str, Row] = {}
+    for name, spans, kernels in _steps(profiler.events() or []):
+        if is_cuda and not kernels:
+            raise RunError(f"the profiler has recorded no kernels on {device}")
+        us = attribute(spans, kernels if is_cuda else None)
+        num_scopes = sum(span.name.startswith(SCOPE_PREFIX) for span in spans)
+        us["host"] = max(0.0, us["host"] - num_scopes * scope_us)
+        ms = {category: value / 1e3 for category, value in us.items()}
+        steps[name] = {"profiled_ms": (spans[0].end - spans[0].start) / 1e3, "ms": ms}
+    return steps
+
+
+def _scope_us() -> float:
+    """What the scope of a module costs: calls of a module that does nothing, with a scope and without."""
+    module, given = nn.Identity(), torch.zeros(1)
+
+    def time_calls() -> float:
+        start = time.perf_counter()
+        for _ in range(_EMPTY_CALLS):
+            module(given)
+        return time.perf_counter() - start
+
+    bare_s = min(time_calls() for _ in range(3))
+    with _scopes([module]):
+        scoped_s = min(time_calls() for _ in range(3))
+    return (scoped_s - bare_s) / _EMPTY_CALLS * 1e6
+
+
+def _steps(events: Iterable[Any]) -> Iterator[tuple[str, list[Span], list[Kernel]]]:
+    """Yield what the profiler has recorded step by step: its side, its spans (its own first), and its kernels."""
+    on_host = [event for event in events if event.device_type == DeviceType.CPU and not event.is_async]
+    # The device's events carry the number of the call that launched them, and a copy of every scope.
+    launches = {event.id: event.time_range.start for event in on_host if event.name.startswith(_RUNTIME)}
+    kernels = [
+        Kernel(event.name, launches[event.id], event.time_range.elapsed_us())
+        for event in events
+        if event.device_type != DeviceType.CPU and event.id in launches and not event.name.startswith(SCOPE_PREFIX)
+    ]
+    # The profiler has each event's parent too, but the calls of the runtime would stand between.
+    spans = [
+        (event.thread, Span(event.name, event.time_range.start, event.time_range.end))
+        for event in on_host
+        if not event.name.startswith(_RUNTIME)
+    ]
+    for thread, step in [each for each in spans if each[1].name.startswith(STEP_SCOPE)]:
+        inside = [
+            span for other, span in spans if other == thread and step.start <= span.start and span.end <= step.end
+        ]
+        inside.sort(key=lambda span: (span.start, -span.end))
+        own = [kernel for kernel in kernels if step.start <= kernel.launched <= step.end]
+        yield step.name.removeprefix(STEP_SCOPE), inside, own
+
+
+def divide(wall_ms: float, steps: Sequence[Row], *, is_cuda: bool) -> Row:
+    """Divide the wall time of an unprofiled step as the medians of its profiled steps tell.
+
+    On CUDA the host gets what the kernels leave. On a CPU all is scaled to the wall time, as the profiler makes every
+    operator a little slower.
+    """
+    ms = {category: statistics.median(step["ms"][category] for step in steps) for category in CATEGORIES}
+    known_ms = sum(ms.values())
+    if is_cuda:
+        ms["host"] = max(0.0, wall_ms - known_ms)
+    scale = wall_ms / sum(ms.values())
+    return {
+        "step_ms": wall_ms,
+        "profiled_ms": statistics.median(step["profiled_ms"] for step in steps),
+        "ms": {category: value * scale for category, value in ms.items()},
+    }
+
+
+def measure_breakdown(bench: StepBench, combination: Combination) -> Row:
+    """Time and profile, in turn, the patched and the faster same-resolution side of one combination."""
+    plain, patched = bench.lanes(combination)
+    time_lanes([*plain.values(), patched], bench.settings)
+    best: Format = min(plain, key=lambda name: plain[name].median_ms)
+    lanes = {"patched": patched, "same_resolution": plain[best]}
+    stepper = patched_stepper(bench.model)
+    models = [stepper.model.model, *bench.denoisers.values()]
+    if stepper.plain.channels_last is not None:
+        models.append(stepper.plain.channels_last)
+    steps: dict[str, list[Row]] = {name: [] for name in lanes}
+    for lane in lanes.values():
+        lane.samples_ms.clear()
+    for _ in range(bench.settings.repeats):
+        for lane in lanes.values():
+            # What the profiler leaves in the processor's caches is not to be timed.
+            lane.make_room()
+            lane.side.step()
+            lane.measure()
+            lane.make_room()
+        for name, step in profile_step(lanes, models, bench.model.device).items():
+            steps[name].append(step)
+    sides = {
+        name: divide(lane.median_ms, steps[name], is_cuda=bench.model.device.type == "cuda")
+        for name, lane in lanes.items()
+    }
+    return {**name_of(combination), "same_resolution_format": best, "sides": sides, "repeats": bench.settings.repeats}
+
+
+def run_breakdown(
+    model: ServedModel,
+    combinations: Sequence[Combination],
+    workspace: ModelWorkspace,
+    settings: BenchSettings,
+    *,
+    on_start: Callable[[Combination], None] | None = None,
+    on_row: Callable[[], None] | None = None,
+) -> BenchOutcome:
+    """As `step_bench.run_step_bench`, for `breakdown.json` and `breakdown.png`."""
+    from ..report.bench_plots import plot_breakdown
+
+    bench, run_dir, head = prepare_run(model, combinations, workspace, settings)
+    result = measure_rows(
+        combinations,
+        partial(measure_breakdown, bench),
+        run_dir / BREAKDOWN_FILE,
+        lambda _: head | {"categories": CATEGORIES},
+        on_start=on_start,
+        on_row=on_row,
+    )
+    write_bytes(run_dir / BREAKDOWN_PLOT, plot_breakdown(result))
+    return BenchOutcome(result, run_dir)

@@ -1,0 +1,232 @@
+"""Combinations: how many requests of each resolution are in a batch. This module imports no torch.
+
+A latency model needs many of them (300 random ones in PatchedServe section 6.1), a benchmark a few that tell. Their
+short names are those of its figure 5.
+"""
+
+import math
+import random
+import re
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations as choose
+from itertools import cycle, pairwise
+
+from ...data.errors import UsageError
+from ...data.resolution import Resolution, format_batch
+
+MAX_REQUESTS = 256
+"""Most requests in one combination."""
+_FULL = 16
+"""Requests in a full batch, the default of `psctl serve --max-batch-size`."""
+_LETTERS = {1: "S", 2: "SL", 3: "SML"}
+_MAX_LETTERS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """Requests by resolution: `counts[i]` of `resolutions[i]`.
+
+    Raises:
+        UsageError: the numbers do not fit the resolutions, or add up to none or to more than `MAX_REQUESTS`.
+    """
+
+    resolutions: tuple[Resolution, ...]
+    counts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        given = f"combination {','.join(map(str, self.counts))!r}"
+        if len(self.counts) != len(self.resolutions):
+            sizes = ", ".join(map(str, self.resolutions))
+            raise UsageError(
+                f"{given} has {len(self.counts)} numbers, but it must have {len(self.resolutions)}, one for each of "
+                f"{sizes}"
+            )
+        if min(self.counts) < 0:
+            raise UsageError(f"{given} has a negative number, but each must be a number of requests, 0 or more")
+        if not 1 <= self.num_requests <= MAX_REQUESTS:
+            raise UsageError(f"{given} holds {self.num_requests} requests, but it must hold 1 to {MAX_REQUESTS}")
+
+    @property
+    def num_requests(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether there are requests of more than one resolution."""
+        return sum(count > 0 for count in self.counts) > 1
+
+    @property
+    def by_resolution(self) -> dict[str, int]:
+        """Number of requests of every resolution, also of those that have none."""
+        return {str(resolution): count for resolution, count in zip(self.resolutions, self.counts, strict=True)}
+
+    @property
+    def label(self) -> str:
+        """A short name: letters for up to three squares ("SML", "4S 4M 4L"), else sizes ("2*128x192 + 256x256")."""
+        letters = letters_of(self.resolutions)
+        counts = dict(zip(self.resolutions, self.counts, strict=True))
+        if not letters:
+            return format_batch(counts)
+        named = [(letter, counts[resolution]) for resolution, letter in letters.items() if counts[resolution]]
+        if self.num_requests <= _MAX_LETTERS:
+            return "".join(letter * count for letter, count in named)
+        return " ".join(f"{count}{letter}" for letter, count in named)
+
+
+def letters_of(resolutions: Sequence[Resolution]) -> dict[Resolution, str]:
+    """Return the letter of each resolution from small to large; none unless they are up to three squares."""
+    if len(resolutions) not in _LETTERS or any(width != height for width, height in resolutions):
+        return {}
+    return dict(zip(sorted(resolutions), _LETTERS[len(resolutions)], strict=True))
+
+
+def parse_combinations(text: str, resolutions: tuple[Resolution, ...]) -> tuple[Combination, ...]:
+    """Read `"1,1,1;2,2,2"`: combinations between semicolons, one number for each resolution.
+
+    Raises:
+        UsageError: a combination has another form, see `Combination`.
+    """
+    parsed = []
+    for part in text.split(";"):
+        items = [item.strip() for item in part.split(",")] if part.strip() else []
+        wrong = [item for item in items if not re.fullmatch(r"-?[0-9]{1,6}", item)]
+        if wrong:
+            raise UsageError(
+                f"combination {part.strip()!r} has {wrong[0]!r}, but numbers between commas are wanted, as in 1,1,2"
+            )
+        parsed.append(Combination(resolutions, tuple(map(int, items))))
+    return tuple(parsed)
+
+
+def default_combinations(resolutions: tuple[Resolution, ...]) -> tuple[Combination, ...]:
+    """Return about 20 combinations of up to 16 requests: of one resolution, pairs, even mixes and uneven ones."""
+    size = len(resolutions)
+
+    def filled(others: int, counts: dict[int, int]) -> tuple[int, ...]:
+        return tuple(counts.get(index, others) for index in range(size))
+
+    rows = [filled(0, {index: count}) for index in range(size) for count in (1, 4, _FULL)]
+    if size > 1:
+        rows += [filled(0, {first: 1, second: 1}) for first, second in choose(range(size), 2)]
+        rows += [filled(count, {}) for count in (1, 2, 3, 4) if count * size <= _FULL]
+        # A full batch, as even as it can be; the largest take the rest.
+        rows.append(tuple((_FULL * (index + 1)) // size - (_FULL * index) // size for index in range(size)))
+        for few, many in ((1, 8), (2, _FULL - 2 * (size - 1))):
+            rows += [filled(few, {index: many}) for index in (0, size - 1) if many > few]
+    return tuple(Combination(resolutions, row) for row in dict.fromkeys(rows))
+
+
+def random_combinations(resolutions: tuple[Resolution, ...], count: int, seed: int) -> tuple[Combination, ...]:
+    """Draw different combinations of 1 to 16 requests: first their number, then evenly among all ways to split it.
+
+    Raises:
+        UsageError: there are not so many.
+    """
+    size = len(resolutions)
+    available = count_combinations(size, _FULL)
+    if not 1 <= count <= available:
+        raise UsageError(
+            f"{count} random combinations were asked for, but {size} resolutions have 1 to {available} of up to "
+            f"{_FULL} requests"
+        )
+    generator = random.Random(seed)
+    drawn: dict[tuple[int, ...], None] = {}
+    while len(drawn) < count:
+        total = generator.randint(1, _FULL)
+        # Bars among stars: what lies between two neighbouring bars are the requests of one resolution.
+        bars = [-1, *sorted(generator.sample(range(total + size - 1), size - 1)), total + size - 1]
+        drawn[tuple(right - left - 1 for left, right in pairwise(bars))] = None
+    return tuple(Combination(resolutions, row) for row in drawn)
+
+
+def count_combinations(num_resolutions: int, max_batch_size: int) -> int:
+    """Number of different combinations of 1 to `max_batch_size` requests."""
+    return math.comb(max_batch_size + num_resolutions, num_resolutions) - 1
+
+
+def stratified_combinations(
+    resolutions: tuple[Resolution, ...], count: int, max_batch_size: int, seed: int
+) -> tuple[Combination, ...]:
+    """Draw different combinations that cover small and large batches, and pure and mixed ones, evenly.
+
+    Always among them, and first: one request of each resolution and the largest batch of each, the corners between
+    which a latency model interpolates. The others are drawn by turns from all batch sizes, and there by turns from all
+    numbers of different resolutions. An even draw among all ways to split a batch would hold next to no batch of a
+    single resolution, which is what a policy that never mixes runs.
+
+    Args:
+        resolutions: at least one.
+        count: how many are wanted; all are returned if there are not so many, and the corners if it is less.
+        max_batch_size: largest number of requests.
+        seed: of the draw.
+    """
+    generator = random.Random(seed)
+    size = len(resolutions)
+    corners = [
+        tuple(number if index == other else 0 for other in range(size))
+        for number in dict.fromkeys((1, max_batch_size))
+        for index in range(size)
+    ]
+    chosen = dict.fromkeys(corners)
+    strata = [_splits(total, size, generator, chosen) for total in range(1, max_batch_size + 1)]
+    while strata and len(chosen) < count:
+        generator.shuffle(strata)
+        for stratum in list(strata):
+            drawn = next(stratum, None)
+            if drawn is None:
+                strata.remove(stratum)
+            elif len(chosen) < count:
+                chosen[drawn] = None
+    return tuple(Combination(resolutions, row) for row in chosen)
+
+
+def single_combinations(
+    resolutions: tuple[Resolution, ...], count: int, max_batch_size: int
+) -> tuple[Combination, ...]:
+    """Combinations of one resolution each, which are all that the passes of the plain engine are made of.
+
+    Every resolution gets the same numbers of requests, from 1 to the largest batch, denser among the small ones.
+
+    Args:
+        resolutions: at least one.
+        count: how many are wanted at most; one request and the largest batch of each are there even if it is less.
+        max_batch_size: largest number of requests.
+    """
+    wanted = min(max_batch_size, max(2, count // len(resolutions)))
+    places = [max_batch_size ** (index / (wanted - 1)) for index in range(wanted)] if wanted > 1 else [1.0]
+    numbers: list[int] = []
+    for index, place in enumerate(places):
+        # Rounding may give a number twice; then it is the next free one, and there is room for those to come.
+        low = numbers[-1] + 1 if numbers else 1
+        numbers.append(min(max(low, round(place)), max_batch_size - (wanted - 1 - index)))
+    return tuple(
+        Combination(resolutions, tuple(number if index == other else 0 for other in range(len(resolutions))))
+        for number in numbers
+        for index in range(len(resolutions))
+    )
+
+
+def _splits(
+    total: int, size: int, generator: random.Random, taken: Container[tuple[int, ...]]
+) -> Iterator[tuple[int, ...]]:
+    """Yield all ways to split `total` requests that are not taken: by turns of 1, 2, ... resolutions, else random."""
+    left = {number: math.comb(size, number) * math.comb(total - 1, number - 1) for number in range(1, size + 1)}
+    left = {number: ways for number, ways in left.items() if ways}
+    seen: set[tuple[int, ...]] = set()
+    for number in cycle(tuple(left)):
+        while left[number]:
+            row = [0] * size
+            bars = [0, *sorted(generator.sample(range(1, total), number - 1)), total]
+            for index, (low, high) in zip(generator.sample(range(size), number), pairwise(bars), strict=True):
+                row[index] = high - low
+            drawn = tuple(row)
+            if drawn in seen:
+                continue
+            seen.add(drawn)
+            left[number] -= 1
+            if drawn not in taken:
+                yield drawn
+                break
+        if not any(left.values()):
+            return

@@ -1,0 +1,45 @@
+"""How much of the machine's matrix peak a step reaches: its operations are counted, the peak is measured."""
+
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from ...serving.core.timing import synchronize
+
+_SIDE = {"cpu": 2048, "cuda": 8192}
+_LEAST_S = 0.3
+_MOST_PRODUCTS = 50
+
+
+@cache
+def matrix_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations per second in the fastest of some products of large square matrices; a multiply-add is two.
+
+    On a CPU with torch's current threads.
+    """
+    side = _SIDE[device.type]
+    left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    out, times = torch.empty(side, side, device=device, dtype=dtype), [0.0]
+    while len(times) < 4 or (sum(times) < _LEAST_S and len(times) <= _MOST_PRODUCTS):
+        start = time.perf_counter()
+        torch.mm(left, right, out=out)
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return 2 * side**3 / min(times[2:])
+
+
+def count_operations(work: Callable[[], object]) -> int:
+    """Operations of all matrix products, convolutions and attentions in `work`, which runs once, not compiled."""
+    # torch counts attention on CUDA only.
+    counted: dict[Any, Any] = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _count_attention}
+    with torch.compiler.set_stance("force_eager"), FlopCounterMode(display=False, custom_mapping=counted) as counter:
+        work()
+    return counter.get_total_flops()
+
+
+def _count_attention(query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
+    return sdpa_flop_count(query, key, value)

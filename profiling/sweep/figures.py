@@ -1,0 +1,199 @@
+"""Figures of a sweep of policies and request rates (figure 11 of PatchedServe), from the records of its runs. No torch.
+
+Runs of one policy and rate with different seeds are pooled: attainment is the share of all their requests that came in
+time, with its 95 % interval: over the seeds where there are three, else over the requests (`slo_seeds`).
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any, Literal
+
+import numpy as np
+
+from .held import RATIO_TARGET, TARGETS, HeldRates, best_held, held_rates, ratio_over_seeds
+from .seeds import share_interval
+
+BASELINES = ("fcfs", "static", "bucketed")
+"""Policies whose best is what others are compared with."""
+
+_EXTRAS = {
+    "batch_size_mean": ("batch_size_mean",),
+    "step_latency_mean": ("step_latency_mean",),
+    "scheduling_mean": ("scheduling_mean",),
+    "saved_computation": ("cache", "saved_computation"),
+    "predictor_scale": ("predictor_drift", "scale"),
+}
+"""Figures that engines tell, where they have them: means over the seeds."""
+
+EngineKind = Literal["real", "simulator"]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRun:
+    """What the figures need of one run of a sweep; a few bytes a request, because a sweep has hundreds of runs.
+
+    Attributes:
+        engine: which served it.
+        policy, request_rate, seed: its place in the sweep.
+        num_met: requests whose image came within the SLO.
+        statuses: number of requests by how they ended.
+        reasons: number of discarded requests by reason.
+        latencies_s: (n,) float64, of the completed requests.
+        duration_s: until the last request ended.
+        figures: what else the engine tells, as JSON.
+    """
+
+    engine: EngineKind
+    policy: str
+    request_rate: float
+    seed: int
+    num_met: int
+    statuses: Mapping[str, int]
+    reasons: Mapping[str | None, int]
+    latencies_s: np.ndarray
+    duration_s: float
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_requests(self) -> int:
+        return sum(self.statuses.values())
+
+    @property
+    def attainment(self) -> float:
+        """Share of the requests in time."""
+        return self.num_met / self.num_requests
+
+
+def point_figures(runs: Sequence[FinishedRun]) -> dict[str, Any]:
+    """Figures of the runs of one policy at one rate, pooled over their seeds. All requests must have an SLO."""
+    num_met, num_requests = sum(run.num_met for run in runs), sum(run.num_requests for run in runs)
+    latencies = np.concatenate([run.latencies_s for run in runs])
+    interval = share_interval([run.num_met for run in runs], [run.num_requests for run in runs])
+    duration_s = sum(run.duration_s for run in runs)
+    p50, p95 = np.percentile(latencies, [50, 95]).tolist() if len(latencies) else (None, None)
+    statuses, reasons = _total(run.statuses for run in runs), _total(run.reasons for run in runs)
+    return {
+        "engine": runs[0].engine,
+        "policy": runs[0].policy,
+        "request_rate": runs[0].request_rate,
+        "num_runs": len(runs),
+        "num_requests": num_requests,
+        "num_met": num_met,
+        "slo_attainment_rate": num_met / num_requests,
+        "interval_low": interval.low,
+        "interval_high": interval.high,
+        "interval_over": interval.over,
+        "attainment_by_seed": {str(run.seed): run.attainment for run in runs},
+        "goodput_qps": num_met / duration_s,
+        "latency_mean": float(latencies.mean()) if len(latencies) else None,
+        "latency_p50": p50,
+        "latency_p95": p95,
+        **{f"{name}_requests": statuses[name] for name in ("completed", "discarded", "failed")},
+        "discarded_by_reason": dict(reasons.most_common()),
+        **{name: _mean_of(runs, *path) for name, path in _EXTRAS.items()},
+    }
+
+
+def _total(counts: Iterable[Mapping[Any, int]]) -> Counter[Any]:
+    total: Counter[Any] = Counter()
+    for each in counts:
+        total.update(each)
+    return total
+
+
+def _mean_of(runs: Sequence[FinishedRun], *path: str) -> float | None:
+    """Mean of a figure over the runs that have it."""
+    values: list[float] = []
+    for run in runs:
+        value: Any = run.figures
+        for key in path:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if value is not None:
+            values.append(value)
+    return fmean(values) if values else None
+
+
+def sweep_figures(runs: Sequence[FinishedRun]) -> dict[str, Any]:
+    """All figures of the runs of one engine.
+
+    Returns:
+        `points`: `point_figures` of every policy and rate; `policies`: for each its mean attainment over its rates,
+        the rates that it holds `TARGETS` up to, and `ratio_at_95` to the best of `BASELINES` (None without one).
+        Policies and rates are in the order in which they first occur, and rising.
+    """
+    names = list(dict.fromkeys(run.policy for run in runs))
+    points: list[dict[str, Any]] = []
+    for name in names:
+        mine = [run for run in runs if run.policy == name]
+        rates = sorted({run.request_rate for run in mine})
+        points += [point_figures([run for run in mine if run.request_rate == rate]) for rate in rates]
+    policies: list[dict[str, Any]] = []
+    held_at: dict[str, HeldRates] = {}
+    for name in names:
+        shares = {point["request_rate"]: point["slo_attainment_rate"] for point in points if point["policy"] == name}
+        by_seed: dict[int, dict[float, float]] = {}
+        for run in runs:
+            if run.policy == name:
+                by_seed.setdefault(run.seed, {})[run.request_rate] = run.attainment
+        held = {target: held_rates(shares, by_seed, target) for target in TARGETS}
+        held_at[name] = held[RATIO_TARGET]
+        policies.append(
+            {
+                "policy": name,
+                "mean_attainment": fmean(shares.values()),
+                "num_rates": len(shares),
+                "held_rates": {f"{target:.2f}": each.to_json() for target, each in held.items()},
+            }
+        )
+    baselines = [name for name in names if name in BASELINES]
+    best = best_held(held_at[name].pooled for name in baselines) if baselines else None
+    base = next((held_at[name] for name in baselines if held_at[name].pooled == best), None)
+    for policy in policies:
+        policy["ratio_at_95"] = None if base is None else ratio_over_seeds(held_at[policy["policy"]], base)
+    return {"points": points, "policies": policies, "baselines": baselines}
+
+
+def agreement(runs: Sequence[FinishedRun]) -> dict[str, Any]:
+    """How far the simulator is from the engine: points of both at the same policy and rate, over the same seeds.
+
+    Returns:
+        `rows`: attainment and mean latency of both, the difference of attainments in percentage points and that of
+        mean latencies (of completed requests) as a share of the engine's; the largest and mean absolute ones of all.
+    """
+    real = {(run.policy, run.request_rate, run.seed): run for run in runs if run.engine == "real"}
+    simulated = {(run.policy, run.request_rate, run.seed): run for run in runs if run.engine == "simulator"}
+    rows = []
+    for policy, rate in dict.fromkeys(key[:2] for key in real):
+        keys = [key for key in real if key[:2] == (policy, rate) and key in simulated]
+        if not keys:
+            continue
+        ours, theirs = (point_figures([each[key] for key in keys]) for each in (real, simulated))
+        latencies = ours["latency_mean"], theirs["latency_mean"]
+        rows.append(
+            {
+                "policy": policy,
+                "request_rate": rate,
+                "num_requests": ours["num_requests"],
+                "real_attainment": ours["slo_attainment_rate"],
+                "simulated_attainment": theirs["slo_attainment_rate"],
+                "attainment_difference_points": 100 * (theirs["slo_attainment_rate"] - ours["slo_attainment_rate"]),
+                "real_latency_mean": latencies[0],
+                "simulated_latency_mean": latencies[1],
+                # Where these differ as much, it is the machine that has drifted since it was calibrated.
+                "real_step_latency_mean": ours["step_latency_mean"],
+                "simulated_step_latency_mean": theirs["step_latency_mean"],
+                "latency_difference": None if None in latencies else latencies[1] / latencies[0] - 1,
+            }
+        )
+    rows.sort(key=lambda row: (list(dict.fromkeys(key[0] for key in real)).index(row["policy"]), row["request_rate"]))
+    points = [abs(row["attainment_difference_points"]) for row in rows]
+    shares = [abs(row["latency_difference"]) for row in rows if row["latency_difference"] is not None]
+    return {
+        "rows": rows,
+        "max_attainment_difference_points": max(points, default=None),
+        "mean_attainment_difference_points": fmean(points) if points else None,
+        "max_latency_difference": max(shares, default=None),
+        "mean_latency_difference": fmean(shares) if shares else None,
+    }

@@ -1,0 +1,119 @@
+"""`psctl gate`: holds results against the bounds of a file, for CI."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ...data.errors import UsageError
+from ...data.files import require_places, write_text
+from ..options.common import Json, Quiet
+from ..output import Output
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ...eval.gates.judging import GateVerdict
+
+EXIT_FAIL, EXIT_NOT_ENOUGH = 1, 3
+
+
+def gate(
+    gates: Annotated[Path, typer.Argument(metavar="GATES.toml", help="File of gates.", show_default=False)],
+    results: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--results", "-r", help="Result file or run folder, instead of those in the file; may be repeated."
+        ),
+    ] = None,
+    baseline: Annotated[
+        Path | None, typer.Option("--baseline", help="Stored figures for relative bounds, instead of the file's.")
+    ] = None,
+    update_baseline: Annotated[
+        bool, typer.Option("--update-baseline", help="Store the figures of all gates as the new baseline first.")
+    ] = False,
+    junit: Annotated[
+        Path | None, typer.Option("--junit", help="Write the verdicts as JUnit XML.", dir_okay=False)
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option("--markdown", help="Write the verdicts as a Markdown table.", dir_okay=False)
+    ] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Hold results of eval, serve and bench against bounds, absolute or relative to a stored baseline.
+
+    A gate fails only if the whole 95 % interval of its figure is beyond the bound, and passes only if all of it is
+    within. Exit codes: 0 all pass, 1 one fails, 3 not enough evidence. In GitHub Actions the table also goes to the
+    job's summary.
+
+    A metric is the name of a figure: fid, clip of eval; throughput, slo_attainment, latency_p95 of serve and simulate;
+    slack@2.slo_attainment, slack.rate_at_95, slack.ratio_at_95 of bench slo; SML.ratio_same_resolution of bench steps;
+    SML.interval 3.speedup of bench cache. A name that is not there is answered with those that are. For example, a
+    gate with file = "slo-run", metric = "slack@2.slo_attainment" and min = 0.9.
+
+    What was measured needs a spread: a sweep three seeds, one served run some hundred requests and more the busier it
+    is, or several runs with repeats = true.
+
+    Examples:
+
+        psctl gate gates.toml
+
+        psctl gate gates.toml --results run/results.json --junit gates.xml --markdown gates.md
+
+        psctl gate gates.toml --update-baseline
+    """
+    out = Output(json=json, quiet=quiet)
+    from ...eval.gates.file import read_gates
+    from ...eval.gates.judging import judge, write_baseline
+    from ...eval.gates.report import to_junit, to_markdown
+
+    read = read_gates(gates)
+    chosen = tuple(results) if results else read.results
+    stored = baseline or read.baseline
+    for file in (junit, markdown):
+        require_places(file=file)
+    if update_baseline:
+        if stored is None:
+            raise UsageError("--update-baseline needs a file: name it as baseline in the gate file, or with --baseline")
+        names = write_baseline(stored, read.gates, chosen)
+        out.note(f"Baseline {stored}: stored {', '.join(names)}")
+    verdicts = judge(read.gates, chosen, stored, is_new_baseline=update_baseline)
+    if junit is not None:
+        write_text(junit, to_junit(verdicts))
+    if markdown is not None:
+        write_text(markdown, to_markdown(verdicts))
+    if job_summary := os.environ.get("GITHUB_STEP_SUMMARY"):
+        # Steps of one job share the file, so it is added to.
+        with Path(job_summary).open("a", encoding="utf-8") as file:
+            file.write(to_markdown(verdicts))
+    found = {each.verdict for each in verdicts}
+    code = EXIT_FAIL if "fail" in found else EXIT_NOT_ENOUGH if "not enough evidence" in found else 0
+    whole = {0: "pass", EXIT_FAIL: "fail", EXIT_NOT_ENOUGH: "not enough evidence"}[code]
+    out.data({"verdict": whole, "gates": verdicts}, table=lambda: _table(verdicts))
+    if code:
+        raise typer.Exit(code)
+
+
+def _table(verdicts: "list[GateVerdict]") -> "Table":
+    from rich.table import Table
+    from rich.text import Text
+
+    from ...eval.gates.report import interval_text
+
+    table = Table()
+    for name in ("gate", "verdict", "value", "95 % interval", "n", "bound"):
+        table.add_column(name, justify="right" if name in ("value", "n") else "left")
+    styles = {"pass": "green", "fail": "bold red", "not enough evidence": "yellow", "updated": "cyan"}
+    for each in verdicts:
+        # Text, because metric names hold brackets, which a plain string would give to rich as styles.
+        table.add_row(
+            Text(each.name),
+            Text(each.verdict, style=styles[each.verdict]),
+            f"{each.value:.5g}",
+            interval_text(each),
+            "-" if each.n is None else str(each.n),
+            Text("; ".join(each.bounds)),
+        )
+    return table

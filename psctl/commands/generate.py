@@ -1,0 +1,224 @@
+"""`psctl generate`: images for prompts, of any mix of resolutions, through the serving engine."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ...data.errors import RunError, UsageError
+from ...data.files import require_folder
+from ...data.requests import MAX_SEED, Request
+from ...data.resolution import Resolution, parse
+from ...data.workspace import DEFAULT_WORKSPACE, Workspace
+from ..options.common import (
+    Device,
+    DType,
+    EngineChoice,
+    GuidanceScale,
+    Json,
+    MaxBatchSize,
+    Model,
+    NumInferenceSteps,
+    Quiet,
+    Seed,
+    WorkspaceRoot,
+)
+from ..options.groups import CACHE_FLAGS, PATCH_FLAGS, CacheFlags, PatchFlags, with_option_groups
+from ..output import Output
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+
+
+@with_option_groups
+def generate(
+    prompt: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PROMPT]...", help="What to draw; one image each.", show_default=False),
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", help="File of prompts (.txt, .csv, .tsv, .jsonl) instead of arguments.")
+    ] = None,
+    resolution: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--resolution",
+            "-r",
+            metavar="SIDE|WIDTHxHEIGHT",
+            help="Size in pixels; given once for all prompts, or once per prompt. Default: the model's own.",
+        ),
+    ] = None,
+    num_inference_steps: NumInferenceSteps = None,
+    guidance_scale: GuidanceScale = None,
+    negative_prompt: Annotated[
+        str | None, typer.Option("--negative-prompt", help="What the images should not show.")
+    ] = None,
+    seed: Seed = 0,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE|DIR",
+            help="Folder for 000.png, 001.png and so on; for a single prompt also a file name.",
+        ),
+    ] = Path("images"),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace images that exist already.")] = False,
+    max_batch_size: MaxBatchSize = 16,
+    model: Model = "emoji-xl",
+    device: Device = "auto",
+    dtype: DType = "auto",
+    engine: EngineChoice = "patched",
+    patching: PatchFlags = PATCH_FLAGS,
+    caching: CacheFlags = CACHE_FLAGS,
+    workspace: WorkspaceRoot = Path(DEFAULT_WORKSPACE),
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Draw one image per prompt; prompt number i uses seed + i.
+
+    Resolutions may differ from prompt to prompt. Each image is the one that plain diffusers draws for the same seed.
+
+    Examples:
+
+        psctl generate "a red apple on a blue background" -o apple.png
+
+        psctl generate "a taco" "a hat" -r 128x192 -r 256 --seed 7
+
+        psctl generate --prompts prompts.txt -r 192 -o images --json
+    """
+    out = Output(json=json, quiet=quiet)
+    texts = _read_prompts(prompt, prompts)
+    sizes = _read_resolutions(resolution, len(texts))
+    if seed + len(texts) - 1 > MAX_SEED:
+        raise UsageError(f"seed is {seed}, but with {len(texts)} prompts it may be at most {MAX_SEED - len(texts) + 1}")
+
+    from ...serving.models.loading import model_defaults
+
+    options = patching.to_options(engine, caching)
+    defaults = model_defaults(model)
+    requests = [
+        Request(
+            request_id=index,
+            prompt=text,
+            resolution=size,
+            num_inference_steps=defaults.num_inference_steps if num_inference_steps is None else num_inference_steps,
+            guidance_scale=defaults.guidance_scale if guidance_scale is None else guidance_scale,
+            seed=seed + index,
+            negative_prompt=negative_prompt,
+        )
+        for index, (text, size) in enumerate(
+            zip(texts, sizes or [defaults.default_resolution] * len(texts), strict=True)
+        )
+    ]
+    paths = _image_paths(output, len(texts), overwrite=overwrite)
+
+    with out.status(f"Loading {model} ..."):
+        from ...serving.engine.engine import Engine
+        from ...serving.models.loading import load_model
+        from ...serving.scheduling.policies import get_policy
+
+        served = load_model(model, device, dtype, options, workspace=Workspace(workspace))
+    for request in requests:
+        served.check_request(request)
+
+    with out.status("Measuring which way of convolving is faster ..."):
+        resolutions = [request.resolution for request in requests]
+        served.tune(resolutions, Workspace(workspace).for_model(model, str(served.device)).tables)
+
+    with out.progress() as progress:
+        task = progress.add_task("denoising steps", total=sum(request.num_inference_steps for request in requests))
+        runner = Engine(
+            served,
+            get_policy("bucketed"),
+            max_batch_size=max_batch_size,
+            image_path=lambda request: paths[request.request_id],
+            on_step=lambda row: progress.advance(task, row.active),
+        )
+        for request in requests:
+            runner.submit(request)
+        runner.close()
+        result = runner.run()
+
+    images = [_describe(record) for record in result.records]
+    payload = {"model": model, "device": str(served.device), "duration_s": result.duration_s, "images": images}
+    out.data(payload, table=lambda: _table(images))
+    if result.was_interrupted:
+        raise KeyboardInterrupt
+    failed = [image for image in images if image["status"] != "completed"]
+    if failed:
+        raise RunError(f"{len(failed)} of {len(images)} images failed; number {failed[0]['id']}: {failed[0]['reason']}")
+
+
+def _read_prompts(arguments: list[str] | None, file: Path | None) -> list[str]:
+    if arguments and file is not None:
+        raise UsageError("give prompts either as arguments or with --prompts FILE, not both")
+    if file is not None:
+        from ...data.prompts.captions import load_prompts
+
+        return load_prompts(file)
+    if not arguments:
+        raise UsageError("no prompt: give one or more, or --prompts FILE")
+    return arguments
+
+
+def _read_resolutions(texts: list[str] | None, num_prompts: int) -> list[Resolution]:
+    """Return one size per prompt, or none at all if the model's own is wanted."""
+    sizes = [parse(text) for text in texts or ()]
+    if len(sizes) == 1:
+        return sizes * num_prompts
+    if sizes and len(sizes) != num_prompts:
+        raise UsageError(
+            f"--resolution is given {len(sizes)} times for {num_prompts} prompts: give it once or for each"
+        )
+    return sizes
+
+
+def _image_paths(output: Path, count: int, *, overwrite: bool) -> list[Path]:
+    """Return where each image goes, after checking that it can be written there."""
+    output = output.expanduser()
+    is_file = output.suffix.lower() in _IMAGE_SUFFIXES and not output.is_dir()
+    if is_file and count > 1:
+        raise UsageError(f"output {output} is a file name, but there are {count} images: give a folder")
+    digits = max(3, len(str(count - 1)))
+    paths = [output] if is_file else [output / f"{i:0{digits}}.png" for i in range(count)]
+    folder = paths[0].parent
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"output folder {folder} is a file; image file names end in {', '.join(_IMAGE_SUFFIXES)}")
+    existing = [path for path in paths if path.exists()]
+    if existing and not overwrite:
+        raise UsageError(f"{existing[0]} exists already: use --overwrite or another --output")
+    require_folder(folder)
+    return paths
+
+
+def _describe(record: Any) -> dict[str, Any]:
+    return {
+        "id": record.request_id,
+        "prompt": record.prompt,
+        "resolution": str(record.resolution),
+        "num_inference_steps": record.num_inference_steps,
+        "guidance_scale": record.guidance_scale,
+        "seed": record.seed,
+        "status": record.status,
+        "reason": record.reason,
+        "path": record.image_path,
+        "latency_s": record.latency_s,
+    }
+
+
+def _table(images: list[dict[str, Any]]) -> "Table":
+    from rich.table import Table
+
+    table = Table()
+    for name, justify in (("image", "left"), ("size", "right"), ("seed", "right"), ("seconds", "right")):
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    table.add_column("prompt", overflow="ellipsis", no_wrap=True)
+    for image in images:
+        latency = "" if image["latency_s"] is None else f"{image['latency_s']:.2f}"
+        # Text from users is not markup.
+        prompt = image["prompt"].replace("[", "\\[")
+        table.add_row(image["path"] or image["status"], image["resolution"], str(image["seed"]), latency, prompt)
+    return table

@@ -1,0 +1,118 @@
+"""Figures of one run, from its request records. Key names follow the benchmark clients of vllm-omni and SGLang."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .request_state import RequestRecord
+
+
+def summarize(
+    records: Sequence[RequestRecord],
+    duration_s: float,
+    *,
+    slo_scale: float | None,
+    model: str,
+    dataset: str,
+) -> dict[str, Any]:
+    """Summarize a run. Where there is nothing to measure a figure is None, never NaN, so the result is plain JSON.
+
+    Latency is from arrival to the finished image, over completed requests; queueing is from arrival to joining the
+    active queue, over requests that joined. Percentiles interpolate linearly. SLO attainment counts all requests that
+    have an SLO, and those that failed, were discarded or cancelled have missed it. Goodput counts images within their
+    SLO per second.
+
+    Args:
+        records: one per request, all ended.
+        duration_s: length of the run in seconds, from the start of the trace to the last request's end.
+        slo_scale: multiple of the standalone latency that made the SLOs, or None; handed through, as are
+        model: name of the served model, and
+        dataset: name of the trace or prompt file.
+
+    Returns:
+        The figures, times in seconds, with `per_resolution` from the smallest resolution to the largest.
+
+    Raises:
+        RuntimeError: a request has not ended.
+    """
+    pending = [record.request_id for record in records if record.status == "pending"]
+    if pending:
+        raise RuntimeError(f"requests {pending} have not ended, so the run cannot be summarized")
+    latencies = _values(records, lambda record: record.latency_s)
+    queueing = _values(records, lambda record: record.queueing_s)
+    num_met = sum(record.slo_met is True for record in records)
+    has_slos = any(record.slo_s is not None for record in records)
+    return {
+        "model": model,
+        "dataset": dataset,
+        "duration": duration_s,
+        "total_requests": len(records),
+        "completed_requests": _count(records, "completed"),
+        "failed_requests": _count(records, "failed"),
+        "discarded_requests": _count(records, "discarded"),
+        "discarded_by_reason": _by_reason(records),
+        "cancelled_requests": _count(records, "cancelled"),
+        "throughput_qps": _per_second(len(latencies), duration_s),
+        "goodput_qps": _per_second(num_met, duration_s) if has_slos else None,
+        "latency_mean": _mean(latencies),
+        "latency_median": _percentile(latencies, 50),
+        "latency_p50": _percentile(latencies, 50),
+        "latency_p95": _percentile(latencies, 95),
+        "latency_p99": _percentile(latencies, 99),
+        "queueing_mean": _mean(queueing),
+        "queueing_p95": _percentile(queueing, 95),
+        "slo_scale": slo_scale,
+        "slo_met_success": num_met,
+        "slo_attainment_rate": slo_attainment_rate(records),
+        "per_resolution": _per_resolution(records),
+    }
+
+
+def slo_attainment_rate(records: Iterable[RequestRecord]) -> float | None:
+    """Share of the requests with an SLO whose image came in time; None if no request has an SLO."""
+    met = [record.slo_met for record in records if record.slo_met is not None]
+    return sum(met) / len(met) if met else None
+
+
+def _per_resolution(records: Sequence[RequestRecord]) -> dict[str, dict[str, Any]]:
+    figures: dict[str, dict[str, Any]] = {}
+    for resolution in sorted({record.resolution for record in records}, key=lambda size: (size.pixels, size)):
+        mine = [record for record in records if record.resolution == resolution]
+        latencies = _values(mine, lambda record: record.latency_s)
+        figures[str(resolution)] = {
+            "requests": len(mine),
+            "completed": _count(mine, "completed"),
+            "slo_attainment_rate": slo_attainment_rate(mine),
+            "latency_mean": _mean(latencies),
+            "latency_p95": _percentile(latencies, 95),
+            "queueing_mean": _mean(_values(mine, lambda record: record.queueing_s)),
+        }
+    return figures
+
+
+def _by_reason(records: Iterable[RequestRecord]) -> dict[str, int]:
+    """Number of discarded requests by the policy's reason, the commonest first."""
+    counts = Counter(record.reason or "no reason given" for record in records if record.status == "discarded")
+    return dict(counts.most_common())
+
+
+def _values(records: Iterable[RequestRecord], get: Callable[[RequestRecord], float | None]) -> list[float]:
+    return [value for record in records if (value := get(record)) is not None]
+
+
+def _count(records: Iterable[RequestRecord], status: str) -> int:
+    return sum(record.status == status for record in records)
+
+
+def _per_second(count: int, duration_s: float) -> float | None:
+    return count / duration_s if duration_s > 0 else None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None
+
+
+def _percentile(values: Sequence[float], percent: float) -> float | None:
+    return float(np.percentile(values, percent, method="linear")) if values else None

@@ -1,0 +1,43 @@
+"""A request between its prepare and postprocess stages, as both engines hold it."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ...data.requests import Request
+from ..samplers.single import SamplerState
+
+
+@dataclass(slots=True)
+class PreparedRequest:
+    """A request between its prepare and postprocess stages.
+
+    Attributes:
+        request: what was asked for.
+        latents: current latents, (1, channels, height / 8, width / 8); in the model's dtype on the plain engine, in
+            float32 on the patch engine.
+        conditioning: the family's tensors; 2 rows (unconditional, conditional) if `is_guided`, else 1.
+        state: the request's own place in its denoising schedule.
+        is_guided: whether classifier-free guidance is applied.
+        previous_x0: clean latents predicted in the last step, where a multistep sampler of the patch engine needs them.
+        cache_key: what the patch cache knows it by; no other request of the engine has the same.
+    """
+
+    request: Request
+    latents: torch.Tensor
+    conditioning: dict[str, torch.Tensor]
+    state: SamplerState
+    is_guided: bool
+    previous_x0: torch.Tensor | None = None
+    cache_key: int = -1
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that the request takes in a forward pass."""
+        return 2 if self.is_guided else 1
+
+
+def describe(stage: str, error: Exception) -> str:
+    """Return one line that says which stage failed and why."""
+    lines = str(error).strip().splitlines()
+    return f"{stage}: {type(error).__name__}" + (f": {lines[0]}" if lines else "")

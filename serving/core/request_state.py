@@ -1,0 +1,171 @@
+"""The life of a request: what a policy sees of it, what the engine keeps of it, what is written down at its end.
+
+Every time here is in seconds from the start of the trace, on the engine's (or the simulator's) clock.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self, get_args
+
+from ...data.requests import Request
+from ...data.resolution import Resolution
+
+Status = Literal["pending", "completed", "failed", "discarded", "cancelled"]
+FINAL_STATUSES: tuple[str, ...] = tuple(status for status in get_args(Status) if status != "pending")
+_DERIVED = ("deadline_s", "queueing_s", "latency_s", "slo_met")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """What a policy may know of a request. Immutable, so no policy can change the engine's state.
+
+    Attributes:
+        request_id: number of the request.
+        resolution: size of its image in pixels.
+        arrival_s: when it arrived.
+        deadline_s: when its image must be there; None without an SLO.
+        num_steps: number of denoising steps that it needs in all.
+        steps_done: how many of them are done; 0 while it waits.
+        standalone_s: its latency when it is served alone; None when not measured.
+    """
+
+    request_id: int
+    resolution: Resolution
+    arrival_s: float
+    deadline_s: float | None
+    num_steps: int
+    steps_done: int = 0
+    standalone_s: float | None = None
+
+    @property
+    def steps_remaining(self) -> int:
+        """Number of denoising steps still to do."""
+        return self.num_steps - self.steps_done
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What is written down about one request: what it asked for, when each thing happened, how it ended.
+
+    The engine fills in the times as they happen and calls `close` once. What follows from them (deadline, queueing
+    time, latency, whether the SLO was met) is computed, so it cannot disagree with them.
+
+    `status` is "pending" until the request has ended, then "completed" (it has an image), "failed" (an error, told in
+    `reason`), "discarded" (the policy dropped it, `reason` says why) or "cancelled" (the run was stopped before).
+    """
+
+    request_id: int
+    prompt: str
+    width: int
+    height: int
+    num_inference_steps: int
+    guidance_scale: float
+    seed: int
+    arrival_s: float
+    slo_s: float | None = None
+    prepare_start_s: float | None = None
+    prepare_end_s: float | None = None
+    admitted_s: float | None = None
+    denoise_end_s: float | None = None
+    finish_s: float | None = None
+    status: Status = "pending"
+    reason: str | None = None
+    image_path: str | None = None
+
+    @classmethod
+    def of(cls, request: Request) -> Self:
+        """A pending record of `request`, with no time filled in but its arrival."""
+        return cls(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            width=request.resolution.width,
+            height=request.resolution.height,
+            num_inference_steps=request.num_inference_steps,
+            guidance_scale=request.guidance_scale,
+            seed=request.seed,
+            arrival_s=request.arrival_s,
+            slo_s=request.slo_s,
+        )
+
+    def close(self, status: Status, now_s: float, reason: str | None = None) -> None:
+        """Write down how and when the request ended.
+
+        Raises:
+            RuntimeError: it has ended before, or `status` is not a final one.
+        """
+        if self.status != "pending":
+            raise RuntimeError(f"request {self.request_id} has already ended as {self.status}")
+        if status not in FINAL_STATUSES:
+            raise RuntimeError(f"request {self.request_id} cannot end as {status}")
+        self.status, self.finish_s, self.reason = status, now_s, reason
+
+    @property
+    def resolution(self) -> Resolution:
+        """Size of the image in pixels."""
+        return Resolution(self.width, self.height)
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When the image must be there; None without an SLO."""
+        return None if self.slo_s is None else self.arrival_s + self.slo_s
+
+    @property
+    def queueing_s(self) -> float | None:
+        """From arrival to joining the active queue (preparation included); None if it never joined."""
+        return None if self.admitted_s is None else self.admitted_s - self.arrival_s
+
+    @property
+    def latency_s(self) -> float | None:
+        """From arrival to the finished image; None if there is no image."""
+        if self.status != "completed" or self.finish_s is None:
+            return None
+        return self.finish_s - self.arrival_s
+
+    @property
+    def slo_met(self) -> bool | None:
+        """Whether the image came within the SLO; False if it never came, None without an SLO or while pending."""
+        if self.slo_s is None or self.status == "pending":
+            return None
+        return self.latency_s is not None and self.latency_s <= self.slo_s
+
+    def to_row(self) -> dict[str, Any]:
+        """One row of the records table (`data.tables.RECORDS`), computed columns included.
+
+        Raises:
+            RuntimeError: the request has not ended yet.
+        """
+        if self.status == "pending":
+            raise RuntimeError(f"request {self.request_id} has not ended, so it has no row yet")
+        names = (*(field.name for field in fields(self)), *_DERIVED)
+        return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def from_row(cls, row: dict[str, Any]) -> Self:
+        """The record that `to_row` made `row` of; the computed columns are computed anew."""
+        return cls(**{field.name: row[field.name] for field in fields(cls)})
+
+
+@dataclass(slots=True)
+class RequestState:
+    """A request inside the engine or the simulator: what was asked, its record and its progress. No tensors."""
+
+    request: Request
+    record: RequestRecord
+    steps_done: int = 0
+    standalone_s: float | None = None
+
+    @classmethod
+    def of(cls, request: Request, standalone_s: float | None = None) -> Self:
+        """The state of a request that has just arrived."""
+        return cls(request, RequestRecord.of(request), standalone_s=standalone_s)
+
+    def view(self) -> RequestView:
+        """What policies may see of it, as of now."""
+        return RequestView(
+            request_id=self.request.request_id,
+            resolution=self.request.resolution,
+            arrival_s=self.request.arrival_s,
+            deadline_s=self.request.deadline_s,
+            num_steps=self.request.num_inference_steps,
+            steps_done=self.steps_done,
+            standalone_s=self.standalone_s,
+        )

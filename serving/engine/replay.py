@@ -1,0 +1,61 @@
+"""Replay of a trace on the wall clock: every request is handed to the engine when it arrives."""
+
+import threading
+from collections.abc import Callable, Sequence
+
+from ...data.requests import Request
+from ..core.request_state import RequestRecord
+from .engine import Engine
+from .run_result import RunResult
+
+
+def replay(
+    engine: Engine, requests: Sequence[Request], *, standalone_s: Callable[[Request], float | None] | None = None
+) -> RunResult:
+    """Serve a trace; `arrival_s` of each request is honoured on the engine's clock, which starts now.
+
+    A thread sleeps until each arrival and submits it. It does nothing else, so a busy denoise loop delays a submission
+    by no more than the interpreter's switch interval; latencies count from `arrival_s` in any case.
+
+    Args:
+        engine: a new engine.
+        requests: the trace, in order of arrival, with ids that differ.
+        standalone_s: says the latency of a request when served alone, if known, for policies that ask for it.
+
+    Returns:
+        The engine's result, with one record per request of the trace. After Ctrl-C the requests that had not arrived
+        are "cancelled" as well.
+    """
+    stop = threading.Event()
+    errors: list[BaseException] = []
+    engine.start()
+
+    def submit_all() -> None:
+        try:
+            for request in requests:
+                if stop.wait(max(0.0, request.arrival_s - engine.now_s())):
+                    return
+                engine.submit(request, standalone_s=None if standalone_s is None else standalone_s(request))
+        except BaseException as error:  # noqa: BLE001  handed to the caller's thread below
+            errors.append(error)
+        finally:
+            engine.close()
+
+    thread = threading.Thread(target=submit_all, name="psctl-replay", daemon=True)
+    thread.start()
+    try:
+        result = engine.run()
+    finally:
+        stop.set()
+        thread.join()
+    # An interrupted engine is closed, so that a submission at that very moment is refused.
+    if errors and not result.was_interrupted:
+        raise errors[0]
+    known = {record.request_id for record in result.records}
+    for request in requests:
+        if request.request_id not in known:
+            record = RequestRecord.of(request)
+            record.close("cancelled", result.duration_s, "the run was stopped before it arrived")
+            result.records.append(record)
+    result.records.sort(key=lambda record: record.request_id)
+    return result

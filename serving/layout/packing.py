@@ -1,0 +1,274 @@
+"""Where the patches of a batch lie at each level of a model.
+
+A batch is one tensor [patches, channels, side, side], channels-last in memory, so that it is also the packed tokens
+[patches * side * side, channels] of all images. Two orders of these tokens exist:
+
+`image`  a patch is one position (of the model's smallest unit), so the tokens of an image lie in raster order and the
+         images of a resolution are a view: regrouping them copies nothing. After down-sampling there are fewer patches.
+`patch`  patches of the layout's size (PatchedServe 4.1). After down-sampling there are as many, with shorter sides.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...data.errors import UsageError
+from ...kernels.patch import patch_join, patch_split
+from .patch_layout import PatchLayout, patch_size_of
+from .tensors import PatchTensors
+
+Order = Literal["image", "patch"]
+ORDERS: tuple[str, ...] = get_args(Order)
+_KEPT = 16  # packings of recent batches; one of 16 guided requests of 128 to 256 px has 2.6 MB of indices
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The rows of one resolution at one level.
+
+    Attributes:
+        rows, first_row: how many they are, and which is the first.
+        height, width: of each image, in tokens.
+        start, end: their tokens.
+    """
+
+    rows: int
+    first_row: int
+    height: int
+    width: int
+    start: int
+    end: int
+
+    @property
+    def row_slice(self) -> slice:
+        return slice(self.first_row, self.first_row + self.rows)
+
+
+@dataclass(slots=True, eq=False)
+class Level:
+    """One resolution level of a model (0: the latents; each further one halves the sides).
+
+    Attributes:
+        index: number of halvings.
+        side: side of a patch in the tensors of this level.
+        grain: tokens on a side of a patch; less than `side` only where a token stands for several latent pixels (SD3).
+        groups: rows by resolution, in order.
+        num_patches: P.
+        row_index: (P,) row of each patch.
+        neighbours: (P, 8), see `PatchLayout`; None in image order.
+        row_tokens: (rows, 1) number of tokens of each row, float32.
+    """
+
+    index: int
+    side: int
+    grain: int
+    groups: tuple[Group, ...]
+    num_patches: int
+    row_index: Tensor
+    neighbours: Tensor | None
+    row_tokens: Tensor = field(init=False)
+    _tables: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        counts = [float(group.height * group.width) for group in self.groups for _ in range(group.rows)]
+        self.row_tokens = torch.tensor(counts, device=self.row_index.device)[:, None]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_patches * self.grain**2
+
+    def windows(self, stride: int) -> Tensor:
+        """Image order: for each output of a 3 x 3 convolution with padding 1, the 9 tokens it reads, (outputs * 9,).
+
+        Taps go row by row. What lies beyond the edge of the image reads token P, a row of zeros behind the last one.
+        """
+        name = f"windows{stride}"
+        if name not in self._tables:
+            self._tables[name] = self._build_windows(stride).to(self.row_index.device)
+        return self._tables[name]
+
+    def sources_of(self, finer: "Level") -> Tensor:
+        """Image order: the token of this level that nearest up-sampling puts at each token of the next finer level."""
+        if "sources" not in self._tables:
+            parts = []
+            for here, there in zip(self.groups, finer.groups, strict=True):
+                number = torch.arange(here.height * here.width, dtype=torch.float64)
+                image = number.view(1, 1, here.height, here.width)
+                # torch's own interpolation of the numbers decides, so that odd sizes agree with it.
+                taken = torch.nn.functional.interpolate(image, size=(there.height, there.width), mode="nearest")
+                rows = torch.arange(here.rows)[:, None] * (here.height * here.width) + here.start
+                parts.append((rows + taken.long().view(1, -1)).flatten())
+            self._tables["sources"] = torch.cat(parts).to(self.row_index.device)
+        return self._tables["sources"]
+
+    def _build_windows(self, stride: int) -> Tensor:
+        parts = []
+        for group in self.groups:
+            height, width = group.height, group.width
+            padded = np.full((height + 2, width + 2), -1, dtype=np.int64)
+            padded[1:-1, 1:-1] = np.arange(height * width).reshape(height, width)
+            taps = np.lib.stride_tricks.sliding_window_view(padded, (3, 3))[::stride, ::stride].reshape(1, -1)
+            starts = (np.arange(group.rows) * (height * width) + group.start)[:, None]
+            parts.append(np.where(taps < 0, self.num_patches, taps + starts).reshape(-1))
+        return torch.from_numpy(np.concatenate(parts))
+
+
+@dataclass(slots=True, eq=False)
+class Packing:
+    """The places of all rows of a batch; rows are sorted by resolution. Build it with `pack_rows`.
+
+    Attributes:
+        order: which tokens follow each other, see above.
+        layout: the patch layout of the rows.
+        sizes: (height, width) of the latents of each row.
+        levels: from the latents down.
+        kernels: one of `kernels.launch.KERNELS`, for cutting and joining.
+        starts: (rows + 1,) first patch of each row, then P.
+    """
+
+    order: Order
+    layout: PatchLayout
+    sizes: tuple[tuple[int, int], ...]
+    levels: tuple[Level, ...]
+    kernels: str
+    starts: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        area = self.levels[0].side ** 2
+        self.starts = np.cumsum([0, *(height * width // area for height, width in self.sizes)]).tolist()
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def row_index(self) -> Tensor:
+        """(P,) row of each patch of latents."""
+        return self.levels[0].row_index
+
+    def pack(self, images: Sequence[Tensor]) -> Tensor:
+        """Patches [P, channels, side, side] of one image [channels, height, width] per row."""
+        return patch_split([image[None] for image in images], self.levels[0].side, kernels=self.kernels)
+
+    def unpack(self, patches: Tensor, row: int) -> Tensor:
+        """The image [channels, height, width] of a row; a copy."""
+        side, (height, width) = self.levels[0].side, self.sizes[row]
+        own = patches[self.starts[row] : self.starts[row + 1]]
+        return patch_join(own, height // side, width // side, kernels=self.kernels)[0].contiguous()
+
+
+class WholeImages:
+    """The places of rows of one resolution, each kept whole: what plain diffusers takes. See `Packing`."""
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self.starts = list(range(num_rows + 1))
+        self.row_index = torch.arange(num_rows, device=device)
+
+    def pack(self, images: Sequence[Tensor]) -> Tensor:
+        """One image [channels, height, width] per row -> [rows, channels, height, width]."""
+        return torch.stack(tuple(images))
+
+    def unpack(self, images: Tensor, row: int) -> Tensor:
+        """The image of a row; a copy."""
+        return images[row].clone()
+
+
+def pack_rows(
+    sizes: Sequence[tuple[int, int]],
+    *,
+    order: Order,
+    patch_size: int | None,
+    num_levels: int,
+    unit: int,
+    device: torch.device,
+    kernels: str = "auto",
+) -> Packing:
+    """Say where the patches of these rows lie. Recent results are kept.
+
+    Args:
+        sizes: (height, width) of each row's latents, sorted as `PatchLayout` sorts (fewest pixels, height, width).
+        order: `image` or `patch`.
+        patch_size: side of a patch in latent pixels; None for the largest that divides all sides.
+        num_levels: how many levels the model has.
+        unit: latent pixels on a side of the smallest thing that the model keeps apart (SD3: its patch size).
+        device: where the tables are wanted.
+        kernels: one of `kernels.launch.KERNELS`.
+
+    Raises:
+        UsageError: if the patch size does not divide a side, or is too small for the model's levels.
+    """
+    wanted = patch_size_of(sizes) if patch_size is None else patch_size
+    return _pack_rows(tuple(sizes), order, wanted, num_levels, unit, device, kernels)
+
+
+def check_patch_size(patch_size: int, sizes: Sequence[tuple[int, int]], num_levels: int, unit: int) -> None:
+    """Refuse a patch size that a model with these levels cannot work on, or that does not divide a size.
+
+    Raises:
+        UsageError: saying what would be allowed.
+    """
+    multiple = unit << (num_levels - 1)
+    common = patch_size_of(sizes)
+    if patch_size < 1 or patch_size % multiple or common % patch_size:
+        allowed = [size for size in range(multiple, common + 1, multiple) if common % size == 0]
+        named = ", ".join(str(size) for size in allowed) or "none; use --order image"
+        raise UsageError(
+            f"patch size {patch_size} does not fit: it must divide every latent side (common divisor {common}) and be "
+            f"a multiple of {multiple} for this model; allowed here: {named}"
+        )
+
+
+@lru_cache(maxsize=_KEPT)
+def _pack_rows(
+    sizes: tuple[tuple[int, int], ...],
+    order: Order,
+    patch_size: int,
+    num_levels: int,
+    unit: int,
+    device: torch.device,
+    kernels: str,
+) -> Packing:
+    if order == "patch":
+        check_patch_size(patch_size, sizes, num_levels, unit)
+    layout = PatchLayout.build(sizes, patch_size)
+    assert (layout.order == np.arange(len(sizes))).all(), "rows must come sorted by resolution"
+    if order == "patch":
+        tensors = PatchTensors.of(layout, device)
+        levels = tuple(_patch_level(layout, tensors, index, unit) for index in range(num_levels))
+    else:
+        levels = tuple(_image_level(layout, index, unit, device) for index in range(num_levels))
+    return Packing(order, layout, sizes, levels, kernels)
+
+
+def _patch_level(layout: PatchLayout, tensors: PatchTensors, index: int, unit: int) -> Level:
+    side = layout.patch_size >> index
+    shrink = unit << index
+    groups = _groups(layout, [(height // shrink, width // shrink) for height, width in layout.resolutions])
+    return Level(index, side, side // unit, groups, layout.num_patches, tensors.request_index, tensors.neighbours)
+
+
+def _image_level(layout: PatchLayout, index: int, unit: int, device: torch.device) -> Level:
+    # A convolution of stride 2 rounds up.
+    groups = _groups(
+        layout, [(-(-height // (unit << index)), -(-width // (unit << index))) for height, width in layout.resolutions]
+    )
+    lengths = [group.height * group.width for group in groups for _ in range(group.rows)]
+    row_index = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).to(device)
+    # The latents of a model whose smallest unit is larger than a pixel (SD3) come in patches of that side.
+    return Level(index, unit if index == 0 else 1, 1, groups, len(row_index), row_index, None)
+
+
+def _groups(layout: PatchLayout, sizes: list[tuple[int, int]]) -> tuple[Group, ...]:
+    """The groups of a level whose images have these sizes in tokens, one for each resolution."""
+    groups, start = [], 0
+    for (height, width), (first_row, end_row) in zip(sizes, pairwise(layout.resolution_offset.tolist()), strict=True):
+        end = start + (end_row - first_row) * height * width
+        groups.append(Group(end_row - first_row, first_row, height, width, start, end))
+        start = end
+    return tuple(groups)

@@ -1,0 +1,230 @@
+"""The patch layout: where every patch of a batch of mixed resolutions lies (PatchedServe section 4.1).
+
+It is the paper's Offset Based Compression. Requests are sorted by resolution and their patches are stored one after the
+other, row by row; offsets say where each request and each resolution begins, and every patch knows its request and its
+neighbours. Nothing here depends on the level of the U-Net: after down-sampling only the side of a patch is smaller.
+No torch: `serving.layout.tensors` holds the tensors that the kernels read.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...data.errors import UsageError
+
+Integers = NDArray[np.int64]
+
+DIRECTIONS = ((-1, -1), (-1, 0), (-1, 1), (0, -1), (0, 1), (1, -1), (1, 0), (1, 1))
+"""(rows down, columns right) of the eight neighbours, in the order of their column in `PatchLayout.neighbours`: NW, N,
+NE, W, E, SW, S, SE. The opposite of direction k is direction 7 - k."""
+
+_DOWN, _RIGHT = np.array(DIRECTIONS, dtype=np.int64).T
+
+
+def patch_size_of(latent_sizes: Sequence[tuple[int, int]]) -> int:
+    """Return the largest patch size that divides every side: the greatest common divisor of all (height, width).
+
+    Raises:
+        UsageError: there is no size, or a side is not a positive whole number.
+    """
+    return math.gcd(*(int(side) for side in _checked_sizes(latent_sizes).flat))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PatchLayout:
+    """The patches of all active requests, as one list. Built once per change of the active set; read-only.
+
+    n requests, m resolutions, P patches. A request's place below is its position in sorted order; `order` translates.
+
+    Attributes:
+        patch_size: side of a patch in latent pixels.
+        order: (n,) request indices as given to `build`, sorted by resolution (fewest pixels first, then height, then
+            width); requests of one resolution keep the order they were given in.
+        resolutions: m latent sizes (height, width) in sorted order.
+        resolution_offset: (m + 1,) the first request of each resolution, then n.
+        resolution_patch_offset: (m + 1,) the first patch of each resolution, then P.
+        request_offset: (n + 1,) the first patch of each request, then P.
+        grid: (n, 2) rows and columns of patches of each request.
+        request_index: (P,) the request of each patch; never decreases.
+        row, col: (P,) where each patch lies in the grid of its request.
+        neighbours: (P, 8) the patches around each patch in the order of `DIRECTIONS`; -1 beyond the edge of the image.
+    """
+
+    patch_size: int
+    order: Integers
+    resolutions: tuple[tuple[int, int], ...]
+    resolution_offset: Integers
+    resolution_patch_offset: Integers
+    request_offset: Integers
+    grid: Integers
+    request_index: Integers
+    row: Integers
+    col: Integers
+    neighbours: Integers
+
+    @classmethod
+    def build(cls, latent_sizes: Sequence[tuple[int, int]], patch_size: int) -> Self:
+        """Lay out the patches of requests with these latent sizes, in O(patches).
+
+        Args:
+            latent_sizes: (height, width) of the latent of each active request.
+            patch_size: side of a patch in latent pixels; it must divide every side (see `patch_size_of`).
+
+        Raises:
+            UsageError: there is no size, a side is not a positive whole number, or the patch size does not divide it.
+        """
+        given = _checked_sizes(latent_sizes)
+        _check_patch_size(patch_size, given)
+
+        heights, widths = given.T
+        order = np.lexsort((widths, heights, heights * widths))
+        sizes = given[order]
+        is_first = np.ones(len(sizes), dtype=bool)
+        is_first[1:] = (sizes[1:] != sizes[:-1]).any(axis=1)
+        firsts = np.flatnonzero(is_first)
+        resolution_offset = np.append(firsts, len(sizes))
+
+        grid = sizes // patch_size
+        num_patches = grid[:, 0] * grid[:, 1]
+        request_offset = np.zeros(len(sizes) + 1, dtype=np.int64)
+        np.cumsum(num_patches, out=request_offset[1:])
+
+        request_index = np.repeat(np.arange(len(sizes)), num_patches)
+        patch = np.arange(len(request_index))
+        rows, cols = grid[request_index].T
+        row, col = np.divmod(patch - request_offset[request_index], cols)
+
+        # Eight candidates for each patch; a step down is one row of patches, a step right is one patch.
+        neighbour_row = row[:, None] + _DOWN
+        neighbour_col = col[:, None] + _RIGHT
+        is_inside = (neighbour_row >= 0) & (neighbour_row < rows[:, None])
+        is_inside &= (neighbour_col >= 0) & (neighbour_col < cols[:, None])
+        neighbours = np.where(is_inside, patch[:, None] + _DOWN * cols[:, None] + _RIGHT, -1)
+
+        layout = cls(
+            patch_size=patch_size,
+            order=order,
+            resolutions=tuple((height, width) for height, width in sizes[firsts].tolist()),
+            resolution_offset=resolution_offset,
+            resolution_patch_offset=request_offset[resolution_offset],
+            request_offset=request_offset,
+            grid=grid,
+            request_index=request_index,
+            row=row,
+            col=col,
+            neighbours=neighbours,
+        )
+        for array in layout._arrays():
+            array.flags.writeable = False
+        return layout
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.order)
+
+    @property
+    def num_resolutions(self) -> int:
+        return len(self.resolutions)
+
+    @property
+    def num_patches(self) -> int:
+        return len(self.request_index)
+
+    def check(self) -> None:
+        """Verify what every reader relies on, independently of how `build` computes it.
+
+        Raises:
+            RuntimeError: the layout contradicts itself; the message says where.
+        """
+        requests = np.arange(self.num_requests)
+        patches = np.arange(self.num_patches)
+        request_resolution = np.repeat(np.arange(self.num_resolutions), np.diff(self.resolution_offset))
+        _require(np.array_equal(np.sort(self.order), requests), "order is not a permutation of the requests")
+        _require(self.resolutions == tuple(sorted(set(self.resolutions), key=by_size)), "resolutions are not sorted")
+        for name, offset, end in (
+            ("resolution_offset", self.resolution_offset, self.num_requests),
+            ("resolution_patch_offset", self.resolution_patch_offset, self.num_patches),
+            ("request_offset", self.request_offset, self.num_patches),
+        ):
+            is_rising = offset[0] == 0 and offset[-1] == end and bool((np.diff(offset) > 0).all())
+            _require(is_rising, f"{name} does not rise from 0 to {end}")
+        sizes = np.array(self.resolutions)[request_resolution]
+        _require(np.array_equal(self.grid * self.patch_size, sizes), "grid and patch_size do not make the resolutions")
+        _require(
+            np.array_equal(np.diff(self.request_offset), self.grid.prod(axis=1)), "request_offset contradicts grid"
+        )
+        _require(
+            np.array_equal(self.request_offset[self.resolution_offset], self.resolution_patch_offset),
+            "resolution_patch_offset contradicts request_offset",
+        )
+        found = np.searchsorted(self.request_offset, patches, side="right") - 1
+        _require(np.array_equal(self.request_index, found), "request_index contradicts request_offset")
+        rows, cols = self.grid[self.request_index].T
+        is_in_grid = (self.row >= 0) & (self.row < rows) & (self.col >= 0) & (self.col < cols)
+        _require(bool(is_in_grid.all()), "a patch lies outside the grid of its request")
+        place = self.request_offset[self.request_index] + self.row * cols + self.col
+        _require(np.array_equal(place, patches), "row and col contradict the order of the patches")
+        self._check_neighbours(rows, cols)
+
+    def _check_neighbours(self, rows: Integers, cols: Integers) -> None:
+        above, left = self.row == 0, self.col == 0
+        below, right = self.row == rows - 1, self.col == cols - 1
+        is_edge = np.stack(
+            [above | left, above, above | right, left, right, below | left, below, below | right], axis=1
+        )
+        is_right = np.where(is_edge, self.neighbours == -1, self.neighbours >= 0)
+        _require(bool(is_right.all()), "neighbours is not -1 exactly at the image edge")
+        _require(bool((self.neighbours < self.num_patches).all()), "neighbours names a patch that is not there")
+        here, k = np.nonzero(~is_edge)
+        there = self.neighbours[here, k]
+        _require(
+            np.array_equal(self.neighbours[there, 7 - k], here)
+            and np.array_equal(self.request_index[there], self.request_index[here])
+            and np.array_equal(self.row[there], self.row[here] + _DOWN[k])
+            and np.array_equal(self.col[there], self.col[here] + _RIGHT[k]),
+            "neighbours names a patch that does not lie there",
+        )
+
+    def _arrays(self) -> tuple[Integers, ...]:
+        return (
+            *(self.order, self.resolution_offset, self.resolution_patch_offset, self.request_offset),
+            *(self.grid, self.request_index, self.row, self.col, self.neighbours),
+        )
+
+
+def by_size(size: tuple[int, int]) -> tuple[int, int, int]:
+    """Sort key of latent sizes (height, width): fewest pixels first, then height, then width."""
+    return (size[0] * size[1], *size)
+
+
+def _require(is_true: bool, otherwise: str) -> None:
+    if not is_true:
+        raise RuntimeError(f"patch layout is broken: {otherwise}")
+
+
+def _checked_sizes(latent_sizes: Sequence[tuple[int, int]]) -> Integers:
+    """Return the sizes as an (n, 2) array."""
+    if len(latent_sizes) == 0:
+        raise UsageError("latent sizes are empty, but a patch layout needs at least one request")
+    sizes = np.array(latent_sizes)
+    if sizes.shape[1:] != (2,) or sizes.dtype.kind not in "iu" or bool((sizes <= 0).any()):
+        raise UsageError(f"latent sizes are {list(latent_sizes)}, but each must be (height, width), positive integers")
+    return sizes.astype(np.int64, copy=False)
+
+
+def _check_patch_size(patch_size: int, sizes: Integers) -> None:
+    if isinstance(patch_size, int) and patch_size > 0 and not (sizes % patch_size).any():
+        return
+    common = math.gcd(*(int(side) for side in sizes.flat))
+    allowed = ", ".join(str(divisor) for divisor in range(1, common + 1) if common % divisor == 0)
+    if not isinstance(patch_size, int) or patch_size <= 0:
+        raise UsageError(f"patch size is {patch_size!r}, but it must be one of {allowed}")
+    height, width = sizes[(sizes % patch_size).any(axis=1)][0].tolist()
+    raise UsageError(
+        f"patch size {patch_size} does not divide the latent size {height}x{width} (height x width); "
+        f"allowed for these requests: {allowed}"
+    )

@@ -1,0 +1,58 @@
+"""What the pipelines with a U-Net (`sd`, `sdxl`) have in common."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from PIL.Image import Image
+
+from ....data.errors import UsageError
+from ....data.requests import Request
+from . import Family
+
+
+def unet_family(
+    pipe: Any,
+    max_sequence_length: int | None,
+    *,
+    condition: Callable[[Any, Request, bool], dict[str, torch.Tensor]],
+    conditions: Callable[[dict[str, torch.Tensor]], dict[str, Any]],
+    decode: Callable[[Any, torch.Tensor], Sequence[Image]],
+) -> Family:
+    """Return the family of a pipeline with a U-Net; `condition` and `decode` are given the pipeline first.
+
+    Raises:
+        UsageError: if `max_sequence_length` is given.
+    """
+    if max_sequence_length is not None:
+        raise UsageError(
+            f"max_sequence_length is {max_sequence_length}, but it applies to StableDiffusion3Pipeline only, "
+            f"not to {type(pipe).__name__}"
+        )
+    return Family(
+        latent_factor=pipe.vae_scale_factor,
+        # The pipeline itself asks for multiples of 8, also where the autoencoder reduces by less.
+        size_multiple=math.lcm(8, pipe.vae_scale_factor),
+        max_side=None,
+        embeds_guidance=pipe.unet.config.time_cond_proj_dim is not None,
+        scales_noise=True,
+        pass_step_kwargs=True,
+        schedule_kwargs=lambda _: {},
+        condition=partial(condition, pipe),
+        conditions=conditions,
+        decode=partial(decode, pipe),
+    )
+
+
+def guidance_embedding(pipe: Any, guidance_scale: float, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the conditioning `guidance`, (1, time_cond_proj_dim), of a model that takes the scale as an input.
+
+    Such models are distilled; for all others there is none.
+    """
+    dim = pipe.unet.config.time_cond_proj_dim
+    if dim is None:
+        return {}
+    embedding = pipe.get_guidance_scale_embedding(torch.tensor([guidance_scale - 1]), embedding_dim=dim)
+    return {"guidance": embedding.to(device=pipe.unet.device, dtype=dtype)}

@@ -1,0 +1,166 @@
+"""The served model: one diffusers pipeline, taken apart into what the three stages need.
+
+`ServedModel` owns no copied model code. It calls the pipeline's own text encoders, scheduler and autoencoder as the
+pipeline does, for one request at a time (prepare, decode), and hands out the stepper that denoises in between. Latents
+and images equal those of the plain pipeline called with the same prompt, size, steps, guidance scale and
+`torch.Generator("cpu").manual_seed(seed)`.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from diffusers.utils.torch_utils import randn_tensor
+
+from ...data.errors import RunError, UsageError
+from ...data.requests import Request
+from ...data.resolution import Resolution
+from ..core.prepared import PreparedRequest
+from ..core.timing import finish_stream
+from ..engine.stepper import EngineOptions, Stepper, Tuning, build_stepper
+from ..samplers.single import PerRequestSampler, SamplerState
+from .defaults import ModelDefaults
+from .families import build_family
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+MAX_TIMES_PIXELS = 64
+"""Of a request, against the largest resolution that a model is made for; beyond it a model draws nothing of use."""
+
+
+class ServedModel:
+    """One loaded model, ready to be driven by the engine.
+
+    `prepare`, `stepper.step` and `decode` use disjoint parts of the pipeline (text encoders, denoising model,
+    autoencoder), so three threads may call them at the same time, but no two threads the same one.
+
+    Args:
+        pipe: a diffusers pipeline of a supported class, already on its device and in its dtype.
+        name: what the user called the model; used for tables and reports.
+        fingerprint: changes when the model's files change; part of the key of cached measurements.
+        defaults: steps, guidance scale and resolutions that suit the model.
+        options: which engine denoises, and how.
+
+    Raises:
+        UsageError: if that engine cannot run the model or its scheduler.
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        *,
+        name: str,
+        fingerprint: str = "",
+        defaults: ModelDefaults | None = None,
+        options: EngineOptions | None = None,
+    ) -> None:
+        self.pipe = pipe
+        self.name = name
+        self.fingerprint = fingerprint
+        self.defaults = defaults or ModelDefaults()
+        self.family = build_family(pipe, max_sequence_length=self.defaults.max_sequence_length)
+        self.sampler = PerRequestSampler(pipe.scheduler, pass_step_kwargs=self.family.pass_step_kwargs)
+        self.denoiser: Any = pipe.unet if hasattr(pipe, "unet") else pipe.transformer
+        self.device: torch.device = self.denoiser.device
+        self.dtype: torch.dtype = self.denoiser.dtype
+        self.options = options or EngineOptions()
+        self.stepper: Stepper = build_stepper(self, self.options)
+        self._known_schedules: set[tuple[int, Resolution]] = set()
+
+    def check_resolution(self, resolution: Resolution) -> None:
+        """Raise UsageError if the model cannot draw this resolution; the message names the allowed multiple."""
+        multiple, largest = self.family.size_multiple, self.family.max_side
+        if resolution.width % multiple or resolution.height % multiple:
+            raise UsageError(
+                f"resolution {resolution.width}x{resolution.height}: "
+                f"width and height must be multiples of {multiple} pixels for {self.name}"
+            )
+        if largest is not None and max(resolution) > largest:
+            raise UsageError(
+                f"resolution {resolution.width}x{resolution.height}: "
+                f"width and height may be at most {largest} pixels for {self.name}"
+            )
+        usual = max(self.defaults.resolutions, key=lambda size: size.pixels)
+        if resolution.pixels > MAX_TIMES_PIXELS * usual.pixels:
+            raise UsageError(
+                f"resolution {resolution}: it may have at most {MAX_TIMES_PIXELS} times the pixels of the largest that "
+                f"{self.name} is made for ({usual})"
+            )
+
+    def check_request(self, request: Request) -> None:
+        """Raise UsageError if the model cannot serve the request (its resolution or number of steps)."""
+        self.check_resolution(request.resolution)
+        schedule = (request.num_inference_steps, request.resolution)
+        if schedule in self._known_schedules:
+            return
+        try:
+            state = self._start_schedule(request, generator=None)
+            self.stepper.check(state, self.family.latent_size(request.resolution))
+        except UsageError:
+            raise
+        except (ValueError, IndexError, RuntimeError) as error:
+            scheduler = type(self.pipe.scheduler).__name__
+            raise UsageError(f"{scheduler} cannot take {request.num_inference_steps} steps: {error}") from error
+        self._known_schedules.add(schedule)
+
+    def _start_schedule(self, request: Request, generator: torch.Generator | None) -> SamplerState:
+        return self.sampler.start(
+            request.num_inference_steps,
+            device=self.device,
+            generator=generator,
+            schedule_kwargs=self.family.schedule_kwargs(request.resolution),
+        )
+
+    def tune(self, resolutions: Iterable[Resolution], folder: Path) -> None:
+        """Let the engine choose by measurement what is faster for these resolutions; `folder` keeps the result.
+
+        Raises:
+            UsageError: if the engine's options do not fit the resolutions.
+            RunError: if a file in the folder is damaged.
+        """
+        distinct = list(dict.fromkeys(resolutions))
+        self.stepper.tune(self.tuning(distinct, folder))
+        if self.options.compile:
+            # A graph for batches of one resolution, of two, and so on: requests that come later would wait for it.
+            for count in range(1, len(distinct) + 1):
+                failures = self.stepper.step(self.examples(distinct[:count]))
+                if failures:
+                    raise RunError(f"--compile: {next(iter(failures.values()))}")
+
+    def tuning(self, resolutions: Sequence[Resolution], folder: Path) -> Tuning:
+        """What a stepper of this model is told to be fast for these resolutions."""
+        sizes = [self.family.latent_size(resolution) for resolution in resolutions]
+        return Tuning(sizes, folder, self.fingerprint, lambda: self.examples(resolutions))
+
+    def examples(self, resolutions: Iterable[Resolution]) -> list[PreparedRequest]:
+        """Prepare a request of each resolution, with the model's own settings, to measure with."""
+        steps, scale = self.defaults.num_inference_steps, self.defaults.guidance_scale
+        return [self.prepare(Request(0, "", resolution, steps, scale)) for resolution in resolutions]
+
+    @torch.inference_mode()
+    def prepare(self, request: Request) -> PreparedRequest:
+        """Encode the text, set the schedule and draw the first latents from the request's own generator.
+
+        The latents are drawn on the CPU whatever the device, so that a seed means the same image everywhere.
+        """
+        is_guided = self.family.uses_guidance(request.guidance_scale)
+        conditioning = self.family.condition(request, is_guided)
+        generator = torch.Generator("cpu").manual_seed(request.seed)
+        state = self._start_schedule(request, generator)
+        shape = (1, self.denoiser.config.in_channels, *self.family.latent_size(request.resolution))
+        latents = randn_tensor(shape, generator=generator, device=self.device, dtype=conditioning["text"].dtype)
+        if self.family.scales_noise:
+            latents = latents * state.scheduler.init_noise_sigma
+        prepared = PreparedRequest(request, latents, conditioning, state, is_guided)
+        self.stepper.prepare(prepared)
+        # The denoise loop works on another stream.
+        finish_stream(self.device)
+        return prepared
+
+    @torch.inference_mode()
+    def decode(self, latents: torch.Tensor) -> "Image":
+        """Turn the final latents of one request into its image."""
+        return self.family.decode(latents.to(self.dtype))[0]

@@ -1,0 +1,148 @@
+"""Puts the cache before the blocks of a diffusers model: the block's own `forward` runs, on all cells, some or none."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..cache.active import ActiveSet
+from ..cache.patch_cache import PatchCache
+from ..cache.slots import NormSlots, TokenSlots
+from .leaves import PatchContext, to_patches, to_tokens
+
+
+def install(model: Any, cache: PatchCache) -> None:
+    """Wrap the blocks of a patched model.
+
+    A U-Net has its down blocks, its middle and its up blocks; SD3 its joint transformer blocks.
+    """
+    for name, module in blocks_of(model):
+        leaves = (getattr(leaf, "slots", None) for leaf in module.modules())
+        kept = [slots.buffer for slots in leaves if isinstance(slots, TokenSlots | NormSlots)]
+        number = cache.add_block(name, kept)
+        wrapper = _CachedTransformerBlock if name.startswith("transformer") else _CachedUNetBlock
+        module.forward = wrapper(module, number, cache)
+
+
+def blocks_of(model: Any) -> Iterator[tuple[str, Any]]:
+    """Names and modules of the blocks that can be cached, in the order in which a step runs them."""
+    if hasattr(model, "transformer_blocks"):
+        yield from ((f"transformer{index}", block) for index, block in enumerate(model.transformer_blocks))
+        return
+    yield from ((f"down{index}", block) for index, block in enumerate(model.down_blocks))
+    if model.mid_block is not None:
+        yield "mid", model.mid_block
+    yield from ((f"up{index}", block) for index, block in enumerate(model.up_blocks))
+
+
+class _Wrapper:
+    """What both kinds of blocks share: the block, its number in the cache, and the run with the context set."""
+
+    forward: Callable[..., Any]
+
+    def __init__(self, block: nn.Module, number: int, cache: PatchCache) -> None:
+        self.run, self.number, self.cache = block.forward, number, cache
+        self.context: PatchContext = cache.context
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return (self.forward if self.cache.is_used else self.run)(*arguments, **named)
+
+    def whole(self, *arguments: Any, **named: Any) -> Any:
+        """Run on all cells; operators keep what they read, if there is room."""
+        self.context.cells = self.cache.tables if self.cache.has_room(self.number) else None
+        try:
+            return self.run(*arguments, **named)
+        finally:
+            self.context.cells = None
+
+    def masked(self, active: ActiveSet, *arguments: Any, **named: Any) -> Any:
+        """Run on some cells."""
+        self.context.active = active
+        try:
+            return self.run(*arguments, **named)
+        finally:
+            self.context.active = None
+
+
+class _CachedUNetBlock(_Wrapper):
+    """A down, middle or up block; what it hands to the other side of the U-Net is cached too."""
+
+    _out_level = 0
+    _has_skips = False
+
+    def forward(
+        self, hidden_states: Tensor, temb: Tensor, res_hidden_states_tuple: tuple[Tensor, ...] = (), **others: Any
+    ) -> Any:
+        context, given = self.context, (hidden_states, *res_hidden_states_tuple)
+        inputs = tuple(to_tokens(tensor) for tensor in given)
+        chosen = self.cache.decide(self.number, inputs)
+        if isinstance(chosen, ActiveSet):
+            taken = [
+                to_patches(tokens.index_select(0, chosen.tokens(self._level_of(tokens))), tensor.shape[2])
+                for tokens, tensor in zip(inputs, given, strict=True)
+            ]
+            if res_hidden_states_tuple:
+                others["res_hidden_states_tuple"] = tuple(taken[1:])
+            out = self.masked(chosen, taken[0], temb=temb.index_select(0, chosen.rows), **others)
+            self.cache.keep(self.number, inputs, self._tokens(out), (), chosen)
+        elif chosen:
+            if res_hidden_states_tuple:
+                others["res_hidden_states_tuple"] = res_hidden_states_tuple
+            out = self.whole(hidden_states, temb=temb, **others)
+            assert context.level is not None
+            self._out_level, self._has_skips = context.level.index, isinstance(out, tuple)
+            self.cache.keep(self.number, inputs, self._tokens(out), (), None)
+            return out
+        levels = self.cache.tables.packing.levels
+        context.level = levels[self._out_level]
+        kept = [
+            to_patches(tokens, levels[self._level_of(tokens)].side) for tokens in self.cache.stores[self.number].outputs
+        ]
+        return (kept[0], tuple(kept[1:])) if self._has_skips else kept[0]
+
+    def _level_of(self, tokens: Tensor) -> int:
+        return self.cache.tables.level_of(len(tokens)).index
+
+    @staticmethod
+    def _tokens(out: Any) -> tuple[Tensor, ...]:
+        """The outputs as tokens; what is handed on twice is one tensor."""
+        tensors = (out[0], *out[1]) if isinstance(out, tuple) else (out,)
+        made = {id(tensor): to_tokens(tensor) for tensor in tensors}
+        return tuple(made[id(tensor)] for tensor in tensors)
+
+
+class _CachedTransformerBlock(_Wrapper):
+    """A joint block of SD3. The text of a row is computed where one of its patches is."""
+
+    def forward(
+        self, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, **others: Any
+    ) -> tuple[Tensor | None, Tensor]:
+        tokens = hidden_states.reshape(-1, hidden_states.shape[2])
+        chosen = self.cache.decide(self.number, (tokens,))
+        if isinstance(chosen, ActiveSet):
+            rows = chosen.rows
+            text, out = self.masked(
+                chosen,
+                hidden_states=tokens.index_select(0, chosen.tokens(0)).view(-1, *hidden_states.shape[1:]),
+                encoder_hidden_states=encoder_hidden_states.index_select(0, rows),
+                temb=temb.index_select(0, rows),
+                **others,
+            )
+        elif chosen:
+            text, out = self.whole(
+                hidden_states=hidden_states, encoder_hidden_states=encoder_hidden_states, temb=temb, **others
+            )
+        else:
+            return self._kept(hidden_states)
+        self.cache.keep(
+            self.number,
+            (tokens,),
+            (out.reshape(-1, out.shape[2]),),
+            () if text is None else (text,),
+            chosen if isinstance(chosen, ActiveSet) else None,
+        )
+        return self._kept(hidden_states) if isinstance(chosen, ActiveSet) else (text, out)
+
+    def _kept(self, like: Tensor) -> tuple[Tensor | None, Tensor]:
+        store = self.cache.stores[self.number]
+        return store.row_outputs[0] if store.row_outputs else None, store.outputs[0].view(like.shape)

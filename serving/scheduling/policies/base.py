@@ -1,0 +1,182 @@
+"""What a policy is: which waiting requests join the denoise batch now, which are given up, and which go on waiting."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol, runtime_checkable
+
+from ....data.errors import UsageError
+from ....data.requests import Request
+from ....data.resolution import Resolution
+from ...core.request_state import RequestView
+from .waiting import WaitingQueue
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a policy decided; whoever is named in neither field goes on waiting.
+
+    Attributes:
+        admit: ids of waiting requests that join the active queue, in the order in which they join.
+        drop: `(id, reason)` of waiting requests that are discarded; the reason is shown to the user.
+    """
+
+    admit: tuple[int, ...] = ()
+    drop: tuple[tuple[int, str], ...] = ()
+
+
+class StepLatencyPredictor(Protocol):
+    """Says how long one denoising step of a batch takes (PatchedServe section 6, "Schedule Predictor")."""
+
+    def step_latency_s(self, active: Sequence[Resolution]) -> float:
+        """Seconds of one step over one image of each resolution in `active` (with repeats, in any order)."""
+        ...
+
+
+@runtime_checkable
+class LearningPredictor(StepLatencyPredictor, Protocol):
+    """A predictor that is told how long each step really took, and may correct itself."""
+
+    def observe(self, active: Sequence[Resolution], measured_s: float) -> None:
+        """Take note that one step over `active` took `measured_s` seconds; called after every step, in order."""
+        ...
+
+
+class Policy(Protocol):
+    """Decides before every denoising step. The engine and the simulator call the same objects.
+
+    A policy is a pure function of its arguments: it keeps no state between calls, reads no clock, draws no random
+    number and changes nothing that it is given, so the same arguments always give the same decision.
+
+    Attributes:
+        name: what the user calls it (`--policy`).
+        requires_one_resolution: whether all active requests always have one resolution and one number of steps. They
+            then also take their first step together.
+        requires_predictor: whether `decide` needs a predictor; who runs the policy checks it at the start.
+        num_steps_scale: share of the steps that a request asks for which it gets; `request_under` applies it when the
+            request is submitted, so a policy itself changes no request.
+    """
+
+    name: ClassVar[str]
+    requires_one_resolution: ClassVar[bool]
+    requires_predictor: ClassVar[bool]
+    num_steps_scale: ClassVar[float]
+
+    def decide(
+        self,
+        now_s: float,
+        waiting: Sequence[RequestView],
+        active: Sequence[RequestView],
+        max_batch_size: int,
+        predictor: StepLatencyPredictor | None = None,
+    ) -> Decision:
+        """Choose who joins and who is dropped before the next step.
+
+        Called whenever a step has ended, and when a request arrives while no step is being taken. It must admit
+        somebody when nothing is active and not all of `waiting` are dropped; otherwise the engine would stand still.
+
+        Args:
+            now_s: the time, in seconds from the start of the trace, on the same clock as `arrival_s` and `deadline_s`.
+            waiting: requests that have arrived and may join, in order of arrival (equal arrivals: by id). Whether they
+                are prepared already is no concern of a policy.
+            active: requests that were admitted and have not left, in the order in which they were.
+            max_batch_size: largest number of active requests, at least 1 and never below `len(active)`.
+            predictor: step latencies for policies that look ahead; the others ignore it.
+
+        Returns:
+            A decision that `check_decision` accepts: only waiting requests are named, each once, and no more are
+            admitted than there is room for.
+        """
+        ...
+
+
+def free_places(active: Sequence[RequestView], max_batch_size: int) -> int:
+    """Number of requests that may still join.
+
+    Raises:
+        ValueError: `max_batch_size` is below 1 or below the number of active requests.
+    """
+    if max_batch_size < 1:
+        raise ValueError(f"max_batch_size is {max_batch_size}, but it must be at least 1")
+    if len(active) > max_batch_size:
+        raise ValueError(f"{len(active)} requests are active, but max_batch_size is {max_batch_size}")
+    return max_batch_size - len(active)
+
+
+def fill_by_arrival(waiting: Sequence[RequestView], active: Sequence[RequestView], max_batch_size: int) -> Decision:
+    """Give every free place to who came first. Raises as `free_places`."""
+    num_free = free_places(active, max_batch_size)
+    return Decision(admit=tuple(view.request_id for view in waiting[:num_free]))
+
+
+def admit_oldest_alone(waiting: Sequence[RequestView], active: Sequence[RequestView], max_batch_size: int) -> Decision:
+    """Admit who came first once nothing is active. Raises as `free_places`."""
+    free_places(active, max_batch_size)
+    if active or not waiting:
+        return Decision()
+    return Decision(admit=(waiting[0].request_id,))
+
+
+def require_predictor(policy: Policy, predictor: StepLatencyPredictor | None) -> StepLatencyPredictor:
+    """Return the predictor.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if predictor is None:
+        raise UsageError(
+            f"policy {policy.name} looks ahead and needs step latencies, but none are given: name a predictor or a "
+            "latency table, or choose a policy that needs none"
+        )
+    return predictor
+
+
+def request_under(policy: Policy, request: Request) -> Request:
+    """The request with the number of steps that it gets under a policy, rounded up and at least 1."""
+    if policy.num_steps_scale == 1:
+        return request
+    # Less than a billionth of a step is a rounding error of the product.
+    num_steps = max(1, math.ceil(request.num_inference_steps * policy.num_steps_scale - 1e-9))
+    return replace(request, num_inference_steps=num_steps)
+
+
+def check_decision(
+    decision: Decision,
+    waiting: Sequence[RequestView],
+    active: Sequence[RequestView],
+    max_batch_size: int,
+    *,
+    requires_one_resolution: bool = False,
+) -> None:
+    """Check a decision against the contract of `Policy.decide` (and of `Policy.requires_one_resolution`, if given).
+
+    Raises:
+        RuntimeError: the policy broke its contract. That is a fault of ours, never of the user.
+    """
+    dropped = [request_id for request_id, _ in decision.drop]
+    named = [*decision.admit, *dropped]
+    views = _find(waiting, named)
+    unknown = [request_id for request_id in named if request_id not in views]
+    if unknown:
+        raise RuntimeError(f"policy named requests {unknown}, which are not waiting")
+    if len(set(named)) < len(named):
+        raise RuntimeError(f"policy named a request twice: admitted {list(decision.admit)}, dropped {dropped}")
+    if len(active) + len(decision.admit) > max_batch_size:
+        raise RuntimeError(
+            f"policy admitted {len(decision.admit)} requests to {len(active)} active ones, "
+            f"but max_batch_size is {max_batch_size}"
+        )
+    if waiting and not active and not decision.admit and len(dropped) < len(waiting):
+        raise RuntimeError(f"policy admitted none of {len(waiting)} waiting requests although nothing is active")
+    if requires_one_resolution:
+        batch = [*active, *(views[request_id] for request_id in decision.admit)]
+        if len({(view.resolution, view.num_steps) for view in batch}) > 1:
+            raise RuntimeError("policy mixed resolutions or numbers of steps, but it requires one of each")
+
+
+def _find(waiting: Sequence[RequestView], request_ids: Sequence[int]) -> dict[int, RequestView]:
+    """Return the waiting requests of these ids, by id."""
+    if isinstance(waiting, WaitingQueue):
+        found = ((request_id, waiting.get(request_id)) for request_id in request_ids)
+        return {request_id: view for request_id, view in found if view is not None}
+    return {view.request_id: view for view in waiting}

@@ -1,0 +1,27 @@
+"""First come, first served, one at a time: what plain diffusers does with a queue of single calls."""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from ...core.request_state import RequestView
+from .base import Decision, StepLatencyPredictor, admit_oldest_alone
+
+
+class FcfsPolicy:
+    """Admits the request that arrived first once nothing is active. Never batches, never drops."""
+
+    name: ClassVar[str] = "fcfs"
+    requires_one_resolution: ClassVar[bool] = True
+    requires_predictor: ClassVar[bool] = False
+    num_steps_scale: ClassVar[float] = 1.0
+
+    def decide(
+        self,
+        now_s: float,
+        waiting: Sequence[RequestView],
+        active: Sequence[RequestView],
+        max_batch_size: int,
+        predictor: StepLatencyPredictor | None = None,
+    ) -> Decision:
+        """See `Policy.decide`."""
+        return admit_oldest_alone(waiting, active, max_batch_size)

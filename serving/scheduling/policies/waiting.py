@@ -1,0 +1,106 @@
+"""The waiting queue as policies see it, kept in the orders that they ask for.
+
+A policy takes any sequence of views. The engine and the simulator hand it a `WaitingQueue`, which keeps its orders as
+requests come and go, so that a decision costs time for those it names and not for all that wait.
+"""
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from typing import overload
+
+from ....data.resolution import Resolution
+from ...core.request_state import RequestView
+
+Kind = tuple[Resolution, int, float | None]
+"""Resolution, number of steps and standalone latency: equal requests but for their arrival and deadline."""
+ByDeadline = tuple[float, float, int, RequestView]
+"""Deadline (infinity without one), arrival, id, view. It sorts by the first three: ids differ."""
+
+
+def kind_of(view: RequestView) -> Kind:
+    """The kind of a request."""
+    return view.resolution, view.num_steps, view.standalone_s
+
+
+def by_deadline(view: RequestView) -> ByDeadline:
+    """The view with what it is sorted by."""
+    return math.inf if view.deadline_s is None else view.deadline_s, view.arrival_s, view.request_id, view
+
+
+class WaitingQueue(Sequence[RequestView]):
+    """Views in order of arrival (equal arrivals: by id), and of each kind in order of deadline.
+
+    `add` and `remove` cost a search and a move of pointers; they are for the owner of the queue, not for policies.
+    """
+
+    __slots__ = ("_arrivals", "_by_id", "_by_kind", "_views")
+
+    def __init__(self, views: Sequence[RequestView] = ()) -> None:
+        self._arrivals: list[tuple[float, int]] = []
+        self._views: list[RequestView] = []
+        self._by_id: dict[int, RequestView] = {}
+        self._by_kind: dict[Kind, list[ByDeadline]] = {}
+        for view in views:
+            self.add(view)
+
+    def add(self, view: RequestView) -> None:
+        """Put a request in.
+
+        Raises:
+            ValueError: a request of this id is there already.
+        """
+        if view.request_id in self._by_id:
+            raise ValueError(f"request {view.request_id} is waiting already")
+        key = (view.arrival_s, view.request_id)
+        place = bisect_left(self._arrivals, key)
+        self._arrivals.insert(place, key)
+        self._views.insert(place, view)
+        self._by_id[view.request_id] = view
+        insort(self._by_kind.setdefault(kind_of(view), []), by_deadline(view))
+
+    def remove(self, request_id: int) -> RequestView:
+        """Take a request out. Raises KeyError if it is not there."""
+        view = self._by_id.pop(request_id)
+        place = bisect_left(self._arrivals, (view.arrival_s, request_id))
+        del self._arrivals[place], self._views[place]
+        kind = kind_of(view)
+        group = self._by_kind[kind]
+        del group[bisect_left(group, by_deadline(view)[:3])]  # type: ignore[arg-type]  a shorter tuple sorts first
+        if not group:
+            del self._by_kind[kind]
+        return view
+
+    def get(self, request_id: int) -> RequestView | None:
+        """The request of this id, None if it is not waiting."""
+        return self._by_id.get(request_id)
+
+    @property
+    def groups(self) -> list[list[ByDeadline]]:
+        """The requests of each kind in order of deadline; kinds in order of their first arrival. Not to be changed."""
+        return list(self._by_kind.values())
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def __iter__(self) -> Iterator[RequestView]:
+        return iter(self._views)
+
+    @overload
+    def __getitem__(self, index: int) -> RequestView: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[RequestView]: ...
+    def __getitem__(self, index: int | slice) -> RequestView | list[RequestView]:
+        return self._views[index]
+
+
+def groups_by_deadline(waiting: Sequence[RequestView]) -> list[list[ByDeadline]]:
+    """The requests of each kind, each group in order of deadline: kept by a `WaitingQueue`, else sorted now."""
+    if isinstance(waiting, WaitingQueue):
+        return waiting.groups
+    groups: dict[Kind, list[ByDeadline]] = {}
+    for view in waiting:
+        groups.setdefault(kind_of(view), []).append(by_deadline(view))
+    for group in groups.values():
+        group.sort()
+    return list(groups.values())

@@ -1,0 +1,169 @@
+"""Step latencies for schedulers and the simulator: from a measured table, per resolution, memoised. No torch."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from scipy.optimize import nnls
+
+from ...data.errors import UsageError
+from ...data.resolution import Resolution
+from .policies.base import StepLatencyPredictor
+
+Batch = tuple[Resolution, ...]
+"""The resolutions of a batch, with repeats, sorted."""
+_NUM_NEIGHBOURS = 4
+
+
+def batch_of(active: Sequence[Resolution]) -> Batch:
+    """The batch as a key."""
+    return tuple(sorted(active))
+
+
+class MemoisedLatency:
+    """Remembers what another predictor says, whatever the order of the resolutions.
+
+    For predictors that do not change; one that learns must forget by itself.
+    """
+
+    def __init__(self, predictor: StepLatencyPredictor) -> None:
+        self._predictor = predictor
+        self._known: dict[tuple[Resolution, ...], float] = {}
+
+    def step_latency_s(self, active: Sequence[Resolution]) -> float:
+        """See `StepLatencyPredictor`.
+
+        Raises:
+            ValueError: the predictor says something that is no positive finite number.
+        """
+        key = tuple(active)
+        latency_s = self._known.get(key)
+        if latency_s is None:
+            batch = batch_of(key)
+            latency_s = self._known.get(batch)
+            if latency_s is None:
+                latency_s = float(self._predictor.step_latency_s(batch))
+                if not 0 < latency_s < math.inf:
+                    names = ", ".join(map(str, batch))
+                    raise ValueError(f"step latency of {names} is predicted as {latency_s} s, but must be above 0")
+                self._known[batch] = latency_s
+            self._known[key] = latency_s
+        return latency_s
+
+
+class PerResolutionLatency:
+    """Step latencies of the plain engine: one forward pass for each resolution, one after the other."""
+
+    def __init__(self, predictor: StepLatencyPredictor) -> None:
+        self._predictor = predictor
+
+    def step_latency_s(self, active: Sequence[Resolution]) -> float:
+        """See `StepLatencyPredictor`: the sum over batches of one resolution."""
+        counts = Counter(active)
+        return sum(self._predictor.step_latency_s((resolution,) * counts[resolution]) for resolution in sorted(counts))
+
+
+class ScaledLatency:
+    """Step latencies that are all so many times as long as another predictor says."""
+
+    def __init__(self, predictor: StepLatencyPredictor, scale: float) -> None:
+        self._predictor = predictor
+        self._scale = scale
+
+    def step_latency_s(self, active: Sequence[Resolution]) -> float:
+        """See `StepLatencyPredictor`."""
+        return self._predictor.step_latency_s(active) * self._scale
+
+
+class TableLatency:
+    """Step latencies from measured batches: a measured batch has its own latency, others are interpolated.
+
+    First a line is fitted to the table by non-negative least squares of relative errors,
+
+        latency = a + b * (distinct resolutions) + sum over resolutions of c * (requests)
+
+    so that no batch gets faster by growing. Then, because batches do not grow along a line (small ones do not fill the
+    device), its value is multiplied by how far the table lies off the line near by: the mean of measured / fitted over
+    the four nearest batches, weighted by the inverse distance, which is the number of requests to add or remove.
+
+    Args:
+        latencies: seconds of one step by batch; the order of a batch's resolutions does not matter.
+
+    Attributes:
+        max_batch_size: number of requests in the largest measured batch.
+        num_too_large: answers about batches with more requests than that.
+
+    Raises:
+        UsageError: the table is empty, has an empty batch, the same one twice, or a latency that is not above 0.
+    """
+
+    def __init__(self, latencies: Mapping[tuple[Resolution, ...], float]) -> None:
+        self._measured: dict[Batch, float] = {}
+        for active, latency_s in latencies.items():
+            batch = batch_of(active)
+            name = ", ".join(map(str, batch))
+            if not batch:
+                raise UsageError("the latency table has a batch of no requests")
+            if not 0 < latency_s < math.inf:
+                raise UsageError(f"the latency of {name} is {latency_s:g} s, but it must be above 0 and finite")
+            if batch in self._measured:
+                raise UsageError(f"the latency table has {name} twice")
+            self._measured[batch] = latency_s
+        if not self._measured:
+            raise UsageError("the latency table is empty, but it must hold at least one batch")
+        self.max_batch_size = max(map(len, self._measured))
+        self.num_too_large = 0
+        self.resolutions = tuple(sorted({resolution for batch in self._measured for resolution in batch}))
+        self._counts = np.array([self._count(batch) for batch in self._measured], dtype=float)
+        measured_s = np.array(list(self._measured.values()))
+        # Divided by what was measured: a millisecond matters more to a short step.
+        self._weights = nnls(self._features(self._counts) / measured_s[:, None], np.ones(len(measured_s)))[0]
+        self._off_line = measured_s / (self._features(self._counts) @ self._weights)
+
+    def step_latency_s(self, active: Sequence[Resolution]) -> float:
+        """See `StepLatencyPredictor`.
+
+        Raises:
+            UsageError: the table knows nothing of a resolution or of other numbers of requests, or the batch is empty.
+        """
+        batch = batch_of(active)
+        if batch in self._measured:
+            return self._measured[batch]
+        if not batch:
+            raise UsageError("a batch of no requests has no step latency")
+        self.check(batch)
+        if len({len(known) for known in self._measured}) == 1 and len(batch) != self.max_batch_size:
+            raise UsageError(
+                f"asked for a batch of {len(batch)} requests, but all batches of the latency table have "
+                f"{self.max_batch_size}, which says nothing of others"
+            )
+        self.num_too_large += len(batch) > self.max_batch_size
+        counts = np.array(self._count(batch), dtype=float)
+        distances = np.abs(self._counts - counts).sum(axis=1)
+        # Stable, so that equal distances are settled by the order of the table.
+        nearest = np.argsort(distances, kind="stable")[:_NUM_NEIGHBOURS]
+        # The distance is above 0: the batch itself is not in the table.
+        near = 1 / distances[nearest]
+        factor = float(near @ self._off_line[nearest] / near.sum())
+        return self._line(counts) * factor
+
+    def check(self, resolutions: Sequence[Resolution]) -> None:
+        """Raise UsageError if the table has no batch with one of these resolutions."""
+        unknown = sorted(set(resolutions) - set(self.resolutions))
+        if unknown:
+            known = ", ".join(map(str, self.resolutions))
+            raise UsageError(f"the latency table knows nothing of {unknown[0]}, but only of {known}")
+
+    def _count(self, batch: Batch) -> list[int]:
+        counts = Counter(batch)
+        return [counts[resolution] for resolution in self.resolutions]
+
+    def _line(self, counts: np.ndarray) -> float:
+        return float((self._features(counts[None]) @ self._weights)[0])
+
+    @staticmethod
+    def _features(counts: np.ndarray) -> np.ndarray:
+        """(n, resolutions) requests of each -> (n, 2 + resolutions)."""
+        distinct = (counts > 0).sum(axis=1, keepdims=True)
+        return np.hstack([np.ones((len(counts), 1)), distinct, counts])

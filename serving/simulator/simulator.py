@@ -1,0 +1,165 @@
+"""The simulator: the engine's stages and the same policy objects on a virtual clock, on any number of GPUs.
+
+A step lasts as long as a predictor says, preparing and decoding as long as `StageTimes` says; nothing else takes time,
+unless `StepDurations` tells more than the predictor that policies are given.
+Every GPU has its own prepare stage, denoise loop and postprocess stage, which follow `Engine` rule by rule. Several
+GPUs serve in data parallel: a request goes, when it arrives, to the GPU with the fewest pixels under way (PatchedServe
+section 8.1), counted in pixel-steps: pixels times remaining steps, over all requests that were sent there and have not
+left the denoise stage. Equal ones: to the first GPU. It stays there.
+
+The same arguments always give the same result.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heappop
+
+from ...data.checks import require_counts
+from ...data.errors import UsageError
+from ...data.requests import Request
+from ..core.request_state import RequestRecord
+from ..core.step_row import StepRow
+from ..scheduling.policies import (
+    DistriFusionFcfsPolicy,
+    DistriFusionLatency,
+    LearningPredictor,
+    Policy,
+    StepLatencyPredictor,
+)
+from ..scheduling.step_latency import MemoisedLatency
+from .clock import PREPARED, SimulationClock
+from .stage_times import StageTimes
+from .step_durations import StepDurations
+from .worker import SimulatedWorker
+
+
+@dataclass(slots=True)
+class SimulationResult:
+    """What a simulation leaves.
+
+    Attributes:
+        records: one record per request, by id, all in a final status.
+        duration_s: from 0 until the last request ended, on the virtual clock.
+        steps: one row per denoising iteration of the first GPU, if they were asked for.
+        gpu_of: the GPU of each request, by id; 0 for all where one request runs on all GPUs.
+        busy_s: seconds of denoising of each GPU.
+        num_steps: denoising iterations of all GPUs.
+        max_prepared: largest number of prepared requests on one GPU at the same time, before decoding.
+        num_decisions: how often the policy was asked.
+        decision_s: how long it took in all, on the real clock: the only field that differs between equal runs.
+    """
+
+    records: list[RequestRecord]
+    duration_s: float
+    steps: list[StepRow]
+    gpu_of: dict[int, int]
+    busy_s: list[float]
+    num_steps: int
+    max_prepared: int
+    num_decisions: int
+    decision_s: float = field(compare=False)
+
+
+def simulate(
+    requests: Sequence[Request],
+    policy: Policy,
+    predictor: StepLatencyPredictor,
+    *,
+    max_batch_size: int = 16,
+    num_gpus: int = 1,
+    times: StageTimes | None = None,
+    durations: StepDurations | None = None,
+    max_prepared_ahead: int | None = None,
+    standalone_s: Callable[[Request], float | None] | None = None,
+    keep_steps: bool = False,
+    on_finish: Callable[[RequestRecord], None] | None = None,
+) -> SimulationResult:
+    """Serve a trace on the virtual clock.
+
+    Args:
+        requests: the trace, in order of arrival, with ids that differ.
+        policy: any policy; `distrifusion-fcfs` makes one worker of all GPUs.
+        predictor: seconds of one step of a batch, on one GPU, as policies are told. It may not change meanwhile, unless
+            it learns (`LearningPredictor`): then it is told every step, as in `Engine`.
+        max_batch_size: largest number of requests in the batch of one GPU.
+        num_gpus: number of GPUs, all alike.
+        times: seconds of the other stages; None: none.
+        durations: how long steps really last, where that is not what `predictor` says.
+        max_prepared_ahead: as in `Engine`.
+        standalone_s: latency of a request when served alone, for policies that ask for it.
+        keep_steps: whether the result holds the steps of the first GPU.
+        on_finish: called with each record when it becomes final.
+
+    Raises:
+        UsageError: the trace is empty or repeats an id, or a number is below 1.
+        ValueError: the trace is not in order of arrival, or the predictor gives no positive number.
+    """
+    if not requests:
+        raise UsageError("the trace is empty, but it must hold at least one request")
+    ahead = 2 * max_batch_size if max_prepared_ahead is None else max_prepared_ahead
+    require_counts({"max batch size": max_batch_size, "number of GPUs": num_gpus, "requests prepared ahead": ahead})
+    # One that learns changes, so that nothing it says is remembered.
+    learner = predictor if isinstance(predictor, LearningPredictor) else None
+    latency: StepLatencyPredictor = learner or MemoisedLatency(predictor)
+    if durations is None:
+        durations = StepDurations(latency)
+    else:
+        durations = replace(
+            durations,
+            steady=MemoisedLatency(durations.steady),
+            first=None if durations.first is None else MemoisedLatency(durations.first),
+        )
+    num_workers = num_gpus
+    if isinstance(policy, DistriFusionFcfsPolicy):
+        latency, learner, num_workers = MemoisedLatency(DistriFusionLatency(predictor, num_gpus)), None, 1
+        durations = replace(
+            durations, steady=MemoisedLatency(DistriFusionLatency(durations.steady, num_gpus)), first=None
+        )
+    clock = SimulationClock(
+        policy,
+        latency,
+        learner,
+        durations,
+        max_batch_size,
+        times or StageTimes(),
+        ahead,
+        on_finish,
+    )
+    workers = [SimulatedWorker(index, clock, keep_steps=keep_steps and index == 0) for index in range(num_workers)]
+    gpu_of: dict[int, int] = {}
+    events = clock.events
+    place, last_s = 0, 0.0
+    while place < len(requests) or events:
+        now_s = requests[place].arrival_s if place < len(requests) else events[0][0]
+        if events and events[0][0] < now_s:
+            now_s = events[0][0]
+        touched: set[int] = set()
+        while place < len(requests) and requests[place].arrival_s <= now_s:
+            request = requests[place]
+            if request.arrival_s < last_s:
+                raise ValueError(f"request {request.request_id} arrives before the one before it")
+            if request.request_id in gpu_of:
+                raise UsageError(f"request id {request.request_id} is used twice")
+            last_s = request.arrival_s
+            worker = min(workers, key=lambda worker: worker.pixel_steps)
+            gpu_of[request.request_id] = worker.index
+            worker.arrive(request, None if standalone_s is None else standalone_s(request), now_s)
+            touched.add(worker.index)
+            place += 1
+        while events and events[0][0] <= now_s:
+            _, kind, index, request_id = heappop(events)
+            (workers[index].prepared if kind == PREPARED else workers[index].stepped)(request_id, now_s)
+            touched.add(index)
+        for index in sorted(touched):
+            workers[index].go_on(now_s)
+    return SimulationResult(
+        records=sorted(clock.records, key=lambda record: record.request_id),
+        duration_s=max(record.finish_s or 0.0 for record in clock.records),
+        steps=workers[0].rows,
+        gpu_of=gpu_of,
+        busy_s=[worker.busy_s for worker in workers],
+        num_steps=sum(worker.num_steps for worker in workers),
+        max_prepared=max(worker.max_prepared for worker in workers),
+        num_decisions=clock.num_decisions,
+        decision_s=clock.decision_s,
+    )

@@ -1,0 +1,119 @@
+"""What ships in data/models: whole, small enough, loadable by plain diffusers and transformers, and truly trained."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from diffusers import StableDiffusion3Pipeline, StableDiffusionXLPipeline
+
+from patchedserve.data.emoji.scene import BACKGROUNDS, heldout_singles
+from patchedserve.data.errors import UsageError
+from patchedserve.data.models.bundled import (
+    BUNDLED,
+    GENERATORS,
+    MODELS_DIR,
+    bundled_model_path,
+    read_checksums,
+    verify_bundled,
+)
+from patchedserve.eval.cards.cards import (
+    CardOptions,
+    card_command,
+    generate,
+    heldout_images,
+    measure_generator,
+    measure_judge,
+)
+from patchedserve.eval.cards.figures import background_of, measure_autoencoder_psnr
+from patchedserve.eval.cards.text import card_text
+from patchedserve.eval.metrics.clip import load_clip
+from patchedserve.serving.models.loading import load_model
+
+PIPELINES = {"emoji-xl": StableDiffusionXLPipeline, "emoji-3": StableDiffusion3Pipeline}
+
+
+@pytest.fixture(scope="module", params=GENERATORS)
+def generator(request):
+    return load_model(request.param, "cpu", "float32")
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_every_file_has_its_checksum_and_every_file_is_listed(name):
+    assert verify_bundled(name) == []
+    listed = {path for path in read_checksums() if path.startswith(f"{name}/")}
+    on_disk = {p.relative_to(MODELS_DIR).as_posix() for p in bundled_model_path(name).rglob("*") if p.is_file()}
+    assert listed == on_disk
+
+
+def test_the_weights_fit_in_30_megabytes_and_are_half_precision():
+    weights = list(MODELS_DIR.rglob("*.safetensors"))
+    assert sum(path.stat().st_size for path in weights) <= 30_000_000
+    for path in weights:
+        size = int.from_bytes(path.read_bytes()[:8], "little")
+        header = json.loads(path.read_bytes()[8 : 8 + size])
+        kinds = {entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
+        assert kinds <= {"F16", "I64"}, path
+
+
+def test_a_damaged_or_missing_file_is_named(tmp_path):
+    shutil.copytree(MODELS_DIR, tmp_path / "models")
+    weights = tmp_path / "models" / "emoji-clip" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    (tmp_path / "models" / "emoji-clip" / "config.json").unlink()
+    problems = verify_bundled("emoji-clip", tmp_path / "models")
+    assert len(problems) == 2
+    assert any("config.json is missing" in problem for problem in problems)
+    assert any("model.safetensors does not have the checksum" in problem for problem in problems)
+    with pytest.raises(UsageError, match="bundled: emoji-xl, emoji-3, emoji-clip"):
+        bundled_model_path("emoji-4")
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_plain_diffusers_loads_and_samples(name):
+    pipe = PIPELINES[name].from_pretrained(bundled_model_path(name))
+    pipe.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(0)
+    prompt = "a red apple on a blue background"
+    image = pipe(prompt, width=128, height=128, num_inference_steps=12, guidance_scale=4.0, generator=generator)
+    assert background_of(image.images[0], BACKGROUNDS) == "blue"
+
+
+def test_the_autoencoder_keeps_the_promise_of_its_card(generator):
+    _, images = heldout_images(24)
+    by_size = {str(side): [image for image in images if image.width == side] for side in (128, 192, 256)}
+    figures = measure_autoencoder_psnr(generator.pipe.vae, by_size)
+    assert figures["256"] >= 30
+    assert min(figures.values()) >= 27
+
+
+def test_generated_backgrounds_follow_the_prompt_at_every_size(generator):
+    chosen = heldout_singles()[::13][:6]
+    from patchedserve.eval.cards.cards import SIZES
+
+    captions = [f"{name} on a {ground} background" for name, ground in chosen]
+    options = CardOptions(num_inference_steps=12)
+    images = generate(generator, captions, [SIZES[i % 3] for i in range(6)], options)
+    found = [background_of(image, BACKGROUNDS) for image in images]
+    assert sum(a == b for a, (_, b) in zip(found, chosen, strict=True)) >= 5
+
+
+def test_the_judge_recognises_real_pictures():
+    figures = measure_judge(load_clip("emoji-clip"), CardOptions(num_pairs=120))
+    assert figures["zero_shot_object_at_1"] >= 0.9
+    assert figures["image_to_text_recall_at_1"] >= 0.95
+
+
+def test_a_card_tells_what_was_measured(generator):
+    options = CardOptions(num_generated=6, num_fid=0, num_inference_steps=4)
+    figures = measure_generator(generator, load_clip("emoji-clip"), options)
+    assert set(figures["recognised"]) == {"all", "128x128", "192x192", "256x256"}
+    assert figures["recognised"]["all"]["num_images"] == 6
+    assert 0 <= figures["recognised"]["all"]["background"] <= 1
+    assert figures["settings"]["num_inference_steps"] == 4
+    text = card_text("emoji-xl", figures, "psctl model-card emoji-xl")
+    assert f"| all | {figures['recognised']['all']['object_at_1']:.4g} |" in text
+    assert "`psctl model-card emoji-xl`" in text
+    assert card_command("emoji-xl", options) == (
+        "psctl model-card emoji-xl --num-images 6 --num-fid 0 --num-inference-steps 4"
+    )

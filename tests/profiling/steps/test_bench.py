@@ -1,0 +1,125 @@
+"""Benchmarks of single steps on tiny models with random weights: their sides, rows and summary."""
+
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DDIMScheduler, DPMSolverMultistepScheduler, EulerAncestralDiscreteScheduler
+from PIL import Image
+
+from patchedserve.data.workspace import ModelWorkspace
+from patchedserve.profiling.steps.bench import BenchSettings, StepBench, ratios_of, run_step_bench, summarize
+from patchedserve.profiling.steps.sides import EngineSide, PlainSide, RequestPool, plain_denoisers
+from patchedserve.serving.models.served import ServedModel
+
+from ...support.bench_cases import FAST, ROW, squares
+from ...support.tiny_models import largest_error, tiny_sd, tiny_sd3, tiny_sdxl
+
+HEAD = {
+    *("model", "dtype", "device", "device_name", "cpu", "threads", "torch", "guidance_scale", "is_guided"),
+    *("resolutions", "mean_ratio_one_by_one_mixed", "mean_ratio_same_resolution_mixed", "min_ratio_one_by_one"),
+    *("min_ratio_same_resolution", "is_plain_for_one_resolution", "was_interrupted", "run_dir", "rows"),
+}
+
+
+def with_scheduler(pipe: Any, scheduler: Any, **config: Any) -> Any:
+    pipe.scheduler = scheduler.from_config(pipe.scheduler.config, **config)
+    return pipe
+
+
+@pytest.fixture(scope="module")
+def sdxl() -> ServedModel:
+    return ServedModel(tiny_sdxl(), name="tiny")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [tiny_sdxl, tiny_sd, tiny_sd3, lambda: with_scheduler(tiny_sdxl(), DDIMScheduler)],
+    ids=["sdxl-euler", "sd-ddim", "sd3-flow", "sdxl-ddim"],
+)
+def test_all_sides_take_the_same_steps(make: Callable[[], Any]) -> None:
+    model = ServedModel(make(), name="tiny")
+    requests = RequestPool(model).take(squares(2, 1, 2))
+    # Grouped by resolution, as they are given: so the latents of all sides come in one order.
+    plain = [PlainSide(model, requests, batched=False)]
+    for name, denoiser in plain_denoisers(model).items():
+        plain.append(PlainSide(model, requests, batched=True, denoiser=denoiser, memory_format=name))
+    patched = EngineSide(model, requests)
+    for side in (*plain, patched):
+        side.begin()
+        for _ in range(3):
+            side.step()
+        assert side.steps_left == 247
+    stepped = patched._active
+    patched.begin()
+    patched.step()  # another batch: the latents of the one before are handed back
+    found = [prepared.latents for prepared in stepped]
+    for side in plain:
+        latents = [latent[None] for batch in side._batches for latent in batch._latents]
+        assert largest_error(latents, found) < 1e-4
+    moved = [float((prepared.latents - each).abs().max()) for prepared, each in zip(requests, found, strict=True)]
+    assert min(moved) > 1e-3
+
+
+def test_channels_last_copy_shares_what_has_no_layout(sdxl: ServedModel) -> None:
+    copied = plain_denoisers(sdxl)["channels-last"]
+    for (name, one), other in zip(sdxl.denoiser.named_parameters(), copied.parameters(), strict=True):
+        assert torch.equal(one, other), name
+        assert (one is other) == (one.dim() != 4)
+    for model, layout in ((copied, torch.channels_last), (sdxl.denoiser, torch.contiguous_format)):
+        assert dict(model.named_parameters())["conv_in.weight"].is_contiguous(memory_format=layout)
+
+
+@pytest.mark.parametrize("scheduler", [DDIMScheduler, DPMSolverMultistepScheduler, EulerAncestralDiscreteScheduler])
+def test_requests_start_anew_when_their_schedule_ends(scheduler: Any) -> None:
+    # Ten steps, of which five are left in the middle.
+    model = ServedModel(with_scheduler(tiny_sdxl(), scheduler, num_train_timesteps=20), name="tiny")
+    row = StepBench(model, BenchSettings(repeats=8, warmup=2)).measure(squares(1, 1, 0))
+    assert row["repeats"] == 8
+    assert min(row["one_by_one_ms"], row["same_resolution_ms"], row["patched_ms"]) > 0
+
+
+def test_rows_and_summary(sdxl: ServedModel, tmp_path: Path) -> None:
+    seen: list[str] = []
+    outcome = run_step_bench(
+        sdxl,
+        [squares(2, 0, 0), squares(1, 1, 1), squares(2, 0, 1)],
+        ModelWorkspace(tmp_path),
+        FAST,
+        on_start=lambda combination: seen.append(combination.label),
+    )
+    result = outcome.result
+    assert seen == ["SS", "SML", "SSL"]
+    assert not outcome.was_interrupted
+    assert set(result) >= HEAD
+    assert json.loads((outcome.run_dir / "steps.json").read_text()) == result
+    assert Image.open(outcome.run_dir / "steps.png").width > 500
+    single, *mixed = result["rows"]
+    for row in result["rows"]:
+        assert set(row) == ROW
+        assert row["patched_p10_ms"] <= row["patched_ms"] <= row["patched_p90_ms"]
+        for side in ("one_by_one", "same_resolution"):
+            assert row[f"ratio_{side}"] == pytest.approx(row[f"{side}_ms"] / row["patched_ms"], rel=0.5)
+        assert row["same_resolution_format"] in ("default", "channels-last")
+    assert (single["patched_is_plain"], single["combination"]) == (True, {"32x32": 2, "48x48": 0, "64x64": 0})
+    assert [row["patched_is_plain"] for row in mixed] == [False, False]
+    mean = statistics.geometric_mean(row["ratio_one_by_one"] for row in mixed)
+    assert result["mean_ratio_one_by_one_mixed"] == pytest.approx(mean)
+    assert result["min_ratio_same_resolution"] == min(row["ratio_same_resolution"] for row in result["rows"])
+    assert result["is_plain_for_one_resolution"] is True
+    # Without mixed rows there is no mean, without single ones no answer.
+    assert summarize([single])["mean_ratio_one_by_one_mixed"] is None
+    assert summarize(mixed)["is_plain_for_one_resolution"] is None
+    # The convolutions' strategies were measured, and are kept.
+    assert list((tmp_path / "tables").glob("convolutions-*.json"))
+
+
+def test_ratios_do_not_see_the_moods_of_the_machine() -> None:
+    """The median of one side may be from a slow minute and that of the other from a fast one; a repeat meets both."""
+    moods = [1.0, 1.0, 1.3, 2.0, 2.0]
+    base, patched = ([ms * mood for mood in moods] for ms in (15.0, 10.0))
+    assert ratios_of(base, patched) == pytest.approx([1.5] * 5)

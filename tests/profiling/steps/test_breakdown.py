@@ -1,0 +1,103 @@
+"""Where the time of a step goes, on tiny models with random weights, and what operators are attributed to."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from patchedserve.data.workspace import ModelWorkspace
+from patchedserve.profiling.steps.attribution import CATEGORIES, Kernel, Span, attribute
+from patchedserve.profiling.steps.breakdown import run_breakdown
+from patchedserve.psctl.commands.bench_steps import breakdown_tables
+from patchedserve.psctl.output import Output
+from patchedserve.serving.models.served import ServedModel
+
+from ...support.bench_cases import FAST, squares
+from ...support.tiny_models import tiny_sd3, tiny_sdxl
+
+
+@pytest.mark.parametrize("make", [tiny_sdxl, tiny_sd3])
+def test_breakdown_adds_up(make: Callable[[], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = ServedModel(make(), name="tiny")
+    chosen = [squares(1, 1, 1), squares(0, 0, 2)]
+    outcome = run_breakdown(model, chosen, ModelWorkspace(tmp_path), FAST)
+    result = outcome.result
+    assert json.loads((outcome.run_dir / "breakdown.json").read_text()) == result
+    assert Image.open(outcome.run_dir / "breakdown.png").width > 500
+    assert result["categories"] == CATEGORIES
+    is_unet = make is tiny_sdxl
+    for row in result["rows"]:
+        assert set(row["sides"]) == {"patched", "same_resolution"}
+        for side in row["sides"].values():
+            assert sum(side["ms"].values()) == pytest.approx(side["step_ms"], rel=0.01)
+            assert set(side["ms"]) == set(CATEGORIES)
+            for category, ms in side["ms"].items():
+                # SD3 has no GroupNorm; all else takes time on both sides.
+                assert (ms > 0) == (is_unet or category != "group_norm"), category
+    Output().data(result, table=breakdown_tables(result))
+    printed = capsys.readouterr().out
+    for word in ("SML", "LL", "group-norm", "stitching", "host", "same resolution"):
+        assert word in printed
+    # The hooks are gone.
+    for module in (*model.denoiser.modules(), *model.stepper.model.model.modules()):  # type: ignore[attr-defined]
+        assert not module._forward_pre_hooks
+        assert not module._forward_hooks
+
+
+def test_attribution_takes_the_innermost_that_says_what_it_does() -> None:
+    spans = [
+        Span("psctl:step patched", 0, 100),
+        Span("aten::index_select", 1, 3),  # outside the model: guidance
+        Span("psctl:model", 10, 90),
+        Span("aten::add", 10, 12),
+        Span("psctl:convolution", 20, 50),
+        Span("aten::index_select", 21, 25),
+        Span("aten::linear", 25, 45),  # stitched taps are convolved by a product
+        Span("aten::addmm", 26, 44),
+        Span("aten::copy_", 30, 32),
+        Span("aten::view", 45, 46),
+        Span("psctl:group_norm", 50, 60),
+        Span("aten::to", 50, 54),  # a conversion, not a move
+        Span("aten::copy_", 51, 53),
+        Span("psctl:attention", 60, 80),
+        Span("aten::scaled_dot_product_attention", 60, 66),
+        Span("aten::copy_", 62, 63),
+        Span("psctl:linear", 66, 75),
+        Span("aten::linear", 67, 74),
+        Span("aten::cat", 75, 79),
+    ]
+    us = attribute(reversed(spans))
+    assert us == {
+        "linear": 7,
+        "attention": 6,
+        "convolution": 20,
+        "group_norm": 4,
+        "stitching": 4 + 4,
+        "element_wise": 2,
+        "sampler": 2,
+        "host": 100 - 49 + 0,
+    }
+    assert sum(us.values()) == 100
+
+
+def test_attribution_of_kernels_goes_by_their_launch() -> None:
+    spans = [
+        Span("psctl:step patched", 0, 100),
+        Span("psctl:model", 10, 90),
+        Span("psctl:convolution", 20, 50),
+        Span("aten::conv2d", 30, 40),
+        Span("psctl:group_norm", 50, 60),
+    ]
+    kernels = [
+        Kernel("nchwToNhwcKernel", 35, 7),
+        Kernel("halo_gather_kernel", 22, 5),  # Triton's: no operator around it
+        Kernel("group_norm_stitch_kernel", 51, 11),
+        Kernel("vectorized_elementwise_kernel", 70, 3),
+        Kernel("vectorized_elementwise_kernel", 95, 2),
+    ]
+    us = attribute(spans, kernels)
+    expected = {"convolution": 7, "stitching": 5, "group_norm": 11, "element_wise": 3, "sampler": 2}
+    assert us == dict.fromkeys(CATEGORIES, 0) | expected

@@ -1,0 +1,52 @@
+"""profiling/steps/matrix_peak.py: operations are counted right on every side, and the peak is that of large products."""
+
+import time
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from patchedserve.profiling.steps.bench import operations_of
+from patchedserve.profiling.steps.matrix_peak import count_operations, matrix_peak
+from patchedserve.profiling.steps.sides import EngineSide, PlainSide, RequestPool
+from patchedserve.serving.models.served import ServedModel
+
+from ...support.bench_cases import squares
+from ...support.tiny_models import tiny_sdxl
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_operations_of_single_operators(bias: bool) -> None:
+    query, mask = torch.randn(2, 4, 64, 16), torch.zeros(1, 1, 1, 64) if bias else None
+    linear, image = torch.nn.Linear(16, 8, bias=bias), torch.randn(3, 5, 10, 12)
+    with torch.inference_mode():
+        assert count_operations(lambda: F.scaled_dot_product_attention(query, query, query, attn_mask=mask)) == (
+            2 * 2 * (2 * 4 * 64 * 64 * 16)
+        )
+        assert count_operations(lambda: linear(query)) == 2 * (2 * 4 * 64) * 16 * 8
+        assert count_operations(lambda: F.conv2d(image, torch.randn(7, 5, 3, 3), padding=1)) == (
+            2 * (3 * 7 * 10 * 12) * 5 * 9
+        )
+        assert count_operations(lambda: image + 1) == 0
+
+
+def test_all_sides_of_a_unet_do_the_same_operations() -> None:
+    model = ServedModel(tiny_sdxl(), name="tiny")
+    requests = RequestPool(model).take(squares(2, 1, 2))
+    alone, batched = (PlainSide(model, requests, batched=batched) for batched in (False, True))
+    assert operations_of(alone) == operations_of(batched) > 1e6
+    # Text keys and values, and embeddings of time steps for every row only, are left out.
+    patched = operations_of(EngineSide(model, requests))
+    assert 0.85 * operations_of(batched) < patched <= operations_of(batched)
+
+
+def test_the_peak_is_that_of_large_products() -> None:
+    peak = matrix_peak(CPU, torch.float32)
+    assert matrix_peak(CPU, torch.float32) == peak  # measured once
+    left = torch.randn(512, 512)
+    start = time.perf_counter()
+    torch.mm(left, left)
+    # A machine that others use may be slow for a moment, never ten times as fast.
+    assert 2 * 512**3 / (time.perf_counter() - start) < 10 * peak

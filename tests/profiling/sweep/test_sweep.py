@@ -1,0 +1,158 @@
+"""Sweeps: their order, and what an interrupted one goes on with."""
+
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from patchedserve.data.errors import UsageError
+from patchedserve.data.requests import Request
+from patchedserve.profiling.runs.trace_settings import TraceSettings
+from patchedserve.profiling.sweep.sweep import Served, SweepFolder, SweepSettings, engine_of, read_head, run_sweep
+from patchedserve.serving.models.defaults import ModelDefaults
+from patchedserve.serving.scheduling.policies import SIMULATED_POLICY_NAMES
+
+
+def test_every_policy_has_its_engine() -> None:
+    engines = {name: engine_of(name) for name in SIMULATED_POLICY_NAMES}
+    assert {name for name, engine in engines.items() if engine == "patched"} == {"patched-fcfs", "edf", "slack"}
+
+
+def settings(**fields: Any) -> SweepSettings:
+    trace = TraceSettings(num_prompts=4, resolutions="128", num_inference_steps=2)
+    return SweepSettings(trace=trace, engine="simulator", **fields)
+
+
+class Stop:
+    """Serves at once, and is interrupted at its n-th run."""
+
+    def __init__(self, after: int, *, by_signal: bool) -> None:
+        self.after, self.by_signal = after, by_signal
+        self.served: list[tuple[str, int]] = []
+
+    def run(self, policy: str, requests: Sequence[Request], standalone_s: Callable[[Request], float]) -> Served:
+        from patchedserve.serving.core.request_state import RequestRecord
+
+        if len(self.served) == self.after:
+            if self.by_signal:
+                raise KeyboardInterrupt
+            return Served([], 1.0, {}, was_interrupted=True)
+        self.served.append((policy, len(requests)))
+        records = [RequestRecord.of(request) for request in requests]
+        for record in records:
+            record.close("completed", record.arrival_s + 1.0)
+        return Served(records, 10.0, {"note": 1})
+
+
+@pytest.mark.parametrize("by_signal", [True, False])
+def test_interrupted_sweep_goes_on(tmp_path: Path, by_signal: bool) -> None:
+    wanted = settings(policies=("fcfs", "slack", "edf"), rates=(1.0, 2.0), seeds=(3,))
+    head = {"settings": wanted.fixed(), "circumstances": {"model": "m"}, "standalone_s": {"128x128": 1.0}}
+    first, rest = Stop(2, by_signal=by_signal), Stop(99, by_signal=by_signal)
+    assert run_sweep(wanted, {"simulator": first}, SweepFolder(tmp_path, head), lambda request: 1.0, ModelDefaults())
+    assert first.served == [("fcfs", 4), ("slack", 4)]
+    folder = SweepFolder(tmp_path, head)
+    assert len(folder.finished(wanted)) == folder.num_finished(wanted) == 2
+    done: list[int] = []
+    again = run_sweep(
+        wanted, {"simulator": rest}, folder, lambda request: 1.0, ModelDefaults(), on_done=lambda: done.append(1)
+    )
+    assert not again
+    # The second rate begins with another policy.
+    assert [policy for policy, _ in rest.served] == ["edf", "slack", "edf", "fcfs"]
+    assert len(done) == 6
+    runs = folder.finished(wanted)
+    assert [(run.policy, run.request_rate) for run in runs] == [
+        (policy, rate) for policy in ("fcfs", "slack", "edf") for rate in (1.0, 2.0)
+    ]
+    assert all(
+        run.figures == {"note": 1} and run.duration_s == 10.0 and run.statuses == {"completed": 4} for run in runs
+    )
+    with pytest.raises(UsageError, match="was begun with settings slo_scale"):
+        SweepFolder(tmp_path, {**head, "settings": settings(slo_scale=3.0).fixed()})
+
+
+def test_a_head_grows_by_resolutions_but_does_not_change(tmp_path: Path) -> None:
+    wanted = settings().fixed()
+    SweepFolder(tmp_path, {"settings": wanted, "standalone_s": {"128x128": 1.0}})
+    grown = SweepFolder(tmp_path, {"settings": wanted, "standalone_s": {"256x256": 3.0}})
+    assert grown.head["standalone_s"] == read_head(tmp_path)["standalone_s"] == {"128x128": 1.0, "256x256": 3.0}
+    with pytest.raises(UsageError, match=r"was begun with standalone_s 128x128 1.0, but it is 2.0 now"):
+        SweepFolder(tmp_path, {"settings": wanted, "standalone_s": {"128x128": 2.0}})
+
+
+def test_a_predictor_may_come_later_but_not_be_another_one(tmp_path: Path) -> None:
+    SweepFolder(tmp_path, {"settings": settings().fixed(), "predictor": {}})
+    SweepFolder(tmp_path, {"settings": settings().fixed(), "predictor": {"file": "a (1)"}})
+    SweepFolder(tmp_path, {"settings": settings().fixed(), "predictor": {}})
+    with pytest.raises(UsageError, match=r'was begun with predictor file "a \(1\)", but it is "a \(2\)" now'):
+        SweepFolder(tmp_path, {"settings": settings().fixed(), "predictor": {"file": "a (2)"}})
+
+
+@pytest.mark.parametrize(("option", "name"), [("prompts", "p.txt"), ("arrivals", "a.csv")])
+def test_files_of_a_trace_count_by_their_content(tmp_path: Path, option: str, name: str) -> None:
+    file = tmp_path / name
+    file.write_text("TIMESTAMP\n1\n")
+    options: Any = {option: file}
+    wanted = replace(settings(), trace=TraceSettings(**options))
+    folder = tmp_path / "sweep"
+    folder.mkdir()
+    SweepFolder(folder, {"settings": wanted.fixed()})
+    SweepFolder(folder, {"settings": wanted.fixed()})
+    file.write_text("TIMESTAMP\n2\n")
+    with pytest.raises(UsageError, match=f"was begun with settings {option} .*{name} "):
+        SweepFolder(folder, {"settings": wanted.fixed()})
+
+
+def test_a_finished_run_is_read_as_what_figures_need(tmp_path: Path) -> None:
+    from patchedserve.data.resolution import Resolution
+    from patchedserve.serving.core.request_state import RequestRecord
+
+    wanted = settings(policies=("slack",), rates=(1.0,))
+    folder = SweepFolder(tmp_path, {"settings": wanted.fixed()})
+    records = []
+    for index in range(20_000):
+        record = RequestRecord.of(Request(index, "a hat and a shoe", Resolution(64, 64), arrival_s=index, slo_s=2.0))
+        if index % 4:
+            record.close("completed", index + index % 4)
+        else:
+            record.close("discarded", index + 1.0, "too late" if index % 8 else None)
+        records.append(record)
+    folder.save("simulator", "slack", 1.0, 0, Served(records, 20_001.0, {"note": 1}))
+    tracemalloc.start()
+    (run,) = folder.finished(wanted)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (run.num_requests, run.num_met, run.duration_s) == (20_000, 10_000, 20_001.0)
+    assert run.statuses == {"completed": 15_000, "discarded": 5_000}
+    assert run.reasons == {"too late": 2_500, None: 2_500}
+    assert sorted(set(run.latencies_s.tolist())) == [1.0, 2.0, 3.0]
+    # Rows as dicts would be 20 MB.
+    assert peak < 1e6
+    # Counting looks into no file.
+    (tmp_path / "runs" / "simulator-slack-1-0.parquet").write_bytes(b"PAR1")
+    assert folder.num_finished(wanted) == 1
+    with pytest.raises(UsageError, match=r"simulator-slack-1-0\.parquet"):
+        folder.finished(wanted)
+
+
+def test_orders_rotate_and_seeds_come_last() -> None:
+    wanted = settings(policies=("fcfs", "edf"), rates=(1.0, 2.0, 3.0), seeds=(0, 1))
+    assert list(wanted.order())[:4] == [
+        (1.0, 0, ("fcfs", "edf")),
+        (2.0, 0, ("edf", "fcfs")),
+        (3.0, 0, ("fcfs", "edf")),
+        (1.0, 1, ("edf", "fcfs")),
+    ]
+
+
+@pytest.mark.parametrize("module", ["simulated", "bench_simulator"])
+def test_sweeps_of_the_simulator_import_no_torch(module: str) -> None:
+    code = f"import sys, patchedserve.profiling.sweep.{module}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -1,0 +1,261 @@
+"""`psctl bench slo` as users run it: in the simulator, resumed, and with bad input."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from patchedserve.data.tables.latency import LatencyTable, write_latencies
+from patchedserve.data.tables.schemas import RECORDS, read_rows
+from patchedserve.data.wilson import wilson_interval
+from patchedserve.psctl.app import main
+from patchedserve.serving.simulator.simulator import simulate
+
+from ..support.latency_tables import law_rows
+
+TABLE = "combination,ms\n128x128,20\n256x256,30\n128x128 + 256x256,40\n8*128x128 + 8*256x256,200\n"
+
+
+FAST = ("--rates", "1,4", "--num-prompts", "30", "--num-inference-steps", "10", "--resolutions", "128,256")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "table.csv").write_text(TABLE)
+    return tmp_path
+
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def bench(folder: Path, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Run the command in this process: the simulator loads no model."""
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        code = main(["bench", "slo", *map(str, arguments)])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def result_of(call: tuple[int, str, str]) -> dict[str, Any]:
+    code, out, err = call
+    assert code == 0, err
+    return json.loads(out)
+
+
+def errors_of(err: str) -> list[str]:
+    """What stands on stderr beside the warning that all simulations with one table give."""
+    return [line for line in err.splitlines() if not line.startswith("Warning: no --plain-latency")]
+
+
+SIMULATED = ("--engine", "simulator", "--latency", "table.csv", "--json", "--quiet")
+
+
+def test_figures_are_those_of_the_records(bench: Call, folder: Path) -> None:
+    policies = ("bucketed", "slack", "distrifusion-fcfs")
+    options = ("--policies", ",".join(policies), "--num-seeds", "2", "--output-file", "r.json")
+    result = result_of(bench(*SIMULATED, *FAST, *options))
+    run_dir = Path(result["run_dir"])
+    assert json.loads((folder / "r.json").read_text()) == json.loads((run_dir / "result.json").read_text()) == result
+    assert (result["num_runs"], result["num_finished"]) == (12, 12)
+    points = result["engines"]["simulator"]["points"]
+    assert [(point["policy"], point["request_rate"]) for point in points] == [
+        (policy, rate) for policy in policies for rate in (1.0, 4.0)
+    ]
+    for point in points:
+        # By hand: every request has an SLO of five times its own steps, one after the other.
+        met, latencies, ends, total = 0, [], 0.0, 0
+        for seed in (0, 1):
+            file = run_dir / "runs" / f"simulator-{point['policy']}-{point['request_rate']:g}-{seed}.parquet"
+            rows = read_rows(file, RECORDS)
+            total += len(rows)
+            ends += max(row["finish_s"] for row in rows)
+            for row in rows:
+                assert row["slo_s"] == pytest.approx(5 * 10 * {128: 0.02, 256: 0.03}[row["width"]])
+                if row["status"] == "completed":
+                    latencies.append(row["finish_s"] - row["arrival_s"])
+                    met += latencies[-1] <= row["slo_s"]
+        assert (point["num_requests"], point["num_met"]) == (total, met)
+        assert point["slo_attainment_rate"] == met / total
+        assert (point["interval_low"], point["interval_high"]) == wilson_interval(met, total)
+        assert point["goodput_qps"] == pytest.approx(met / ends)
+        assert point["latency_mean"] == pytest.approx(fmean(latencies))
+        assert [point["latency_p50"], point["latency_p95"]] == pytest.approx(
+            np.percentile(latencies, [50, 95]).tolist()
+        )
+        assert point["completed_requests"] + point["discarded_requests"] == total
+        assert sum(point["discarded_by_reason"].values()) == point["discarded_requests"]
+    for policy in result["engines"]["simulator"]["policies"]:
+        mine = [point["slo_attainment_rate"] for point in points if point["policy"] == policy["policy"]]
+        assert policy["mean_attainment"] == pytest.approx(fmean(mine))
+    page = (run_dir / "report.html").read_text()
+    assert page.count("data:image/png") == 4
+    for word in ("slack", "Highest request rate", "Wilson", "distrifusion-fcfs"):
+        assert word in page
+    for name in ("attainment", "goodput"):
+        assert Image.open(run_dir / f"{name}.png").width > 800
+
+
+def test_policies_share_requests_and_slos(bench: Call) -> None:
+    options = ("--policies", "fcfs,nirvana,slack", "--rates", "2", "--num-prompts", "12", "--resolutions", "128,256")
+    run_dir = Path(result_of(bench(*SIMULATED, *options))["run_dir"])
+    asked = ("request_id", "prompt", "width", "height", "seed", "arrival_s", "slo_s")
+    runs = {
+        policy: read_rows(run_dir / "runs" / f"simulator-{policy}-2-0.parquet", RECORDS)
+        for policy in ("fcfs", "nirvana", "slack")
+    }
+    wanted = [[row[name] for name in asked] for row in runs["fcfs"]]
+    assert all([[row[name] for name in asked] for row in rows] == wanted for rows in runs.values())
+    # nirvana takes fewer steps of the 30; its SLO is that of all of them.
+    assert {row["num_inference_steps"] for row in runs["nirvana"]} == {24}
+    assert runs["fcfs"][0]["slo_s"] in (pytest.approx(5 * 30 * 0.02), pytest.approx(5 * 30 * 0.03))
+
+
+def without_clock(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """All figures but how long the policies took to decide, which is real time."""
+    figures = result["engines"]["simulator"]
+    points = [{name: point[name] for name in point if name != "scheduling_mean"} for point in figures["points"]]
+    return [*points, *figures["policies"]]
+
+
+def test_resumed_sweep_is_the_same(bench: Call, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = (*SIMULATED, *FAST, "--policies", "bucketed,slack")
+    whole = result_of(bench(*options, "--num-seeds", "2"))
+    first = result_of(bench(*options))
+    assert first["num_finished"] == 4
+    calls: list[int] = []
+
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        calls.append(1)
+        return simulate(*arguments, **keywords)
+
+    monkeypatch.setattr("patchedserve.profiling.sweep.simulated.simulate", counted)
+    second = result_of(bench(*options, "--num-seeds", "2", "--resume", first["run_dir"]))
+    assert len(calls) == 4
+    assert second["run_dir"] == first["run_dir"]
+    assert without_clock(second) == without_clock(whole)
+    # All is there: nothing is served, only drawn anew.
+    report = Path(second["run_dir"]) / "report.html"
+    report.unlink()
+    again = result_of(bench(*options, "--num-seeds", "2", "--resume", first["run_dir"]))
+    assert without_clock(again) == without_clock(whole)
+    assert len(calls) == 4
+    assert report.exists()
+    # A damaged run is told, not counted.
+    (Path(first["run_dir"]) / "runs" / "simulator-slack-1-0.parquet").write_bytes(b"PAR1")
+    code, _, err = bench(*options, "--resume", first["run_dir"])
+    assert (code, len(errors_of(err))) == (2, 1)
+    assert "simulator-slack-1-0.parquet" in err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("--slo-scale", "4"), "was begun with settings slo_scale 5.0, but it is 4.0 now"),
+        (("--num-prompts", "31"), "was begun with settings num_prompts 30, but it is 31 now"),
+        (("--latency", "other.csv"), "was begun with circumstances latency"),
+        (("--max-batch-size", "8"), "was begun with settings max_batch_size 16"),
+    ],
+)
+def test_another_sweep_is_not_gone_on_with(bench: Call, folder: Path, change: tuple[str, str], message: str) -> None:
+    (folder / "other.csv").write_text(TABLE.replace("20", "21", 1))
+    base = (*SIMULATED, *FAST, "--policies", "fcfs")
+    run_dir = result_of(bench(*base))["run_dir"]
+    code, out, err = bench(*base, *change, "--resume", run_dir)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert len(errors_of(err)) == 1
+
+
+def test_a_sweep_of_another_engine_is_refused_before_a_model_is_loaded(bench: Call) -> None:
+    run_dir = result_of(bench(*SIMULATED, *FAST, "--policies", "fcfs"))["run_dir"]
+    code, out, err = bench(*FAST, "--policies", "fcfs", "--resume", run_dir)
+    assert (code, out) == (2, "")
+    assert 'was begun with settings engine "simulator", but it is "real" now' in err
+    assert "Loading" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policies", "magic"], "policy is 'magic'"),
+        (["--policies", ""], "no policies are given"),
+        (["--policies", "fcfs,fcfs"], "fcfs stands twice among the policies"),
+        (["--rates", "1,x"], "--rates is '1,x'"),
+        (["--rates", ""], "no rates are given"),
+        (["--rates", "0,1"], "a request rate is 0"),
+        (["--rates", "inf"], "a request rate is inf"),
+        (["--rates", "2,1,2"], "2.0 stands twice"),
+        (["--num-seeds", "0"], "num-seeds"),
+        (["--slo-scale", "-1"], "SLO scale is -1"),
+        (["--trace", "trace.jsonl"], "a sweep draws its own"),
+        (["--cv", "3"], "--cv is 3.0, but it belongs to --trace gamma"),
+        (["--num-prompts", "0"], "number of prompts is 0"),
+        (["--resolutions", "128,512"], "knows nothing of 512x512"),
+        (["--latency", "nowhere.csv"], "nowhere.csv"),
+        (["--plain-latency", "patched.parquet"], "is of the patched engine, but --plain-latency must be of the plain"),
+        (["--predictor", "x.safetensors"], "--predictor belongs to --engine real or both"),
+        (["--cache", "interval"], "belongs to --engine real or both"),
+        (["--calibration", "nowhere.json"], "nowhere.json: cannot read"),
+        (["--calibration", "table.csv"], "the calibration is damaged"),
+        (["--calibration", "x.json", "--stage-times", "."], "not both"),
+        (["--stage-times", "."], "records.parquet"),
+        (["--policies", "distrifusion-fcfs", "--gpus", "3"], "speedups only for 1, 2, 4, 8"),
+        (["--resume", "."], "is no folder of psctl bench slo"),
+        (["--engine", "real"], "--latency belongs to --engine simulator"),
+    ],
+)
+def test_bad_usage_is_one_line(bench: Call, folder: Path, arguments: list[str], message: str) -> None:
+    from ..support.latency_tables import CIRCUMSTANCES
+
+    write_latencies(folder / "patched.parquet", LatencyTable(tuple(law_rows(20)), CIRCUMSTANCES, {}))
+    latency = () if "--latency" in arguments else ("--latency", "table.csv")
+    base = ("--engine", "simulator", *latency, "--resolutions", "128,256", "--num-prompts", "5", "--policies", "fcfs")
+    code, out, err = bench(*base, "--quiet", *arguments)
+    lines = errors_of(err)
+    assert (code, out) == (2, ""), err
+    assert message in lines[-1]
+    assert len(lines) == 1
+    assert not list(folder.rglob("sweep.json"))
+
+
+def test_real_engine_options(bench: Call) -> None:
+    for arguments, message in (
+        (("--gpus", "2"), "only --engine simulator serves on more than one"),
+        (("--policies", "distrifusion-fcfs"), "only in `psctl simulate`"),
+        (("--engine", "simulator"), "--engine simulator needs --latency"),
+        (("--warmup-requests", "0"), "warmup-requests"),
+        (("--cache", "accumulated"), "needs --cache-threshold"),
+    ):
+        code, _, err = bench(*arguments)
+        assert code == 2
+        assert message in err
+
+
+def test_batches_larger_than_a_table_are_warned_of(bench: Call, folder: Path) -> None:
+    (folder / "plain.csv").write_text("combination,ms\n128x128,20\n256x256,30\n4*128x128,60\n")
+    options = ("--engine", "simulator", "--latency", "table.csv", "--plain-latency", "plain.csv", *FAST, "--quiet")
+    code, _, err = bench(*options, "--policies", "fcfs", "--max-batch-size", "17")
+    assert code == 0
+    told = " ".join(err.split())
+    assert "--max-batch-size is 17, but the largest batch in table.csv has 16: beyond it latencies are" in told
+    assert "but the largest batch in plain.csv has 4" in told
+    assert bench(*options, "--policies", "fcfs", "--max-batch-size", "4")[2] == ""
+
+
+def test_people_see_tables(bench: Call) -> None:
+    code, out, err = bench("--engine", "simulator", "--latency", "table.csv", *FAST, "--policies", "fcfs,slack")
+    assert code == 0
+    for word in ("Highest request rate", "against best of fcfs", "Every rate", "slack"):
+        assert word in out
+    assert "no --plain-latency is given" in err
+    assert "Report: " in err

@@ -1,0 +1,113 @@
+"""`psctl bench steps`, on tiny models with random weights: its output, Ctrl-C, bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from patchedserve.data.errors import UsageError
+from patchedserve.data.resolution import parse_list
+from patchedserve.data.workspace import ModelWorkspace
+from patchedserve.profiling.steps.bench import run_step_bench
+from patchedserve.profiling.steps.breakdown import run_breakdown
+from patchedserve.profiling.steps.combinations import Combination
+from patchedserve.serving.engine.stepper import EngineOptions
+from patchedserve.serving.models.served import ServedModel
+
+from ..conftest import RunPsctl
+from ..support.bench_cases import FAST, ROW, squares
+from ..support.tiny_models import save_tiny, tiny_sd3, tiny_sdxl
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("bench")
+    save_tiny(folder / "sdxl", tiny_sdxl(), guidance_scale=3.0, resolutions=["32", "48", "64"])
+    return {"PSCTL_MODEL": str(folder / "sdxl"), "PSCTL_WORKSPACE": str(folder / "workspace"), "PSCTL_DTYPE": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--combinations", "1,1"], "one for each of 32x32, 48x48, 64x64"),
+        (["--combinations", "1,1,1", "--random", "3"], "--combinations and --random"),
+        (["--random", "969"], "1 to 968"),
+        (["--resolutions", "32,huge"], "'huge'"),
+        (["--resolutions", "32,36"], "multiple of 8"),
+        (["--repeats", "0"], "--repeats"),
+        (["--model", "emoji-xxl"], "emoji-xl, emoji-3"),
+    ],
+)
+def test_bad_usage_is_one_line(
+    run_psctl: RunPsctl, environment: dict[str, str], arguments: list[str], message: str
+) -> None:
+    done = run_psctl("bench", "steps", *arguments, "--quiet", "--json", **environment)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not list(Path(environment["PSCTL_WORKSPACE"]).glob("*/cpu/runs/*"))
+
+
+@pytest.mark.parametrize("run", [run_step_bench, run_breakdown])
+def test_what_does_not_fit_the_model_leaves_no_run(run: Callable[..., Any], tmp_path: Path) -> None:
+    workspace = ModelWorkspace(tmp_path)
+    model = ServedModel(tiny_sd3(), name="tiny", options=EngineOptions(order="patch", patch_size=3))
+    with pytest.raises(UsageError, match="patch size 3 does not fit"):
+        run(model, [squares(1, 1, 1)], workspace, FAST)
+    model = ServedModel(tiny_sd3(), name="tiny")
+    with pytest.raises(UsageError, match="24x24: width and height must be multiples of 16"):
+        run(model, [Combination(parse_list("32,24"), (1, 0))], workspace, FAST)
+    assert workspace.latest_run("bench-steps") is None
+
+
+def test_group_without_a_command_shows_its_commands(run_psctl: RunPsctl) -> None:
+    done = run_psctl("bench")
+    assert done.returncode == 2
+    assert "steps" in done.stdout
+
+
+def test_breakdown_command_prints_only_its_json(
+    run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path
+) -> None:
+    options = ("--repeats", "2", "--warmup", "1", "--output-file", "result.json", "--quiet", "--json")
+    done = run_psctl("bench", "steps", "--breakdown", *options, **environment)
+    # The profiler's library would write to stderr.
+    assert (done.returncode, done.stderr) == (0, "")
+    result = json.loads(done.stdout)
+    assert json.loads((tmp_path / "result.json").read_text()) == result
+    assert [row["label"] for row in result["rows"]] == ["SSMMLL"]
+    assert (result["guidance_scale"], result["dtype"]) == (3.0, "float32")
+
+
+def test_ctrl_c_keeps_what_is_measured(psctl_script: str, environment: dict[str, str], tmp_path: Path) -> None:
+    command = [psctl_script, "bench", "steps", "--combinations", ";".join(["1,1,1"] * 200), "--repeats", "3"]
+    process = subprocess.Popen(
+        [*command, "--workspace", str(tmp_path / "own"), "--output-file", "result.json"],
+        cwd=tmp_path,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("own/*/cpu/runs/*/steps.json")) and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert stderr.endswith("Error: interrupted\n")
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["was_interrupted"]
+    for word in ("SML", "S 32x32, M 48x48, L 64x64", "geometric mean", "vs same resolution", "float32"):
+        assert word in stdout
+    assert 1 <= len(result["rows"]) < 200
+    assert all(set(row) == ROW for row in result["rows"])
+    assert json.loads((Path(result["run_dir"]) / "steps.json").read_text()) == result
+    assert (Path(result["run_dir"]) / "steps.png").exists()

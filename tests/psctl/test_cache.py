@@ -1,0 +1,336 @@
+"""The patch cache from the command line, on a tiny model: profile, predictor, serving, bench, and bad input."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from patchedserve.data.errors import UsageError
+from patchedserve.data.resolution import parse_list
+from patchedserve.data.tables.schemas import BLOCKS
+from patchedserve.data.tables.streams import read_batches, read_facts
+from patchedserve.data.workspace import Workspace
+from patchedserve.eval.cache.bench import CacheBenchSettings, run_cache_bench
+from patchedserve.eval.cache.quality import QualityOptions
+from patchedserve.eval.cache.sides import Setting
+from patchedserve.eval.metrics.judges import Judges
+from patchedserve.profiling.measure.blocks import BlockProfileSettings, run_block_profile
+from patchedserve.profiling.steps.combinations import Combination
+from patchedserve.serving.cache.options import CacheOptions
+from patchedserve.serving.engine.stepper import EngineOptions
+from patchedserve.serving.models.loading import load_model
+
+from ..conftest import RunPsctl
+from ..support.tiny_models import save_tiny, tiny_sd3, tiny_sdxl
+
+SIZES = ("64", "96")
+STEPS, LAGS = 6, 2
+PROFILE = ("profile", "blocks", "--num-inference-steps", STEPS, "--max-lag", LAGS, "--cache-patch-size", 4)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("cache")
+    save_tiny(folder / "sdxl", tiny_sdxl(), guidance_scale=3.0, resolutions=list(SIZES), num_inference_steps=STEPS)
+    return {
+        "PSCTL_MODEL": str(folder / "sdxl"),
+        "PSCTL_WORKSPACE": str(folder / "workspace"),
+        "PSCTL_DTYPE": "float32",
+        "PSCTL_DEVICE": "cpu",
+        "PSCTL_CACHE_PATCH_SIZE": "4",
+        "PSCTL_WARMUP_STEPS": "1",
+        "PSCTL_MAX_REUSE": str(LAGS),
+    }
+
+
+def rows_of(table: Path) -> dict[str, np.ndarray]:
+    batches = list(read_batches(table, BLOCKS))
+    return {
+        name: np.concatenate([batch.column(name).to_numpy(zero_copy_only=False) for batch in batches])
+        for name in BLOCKS.names
+    }
+
+
+def profile_of(model: Any, tables: Path, **options: Any) -> Path:
+    settings = BlockProfileSettings(num_prompts=4, batch_size=2, max_lag=LAGS)
+    return run_block_profile(
+        model,
+        ["a hat", "a taco"],
+        parse_list(",".join(SIZES)),
+        tables,
+        settings,
+        num_inference_steps=STEPS,
+        guidance_scale=3.0,
+        **options,
+    )
+
+
+def cached(environment: dict[str, str]) -> Any:
+    options = EngineOptions(cache=CacheOptions("patch", 0.0, patch_size=4, warmup_steps=1))
+    return load_model(environment["PSCTL_MODEL"], "cpu", "float32", options)
+
+
+def test_from_profile_to_serving(run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path) -> None:
+    done = run_psctl("generate", "a", "--cache", "patch", **environment)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith("train one with: psctl train-predictor cache")
+
+    done = run_psctl(*PROFILE, "--num-prompts", 4, "--batch-size", 4, "--json", **environment)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    rows = rows_of(Path(said["table"]))
+    # From step 1 on with one lag, then two; 7 blocks; 4 patches of the small and 9 of the larger, two requests each.
+    assert len(rows["step"]) == said["num_rows"] == (1 + 4 * 2) * 7 * (2 * 4 + 2 * 9)
+    assert set(rows["lag"]) == {1, 2}
+    assert (rows["step"] >= rows["lag"]).all()
+    assert Image.open(said["plot"]).width > 600
+    facts = read_facts(Path(said["table"]), BLOCKS)
+    assert facts["blocks"] == ["down0", "down1", "down2", "mid", "up0", "up1", "up2"]
+    assert facts["patch_size"] == 4
+
+    threshold = float(np.median(rows["output_mse_normalised"]))
+    done = run_psctl("train-predictor", "cache", "--threshold", threshold, "--json", **environment)
+    assert done.returncode == 0, done.stderr
+
+    arguments = ("serve", "--num-prompts", 3, "--request-rate", "inf", "--json", "--cache", "patch")
+    done = run_psctl(*arguments, **environment)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["completed_requests"] == 3
+    assert "batch_failures" not in summary
+    assert 0 < summary["cache"]["saved_computation"] < 1
+    assert summary["cache"]["peak_mb"] > 0
+
+    done = run_psctl("generate", "a", "--cache", "patch", **environment | {"PSCTL_MAX_REUSE": "3"})
+    assert done.returncode == 2
+    assert "--max-reuse is 3, but the predictor has learnt from 2 steps in a row" in done.stderr
+
+    other = environment | {"PSCTL_CACHE_PATCH_SIZE": "8"}
+    done = run_psctl("generate", "a", "-r", "64", "--cache", "patch", **other)
+    assert done.returncode == 2
+    assert "was made for patches of 4 latent pixels" in done.stderr
+
+
+def test_threshold_0_draws_the_same_images(run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path) -> None:
+    # Until the second request has joined, the first runs on plain diffusers where there is no cache; with a strategy
+    # given, that is its own memory format.
+    regroup = ("--strategy", "regroup")
+    for name, options in (("plain", regroup), ("cached", (*regroup, "--cache", "patch", "--cache-threshold", "0"))):
+        done = run_psctl("generate", "a", "b", "-r", "64", "-r", "96", "-o", tmp_path / name, *options, **environment)
+        assert done.returncode == 0, done.stderr
+    for number in ("000.png", "001.png"):
+        assert (tmp_path / "plain" / number).read_bytes() == (tmp_path / "cached" / number).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--cache", "patch", "--cache-threshold", "0", "-r", "80"), "latents of 10x10 cannot be cut"),
+        (("--cache", "accumulated"), "--cache accumulated needs --cache-threshold"),
+        (("--cache", "patch", "--engine", "plain", "--cache-threshold", "1"), "only for --engine patched"),
+        (("--cache", "interval", "--cache-interval", "1"), "cache interval is 1, but it must be 2 or more"),
+        (("--cache", "patch", "--cache-predictor", "no.safetensors"), "there is no cache predictor no.safetensors"),
+    ],
+)
+def test_bad_options_are_one_line(
+    run_psctl: RunPsctl, environment: dict[str, str], options: tuple[str, ...], message: str
+) -> None:
+    done = run_psctl("generate", "a", *options, **environment)
+    assert done.returncode == 2
+    assert message in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_an_interrupted_profile_goes_on(environment: dict[str, str], tmp_path: Path) -> None:
+    whole = rows_of(profile_of(cached(environment), tmp_path / "whole"))
+    calls = []
+
+    def stop_in_the_second_batch() -> None:
+        calls.append(None)
+        if len(calls) == STEPS + 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        profile_of(cached(environment), tmp_path / "cut", on_step=stop_in_the_second_batch)
+    assert not (tmp_path / "cut" / "blocks.parquet").exists()
+    first = tmp_path / "cut" / "blocks.parts" / "00000.parquet"
+    written = first.stat().st_mtime_ns
+    with pytest.raises(UsageError, match="unfinished profile with other settings"):
+        run_block_profile(
+            cached(environment),
+            ["another"],
+            parse_list("64"),
+            tmp_path / "cut",
+            BlockProfileSettings(4, 2, LAGS),
+            num_inference_steps=STEPS,
+            guidance_scale=3.0,
+        )
+    assert first.stat().st_mtime_ns == written
+    again = rows_of(profile_of(cached(environment), tmp_path / "cut"))
+    assert not (tmp_path / "cut" / "blocks.parts").exists()
+    for name, values in whole.items():
+        assert (values == again[name]).all(), name
+
+
+def bench_of(model: Any, folder: Path, counts: list[tuple[int, int]], **options: Any) -> Any:
+    sizes = parse_list(",".join(SIZES))
+    base: dict[str, Any] = {"patch_size": 4, "warmup_steps": 1}
+    settings = [
+        Setting("never", "patch", CacheOptions("patch", 0.0, **base)),
+        Setting("always", "patch", CacheOptions("patch", 1e9, **base)),
+        Setting("interval", "interval", CacheOptions("interval", interval=2, **base)),
+        Setting("accumulated", "accumulated", CacheOptions("accumulated", 1e9, max_reuse=2, **base)),
+    ]
+    return run_cache_bench(
+        model,
+        [Combination(sizes, each) for each in counts],
+        settings,
+        Workspace(folder).for_model("tiny", "cpu"),
+        CacheBenchSettings(rounds=2, num_inference_steps=STEPS),
+        QualityOptions(clip=False),
+        Judges(),
+        **options,
+    )
+
+
+@pytest.mark.parametrize("make", [tiny_sdxl, tiny_sd3])
+def test_bench_compares_with_the_engine_without_cache(make: Any, tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", make(), guidance_scale=3.0, resolutions=list(SIZES))
+    model = load_model(str(tmp_path / "model"), "cpu", "float32")
+    outcome = bench_of(model, tmp_path / "w", [(1, 2), (0, 1)])
+    assert [row["label"] for row in outcome.result["rows"]] == ["SLL", "L"]
+    assert json.loads((outcome.run_dir / "cache.json").read_text()) == outcome.result
+    assert Image.open(outcome.run_dir / "cache.png").width > 500
+    assert Image.open(outcome.run_dir / "cache-saved.png").width > 500
+    # Five sides, the three images of the first batch.
+    assert Image.open(outcome.run_dir / "cache-images.png").size == (110 + 3 * 132, 5 * 132)
+    for row, count in zip(outcome.result["rows"], (3, 1), strict=True):
+        rows = {side["label"]: side for side in row["sides"]}
+        assert list(rows) == ["off", "never", "always", "interval", "accumulated"]
+        assert {side["num_images"] for side in row["sides"]} == {2 * count}
+        assert rows["never"]["saved_computation"] == 0
+        assert (rows["never"]["ssim_min"], rows["never"]["psnr_db"]) == (1.0, 100.0)
+        # All but the first and the last step are reused.
+        assert rows["always"]["saved_computation"] == pytest.approx(4 / 6)
+        assert rows["accumulated"]["saved_computation"] == pytest.approx(3 / 6)
+        num_blocks = len(rows["interval"]["saved_by_block"])
+        assert rows["interval"]["saved_computation"] == pytest.approx(2 / 6 * (num_blocks - 2) / num_blocks)
+        assert rows["always"]["ssim"] < 1
+        for side in row["sides"][1:]:
+            low, high = side["intervals"]["ssim"]
+            assert low <= side["ssim"] <= high
+            # Two rounds tell nothing of the spread of a median.
+            assert side["intervals"]["speedup"] is None
+
+
+@pytest.mark.parametrize(("at_batch", "labels", "rounds"), [(5 + 7, ["SLL"], [1]), (15 + 5 + 8, ["SLL", "L"], [2, 1])])
+def test_an_interrupted_bench_keeps_finished_rounds(
+    environment: dict[str, str], tmp_path: Path, at_batch: int, labels: list[str], rounds: list[int]
+) -> None:
+    model = load_model(environment["PSCTL_MODEL"], "cpu", "float32")
+    seen = []
+
+    def stop(label: str) -> None:
+        seen.append(label)
+        if len(seen) == at_batch:
+            raise KeyboardInterrupt
+
+    outcome = bench_of(model, tmp_path, [(1, 2), (0, 1)], on_batch=stop)
+    assert outcome.was_interrupted
+    assert [row["label"] for row in outcome.result["rows"]] == labels
+    assert [row["rounds"] for row in outcome.result["rows"]] == rounds
+    last = outcome.result["rows"][-1]
+    assert {side["num_images"] for side in last["sides"]} == {rounds[-1] * (3 if labels[-1] == "SLL" else 1)}
+    assert json.loads((outcome.run_dir / "cache.json").read_text())["was_interrupted"]
+
+    seen[:] = [""] * (at_batch - 5)
+    with pytest.raises(KeyboardInterrupt):
+        bench_of(model, tmp_path / "early", [(1, 2), (0, 1)], on_batch=stop)
+
+
+def test_bench_from_the_command_line(run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path) -> None:
+    profile_of(cached(environment), tmp_path)
+    arguments = ["bench", "cache", "--table", tmp_path / "blocks.parquet", "--rounds", 1]
+    arguments += [
+        "--num-inference-steps",
+        STEPS,
+        "--thresholds",
+        "0.3",
+        "--image-thresholds",
+        "0.3",
+        "--intervals",
+        "2",
+    ]
+    arguments += [
+        "--intervals",
+        "2",
+        "--sums",
+        "0.5",
+        "--combinations",
+        "1,1",
+        "--output-file",
+        tmp_path / "cache.json",
+        "--json",
+    ]
+    done = run_psctl(*arguments, "--lpips", "--fid", "emoji", "--num-real", 8, **environment)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said == json.loads((tmp_path / "cache.json").read_text())
+    assert said["clip_judge"] == "emoji-clip"
+    sides = said["rows"][0]["sides"]
+    assert [side["kind"] for side in sides] == ["off", "patch", "image", "interval", "accumulated"]
+    for side in sides:
+        assert side["fid"] > 0
+        assert side["fid_to_off"] == pytest.approx(0, abs=1e-3) if side["kind"] == "off" else side["fid_to_off"] >= 0
+        assert (side["clip_change"]["mean"] == 0) or side["kind"] != "off"
+    assert all(side["lpips"] >= 0 for side in sides[1:])
+
+    for options, message in (
+        (("--thresholds", "a"), "--thresholds is 'a', but it must be numbers with commas between"),
+        (("--combinations", "1"), "has 1 numbers, but it must have 2"),
+        (("--fid", "coco:/nowhere"), "/nowhere"),
+    ):
+        done = run_psctl(*arguments, *options, **environment)
+        assert done.returncode == 2, done.stderr
+        assert message in done.stderr.splitlines()[-1]
+
+
+def test_profile_and_train_predictor_run_without_a_command(
+    run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path
+) -> None:
+    # Each command finds its own variables as if it had been named.
+    few = environment | {
+        "PSCTL_PROFILE_LATENCY_COMBINATIONS": "30",
+        "PSCTL_PROFILE_LATENCY_REPEATS": "1",
+        "PSCTL_PROFILE_LATENCY_MAX_BATCH_SIZE": "8",
+        "PSCTL_PROFILE_BLOCKS_NUM_PROMPTS": "6",
+        "PSCTL_PROFILE_BLOCKS_NUM_INFERENCE_STEPS": str(STEPS),
+        "PSCTL_PROFILE_BLOCKS_MAX_LAG": str(LAGS),
+    }
+    del few["PSCTL_WORKSPACE"]
+    shared = ("--workspace", tmp_path / "workspace", "--json")
+    done = run_psctl("profile", *shared, **few)
+    assert done.returncode == 0, done.stderr
+    decoder, text, said = json.JSONDecoder(), done.stdout.strip(), []
+    while text:
+        found, end = decoder.raw_decode(text)
+        said.append(found)
+        text = text[end:].strip()
+    assert Path(said[1]["table"]).name == "blocks.parquet"
+    folder = Path(said[1]["table"]).parents[1]
+    assert folder.is_relative_to(tmp_path / "workspace")
+    threshold = str(float(np.median(rows_of(folder / "tables" / "blocks.parquet")["output_mse_normalised"])))
+    done = run_psctl("train-predictor", *shared, **few | {"PSCTL_TRAIN_PREDICTOR_CACHE_THRESHOLD": threshold})
+    assert done.returncode == 0, done.stderr
+    found = {path.name for path in (folder / "predictors").glob("*.safetensors")}
+    assert found == {"latency.safetensors", "cache.safetensors"}
+
+    done = run_psctl("profile", "--model", "emoji-3", "latency", **few)
+    assert done.returncode == 2
+    assert "--model stands before latency" in done.stderr
+    done = run_psctl("train-predictor", "--workspace", tmp_path / "none", **few)
+    assert done.returncode == 2
+    assert "no table of step latencies" in done.stderr

@@ -1,0 +1,135 @@
+"""`psctl generate` as users run it, on a tiny model."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+
+from ..conftest import RunPsctl
+from ..support.tiny_models import plain_image, save_tiny, tiny_sd3, tiny_sdxl
+
+
+@pytest.fixture(scope="module")
+def sdxl_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "sdxl"
+    return save_tiny(path, tiny_sdxl(), num_inference_steps=2, guidance_scale=3.0)
+
+
+@pytest.fixture
+def generate(run_psctl: RunPsctl, sdxl_dir: Path) -> RunPsctl:
+    def run(*arguments: str | Path, **options: str):
+        return run_psctl("generate", *arguments, PSCTL_MODEL=str(sdxl_dir), **options)
+
+    return run
+
+
+def test_mixed_resolutions_in_one_call(generate: RunPsctl, tmp_path: Path) -> None:
+    run = generate(
+        "a hat",
+        "two cars",
+        "sea",
+        "-r",
+        "32",
+        "-r",
+        "48x32",
+        "-r",
+        "64",
+        "--seed",
+        "5",
+        "--json",
+        "-q",
+        PSCTL_DTYPE="float32",
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    images = json.loads(run.stdout)["images"]
+    assert [image["path"] for image in images] == ["images/000.png", "images/001.png", "images/002.png"]
+    assert [image["seed"] for image in images] == [5, 6, 7]
+    assert [image["num_inference_steps"] for image in images] == [2, 2, 2]
+    pipe = tiny_sdxl()
+    for image, prompt, size in zip(images, ("a hat", "two cars", "sea"), ((32, 32), (48, 32), (64, 64)), strict=True):
+        request = Request(image["id"], prompt, Resolution(*size), 2, guidance_scale=3.0, seed=image["seed"])
+        found = np.asarray(Image.open(tmp_path / image["path"]), dtype=int)
+        assert np.abs(found - np.asarray(plain_image(pipe, request), dtype=int)).max() <= 1
+
+
+def test_one_prompt_to_one_file_and_the_models_own_size(generate: RunPsctl, tmp_path: Path) -> None:
+    run = generate("a [bold] hat", "--output", "new/hat.jpg", "--num-inference-steps", "1")
+    assert run.returncode == 0, run.stderr
+    assert "new/hat.jpg" in run.stdout
+    assert "a [bold] hat" in run.stdout
+    image = Image.open(tmp_path / "new" / "hat.jpg")
+    assert (image.size, image.format) == ((64, 64), "JPEG")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["hat.jpg"]
+
+
+def test_prompts_from_a_file_and_sd3(run_psctl: RunPsctl, tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "sd3", tiny_sd3(), num_inference_steps=2)
+    (tmp_path / "prompts.txt").write_text("a hat\n\na car\n")
+    run = run_psctl("generate", "--prompts", "prompts.txt", "--model", model, "-r", "32", "-o", "out", "--json")
+    assert run.returncode == 0, run.stderr
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["000.png", "001.png"]
+    assert [image["guidance_scale"] for image in json.loads(run.stdout)["images"]] == [5.0, 5.0]
+
+
+def test_existing_images_are_kept_unless_told_otherwise(generate: RunPsctl, tmp_path: Path) -> None:
+    (tmp_path / "hat.png").write_text("precious")
+    run = generate("a hat", "-o", "hat.png", "-r", "32")
+    assert run.returncode == 2
+    assert "hat.png exists already" in run.stderr
+    assert (tmp_path / "hat.png").read_text() == "precious"
+    assert generate("a hat", "-o", "hat.png", "-r", "32", "--overwrite").returncode == 0
+    assert Image.open(tmp_path / "hat.png").size == (32, 32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no prompt"),
+        (["a", "--prompts", "nowhere.txt"], "not both"),
+        (["--prompts", "nowhere.txt"], "nowhere.txt"),
+        (["--prompts", "empty.txt"], "empty.txt"),
+        (["a", "-r", "100"], "multiple of 8"),
+        (["a", "-r", "axb"], "axb"),
+        (["a", "b", "c", "-r", "32", "-r", "64"], "2 times for 3 prompts"),
+        (["a", "b", "-o", "one.png"], "give a folder"),
+        (["a", "-o", "empty.txt"], "is a file"),
+        (["a", "-o", "empty.txt/one.png"], "is a file"),
+        (["a", "--guidance-scale", "-1"], "guidance_scale is -1"),
+        (["a", "--num-inference-steps", "0"], "num-inference-steps"),
+        (["a", "--seed", str(2**63)], "seed"),
+        (["a", "--model", "emoji-xxl"], "emoji-xl, emoji-3"),
+        (["a", "--device", "tpu"], "tpu"),
+    ],
+)
+def test_bad_usage_is_one_line(generate: RunPsctl, tmp_path: Path, arguments: list[str], message: str) -> None:
+    (tmp_path / "empty.txt").touch()
+    run = generate(*arguments, "--quiet")
+    assert run.returncode == 2, run.stderr
+    assert run.stdout == ""
+    assert message in run.stderr
+    assert len(run.stderr.splitlines()) == 1
+    assert not list(tmp_path.rglob("*.png"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_unwritable_folder(generate: RunPsctl, tmp_path: Path) -> None:
+    (tmp_path / "locked").mkdir(mode=0o500)
+    run = generate("a", "-o", "locked")
+    assert run.returncode == 2
+    assert "not writable" in run.stderr
+
+
+def test_failed_image_is_reported_and_the_others_are_kept(generate: RunPsctl, tmp_path: Path) -> None:
+    # A folder where the second image should go: it cannot be replaced by a file.
+    (tmp_path / "images" / "001.png").mkdir(parents=True)
+    run = generate("a", "b", "-r", "32", "--overwrite", "--json", "-q")
+    assert run.returncode == 1
+    assert "1 of 2 images failed; number 1" in run.stderr
+    assert [image["status"] for image in json.loads(run.stdout)["images"]] == ["completed", "failed"]
+    assert (tmp_path / "images" / "000.png").is_file()

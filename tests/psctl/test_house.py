@@ -1,0 +1,303 @@
+"""The command line itself: exit codes, the error table, and what goes to stdout and what to stderr."""
+
+import errno
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import patchedserve
+from patchedserve.data.errors import MissingExtraError, RunError, UsageError
+from patchedserve.psctl.app import COMMANDS, apply_thread_settings, describe_error
+from patchedserve.psctl.output import Output
+
+from ..conftest import RunPsctl
+
+# Adds a command to the application that runs the lines put in for BODY, then starts it as the console script does.
+PROGRAM = """
+import sys
+from patchedserve.data.errors import RunError, UsageError
+from patchedserve.psctl.app import app, main
+from patchedserve.psctl.options.common import Json, Quiet
+from patchedserve.psctl.output import Output
+
+@app.command("try")
+def try_it(json: Json = False, quiet: Quiet = False) -> None:
+    out = Output(json=json, quiet=quiet)
+    BODY
+
+sys.exit(main(["try", *sys.argv[1:]]))
+"""
+
+
+def run_body(
+    body: str, *arguments: str, stdout: int = subprocess.PIPE, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM.replace("BODY", body.replace("\n", "\n    ")), *arguments],
+        env=os.environ | environment,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "message"),
+    [
+        ("raise UsageError('rate is -1; it must be above 0')", 2, "Error: rate is -1; it must be above 0\n"),
+        ("raise RunError('request 3 failed\\nout of luck')", 1, "Error: request 3 failed out of luck\n"),
+        ("raise KeyboardInterrupt", 130, "Error: interrupted\n"),
+        ("raise MemoryError", 1, "Error: out of memory"),
+        ("open('/nowhere/trace.csv')", 1, "Error: no such file or folder: /nowhere/trace.csv\n"),
+        ("open('/dev/full', 'w').write('x' * 10**6)", 1, "Error: disk full\n"),
+        ("import typer; raise typer.BadParameter('no')", 2, "Error: Invalid value: no"),
+        ("import torch; torch.empty(2**60, dtype=torch.uint8)", 1, "Error: out of memory; use smaller resolutions"),
+        ("import typer; raise typer.Exit(1)", 1, ""),
+        ("pass", 0, ""),
+    ],
+)
+def test_error_is_one_line_and_an_exit_code(body: str, code: int, message: str) -> None:
+    done = run_body(body)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.startswith(message)
+    assert done.stderr.count("\n") == (1 if message else 0)
+
+
+def test_a_bug_shows_where_it_is() -> None:
+    done = run_body("raise TypeError('oops')")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("Error: TypeError: oops (this is a bug")
+
+
+def test_debug_shows_the_traceback_of_any_error() -> None:
+    assert "Traceback" in run_body("raise UsageError('no')", PSCTL_DEBUG="1").stderr
+    assert "Traceback" not in run_body("raise UsageError('no')", PSCTL_DEBUG="0").stderr
+
+
+def test_full_disk_behind_stdout_is_reported_once() -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        done = run_body("out.data({'a': 1})", stdout=full)
+    finally:
+        os.close(full)
+    assert (done.returncode, done.stderr) == (1, "Error: disk full\n")
+
+
+def test_reader_that_leaves_is_no_traceback() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        done = run_body("out.data({'a': 1})", stdout=write_end)
+    finally:
+        os.close(write_end)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_interrupt_signal_ends_with_130() -> None:
+    body = "print('ready', flush=True)\nimport time\ntime.sleep(60)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.replace("BODY", body.replace("\n", "\n    "))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert (process.returncode, stderr) == (130, "Error: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        (errno.ENOSPC, "disk full: a.png"),
+        (errno.EACCES, "no permission: a.png"),
+        (errno.EROFS, "the file system is read-only: a.png"),
+        (errno.ENOENT, "no such file or folder: a.png"),
+        (errno.ENOTDIR, "is not a folder: a.png"),
+        (errno.EIO, "input/output error: a.png"),
+    ],
+)
+def test_os_errors_name_the_file(code: int, line: str) -> None:
+    assert describe_error(OSError(code, os.strerror(code), "a.png")) == (line, 1)
+
+
+def test_only_our_own_bugs_are_unknown() -> None:
+    assert describe_error(KeyError("a")) is None
+    assert describe_error(ValueError("a")) is None
+    assert describe_error(MissingExtraError("torchmetrics", "eval")) == (
+        "torchmetrics is not installed; install it with: pip install 'psctl[eval]'",
+        1,
+    )
+    assert isinstance(UsageError("a"), ValueError)
+    assert not isinstance(RunError("a"), ValueError)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bogus"], "No such command 'bogus'"),
+        (["doctor", "--bogus"], "No such option: --bogus"),
+        (["doctor", "extra"], "Got unexpected extra argument"),
+    ],
+)
+def test_wrong_usage_exits_with_2(run_psctl: RunPsctl, arguments: list[str], message: str) -> None:
+    done = run_psctl(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"Error: {message}")
+    assert "--help')" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_without_a_command_the_help_is_shown(run_psctl: RunPsctl) -> None:
+    done = run_psctl()
+    assert done.returncode == 2
+    assert "doctor" in done.stdout
+
+
+def test_version(run_psctl: RunPsctl) -> None:
+    # PSCTL_VERSION is a likely name in an image; it must not be taken for the option.
+    done = run_psctl("--version", PSCTL_VERSION="3")
+    assert (done.returncode, done.stdout) == (0, f"psctl {patchedserve.__version__}\n")
+
+
+@pytest.mark.parametrize("name", [name for name, _ in COMMANDS])
+def test_every_command_has_examples_and_the_common_options(run_psctl: RunPsctl, name: str) -> None:
+    done = run_psctl(*name.split(), "--help", COLUMNS="200")
+    assert done.returncode == 0
+    assert "Examples:" in done.stdout
+    assert f"  psctl {name}" in done.stdout
+    for word in ("--json", "--quiet", "PSCTL_JSON"):
+        assert word in done.stdout
+
+
+def test_data_goes_to_stdout_and_the_rest_to_stderr() -> None:
+    body = "out.note('starting')\nout.warn('slow')\nout.data({'images': 3})"
+    done = run_body(body)
+    assert (done.stdout, done.stderr) == ("images: 3\n", "starting\nWarning: slow\n")
+    done = run_body(body, "--quiet", "--json")
+    assert (json.loads(done.stdout), done.stderr) == ({"images": 3}, "Warning: slow\n")
+    done = run_body(body, PSCTL_TRY_QUIET="1", PSCTL_JSON="true")
+    assert (json.loads(done.stdout), done.stderr) == ({"images": 3}, "Warning: slow\n")
+
+
+def test_progress_is_silent_without_a_terminal() -> None:
+    body = "with out.progress() as bar:\n    task = bar.add_task('images', total=2)\n    bar.advance(task)"
+    done = run_body(body)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@dataclass
+class Row:
+    path: Path
+    latency_s: float
+
+
+def test_json_takes_what_commands_have(capsys: pytest.CaptureFixture[str]) -> None:
+    payload = {
+        "row": Row(Path("a/b.png"), math.nan),
+        "mean": np.float32(0.5),
+        "count": np.int64(3),
+        "all": np.array([1.0, math.inf]),
+        192: (True, None, "é"),
+    }
+    Output(json=True).data(payload, table="not shown")
+    assert json.loads(capsys.readouterr().out) == {
+        "row": {"path": "a/b.png", "latency_s": None},
+        "mean": 0.5,
+        "count": 3,
+        "all": [1.0, None],
+        "192": [True, None, "é"],
+    }
+    with pytest.raises(TypeError, match="cannot print object as JSON"):
+        Output(json=True).data(object())
+
+
+def test_table_is_made_only_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    made: list[str] = []
+
+    def table() -> str:
+        made.append("table")
+        return "a table"
+
+    Output(json=True).data({}, table=table)
+    assert made == []
+    Output().data({}, table=table)
+    assert capsys.readouterr().out == "{}\na table\n"
+
+
+def test_threads_are_set_before_libraries_load() -> None:
+    environment = {"PSCTL_THREADS": "3", "OMP_NUM_THREADS": "8", "GOMP_SPINCOUNT": "1"}
+    apply_thread_settings(environment)
+    assert environment == {
+        "PSCTL_THREADS": "3",
+        "OMP_NUM_THREADS": "3",
+        "MKL_NUM_THREADS": "3",
+        "GOMP_SPINCOUNT": "1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "added"),
+    [
+        ({}, {"GOMP_SPINCOUNT": "20000"}),
+        ({"OMP_NUM_THREADS": "2"}, {"GOMP_SPINCOUNT": "20000"}),
+        ({"GOMP_SPINCOUNT": "0"}, {}),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, {}),
+        ({"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "5"}, {}),
+    ],
+)
+def test_idle_threads_spin_briefly_unless_the_user_says_otherwise(given: dict[str, str], added: dict[str, str]) -> None:
+    environment = dict(given)
+    apply_thread_settings(environment)
+    assert environment == given | added
+
+
+@pytest.mark.parametrize("threads", ["0", "-1", "two", "", "1.5", "²"])
+def test_bad_threads_are_a_usage_error(threads: str) -> None:
+    with pytest.raises(UsageError, match="must be a whole number of at least 1"):
+        apply_thread_settings({"PSCTL_THREADS": threads})
+
+
+def test_bad_threads_exit_with_2(run_psctl: RunPsctl) -> None:
+    done = run_psctl("doctor", PSCTL_THREADS="many")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "Error: PSCTL_THREADS is 'many'; it must be a whole number of at least 1\n",
+    )
+
+
+def test_doctor_reports_the_machine(run_psctl: RunPsctl, tmp_path: Path) -> None:
+    done = run_psctl("doctor", "--json", "--quiet", "--workspace", tmp_path / "not" / "there")
+    report = json.loads(done.stdout)
+    assert done.returncode == (1 if report["problems"] else 0)
+    assert report["is_ok"] == (not report["problems"])
+    assert report["psctl"] == patchedserve.__version__
+    assert report["libraries"]["torch"] is not None
+    cpu = report["devices"][0]
+    assert cpu["device"] == "cpu"
+    assert cpu["dtypes"]["float32"] is True
+    assert report["extras"]["ray"]["install"] == "pip install 'psctl[ray]'"
+    assert report["extras"]["dev"]["is_installed"] == (report["extras"]["dev"]["missing"] == [])
+    assert set(report["models"]) >= {"emoji-xl", "emoji-3", "emoji-clip"}
+    assert report["workspace"] == report["workspace"] | {"exists": False, "is_writable": True}
+    assert report["workspace"]["free_bytes"] > 0
+    # Looking at the workspace does not create it.
+    assert not (tmp_path / "not").exists()
+
+
+def test_doctor_shows_people_the_same(run_psctl: RunPsctl) -> None:
+    done = run_psctl("doctor", "--quiet")
+    for word in ("libraries", "devices", "extras", "models", "workspace", "psctl[ray]", "emoji-xl"):
+        assert word in done.stdout

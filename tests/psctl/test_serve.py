@@ -1,0 +1,222 @@
+"""`psctl serve` as users run it, on a tiny model: results, files, bad input, Ctrl-C."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from diffusers import DDIMScheduler
+from PIL import Image
+
+from patchedserve.data.tables.schemas import RECORDS, STEPS, read_rows
+
+from ..conftest import RunPsctl
+from ..support.tiny_models import save_tiny, tiny_sdxl
+
+# Steps of the tiny model take a few milliseconds; what is decided does not matter here.
+STEPS_CSV = "combination,ms\n32x32,5\n48x48,5\n64x32,5\n2*32x32 + 48x48 + 64x32,12\n"
+
+KEYS = (
+    *("duration", "completed_requests", "failed_requests", "throughput_qps", "latency_mean", "latency_median"),
+    *("latency_p50", "latency_p95", "latency_p99", "slo_attainment_rate", "slo_met_success", "slo_scale", "model"),
+    *("dataset", "per_resolution", "queueing_mean", "goodput_qps"),
+)
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A workspace shared by the tests of this module, so that standalone latencies are measured once."""
+    return tmp_path_factory.mktemp("workspace")
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory, workspace: Path) -> dict[str, str]:
+    path = tmp_path_factory.mktemp("models") / "sdxl"
+    pipe = tiny_sdxl()
+    pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config)
+    save_tiny(path, pipe, num_inference_steps=2, guidance_scale=3.0, resolutions=["32", "48", "64x32"])
+    prompts = path.parent / "prompts.txt"
+    prompts.write_text("a hat\na car\ntwo birds\n")
+    return {"PSCTL_MODEL": str(path), "PSCTL_WORKSPACE": str(workspace), "PSCTL_SERVE_PROMPTS": str(prompts)}
+
+
+@pytest.fixture
+def serve(run_psctl: RunPsctl, environment: dict[str, str]) -> RunPsctl:
+    def run(*arguments: str | Path, **options: str):
+        return run_psctl("serve", *arguments, **(environment | options))
+
+    return run
+
+
+def run_dirs(workspace: Path) -> list[Path]:
+    return sorted(workspace.glob("*/cpu/runs/*"), key=lambda path: path.stat().st_mtime)
+
+
+def summary_of(run: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def test_poisson_leaves_all_results(serve: RunPsctl, tmp_path: Path) -> None:
+    run = serve("--num-prompts", "6", "--request-rate", "20", "--json", "--output-file", "s.json", "--save-dir", "out")
+    summary = summary_of(run)
+    assert json.loads((tmp_path / "s.json").read_text()) == summary
+    assert set(KEYS) <= set(summary)
+    assert (summary["completed_requests"], summary["slo_scale"], summary["dataset"]) == (6, 5.0, "poisson, prompts.txt")
+    folder = Path(summary["run_dir"])
+    assert json.loads((folder / "summary.json").read_text()) == summary
+    records = read_rows(folder / "records.parquet", RECORDS)
+    assert [record["status"] for record in records] == ["completed"] * 6
+    for record in records:
+        # Arrivals are honoured: nothing is prepared before it has arrived.
+        assert record["prepare_start_s"] >= record["arrival_s"] > 0
+        assert record["slo_s"] > 0
+        assert Image.open(tmp_path / record["image_path"]).size == (record["width"], record["height"])
+    steps = read_rows(folder / "steps.parquet", STEPS)
+    assert sum(step["active"] for step in steps) == 6 * 2
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        *(f"00{i}.png" for i in range(6)),
+        "report.html",
+    ]
+    report = (folder / "report.html").read_text()
+    assert report == (tmp_path / "out" / "report.html").read_text()
+    assert "data:image/png" in report
+
+
+def test_standalone_latencies_are_measured_once(serve: RunPsctl, workspace: Path) -> None:
+    options = ("--num-prompts", "3", "--request-rate", "inf", "--resolutions", "32")
+    serve(*options)
+    again = serve(*options)
+    assert again.returncode == 0
+    assert "Measuring" not in again.stderr
+    # Two sizes that are known already: both are measured again, though each is written as it is done.
+    two = ("--num-prompts", "3", "--request-rate", "inf", "--resolutions", "32,48", "--remeasure")
+    for _ in range(2):
+        said = serve(*two).stderr
+        assert "Measuring 32x32 alone" in said
+        assert "Measuring 48x48 alone" in said
+    assert "Measuring 32x32 alone" in serve(*options, "--num-inference-steps", "3").stderr
+    table = next(workspace.glob("*/cpu/tables/standalone.json"))
+    text = table.read_text()
+    table.write_text(text[:-20])
+    run = serve(*options)
+    table.write_text(text)
+    assert run.returncode == 2
+    assert "standalone.json is damaged" in run.stderr
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "static", "bucketed", "slack"])
+def test_policies_and_gamma(serve: RunPsctl, tmp_path: Path, policy: str) -> None:
+    options = ["--trace", "gamma", "--cv", "3", "--num-prompts", "5", "--request-rate", "50", "--policy", policy]
+    if policy == "slack":
+        (tmp_path / "steps.csv").write_text(STEPS_CSV)
+        options += ["--predictor", "steps.csv"]
+    run = serve(*options, "--max-batch-size", "4", "--seed", "3")
+    assert run.returncode == 0, run.stderr
+    for word in ("throughput", "SLO attainment", "by resolution", "scheduling mean", policy):
+        assert word in run.stdout
+
+
+def test_batches_larger_than_the_latency_table_are_told_and_counted(serve: RunPsctl, tmp_path: Path) -> None:
+    (tmp_path / "steps.csv").write_text(STEPS_CSV)
+    options = ("--trace", "poisson", "--request-rate", "inf", "--num-prompts", "8", "--slo-scale", "1000", "--json")
+    slack = ("--policy", "slack", "--predictor", "steps.csv", *options)
+    run = serve(*slack, "--max-batch-size", "8")
+    assert summary_of(run)["predictions_outside"]["too_large"] > 0
+    assert "--max-batch-size is 8, but the largest batch in steps.csv has 4" in run.stderr.replace("\n", " ")
+    small = serve(*slack, "--max-batch-size", "4")
+    assert summary_of(small)["predictions_outside"]["too_large"] == 0
+    assert "largest batch" not in small.stderr
+    assert "predictions_outside" not in summary_of(serve("--policy", "fcfs", *options))
+
+
+def test_trace_file_keeps_its_timestamps(serve: RunPsctl, tmp_path: Path) -> None:
+    lines = [
+        "Request(request_id=7, timestamp=0.2, height=32, width=48, num_frames=1, prompt='a hat', negative_prompt='x', "
+        "num_inference_steps=3, seed=4, slo_ms=90000)",
+        "Request(request_id=9, timestamp=0.9, height=32, width=32, num_frames=1, prompt='a car')",
+    ]
+    (tmp_path / "trace.txt").write_text("\n".join(lines))
+    summary = summary_of(serve("--trace", "trace.txt", "--json", "--num-inference-steps", "2"))
+    records = read_rows(Path(summary["run_dir"]) / "records.parquet", RECORDS)
+    assert [record["request_id"] for record in records] == [7, 9]
+    assert [record["arrival_s"] for record in records] == [0.2, 0.9]
+    assert [record["num_inference_steps"] for record in records] == [3, 2]
+    assert (records[0]["slo_s"], records[0]["width"], records[0]["seed"]) == (90.0, 48, 4)
+    assert records[1]["prepare_start_s"] >= 0.9
+    assert summary["duration"] > 0.9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--request-rate", "-1"], "request rate is -1"),
+        (["--num-prompts", "0"], "number of prompts is 0"),
+        (["--slo-scale", "0"], "SLO scale is 0"),
+        (["--policy", "magic"], "fcfs, static, bucketed"),
+        (["--policy", "slack"], "no latency predictor is in"),
+        (["--policy", "distrifusion-fcfs"], "only in `psctl simulate`"),
+        (["--policy", "slack", "--predictor", "nowhere.csv"], "nowhere.csv: cannot read the latencies table"),
+        (["--trace", "azure"], "an azure trace needs recorded arrivals"),
+        (["--amplitude", "0.5"], "--amplitude is 0.5, but it belongs to --trace diurnal, not poisson"),
+        (["--resolutions", "100"], "multiple of 8"),
+        (["--mix", "1,2"], "mix has 2 weights"),
+        (["--prompts", "empty.txt"], "empty.txt"),
+        (["--trace", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--trace", "bad.jsonl"], "bad.jsonl:2:"),
+        (["--trace", "back.jsonl"], "back.jsonl:2:"),
+        (["--cv", "2"], "cv"),
+        (["--max-batch-size", "0"], "max-batch-size"),
+        (["--model", "emoji-xxl"], "emoji-xl, emoji-3"),
+        (["--num-inference-steps", "1001", "--num-prompts", "1", "--resolutions", "32"], "1001"),
+    ],
+)
+def test_bad_usage_is_one_line(
+    serve: RunPsctl, tmp_path: Path, workspace: Path, arguments: list[str], message: str
+) -> None:
+    (tmp_path / "empty.txt").touch()
+    good = json.dumps({"arrival_s": 1, "prompt": "a", "width": 32, "height": 32})
+    (tmp_path / "bad.jsonl").write_text(f"{good}\n{{")
+    (tmp_path / "back.jsonl").write_text(f"{good}\n{good.replace('1', '0', 1)}")
+    before = run_dirs(workspace)
+    run = serve(*arguments, "--quiet", "--json")
+    assert run.returncode == 2, run.stderr
+    assert run.stdout == ""
+    assert message in run.stderr
+    assert len(run.stderr.splitlines()) == 1
+    assert run_dirs(workspace) == before
+
+
+def test_ctrl_c_keeps_what_is_finished(psctl_script: str, environment: dict[str, str], tmp_path: Path) -> None:
+    # One request at once, one that never ends, one that would arrive in an hour.
+    trace = [{"arrival_s": 0, "num_inference_steps": 2}, {"arrival_s": 0.01, "num_inference_steps": 900}]
+    # They bring their own SLOs, so that nothing is measured before.
+    trace.append({"arrival_s": 3600, "num_inference_steps": 2})
+    text = "\n".join(json.dumps({"prompt": "a", "width": 32, "height": 32, "slo_s": 60, **line}) for line in trace)
+    (tmp_path / "trace.jsonl").write_text(text)
+    process = subprocess.Popen(
+        [psctl_script, "serve", "--trace", "trace.jsonl", "--save-dir", "out", "--json", "--output-file", "s.json"],
+        cwd=tmp_path,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 240
+    while not (tmp_path / "out" / "000.png").exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130, stderr
+    assert "Error: interrupted" in stderr
+    summary = json.loads(stdout)
+    assert json.loads((tmp_path / "s.json").read_text()) == summary
+    assert summary["was_interrupted"]
+    assert (summary["completed_requests"], summary["cancelled_requests"]) == (1, 2)
+    records = read_rows(Path(summary["run_dir"]) / "records.parquet", RECORDS)
+    assert [record["status"] for record in records] == ["completed", "cancelled", "cancelled"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["000.png", "report.html"]

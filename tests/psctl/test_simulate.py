@@ -1,0 +1,220 @@
+"""`psctl simulate` as users run it: results, files, searches, bad input; and the searches themselves."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from patchedserve.data.errors import RunError, UsageError
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.data.tables.schemas import RECORDS, STEPS, read_rows
+from patchedserve.data.traces.traces import TraceConfig, generate_trace
+from patchedserve.profiling.runs.simulate import Deployment, at_rate, gpus_needed, highest_rate, load_step_latency
+from patchedserve.psctl.app import main
+from patchedserve.serving.scheduling.policies import get_policy
+from patchedserve.serving.simulator.stage_times import StageTimes
+
+S, L = Resolution(128, 128), Resolution(256, 256)
+TABLE = "combination,ms\n128x128,20\n256x256,30\n128x128 + 256x256,40\n8*128x128 + 8*256x256,200\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "table.csv").write_text(TABLE)
+    return tmp_path
+
+
+Call = tuple[int, str, str]
+
+
+def simulate(capsys: pytest.CaptureFixture[str], *arguments: str) -> Call:
+    """Run the command in this process: no model is loaded, so that there is nothing to keep apart."""
+    code = main(["simulate", "--resolutions", "128,256", *arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def summary_of(call: Call) -> dict[str, Any]:
+    code, out, err = call
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_a_run_leaves_what_a_served_one_does(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--latency", "table.csv", "--request-rate", "3", "--num-prompts", "60", "--num-inference-steps", "5")
+    summary = summary_of(simulate(capsys, *options, "--json", "--postprocess-ms", "10", "--output-file", "s.json"))
+    run_dir = Path(summary["run_dir"])
+    assert json.loads((folder / "s.json").read_text()) == json.loads((run_dir / "summary.json").read_text()) == summary
+    assert (summary["total_requests"], summary["num_gpus"], summary["config"]["policy"]) == (60, 1, "slack")
+    assert summary["slo_attainment_rate"] > 0.9
+    records = read_rows(run_dir / "records.parquet", RECORDS)
+    assert len(records) == 60
+    steps = read_rows(run_dir / "steps.parquet", STEPS)
+    assert sum(step["active"] for step in steps) == 5 * summary["completed_requests"]
+    assert "data:image/png" in (run_dir / "report.html").read_text()
+    again = summary_of(simulate(capsys, *options, "--json", "--postprocess-ms", "10"))
+    differing = {key for key in summary if summary[key] != again[key]}
+    assert differing <= {"run_dir", "scheduling_mean"}
+    # Stage times can be taken from a run, also from this one.
+    taken = summary_of(simulate(capsys, *options, "--json", "--stage-times", str(run_dir)))
+    assert taken["latency_mean"] == pytest.approx(summary["latency_mean"])
+
+
+def test_policies_differ_as_they_should(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = ("--latency", "table.csv", "--request-rate", "9", "--num-prompts", "200", "--json", "--quiet")
+
+    def run(policy: str, *more: str) -> dict[str, Any]:
+        return summary_of(simulate(capsys, *base, "--policy", policy, "--num-inference-steps", "20", *more))
+
+    slack, fcfs, edf = run("slack"), run("fcfs"), run("edf")
+    assert slack["slo_attainment_rate"] > max(fcfs["slo_attainment_rate"], edf["slo_attainment_rate"]) + 0.2
+    assert sum(slack["discarded_by_reason"].values()) == slack["discarded_requests"] > 0
+    assert fcfs["batch_size_mean"] == 1
+    # One pass for each resolution takes longer than one for both.
+    mixed, plain = run("bucketed"), run("bucketed", "--engine", "plain")
+    assert plain["step_latency_mean"] > mixed["step_latency_mean"]
+    assert run("distrifusion-fcfs", "--gpus", "4")["slo_attainment_rate"] > fcfs["slo_attainment_rate"]
+    two = run("slack", "--gpus", "2")
+    assert two["slo_attainment_rate"] > slack["slo_attainment_rate"]
+    assert sum(two["requests_per_gpu"]) == 200
+    assert min(two["requests_per_gpu"]) > 80
+
+
+def test_diurnal_and_azure_and_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = ("--latency", "table.csv", "--json", "--quiet", "--num-inference-steps", "2")
+    day = summary_of(simulate(capsys, *base, "--trace", "diurnal", "--period", "20", "--duration", "40"))
+    assert 15 < day["total_requests"] < 70
+    (folder / "azure.csv").write_text("arrived_at,x\n" + "".join(f"{i * i},0\n" for i in range(20)))
+    azure = ("--trace", "azure", "--arrivals", "azure.csv", "--request-rate", "4")
+    run = summary_of(simulate(capsys, *base, *azure))
+    arrivals = [row["arrival_s"] for row in read_rows(Path(run["run_dir"]) / "records.parquet", RECORDS)]
+    # 19 gaps at 4 a second; the shape is that of the squares.
+    assert arrivals == pytest.approx([i * i * (19 / 4) / 361 for i in range(20)])
+    lines = [json.dumps({"arrival_s": 100 + i, "prompt": "a", "width": 128, "height": 128}) for i in range(11)]
+    (folder / "trace.jsonl").write_text("\n".join(lines))
+    own = summary_of(simulate(capsys, *base, "--trace", "trace.jsonl"))
+    assert own["duration"] > 110
+    faster = summary_of(simulate(capsys, *base, "--trace", "trace.jsonl", "--request-rate", "5"))
+    assert 2 < faster["duration"] < 3
+
+
+def test_target_finds_rate_and_gpus(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = ("--latency", "table.csv", "--num-inference-steps", "10", "--num-prompts", "150", "--slo-target", "0.95")
+    found = summary_of(simulate(capsys, *base, "--gpus", "2", "--request-rate", "60", "--json", "--quiet"))
+    assert found["attainment_at_highest_rate"] >= 0.95
+    above = [each for each in found["tried_rates"] if each["request_rate"] > found["highest_request_rate"]]
+    assert above[0]["slo_attainment_rate"] < 0.95
+    assert above[0]["request_rate"] <= found["highest_request_rate"] * 1.0101
+    assert found["gpus_needed"] > 2
+    tried = {each["gpus"]: each["slo_attainment_rate"] for each in found["tried_gpus"]}
+    assert tried[found["gpus_needed"]] >= 0.95 > tried[found["gpus_needed"] - 1]
+    code, out, _ = simulate(capsys, *base)
+    assert code == 0
+    assert "highest rate" in out
+    assert "GPUs needed" not in out
+    assert not list(folder.rglob("summary.json"))
+
+
+def test_extrapolation_is_warned_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--latency", "table.csv", "--num-prompts", "5", "--quiet", "--json", "--max-batch-size")
+    assert simulate(capsys, *options, "16")[2] == ""
+    assert "the largest batch in table.csv has 16" in simulate(capsys, *options, "17")[2].replace("\n", " ")
+    # Forty at once: batches of 16 were measured, those of 17 to 20 are counted, each once.
+    full = ("--latency", "table.csv", "--quiet", "--json", "--num-prompts", "40", "--request-rate", "inf")
+    counted = [
+        summary_of(simulate(capsys, *full, "--policy", "patched-fcfs", "--max-batch-size", size))["predictions_outside"]
+        for size in ("16", "20")
+    ]
+    assert counted[0] == {"too_large": 0, "between": 0}
+    assert counted[1]["too_large"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--request-rate", "0"], "request rate is 0, but it must be more than 0"),
+        (["--trace", "empty.jsonl"], "empty.jsonl: the trace is empty"),
+        (["--trace", "trace.jsonl", "--request-rate", "0"], "request rate is 0"),
+        (["--latency", "nowhere.csv"], "nowhere.csv: cannot read"),
+        (["--latency", "bad.csv"], "bad.csv"),
+        (["--resolutions", "128,512"], "knows nothing of 512x512, but only of 128x128, 256x256"),
+        (["--policy", "magic"], "slack, distrifusion-fcfs"),
+        (["--policy", "distrifusion-fcfs", "--gpus", "3"], "speedups only for 1, 2, 4, 8"),
+        (["--gpus", "0"], "'--gpus': '0', but it must be greater than or equal to 1"),
+        (["--gpus", "9999"], "'--gpus': '9999', but it must be less than or equal to 4096"),
+        (["--request-rate", "fast"], "'--request-rate': 'fast', but it must be a valid number"),
+        (["--num-inference-steps", "99999999"], "it must be less than or equal to 1000"),
+        (["--trace", "posson"], "a trace is poisson, gamma, diurnal, azure or a file"),
+        (["--resolutions", "80000000"], "width is 80000000 in resolution 80000000x80000000, but must be at most 16384"),
+        (["--output-file", "table.csv"], "--output-file table.csv exists and is no JSON"),
+        (["--slo-scale", "0"], "SLO scale is 0"),
+        (["--slo-target", "1.5"], "--slo-target is 1.5"),
+        (["--prepare-ms", "-1"], "--prepare-ms is -1, but it must be finite"),
+        (["--stage-times", ".", "--prepare-ms", "1"], "give one or the other"),
+        (["--stage-times", "."], "records.parquet: cannot read"),
+        (["--trace", "azure"], "an azure trace needs recorded arrivals"),
+        (["--period", "5"], "--period is 5.0, but it belongs to --trace diurnal, not poisson"),
+        (["--trace", "diurnal", "--amplitude", "2"], "amplitude is 2, but it must be from 0 to 1"),
+    ],
+)
+def test_bad_usage_is_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    (folder / "empty.jsonl").touch()
+    (folder / "trace.jsonl").write_text('{"arrival_s": 1}')
+    (folder / "bad.csv").write_text("combination,ms\n128x128,-3\n")
+    latency = () if "--latency" in arguments else ("--latency", "table.csv")
+    code, out, err = simulate(capsys, *latency, "--quiet", "--json", "--num-prompts", "5", *arguments)
+    assert (code, out) == (2, ""), err
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert not list(folder.rglob("summary.json"))
+
+
+def test_infeasible_target_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # An SLO below the standalone latency cannot be met at any rate.
+    options = ("--latency", "table.csv", "--slo-scale", "0.5", "--num-prompts", "10", "--slo-target", "0.99")
+    code, _, err = simulate(capsys, *options, "--quiet")
+    assert code == 1
+    assert err.startswith("Error: the target of 99.00% cannot be met: at ")
+    assert len(err.splitlines()) == 1
+
+
+def deployment(folder: Path, policy: str = "slack", **fields: Any) -> Deployment:
+    return Deployment(
+        get_policy(policy, is_simulated=True), load_step_latency(folder / "table.csv"), StageTimes(), **fields
+    )
+
+
+def trace_at(rate: float) -> Sequence[Request]:
+    config = TraceConfig(request_rate=rate, num_prompts=100, resolutions=(S, L), num_inference_steps=10)
+    return generate_trace(config, ["a"])
+
+
+def test_searches(folder: Path) -> None:
+    seen: list[float] = []
+    found = highest_rate(deployment(folder), trace_at, 0.9, on_try=lambda rate, _: seen.append(rate))
+    assert sorted(seen) == list(found.tried)
+    assert deployment(folder).attainment(trace_at(found.value)) == found.attainment >= 0.9
+    # Another policy, another limit: one by one is far behind.
+    assert highest_rate(deployment(folder, "fcfs"), trace_at, 0.9).value < 0.7 * found.value
+    # All of distrifusion's numbers of GPUs are 1, 2, 4 and 8.
+    needed = gpus_needed(deployment(folder, "distrifusion-fcfs"), trace_at(4.5), 0.9)
+    assert needed.value in (2, 4, 8)
+    with pytest.raises(RunError, match=r"cannot be met: at 8 GPUs it is"):
+        gpus_needed(deployment(folder, "distrifusion-fcfs"), trace_at(200.0), 0.9)
+    with pytest.raises(RunError, match=r"cannot be met: at 100 GPUs it is 0\.00%"):
+        gpus_needed(deployment(folder, slo_scale=0.9), trace_at(1.0), 0.5)
+    # All at once on enough GPUs is the same at every rate.
+    with pytest.raises(RunError, match=r"is met at .* and still is: give more requests"):
+        highest_rate(deployment(folder, num_gpus=100), trace_at, 0.9)
+    for target in (0.0, -1.0, 1.01, math.nan):
+        with pytest.raises(UsageError, match="SLO target is"):
+            highest_rate(deployment(folder), trace_at, target)
+    with pytest.raises(UsageError, match="1 requests of the trace span no time"):
+        at_rate(trace_at(1.0)[:1], 2.0)

@@ -1,0 +1,191 @@
+"""`psctl train-model` as a process: results, going on, wrong usage, damaged checkpoints, Ctrl-C."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from transformers import CLIPTextModelWithProjection, CLIPTokenizer
+
+from ..conftest import RunPsctl
+
+pytest.importorskip("resvg_py", reason="training draws its pictures with psctl[train]")
+
+BASE_STEPS = 30
+TIMEOUT_S = 600
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A workspace in which `train-model text --steps 30` has run, and what it printed."""
+
+    workspace: Path
+    done: subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def trained(psctl_script: str, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("trained")
+    done = subprocess.run(
+        [psctl_script, "train-model", "text", "--steps", str(BASE_STEPS), "--workspace", "ws", "--json"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    return Trained(folder / "ws", done)
+
+
+@pytest.fixture
+def workspace(trained: Trained, tmp_path: Path) -> Path:
+    """A copy of the trained workspace that a test may change."""
+    return Path(shutil.copytree(trained.workspace, tmp_path / "ws"))
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step of a checkpoint, all tensors of which can be read."""
+    with safe_open(checkpoint, "pt") as file:
+        for name in file.keys():  # noqa: SIM118 (the file is no dict)
+            file.get_tensor(name)
+        return int(file.metadata()["step"])
+
+
+def logged_steps(run: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+def assert_one_error_line(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.startswith("Error: ")
+    assert done.stderr.count("\n") == 1
+    for word in words:
+        assert word in done.stderr
+
+
+def test_text_gives_json_and_finished_folders(trained: Trained) -> None:
+    assert trained.done.returncode == 0, trained.done.stderr
+    result = json.loads(trained.done.stdout)
+    assert list(result) == ["text"]
+    assert Path(result["text"]["folder"]) == Path("ws/training/text")
+    assert set(result["text"]["last_figures"]) == {"loss", "accuracy", "grad_norm"}
+    assert trained.done.stderr == "text: finished, in ws/training/text\n"
+
+    folder = trained.workspace / "training" / "text"
+    tokenizer = CLIPTokenizer.from_pretrained(folder / "tokenizer")
+    for name, width in (("small", 64), ("large", 96)):
+        encoder = CLIPTextModelWithProjection.from_pretrained(folder / f"{name}-model")
+        assert (encoder.config.hidden_size, encoder.config.vocab_size) == (width, len(tokenizer))
+        assert step_of(folder / name / "last.safetensors") == BASE_STEPS
+        assert step_of(folder / name / "stable.safetensors") == 20  # the decay takes the last 35 %
+        assert logged_steps(folder / name) == [20]
+    assert not list(folder.rglob(".*")), "temporary files are left"
+
+
+def test_a_finished_training_is_not_done_again(run_psctl: RunPsctl, workspace: Path) -> None:
+    run = workspace / "training" / "text" / "large"
+    weights = workspace / "training" / "text" / "large-model" / "model.safetensors"
+    before = weights.read_bytes()
+    done = run_psctl("train-model", "text", "--steps", BASE_STEPS, "-w", workspace, "--json", "-q", timeout_s=TIMEOUT_S)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["text"]["last_figures"] == {}
+    assert logged_steps(run) == [20]
+    assert weights.read_bytes() == before
+
+
+def test_more_steps_go_on_from_before_the_decay(run_psctl: RunPsctl, workspace: Path) -> None:
+    done = run_psctl("train-model", "text", "--steps", 45, "-w", workspace, timeout_s=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    for name in ("small", "large"):
+        run = workspace / "training" / "text" / name
+        assert step_of(run / "last.safetensors") == 45
+        # A run from the start would have logged step 20 once more.
+        assert logged_steps(run) == [20, 40]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--steps", "10"], ["small/stable.safetensors is at step 20 already, but 10 steps are asked for"]),
+        (["--steps", str(BASE_STEPS), "--seed", "3"], ["small/last.safetensors", "seed 1 -> 4"]),
+    ],
+)
+def test_a_finished_training_is_not_spoilt(
+    run_psctl: RunPsctl, workspace: Path, options: list[str], words: list[str]
+) -> None:
+    before = {path: path.read_bytes() for path in workspace.rglob("*") if path.is_file()}
+    done = run_psctl("train-model", "text", *options, "-w", workspace, timeout_s=TIMEOUT_S)
+    assert_one_error_line(done, 2, *words)
+    assert {path: path.read_bytes() for path in workspace.rglob("*") if path.is_file()} == before
+
+
+def test_a_generator_names_the_part_it_lacks(run_psctl: RunPsctl, workspace: Path) -> None:
+    done = run_psctl("train-model", "emoji-xl", "-w", "empty", timeout_s=TIMEOUT_S)
+    assert_one_error_line(done, 2, "psctl train-model text")
+    done = run_psctl("train-model", "emoji-3", "-w", workspace, timeout_s=TIMEOUT_S)
+    assert_one_error_line(done, 2, "psctl train-model autoencoder")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["emoji-4"], ["'emoji-4'", "'emoji-3'"]),
+        (["text", "--steps", "0"], ["--steps"]),
+        (["text", "--steps", "many"], ["--steps"]),
+        ([], ["Missing argument 'part'", "emoji-xl"]),
+    ],
+)
+def test_wrong_usage_exits_with_2(run_psctl: RunPsctl, tmp_path: Path, arguments: list[str], words: list[str]) -> None:
+    assert_one_error_line(run_psctl("train-model", *arguments), 2, *words)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5000])
+def test_a_truncated_checkpoint_is_named(run_psctl: RunPsctl, workspace: Path, num_bytes: int) -> None:
+    checkpoint = workspace / "training" / "text" / "small" / "last.safetensors"
+    os.truncate(checkpoint, num_bytes)
+    done = run_psctl("train-model", "text", "--steps", BASE_STEPS, "-w", workspace, timeout_s=TIMEOUT_S)
+    assert_one_error_line(done, 1, f"{checkpoint} is not a whole checkpoint", "delete it to start again")
+    assert checkpoint.stat().st_size == num_bytes
+
+
+def test_ctrl_c_leaves_a_whole_checkpoint_from_which_training_goes_on(psctl_script: str, tmp_path: Path) -> None:
+    run = tmp_path / "training" / "text" / "small"
+    first = interrupt_when_logged(psctl_script, tmp_path, num_lines=1)
+    assert first >= 20
+    second = interrupt_when_logged(psctl_script, tmp_path, num_lines=len(logged_steps(run)) + 1)
+    assert second > first
+    steps = logged_steps(run)
+    # Every 20th step once: the second process did not begin again.
+    assert steps == list(range(20, steps[-1] + 1, 20))
+    assert not list(run.glob(".*")), "temporary files are left"
+
+
+def interrupt_when_logged(psctl_script: str, workspace: Path, num_lines: int) -> int:
+    """Train the text encoders until their log has so many lines, press Ctrl-C, return the step of the checkpoint."""
+    run = workspace / "training" / "text" / "small"
+    log = run / "log.jsonl"
+    process = subprocess.Popen(
+        [psctl_script, "train-model", "text", "--steps", "100000", "--workspace", str(workspace)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + TIMEOUT_S
+    try:
+        while not log.exists() or len(log.read_text().splitlines()) < num_lines:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline, "the training logs nothing"
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        process.kill()
+    assert (process.returncode, stdout, stderr) == (130, "", "Error: interrupted\n")
+    return step_of(run / "last.safetensors")

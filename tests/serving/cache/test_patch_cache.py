@@ -1,0 +1,357 @@
+"""The patch cache: exact where nothing is reused or nothing has changed, and nobody sees the slots of others."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from patchedserve.data.errors import UsageError
+from patchedserve.serving.cache.cells import SlotTable, match_keys
+from patchedserve.serving.cache.options import CacheOptions
+from patchedserve.serving.cache.patch_cache import CachedRequest, PatchCache
+from patchedserve.serving.cache.rules import Booleans, Imposed, InputThreshold, NeverReuse, PatchView
+from patchedserve.serving.cache.slots import SlotBuffer
+from patchedserve.serving.cache.store import BlockStore, mean_square
+from patchedserve.serving.patched.patched_model import PatchedModel
+
+from ...support.patched_models import MODELS, Row, draw_rows, relative_error, run_patched, stack_conditions
+
+SIZES = [(16, 16), (16, 16), (24, 16), (24, 24), (32, 32)]
+OPTIONS = CacheOptions("patch", threshold=0.0, patch_size=8, warmup_steps=1, max_reuse=3, full_above=1)
+STEPS = 20
+
+
+class ByPlace:
+    """Reuses a patch depending on nothing but its request's step and its own place, so never on its neighbours.
+
+    It asks for changes without looking at them, so that stores keep inputs, too.
+    """
+
+    needs_change = True
+
+    def may_reuse(self, view: PatchView) -> Booleans:
+        starts = np.searchsorted(view.request, view.request)
+        place = np.arange(len(view.request)) - starts
+        mixed = (view.block * 7 + view.steps_done * 3 + place * 5 + view.pixels // 1024) * 2654435761 % 2**32
+        return mixed / 2**32 < 0.5
+
+
+class Switch:
+    """Reuses a random share once it is switched on."""
+
+    needs_change = False
+
+    def __init__(self, share: float) -> None:
+        self.imposed, self.is_on = Imposed(share, seed=3), False
+
+    def may_reuse(self, view: PatchView) -> Booleans:
+        return self.imposed.may_reuse(view) if self.is_on else np.zeros(len(view.request), bool)
+
+
+def cached_model(
+    name: str, order: Any, rule: Any, options: CacheOptions = OPTIONS, **changes: Any
+) -> tuple[Any, PatchedModel, PatchCache]:
+    model = MODELS[name](**changes)
+    patched = PatchedModel(model, order=order, patch_size=8 if order == "patch" else None, strategy="regroup")
+    cache = patched.use_cache(options, rule)
+    return model, patched, cache
+
+
+def requests_of(rows: Sequence[Row], keys: Sequence[int] | None = None) -> list[CachedRequest]:
+    """One row each."""
+    keys = range(len(rows)) if keys is None else keys
+    return [CachedRequest(key, 1, STEPS, 64 * row.size[0] * row.size[1]) for key, row in zip(keys, rows, strict=True)]
+
+
+@torch.inference_mode()
+def step(patched: PatchedModel, rows: Sequence[Row], steps_done: Sequence[int]) -> list[Tensor]:
+    packing = patched.context.packing
+    assert packing is not None
+    timesteps = torch.tensor([row.timestep for row in rows])
+    patches = packing.pack([row.latents for row in rows])
+    out = patched(patches, timesteps, steps_done=steps_done, **stack_conditions(rows))
+    return [packing.unpack(out, number) for number in range(len(rows))]
+
+
+def begin(patched: PatchedModel, rows: Sequence[Row], keys: Sequence[int] | None = None) -> None:
+    patched.begin(patched.pack([row.size for row in rows]), requests=requests_of(rows, keys))
+
+
+def test_options_say_what_is_allowed() -> None:
+    for wrong, message in (
+        ({"mode": "all"}, "must be one of off, patch, image, interval, accumulated"),
+        ({"max_reuse": 0}, "max reuse is 0"),
+        ({"interval": 1}, "interval is 1"),
+        ({"threshold": -1.0}, "threshold is -1.0"),
+        ({"threshold": float("nan")}, "threshold is nan"),
+        ({"mode": "accumulated"}, "needs --cache-threshold"),
+        ({"mode": "patch", "threshold": 0.1, "predictor": "x"}, "not both"),
+        ({"mode": "interval", "predictor": "x"}, "belongs to --cache patch or image"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            CacheOptions(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("order", ["image", "patch"])
+@pytest.mark.parametrize("name", ["sdxl", "sd35"])
+@pytest.mark.parametrize("rule", [NeverReuse(), InputThreshold(0.0)], ids=["never", "threshold 0"])
+def test_nothing_reused_is_bit_equal(name: str, order: Any, rule: Any) -> None:
+    model, patched, cache = cached_model(name, order, rule)
+    plain = PatchedModel(model, order=order, patch_size=8 if order == "patch" else None, strategy="regroup")
+    rows = draw_rows(model, SIZES)
+    with torch.inference_mode():
+        expected = run_patched(plain, rows)
+    begin(patched, rows)
+    # The second step has the same input: a threshold of 0 computes even what has not changed at all.
+    for done in (5, 6):
+        for one, other in zip(step(patched, rows, [done] * len(rows)), expected, strict=True):
+            assert torch.equal(one, other)
+    assert cache.stats.skipped == 0
+    assert cache.stats.patches == 2 * len(cache.names) * sum(height * width // 64 for height, width in SIZES)
+
+
+@pytest.mark.parametrize("order", ["image", "patch"])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_masked_computation_is_exact_where_nothing_has_changed(name: str, order: Any) -> None:
+    """What is kept of the other patches is then what they would have given."""
+    rule = Switch(0.6)
+    model, patched, cache = cached_model(name, order, rule)
+    rows = draw_rows(model, SIZES)
+    begin(patched, rows)
+    expected = step(patched, rows, [3] * len(rows))
+    rule.is_on = True
+    for done in (4, 5, 6, 7):
+        assert relative_error(step(patched, rows, [done] * len(rows)), expected) < 1e-5
+    assert cache.stats.masked >= 4 * len(cache.names)
+    assert 0.3 < cache.stats.saved_share < 0.6
+
+
+@pytest.mark.parametrize("name", ["sdxl", "sd3"])
+def test_masked_computation_uses_what_is_new(name: str) -> None:
+    """A test that the one above can fail: computed patches do see the new input, reused ones do not."""
+    rule = Switch(0.5)
+    model, patched, _ = cached_model(name, "image", rule)
+    rows, others = (draw_rows(model, SIZES, seed=seed) for seed in (0, 1))
+    begin(patched, rows)
+    old = step(patched, rows, [3] * len(rows))
+    rule.is_on = True
+    new = step(patched, others, [4] * len(rows))
+    assert relative_error(new, old) > 0.1
+    assert relative_error(new, run_plain_patched(model, others)) > 0.01
+
+
+def run_plain_patched(model: Any, rows: Sequence[Row]) -> list[Tensor]:
+    with torch.inference_mode():
+        return run_patched(PatchedModel(model, order="image", strategy="regroup"), rows)
+
+
+@pytest.mark.parametrize("order", ["image", "patch"])
+@pytest.mark.parametrize("name", ["sdxl", "sd15", "sd35"])
+def test_requests_that_join_and_leave_never_read_others_slots(name: str, order: Any) -> None:
+    """Every request's outputs in a changing batch are those that it has when it is served alone."""
+    options = CacheOptions("patch", threshold=0.0, patch_size=8, warmup_steps=2, max_reuse=2, full_above=1)
+    model, patched, cache = cached_model(name, order, ByPlace(), options)
+    rng = np.random.default_rng(7)
+    sizes = [(16, 16), (24, 16), (24, 24), (32, 16)]
+    histories: dict[int, list[Row]] = {}
+    results: dict[int, list[Tensor]] = {}
+    active: dict[int, int] = {}
+    for _ in range(14):
+        for key in [key for key in active if rng.random() < 0.2]:
+            del active[key]
+        while len(active) < 4 and (not active or rng.random() < 0.7):
+            key = len(histories)
+            active[key] = 0
+            size = sizes[int(rng.integers(len(sizes)))]
+            # A row per step: the same conditions, other latents, as denoising would have them.
+            base = draw_rows(model, [size], seed=key)[0]
+            histories[key] = [
+                Row(base.latents + 0.2 * torch.randn(base.latents.shape), base.timestep - 10 * k, base.conditions)
+                for k in range(14)
+            ]
+            results[key] = []
+        keys = sorted(active, key=lambda key: (np.prod(histories[key][0].size), histories[key][0].size, key))
+        rows = [histories[key][active[key]] for key in keys]
+        begin(patched, rows, keys)
+        for key, out in zip(keys, step(patched, rows, [active[key] for key in keys]), strict=True):
+            results[key].append(out)
+            active[key] += 1
+    assert cache.stats.saved_share > 0.15
+    assert len(histories) > 5
+    for key, outputs in results.items():
+        _, alone, _ = cached_model(name, order, ByPlace(), options)
+        begin(alone, histories[key][:1], [key])
+        for done, out in enumerate(outputs):
+            expected = step(alone, [histories[key][done]], [done])
+            assert relative_error([out], expected) < 1e-5, f"request {key}, step {done}"
+
+
+def test_all_reused_skips_every_block() -> None:
+    rule = Switch(1.0)
+    model, patched, cache = cached_model("sdxl", "image", rule)
+    rows = draw_rows(model, SIZES)
+    begin(patched, rows)
+    first = step(patched, rows, [3] * len(rows))
+    rule.is_on = True
+    calls: list[str] = []
+    for name, module in patched.model.named_modules():
+        if name.startswith(("down_blocks", "mid_block", "up_blocks")):
+            module.register_forward_pre_hook(lambda module, arguments, name=name: calls.append(name))
+    again = step(patched, rows, [4] * len(rows))
+    assert relative_error(again, first) < 1e-6
+    assert all(name.count(".") <= 1 for name in calls), "only the wrapped blocks themselves are called"
+    assert cache.stats.skipped_blocks == len(cache.names)
+
+
+def test_reuse_is_bounded_and_first_and_last_steps_are_computed() -> None:
+    rule = Imposed(1.0)
+    model, patched, cache = cached_model("sd3", "image", rule)
+    rows = draw_rows(model, [(16, 16)])
+    begin(patched, rows)
+    computed = []
+    for done in range(STEPS):
+        before = cache.stats.whole
+        step(patched, rows, [done])
+        computed.append(cache.stats.whole > before)
+    # One first step, then three reuses in a row at most, and the last step.
+    assert computed == [done % 4 == 0 or done == STEPS - 1 for done in range(STEPS)]
+
+
+def test_image_mode_skips_only_where_all_agree() -> None:
+    options = CacheOptions("image", threshold=0.0, patch_size=8, warmup_steps=1, max_reuse=3, full_above=1)
+    model, patched, cache = cached_model("sdxl", "image", ByPlace(), options)
+    rows = draw_rows(model, SIZES)
+    begin(patched, rows)
+    for done in range(2, 6):
+        step(patched, rows, [done] * len(rows))
+    assert cache.stats.masked == 0
+    assert cache.stats.skipped == 0, "among so many patches one always disagrees"
+
+
+def test_guided_requests_decide_for_both_rows() -> None:
+    model, patched, cache = cached_model("sdxl", "image", Switch(0.5))
+    cache.rule.is_on = True  # type: ignore[attr-defined]
+    rows = draw_rows(model, [(16, 16), (24, 24)], num_each=2)
+    patched.begin(
+        patched.pack([row.size for row in rows]),
+        requests=[CachedRequest(5, 2, STEPS, 128 * 128), CachedRequest(9, 2, STEPS, 192 * 192)],
+    )
+    for done in (2, 3):
+        step(patched, rows, [done, done])
+    assert cache.batch.num_patches == 4 + 9
+    for store in cache.stores:
+        reused = store.reuses > 0
+        assert reused[cache.batch.first_cell].tolist() == reused[cache.batch.last_cell].tolist()
+        assert reused.any()
+
+
+def test_a_bound_of_memory_runs_blocks_uncached() -> None:
+    rule = Switch(0.5)
+    options = CacheOptions("patch", threshold=0.0, patch_size=8, warmup_steps=1, max_reuse=3, memory_mb=1, full_above=1)
+    model, patched, cache = cached_model("sdxl", "image", rule, options)
+    rows = draw_rows(model, [(32, 32)] * 4)
+    begin(patched, rows)
+    expected = step(patched, rows, [3] * 4)
+    rule.is_on = True
+    for done in (4, 5):
+        assert relative_error(step(patched, rows, [done] * 4), expected) < 1e-5
+        assert cache.num_bytes <= 1.5e6
+    assert cache.stats.uncached > 0
+    assert 0 < cache.stats.saved_share < 0.5
+
+
+def test_the_bound_counts_what_the_batch_needs_and_all_that_is_held() -> None:
+    """After a full house a small one seems dear where slots that nobody has any more are counted for it."""
+    rule = Switch(0.5)
+    model, patched, cache = cached_model("sdxl", "image", rule, OPTIONS)
+    needed = []
+    for count in (8, 1):
+        rows = draw_rows(model, [(32, 32)] * count)
+        begin(patched, rows)
+        for done in (3, 4):
+            rule.is_on = done == 4
+            step(patched, rows, [done] * count)
+        assert cache.stats.masked > 0
+        needed.append(dict(cache._bytes_per_cell))
+    for block, bytes_per_cell in needed[1].items():
+        assert bytes_per_cell == pytest.approx(needed[0][block], rel=0.2)
+    buffer = SlotBuffer(lambda *_: pytest.fail("nothing is placed"))
+    buffer.keep(torch.zeros(10, 3, 4)[:, 1:], cache.tables, 0)
+    assert buffer.num_bytes == 10 * 3 * 4 * 4  # a view holds all of its storage
+
+
+@pytest.mark.parametrize("order", ["image", "patch"])
+@pytest.mark.parametrize("name", ["sdxl", "sd35"])
+def test_changes_are_told_from_a_fair_sample(name: str, order: Any) -> None:
+    model, patched, cache = cached_model(name, order, NeverReuse())
+    begin(patched, draw_rows(model, SIZES))
+    tables, generator = cache.tables, torch.Generator().manual_seed(0)
+    tensors, taken = [], []
+    for level in tables.packing.levels:
+        every, places = tables.sample(level.index)
+        of_cell = tables.tokens(level.index)
+        assert places.shape[1] * every == of_cell.shape[1]
+        for cell, own in zip((places * every).tolist(), of_cell.tolist(), strict=True):
+            assert set(cell) <= set(own)
+        tensors.append(torch.randn(level.num_tokens, 8, generator=generator))
+        taken.append([tensors[-1][cell] for cell in places * every])
+    assert tables.sample(0)[0] > 1, "the finest level is worth sampling"
+    expected = [torch.cat([part.flatten() for part in cell]).square().mean() for cell in zip(*taken, strict=True)]
+    assert torch.allclose(mean_square(tensors, tables), torch.stack(expected), rtol=1e-5)
+    moved = [tensor + 0.5 for tensor in tensors]
+    assert torch.allclose(mean_square(moved, tables, minus=tensors), torch.full((tables.num_cells,), 0.25), rtol=1e-4)
+    # What is the same memory has not changed; what is equal, neither.
+    assert not mean_square(tensors, tables, minus=tensors).any()
+    assert not mean_square(tensors, tables, minus=[tensor.clone() for tensor in tensors]).any()
+
+
+def test_inputs_are_kept_only_for_rules_that_compare() -> None:
+    kept = {}
+    for rule in (InputThreshold(0.0), NeverReuse()):
+        model, patched, cache = cached_model("sdxl", "image", rule)
+        rows = draw_rows(model, SIZES)
+        begin(patched, rows)
+        step(patched, rows, [5] * len(rows))
+        kept[rule.needs_change] = cache.num_bytes
+        assert all(bool(store.inputs) == rule.needs_change for store in cache.stores)
+    assert kept[False] < kept[True]
+
+
+def test_a_mask_must_point_into_the_common_set() -> None:
+    store = BlockStore()
+    store.is_known = np.array([True, False, True])
+    store.check_mask(np.array([True, False, True]))
+    with pytest.raises(RuntimeError, match=r"not in the cache: \[1\]"):
+        store.check_mask(np.array([False, True, True]))
+
+
+def test_slots_follow_their_keys() -> None:
+    table, rng, owner = SlotTable(), np.random.default_rng(0), {}
+    for _ in range(50):
+        keys = rng.permutation(40)[: int(rng.integers(1, 30))]
+        slots = table.assign(keys)
+        assert len(set(slots.tolist())) == len(keys)
+        assert slots.min() >= 1
+        for key, slot in zip(keys.tolist(), slots.tolist(), strict=True):
+            assert owner.get(key, slot) == slot, "a request that stays keeps its slot"
+        owner = dict(zip(keys.tolist(), slots.tolist(), strict=True))
+        assert table.num_slots <= 30
+
+
+def test_common_sets_match() -> None:
+    new, old = np.array([5, 1, 9, 3]), np.array([3, 4, 5])
+    here, there = match_keys(new, old)
+    assert new[here].tolist() == old[there].tolist() == [5, 3]
+    assert not len(match_keys(new, old[:0])[0])
+
+
+def test_sizes_that_cannot_be_cut_are_refused() -> None:
+    _, _, cache = cached_model("sdxl", "image", NeverReuse())
+    cache.check_sizes([(16, 24)])
+    with pytest.raises(UsageError, match="latents of 20x16 cannot be cut into the cache's patches of 8"):
+        cache.check_sizes([(16, 20)])
+    with pytest.raises(UsageError, match="needs a multiple of 4"):
+        PatchedModel(MODELS["sdxl"]()).use_cache(CacheOptions("patch", 0.0, patch_size=6), NeverReuse())

@@ -1,0 +1,236 @@
+"""The promise: whatever shares its batch, a request gives what plain diffusers gives for it alone."""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    DDIMScheduler,
+    DiffusionPipeline,
+    DPMSolverMultistepScheduler,
+    EulerAncestralDiscreteScheduler,
+    EulerDiscreteScheduler,
+)
+
+from patchedserve.data.models.bundled import bundled_model_path
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.serving.engine.engine import Engine
+from patchedserve.serving.engine.run_result import RunResult
+from patchedserve.serving.engine.stepper import EngineOptions
+from patchedserve.serving.models.loading import load_model
+from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.scheduling.policies import get_policy
+
+from ...support.patched_models import relative_error
+from ...support.tiny_models import largest_error, plain_image, plain_latents, tiny_sd, tiny_sd3, tiny_sdxl
+
+TOLERANCE = 1e-3
+SMALL, MEDIUM, LARGE, WIDE = Resolution(32, 32), Resolution(48, 48), Resolution(64, 64), Resolution(96, 32)
+
+SAMPLERS: dict[str, Callable[[Any], Any]] = {
+    "euler": EulerDiscreteScheduler.from_config,
+    "ddim": lambda config: DDIMScheduler.from_config(config, clip_sample=False, timestep_spacing="trailing"),
+    "ddim-v": lambda config: DDIMScheduler.from_config(config, clip_sample=False, prediction_type="v_prediction"),
+    "euler-ancestral": EulerAncestralDiscreteScheduler.from_config,
+    "dpm++": DPMSolverMultistepScheduler.from_config,
+}
+
+
+def mixed_requests() -> list[Request]:
+    """Requests that differ in everything: size, steps, guidance, negative prompt."""
+    return [
+        Request(0, "a red apple", SMALL, 4, guidance_scale=4.0, seed=10),
+        Request(1, "a car", LARGE, 6, guidance_scale=1.0, seed=11),
+        Request(2, "two birds", SMALL, 3, guidance_scale=7.5, seed=12, negative_prompt="blur"),
+        Request(3, "a hat", MEDIUM, 1, guidance_scale=4.0, seed=13, negative_prompt=""),
+        Request(4, "a wide sea", WIDE, 5, guidance_scale=2.0, seed=14),
+        Request(5, "", SMALL, 7, guidance_scale=0.0, seed=15),
+        Request(6, "a red apple", LARGE, 2, guidance_scale=4.0, seed=10),
+    ]
+
+
+def serve(
+    pipe: Any,
+    requests: Sequence[Request],
+    policy: str = "bucketed",
+    max_batch_size: int = 16,
+    *,
+    options: EngineOptions | None = None,
+    all_at_once: bool = False,
+) -> RunResult:
+    """Serve the requests; with `all_at_once`, the first step waits until every request is prepared."""
+    engine = Engine(
+        ServedModel(pipe, name="tiny", options=options),
+        get_policy(policy),
+        max_batch_size=max_batch_size,
+        keep_images=True,
+        keep_latents=True,
+    )
+    for request in requests:
+        engine.submit(request)
+    engine.close()
+    engine.start()
+    while all_at_once and engine._stages.num_prepared < len(requests):
+        time.sleep(0.001)
+    result = engine.run()
+    assert [record.reason for record in result.records] == [None] * len(requests)
+    return result
+
+
+def assert_equal_to_plain(pipe: Any, requests: Sequence[Request], result: RunResult) -> None:
+    expected = [plain_latents(pipe, request) for request in requests]
+    found = [result.latents[request.request_id][0] for request in requests]
+    assert largest_error(found, expected) <= TOLERANCE
+    # Seeds or prompts that were mixed up would show here: no two requests may have the same latents.
+    assert len({round(float(latents.abs().sum()), 3) for latents in expected}) == len(requests)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_sdxl_mixed_batch_equals_plain(sampler: str) -> None:
+    pipe = tiny_sdxl()
+    pipe.scheduler = SAMPLERS[sampler](pipe.scheduler.config)
+    requests = mixed_requests()
+    assert_equal_to_plain(pipe, requests, serve(pipe, requests))
+
+
+def test_sd_mixed_batch_equals_plain() -> None:
+    pipe = tiny_sd()
+    requests = mixed_requests()
+    assert_equal_to_plain(pipe, requests, serve(pipe, requests))
+
+
+@pytest.mark.parametrize(
+    "scheduler", [{}, {"use_dynamic_shifting": True, "base_image_seq_len": 4, "max_image_seq_len": 64}]
+)
+def test_sd3_mixed_batch_equals_plain(scheduler: dict[str, Any]) -> None:
+    pipe = tiny_sd3(**scheduler)
+    requests = mixed_requests()
+    assert_equal_to_plain(pipe, requests, serve(pipe, requests))
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "static", "bucketed"])
+def test_requests_that_join_and_leave_mid_flight(policy: str) -> None:
+    # The first request takes many steps; with 2 places, all the others come and go one after another beside it.
+    pipe = tiny_sdxl()
+    long = Request(7, "a long way", MEDIUM, 60, seed=16, arrival_s=0.0)
+    requests = [replace(long, request_id=0), *(replace(r, request_id=r.request_id + 1) for r in mixed_requests())]
+    result = serve(pipe, requests, policy, max_batch_size=2)
+    assert_equal_to_plain(pipe, requests, result)
+    first, *others = result.records
+    start_s, end_s = first.admitted_s, first.denoise_end_s
+    assert start_s is not None
+    assert end_s is not None
+    num_joined = sum(start_s < (other.admitted_s or 0) < end_s for other in others)
+    assert num_joined == (len(others) if policy == "bucketed" else 0)
+    assert max(step.active for step in result.steps) == (2 if policy == "bucketed" else 1)
+
+
+LONG = [
+    Request(0, "a red apple", SMALL, 20, guidance_scale=4.0, seed=20),
+    Request(1, "a car", LARGE, 20, guidance_scale=1.0, seed=21),
+    Request(2, "two birds", SMALL, 20, guidance_scale=7.5, seed=22, negative_prompt="blur"),
+    Request(3, "a wide sea", WIDE, 20, guidance_scale=2.0, seed=23),
+]
+
+
+@functools.cache
+def plain_long(build: Callable[[], Any]) -> list[torch.Tensor]:
+    pipe = build()
+    return [plain_latents(pipe, request) for request in LONG]
+
+
+@pytest.mark.parametrize("strategy", ["stitch", "regroup"])
+@pytest.mark.parametrize(("order", "patch_size"), [("image", None), ("patch", 4)])
+@pytest.mark.parametrize("build", [tiny_sdxl, tiny_sd3])
+def test_20_steps_of_a_mixed_batch_equal_plain(
+    build: Callable[[], Any], order: Any, patch_size: int | None, strategy: Any
+) -> None:
+    """The number in the README."""
+    options = EngineOptions(order=order, patch_size=patch_size, strategy=strategy)
+    result = serve(build(), LONG, options=options, all_at_once=True)
+    assert [step.resolutions for step in result.steps] == [{"32x32": 2, "64x64": 1, "96x32": 1}] * 20
+    assert relative_error([result.latents[request.request_id][0] for request in LONG], plain_long(build)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("build", [tiny_sd, tiny_sdxl, tiny_sd3])
+def test_images_equal_plain(build: Callable[[], Any]) -> None:
+    pipe = build()
+    requests = mixed_requests()[:5]
+    result = serve(pipe, requests)
+    for request in requests:
+        expected = np.asarray(plain_image(pipe, request), dtype=int)
+        image = result.images[request.request_id]
+        assert image.size == (request.resolution.width, request.resolution.height)
+        # Rounding to 8 bits may turn a last-bit difference into one grey level.
+        assert np.abs(np.asarray(image, dtype=int) - expected).max() <= 1
+
+
+@pytest.mark.parametrize("build", [tiny_sdxl, tiny_sd3])
+def test_bfloat16_stays_close_to_plain(build: Callable[[], Any]) -> None:
+    pipe = build().to(torch.bfloat16)
+    requests = mixed_requests()[:3]
+    result = serve(pipe, requests)
+    for request in requests:
+        expected = plain_latents(pipe, request).float()
+        found = result.latents[request.request_id]
+        assert float((found[0].float() - expected).abs().mean()) <= 0.05 * float(expected.abs().mean())
+
+
+def test_one_text_encoder_and_zeroed_negative_prompt() -> None:
+    # As emoji-xl is built: no first text encoder; None and "" differ as negative prompts.
+    from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
+
+    parts = tiny_sdxl().components
+    config = dict(parts["unet"].config) | {"cross_attention_dim": 32}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        parts["unet"] = UNet2DConditionModel.from_config(config)
+    parts |= {"text_encoder": None, "tokenizer": None}
+    pipe = StableDiffusionXLPipeline(**parts, force_zeros_for_empty_prompt=True, add_watermarker=False)
+    requests = [
+        Request(0, "a car", SMALL, 4, seed=1, negative_prompt=None),
+        Request(1, "a car", SMALL, 4, seed=1, negative_prompt=""),
+    ]
+    result = serve(pipe, requests)
+    assert_equal_to_plain(pipe, requests, result)
+
+
+def test_embedded_guidance_scale() -> None:
+    # Distilled models take the guidance scale as an input and have no unconditional row.
+    from diffusers import UNet2DConditionModel
+
+    pipe = tiny_sdxl()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(4)
+        pipe.unet = UNet2DConditionModel.from_config(dict(pipe.unet.config) | {"time_cond_proj_dim": 16})
+    requests = [Request(i, "a car", SMALL, 3, guidance_scale=scale, seed=i) for i, scale in enumerate((1.0, 6.0))]
+    assert_equal_to_plain(pipe, requests, serve(pipe, requests))
+
+
+def test_model_scheduler_is_left_alone() -> None:
+    pipe = tiny_sdxl()
+    before = pipe.scheduler.timesteps.clone()
+    serve(pipe, mixed_requests()[:2])
+    assert torch.equal(pipe.scheduler.timesteps, before)
+
+
+@pytest.mark.parametrize(("name", "sampler"), [("emoji-xl", "euler"), ("emoji-xl", "ddim"), ("emoji-3", None)])
+def test_bundled_models_draw_what_plain_diffusers_draws(name: str, sampler: str | None) -> None:
+    """The promise of the README, on trained weights, through each project's own loading."""
+    plain = DiffusionPipeline.from_pretrained(bundled_model_path(name))
+    ours = load_model(name, "cpu", "float32").pipe
+    if sampler is not None:
+        plain.scheduler, ours.scheduler = (SAMPLERS[sampler](pipe.scheduler.config) for pipe in (plain, ours))
+    requests = [
+        Request(0, "a red apple on a blue background", Resolution(128, 128), 20, guidance_scale=4.0, seed=1),
+        Request(1, "a hedgehog and a candle on a yellow background", Resolution(256, 128), 12, seed=2),
+        Request(2, "a butterfly on a pink background", Resolution(192, 192), 8, guidance_scale=1.0, seed=3),
+        Request(3, "a red apple on a blue background", Resolution(128, 128), 5, seed=1, negative_prompt="a fox"),
+    ]
+    assert_equal_to_plain(plain, requests, serve(ours, requests))

@@ -1,0 +1,191 @@
+"""Loading: what is good loads and equals diffusers' own loading; what is not is refused in one line that names it."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from patchedserve.data.errors import PsctlError, RunError, UsageError
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.serving.models.loading import load_model, model_defaults
+
+from ...support.tiny_models import plain_latents, save_tiny, tiny_sd, tiny_sd3, tiny_sdxl
+
+UNET = Path("unet/diffusion_pytorch_model.safetensors")
+TEXT = Path("text_encoder_2/model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def sdxl_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "sdxl", tiny_sdxl())
+
+
+@pytest.fixture
+def broken_dir(sdxl_dir: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sdxl_dir, tmp_path / "broken"))
+
+
+@pytest.mark.parametrize("build", [tiny_sd, tiny_sdxl, tiny_sd3])
+def test_loaded_model_is_the_saved_one(build: Callable, tmp_path: Path) -> None:
+    pipe = build()
+    request = Request(0, "a car", Resolution(32, 32), 2, seed=1)
+    expected = plain_latents(pipe, request)
+    model = load_model(str(save_tiny(tmp_path / "model", pipe)), device="cpu", dtype="float32")
+    assert model.device.type == "cpu"
+    assert model.dtype == torch.float32
+    assert not model.pipe.vae.training
+    assert torch.equal(plain_latents(model.pipe, request), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("build", [tiny_sdxl, tiny_sd3])
+def test_dtype_holds_for_every_component(build: Callable, tmp_path: Path, dtype: str) -> None:
+    model = load_model(str(save_tiny(tmp_path / "model", build())), device="cpu", dtype=dtype)
+    wanted = getattr(torch, dtype)
+    assert {model.dtype, model.denoiser.dtype, model.pipe.text_encoder_2.dtype} == {wanted}
+    assert {parameter.dtype for parameter in model.denoiser.parameters()} == {wanted}
+    # SDXL's autoencoder overflows in float16; diffusers computes it in float32, and so do we.
+    is_upcast = build is tiny_sdxl and dtype == "float16"
+    assert model.pipe.vae.dtype == (torch.float32 if is_upcast else wanted)
+
+
+def test_defaults_come_from_the_model(tmp_path: Path) -> None:
+    path = save_tiny(tmp_path, tiny_sdxl(), num_inference_steps=7, guidance_scale=3, resolutions=["32", "48x64"])
+    defaults = model_defaults(str(path))
+    assert (defaults.num_inference_steps, defaults.guidance_scale) == (7, 3.0)
+    assert defaults.resolutions == (Resolution(32, 32), Resolution(48, 64))
+    assert load_model(str(path)).defaults == defaults
+
+
+def test_fingerprint_changes_with_the_weights(broken_dir: Path, sdxl_dir: Path) -> None:
+    before = load_model(str(sdxl_dir)).fingerprint
+    (broken_dir / "figures.json").write_text('{"fid": 1}')
+    assert load_model(str(broken_dir)).fingerprint == before, "what the pipeline does not read does not count"
+    tensors = load_file(broken_dir / UNET)
+    tensors["conv_in.bias"] += 1
+    save_file(tensors, broken_dir / UNET, metadata={"format": "pt"})
+    assert load_model(str(broken_dir)).fingerprint != before
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def _drop_tensor(path: Path, metadata: bool = True) -> None:
+    tensors = load_file(path)
+    del tensors[sorted(tensors)[0]]
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _reshape_tensor(path: Path) -> None:
+    tensors = load_file(path)
+    tensors[sorted(tensors)[0]] = torch.zeros(3, 5)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+# what is done to which file, and what the message must say beside the file's name
+DAMAGES: dict[str, tuple[Path, Callable[[Path], object], str]] = {
+    "truncated": (UNET, _truncate, "truncated"),
+    "not safetensors": (UNET, lambda path: path.write_bytes(b"hello, weights"), "not a safetensors file"),
+    "header damaged": (UNET, lambda path: path.write_bytes(path.read_bytes().replace(b'"', b"'", 4)), "corrupt"),
+    "missing": (TEXT, Path.unlink, "missing weights"),
+    "U-Net lacks a tensor": (UNET, _drop_tensor, "lacks tensor"),
+    "text encoder lacks a tensor": (TEXT, _drop_tensor, "lacks tensor"),
+    "U-Net shape": (UNET, _reshape_tensor, "another shape"),
+    "text encoder shape": (TEXT, _reshape_tensor, "another shape"),
+    "config": (Path("vae/config.json"), lambda path: path.write_text("{"), "not valid JSON"),
+    "config missing": (Path("vae/config.json"), Path.unlink, "missing file"),
+    "scheduler": (Path("scheduler/scheduler_config.json"), lambda path: path.write_text("[]"), "corrupt"),
+    "tokenizer": (Path("tokenizer/tokenizer.json"), Path.unlink, "missing vocabulary"),
+    "component": (Path("vae"), shutil.rmtree, "model_index.json names it"),
+    "index": (Path("model_index.json"), lambda path: path.write_text("{}"), "_class_name"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_files_are_named(broken_dir: Path, damage: str) -> None:
+    file, spoil, reason = DAMAGES[damage]
+    spoil(broken_dir / file)
+    with pytest.raises(RunError, match=reason) as caught:
+        load_model(str(broken_dir))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert file.parts[0] in message
+
+
+def test_unsupported_pipeline_class(broken_dir: Path) -> None:
+    (broken_dir / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
+    with pytest.raises(UsageError, match=r"FluxPipeline .*StableDiffusionXLPipeline, StableDiffusion3Pipeline"):
+        load_model(str(broken_dir))
+
+
+@pytest.mark.parametrize("spec", ["emoji-xxl", "./not/there", "/nowhere"])
+def test_unknown_name_lists_the_bundled_models(spec: str) -> None:
+    with pytest.raises(UsageError, match=r"emoji-xl.*emoji-3") as caught:
+        load_model(spec)
+    assert spec in str(caught.value)
+
+
+def test_folder_without_index(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no model_index\.json"):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(("options", "named"), [({"device": "tpu"}, "tpu"), ({"dtype": "int8"}, "float32, bfloat16")])
+def test_unknown_device_and_dtype(sdxl_dir: Path, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        load_model(str(sdxl_dir), **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_where_there_is_none(sdxl_dir: Path) -> None:
+    with pytest.raises(UsageError, match="cuda is not there"):
+        load_model(str(sdxl_dir), device="cuda")
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"steps": 3}', '{"num_inference_steps": 0}', '{"resolutions": 128}'])
+def test_bad_defaults_file(broken_dir: Path, content: str) -> None:
+    (broken_dir / "psctl.json").write_text(content)
+    with pytest.raises(PsctlError, match=r"psctl\.json"):
+        load_model(str(broken_dir))
+
+
+def test_text_length_of_a_model_without_a_third_encoder(broken_dir: Path) -> None:
+    (broken_dir / "psctl.json").write_text('{"max_sequence_length": 77}')
+    with pytest.raises(UsageError, match=r"max_sequence_length is 77, .* StableDiffusion3Pipeline only, not to Stable"):
+        load_model(str(broken_dir), device="cpu")
+
+
+def test_hub_id_while_offline_says_what_to_do() -> None:
+    # A process of its own, because the hub client reads HF_HUB_OFFLINE once.
+    code = (
+        "import os; os.environ['HF_HUB_OFFLINE'] = '1'\n"
+        "from patchedserve.data.errors import RunError\n"
+        "from patchedserve.serving.models.loading import load_model\n"
+        "try: load_model('nobody-here/no-such-model')\n"
+        "except RunError as error: print(error)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "HF_HUB_OFFLINE is set" in run.stdout, run.stderr
+    assert "hf download nobody-here/no-such-model" in run.stdout
+    assert run.stderr == ""
+
+
+def test_a_bad_name_is_refused_before_torch_is_imported() -> None:
+    code = (
+        "import sys\n"
+        "from patchedserve.data.errors import UsageError\n"
+        "from patchedserve.serving.models.loading import load_model\n"
+        "try: load_model('emoji-xxl')\n"
+        "except UsageError: print('torch' in sys.modules)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.stdout == "False\n", run.stderr

@@ -1,0 +1,241 @@
+"""`--compile` and `--cuda-graphs`: the same results, few graphs, and recorded passes that read what is new.
+
+CUDA graphs need a GPU. Elsewhere a recorder that simply runs the work again takes their place: it too reads and writes
+only the memory that the pass was recorded with, which is where mistakes can be made.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from patchedserve.data.errors import UsageError
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.serving.engine.engine import Engine
+from patchedserve.serving.engine.stepper import EngineOptions
+from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.patched.captured import CapturedPasses, CudaRecorder, Recorder, RecordingError
+from patchedserve.serving.patched.stepper import PatchedStepper
+from patchedserve.serving.scheduling.policies import get_policy
+
+from ...support.patched_cases import IMAGE, PATCH_STITCH, TOLERANCE, model_of
+from ...support.patched_models import Way, call_patched, draw_rows, relative_error, run_patched, run_plain
+from ...support.tiny_models import tiny_sd3, tiny_sdxl
+
+TWO = [[(16, 16), (8, 16)], [(8, 8), (8, 8), (16, 24)], [(8, 16)] * 3 + [(24, 16)] * 2]
+THREE = [[(8, 8), (8, 16), (16, 16)], [(8, 8), (16, 16), (16, 16), (24, 16)]]
+
+
+@pytest.fixture
+def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No graphs of other tests, and none left behind."""
+    # pytest would take down every line of the compiler's trace.
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+# torch.compile
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(("name", "way"), [("sdxl", IMAGE), ("sd3", PATCH_STITCH)], ids=str)
+def test_a_graph_serves_all_batches_of_as_many_resolutions(name: str, way: Way) -> None:
+    model = model_of(name)
+    patched = way.build(model)
+    assert patched.compile(backend="eager") > 1
+    graphs = []
+    for sizes in [*TWO, *THREE]:
+        rows = draw_rows(model, sizes * 2, seed=len(graphs))  # as with guidance, two or more of each size
+        assert relative_error(run_patched(patched, rows), run_plain(model, rows)) <= TOLERANCE
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert not counters["graph_break"]
+    first, after_two, after_three = graphs[0], graphs[len(TWO) - 1], graphs[len(TWO)]
+    assert first == after_two, "another batch of two resolutions needed another graph"
+    assert graphs[-1] == after_three <= 2 * first <= 8
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_kernels_give_the_images_of_plain_diffusers(tmp_path: Path) -> None:
+    """Served with --compile through inductor's kernels: one resolution (the plain model) and two (patches)."""
+    pipe = tiny_sd3()
+    compiled = ServedModel(pipe, name="tiny", options=EngineOptions(compile=True))
+    compiled.tune([Resolution(32, 32), Resolution(64, 64)], tmp_path)
+    assert counters["stats"]["unique_graphs"] >= 2
+    made = counters["stats"]["unique_graphs"]
+    requests = [Request(n, f"a cat {n}", Resolution(32 + 32 * (n % 2), 32 + 32 * (n % 2)), 3) for n in range(3)]
+    for chosen in (requests[:1], requests):
+        assert relative_error(_denoised(compiled, chosen), _alone(pipe, chosen)) <= 1e-4
+    assert counters["stats"]["unique_graphs"] == made, "tuning had not made all graphs"
+
+
+def _denoised(model: ServedModel, requests: list[Request]) -> list[Tensor]:
+    active = [model.prepare(request) for request in requests]
+    while not active[0].state.is_finished:
+        assert model.stepper.step(active) == {}
+    return [prepared.latents for prepared in active]
+
+
+def _alone(pipe: Any, requests: list[Request]) -> list[Tensor]:
+    plain = ServedModel(pipe, name="tiny", options=EngineOptions("plain"))
+    # The modules are shared with a model that was compiled; here nothing is.
+    with torch.compiler.set_stance("force_eager"):
+        return [latents for request in requests for latents in _denoised(plain, [request])]
+
+
+# Recorded passes
+
+
+class Rerun:
+    """A recorder for any device: playing back runs the work again, into the memory of the first result."""
+
+    def __init__(self) -> None:
+        self.recorded = self.played = 0
+
+    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        self.recorded += 1
+        result = torch.full_like(work(), float("nan"))
+
+        def play() -> None:
+            self.played += 1
+            result.copy_(work())
+
+        return play, result
+
+
+@pytest.mark.parametrize("way", [IMAGE, PATCH_STITCH], ids=str)
+@pytest.mark.parametrize("name", ["sdxl", "sd3"])
+def test_recorded_passes_read_what_is_new(name: str, way: Way) -> None:
+    model = model_of(name)
+    patched, recorder = way.build(model), Rerun()
+    patched.use_graphs(recorder, patience=1)
+    for seed, sizes in enumerate([TWO[0], TWO[1], TWO[0], TWO[0], TWO[1]]):
+        rows = draw_rows(model, sizes, seed=seed)
+        outputs = [run_patched(patched, rows)]
+        for timestep in (500.0, 20.0):
+            rows = [replace(row, latents=row.latents * 0.9, timestep=timestep) for row in rows]
+            outputs.append(call_patched(patched, rows))
+            assert relative_error(outputs[-1], run_plain(model, rows)) <= TOLERANCE
+        assert relative_error(outputs[1], outputs[2]) > 0.01, "a result has changed under its reader"
+    # The first pass of each batch runs by itself.
+    assert (recorder.recorded, recorder.played) == (2, 10)
+
+
+def test_other_text_lengths_and_repeats_are_recorded_apart() -> None:
+    model = model_of("sd3")
+    patched, recorder = IMAGE.build(model), Rerun()
+    patched.use_graphs(recorder, patience=1)
+    rows = draw_rows(model, TWO[0])
+    for repeats in (1, 3, 1):
+        run_patched(patched, rows, repeats=repeats)
+        found = call_patched(patched, rows)
+        expected = IMAGE.build(model)
+        assert relative_error(found, run_patched(expected, rows, repeats=repeats)) <= TOLERANCE
+    assert recorder.recorded == 2
+
+
+def passes_of(passes: CapturedPasses, key: str, count: int) -> float:
+    passes.begin()
+    for value in range(count):
+        found = passes.run(key, {}, lambda inputs, _: inputs["x"] + 1, {"x": torch.tensor(float(value))})
+    return float(found)
+
+
+def test_the_pass_unused_for_longest_is_let_go() -> None:
+    recorder = Rerun()
+    passes = CapturedPasses(recorder, patience=1, memory_bytes=16)  # two of one float in and one out
+    assert [passes_of(passes, key, 2) for key in "abab"] == [2.0] * 4
+    assert recorder.recorded == 2
+    passes_of(passes, "c", 2)  # in place of a
+    passes_of(passes, "b", 2)
+    assert recorder.recorded == 3
+    passes_of(passes, "a", 2)
+    assert recorder.recorded == 4
+    passes.clear()
+    passes_of(passes, "a", 2)
+    assert recorder.recorded == 5
+
+
+def test_batches_that_stay_or_come_back_are_recorded() -> None:
+    recorder = Rerun()
+    passes = CapturedPasses(recorder, patience=3)
+    assert passes_of(passes, "stays", 5) == 5.0
+    assert (recorder.recorded, recorder.played) == (1, 2)
+    for _ in range(2):
+        passes_of(passes, "comes back", 2)
+    assert recorder.recorded == 2
+    for number in range(20):
+        passes_of(passes, f"passes by {number}", 2)
+    assert recorder.recorded == 2
+
+
+class NotOnThisDevice(Rerun):
+    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+
+def test_a_pass_that_cannot_be_recorded_ends_the_run() -> None:
+    """Served on quietly, every step would fail once and be repeated."""
+    model = ServedModel(tiny_sdxl(), name="tiny")
+    assert isinstance(model.stepper, PatchedStepper)
+    model.stepper.model.use_graphs(NotOnThisDevice(), patience=1)
+    active = [model.prepare(Request(n, "a cat", Resolution(32, 32 * n + 32), 4)) for n in range(2)]
+    assert model.stepper.step(active) == {}
+    with pytest.raises(RecordingError, match=r"--cuda-graphs: recording a pass: .*not permitted") as caught:
+        model.stepper.step(active)
+    assert "\n" not in str(caught.value)
+    engine = Engine(model, get_policy("patched-fcfs"))
+    for n in range(2):
+        engine.submit(Request(n, "a cat", Resolution(32, 32), 4))
+    engine.close()
+    with pytest.raises(RecordingError):
+        engine.run()
+
+
+@pytest.mark.parametrize("make", [tiny_sdxl, tiny_sd3])
+def test_served_images_are_those_of_eager_passes(make: Callable[[], Any]) -> None:
+    """CUDA graphs where there is a GPU."""
+    has_gpu = torch.cuda.is_available()
+    pipe = make().to("cuda" if has_gpu else "cpu")
+    eager, recorded = (ServedModel(pipe, name="tiny") for _ in range(2))
+    assert isinstance(recorded.stepper, PatchedStepper)
+    recorder: Recorder = CudaRecorder(pipe.device) if has_gpu else Rerun()
+    recorded.stepper.model.use_graphs(recorder, patience=1)
+    sizes = [Resolution(32, 32), Resolution(64, 64), Resolution(32, 32)]
+    requests = [Request(n, f"a cat {n}", size, 4, seed=n) for n, size in enumerate(sizes)]
+    for chosen in (requests, requests[1:], requests[:1], requests):
+        assert relative_error(_denoised(recorded, chosen), _denoised(eager, chosen)) <= 1e-4
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"engine": "plain", "cuda_graphs": True}, "only for --engine patched"),
+        ({"compile": True, "cache": "patch"}, "--compile makes graphs of whole blocks"),
+        ({"cuda_graphs": True, "cache": "patch"}, "--cuda-graphs records whole passes"),
+    ],
+)
+def test_options_that_do_not_go_together(given: dict[str, Any], message: str) -> None:
+    from patchedserve.serving.cache.options import CacheOptions
+
+    if "cache" in given:
+        given = given | {"cache": CacheOptions(given["cache"], 0.1)}
+    with pytest.raises(UsageError, match=message):
+        EngineOptions(**given)
+
+
+def test_cuda_graphs_need_a_gpu() -> None:
+    with pytest.raises(UsageError, match="--cuda-graphs needs a CUDA device, but the model is on cpu"):
+        ServedModel(tiny_sdxl(), name="tiny", options=EngineOptions(cuda_graphs=True))

@@ -1,0 +1,283 @@
+"""Policies: the contract, checked on random queues and by running them in a small loop on a virtual clock."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from patchedserve.data.errors import UsageError
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.serving.core.request_state import RequestView
+from patchedserve.serving.scheduling.policies import (
+    POLICY_NAMES,
+    SIMULATED_POLICY_NAMES,
+    Decision,
+    DistriFusionLatency,
+    Policy,
+    WaitingQueue,
+    check_decision,
+    get_policy,
+    request_under,
+)
+from patchedserve.serving.scheduling.policies.distrifusion import speedup
+
+SIZES = (Resolution(128, 128), Resolution(192, 192), Resolution(128, 256))
+# Policies that name no request before one that came earlier.
+BY_ARRIVAL = ("fcfs", "static", "bucketed", "patched-fcfs", "nirvana", "distrifusion-fcfs")
+
+
+class StepTimes:
+    """The step of `run` below."""
+
+    def step_latency_s(self, active: Sequence[Resolution]) -> float:
+        return 0.1 + 0.05 * len(active)
+
+
+def random_views(rng: random.Random, count: int, first_id: int = 0) -> list[RequestView]:
+    arrivals = sorted(rng.choice([0.0, rng.uniform(0, 20)]) for _ in range(count))
+    return [
+        RequestView(
+            request_id=first_id + i,
+            resolution=rng.choice(SIZES),
+            arrival_s=arrival_s,
+            deadline_s=rng.choice([None, arrival_s + rng.uniform(0.1, 9)]),
+            num_steps=rng.choice([1, 3, 8]),
+        )
+        for i, arrival_s in enumerate(arrivals)
+    ]
+
+
+def view(request_id: int, side: int = 128, num_steps: int = 4, steps_done: int = 0) -> RequestView:
+    return RequestView(request_id, Resolution(side, side), float(request_id), None, num_steps, steps_done)
+
+
+def run(policy: Policy, trace: Sequence[RequestView], max_batch_size: int) -> tuple[dict[int, int], dict[int, int]]:
+    """Serve a trace, each step taking longer the more it computes. Returns admission order and number of rounds."""
+    arriving, waiting, active = list(trace), [], []
+    joined_at: dict[int, int] = {}
+    left_at: dict[int, int] = {}
+    now_s, rounds = 0.0, 0
+    while arriving or waiting or active:
+        while arriving and arriving[0].arrival_s <= now_s:
+            waiting.append(arriving.pop(0))
+        decision = policy.decide(now_s, tuple(waiting), tuple(active), max_batch_size, StepTimes())
+        check_decision(
+            decision, waiting, active, max_batch_size, requires_one_resolution=policy.requires_one_resolution
+        )
+        by_id = {request.request_id: request for request in waiting}
+        for request_id in decision.admit:
+            active.append(by_id[request_id])
+            joined_at[request_id] = len(joined_at)
+        gone = {*decision.admit, *(request_id for request_id, _ in decision.drop)}
+        left_at |= {request_id: rounds for request_id, _ in decision.drop}
+        waiting = [request for request in waiting if request.request_id not in gone]
+        if active:
+            now_s += StepTimes().step_latency_s([request.resolution for request in active])
+            active = [replace(request, steps_done=request.steps_done + 1) for request in active]
+            left_at |= {request.request_id: rounds for request in active if request.steps_remaining == 0}
+            active = [request for request in active if request.steps_remaining > 0]
+        elif arriving:
+            now_s = arriving[0].arrival_s
+        rounds += 1
+        assert rounds < 10_000, "the loop stands still"
+    return joined_at, left_at
+
+
+@pytest.mark.parametrize("name", SIMULATED_POLICY_NAMES)
+def test_random_queues_keep_the_contract(name: str) -> None:
+    rng = random.Random(name)
+    policy = get_policy(name, is_simulated=True)
+    assert policy.name == name
+    dropped = 0
+    for _ in range(400):
+        max_batch_size = rng.randint(1, 6)
+        waiting = tuple(random_views(rng, rng.randint(0, 12)))
+        num_active = rng.randint(0, max_batch_size)
+        active = tuple(replace(request, steps_done=0) for request in random_views(rng, num_active, first_id=100))
+        if policy.requires_one_resolution and active:
+            active = tuple(replace(one, resolution=SIZES[0], num_steps=3) for one in active)
+        decision = policy.decide(20.0, waiting, active, max_batch_size, StepTimes())
+        check_decision(
+            decision, waiting, active, max_batch_size, requires_one_resolution=policy.requires_one_resolution
+        )
+        again = policy.decide(20.0, WaitingQueue(waiting[::-1]), active, max_batch_size, StepTimes())
+        assert again == decision, "not a function of its arguments"
+        ids = [request.request_id for request in waiting]
+        if name in BY_ARRIVAL:
+            assert list(decision.admit) == [i for i in ids if i in decision.admit], "not in order of arrival"
+        dropped += len(decision.drop)
+    assert (dropped > 0) == (name == "slack")
+
+
+@pytest.mark.parametrize("name", SIMULATED_POLICY_NAMES)
+def test_nobody_starves(name: str) -> None:
+    rng = random.Random(name)
+    for _ in range(30):
+        trace = random_views(rng, rng.randint(1, 40))
+        max_batch_size = rng.randint(1, 8)
+        joined_at, left_at = run(get_policy(name, is_simulated=True), trace, max_batch_size)
+        assert set(left_at) == {request.request_id for request in trace}
+        assert name == "slack" or set(joined_at) == set(left_at)
+
+
+@pytest.mark.parametrize("name", ["fcfs", "bucketed", "patched-fcfs", "nirvana"])
+def test_order_of_arrival_is_kept_over_a_run(name: str) -> None:
+    rng = random.Random(1)
+    for _ in range(20):
+        trace = random_views(rng, 30)
+        joined_at, _ = run(get_policy(name), trace, rng.randint(1, 8))
+        assert list(joined_at) == [request.request_id for request in trace]
+
+
+def test_static_keeps_the_order_within_a_kind_and_bounds_the_wait() -> None:
+    rng = random.Random(2)
+    for _ in range(20):
+        trace = random_views(rng, 30)
+        joined_at, _ = run(get_policy("static"), trace, 4)
+        kinds = {(request.resolution, request.num_steps) for request in trace}
+        for kind in kinds:
+            mine = [request.request_id for request in trace if (request.resolution, request.num_steps) == kind]
+            assert [i for i in joined_at if i in mine] == mine
+        # The oldest leads each batch, so a request waits for one batch of at most 4 for each one that came before it.
+        for position, request in enumerate(trace):
+            assert joined_at[request.request_id] < 4 * (position + 1)
+
+
+def test_fcfs_is_one_by_one() -> None:
+    policy = get_policy("fcfs")
+    assert policy.decide(9, [view(0), view(1)], [], 16) == Decision(admit=(0,))
+    assert policy.decide(9, [view(1)], [view(0, steps_done=1)], 16) == Decision()
+    assert policy.decide(9, [], [], 16) == Decision()
+
+
+def test_static_takes_all_that_match_the_head() -> None:
+    policy = get_policy("static")
+    waiting = [view(0), view(1, side=192), view(2), view(3, num_steps=9), view(4), view(5)]
+    assert policy.decide(9, waiting, [], 16).admit == (0, 2, 4, 5)
+    assert policy.decide(9, waiting, [], 3).admit == (0, 2, 4)
+    assert policy.decide(9, waiting[1:], [], 16).admit == (1,)
+    assert policy.decide(9, waiting, [view(9, steps_done=1)], 16) == Decision(), "joined a running batch"
+    assert policy.decide(9, [], [], 16) == Decision()
+
+
+def test_bucketed_joins_at_any_step_and_mixes() -> None:
+    policy = get_policy("bucketed")
+    waiting = [view(0), view(1, side=192), view(2, num_steps=9)]
+    for steps_done in range(4):
+        active = [view(7, steps_done=steps_done), view(8, side=256, num_steps=30)]
+        assert policy.decide(9, waiting, active, 4).admit == (0, 1)
+        assert policy.decide(9, waiting, active, 16).admit == (0, 1, 2)
+        assert policy.decide(9, waiting, active, 2) == Decision()
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_bad_batch_sizes(name: str) -> None:
+    with pytest.raises(ValueError, match="max_batch_size is 0, but it must be at least 1"):
+        get_policy(name).decide(0, [view(0)], [], 0, StepTimes())
+    with pytest.raises(ValueError, match="2 requests are active, but max_batch_size is 1"):
+        get_policy(name).decide(0, [], [view(0), view(1)], 1, StepTimes())
+
+
+def test_names() -> None:
+    assert POLICY_NAMES == ("fcfs", "static", "bucketed", "patched-fcfs", "edf", "nirvana", "slack")
+    assert set(SIMULATED_POLICY_NAMES) - set(POLICY_NAMES) == {"distrifusion-fcfs"}
+    with pytest.raises(UsageError, match="policy is 'slck', but it must be one of fcfs, static, bucketed"):
+        get_policy("slck")
+    with pytest.raises(UsageError, match=r"'distrifusion-fcfs' \(that one only in `psctl simulate`\), but it must be"):
+        get_policy("distrifusion-fcfs")
+
+
+def test_edf_takes_the_earliest_deadline_whatever_came_first() -> None:
+    waiting = [
+        replace(view(0), deadline_s=9.0),
+        view(1),
+        replace(view(2, side=192), deadline_s=5.0),
+        replace(view(3), deadline_s=9.0),
+        replace(view(4, num_steps=9), deadline_s=7.0),
+    ]
+    policy = get_policy("edf")
+    assert policy.decide(4, waiting, [], 16).admit == (2, 4, 0, 3, 1)
+    # Two places are taken; late already, and still not dropped.
+    assert policy.decide(40, waiting, [view(7), view(8)], 4) == Decision(admit=(2, 4))
+
+
+def test_patched_fcfs_takes_all_up_to_the_batch_size() -> None:
+    waiting = [view(0), view(1, side=192), view(2, num_steps=9)]
+    assert get_policy("patched-fcfs").decide(9, waiting, [view(7, side=256)], 3).admit == (0, 1)
+
+
+@pytest.mark.parametrize(("asked", "given"), [(1, 1), (2, 2), (10, 8), (30, 24), (50, 40), (100, 79)])
+def test_nirvana_takes_79_of_100_steps(asked: int, given: int) -> None:
+    request = Request(0, "a", SIZES[0], asked)
+    assert request_under(get_policy("nirvana"), request) == replace(request, num_inference_steps=given)
+    assert request_under(get_policy("bucketed"), request) is request
+
+
+def test_distrifusion_speedups_are_those_of_the_paper() -> None:
+    square, wide, huge = Resolution(1024, 1024), Resolution(1280, 1920), Resolution(3840, 3840)
+    assert [round(speedup(square, gpus), 1) for gpus in (1, 2, 4, 8)] == [1.0, 1.5, 2.2, 2.8]
+    assert round(speedup(wide, 4), 1) == 3.0
+    assert [speedup(huge, gpus) for gpus in (2, 4, 8)] == [1.8, 3.4, 6.1]
+    assert speedup(Resolution(2048, 2048), 8) == pytest.approx(4.93, abs=0.01)
+    # Half way between 2048 and 3840 in the logarithm of the pixels is sqrt(2048 * 3840) = 2804.3: (4.93 + 6.1) / 2.
+    assert speedup(Resolution(2804, 2804), 8) == pytest.approx(5.51, abs=0.01)
+    assert speedup(Resolution(128, 128), 8) == speedup(square, 8)
+    assert speedup(Resolution(8000, 8000), 4) == 3.4
+    with pytest.raises(
+        UsageError, match="number of GPUs is 3, but distrifusion-fcfs knows speedups only for 1, 2, 4, 8"
+    ):
+        speedup(square, 3)
+    latency = DistriFusionLatency(StepTimes(), 2)
+    assert latency.step_latency_s([huge]) == pytest.approx(0.15 / 1.8)
+    with pytest.raises(ValueError, match="2 images are active"):
+        latency.step_latency_s([huge, huge])
+
+
+def test_waiting_queue_keeps_its_orders_as_requests_come_and_go() -> None:
+    rng = random.Random(5)
+    queue, kept = WaitingQueue(), {}
+    for request in random_views(rng, 150):
+        queue.add(request)
+        kept[request.request_id] = request
+        if rng.random() < 0.4:
+            gone = rng.choice(list(kept))
+            assert queue.remove(gone) == kept.pop(gone)
+        in_order = sorted(kept.values(), key=lambda view: (view.arrival_s, view.request_id))
+        assert (list(queue), len(queue), queue[:3]) == (in_order, len(kept), in_order[:3])
+        assert sorted(map(tuple, queue.groups)) == sorted(map(tuple, WaitingQueue(in_order).groups))
+        for group in queue.groups:
+            assert group == sorted(group)
+    with pytest.raises(ValueError, match=f"request {queue[0].request_id} is waiting already"):
+        queue.add(queue[0])
+    with pytest.raises(KeyError):
+        queue.remove(9999)
+    assert queue.get(9999) is None
+
+
+@pytest.mark.parametrize(
+    ("decision", "message"),
+    [
+        (Decision(admit=(5,)), r"named requests \[5\], which are not waiting"),
+        (Decision(admit=(7,)), r"named requests \[7\], which are not waiting"),
+        (Decision(admit=(0,), drop=((6, "late"),)), r"named requests \[6\]"),
+        (Decision(admit=(0, 0)), "named a request twice"),
+        (Decision(admit=(0,), drop=((0, "late"),)), "named a request twice"),
+        (Decision(admit=(0, 1, 2)), "admitted 3 requests to 1 active ones, but max_batch_size is 3"),
+        (Decision(admit=(0, 1)), "mixed resolutions"),
+    ],
+)
+def test_broken_decisions_are_found(decision: Decision, message: str) -> None:
+    waiting = [view(0), view(1, side=192), view(2)]
+    with pytest.raises(RuntimeError, match=message):
+        check_decision(decision, waiting, [view(7)], 3, requires_one_resolution=True)
+
+
+def test_standing_still_is_found() -> None:
+    waiting = [view(0), view(1)]
+    with pytest.raises(RuntimeError, match="admitted none of 2 waiting requests although nothing is active"):
+        check_decision(Decision(), waiting, [], 3)
+    check_decision(Decision(), waiting, [view(7)], 3)
+    check_decision(Decision(drop=((0, "late"), (1, "late"))), waiting, [], 3)
+    check_decision(Decision(), [], [], 3)

@@ -1,0 +1,185 @@
+"""Algorithm 1 on cases small enough to be worked out by hand, and how long a decision takes to make."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from patchedserve.data.errors import UsageError
+from patchedserve.data.resolution import Resolution
+from patchedserve.serving.core.request_state import RequestView
+from patchedserve.serving.scheduling.policies import Decision, WaitingQueue, get_policy
+from patchedserve.serving.scheduling.policies.slack import TOO_LATE, SlackPolicy
+from patchedserve.serving.scheduling.step_latency import MemoisedLatency
+
+S, L = Resolution(128, 128), Resolution(256, 256)
+
+
+class Steps:
+    """A step takes `base_s`, and 1 s for each small and 3 s for each large image."""
+
+    def __init__(self, base_s: float = 1.0) -> None:
+        self.base_s = base_s
+
+    def step_latency_s(self, active: Sequence[Resolution]) -> float:
+        return self.base_s + sum(1.0 if size == S else 3.0 for size in active)
+
+
+def view(
+    request_id: int,
+    size: Resolution = S,
+    *,
+    deadline_s: float | None,
+    steps: int = 10,
+    done: int = 0,
+    alone_s: float | None = None,
+    arrival_s: float = 0.0,
+) -> RequestView:
+    # Alone, a step takes 2 s (small) or 4 s (large) with the base of 1 s.
+    standalone_s = steps * (2.0 if size == S else 4.0) if alone_s is None else alone_s
+    return RequestView(request_id, size, arrival_s, deadline_s, steps, done, standalone_s)
+
+
+def decide(
+    waiting: Sequence[RequestView],
+    active: Sequence[RequestView] = (),
+    *,
+    now_s: float = 0.0,
+    places: int = 16,
+    base_s: float = 1.0,
+    policy: SlackPolicy | None = None,
+) -> Decision:
+    return (policy or SlackPolicy()).decide(now_s, waiting, active, places, Steps(base_s))
+
+
+def test_least_slack_first_not_earliest_deadline() -> None:
+    # Small, alone: (50 - 10 * 2) / 20 = 1.5.  Large, alone: (70 - 10 * 4) / 40 = 0.75. The large one is more urgent,
+    # though its deadline is later. With it in the batch a step of both takes 5 s: 50 s for the small one, which it has,
+    # and 50 of its 70 s for the large one. In turns 4 + 2 = 6 s against 5 s merged: it pays.
+    waiting = [view(0, deadline_s=50.0), view(1, L, deadline_s=70.0)]
+    assert decide(waiting) == Decision(admit=(1, 0))
+
+
+def test_schedulability_stops_before_an_active_request_would_miss() -> None:
+    # The active small one has 5 steps left. Joined by the large one each takes 5 s: 25 s.
+    waiting = [view(1, L, deadline_s=1000.0)]
+    assert decide(waiting, [view(0, deadline_s=25.0, done=5)]).admit == (1,)
+    assert decide(waiting, [view(0, deadline_s=24.9, done=5)]) == Decision()
+    # Lines 11 to 13 break: the small one behind it, which would fit (3 s a step, 15 s), is not tried.
+    waiting = [view(1, L, deadline_s=100.0), view(2, deadline_s=1000.0)]
+    assert decide(waiting, [view(0, deadline_s=24.9, done=5)]) == Decision()
+    assert decide(waiting[1:], [view(0, deadline_s=24.9, done=5)]).admit == (2,)
+
+
+def test_a_candidate_admitted_now_protects_itself_from_the_next() -> None:
+    # Alone the first needs 20 s of its 30. Both small ones together: 3 s a step, 30 s: exactly in time. A third would
+    # make it 4 s a step, 40 s.
+    waiting = [view(i, deadline_s=30.0 + 1000 * (i > 0)) for i in range(3)]
+    assert decide(waiting).admit == (0, 1)
+
+
+def test_too_late_even_at_once_is_discarded_and_the_next_is_tried() -> None:
+    # 10 steps of 2 s by 19.9 s cannot be; by 20 s they can. The discarded one is the most urgent, so it goes first.
+    waiting = [view(0, deadline_s=19.9), view(1, deadline_s=45.0)]
+    assert decide(waiting) == Decision(admit=(1,), drop=((0, TOO_LATE),))
+    assert decide([view(0, deadline_s=20.0)]) == Decision(admit=(0,))
+    # "At once" means into the batch as it is: with two active small ones a step takes 4 s, 40 s in all.
+    active = [view(7, deadline_s=None), view(8, deadline_s=None)]
+    assert decide([view(0, deadline_s=39.9)], active) == Decision(drop=((0, TOO_LATE),))
+    assert decide([view(0, deadline_s=40.0)], active) == Decision(admit=(0,))
+    # The clock counts: the same deadline, a second later.
+    assert decide([view(0, deadline_s=40.0)], active, now_s=1.0) == Decision(drop=((0, TOO_LATE),))
+
+
+def test_the_stages_after_the_steps_count() -> None:
+    # Served alone it takes 26 s: 20 s of steps and 6 s of the other stages.
+    assert decide([view(0, deadline_s=25.9, alone_s=26.0)]) == Decision(drop=((0, TOO_LATE),))
+    assert decide([view(0, deadline_s=26.0, alone_s=26.0)]) == Decision(admit=(0,))
+    # An active one needs them too: 5 steps of 3 s and 6 s are 21 s.
+    waiting = [view(1, deadline_s=1000.0)]
+    assert decide(waiting, [view(0, deadline_s=20.9, done=5, alone_s=26.0)]) == Decision()
+    assert decide(waiting, [view(0, deadline_s=21.0, done=5, alone_s=26.0)]).admit == (1,)
+
+
+def test_merging_must_pay() -> None:
+    # With a base of 1 s, in turns: 2 + 2 = 4 s, merged 3 s: benefit 4 / 3. With a base of -0.5 s (merging costs more):
+    # 0.5 + 0.5 = 1 s in turns, 1.5 s merged: 2 / 3.
+    waiting, active = [view(1, deadline_s=1000.0)], [view(0, deadline_s=1000.0)]
+    assert decide(waiting, active).admit == (1,)
+    assert decide(waiting, active, base_s=-0.5) == Decision()
+    assert decide(waiting, active, base_s=-0.5, policy=SlackPolicy(min_benefit=0.66)).admit == (1,)
+    assert decide(waiting, active, policy=SlackPolicy(min_benefit=1.33)).admit == (1,)
+    assert decide(waiting, active, policy=SlackPolicy(min_benefit=1.34)) == Decision()
+    # With nothing active there is nothing to compare with.
+    assert decide(waiting, base_s=-0.5, policy=SlackPolicy(min_benefit=99)).admit == (1,)
+
+
+def test_an_active_request_that_is_lost_anyway_halts_nobody() -> None:
+    # 10 steps of 2 s until 15 s: it is late with or without the candidate.
+    assert decide([view(1, deadline_s=100.0)], [view(0, deadline_s=15.0)]).admit == (1,)
+    # Beside it another that the candidate would make late does halt it: 3 s a step now, 4 s with it, 7 steps, 25 s.
+    active = [view(0, deadline_s=15.0), view(2, deadline_s=25.0, done=3)]
+    assert decide([view(1, deadline_s=100.0)], active) == Decision()
+
+
+def test_no_deadline_comes_last_and_is_never_discarded() -> None:
+    waiting = [view(0, deadline_s=None), view(1, deadline_s=1000.0, arrival_s=1.0), view(2, deadline_s=None)]
+    assert decide(waiting, now_s=2.0).admit == (1, 0, 2)
+    assert decide(waiting[:1], now_s=1e9).admit == (0,)
+
+
+def test_no_standalone_latency_means_its_steps() -> None:
+    # Both have the same deadline and the same steps; one of them was measured with 6 s beyond its steps.
+    plain = replace(view(0, deadline_s=26.0), standalone_s=None)
+    assert decide([plain]).admit == (0,)
+    assert decide([replace(plain, deadline_s=19.9)]).drop == ((0, TOO_LATE),)
+    # Slack (26 - 20) / 20 = 0.3 against (26 - 26) / 26 = 0.
+    assert decide([plain, view(1, deadline_s=26.0, alone_s=26.0)], places=1).admit == (1,)
+
+
+def test_no_free_place_decides_nothing() -> None:
+    active = [view(7, deadline_s=None), view(8, deadline_s=None)]
+    waiting = [view(0, deadline_s=1.0), view(1, deadline_s=1000.0)]
+    assert decide(waiting, active, places=2) == Decision()
+    assert decide(waiting, active, places=3) == Decision(admit=(1,), drop=((0, TOO_LATE),))
+
+
+def test_equal_slack_goes_by_arrival_then_id() -> None:
+    waiting = [view(5, deadline_s=500.0), view(6, deadline_s=500.0), view(2, deadline_s=500.0, arrival_s=1.0)]
+    assert decide(waiting, now_s=1.0).admit == (5, 6, 2)
+
+
+def test_it_needs_a_predictor() -> None:
+    with pytest.raises(UsageError, match="policy slack looks ahead and needs step latencies, but none are given"):
+        get_policy("slack").decide(0.0, [], [], 16)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_thousand_waiting_requests_cost_little(kept: bool) -> None:
+    # Bounds on work, not on time: the predictor is asked a few times for each request that is named, and not for those
+    # that wait. The time is printed (`pytest -s`).
+    class Counting(Steps):
+        calls = 0
+
+        def step_latency_s(self, active: Sequence[Resolution]) -> float:
+            self.calls += 1
+            return super().step_latency_s(active)
+
+    views = [
+        view(i, (S, L)[i % 2], deadline_s=5000.0 + i % 97, arrival_s=i / 1000, alone_s=(20.0, 40.0)[i % 2])
+        for i in range(1000)
+    ]
+    counting = Counting()
+    waiting = WaitingQueue(views) if kept else views
+    decision = SlackPolicy().decide(1.0, waiting, [], 16, counting)
+    assert len(decision.admit) == 16
+    assert counting.calls <= 2 + 16 * 2
+    predictor = MemoisedLatency(Steps())
+    SlackPolicy().decide(1.0, waiting, [], 16, predictor)
+    times_s = []
+    for _ in range(20):
+        start = time.perf_counter()
+        SlackPolicy().decide(1.0, waiting, [], 16, predictor)
+        times_s.append(time.perf_counter() - start)
+    print(f"\n1000 waiting, 16 admitted: {min(times_s) * 1e3:.2f} ms ({'kept' if kept else 'sorted anew'})")

@@ -1,0 +1,52 @@
+"""A tiny model, sets of images and a feature network, for tests of evaluations."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+
+from patchedserve.data.resolution import Resolution
+from patchedserve.eval.sets.generate import Manifest, generation_settings, make_items
+from patchedserve.serving.models.served import ServedModel
+
+from .tiny_models import save_tiny, tiny_sdxl
+
+SIZES = (Resolution(32, 32), Resolution(48, 32))
+
+
+def save_eval_model(path: Path) -> Path:
+    """Save a tiny model that draws images of `SIZES` with two steps."""
+    return save_tiny(path, tiny_sdxl(), num_inference_steps=2, guidance_scale=3.0, resolutions=["32", "48x32"])
+
+
+def manifest_of(model: ServedModel, count: int = 5, **changes: Any) -> Manifest:
+    """A manifest of images that `model` is to draw, of both sizes in turn; `changes` replace settings."""
+    settings = generation_settings(model, policy="bucketed", num_inference_steps=2, guidance_scale=3.0)
+    return Manifest(make_items([(f"pair-{i}", f"a hat {i}") for i in range(count)], SIZES, seed=7), settings | changes)
+
+
+def image_folder(path: Path, count: int, *, seed: int = 0, sizes: tuple[tuple[int, int], ...] = ((40, 32),)) -> Path:
+    """Make a folder with `count` images of noise, of these widths and heights in turn."""
+    rng = np.random.default_rng(seed)
+    path.mkdir()
+    for i in range(count):
+        width, height = sizes[i % len(sizes)]
+        Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(path / f"{i:03}.png")
+    return path
+
+
+class Colours(nn.Module):
+    """A feature network that can be followed by hand: the mean of each colour."""
+
+    num_features = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        return images.float().mean((2, 3))

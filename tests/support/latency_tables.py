@@ -1,0 +1,56 @@
+"""Synthetic tables of step latencies that follow a known law, for tests."""
+
+import math
+import random
+from collections.abc import Mapping
+
+from patchedserve.data.resolution import Resolution, parse_list
+from patchedserve.data.tables.latency import Circumstances, LatencyRow
+from patchedserve.profiling.steps.combinations import stratified_combinations
+
+SIZES = parse_list("128,192,256")
+CIRCUMSTANCES = Circumstances(
+    model="emoji-xl",
+    fingerprint="abc",
+    device="cpu",
+    device_name="a processor",
+    dtype="float32",
+    engine="patched",
+    order="image",
+    patch_size=None,
+    strategy="auto",
+    kernels="auto",
+    threads=1,
+    cpu="a processor",
+    torch="2.13.0",
+    guidance_scale=5.0,
+    is_guided=True,
+)
+
+
+def law_ms(counts: Mapping[Resolution, int]) -> float:
+    """As on a small machine: few images take as long as the host needs, more as long as their pixels and attention.
+
+    Each resolution costs a bit, and a batch of a single one is cheaper, because it needs no patches.
+    """
+    megapixels = {resolution: resolution.pixels / 1e6 for resolution in counts}
+    images = sum(count * (130 * megapixels[size] + 900 * megapixels[size] ** 2) for size, count in counts.items())
+    return (4 + 2 * len(counts) + math.hypot(16, images)) * (0.95 if len(counts) == 1 else 1.0)
+
+
+def law_rows(
+    count: int = 300,
+    *,
+    noise: float = 0.02,
+    seed: int = 0,
+    sizes: tuple[Resolution, ...] = SIZES,
+    max_batch_size: int = 16,
+) -> list[LatencyRow]:
+    """Rows whose medians are off the law by so much (standard deviation, relative)."""
+    generator = random.Random(seed)
+    rows = []
+    for combination in stratified_combinations(sizes, count, max_batch_size, seed):
+        counts = {size: number for size, number in zip(sizes, combination.counts, strict=True) if number}
+        ms = law_ms(counts) * (1 + noise * generator.gauss(0, 1))
+        rows.append(LatencyRow(counts, (ms * 0.99, ms, ms * 1.05), (ms * 1.6,)))
+    return rows

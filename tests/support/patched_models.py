@@ -1,0 +1,325 @@
+"""Small random diffusers models of every shape that the patch engine runs, and batches of rows for them.
+
+Every weight is drawn anew, also those that diffusers sets to zero or one (norms, biases), so that a term that is left
+out changes the result. Run as a script it is the worker of the test of Triton kernels, see `main`.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import SD3Transformer2DModel, UNet2DConditionModel
+from torch import Tensor, nn
+
+from patchedserve.serving.layout.packing import Level, Order
+from patchedserve.serving.patched.leaves import PatchedConv, Strategy
+from patchedserve.serving.patched.patched_model import PatchedModel
+
+Size = tuple[int, int]
+
+_TEXT_LENGTH = 7
+_UNET: dict[str, Any] = {
+    "sample_size": 16,
+    "cross_attention_dim": 24,
+    "norm_num_groups": 4,
+    "norm_eps": 0.01,  # so large that it matters
+    "layers_per_block": 1,
+}
+_FOUR_LEVELS: dict[str, Any] = {
+    **_UNET,
+    "block_out_channels": (16, 16, 24, 32),
+    "down_block_types": (*("CrossAttnDownBlock2D",) * 3, "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", *("CrossAttnUpBlock2D",) * 3),
+}
+_THREE_LEVELS: dict[str, Any] = {
+    **_UNET,
+    "block_out_channels": (16, 24, 32),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "use_linear_projection": True,
+}
+_TWO_LEVELS: dict[str, Any] = {
+    **_UNET,
+    "block_out_channels": (8, 16),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+    "attention_head_dim": (1, 2),
+}
+_SD3: dict[str, Any] = {
+    "sample_size": 16,
+    "patch_size": 2,
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 3,
+    "attention_head_dim": 8,
+    "num_attention_heads": 3,
+    "joint_attention_dim": 20,
+    "caption_projection_dim": 24,
+    "pooled_projection_dim": 12,
+    "pos_embed_max_size": 20,
+}
+
+
+def sd15_unet(seed: int = 0, **changes: Any) -> UNet2DConditionModel:
+    """SD 1.5: 4 levels, projections of the transformers are convolutions, 8 heads everywhere."""
+    return _random(UNet2DConditionModel, _FOUR_LEVELS | {"attention_head_dim": 8} | changes, seed)
+
+
+def sd2_unet(seed: int = 0, **changes: Any) -> UNet2DConditionModel:
+    """SD 2: as 1.5, with linear projections and more heads at deeper levels."""
+    heads: dict[str, Any] = {
+        "attention_head_dim": (1, 2, 3, 4),
+        "use_linear_projection": True,
+        "upcast_attention": True,
+    }
+    return _random(UNet2DConditionModel, _FOUR_LEVELS | heads | changes, seed)
+
+
+def sdxl_unet(seed: int = 0, **changes: Any) -> UNet2DConditionModel:
+    """SDXL: 3 levels, several transformer blocks at the deeper ones, pooled text and time ids."""
+    config: dict[str, Any] = {
+        **_THREE_LEVELS,
+        "attention_head_dim": (1, 2, 4),
+        "transformer_layers_per_block": (1, 2, 2),
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 8,
+        "projection_class_embeddings_input_dim": 6 * 8 + 10,
+    }
+    return _random(UNet2DConditionModel, config | changes, seed)
+
+
+def scale_shift_unet(seed: int = 0, **changes: Any) -> UNet2DConditionModel:
+    """A U-Net whose timestep scales and shifts between norm and activation, which must not be fused then."""
+    config = _THREE_LEVELS | {"attention_head_dim": 2, "resnet_time_scale_shift": "scale_shift"}
+    return _random(UNet2DConditionModel, config | changes, seed)
+
+
+def gelu_unet(seed: int = 0, **changes: Any) -> UNet2DConditionModel:
+    """A U-Net of 2 levels with another activation than SiLU, which is not fused either."""
+    return _random(
+        UNet2DConditionModel, _TWO_LEVELS | {"act_fn": "gelu", "resnet_out_scale_factor": 1.4} | changes, seed
+    )
+
+
+def small_unet(seed: int = 0, **changes: Any) -> UNet2DConditionModel:
+    """The smallest U-Net with all leaves, for Triton's interpreter and for refusals."""
+    return _random(UNet2DConditionModel, _TWO_LEVELS | {"norm_num_groups": 2} | changes, seed)
+
+
+def sd3_transformer(seed: int = 0, **changes: Any) -> SD3Transformer2DModel:
+    """SD3: joint attention without norms of queries and keys."""
+    return _random(SD3Transformer2DModel, _SD3 | changes, seed)
+
+
+def sd35_transformer(seed: int = 0, **changes: Any) -> SD3Transformer2DModel:
+    """SD3.5: norms of queries and keys, and a second attention in the first blocks."""
+    return _random(
+        SD3Transformer2DModel, _SD3 | {"qk_norm": "rms_norm", "dual_attention_layers": (0, 1)} | changes, seed
+    )
+
+
+MODELS: dict[str, Callable[..., Any]] = {
+    "sd15": sd15_unet,
+    "sd2": sd2_unet,
+    "sdxl": sdxl_unet,
+    "scale-shift": scale_shift_unet,
+    "gelu": gelu_unet,
+    "sd3": sd3_transformer,
+    "sd35": sd35_transformer,
+}
+
+
+def _random(build: Callable[..., Any], config: dict[str, Any], seed: int) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # what follows draws every parameter again; this is for buffers, if any are random
+        model = build(**config).eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    is_norm = {id(module.weight) for module in model.modules() if _is_norm(module)}
+    for parameter in model.parameters():
+        drawn = torch.randn(parameter.shape, generator=generator)
+        if id(parameter) in is_norm:
+            drawn = 1 + 0.3 * drawn
+        elif parameter.dim() < 2:
+            drawn = 0.3 * drawn
+        else:
+            drawn = drawn / parameter[0].numel() ** 0.5
+        parameter.copy_(drawn)
+    return model
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "Norm" in type(module).__name__ and isinstance(getattr(module, "weight", None), Tensor)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a batch: latents [4, height, width], its timestep, and conditions without a batch dimension."""
+
+    latents: Tensor
+    timestep: float
+    conditions: dict[str, Any]
+
+    @property
+    def size(self) -> Size:
+        height, width = self.latents.shape[1:]
+        return height, width
+
+
+def draw_rows(model: Any, sizes: Sequence[Size], *, num_each: int = 1, seed: int = 0) -> list[Row]:
+    """Rows sorted by resolution as `PatchLayout` sorts. All differ in latents, timestep and conditions.
+
+    With `num_each` 2 every size is a guided request: two rows with the same latents and timestep and different texts.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for number, size in enumerate(sorted(sizes, key=lambda size: (size[0] * size[1], *size))):
+        latents = torch.randn(4, *size, generator=generator)
+        timestep = float(981 - 37 * number % 950)
+        rows += [Row(latents, timestep, _draw_conditions(model, size, generator)) for _ in range(num_each)]
+    return rows
+
+
+def _draw_conditions(model: Any, size: Size, generator: torch.Generator) -> dict[str, Any]:
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    config = model.config
+    if isinstance(model, SD3Transformer2DModel):
+        return {
+            "encoder_hidden_states": draw(_TEXT_LENGTH, config["joint_attention_dim"]),
+            "pooled_projections": draw(config["pooled_projection_dim"]),
+        }
+    conditions: dict[str, Any] = {"encoder_hidden_states": draw(_TEXT_LENGTH, config["cross_attention_dim"])}
+    if config["addition_embed_type"] == "text_time":
+        pooled = config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
+        height, width = (8.0 * side for side in size)
+        ids = torch.tensor([height, width, 0.0, 16.0, height, width])
+        conditions["added_cond_kwargs"] = {"text_embeds": draw(pooled), "time_ids": ids}
+    return conditions
+
+
+def stack_conditions(rows: Sequence[Row]) -> dict[str, Any]:
+    """The conditions of all rows, with one entry per row."""
+    return _stack([row.conditions for row in rows])
+
+
+def _stack(conditions: list[dict[str, Any]]) -> dict[str, Any]:
+    first = conditions[0]
+    return {
+        name: _stack([one[name] for one in conditions])
+        if isinstance(value, dict)
+        else torch.stack([one[name] for one in conditions])
+        for name, value in first.items()
+    }
+
+
+def to_dtype(row: Row, dtype: torch.dtype) -> Row:
+    """The row with latents and conditions in another dtype."""
+
+    def cast(value: Any) -> Any:
+        return {name: cast(item) for name, item in value.items()} if isinstance(value, dict) else value.to(dtype)
+
+    return replace(row, latents=row.latents.to(dtype), conditions=cast(row.conditions))
+
+
+@torch.no_grad()
+def run_plain(model: Any, rows: Sequence[Row]) -> list[Tensor]:
+    """What unmodified diffusers gives, one row at a time."""
+    name = "sample" if isinstance(model, UNet2DConditionModel) else "hidden_states"
+    results = []
+    for row in rows:
+        given = {name: row.latents[None], "timestep": torch.tensor([row.timestep]), **stack_conditions([row])}
+        results.append(model(**given, return_dict=False)[0][0])
+    return results
+
+
+@torch.no_grad()
+def run_patched(patched: PatchedModel, rows: Sequence[Row], *, repeats: int = 1) -> list[Tensor]:
+    """What the patch engine gives for all rows as one batch."""
+    packing = patched.pack([row.size for row in rows])
+    patched.begin(packing, repeats=repeats)
+    return call_patched(patched, rows)
+
+
+@torch.no_grad()
+def call_patched(patched: PatchedModel, rows: Sequence[Row]) -> list[Tensor]:
+    """One more call for a batch that has begun."""
+    packing = patched.context.packing
+    assert packing is not None
+    timesteps = torch.tensor([row.timestep for row in rows])
+    out = patched(packing.pack([row.latents for row in rows]), timesteps, **stack_conditions(rows))
+    return [packing.unpack(out, number) for number in range(len(rows))]
+
+
+def relative_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest error of any row, each relative to the largest value of its own row."""
+    errors = []
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape, f"{tuple(one.shape)} against {tuple(other.shape)}"
+        assert other.isfinite().all()
+        errors.append(float((one.float() - other.float()).abs().max() / other.float().abs().max()))
+    return max(errors)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run the patch engine. The strategy `mixed` alternates from one convolution to the next."""
+
+    order: Order
+    patch_size: int | None
+    strategy: str
+
+    def __str__(self) -> str:
+        return f"{self.order}{self.patch_size or ''}-{self.strategy}"
+
+    def build(self, model: nn.Module, *, kernels: str = "auto") -> PatchedModel:
+        strategy: Any = "auto" if self.strategy == "mixed" else self.strategy
+        patched = PatchedModel(model, order=self.order, patch_size=self.patch_size, strategy=strategy, kernels=kernels)
+        if self.strategy == "mixed":
+            patched.context.choose = Alternation()
+        return patched
+
+    def fits(self, model: Any, sizes: Sequence[Size]) -> bool:
+        """Whether the model and all sizes allow the patch size."""
+        is_unet = isinstance(model, UNet2DConditionModel)
+        multiple = 2 ** (len(model.config["block_out_channels"]) - 1) if is_unet else model.config["patch_size"]
+        if self.order == "image":
+            return is_unet or not any(side % multiple for size in sizes for side in size)
+        common = math.gcd(*(side for size in sizes for side in size))
+        patch_size = self.patch_size or common
+        return common % patch_size == 0 and patch_size % multiple == 0
+
+
+class Alternation:
+    """A `choose` that alternates between the strategies, and remembers where it chose which."""
+
+    def __init__(self) -> None:
+        self.chosen: dict[tuple[PatchedConv, int], Strategy] = {}
+
+    def __call__(self, conv: PatchedConv, level: Level, out_level: Level) -> Strategy:
+        return self.chosen.setdefault((conv, level.index), "regroup" if len(self.chosen) % 2 else "stitch")
+
+
+def triton_case() -> tuple[UNet2DConditionModel, list[Row]]:
+    """A model and a batch of two resolutions, small enough for Triton's interpreter."""
+    model = small_unet(seed=5)
+    return model, draw_rows(model, [(8, 4), (8, 8), (4, 8)], seed=5)
+
+
+def run_triton_case() -> list[Tensor]:
+    """`triton_case` through the Triton kernels, which must run in the interpreter."""
+    model, rows = triton_case()
+    return run_patched(Way("patch", None, "stitch").build(model, kernels="triton"), rows)
+
+
+def main() -> None:
+    """Write the results of `triton_case` to a file. TRITON_INTERPRET=1 must be set before diffusers imports triton."""
+    torch.save(run_triton_case(), Path(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""The online correction of step latencies: it follows the machine in the sum of all steps, freaks aside."""
+
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from patchedserve.data.resolution import Resolution
+from patchedserve.training.latency.online_correction import CorrectionSettings, OnlineCorrection
+
+S, L = Resolution(128, 128), Resolution(256, 256)
+
+
+class PixelLaw:
+    """A predictor by a simple law."""
+
+    def step_latency_s(self, active: Sequence[Resolution]) -> float:
+        return 0.01 + sum(size.pixels for size in active) * 1e-7
+
+
+def steps(count: int, factor: float, *, noise: float = 0.0, seed: int = 0) -> list[tuple[list[Resolution], float]]:
+    generator = random.Random(seed)
+    batches = [[S] * generator.randint(1, 8) + [L] * generator.randint(0, 8) for _ in range(count)]
+    return [
+        (batch, PixelLaw().step_latency_s(batch) * factor * math.exp(generator.gauss(0, noise))) for batch in batches
+    ]
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.9, 1.0, 1.3, 3.0])
+def test_converges_to_the_factor_of_the_machine(factor: float) -> None:
+    correction = OnlineCorrection(PixelLaw())
+    for batch, measured_s in steps(800, factor, noise=0.05):
+        correction.observe(batch, measured_s)
+    drift = correction.drift()
+    assert drift.num_observations == 800
+    assert drift.scale == correction.scale == pytest.approx(factor, rel=0.03)
+    assert correction.step_latency_s([S, L]) == pytest.approx(PixelLaw().step_latency_s([S, L]) * correction.scale)
+    assert drift.mean_error is not None
+    assert drift.mean_uncorrected_error is not None
+    # What the noise alone gives on average: 0.05 * sqrt(2 / pi).
+    assert drift.mean_error < 0.05
+    assert drift.mean_uncorrected_error == pytest.approx(abs(1 / factor - 1), abs=0.06)
+
+
+def test_follows_a_change_at_the_pace_of_its_weight() -> None:
+    correction = OnlineCorrection(PixelLaw(), CorrectionSettings(weight=0.05))
+    for _ in range(100):
+        correction.observe([S], PixelLaw().step_latency_s([S]))
+    assert correction.scale == pytest.approx(1.0)
+    scales = []
+    for _ in range(100):
+        correction.observe([S], 2 * PixelLaw().step_latency_s([S]))
+        scales.append(correction.scale)
+    assert scales == sorted(scales)
+    # A half of the change is made up in log 0.5 / log 0.95 = 13.5 steps.
+    assert scales[12] < 1.5 < scales[13]
+    assert scales[-1] == pytest.approx(2.0, rel=0.01)
+
+
+@pytest.mark.parametrize("costs", [(0.2, 0.2, 0.2, 1.0), (1.0, 1.0, 1.0, 3.0), (0.5,)])
+def test_the_steps_of_a_request_add_up(costs: tuple[float, ...]) -> None:
+    """Cached steps with a full one in four, a first step now and then: what counts for a deadline is their sum."""
+    correction = OnlineCorrection(PixelLaw())
+    trace = [(batch, s * costs[number % len(costs)]) for number, (batch, s) in enumerate(steps(1200, 1.2))]
+    promised_s = measured_s = 0.0
+    for number, (batch, step_s) in enumerate(trace):
+        if number >= 600:
+            promised_s += correction.step_latency_s(batch)
+            measured_s += step_s
+        correction.observe(batch, step_s)
+    assert promised_s == pytest.approx(measured_s, rel=0.02)
+    assert correction.scale == pytest.approx(1.2 * sum(costs) / len(costs), rel=0.1)
+
+
+def test_a_freak_counts_as_a_long_step() -> None:
+    correction = OnlineCorrection(PixelLaw())
+    for number, (batch, measured_s) in enumerate(steps(400, 1.2)):
+        correction.observe(batch, 60.0 if number == 200 else measured_s)
+        if number == 199:
+            assert correction.scale == pytest.approx(1.2, rel=0.02)
+        if number == 200:
+            assert 1.2 < correction.scale < 1.2 * 1.25
+    assert correction.scale == pytest.approx(1.2, rel=0.01)
+
+
+def test_a_slow_first_step_does_not_count_in_full() -> None:
+    correction = OnlineCorrection(PixelLaw())
+    correction.observe([S], 50.0)
+    assert correction.scale == pytest.approx(1 + 0.02 * 4)
+
+
+@pytest.mark.parametrize(("factor", "bound"), [(1000.0, 4.0), (1e-6, 0.25)])
+def test_factor_is_bounded_and_comes_back(factor: float, bound: float) -> None:
+    correction = OnlineCorrection(PixelLaw())
+    for batch, measured_s in steps(500, factor):
+        correction.observe(batch, measured_s)
+        assert 0.25 <= correction.scale <= 4.0
+    assert correction.scale == pytest.approx(bound)
+    for batch, measured_s in steps(400, 1.0):
+        correction.observe(batch, measured_s)
+    # No time is lost on what lies beyond the bound.
+    assert correction.scale == pytest.approx(1.0, rel=0.01)
+
+
+def test_drift_forgets_what_is_long_past() -> None:
+    correction = OnlineCorrection(PixelLaw(), CorrectionSettings(recent=10))
+    assert correction.drift().mean_error is None
+    for factor, expected in ((2.0, 0.5), (1.0, 0.0)):
+        for batch, measured_s in steps(10, factor):
+            correction.observe(batch, measured_s)
+        assert correction.drift().mean_uncorrected_error == pytest.approx(expected)
+    assert correction.drift().num_observations == 20
+
+
+@pytest.mark.parametrize("measured_s", [0.0, -1.0, math.nan, math.inf])
+def test_impossible_times_are_our_fault(measured_s: float) -> None:
+    correction = OnlineCorrection(PixelLaw())
+    with pytest.raises(ValueError, match="took"):
+        correction.observe([S], measured_s)
+    with pytest.raises(ValueError, match="a step of 0 requests"):
+        correction.observe([], 1.0)
+    assert correction.drift().num_observations == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"weight": 0.0}, {"weight": 1.1}, {"longest": 1.0}, {"recent": 0}, {"max_scale": 0.9}, {"max_scale": math.inf}],
+)
+def test_wrong_settings(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        CorrectionSettings(**wrong)  # type: ignore[arg-type]

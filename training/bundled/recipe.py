@@ -1,0 +1,187 @@
+"""The order in which the bundled models are trained, and where each part is kept.
+
+    text -> autoencoder -> emoji-clip          (the judge: needs only the tokenizer)
+                        -> emoji-xl, emoji-3   (need text and autoencoder)
+
+Every part has a folder of its own with its checkpoints and its finished model, and is started again where it stopped.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from diffusers import AutoencoderKL
+from transformers import CLIPTextModelWithProjection, CLIPTokenizer
+
+from ...data.emoji.dataset import EmojiDataset
+from ...data.errors import UsageError
+from ...data.files import sha256_of
+from ...data.resolution import Resolution
+from .autoencoder import AutoencoderTask, train_autoencoder
+from .continuation import WEIGHT_FILES, adopt_parts, save_part
+from .export import export_emoji_3, export_emoji_clip, export_emoji_xl
+from .generators import GeneratorTask, TextTower, TransformerObjective, UNetObjective, train_generator
+from .images import draw_pool
+from .judge import SOURCES, JudgeTask, draw_judge_pool, train_judge
+from .latents import TRAINING_SIZES, load_or_encode
+from .text import new_text_encoder, train_text_encoder, train_tokenizer
+
+Part = Literal["text", "autoencoder", "emoji-clip", "emoji-xl", "emoji-3"]
+PARTS: tuple[Part, ...] = get_args(Part)
+DEFAULT_STEPS: dict[Part, int] = {
+    "text": 1200,
+    "autoencoder": 2200,
+    "emoji-clip": 3360,
+    "emoji-xl": 8900,
+    "emoji-3": 11500,
+}
+"""What the shipped weights took. The last three took it in several runs: 560, 3300 and 3300 steps, then the rest with
+`--from-models --seed 1`; the last 1800 steps of the judge and the last 7000 of emoji-3 with `--seed 2`."""
+
+TEXT_ENCODERS = {"small": (64, 2, 1), "large": (96, 3, 2)}
+"""Width, number of layers and seed of the two text encoders."""
+
+AUTOENCODER_POOLS: dict[Resolution, int] = {
+    Resolution(128, 128): 600,
+    Resolution(192, 192): 600,
+    Resolution(256, 256): 1200,
+    Resolution(192, 128): 300,
+    Resolution(128, 192): 300,
+}
+# The three served sizes take most batches; larger ones learn slower and get as many as the small one.
+SIZE_WEIGHTS = {Resolution(128, 128): 0.34, Resolution(192, 192): 0.25, Resolution(256, 256): 0.25}
+OTHER_SIZES_WEIGHT = 0.16
+
+
+@dataclass(frozen=True, slots=True)
+class Reporter:
+    """How a training tells what it does.
+
+    Attributes:
+        on_stage: a new stage with its length in units (steps or pictures).
+        on_step: one training step with its number and figures.
+        on_image: one picture drawn or encoded.
+    """
+
+    on_stage: Callable[[str, int], None] = lambda name, total: None
+    on_step: Callable[[int, dict[str, float]], None] = lambda step, figures: None
+    on_image: Callable[[], None] = lambda: None
+
+
+def train_part(
+    part: Part,
+    root: Path,
+    models_dir: Path,
+    device: torch.device,
+    *,
+    steps: int | None,
+    seed: int,
+    report: Reporter,
+    from_models: Path | None = None,
+) -> Path:
+    """Train one part in `root`/part; the three models are also written to `models_dir`, with checksums. Returns the
+    finished folder.
+
+    Args:
+        from_models: a folder of finished models; what is trained starts from their weights, and the parts it needs are
+            taken from them if `root` has none.
+
+    Raises:
+        UsageError: if a part that this one needs has not been trained, or a checkpoint has another configuration or
+            more steps than are asked for.
+        RunError: if the loss diverges or a checkpoint is damaged.
+    """
+    length = steps or DEFAULT_STEPS[part]
+    initial_weights = None
+    if from_models is not None:
+        if part not in WEIGHT_FILES:
+            raise UsageError(f"--from-models continues {', '.join(WEIGHT_FILES)}; {part} is trained from the start")
+        adopt_parts(from_models, root)
+        initial_weights = from_models / part / WEIGHT_FILES[part]
+    if part == "text":
+        return _train_text(root / part, device, length, seed, report)
+    if part == "autoencoder":
+        return _train_autoencoder(root / part, device, length, seed, report)
+    if part == "emoji-clip":
+        tokenizer = _load_tokenizer(root)
+        task = JudgeTask(root / part, steps=length, seed=1000 + seed, initial_weights=initial_weights)
+        report.on_stage("pictures for emoji-clip", sum(SOURCES.values()))
+        pool = draw_judge_pool(task.seed, report.on_image)
+        report.on_stage(part, length)
+        model = train_judge(pool, tokenizer, task, device, report.on_step)
+        export_emoji_clip(models_dir / part, model.cpu(), tokenizer)
+        return models_dir / part
+    return _train_generator(part, root, models_dir, device, length, seed, report, initial_weights)
+
+
+def _train_text(folder: Path, device: torch.device, steps: int, seed: int, report: Reporter) -> Path:
+    tokenizer = train_tokenizer(seed)
+    for name, (width, num_layers, offset) in TEXT_ENCODERS.items():
+        torch.manual_seed(seed + offset)
+        encoder = new_text_encoder(width, num_layers, tokenizer)
+        report.on_stage(f"text encoder {name}", steps)
+        train_text_encoder(encoder, tokenizer, folder / name, steps, seed + offset, device, report.on_step)
+        save_part(encoder.cpu(), folder / f"{name}-model")
+    # Last, so that a run which is refused (another seed) or unfinished leaves no tokenizer without its encoders.
+    save_part(tokenizer, folder / "tokenizer")
+    return folder
+
+
+def _train_autoencoder(folder: Path, device: torch.device, steps: int, seed: int, report: Reporter) -> Path:
+    report.on_stage("pictures for the autoencoder", sum(AUTOENCODER_POOLS.values()))
+    datasets = [EmojiDataset(resolution, size, seed=seed) for resolution, size in AUTOENCODER_POOLS.items()]
+    pools = [draw_pool(dataset, report.on_image)[0] for dataset in datasets]
+    report.on_stage("autoencoder", steps)
+    model = train_autoencoder(pools, AutoencoderTask(folder, steps=steps, seed=seed), device, report.on_step)
+    save_part(model.cpu(), folder / "model")
+    return folder / "model"
+
+
+def _train_generator(
+    part: Part,
+    root: Path,
+    models_dir: Path,
+    device: torch.device,
+    steps: int,
+    seed: int,
+    report: Reporter,
+    initial_weights: Path | None,
+) -> Path:
+    tokenizer = _load_tokenizer(root)
+    encoders = [_load(CLIPTextModelWithProjection, root / "text" / f"{name}-model") for name in TEXT_ENCODERS]
+    vae_folder = root / "autoencoder" / "model"
+    vae = _load(AutoencoderKL, vae_folder)
+    digest = sha256_of(vae_folder / "diffusion_pytorch_model.safetensors")
+
+    report.on_stage("latents", sum(TRAINING_SIZES.values()))
+    datasets = [EmojiDataset(resolution, size, seed=seed) for resolution, size in TRAINING_SIZES.items()]
+    vae.to(device)
+    sets = [load_or_encode(vae, digest, dataset, root / "latents", device, report.on_image) for dataset in datasets]
+    num_others = len(TRAINING_SIZES) - len(SIZE_WEIGHTS)
+    weights = tuple(SIZE_WEIGHTS.get(size, OTHER_SIZES_WEIGHT / num_others) for size in TRAINING_SIZES)
+
+    report.on_stage(part, steps)
+    torch.manual_seed(seed)
+    tower = TextTower(tokenizer, [encoder.to(device) for encoder in encoders])
+    objective = UNetObjective(tower) if part == "emoji-xl" else TransformerObjective(tower)
+    task = GeneratorTask(root / part, steps, weights, seed, initial_weights=initial_weights)
+    model: Any = train_generator(objective, sets, task, device, report.on_step).cpu()
+    export = export_emoji_xl if part == "emoji-xl" else export_emoji_3
+    export(models_dir / part, model, vae.cpu(), tokenizer, [encoder.cpu() for encoder in encoders])
+    return models_dir / part
+
+
+def _load_tokenizer(root: Path) -> CLIPTokenizer:
+    folder = root / "text" / "tokenizer"
+    if not folder.is_dir():
+        raise UsageError(f"{folder} does not exist; train the part it comes from first: psctl train-model text")
+    return CLIPTokenizer.from_pretrained(folder)
+
+
+def _load(model_class: Any, folder: Path) -> Any:
+    if not folder.is_dir():
+        part = folder.parent.name
+        raise UsageError(f"{folder} does not exist; train the part it comes from first: psctl train-model {part}")
+    return model_class.from_pretrained(folder)

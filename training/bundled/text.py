@@ -1,0 +1,142 @@
+"""Tokenizer and text encoders of the bundled generators.
+
+Both encoders are CLIP text towers of different widths, as in SDXL and SD3. They learn to say from the projected pooled
+state what a caption describes (which objects, in which order, how many, on which background), so that the generators
+receive states which hold exactly that. No image is used, and the judge (`emoji-clip`) shares nothing with them.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
+
+from ...data.emoji.art import object_names
+from ...data.emoji.scene import BACKGROUNDS, Scene, sample_scene
+from ...data.resolution import Resolution
+from .loop import LoopConfig, TrainingRun
+from .optim import OptimConfig
+
+MAX_TOKENS = 24
+VOCABULARY = 1000
+TOKENIZER_CAPTIONS = 20_000
+START, END = "<|startoftext|>", "<|endoftext|>"
+ANY_RESOLUTION = Resolution(128, 128)
+# Filler words, so that free wording ("a photo of", "picture", "the") is not spelled out letter by letter.
+EXTRA_TEXT = (
+    "a photo of the picture image drawing emoji with one two three and on in front background colour color flat"
+)
+
+
+def train_tokenizer(seed: int = 0) -> CLIPTokenizer:
+    """A byte-level BPE in CLIP's form, learnt from training captions (held-out pairs contain no new words)."""
+    rng = np.random.default_rng([seed, 77])
+    captions = [sample_scene(rng, ANY_RESOLUTION, "train").caption for _ in range(TOKENIZER_CAPTIONS)]
+    captions += [EXTRA_TEXT] * 50
+    blank = CLIPTokenizer()
+    bpe = Tokenizer(models.BPE(unk_token=END, end_of_word_suffix="</w>"))
+    bpe.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+    assert blank.backend_tokenizer.pre_tokenizer is not None
+    bpe.pre_tokenizer = blank.backend_tokenizer.pre_tokenizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[START, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        end_of_word_suffix="</w>",
+        show_progress=False,
+    )
+    bpe.train_from_iterator(captions, trainer)
+    vocab = bpe.get_vocab()
+    # BPE training adds "x</w>" forms only for letters that end a word; every byte needs both, or text is lost.
+    for letter in sorted(pre_tokenizers.ByteLevel.alphabet()):
+        vocab.setdefault(f"{letter}</w>", len(vocab))
+    # Pairs, although the annotation says strings.
+    merges: Any = [tuple(pair) for pair in json.loads(bpe.to_str())["model"]["merges"]]
+    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=MAX_TOKENS)
+
+
+def new_text_encoder(width: int, num_layers: int, tokenizer: CLIPTokenizer) -> CLIPTextModelWithProjection:
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=num_layers,
+        num_attention_heads=width // 32,
+        max_position_embeddings=MAX_TOKENS,
+        projection_dim=width,
+        hidden_act="gelu",
+        bos_token_id=cast(int, tokenizer.bos_token_id),
+        eos_token_id=cast(int, tokenizer.eos_token_id),
+        pad_token_id=cast(int, tokenizer.pad_token_id),
+    )
+    return CLIPTextModelWithProjection(config)
+
+
+def tokenize(tokenizer: CLIPTokenizer, captions: list[str]) -> Tensor:
+    """Token ids int64 [n, MAX_TOKENS], padded and cut as diffusers' pipelines do."""
+    encoded = tokenizer(captions, padding="max_length", max_length=MAX_TOKENS, truncation=True, return_tensors="pt")
+    return encoded.input_ids
+
+
+def scene_targets(scenes: list[Scene]) -> Tensor:
+    """Class numbers int64 [n, 3]: first object, second object (number of objects: none), background."""
+    names, grounds = object_names(), list(BACKGROUNDS)
+    rows = []
+    for scene in scenes:
+        shown = [names.index(placement.name) for placement in scene.placements]
+        rows.append([shown[0], shown[1] if len(shown) > 1 else len(names), grounds.index(scene.background)])
+    return torch.tensor(rows)
+
+
+class CaptionReader(nn.Module):
+    """A text encoder with the three classifiers that teach it; only the encoder is kept."""
+
+    def __init__(self, encoder: CLIPTextModelWithProjection) -> None:
+        super().__init__()
+        width = encoder.config.projection_dim
+        assert width is not None
+        self.encoder = encoder
+        num_objects = len(object_names())
+        self.heads = nn.ModuleList(nn.Linear(width, size) for size in (num_objects, num_objects + 1, len(BACKGROUNDS)))
+
+    def forward(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+        pooled = self.encoder(input_ids=ids).text_embeds
+        loss = torch.zeros((), device=ids.device)
+        is_right = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+        for head, target in zip(self.heads, targets.T, strict=True):
+            logits = head(pooled)
+            loss = loss + F.cross_entropy(logits, target)
+            is_right &= logits.argmax(1) == target
+        return loss, float(is_right.float().mean())
+
+
+def train_text_encoder(
+    encoder: CLIPTextModelWithProjection,
+    tokenizer: CLIPTokenizer,
+    folder: Path,
+    steps: int,
+    seed: int,
+    device: torch.device,
+    on_step: Callable[[int, dict[str, float]], None] = lambda step, figures: None,
+) -> CLIPTextModelWithProjection:
+    """Teach an encoder to read captions; returns it with averaged weights."""
+    reader = CaptionReader(encoder).to(device)
+    config = LoopConfig(steps, seed, ema_decay=0.99, optim=OptimConfig(muon_lr=2e-3, adam_lr=2e-3))
+    run = TrainingRun(reader, config, folder, lambda name: "layers" not in name)
+
+    def loss_of(step: int) -> tuple[Tensor, dict[str, float]]:
+        rng = np.random.default_rng([seed, 5, step])
+        scenes = [sample_scene(rng, ANY_RESOLUTION, "train") for _ in range(128)]
+        ids = tokenize(tokenizer, [scene.caption for scene in scenes])
+        loss, accuracy = reader(ids.to(device), scene_targets(scenes).to(device))
+        return loss, {"accuracy": accuracy}
+
+    run.run(loss_of, on_step=on_step)
+    run.copy_ema_to(reader)
+    return encoder.eval()

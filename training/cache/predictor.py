@@ -1,0 +1,209 @@
+"""The cache predictor: a random forest that says, patch by patch, whether a block's cached output may be used again.
+
+Features of a patch, before a block: how far the block's input is from the cached input, which block it is, how far the
+request has got, how often the patch has skipped the block in a row, and how large the image is. One definition,
+`features_of`, serves training and serving. Sources: PatchedServe sections 5.1 and 7.
+
+The file is safetensors: the nodes of the forest as flat arrays, and in its head a JSON text and a checksum of both.
+Nothing is pickled, and scikit-learn is not needed to load it.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from ...data.errors import UsageError
+from ...data.files import write_bytes
+from ...data.tables.block_facts import BlockFacts
+from ...kernels.forest import forest_predict
+from ...kernels.forest_tables import FlatForest
+
+FEATURES = ("log10_input_mse_normalised", "block_index", "step_fraction", "reuses_in_row", "pixels")
+"""Names of the columns that `features_of` gives, in order."""
+
+INPUT_MSE_FLOOR = 1e-10
+"""Smaller changes count as this one. It is a relative change of 1e-5: below what any threshold of use asks for, and far
+above the rounding of float32."""
+
+_FORMAT = "1"
+_KIND_KEY, _FORMAT_KEY, _CONTENT_KEY, _SUM_KEY = "psctl.kind", "psctl.format", "psctl.content", "psctl.sha256"
+_KIND = "cache predictor"
+
+
+def features_of(
+    input_mse_normalised: torch.Tensor,
+    block_index: torch.Tensor | int,
+    step_fraction: torch.Tensor,
+    reuses_in_row: torch.Tensor,
+    pixels: torch.Tensor,
+) -> torch.Tensor:
+    """Return what the forest looks at.
+
+    Args:
+        input_mse_normalised: (rows,) mean square difference of the block's input and the cached input, divided by the
+            mean square of the cached input; any floating dtype. NaN counts as infinite, as does 0 / 0.
+        block_index: place of the block in a step's order, from 0; (rows,) or one for all rows.
+        step_fraction: (rows,) step / number of steps of the request.
+        reuses_in_row: (rows,) how many steps before this one have used the cached output without computing: 0 if the
+            cached tensors are the last step's.
+        pixels: (rows,) width * height of the patch's image, in pixels of the image.
+
+    Returns:
+        (rows, 5) float32 on the device of the first argument, columns as `FEATURES`.
+    """
+    change = torch.nan_to_num(input_mse_normalised.float(), nan=torch.inf, posinf=torch.inf)
+    features = change.new_empty((change.shape[0], len(FEATURES)))
+    features[:, 0] = change.clamp_(min=INPUT_MSE_FLOOR).log10_()
+    for column, values in enumerate((block_index, step_fraction, reuses_in_row, pixels), start=1):
+        features[:, column] = values
+    return features
+
+
+@dataclass(frozen=True, slots=True)
+class CachePredictor:
+    """A trained predictor, with its forest on the device that it serves.
+
+    Attributes:
+        forest: class 1 is "the output stays within the threshold".
+        facts: the model, scheduler, patch size and blocks that it was trained for.
+        threshold: largest mean square difference of a block's output and the cached one, divided by the mean square of
+            the cached output, at which the cached one may be used.
+        min_confidence: the cached output is used where the forest's vote is above this.
+        max_lag: largest number of steps between a tensor and the cached one in the training; beyond max_lag - 1 reuses
+            in a row the forest has seen nothing.
+        report: figures of the training, as JSON (`cache_training.fit_cache_predictor`).
+    """
+
+    forest: FlatForest
+    facts: BlockFacts
+    threshold: float
+    min_confidence: float
+    max_lag: int
+    report: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        """Columns of the features, in order."""
+        return FEATURES
+
+    def may_reuse(self, features: torch.Tensor, *, kernels: str = "auto") -> torch.Tensor:
+        """Return which patches may use the cached output of a block.
+
+        Args:
+            features: (rows, 5) float32 from `features_of`, on the predictor's device.
+            kernels: one of `kernels.launch.KERNELS`.
+
+        Returns:
+            (rows,) bool on the same device; nothing waits for the device.
+
+        Raises:
+            ValueError: as `kernels.forest.forest_proba`.
+        """
+        return forest_predict(features, self.forest, min_confidence=self.min_confidence, kernels=kernels)
+
+    def to(self, device: torch.device | str) -> "CachePredictor":
+        """Return the predictor with its forest on a device."""
+        return replace(self, forest=self.forest.to(device))
+
+    def save(self, path: str | Path) -> None:
+        """Write the predictor, atomically. Raises OSError."""
+        arrays = {name: array.cpu().contiguous() for name, array in self.forest.nodes().items()}
+        content = json.dumps(
+            {
+                **self.facts.to_json(),
+                "features": list(FEATURES),
+                "input_mse_floor": INPUT_MSE_FLOOR,
+                "threshold": self.threshold,
+                "min_confidence": self.min_confidence,
+                "max_lag": self.max_lag,
+                "report": dict(self.report),
+            },
+            ensure_ascii=False,
+            allow_nan=False,
+        )
+        head = {_KIND_KEY: _KIND, _FORMAT_KEY: _FORMAT, _CONTENT_KEY: content, _SUM_KEY: _checksum(content, arrays)}
+        write_bytes(path, save(arrays, head))
+
+    @classmethod
+    def load(
+        cls, path: str | Path, *, expect: BlockFacts | None = None, device: torch.device | str = "cpu"
+    ) -> "CachePredictor":
+        """Read a predictor and check that it is whole and fits what is served.
+
+        Args:
+            path: file that `save` has written.
+            expect: what is served; None skips that check.
+            device: where the forest is to be.
+
+        Raises:
+            UsageError: the file is missing, truncated, edited or another one; it was made for other features; or it
+                does not fit `expect`. The message names the file and the first thing that is wrong.
+        """
+        content, arrays = _read(Path(path))
+        if content.get("features") != list(FEATURES) or content.get("input_mse_floor") != INPUT_MSE_FLOOR:
+            raise UsageError(
+                f"{path} was trained on the features {content.get('features')}, but this psctl uses {list(FEATURES)}; "
+                "run psctl train-predictor cache again"
+            )
+        facts = BlockFacts.from_json(content, source=str(path))
+        if expect is not None:
+            facts.check_fits(expect, source=str(path))
+        threshold = _number(content, "threshold", path)
+        min_confidence = _number(content, "min_confidence", path)
+        max_lag = content.get("max_lag")
+        report = content.get("report")
+        if not isinstance(max_lag, int) or max_lag < 1 or not isinstance(report, dict):
+            raise UsageError(f"{path} is damaged: max_lag or report is missing")
+        try:
+            forest = FlatForest.of(**arrays, num_features=len(FEATURES))
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"{path} is damaged: {error}") from error
+        return cls(forest.to(device), facts, threshold, min_confidence, max_lag, report)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return content and arrays of a file whose checksum is right. Raises UsageError."""
+    if not path.is_file():
+        raise UsageError(f"there is no cache predictor {path}; train one with: psctl train-predictor cache")
+    try:
+        with safe_open(path, "pt") as file:
+            head = file.metadata() or {}
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (the file is no dict)
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"{path} is truncated, damaged or no safetensors file") from error
+    if head.get(_KIND_KEY) != _KIND:
+        raise UsageError(f"{path} is a safetensors file, but no cache predictor")
+    if head.get(_FORMAT_KEY) != _FORMAT:
+        raise UsageError(
+            f"{path} is of format {head.get(_FORMAT_KEY)}, but this psctl reads format {_FORMAT}; "
+            "run psctl train-predictor cache again"
+        )
+    text = head.get(_CONTENT_KEY, "")
+    if head.get(_SUM_KEY) != _checksum(text, arrays):
+        raise UsageError(f"{path} was edited or damaged: its checksum is wrong; run psctl train-predictor cache again")
+    content = json.loads(text)
+    if not isinstance(content, dict):
+        raise UsageError(f"{path} is damaged: its head is no mapping")
+    return content, arrays
+
+
+def _checksum(content: str, arrays: Mapping[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256(content.encode())
+    for name, array in sorted(arrays.items()):
+        digest.update(f"\n{name} {array.dtype} {tuple(array.shape)}\n".encode())
+        digest.update(array.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _number(content: Mapping[str, Any], name: str, path: str | Path) -> float:
+    value = content.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UsageError(f"{path} is damaged: {name} is {value!r}, but it must be a number")
+    return float(value)

@@ -1,0 +1,155 @@
+"""What a latency predictor has learned, and its file: safetensors arrays with JSON beside them.
+
+A checksum over both tells a file that was edited; one that is cut off is told by its own header.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from ...data.errors import UsageError
+from ...data.files import write_bytes
+from ...data.resolution import Resolution, parse
+from ...data.tables.latency import Circumstances
+
+_VERSION = 1
+_ABOUT_KEY, _CHECKSUM_KEY = "psctl.latency_predictor", "psctl.sha256"
+
+
+@dataclass(frozen=True, slots=True)
+class SupportVectors:
+    """A fitted SVR with an RBF kernel behind a standard scaler, all float64.
+
+    Attributes:
+        mean, scale: of the features, shape (features,).
+        vectors: scaled support vectors, shape (vectors, features).
+        dual: their coefficients, shape (vectors,).
+        gamma, intercept: shape (1,).
+    """
+
+    mean: np.ndarray
+    scale: np.ndarray
+    vectors: np.ndarray
+    dual: np.ndarray
+    gamma: np.ndarray
+    intercept: np.ndarray
+
+    def log_ms(self, features: np.ndarray) -> np.ndarray:
+        """Predict rows of features, shape (rows, features) -> (rows,)."""
+        scaled = (features - self.mean) / self.scale
+        squares = np.square(scaled[:, None, :] - self.vectors[None]).sum(-1)
+        return np.exp(-self.gamma * squares) @ self.dual + self.intercept
+
+
+@dataclass(frozen=True, slots=True)
+class PredictorAbout:
+    """What a predictor was fitted to.
+
+    Attributes:
+        resolutions: that were profiled, from small to large.
+        largest_counts: most requests of each in one batch.
+        max_batch_size: most requests in one batch.
+        circumstances: what the table was measured on; None for a table of another program.
+        fit: seed, parameters, held-out combinations, errors: see `latency_fit.fit_latency_predictor`. JSON.
+    """
+
+    resolutions: tuple[Resolution, ...]
+    largest_counts: tuple[int, ...]
+    max_batch_size: int
+    circumstances: Circumstances | None = None
+    fit: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def patch_px(self) -> int:
+        """Side of a patch in pixels: what all sides of the profiled resolutions have in common."""
+        return math.gcd(*(side for resolution in self.resolutions for side in resolution))
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        return (*(f"requests_{resolution}" for resolution in self.resolutions), "distinct_resolutions", "patches")
+
+    def features(self, counts: Sequence[float], num_distinct: int) -> list[float]:
+        """Return the features of a batch with so many requests of each profiled resolution."""
+        pixels = sum(count * resolution.pixels for count, resolution in zip(counts, self.resolutions, strict=True))
+        return [*counts, num_distinct, pixels / self.patch_px**2]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "version": _VERSION,
+            "feature_names": list(self.feature_names),
+            "resolutions": list(map(str, self.resolutions)),
+            "largest_counts": list(self.largest_counts),
+            "max_batch_size": self.max_batch_size,
+            "circumstances": None if self.circumstances is None else asdict(self.circumstances),
+            "fit": dict(self.fit),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Raises ValueError, KeyError or TypeError if it is not what `to_json` gives."""
+        if data["version"] != _VERSION:
+            raise ValueError(f"version {data['version']}")
+        circumstances = data["circumstances"]
+        return cls(
+            tuple(parse(size) for size in data["resolutions"]),
+            tuple(data["largest_counts"]),
+            data["max_batch_size"],
+            None if circumstances is None else Circumstances.from_json(circumstances),
+            data["fit"],
+        )
+
+
+def write_predictor(path: str | Path, vectors: SupportVectors, about: PredictorAbout) -> None:
+    """Write a predictor, atomically. Raises OSError."""
+    arrays = {item.name: np.ascontiguousarray(getattr(vectors, item.name)) for item in fields(SupportVectors)}
+    text = json.dumps(about.to_json(), allow_nan=False)
+    write_bytes(path, save(arrays, {_ABOUT_KEY: text, _CHECKSUM_KEY: _checksum(text, arrays)}))
+
+
+def read_predictor(path: Path) -> tuple[SupportVectors, PredictorAbout]:
+    """Read what `write_predictor` has written.
+
+    Raises:
+        UsageError: the file cannot be read, is damaged, was edited, or is something else.
+    """
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            arrays: dict[str, np.ndarray] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise UsageError(f"{path}: there is no such file") from error
+        raise UsageError(f"{path}: cannot be read as a latency predictor ({_first_line(error)})") from error
+    text = metadata.get(_ABOUT_KEY)
+    if text is None:
+        raise UsageError(f"{path}: is no latency predictor")
+    if metadata.get(_CHECKSUM_KEY) != _checksum(text, arrays):
+        raise UsageError(f"{path}: is damaged or was edited; fit it again: psctl train-predictor latency")
+    try:
+        # Of another version of psctl: what we wrote ourselves is whole, as its checksum says.
+        return SupportVectors(**arrays), PredictorAbout.from_json(json.loads(text))
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{path}: is of another version of psctl ({_first_line(error)}); fit it again: "
+            "psctl train-predictor latency"
+        ) from error
+
+
+def _checksum(about: str, arrays: Mapping[str, np.ndarray]) -> str:
+    digest = hashlib.sha256(about.encode())
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

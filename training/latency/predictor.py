@@ -1,0 +1,187 @@
+"""The latency predictor: seconds of one denoising step from what is in the batch (PatchedServe section 6.1.2).
+
+A support vector regression on the paper's features: requests of each resolution, number of different resolutions, and
+number of patches. scikit-learn fits it (`latency_fit`); what it learned is kept as flat arrays and evaluated here with
+numpy alone, so that a policy can ask without torch and without scikit-learn. It predicts the logarithm of milliseconds:
+then small batches weigh as much as large ones, and no prediction is negative. (The square root and plain milliseconds
+came within 0.4 points of the same error on tables drawn from measured latencies, sometimes above and sometimes below.)
+"""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from ...data.errors import UsageError
+from ...data.resolution import Resolution
+from ...data.tables.latency import Circumstances
+from ...data.workspace import ModelWorkspace
+from .file import PredictorAbout, SupportVectors, read_predictor, write_predictor
+
+PREDICTOR_FILE = "latency.safetensors"
+_MOST_REMEMBERED = 200_000
+
+Warn = Callable[[str], None]
+
+
+class LatencyPredictor:
+    """Predicts step latencies; a `serving.policies.base.StepLatencyPredictor`.
+
+    Outside of what was profiled a kernel model knows nothing, so the question is moved to where it knows something. A
+    batch with more requests than were profiled counts as so many times a step of the largest profiled one. A resolution
+    that was never profiled, but lies between two that were, counts as a share of each, so that the number of requests
+    and of patches stays the same. Both are warned of once, and counted. A smaller or larger resolution than all that
+    were profiled is refused.
+
+    Args:
+        vectors: the fitted model.
+        about: what it was fitted to.
+        on_warning: told the first time that a batch is outside of what was profiled; None warns as Python does.
+
+    Attributes:
+        num_too_large: predictions for more requests than were profiled.
+        num_between: predictions for resolutions between the profiled ones.
+    """
+
+    def __init__(self, vectors: SupportVectors, about: PredictorAbout, on_warning: Warn | None = None) -> None:
+        self.vectors, self.about = vectors, about
+        self.num_too_large = self.num_between = 0
+        self._warn = on_warning or (lambda message: warnings.warn(message, RuntimeWarning, stacklevel=4))
+        self._index = {resolution: index for index, resolution in enumerate(about.resolutions)}
+        self._known: dict[tuple[int, ...], float] = {}
+        # Batches outside of what was profiled are asked for through here, so that each time is counted.
+        self._outside: dict[frozenset[tuple[Resolution, int]], tuple[float, bool, bool]] = {}
+
+    def step_latency_s(self, active: Sequence[Resolution]) -> float:
+        """Seconds of one denoising step over one image of each resolution in `active`; 0 for none.
+
+        Raises:
+            UsageError: a resolution is smaller or larger than all that were profiled.
+        """
+        counts = [0] * len(self._index)
+        try:
+            for resolution in active:
+                counts[self._index[resolution]] += 1
+        except KeyError:
+            return self._predict_outside(active)
+        key = tuple(counts)
+        latency_s = self._known.get(key)
+        if latency_s is not None:
+            return latency_s
+        if len(active) > self.about.max_batch_size or any(map(int.__gt__, counts, self.about.largest_counts)):
+            return self._predict_outside(active)
+        latency_s = self.predict_ms([key])[0] / 1e3 if active else 0.0
+        _remember(self._known, key, latency_s)
+        return latency_s
+
+    def predict_ms(self, counts: Sequence[Sequence[float]], num_distinct: int | None = None) -> list[float]:
+        """Milliseconds of a step for rows of requests by resolution, in the order of `about.resolutions`."""
+        rows = [self.about.features(row, num_distinct or sum(count > 0 for count in row)) for row in counts]
+        return np.exp(self.vectors.log_ms(np.array(rows, dtype=np.float64))).tolist()
+
+    def _predict_outside(self, active: Sequence[Resolution]) -> float:
+        counts = Counter(active)
+        key = frozenset(counts.items())
+        if key not in self._outside:
+            shares = [0.0] * len(self._index)
+            for resolution, count in counts.items():
+                for index, share in self._shares(resolution):
+                    shares[index] += share * count
+            ratios = [share / largest for share, largest in zip(shares, self.about.largest_counts, strict=True)]
+            times = max(len(active) / self.about.max_batch_size, *ratios, 1.0)
+            num_distinct = min(len(counts), len(self._index))
+            ms = self.predict_ms([[share / times for share in shares]], num_distinct)[0] * times
+            is_between = not counts.keys() <= self._index.keys()
+            _remember(self._outside, key, (ms / 1e3, times > 1, is_between))
+        latency_s, is_too_large, is_between = self._outside[key]
+        if is_too_large and not self.num_too_large:
+            self._warn(
+                f"a batch of {len(active)} requests is larger than all that were profiled (at most "
+                f"{self.about.max_batch_size}); its latency is extrapolated"
+            )
+        if is_between and not self.num_between:
+            unknown = next(resolution for resolution in counts if resolution not in self._index)
+            self._warn(f"{unknown} was not profiled; its latency is interpolated between {self._profiled()}")
+        self.num_too_large += is_too_large
+        self.num_between += is_between
+        return latency_s
+
+    def _shares(self, resolution: Resolution) -> list[tuple[int, float]]:
+        """What a request counts as: indices of profiled resolutions and shares, which add up to 1."""
+        if resolution in self._index:
+            return [(self._index[resolution], 1.0)]
+        pixels = [profiled.pixels for profiled in self.about.resolutions]
+        if not pixels[0] <= resolution.pixels <= pixels[-1]:
+            side = "smaller" if resolution.pixels < pixels[0] else "larger"
+            raise UsageError(
+                f"{resolution} is {side} than all resolutions that the latency predictor knows ({self._profiled()}); "
+                "profile it, too: psctl profile latency --resolutions"
+            )
+        high = next(index for index, each in enumerate(pixels) if each >= resolution.pixels)
+        if pixels[high] == resolution.pixels:
+            return [(high, 1.0)]
+        share = (resolution.pixels - pixels[high - 1]) / (pixels[high] - pixels[high - 1])
+        return [(high - 1, 1 - share), (high, share)]
+
+    def _profiled(self) -> str:
+        return ", ".join(map(str, self.about.resolutions))
+
+    def save(self, path: str | Path) -> None:
+        """Write the predictor as safetensors, atomically. Raises OSError."""
+        write_predictor(path, self.vectors, self.about)
+
+    @classmethod
+    def load(cls, path: str | Path, *, expect: Circumstances | None = None, on_warning: Warn | None = None) -> Self:
+        """Read a predictor.
+
+        Args:
+            path: the file.
+            expect: what will be served (`profiling.latency.latency_circumstances`); None takes any.
+            on_warning: see the class.
+
+        Raises:
+            UsageError: the file cannot be read, is damaged or was edited, or is for another model, device, dtype or
+                engine than expected.
+        """
+        vectors, about = read_predictor(Path(path))
+        if expect is not None:
+            again = "run psctl profile latency and psctl train-predictor latency with the options that you serve with"
+            if about.circumstances is None:
+                raise UsageError(
+                    f"{path} was fitted to an imported table, which may be of any model and device; {again}"
+                )
+            difference = about.circumstances.difference(expect)
+            if difference is not None:
+                raise UsageError(f"{path} {difference}; {again}")
+        return cls(vectors, about, on_warning)
+
+
+def load_workspace_predictor(
+    workspace: ModelWorkspace, *, expect: Circumstances | None = None, on_warning: Warn | None = None
+) -> LatencyPredictor:
+    """Read the latency predictor of a model's workspace.
+
+    Args:
+        workspace: the part of the served model and device.
+        expect, on_warning: as of `LatencyPredictor.load`.
+
+    Raises:
+        UsageError: there is none yet (the message says which commands make it), or as `LatencyPredictor.load`.
+    """
+    path = workspace.find_predictor(PREDICTOR_FILE)
+    if path is None:
+        raise UsageError(
+            f"no latency predictor is in {workspace.root}; make one: psctl profile latency, then "
+            "psctl train-predictor latency, with the same --model, --device and --workspace"
+        )
+    return LatencyPredictor.load(path, expect=expect, on_warning=on_warning)
+
+
+def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
+    """Keep a prediction; a memory that grows without end is worse than to predict anew."""
+    if len(known) >= _MOST_REMEMBERED:
+        known.clear()
+    known[key] = value
