@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...data.errors import UsageError
-from ...data.wilson import wilson_interval
+from ...data.statistics import wilson_interval
 from ..metrics.bootstrap import centred_interval, mean_interval
 from ..results import Direction
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...data.errors import UsageError
-from ...data.student import student_interval
+from ...data.statistics import student_interval
 from ..result_files import COMPARE_FILE, COMPARE_KIND, RESULTS_FILE, RESULTS_KIND, EvalResults, read_json
 from .benches import is_rows, is_sweep, row_figures, sweep_figures
 from .figures import Figure, is_number, plain_figures

@@ -18,8 +18,7 @@ import math
 
 import numpy as np
 
-from ...data.student import student_interval
-from ...data.wilson import wilson_interval
+from ...data.statistics import student_interval, wilson_interval
 
 NUM_BLOCKS = 10
 MIN_TIMES = 200

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ...data.confidence import CONFIDENCE, Z95
+from ...data.statistics import CONFIDENCE, Z95
 
 NUM_RESAMPLES = 2000
 _QUANTILES = ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...data.confidence import Z95
 from ...data.errors import UsageError
+from ...data.statistics import Z95
 from .bootstrap import Interval, centred_interval
 
 USUAL_NUM_IMAGES = 2048

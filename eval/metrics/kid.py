@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...data.confidence import Z95
 from ...data.errors import MissingExtraError, UsageError
+from ...data.statistics import Z95
 
 SUBSET_SIZE = 1000
 NUM_SUBSETS = 100

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...data.confidence import Z95
 from ...data.datasets.base import BadEntries, BadImageError
 from ...data.datasets.loading import ImageSource, iter_images
 from ...data.datasets.prefetch import prefetch
 from ...data.errors import UsageError
+from ...data.statistics import Z95
 from ..results import Direction, MetricResult
 from .bootstrap import mean_interval
 from .clip import Clip

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...data.confidence import CONFIDENCE
 from ...data.files import write_json
+from ...data.statistics import CONFIDENCE
 from .combinations import Combination
 
 Row = dict[str, Any]

@@ -9,8 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from ...data.student import student_interval
-from ...data.wilson import wilson_interval
+from ...data.statistics import student_interval, wilson_interval
 
 MIN_SEEDS = 3
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from patchedserve.data.statistics import wilson_interval
 from patchedserve.data.tables.latency import LatencyTable, write_latencies
 from patchedserve.data.tables.schemas import RECORDS, read_rows
-from patchedserve.data.wilson import wilson_interval
 from patchedserve.psctl.app import main
 from patchedserve.serving.simulator.simulator import simulate
 

@@ -1,4 +1,4 @@
-"""FID and LPIPS of public images, computed without psctl: what tests/eval/metrics/test_public_images.py holds psctl's against.
+"""FID and LPIPS of public images, computed without psctl; tests/eval/metrics/test_public_images.py compares psctl's.
 
     python tests/support/fid_public_images.py
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from patchedserve.data.errors import UsageError
-from patchedserve.data.wilson import wilson_interval
+from patchedserve.data.statistics import wilson_interval
 from patchedserve.eval.compare.paired import compare_values
 
 

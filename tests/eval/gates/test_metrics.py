@@ -11,8 +11,8 @@ from patchedserve.data.errors import UsageError
 from patchedserve.data.files import write_json
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
+from patchedserve.data.statistics import wilson_interval
 from patchedserve.data.tables.schemas import RECORDS, write_table
-from patchedserve.data.wilson import wilson_interval
 from patchedserve.eval.compare.paired import compare_values
 from patchedserve.eval.gates.judging import Gate, judge
 from patchedserve.eval.gates.metrics import load_figures

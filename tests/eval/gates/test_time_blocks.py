@@ -5,7 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from patchedserve.data.wilson import wilson_interval
+from patchedserve.data.statistics import wilson_interval
 from patchedserve.eval.gates.time_blocks import (
     autocorrelation_time,
     mean_interval,

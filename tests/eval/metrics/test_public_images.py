@@ -20,8 +20,8 @@ from ...support.fid_public_images import LPIPS_PAIRS, PHOTOGRAPHS, TEXTURES, che
 pytest.importorskip("torchmetrics", reason="the extra `eval` is not installed")
 pytest.importorskip("skimage", reason="scikit-image, whose pictures these are, is not installed")
 
-# Printed by tests/support/fid_public_images.py (scipy 1.17.1, Pillow 13.0.0, torch 2.13.0). Without the square root, from the
-# singular values of the small matrix of centred products, the distance is 477.70234.
+# Printed by tests/support/fid_public_images.py (scipy 1.17.1, Pillow 13.0.0, torch 2.13.0). Without the square root,
+# from the singular values of the small matrix of centred products, the distance is 477.70234.
 PIXELS = (
     "a3c328dd9f9fc38b69f53198cc48a354612320828ad84360302954257501f34c",
     "a74c5493d07d458638662666ce48a67a871c318c27b7380aba253c05c12df548",

@@ -1,4 +1,4 @@
-"""profiling/steps/matrix_peak.py: operations are counted right on every side, and the peak is that of large products."""
+"""profiling/steps/matrix_peak.py: operations are counted right, and the peak is that of large products."""
 
 import time
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from patchedserve.data.wilson import wilson_interval
+from patchedserve.data.statistics import wilson_interval
 from patchedserve.profiling.sweep.figures import FinishedRun, agreement, point_figures, sweep_figures
 from patchedserve.profiling.sweep.held import HeldRate, best_held, held_rate, ratio
 from patchedserve.profiling.sweep.plots import _band

@@ -1,4 +1,4 @@
-"""serving/layout/patch_layout.py against loops that count patch by patch, and its tensors in serving/layout/tensors.py."""
+"""The patch layout against loops that count patch by patch, and its tensors."""
 
 import subprocess
 import sys

@@ -1,0 +1,63 @@
+"""A table of figures, written once and shown in the terminal, in HTML and in Markdown."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Cells as people read them.
+
+    Attributes:
+        title: above the table; "" for none.
+        columns: their heads.
+        rows: each with a cell for every column.
+        num_words: how many columns on the left hold words; the others hold numbers and are right-aligned.
+        note: below the table; "" for none.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    num_words: int = 1
+    note: str = ""
+
+    def to_rich(self) -> "RichTable":
+        """For the terminal."""
+        from rich.markup import escape as plain
+        from rich.table import Table as RichTable
+
+        table = RichTable(title=plain(self.title) or None, caption=plain(self.note) or None)
+        table.title_justify = table.caption_justify = "left"
+        for index, name in enumerate(self.columns):
+            table.add_column(plain(name), justify="left" if index < self.num_words else "right")
+        for row in self.rows:
+            table.add_row(*map(plain, row))
+        return table
+
+    def to_html(self) -> str:
+        """For a report page."""
+        kinds = ["" if index < self.num_words else ' class="number"' for index in range(len(self.columns))]
+
+        def line(cells: Sequence[str], tag: str) -> str:
+            inside = (f"<{tag}{kind}>{escape(cell)}</{tag}>" for cell, kind in zip(cells, kinds, strict=True))
+            return f"<tr>{''.join(inside)}</tr>"
+
+        title = f"<caption>{escape(self.title)}</caption>" if self.title else ""
+        body = "".join(line(row, "td") for row in self.rows)
+        note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
+        return f"<table>{title}<thead>{line(self.columns, 'th')}</thead><tbody>{body}</tbody></table>{note}"
+
+    def to_markdown(self) -> str:
+        """For documents and GitHub's summaries."""
+        rule = ["---" if index < self.num_words else "---:" for index in range(len(self.columns))]
+        cells = [list(self.columns), rule, *([cell.replace("|", "\\|") for cell in row] for row in self.rows)]
+        lines = ["| " + " | ".join(row) + " |" for row in cells]
+        above = [f"**{self.title}**", ""] if self.title else []
+        below = ["", self.note] if self.note else []
+        return "\n".join([*above, *lines, *below])
