@@ -7,9 +7,9 @@ from typing import Any, NoReturn
 
 from ..errors import UsageError
 from ..files import sha256_of
+from ..records import TABLE_SUFFIXES, column_name
 from .base import CaptionEntry, ImageKind, existing
 from .record_entries import ColumnChoice, entry_of_record, records_with_columns
-from .records import TABLE_SUFFIXES, column_name
 
 
 @dataclass(frozen=True, slots=True)

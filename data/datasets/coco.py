@@ -9,9 +9,9 @@ from PIL import Image
 
 from ..errors import UsageError
 from ..files import sha256_of
+from ..records import json_type, read_json
 from .base import CaptionEntry, ImageKind, clean_captions, existing, shortened
 from .files import ImageFiles, name_problem
-from .records import json_type, read_json
 
 _PREFIX = "captions_"
 

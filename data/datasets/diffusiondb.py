@@ -10,6 +10,7 @@ from PIL import Image
 
 from ..errors import UsageError
 from ..files import sha256_of
+from ..records import json_type, read_json
 from .base import CaptionDataset, CaptionEntry, ImageKind, clean_captions, existing, shortened
 from .decode import is_image_name
 from .diffusiondb_metadata import ImageFacts, Metadata
@@ -17,7 +18,6 @@ from .files import ImageFiles, name_problem
 from .hub import DISK_MARKS, rows_from_disk, rows_from_hub
 from .parquet import parquet_rows
 from .record_entries import ColumnChoice
-from .records import json_type, read_json
 from .tables import NsfwFilter, table_captions
 
 HUB_REPOSITORY = "poloclub/diffusiondb"

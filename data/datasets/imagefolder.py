@@ -11,11 +11,11 @@ from PIL import Image
 
 from ..errors import UsageError
 from ..files import sha256_of
+from ..records import column_name
 from .base import CaptionEntry, ImageKind, existing
 from .decode import is_image_name
 from .files import ImageFiles, name_problem
 from .record_entries import ColumnChoice, entry_of_record, records_with_columns
-from .records import column_name
 
 METADATA_NAMES = ("metadata.csv", "metadata.jsonl")
 _FILE_COLUMN = "file_name"

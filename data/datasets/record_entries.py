@@ -7,8 +7,8 @@ from typing import Any
 
 from ..errors import UsageError
 from ..prompts.captions import PROMPT_COLUMNS
+from ..records import read_records
 from .base import CaptionEntry, clean_captions, shortened, whole_number
-from .records import read_records
 
 CAPTION_COLUMNS = (*PROMPT_COLUMNS, "text", "captions")
 ID_COLUMNS = ("id", "image_id", "coco_id", "image_name", "file_name")
