@@ -1,7 +1,7 @@
 """Plain files of captions without images: enough for the CLIP score, which needs no real images."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,7 +46,7 @@ class CaptionFile:
 
     def fingerprint(self) -> dict[str, Any]:
         """See `CaptionDataset`."""
-        return {"captions": sha256_of(self.path), "columns": self.columns.as_dict()}
+        return {"captions": sha256_of(self.path), "columns": asdict(self.columns)}
 
 
 def open_captions(path: str, *, caption_column: str | None = None, id_column: str | None = None) -> CaptionFile:

@@ -1,7 +1,7 @@
 """Which columns of a table mean what, and entries made of its rows."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,11 @@ NSFW_COLUMNS = ("image_nsfw", "prompt_nsfw")
 
 @dataclass(frozen=True, slots=True)
 class ColumnChoice:
-    """Columns that the user names; None: found by the usual names."""
+    """Columns that the user names; None: looked for under the usual names."""
 
     caption: str | None = None
     image: str | None = None
     id: str | None = None
-
-    def as_dict(self) -> dict[str, str | None]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

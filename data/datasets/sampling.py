@@ -11,30 +11,10 @@ from PIL import Image
 
 from ..checks import require_counts
 from ..errors import UsageError
-from .base import BadEntries, BadImageError, CaptionDataset, CaptionEntry
+from .base import BadEntries, BadImageError, CaptionDataset, CaptionedImage, CaptionEntry
 from .decode import decode_rgb
 from .prefetch import prefetch
 from .sample_cache import read_cached, sample_key, write_cached
-
-
-@dataclass(frozen=True, slots=True)
-class CaptionedImage:
-    """One text-image pair of a sample.
-
-    Attributes:
-        id: name of the image within its data set.
-        caption: the one caption chosen, on one line.
-        location: where the image lies, for the data set; None without an image.
-        width, height: size of the image in pixels, None where it is not known (captions only).
-        seed: seed that the data set gives for generating the image, or None.
-    """
-
-    id: str
-    caption: str
-    location: str | None
-    width: int | None
-    height: int | None
-    seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -136,9 +116,9 @@ def sample_pairs(
     # The key costs a reading of the annotations.
     key = None if cache_dir is None else sample_key(dataset.fingerprint(), n, seed)
     if cache_dir is not None and key is not None:
-        rows = read_cached(cache_dir, key)
-        if rows is not None:
-            return Sample(dataset, tuple(CaptionedImage(**row) for row in rows), seed)
+        kept = read_cached(cache_dir, key)
+        if kept is not None:
+            return Sample(dataset, kept, seed)
     items = _draw(dataset, n, seed, bad, workers)
     if cache_dir is not None and key is not None and not len(bad):
         write_cached(cache_dir, key, items)

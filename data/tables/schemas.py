@@ -179,23 +179,33 @@ def opened(path: str | Path, schema: TableSchema) -> Iterator[pq.ParquetFile]:
     Tables are read in the calling thread: a process that ended while Arrow started its own was aborted, 5 of 75 times
     on a busy machine.
     """
-    with _opened(path, schema.name) as file:
+    with parquet_file(path, f"the {schema.name} table") as file:
         _check_schema(path, file.schema_arrow, schema)
         yield file
 
 
 @contextmanager
-def _opened(path: str | Path, what: str) -> Iterator[pq.ParquetFile]:
+def parquet_file(path: str | Path, what: str, **options: Any) -> Iterator[pq.ParquetFile]:
+    """Open any parquet file; damage that the body meets while it reads is reported as well.
+
+    Args:
+        path: the file.
+        what: it should hold, for messages.
+        options: of `pyarrow.parquet.ParquetFile`.
+
+    Raises:
+        UsageError: it cannot be read, is damaged or is not parquet.
+    """
     try:
         # Opened here, not by Arrow, whose messages repeat the path; and as one file, so that no folder adds columns.
         with (
             Path(path).open("rb") as raw,
-            pq.ParquetFile(raw, pre_buffer=False, page_checksum_verification=True) as file,
+            pq.ParquetFile(raw, pre_buffer=False, page_checksum_verification=True, **options) as file,
         ):
             yield file
     except (pa.ArrowException, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is damaged or not parquet"
-        raise UsageError(f"{path}: cannot read the {what} table: {reason}") from error
+        raise UsageError(f"{path}: cannot read {what}: {reason}") from error
 
 
 def _check_schema(path: str | Path, found: pa.Schema, schema: TableSchema) -> None:
@@ -213,7 +223,7 @@ def _check_schema(path: str | Path, found: pa.Schema, schema: TableSchema) -> No
 
 def read_parquet(path: str | Path, what: str) -> pa.Table:
     """Read any parquet file; `what` names the table in errors. Raises UsageError: it cannot be read or is damaged."""
-    with _opened(path, what) as file:
+    with parquet_file(path, f"the {what} table") as file:
         return file.read(use_threads=False)
 
 

@@ -124,11 +124,11 @@ def test_metadata_of_many_images(tmp_path: Path):
     path = tmp_path / "metadata.parquet"
     pq.write_table(pa.table(columns), path, row_group_size=700)
     facts = Metadata(path).facts({2, 4})
-    assert len(facts.keys) == 2000
+    assert len(facts) == 2000
     found = facts.of([names[1999], names[3000], names[0], "other.png"])
     assert set(found) == {names[1999], names[3000]}
     assert found[names[1999]].width == 1999
-    assert found[names[3000]].image_nsfw == pytest.approx(0.6)
+    assert found[names[3000]].scores == pytest.approx((0.6, 0.5))
     assert Metadata(path).facts({99}).of(names) == {}
 
 

@@ -244,6 +244,6 @@ def test_damage_inside_a_parquet_file_is_one_line(tmp_path: Path):
     content[4:3000] = bytes(2996)
     path.write_bytes(content)
     dataset = open_dataset(f"parquet:{path}")
-    with pytest.raises(UsageError, match=r"x.parquet: the file is damaged") as caught:
+    with pytest.raises(UsageError, match=r"x.parquet: cannot read the file: it is damaged") as caught:
         [dataset.content(location_of(entry)) for entry in dataset.entries()]
     one_line(caught)
