@@ -130,7 +130,7 @@ def save_trace(path: str | Path, requests: Sequence[Request]) -> None:
 
 def _request(values: Mapping[str, Any], drawn: Request, defaults: TraceDefaults) -> Request:
     """The request of one line: what it says, and `drawn` for the rest."""
-    changes: dict[str, Any] = _checked({name: value for name, value in values.items() if value is not None})
+    changes = _checked({name: value for name, value in values.items() if value is not None})
     for one, other in (("arrival_s", "timestamp"), ("slo_s", "slo_ms"), ("resolution", "width")):
         if one in changes and other in changes:
             raise UsageError(f"{one} and {other} are both given, but they say the same thing: give one of them")
@@ -151,16 +151,16 @@ def _request(values: Mapping[str, Any], drawn: Request, defaults: TraceDefaults)
     return replace(drawn, **changes)
 
 
-def _checked(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        return _adapter.validate_python(values)
+        return {**_adapter.validate_python(values)}
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
-    name, kind = problem["loc"][0], problem["type"]
+    name, kind, cause = problem["loc"][0], problem["type"], problem.get("ctx", {}).get("error")
     if kind == "extra_forbidden":
         raise UsageError(f"unknown field {name!r}; {_ALLOWED}")
-    if kind == "value_error" and isinstance(problem["ctx"]["error"], UsageError):
-        raise problem["ctx"]["error"]
+    if isinstance(cause, UsageError):
+        raise cause
     allowed = _KINDS.get(kind.partition("_")[0], "a number")
     raise UsageError(f"{name} is {problem['input']!r}, but it must be {allowed}")
 
