@@ -1,4 +1,4 @@
-"""Files of users read record by record: CSV, TSV, JSONL and JSON. What is wrong is told in one line, with its place."""
+"""Files of users read record by record: CSV, TSV, JSONL and JSON. Errors are one line that names the place."""
 
 import csv
 import json
@@ -144,7 +144,7 @@ def _table_records(path: Path, file: TextIO) -> Iterator[tuple[int, dict[str, An
             header = [column_name(name) for name in row]
             twice = sorted(keys_given_twice([(name, None) for name in header]))
             if twice:
-                raise UsageError(f"{path}:{number}: column {twice[0]!r} stands twice in the header")
+                raise UsageError(f"{path}:{number}: column {twice[0]!r} occurs twice in the header")
         elif len(row) > len(header):
             raise UsageError(f"{path}:{number}: has {len(row)} cells, but the header has {len(header)}")
         else:

@@ -177,10 +177,10 @@ def clean_captions(texts: Iterable[object]) -> tuple[tuple[str, ...], str | None
 
 
 def whole_number(value: object) -> int | None:
-    """A number that a file gives as a number or as text ("512", 512.0, "512.0"); None stands for an empty cell.
+    """A number that a file gives as a number or as text ("512", 512.0, "512.0"); None for an empty cell.
 
     Raises:
-        ValueError: it is no whole number.
+        ValueError: it is not a whole number.
     """
     if isinstance(value, str):
         value = value.strip()

@@ -16,7 +16,7 @@ from .record_entries import ColumnChoice, entry_of_record, records_with_columns
 class CaptionFile:
     """Captions of a CSV, TSV or JSONL file, one image each, perhaps with id, width, height and seed.
 
-    An entry's id stands in the id column. Without one it is the number of the record in the file, from 1, and then the
+    An entry's id is that in the id column. Without one it is the number of the record in the file, from 1, and then the
     order of the records matters.
     """
 

@@ -73,7 +73,7 @@ class DiffusionDBParts(ImageFiles):
             location = f"{part.relative_to(self.root).as_posix()}/{name}"
             entry = _entry(name, location, values, found.get(name))
             if name in twice:
-                yield CaptionEntry(name, (), problem=f"stands twice in {path.name}")
+                yield CaptionEntry(name, (), problem=f"occurs twice in {path.name}")
             else:
                 yield from self.nsfw.apply(entry, found[name].scores if name in found else ())
         for file in part.iterdir():

@@ -69,7 +69,7 @@ class Metadata:
         with parquet_file(self.path, "the metadata") as file:
             missing = [name for name in columns if name not in file.schema_arrow.names]
             if missing:
-                raise UsageError(f"{self.path}: has no column {', '.join(missing)}, so it is no DiffusionDB table")
+                raise UsageError(f"{self.path}: has no column {', '.join(missing)}, so it is not a DiffusionDB table")
             wanted = pa.array(sorted(parts))
             for batch in file.iter_batches(65536, columns=columns, use_threads=False):
                 table = pa.table(batch)

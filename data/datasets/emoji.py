@@ -15,7 +15,7 @@ from .base import CaptionEntry, ImageKind, clean_caption
 
 @dataclass(frozen=True, slots=True)
 class EmojiCaptions:
-    """Numbered scenes of one resolution; an entry's id tells split, seed, resolution and number."""
+    """Numbered scenes of one resolution; an entry's id names split, seed, resolution and number."""
 
     scenes: EmojiDataset
     image_kind: ImageKind = "drawn"

@@ -52,7 +52,7 @@ def open_folder(path: str | Path) -> ImageFolder:
     """List the images of a folder and of those below it, by their suffix; hidden files are left out.
 
     Raises:
-        UsageError: it is no folder, or holds no image.
+        UsageError: it is not a folder, or holds no image.
     """
     root = existing(path, "a folder of images")
     if not root.is_dir():
@@ -70,7 +70,7 @@ def pair_folders(generated: ImageFolder, reference: ImageFolder) -> FolderPairs:
         generated, reference: the two folders.
 
     Raises:
-        UsageError: a stem stands twice in one folder, the counts differ, names have no partner, or sizes differ.
+        UsageError: a stem occurs twice in one folder, the counts differ, names have no partner, or sizes differ.
         BadImageError: a header cannot be read.
     """
     left, right = _by_stem(generated), _by_stem(reference)

@@ -31,7 +31,7 @@ def open_dataset(spec: str, **options: Any) -> CaptionDataset:
         options: more of them, as keyword arguments of the kind's own function (`open_coco` and so on).
 
     Raises:
-        UsageError: as `parse_spec`, or nothing of that kind is at the path, an option is of another kind or stands in
+        UsageError: as `parse_spec`, or nothing of that kind is at the path, an option is of another kind or is given in
             the spec as well.
         MissingExtraError, RunError: as the kind's own function.
     """

@@ -92,7 +92,7 @@ def sample_pairs(
     machine or a library's random numbers.
 
     An entry that is drawn and cannot be used (see `CaptionEntry.problem`; its image is missing or damaged; its id
-    stands for several entries) is named, counted and skipped, and the next one takes its place. Entries that are not
+    belongs to several entries) is named, counted and skipped, and the next one takes its place. Entries that are not
     drawn are not judged. Every drawn image is decoded once, so that n images are n usable ones.
 
     Memory: n entries, beside what the data set itself needs to read its annotations.
@@ -204,7 +204,7 @@ def _usable(
 
 def _problem(group: list[CaptionEntry]) -> str | None:
     if len(group) > 1:
-        return "stands for more than one entry of the data set, so it is not clear which is meant"
+        return "is the id of more than one entry of the data set, so it is ambiguous"
     return group[0].problem
 
 

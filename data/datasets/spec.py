@@ -47,7 +47,7 @@ def parse_spec(spec: str) -> DatasetSpec:
     """Take apart KIND:PATH or KIND:PATH?NAME=VALUE&NAME=VALUE.
 
     A path that exists is taken as a whole, whatever signs it has; otherwise what follows its last `?` are options. In a
-    value, `%26` stands for `&`, `%3F` for `?` and `%25` for `%`. In a shell, a spec with options wants quotation marks.
+    value, `%26` stands for `&`, `%3F` for `?` and `%25` for `%`. In a shell, put a spec with options in quotation marks.
 
         coco:PATH           split=val2017          which captions_*.json; needed where a folder has several
                             image_dir=DIR          folder of the images; default: SPLIT or images/SPLIT beside them
@@ -79,7 +79,7 @@ def parse_spec(spec: str) -> DatasetSpec:
     for part in text[1:].split("&") if text else ():
         name, equals, value = part.partition("=")
         if not (name and equals and value):
-            raise UsageError(f"data set is {spec!r}: {part!r} is no option NAME=VALUE, and no such path exists")
+            raise UsageError(f"data set is {spec!r}: {part!r} is not an option NAME=VALUE, and no such path exists")
         require_option(kind, name)
         if name in options:
             raise UsageError(f"data set is {spec!r}: {name} is given twice")
@@ -91,7 +91,7 @@ def require_option(kind: str, name: str) -> None:
     """Raise UsageError if a kind of data set has no option of this name."""
     if name not in SPEC_OPTIONS[kind]:
         allowed = ", ".join(SPEC_OPTIONS[kind])
-        raise UsageError(f"{name} is no option of the data set {kind}, whose options are: {allowed}")
+        raise UsageError(f"{name} is not an option of the data set {kind}, whose options are: {allowed}")
 
 
 def spec_options_help() -> str:

@@ -268,7 +268,7 @@ def _unique(path: Path, rows: Iterable[LatencyRow]) -> tuple[LatencyRow, ...]:
     found: dict[frozenset[tuple[Resolution, int]], LatencyRow] = {}
     for row in rows:
         if found.setdefault(frozenset(row.counts.items()), row) is not row:
-            raise UsageError(f"{path}: the latencies table is damaged: {row.label} stands in it twice")
+            raise UsageError(f"{path}: the latencies table is damaged: {row.label} occurs twice")
     return tuple(found.values())
 
 

@@ -27,7 +27,7 @@ def column(name: str, kind: pa.DataType, unit: str = "", nullable: bool = False,
 
 @dataclass(frozen=True, slots=True)
 class TableSchema:
-    """The columns of one kind of table. The version changes whenever a column does, so old files are told apart."""
+    """The columns of one kind of table. The version changes whenever a column does, so old files are recognised."""
 
     name: str
     version: int
@@ -170,7 +170,7 @@ def read_table(path: str | Path, schema: TableSchema, columns: Sequence[str] | N
 
 @contextmanager
 def opened(path: str | Path, schema: TableSchema) -> Iterator[pq.ParquetFile]:
-    """Open a table and check that it is the right one; errors while the body reads it are told as in `read_table`.
+    """Open a table and check that it is the right one; errors while the body reads it are reported as by `read_table`.
 
     Tables are read in the calling thread: a process that ended while Arrow started its own was aborted, 5 of 75 times
     on a busy machine.

@@ -105,7 +105,7 @@ def _seconds(text: str | None, column: str, where: str) -> float:
             moment = datetime.fromisoformat((text or "").strip()[:26])
             value = (moment - datetime(2020, 1, 1)).total_seconds()
     except (ValueError, TypeError) as error:
-        raise UsageError(f"{where}: {column} is {text!r}, which is no time") from error
+        raise UsageError(f"{where}: {column} is {text!r}, which is not a time") from error
     if not math.isfinite(value):
         raise UsageError(f"{where}: {column} is {text!r}, but it must be finite")
     return value

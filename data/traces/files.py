@@ -1,4 +1,4 @@
-"""Trace files: JSONL, CSV and the `Request(...)` lines of other benchmark clients, told apart by their first line."""
+"""Trace files: JSONL, CSV and the `Request(...)` lines of other benchmark clients, recognised by their first line."""
 
 import ast
 import json
@@ -166,7 +166,7 @@ def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_lines(path: Path, file: TextIO) -> Iterator[_Line]:
-    """Line number and fields of each request; the first line that is not blank tells the format."""
+    """Line number and fields of each request; the first line that is not blank decides the format."""
     head = next((text for line in file if (text := line.lstrip("\ufeff \t")).strip()), "")
     file.seek(0)
     if head.startswith("{"):
@@ -224,5 +224,5 @@ def _header(path: Path, number: int, row: list[str]) -> list[str]:
     if unknown:
         raise UsageError(f"{path}:{number}: unknown column {unknown[0]!r}; {_ALLOWED}")
     if twice:
-        raise UsageError(f"{path}:{number}: column {twice[0]!r} is there twice")
+        raise UsageError(f"{path}:{number}: column {twice[0]!r} occurs twice")
     return names

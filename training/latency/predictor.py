@@ -39,7 +39,7 @@ class LatencyPredictor:
     Args:
         vectors: the fitted model.
         about: what it was fitted to.
-        on_warning: told the first time that a batch is outside of what was profiled; None warns as Python does.
+        on_warning: called the first time that a batch is outside of what was profiled; None warns as Python does.
 
     Attributes:
         num_too_large: predictions for more requests than were profiled.
@@ -181,7 +181,7 @@ def load_workspace_predictor(
 
 
 def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
-    """Keep a prediction; a memory that grows without end is worse than to predict anew."""
+    """Keep a prediction; a memory that grows without end is worse than predicting again."""
     if len(known) >= _MOST_REMEMBERED:
         known.clear()
     known[key] = value

@@ -154,7 +154,7 @@ def test_diffusiondb_oddities_become_problems(tmp_path: Path):
         names[3]: "has the seed -5, but it must be a whole number from 0",
         "sub/x.png": "has a name with a folder in it: 'sub/x.png'",
         "extra.png": "has no prompt in part-000001.json",
-        "twice.png": "stands twice in part-000001.json",
+        "twice.png": "occurs twice in part-000001.json",
     }
 
 

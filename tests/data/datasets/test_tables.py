@@ -108,7 +108,7 @@ def test_folders_with_metadata_of_their_own(tmp_path: Path):
             r"metadata.csv:2: has name, text, but one column must be called file",
         ),
         ({"metadata.csv": "file_name,words\na.png,x\n"}, r"metadata.csv:2: has the columns file_name, words, but one"),
-        ({"metadata.csv": "file_name,text,text\n"}, r"metadata.csv:1: column 'text' stands twice"),
+        ({"metadata.csv": "file_name,text,text\n"}, r"metadata.csv:1: column 'text' occurs twice"),
         ({"metadata.csv": 'file_name,text\n"a" b,x\n'}, r"metadata.csv:2: malformed table"),
         ({"metadata.csv": "file_name,text\na.png,x,y\n"}, r"metadata.csv:2: has 3 cells, but the header has 2"),
         ({"metadata.jsonl": '{"file_name": "a.png", "te'}, r"metadata.jsonl:1: not valid JSON"),

@@ -187,7 +187,7 @@ ABOUT = {"circumstances": asdict(CIRCUMSTANCES), "settings": {}}
         ([ROW | {"resolutions": {}}], ABOUT, "row 1: holds no requests"),
         ([ROW | {"resolutions": {"128x128": 0}}], ABOUT, "row 1: holds no requests"),
         ([ROW | {"resolutions": {"128x129": 1}}], ABOUT, "row 1: height is 129"),
-        ([ROW, ROW], ABOUT, "is damaged: 128x128 stands in it twice"),
+        ([ROW, ROW], ABOUT, "is damaged: 128x128 occurs twice"),
         ([ROW], None, "has no readable head"),
         ([ROW], {"circumstances": {"model": "a"}, "settings": {}}, "is damaged .its circumstances are incomplete"),
     ],

@@ -194,7 +194,7 @@ CALL = "Request(timestamp=0, width=128, height=128, prompt='a'"
         ("when,prompt\n0,a\n", "trace.jsonl:1: not a trace: the first line must be"),
         ("garbage\n", "trace.jsonl:1: not a trace"),
         ("timestamp,promt\n0,a\n", "trace.jsonl:1: unknown column 'promt'; allowed are"),
-        ("timestamp,seed,seed\n0,1,2\n", "trace.jsonl:1: column 'seed' is there twice"),
+        ("timestamp,seed,seed\n0,1,2\n", "trace.jsonl:1: column 'seed' occurs twice"),
         ("timestamp,resolution,prompt\n0,128,a\n1,128\n", "trace.jsonl:3: has 2 columns, but the header has 3"),
         ("timestamp,resolution,prompt\n0,128x,a\n", "trace.jsonl:2: resolution is '128x'"),
         ('timestamp,resolution,prompt\n0,128,"a" b\n', "trace.jsonl:2: malformed table"),
