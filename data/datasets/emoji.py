@@ -24,9 +24,6 @@ class EmojiCaptions:
     def name(self) -> str:
         return f"emoji ({self.scenes.split}, {self.scenes.resolution})"
 
-    def __len__(self) -> int:
-        return self.scenes.size
-
     def entries(self) -> Iterator[CaptionEntry]:
         """See `CaptionDataset`. Captions are drawn without their pictures."""
         scenes = self.scenes

@@ -180,52 +180,34 @@ def _in_hash_order(dataset: CaptionDataset, seed: int, page: int | None) -> Iter
 
 
 def _usable(
-    dataset: CaptionDataset,
-    groups: Sequence[list[CaptionEntry]],
-    seed: int,
-    bad: BadEntries,
-    workers: int,
+    dataset: CaptionDataset, groups: Sequence[list[CaptionEntry]], seed: int, bad: BadEntries, workers: int
 ) -> Iterator[CaptionedImage]:
-    sound = {group[0].id: group[0] for group in groups if _problem(group) is None}
-    sizes = _sizes(dataset, list(sound.values()), workers)
-    for group in groups:
+    """Yield the pairs of the groups that can be used, in their order, and count the others."""
+
+    def examine(group: list[CaptionEntry]) -> tuple[str, CaptionedImage | BadImageError | str]:
         entry = group[0]
-        problem = _problem(group)
-        size = sizes.get(entry.id)
-        if problem is not None:
-            bad.add(entry.id, problem)
-        elif isinstance(size, BadImageError):
-            bad.add(entry.id, size)
+        size = entry.width, entry.height
+        if len(group) > 1:
+            return entry.id, "is the id of more than one entry of the data set, so it is ambiguous"
+        if entry.problem is not None:
+            return entry.id, entry.problem
+        if dataset.image_kind == "stored":
+            try:
+                size = decode_rgb(dataset.content(entry.location or ""), entry.location or "").size
+            except BadImageError as error:
+                return entry.id, error
+        caption = min(entry.captions, key=lambda text: _digest(seed, entry.id, text))
+        return entry.id, CaptionedImage(entry.id, caption, entry.location, *size, entry.seed)
+
+    in_reading_order = sorted(groups, key=lambda group: group[0].location or "")
+    are_stored = dataset.image_kind == "stored"
+    examined = dict(prefetch(in_reading_order, examine, workers) if are_stored else map(examine, groups))
+    for group in groups:
+        found = examined[group[0].id]
+        if isinstance(found, CaptionedImage):
+            yield found
         else:
-            caption = min(entry.captions, key=lambda text: _digest(seed, entry.id, text))
-            width, height = (entry.width, entry.height) if size is None else size
-            yield CaptionedImage(entry.id, caption, entry.location, width, height, entry.seed)
-
-
-def _problem(group: list[CaptionEntry]) -> str | None:
-    if len(group) > 1:
-        return "is the id of more than one entry of the data set, so it is ambiguous"
-    return group[0].problem
-
-
-def _sizes(
-    dataset: CaptionDataset, entries: list[CaptionEntry], workers: int
-) -> dict[str, tuple[int, int] | BadImageError]:
-    """Size of each image that can be used, and why the others cannot. Nothing is read of images that psctl draws."""
-    if dataset.image_kind == "none":
-        return {}
-    if dataset.image_kind == "drawn":
-        return {entry.id: (entry.width, entry.height) for entry in entries if entry.width and entry.height}
-
-    def examine(entry: CaptionEntry) -> tuple[str, tuple[int, int] | BadImageError]:
-        try:
-            image = decode_rgb(dataset.content(entry.location or ""), entry.location or "")
-        except BadImageError as error:
-            return entry.id, error
-        return entry.id, image.size
-
-    in_reading_order = sorted(entries, key=lambda entry: entry.location or "")
-    return dict(prefetch(in_reading_order, examine, workers))
+            bad.add(group[0].id, found)
 
 
 def _digest(seed: int, *parts: str) -> bytes:

@@ -47,7 +47,7 @@ def parse_spec(spec: str) -> DatasetSpec:
     """Take apart KIND:PATH or KIND:PATH?NAME=VALUE&NAME=VALUE.
 
     A path that exists is taken as a whole, whatever signs it has; otherwise what follows its last `?` are options. In a
-    value, `%26` stands for `&`, `%3F` for `?` and `%25` for `%`. In a shell, put a spec with options in quotation marks.
+    value, `%26` stands for `&`, `%3F` for `?` and `%25` for `%`. In a shell, put a spec with options in quotes.
 
         coco:PATH           split=val2017          which captions_*.json; needed where a folder has several
                             image_dir=DIR          folder of the images; default: SPLIT or images/SPLIT beside them
