@@ -87,7 +87,7 @@ RECORDS = TableSchema(
         column("image_path", _S, "", True, "where the image was saved"),
     ),
 )
-"""One row per request (`serving.lifecycle.RequestRecord.to_row`)."""
+"""One row per request (`serving.core.request_state.RequestRecord.to_row`)."""
 
 STEPS = TableSchema(
     "steps",
@@ -102,7 +102,7 @@ STEPS = TableSchema(
         column("schedule_s", _F, "s", meaning="what the policy took since the step before"),
     ),
 )
-"""One row per denoising iteration, in order (`serving.step_row.StepRow.to_row`)."""
+"""One row per denoising iteration, in order (`serving.core.step_row.StepRow.to_row`)."""
 
 BLOCKS = TableSchema(
     "blocks",
@@ -126,7 +126,7 @@ BLOCKS = TableSchema(
     ),
 )
 """One row per request, block, step, patch and lag: how far a block's tensors are from those some steps earlier
-(PatchedServe sections 3 and 7). Written and read by `table_streams`, with `block_facts.BlockFacts` in its head."""
+(PatchedServe sections 3 and 7). Written and read by `streams`, with `block_facts.BlockFacts` in its head."""
 
 
 def write_table(

@@ -1,6 +1,6 @@
 """Tables of millions of rows: written and read a piece at a time, so that memory stays flat.
 
-They are the same files as those of `tables`, with a head of facts that belong to the table as a whole.
+They are the same files as those of `schemas`, with a head of facts that belong to the table as a whole.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -144,12 +144,12 @@ def read_batches(
     """Yield the rows of a table in order, at most `batch_rows` at a time.
 
     Args:
-        path: a file that `TableWriter` or `tables.write_table` has written.
+        path: a file that `TableWriter` or `schemas.write_table` has written.
         schema: which table it must be.
         columns: names of those to read; None for all.
 
     Raises:
-        UsageError: as `tables.read_table`, also when a damaged piece is met on the way; or a number is NaN or infinite.
+        UsageError: as `schemas.read_table`, also for damage in the middle; or a number is NaN or infinite.
     """
     first_row = 0
     with opened(path, schema) as file:
@@ -164,7 +164,7 @@ def read_batches(
 
 
 def count_rows(path: str | Path, schema: TableSchema) -> int:
-    """The number of rows of a table, from its footer. Raises UsageError as `tables.read_table`."""
+    """The number of rows of a table, from its footer. Raises UsageError as `schemas.read_table`."""
     with opened(path, schema) as file:
         return file.metadata.num_rows
 
@@ -173,7 +173,7 @@ def read_facts(path: str | Path, schema: TableSchema) -> dict[str, Any]:
     """The facts that hold for the whole table.
 
     Raises:
-        UsageError: as `tables.read_table`, or the file has no facts.
+        UsageError: as `schemas.read_table`, or the file has no facts.
     """
     with opened(path, schema) as file:
         return about_of(file.schema_arrow, path)

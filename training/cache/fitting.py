@@ -77,7 +77,7 @@ def fit_cache_predictor(samples: BlockSamples, facts: BlockFacts, settings: FitS
     """Train a predictor.
 
     Args:
-        samples: rows of a profile (`cache_samples.load_samples`).
+        samples: rows of a profile (`samples.load_samples`).
         facts: what the profile was taken on.
         settings: threshold, size of the forest, seed.
 

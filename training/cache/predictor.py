@@ -78,7 +78,7 @@ class CachePredictor:
         min_confidence: the cached output is used where the forest's vote is above this.
         max_lag: largest number of steps between a tensor and the cached one in the training; beyond max_lag - 1 reuses
             in a row the forest has seen nothing.
-        report: figures of the training, as JSON (`cache_training.fit_cache_predictor`).
+        report: figures of the training, as JSON (`fitting.fit_cache_predictor`).
     """
 
     forest: FlatForest

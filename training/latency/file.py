@@ -58,7 +58,7 @@ class PredictorAbout:
         largest_counts: most requests of each in one batch.
         max_batch_size: most requests in one batch.
         circumstances: what the table was measured on; None for a table of another program.
-        fit: seed, parameters, held-out combinations, errors: see `latency_fit.fit_latency_predictor`. JSON.
+        fit: seed, parameters, held-out combinations, errors: see `fitting.fit_latency_predictor`. JSON.
     """
 
     resolutions: tuple[Resolution, ...]

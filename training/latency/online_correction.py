@@ -20,7 +20,7 @@ from ...data.resolution import Resolution
 
 
 class PredictsSteps(Protocol):
-    """What is corrected (as `serving.policies.base.StepLatencyPredictor`)."""
+    """What is corrected (as `serving.scheduling.policies.base.StepLatencyPredictor`)."""
 
     def step_latency_s(self, active: Sequence[Resolution]) -> float: ...
 
