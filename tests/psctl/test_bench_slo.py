@@ -57,7 +57,7 @@ def errors_of(err: str) -> list[str]:
     return [line for line in err.splitlines() if not line.startswith("Warning: no --plain-latency")]
 
 
-SIMULATED = ("--engine", "simulator", "--latency", "table.csv", "--json", "--quiet")
+SIMULATED = ("--on", "simulator", "--latency", "table.csv", "--json", "--quiet")
 
 
 def test_figures_are_those_of_the_records(bench: Call, folder: Path) -> None:
@@ -203,15 +203,21 @@ def test_a_sweep_of_another_engine_is_refused_before_a_model_is_loaded(bench: Ca
         (["--resolutions", "128,512"], "knows nothing of 512x512"),
         (["--latency", "nowhere.csv"], "nowhere.csv"),
         (["--plain-latency", "patched.parquet"], "is of the patched engine, but --plain-latency must be of the plain"),
-        (["--predictor", "x.safetensors"], "--predictor belongs to --engine real or both"),
-        (["--cache", "interval"], "belongs to --engine real or both"),
+        (["--predictor", "x.safetensors"], "--predictor belongs to --on engine or both, not simulator"),
+        (["--cache", "interval"], "--cache belongs to --on engine or both, not simulator"),
+        (["--compile"], "--compile belongs to --on engine or both, not simulator"),
+        (["--device", "cpu"], "--device belongs to --on engine or both, not simulator"),
+        (["--dtype", "float32"], "--dtype belongs to --on engine or both, not simulator"),
+        (["--warmup-requests", "8"], "--warmup-requests belongs to --on engine or both, not simulator"),
+        (["--combinations", "24"], "--combinations belongs to --on both, not simulator"),
         (["--calibration", "nowhere.json"], "nowhere.json: cannot read"),
         (["--calibration", "table.csv"], "the calibration is damaged"),
         (["--calibration", "x.json", "--stage-times", "."], "not both"),
         (["--stage-times", "."], "records.parquet"),
         (["--policies", "distrifusion-fcfs", "--gpus", "3"], "speedups only for 1, 2, 4, 8"),
         (["--resume", "."], "is no folder of psctl bench slo"),
-        (["--engine", "real"], "--latency belongs to --engine simulator"),
+        (["--on", "engine"], "--latency belongs to --on simulator, not engine"),
+        (["--engine", "real"], "--latency belongs to --on simulator, not engine"),
     ],
 )
 def test_bad_usage_is_one_line(bench: Call, folder: Path, arguments: list[str], message: str) -> None:
@@ -219,7 +225,7 @@ def test_bad_usage_is_one_line(bench: Call, folder: Path, arguments: list[str], 
 
     write_latencies(folder / "patched.parquet", LatencyTable(tuple(law_rows(20)), CIRCUMSTANCES, {}))
     latency = () if "--latency" in arguments else ("--latency", "table.csv")
-    base = ("--engine", "simulator", *latency, "--resolutions", "128,256", "--num-prompts", "5", "--policies", "fcfs")
+    base = ("--on", "simulator", *latency, "--resolutions", "128,256", "--num-prompts", "5", "--policies", "fcfs")
     code, out, err = bench(*base, "--quiet", *arguments)
     lines = errors_of(err)
     assert (code, out) == (2, ""), err
@@ -230,9 +236,10 @@ def test_bad_usage_is_one_line(bench: Call, folder: Path, arguments: list[str], 
 
 def test_real_engine_options(bench: Call) -> None:
     for arguments, message in (
-        (("--gpus", "2"), "only --engine simulator serves on more than one"),
+        (("--gpus", "2"), "--gpus belongs to --on simulator, not engine"),
+        (("--combinations", "24"), "--combinations belongs to --on both, not engine"),
         (("--policies", "distrifusion-fcfs"), "only in `psctl simulate`"),
-        (("--engine", "simulator"), "--engine simulator needs --latency"),
+        (("--on", "simulator"), "--on simulator needs --latency"),
         (("--warmup-requests", "0"), "warmup-requests"),
         (("--cache", "accumulated"), "needs --cache-threshold"),
     ):
@@ -241,9 +248,18 @@ def test_real_engine_options(bench: Call) -> None:
         assert message in err
 
 
+def test_the_old_name_of_on_works_and_says_the_new_one(bench: Call) -> None:
+    options = ("--latency", "table.csv", *FAST, "--policies", "fcfs", "--json")
+    code, out, err = bench("--engine", "simulator", *options)
+    assert code == 0
+    assert "--engine of bench slo is called --on now" in err
+    old, new = json.loads(out), result_of(bench("--on", "simulator", "--quiet", *options))
+    assert without_clock(old) == without_clock(new)
+
+
 def test_batches_larger_than_a_table_are_warned_of(bench: Call, folder: Path) -> None:
     (folder / "plain.csv").write_text("combination,ms\n128x128,20\n256x256,30\n4*128x128,60\n")
-    options = ("--engine", "simulator", "--latency", "table.csv", "--plain-latency", "plain.csv", *FAST, "--quiet")
+    options = ("--on", "simulator", "--latency", "table.csv", "--plain-latency", "plain.csv", *FAST, "--quiet")
     code, _, err = bench(*options, "--policies", "fcfs", "--max-batch-size", "17")
     assert code == 0
     told = " ".join(err.split())
@@ -253,7 +269,7 @@ def test_batches_larger_than_a_table_are_warned_of(bench: Call, folder: Path) ->
 
 
 def test_people_see_tables(bench: Call) -> None:
-    code, out, err = bench("--engine", "simulator", "--latency", "table.csv", *FAST, "--policies", "fcfs,slack")
+    code, out, err = bench("--on", "simulator", "--latency", "table.csv", *FAST, "--policies", "fcfs,slack")
     assert code == 0
     for word in ("Highest request rate", "against best of fcfs", "Every rate", "slack"):
         assert word in out
