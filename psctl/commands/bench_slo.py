@@ -1,4 +1,4 @@
-"""`psctl bench slo`: SLO attainment of every policy over the request rate, on the engine or in the simulator."""
+"""`psctl bench slo`: SLO attainment of every system over the request rate, on the engine or in the simulator."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,9 +12,11 @@ from ...data.errors import UsageError
 from ...data.files import require_places
 from ...profiling.runs.trace_settings import TraceSettings
 from ...serving.engine.stepper import EngineOptions
+from ...serving.scheduling.systems import SYSTEMS, get_system
 from ..options.common import Gpus, MaxBatchSize, OutputFile, Seed, SloScale, StageTimesRun, numbers_of
 from ..options.flags import flag, given_flags
 from ..options.groups import ENGINE, TRACE
+from ..options.system import systems_of_policies, with_cache_of
 from ..options.target import Target
 from ..output import Output
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from ...profiling.sweep.bench import SweepOutcome
     from ...profiling.sweep.sweep import SweepEngine
 
-_DEFAULT_POLICIES = "fcfs,static,bucketed,nirvana,patched-fcfs,edf,slack"
+_DEFAULT_SYSTEMS = "diffusers,bucketed,nirvana,patched-fcfs,patchedserve"
 _DEFAULT_NUM_PROMPTS = {"engine": 60, "both": 60, "simulator": 1000}
 _PATCHED = ENGINE.without("engine")
 _ONLY_ON = {
@@ -44,15 +46,11 @@ def bench_slo(
     engine: Annotated[
         Literal["real", "engine", "simulator", "both"] | None, flag("--engine", "Old name of --on.", hidden=True)
     ] = None,
-    policies: Annotated[
+    systems: Annotated[
         str,
-        flag(
-            "--policies",
-            "fcfs, static, bucketed and nirvana run plain diffusers, patched-fcfs, edf and slack the patch engine; the "
-            "simulator has distrifusion-fcfs, too.",
-            metavar="NAME,...",
-        ),
-    ] = _DEFAULT_POLICIES,
+        flag("--systems", f"{', '.join(SYSTEMS)} (simulated only: distrifusion-fcfs).", metavar="NAME,..."),
+    ] = _DEFAULT_SYSTEMS,
+    policies: Annotated[str | None, flag("--policies", "Old name of --systems.", hidden=True)] = None,
     rates: Annotated[str, flag("--rates", "Request rates: mean arrivals per second.", metavar="X,...")] = "1,2,3,4",
     num_seeds: Annotated[int, flag("--num-seeds", "Traces of every rate: --seed and on.", min=1)] = 1,
     seed: Seed = 0,
@@ -73,7 +71,12 @@ def bench_slo(
     max_batch_size: MaxBatchSize = 16,
     predictor: Annotated[
         Path | None,
-        flag("--predictor", "Step latencies, for slack. Default: the workspace's.", metavar="FILE", dir_okay=False),
+        flag(
+            "--predictor",
+            "Step latencies, for the policy slack. Default: the workspace's.",
+            metavar="FILE",
+            dir_okay=False,
+        ),
     ] = None,
     warmup_requests: Annotated[
         int, flag("--warmup-requests", "Served by each engine before anything counts.", min=1)
@@ -98,7 +101,7 @@ def bench_slo(
         Path | None,
         flag(
             "--resume",
-            "Go on with this sweep: the same options, but for policies, rates and seeds.",
+            "Go on with this sweep: the same options, but for systems, rates and seeds.",
             metavar="DIR",
             file_okay=False,
         ),
@@ -108,9 +111,9 @@ def bench_slo(
     target: Target,
     out: Output,
 ) -> None:
-    """Serve the same traces under every policy and request rate, and compare their SLO attainment.
+    """Serve the same traces under every system and request rate, and compare their SLO attainment.
 
-    SLOs are multiples of the standalone latency on plain diffusers, the same for all policies. Every finished run is
+    SLOs are multiples of the standalone latency on plain diffusers, the same for all systems. Every finished run is
     kept at once: Ctrl-C ends the sweep early, and the same command with --resume goes on. Table, plots and HTML report
     go to the workspace.
 
@@ -118,9 +121,9 @@ def bench_slo(
 
         psctl bench slo --rates 1,2,3,4 --num-prompts 60
 
-        psctl bench slo --cache patch --policies bucketed,patched-fcfs,slack --rates 2,4,6 --num-seeds 3
+        psctl bench slo --cache patch --systems bucketed,patched-fcfs,patchedserve --rates 2,4,6 --num-seeds 3
 
-        psctl bench slo --on both --policies bucketed,patched-fcfs,slack --rates 1,2,3 --duration 20
+        psctl bench slo --on both --systems bucketed,patched-fcfs,patchedserve --rates 1,2,3 --duration 20
 
         psctl bench slo --on simulator --latency h200.csv --resolutions 512,768,1024 --rates 5,10,15,20 --gpus 4
 
@@ -132,6 +135,8 @@ def bench_slo(
     if engine is not None:
         out.note("--engine of bench slo is called --on now; the old name works until the next release.")
         on = "engine" if engine == "real" else engine
+    if policies is not None:
+        systems = systems_of_policies(policies, out)
     _check_side(context, on)
     is_simulated = on == "simulator"
     if is_simulated and latency is None:
@@ -141,7 +146,7 @@ def bench_slo(
         num_prompts = _DEFAULT_NUM_PROMPTS[on]
     serves: SweepEngine = "real" if on == "engine" else on
     settings = SweepSettings(
-        policies=tuple(name.strip() for name in policies.split(",") if name.strip()),
+        policies=tuple(name.strip() for name in systems.split(",") if name.strip()),
         rates=tuple(numbers_of("--rates", rates)),
         seeds=tuple(range(seed, seed + num_seeds)),
         engine=serves,
@@ -183,8 +188,10 @@ def bench_slo(
         if predictor is not None:
             step_latency = load_step_latency(predictor, on_warning=out.warn)
             warn_of_small_table(step_latency, predictor, max_batch_size, out.warn)
+        swept = [get_system(name) for name in settings.policies]
+        patched = with_cache_of(swept, patched, given_flags(context), target, out)
         served, place = target.load(out, patched)
-        if step_latency is None and any(get_policy(name).requires_predictor for name in settings.policies):
+        if step_latency is None and any(get_policy(each.policy).requires_predictor for each in swept):
             from ...profiling.measure.latency import workspace_predictor
             from ...training.latency.predictor import PREDICTOR_FILE
 

@@ -4,11 +4,15 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
 from ...data.errors import RunError
 from ...data.files import require_places
+from ...serving.scheduling.systems import DEFAULT_SYSTEM
 from ..options.common import MaxBatchSize, OutputFile, SloScale
-from ..options.flags import flag
+from ..options.flags import flag, given_flags
 from ..options.groups import EngineFlags, TraceFlags
+from ..options.system import PolicyName, SystemName, chosen_system, with_cache_of
 from ..options.target import Target
 from ..output import Output
 
@@ -18,17 +22,13 @@ if TYPE_CHECKING:
 
 def serve(
     *,
+    context: typer.Context,
     trace: TraceFlags,
     slo_scale: SloScale = 5.0,
-    policy: Annotated[
-        str,
-        flag(
-            "--policy",
-            "Which requests join the batch, and when: fcfs, static, bucketed, patched-fcfs, edf, nirvana or slack.",
-        ),
-    ] = "bucketed",
+    policy: PolicyName = None,
+    system: SystemName = DEFAULT_SYSTEM,
     predictor: Annotated[
-        Path | None, flag("--predictor", "Step latencies, for --policy slack.", metavar="FILE", dir_okay=False)
+        Path | None, flag("--predictor", "Step latencies, for the policy slack.", metavar="FILE", dir_okay=False)
     ] = None,
     max_batch_size: MaxBatchSize = 16,
     output_file: OutputFile = None,
@@ -51,7 +51,7 @@ def serve(
 
         psctl serve --trace poisson --request-rate 2 --num-prompts 60
 
-        psctl serve --trace gamma --cv 3 --duration 60 --resolutions 128,256 --mix 3,1 --policy static
+        psctl serve --trace gamma --cv 3 --duration 60 --resolutions 128,256 --mix 3,1 --system diffusers
 
         psctl serve --trace requests.jsonl --json --output-file summary.json
     """
@@ -63,7 +63,7 @@ def serve(
     from ...serving.scheduling.policies import get_policy
     from ...training.latency.online_correction import OnlineCorrection
 
-    chosen_policy = get_policy(policy)
+    chosen = chosen_system(system, policy, engine, out)
     step_latency = None
     if predictor is not None:
         step_latency = load_step_latency(predictor, on_warning=out.warn)
@@ -72,8 +72,9 @@ def serve(
     check_slo_scale(slo_scale)
     require_places(save_dir, target.workspace, file=output_file)
 
+    engine = with_cache_of([chosen], engine, given_flags(context), target, out)
     served, place = target.load(out, engine)
-    if step_latency is None and chosen_policy.requires_predictor:
+    if step_latency is None and get_policy(chosen.policy).requires_predictor:
         from ...profiling.measure.latency import workspace_predictor
 
         step_latency = workspace_predictor(served, place, on_warning=out.warn)
@@ -82,12 +83,13 @@ def serve(
         outcome = run_serve(
             served,
             requests,
-            chosen_policy,
+            chosen,
             place,
             dataset=trace.trace if trace.prompts is None else f"{trace.trace}, {trace.prompts.name}",
             config={
                 **trace.to_config(),
-                "policy": policy,
+                "system": system,
+                "policy": chosen.policy,
                 "predictor": None if predictor is None else str(predictor),
                 "engine": engine.engine,
                 "slo_scale": slo_scale,
@@ -157,7 +159,7 @@ def summary_tables(summary: dict[str, Any]) -> "RenderableType":
             for resolution, figures in summary["per_resolution"].items()
         ],
     )
-    title = f"{summary['model']}, {summary['config']['policy']}"
+    title = f"{summary['model']}, {summary['config']['system']}"
     return Group(Table(title, ("figure", "value"), rows).to_rich(), each.to_rich())
 
 

@@ -10,9 +10,11 @@ from ...data.files import require_places
 from ...data.resolution import parse_list
 from ...profiling.runs.trace_settings import TraceSettings
 from ...serving.engine.stepper import EngineOptions
+from ...serving.scheduling.systems import DEFAULT_SYSTEM
 from ..options.common import Gpus, MaxBatchSize, OutputFile, SloScale, StageTimesRun
 from ..options.flags import flag
 from ..options.groups import ENGINE, TRACE
+from ..options.system import PolicyName, SystemName, chosen_system
 from ..options.target import WHERE, Target
 from ..output import Output
 from .serve import summary_tables
@@ -54,9 +56,8 @@ def simulate(
         TRACE.without("request_rate", "prompts", "guidance_scale").using(num_prompts=_NUM_PROMPTS),
     ],
     slo_scale: SloScale = 5.0,
-    policy: Annotated[
-        str, flag("--policy", "fcfs, static, bucketed, patched-fcfs, edf, nirvana, slack or distrifusion-fcfs.")
-    ] = "slack",
+    policy: PolicyName = None,
+    system: SystemName = DEFAULT_SYSTEM,
     gpus: Gpus = 1,
     max_batch_size: MaxBatchSize = 16,
     prepare_ms: Annotated[float, flag("--prepare-ms", "Milliseconds of text encoding a request.")] = 0.0,
@@ -81,7 +82,7 @@ def simulate(
 
     Examples:
 
-        psctl simulate --latency table.csv --request-rate 8 --num-prompts 100000 --policy slack
+        psctl simulate --latency table.csv --request-rate 8 --num-prompts 100000 --system patchedserve
 
         psctl simulate --latency h200.csv --resolutions 512,768,1024 --gpus 4 --slo-target 0.99 --request-rate 20
 
@@ -103,7 +104,6 @@ def simulate(
         write_simulation,
     )
     from ...profiling.runs.trace_settings import check_slo_scale, draw_requests
-    from ...serving.scheduling.policies import get_policy
     from ...serving.simulator.stage_times import StageTimes
 
     is_file = trace.trace not in TRACE_KINDS
@@ -117,7 +117,7 @@ def simulate(
         raise UsageError(f"--slo-target is {slo_target:g}, but it must be more than 0 and at most 1")
     if stage_times is not None and (prepare_ms or postprocess_ms):
         raise UsageError("--stage-times takes the place of --prepare-ms and --postprocess-ms; give one or the other")
-    chosen = get_policy(policy, is_simulated=True)
+    chosen = chosen_system(system, policy, engine, out, is_simulated=True)
     defaults = target.defaults()
     num_prompts = trace.num_prompts
     trace = replace(trace, request_rate=1.0 if request_rate is None else request_rate)
@@ -139,7 +139,6 @@ def simulate(
         StageTimes.constant(sizes, prepare_ms / 1e3, postprocess_ms / 1e3)
         if stage_times is None
         else load_stage_times(stage_times),
-        is_plain=engine.engine == "plain",
         num_gpus=gpus,
         max_batch_size=max_batch_size,
         slo_scale=slo_scale,
@@ -150,7 +149,8 @@ def simulate(
         **trace.to_config(),
         **({} if request_rate is not None else {"request_rate": None}),
         "num_prompts": num_prompts,
-        "policy": policy,
+        "system": system,
+        "policy": chosen.policy,
         "engine": engine.engine,
         "latency": str(latency),
         "slo_scale": slo_scale,

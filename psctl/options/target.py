@@ -54,6 +54,14 @@ class Target:
 
         return model_defaults(self.model)
 
+    def cache_predictor(self, chosen: Path | None = None) -> Path:
+        """Where the cache predictor is, or would be. Raises UsageError: there is no such device."""
+        from ...serving.cache.options import CACHE_PREDICTOR_FILE
+        from ...serving.models.loading import resolve_device
+
+        place = self.root.for_model(self.model, str(resolve_device(self.device)))
+        return chosen or place.root / "predictors" / CACHE_PREDICTOR_FILE
+
     def load(self, out: "Output", options: "EngineOptions | None" = None) -> "tuple[ServedModel, ModelWorkspace]":
         """Load the model; return it with its part of the workspace. Raises as `load_model`."""
         with out.status(f"Loading {self.model} ..."):
