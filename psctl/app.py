@@ -84,7 +84,6 @@ _GROUPS = {
     Examples:
 
         psctl bench steps --model emoji-3
-
         psctl bench slo --systems bucketed,patched-fcfs,patchedserve --rates 2,4,6
     """,
     "eval": """Measure how good images are.
@@ -92,9 +91,7 @@ _GROUPS = {
     Examples:
 
         psctl eval all --model emoji-xl --num-prompts 256
-
         psctl eval fid --generated images --reference coco/val2014
-
         psctl eval compare --cache patch && psctl eval report
     """,
     "models": """List, measure and train the bundled models.
@@ -102,9 +99,7 @@ _GROUPS = {
     Examples:
 
         psctl models list
-
         psctl models card emoji-clip
-
         psctl models train text
     """,
 }
@@ -134,9 +129,7 @@ app = typer.Typer(
     Examples:
 
         psctl serve --trace poisson --request-rate 2
-
         psctl profile && psctl train-predictor
-
         psctl eval all --num-prompts 256
     """,
     epilog=_EPILOG,

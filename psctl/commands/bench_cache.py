@@ -48,8 +48,7 @@ def bench_cache(
     num_real: Annotated[int, flag("--num-real", "Real images for FID.", min=2)] = 256,
     output_file: OutputFile = None,
     cache: Annotated[
-        CacheOptions,
-        CACHE.only("patch_size", "max_reuse", "warmup_steps").fixing(mode="patch", threshold=0.0),
+        CacheOptions, CACHE.only("patch_size", "max_reuse", "warmup_steps").fixing(mode="patch", threshold=0.0)
     ],
     seed: Seed = 0,
     engine: Annotated[EngineOptions, ENGINE.only("order")],
@@ -65,9 +64,7 @@ def bench_cache(
     Examples:
 
         psctl profile blocks && psctl bench cache
-
         psctl bench cache --combinations "2,2,2;6,0,0;0,6,0;0,0,6" --intervals "" --sums ""
-
         psctl bench cache --model emoji-3 --rounds 8 --lpips --fid emoji --json --output-file cache.json
     """
     from rich.console import Group

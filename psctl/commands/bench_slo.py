@@ -47,8 +47,7 @@ def bench_slo(
         Literal["real", "engine", "simulator", "both"] | None, flag("--engine", "Old name of --on.", hidden=True)
     ] = None,
     systems: Annotated[
-        str,
-        flag("--systems", f"{', '.join(SYSTEMS)} (simulated only: distrifusion-fcfs).", metavar="NAME,..."),
+        str, flag("--systems", f"{', '.join(SYSTEMS)} (simulated only: distrifusion-fcfs).", metavar="NAME,...")
     ] = _DEFAULT_SYSTEMS,
     policies: Annotated[str | None, flag("--policies", "Old name of --systems.", hidden=True)] = None,
     rates: Annotated[str, flag("--rates", "Request rates: mean arrivals per second.", metavar="X,...")] = "1,2,3,4",
@@ -85,8 +84,7 @@ def bench_slo(
         int, flag("--combinations", "Of the latency tables that --on both measures if it finds none.", min=6)
     ] = 60,
     latency: Annotated[
-        Path | None,
-        flag("--latency", "Simulator: step latencies of the patch engine.", metavar="FILE", dir_okay=False),
+        Path | None, flag("--latency", "Simulator: step latencies of the patch engine.", metavar="FILE", dir_okay=False)
     ] = None,
     plain_latency: Annotated[
         Path | None, flag("--plain-latency", "Simulator: those of the plain engine.", metavar="FILE", dir_okay=False)
@@ -120,13 +118,9 @@ def bench_slo(
     Examples:
 
         psctl bench slo --rates 1,2,3,4 --num-prompts 60
-
         psctl bench slo --cache patch --systems bucketed,patched-fcfs,patchedserve --rates 2,4,6 --num-seeds 3
-
         psctl bench slo --on both --systems bucketed,patched-fcfs,patchedserve --rates 1,2,3 --duration 20
-
         psctl bench slo --on simulator --latency h200.csv --resolutions 512,768,1024 --rates 5,10,15,20 --gpus 4
-
         psctl bench slo --resume psctl-workspace/emoji-xl/cpu/runs/slo-20260131T094500Z --num-seeds 2
     """
     from ...profiling.sweep.bench import WarmUp, examples_of

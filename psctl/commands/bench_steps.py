@@ -49,11 +49,8 @@ def bench_steps(
     Examples:
 
         psctl bench steps
-
         psctl bench steps --resolutions 128,256 --combinations "1,1;4,4;8,1" --repeats 30
-
         psctl bench steps --model stabilityai/stable-diffusion-xl-base-1.0 --device cuda --random 50 --json
-
         psctl bench steps --breakdown --combinations "1,1,1;4,4,4"
     """
     # Everything that can be wrong is looked at before torch is imported and the model loaded.
@@ -93,9 +90,7 @@ def bench_steps(
             on_row=advance,
         )
     out.data(
-        outcome.result,
-        table=lambda: (breakdown_tables if breakdown else step_table)(outcome.result),
-        file=output_file,
+        outcome.result, table=lambda: (breakdown_tables if breakdown else step_table)(outcome.result), file=output_file
     )
     out.note(f"Results and plot: {outcome.run_dir}")
     if outcome.was_interrupted:

@@ -48,8 +48,7 @@ def _command(metric: str) -> Callable[..., None]:
         context: typer.Context,
         drawing: Annotated[EvalOptions, DRAW.fixing(metrics=metrics)],
         images: Annotated[
-            Path | None,
-            flag("--images", "Folder of the drawn images. Default: in the workspace.", file_okay=False),
+            Path | None, flag("--images", "Folder of the drawn images. Default: in the workspace.", file_okay=False)
         ] = None,
         generated: Annotated[Path | None, flag("--generated", "Measure this folder of images; draw nothing.")] = None,
         reference: Annotated[Path | None, flag("--reference", "Folder to compare --generated with.")] = None,
@@ -86,22 +85,14 @@ def _command(metric: str) -> Callable[..., None]:
             served, place = target.load(out, engine)
             with out.phases() as start:
                 outcome = evaluate_model(
-                    served,
-                    plan,
-                    drawing,
-                    judges,
-                    place,
-                    shared_root=root,
-                    images_dir=images,
-                    start_phase=start,
+                    served, plan, drawing, judges, place, shared_root=root, images_dir=images, start_phase=start
                 )
         results = outcome.results
         content = {name: value for name, value in results.to_json().items() if name != "per_image"}
         if output_file is not None:
             write_json(output_file, results.to_json())
         out.data(
-            content | {"run_dir": outcome.run_dir, "images_dir": outcome.images_dir},
-            table=lambda: _tables(results),
+            content | {"run_dir": outcome.run_dir, "images_dir": outcome.images_dir}, table=lambda: _tables(results)
         )
         for warning in results.warnings:
             out.warn(warning)
@@ -115,13 +106,9 @@ def _command(metric: str) -> Callable[..., None]:
     Examples:
 
         psctl eval {metric} --model emoji-xl --num-prompts 256
-
         psctl eval {metric} --dataset 'coco:~/coco?split=val2017' --num-prompts 5000 --model DIR --policy continuous
-
         psctl eval {metric} --dataset 'diffusiondb:~/diffusiondb?max_nsfw=0.3' --num-prompts 5000
-
         psctl eval {metric} --cache patch --cache-predictor cache.safetensors
-
         psctl eval {metric} --generated images --reference originals --json
     """
     return command

@@ -53,9 +53,7 @@ def eval_compare(
     Examples:
 
         psctl eval compare --model emoji-xl --cache patch --cache-threshold 0.05
-
         psctl eval compare plain-images patched-images --metrics all
-
         psctl eval compare A B --metrics lpips,fid --reference coco/val2014 --output-file compare.json
     """
 

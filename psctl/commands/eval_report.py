@@ -28,8 +28,7 @@ def eval_report(
         ),
     ] = None,
     output_dir: Annotated[
-        Path | None,
-        flag("--output-dir -o", "Where it goes. Default: eval-report, in the workspace.", file_okay=False),
+        Path | None, flag("--output-dir -o", "Where it goes. Default: eval-report, in the workspace.", file_okay=False)
     ] = None,
     num_pairs: Annotated[int, flag("--num-pairs", "Image pairs of each configuration.", min=0)] = 12,
     target: Annotated[Target, WHERE.only("workspace")],
@@ -43,9 +42,7 @@ def eval_report(
     Examples:
 
         psctl eval compare --model emoji-xl && psctl eval report
-
         psctl eval report psctl-workspace/emoji-xl/cpu/runs/compare-20260131T094500Z -o quality
-
         psctl eval report xl-compare.json sd3-compare.json --json
     """
     root = target.root.root

@@ -55,9 +55,7 @@ def gate(
     Examples:
 
         psctl gate gates.toml
-
         psctl gate gates.toml --results run/results.json --junit gates.xml --markdown gates.md
-
         psctl gate gates.toml --update-baseline
     """
     from ...eval.gates.file import read_gates

@@ -63,9 +63,7 @@ def generate(
     Examples:
 
         psctl generate "a red apple on a blue background" -o apple.png
-
         psctl generate "a taco" "a hat" -r 128x192 -r 256 --seed 7
-
         psctl generate --prompts prompts.txt -r 192 -o images --json
     """
     texts = _read_prompts(prompt, prompts)

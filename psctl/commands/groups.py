@@ -27,20 +27,14 @@ def profile(
     Examples:
 
         psctl profile
-
         psctl profile --quick --model emoji-3 && psctl train-predictor --model emoji-3
-
         psctl profile latency --combinations 60
     """
     _run_all(context)
 
 
 def train_predictor(
-    *,
-    context: typer.Context,
-    target: Annotated[Target, WHERE.without("dtype")],
-    seed: Seed = 0,
-    out: Output,
+    *, context: typer.Context, target: Annotated[Target, WHERE.without("dtype")], seed: Seed = 0, out: Output
 ) -> None:
     """Train what the scheduler and the cache decide by; without a command, first latency, then cache.
 
@@ -49,9 +43,7 @@ def train_predictor(
     Examples:
 
         psctl train-predictor
-
         psctl train-predictor --model emoji-3
-
         psctl train-predictor cache --threshold 0.1
     """
     _run_all(context)

@@ -46,9 +46,7 @@ def models_card(
     Examples:
 
         psctl models card emoji-clip
-
         psctl models card emoji-xl --num-images 90 --num-fid 0
-
         psctl models card emoji-3 --write
     """
     with out.status("Loading ..."):

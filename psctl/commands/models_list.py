@@ -9,7 +9,6 @@ def models_list(*, out: Output) -> None:
     Examples:
 
         psctl models list
-
         psctl models list --json
     """
     from ...data.models.bundled import BUNDLED, GENERATORS, bundled_model_path

@@ -40,11 +40,8 @@ def models_train(
     Examples:
 
         psctl models train text
-
         psctl models train emoji-xl --steps 20000 --device cuda
-
         psctl models train all --output my-models
-
         psctl models train emoji-xl --from-models my-models --steps 10000 --seed 1
     """
     from ...serving.models.loading import quiet_libraries, resolve_device

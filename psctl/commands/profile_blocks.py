@@ -50,9 +50,7 @@ def profile_blocks(
     Examples:
 
         psctl profile blocks
-
         psctl profile blocks --model emoji-3 --num-prompts 96 --num-inference-steps 30
-
         psctl profile blocks --resolutions 128,256 --max-lag 6 --json
     """
     from ...data.prompts.captions import load_prompts

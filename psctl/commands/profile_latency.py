@@ -55,11 +55,8 @@ def profile_latency(
     Examples:
 
         psctl profile latency
-
         psctl profile latency --combinations 60 --repeats 3 --model emoji-3
-
         psctl profile latency --engine plain --one-resolution --combinations 24
-
         psctl profile latency --model stabilityai/stable-diffusion-xl-base-1.0 --device cuda --resolutions 512,768,1024
     """
     # Everything that can be wrong is looked at before torch is imported and the model loaded.

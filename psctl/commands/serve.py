@@ -50,9 +50,7 @@ def serve(
     Examples:
 
         psctl serve --trace poisson --request-rate 2 --num-prompts 60
-
         psctl serve --trace gamma --cv 3 --duration 60 --resolutions 128,256 --mix 3,1 --system diffusers
-
         psctl serve --trace requests.jsonl --json --output-file summary.json
     """
     # Everything that can be wrong is looked at before torch is imported and the model loaded.

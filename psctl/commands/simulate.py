@@ -52,8 +52,7 @@ def simulate(
         ),
     ] = None,
     trace: Annotated[
-        TraceSettings,
-        TRACE.without("request_rate", "prompts", "guidance_scale").using(num_prompts=_NUM_PROMPTS),
+        TraceSettings, TRACE.without("request_rate", "prompts", "guidance_scale").using(num_prompts=_NUM_PROMPTS)
     ],
     slo_scale: SloScale = 5.0,
     policy: PolicyName = None,
@@ -66,8 +65,7 @@ def simulate(
     slo_target: Annotated[
         float | None,
         flag(
-            "--slo-target",
-            "Such as 0.99: find the highest rate of --gpus, and the number of GPUs for --request-rate.",
+            "--slo-target", "Such as 0.99: find the highest rate of --gpus, and the number of GPUs for --request-rate."
         ),
     ] = None,
     output_file: OutputFile = None,
@@ -83,11 +81,8 @@ def simulate(
     Examples:
 
         psctl simulate --latency table.csv --request-rate 8 --num-prompts 100000 --system patchedserve
-
         psctl simulate --latency h200.csv --resolutions 512,768,1024 --gpus 4 --slo-target 0.99 --request-rate 20
-
         psctl simulate --latency table.csv --trace diurnal --amplitude 0.9 --period 3600 --duration 7200
-
         psctl simulate --latency table.csv --trace azure --arrivals splitwise_code.csv --request-rate 5 --json
     """
     from ...data.traces.traces import TRACE_KINDS

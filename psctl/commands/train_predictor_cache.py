@@ -65,9 +65,7 @@ def train_predictor_cache(
     Examples:
 
         psctl train-predictor cache
-
         psctl train-predictor cache --threshold 0.01 --min-confidence 0.7
-
         psctl train-predictor cache --model emoji-3 --threshold 0.05 --output-file cache-0.05.safetensors --json
     """
     # What was given is looked at before anything is read, and torch is imported for the first time here.

@@ -48,9 +48,7 @@ def train_predictor_latency(
     Examples:
 
         psctl train-predictor latency
-
         psctl train-predictor latency --model emoji-3 --seed 1 --json
-
         psctl train-predictor latency --table h100.csv --output-file h100.safetensors
     """
     from ...data.tables.latency import TABLE_PATTERN, read_latencies

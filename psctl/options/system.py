@@ -61,7 +61,7 @@ def chosen_system(
     Raises:
         UsageError: there is no such system, or no such policy.
     """
-    if policy in SYSTEMS:
+    if policy is not None and policy in SYSTEMS:
         out.note(f"--policy {policy} is called --system {policy} now; the old name works until the next release.")
         policy = SYSTEMS[policy].policy
     return get_system(name, is_simulated=is_simulated).overridden(engine=engine.engine, policy=policy)

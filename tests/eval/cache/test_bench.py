@@ -17,7 +17,7 @@ from patchedserve.eval.result_files import EvalResults
 from patchedserve.eval.run import EvalOutcome, draw_set, evaluate_folders, evaluate_model
 from patchedserve.eval.sets.generate import differing_settings
 from patchedserve.psctl.app import main
-from patchedserve.psctl.options.groups import CACHE
+from patchedserve.psctl.options.groups import CACHE as CACHE_FLAGS
 from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.cache.rules import facts_of
 from patchedserve.serving.engine.stepper import EngineOptions
@@ -238,8 +238,8 @@ def test_an_interrupted_set_keeps_what_was_counted(model_dir: Path, captions: st
 
 
 def test_the_eight_options_are_one_setting(tmp_path: Path) -> None:
-    given = {parameter.name: parameter.default for parameter in CACHE.parameters()}
-    assert CACHE.build(dict(given)) == CacheOptions()
+    given = {parameter.name: parameter.default for parameter in CACHE_FLAGS.parameters()}
+    assert CACHE_FLAGS.build(dict(given)) == CacheOptions()
     changed = {
         "cache": "patch",
         "cache_predictor": Path("p"),
@@ -249,10 +249,10 @@ def test_the_eight_options_are_one_setting(tmp_path: Path) -> None:
         "warmup_steps": 1,
         "cache_memory": 64,
     }
-    assert CACHE.build(given | changed) == CacheOptions("patch", None, Path("p"), 4, 5, 2, 1, 64)
+    assert CACHE_FLAGS.build(given | changed) == CacheOptions("patch", None, Path("p"), 4, 5, 2, 1, 64)
     for mode in ("off", "interval"):
         with pytest.raises(UsageError, match=f"--cache-threshold belongs to .*, not {mode}"):
-            CACHE.build(given | {"cache": mode, "cache_threshold": 0.1})
+            CACHE_FLAGS.build(given | {"cache": mode, "cache_threshold": 0.1})
 
 
 def test_eval_takes_the_flags_of_the_cache(
