@@ -23,8 +23,8 @@ def profile_blocks(
         bool,
         preset_flag(
             "--quick",
-            "6 requests of 20 steps: coarser, within a minute on 2 cores.",
-            num_prompts=6,
+            "12 requests of 20 steps: coarser, within a minute on 2 cores.",
+            num_prompts=12,
             num_inference_steps=20,
         ),
     ] = False,

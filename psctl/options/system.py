@@ -90,7 +90,7 @@ def with_cache_of(
     options = replace(engine.cache, mode=modes.pop())
     if not target.cache_predictor(options.predictor).is_file():
         out.note(
-            "The workspace has no cache predictor, so no patch is reused; psctl profile and train-predictor make one."
+            "No patch is reused: the workspace has no cache predictor (psctl profile && psctl train-predictor make one)."
         )
         return engine
     return replace(engine, cache=options)

@@ -404,8 +404,8 @@ def test_quick_profile_and_what_its_predictors_are_worth(run_psctl: RunPsctl, en
     assert [line.rpartition(",")[0] if "to do" in line else line.partition(" done")[0] for line in told] == [
         "visits: 60 to do",
         "visits: 60",
-        "denoising steps: 20 to do",
-        "denoising steps: 20",
+        "denoising steps: 40 to do",
+        "denoising steps: 40",
     ]
     assert blocks["num_rows"] > 0
     done = run_psctl("train-predictor", "latency", "--json", **environment)

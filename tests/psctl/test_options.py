@@ -12,9 +12,12 @@ from patchedserve.eval.options import EvalOptions
 from patchedserve.profiling.runs.trace_settings import TraceSettings
 from patchedserve.psctl.options.flags import Flags, expanded, flag, given_flags, preset_flag
 from patchedserve.psctl.options.groups import CACHE, DRAW, ENGINE, TRACE, JudgeFlags
+from patchedserve.psctl.options.system import with_cache_of
 from patchedserve.psctl.options.target import WHERE, Target
+from patchedserve.psctl.output import Output
 from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.engine.stepper import EngineOptions
+from patchedserve.serving.scheduling.systems import get_system
 
 
 def run(command: Any, *arguments: str, **environment: str) -> None:
@@ -78,6 +81,29 @@ def test_a_command_gets_what_was_given_by_name() -> None:
     )
     with pytest.raises(UsageError, match="--order: only for --engine patched"):
         run(command, "--engine", "plain", "--order", "patch")
+
+
+def test_a_system_brings_its_cache_where_there_is_a_predictor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = Target(device="cpu", workspace=tmp_path)
+    ours, plain = [get_system("patchedserve")], [get_system("bucketed")]
+    assert with_cache_of(ours, EngineOptions(), {}, target, Output()) == EngineOptions()
+    assert capsys.readouterr().err.startswith("No patch is reused: the workspace has no cache predictor")
+    file = target.cache_predictor()
+    file.parent.mkdir(parents=True)
+    file.touch()
+    cached = EngineOptions(cache=CacheOptions("patch"))
+    assert with_cache_of(ours, EngineOptions(), {}, target, Output()) == cached
+    # Not where the user says otherwise, where graphs are made, or where no system has a cache.
+    for engine in (EngineOptions("plain"), EngineOptions(cache=CacheOptions("interval"))):
+        assert with_cache_of(ours, engine, {}, target, Output()) == engine
+    assert with_cache_of(ours, EngineOptions(), {"--cache": "off"}, target, Output()) == EngineOptions()
+    assert with_cache_of(plain, EngineOptions(), {}, target, Output()) == EngineOptions()
+    assert capsys.readouterr().err == ""
+    compiled = EngineOptions(compile=True)
+    assert with_cache_of(ours, compiled, {}, target, Output()) == compiled
+    assert "runs without its cache" in capsys.readouterr().err
 
 
 def test_given_flags_are_those_of_the_command_line() -> None:

@@ -121,6 +121,29 @@ def test_target_finds_rate_and_gpus(folder: Path, capsys: pytest.CaptureFixture[
     assert not list(folder.rglob("summary.json"))
 
 
+def test_a_system_sets_engine_and_policy_and_single_options_override(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ("--latency", "table.csv", "--num-prompts", "5", "--num-inference-steps", "5", "--json")
+
+    def chosen(*options: str) -> tuple[str, str, str]:
+        config = summary_of(simulate(capsys, *base, "--quiet", *options))["config"]
+        return config["system"], config["policy"], config["engine"]
+
+    assert chosen() == ("patchedserve", "slack", "patched")
+    assert chosen("--system", "nirvana") == ("nirvana", "continuous", "plain")
+    assert chosen("--policy", "edf", "--system", "nirvana", "--engine", "patched") == ("nirvana", "edf", "patched")
+    assert chosen("--engine", "plain") == ("patchedserve", "slack", "plain")
+    # The systems that --policy had before there were any.
+    for old in ("bucketed", "nirvana", "patched-fcfs", "distrifusion-fcfs"):
+        assert chosen("--policy", old) == chosen("--system", old)
+    err = simulate(capsys, *base, "--policy", "bucketed")[2]
+    assert err.startswith("--policy bucketed is called --system bucketed now;")
+    for option in ("--system", "--policy"):
+        code, _, err = simulate(capsys, *base, option, "magic")
+        assert (code, f"{option[2:]} is 'magic', but it must be one of" in err) == (2, True)
+
+
 def test_extrapolation_is_warned_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--latency", "table.csv", "--num-prompts", "5", "--quiet", "--json", "--max-batch-size")
     assert simulate(capsys, *options, "16")[2] == ""
