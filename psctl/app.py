@@ -156,7 +156,7 @@ def _root(
             help="Print the version and exit.",
             callback=_print_version,
             is_eager=True,
-            # Images and CI often set <NAME>_VERSION to a number, which is no answer to this question.
+            # Images and CI often set <NAME>_VERSION to a number, which must not be taken for this option.
             allow_from_autoenv=False,
         ),
     ] = False,

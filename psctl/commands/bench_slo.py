@@ -58,7 +58,7 @@ def bench_slo(
         TRACE.without("request_rate", "seed", "from_zero").using(
             trace=flag(
                 "--trace",
-                "Random or recorded arrivals, drawn anew at every rate.",
+                "Random or recorded arrivals, drawn afresh at every rate.",
                 metavar="poisson|gamma|diurnal|azure",
             ),
             num_prompts=flag(
@@ -112,7 +112,7 @@ def bench_slo(
     """Serve the same traces under every system and request rate, and compare their SLO attainment.
 
     SLOs are multiples of the standalone latency on plain diffusers, the same for all systems. Every finished run is
-    kept at once: Ctrl-C ends the sweep early, and the same command with --resume goes on. Table, plots and HTML report
+    kept at once: Ctrl-C ends the sweep early, and the same command with --resume continues. Table, plots and HTML report
     go to the workspace.
 
     Examples:

@@ -48,7 +48,7 @@ def eval_compare(
     """Compare two configurations pair by pair: mean difference with its interval, and win rate of the second.
 
     A and B must have been drawn for the same prompts, seeds and sizes. Without them, both are drawn: A by plain
-    diffusers, B by the patch engine with the cache that is asked for. What is stopped goes on where it was.
+    diffusers, B by the patch engine with the cache that is asked for. An interrupted run continues where it was.
 
     Examples:
 

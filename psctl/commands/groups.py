@@ -59,7 +59,7 @@ def _run_all(context: typer.Context) -> None:
     if context.invoked_subcommand is not None:
         if given:
             raise UsageError(
-                f"{', '.join(given)} stands before {context.invoked_subcommand}, but options of a command stand behind "
+                f"{', '.join(given)} comes before {context.invoked_subcommand}, but options of a command come after "
                 f"it: {context.command_path} {context.invoked_subcommand} {next(iter(given))} ..."
             )
         return

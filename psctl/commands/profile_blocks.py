@@ -45,7 +45,7 @@ def profile_blocks(
     """Record how much every block's input and output change from step to step, patch by patch.
 
     The table and a plot go to the workspace, where `psctl train-predictor cache` finds them. A profile that was
-    interrupted goes on where it stopped when the same command is given again.
+    interrupted continues where it stopped when the same command is given again.
 
     Examples:
 

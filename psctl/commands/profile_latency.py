@@ -40,7 +40,7 @@ def profile_latency(
     seed: Seed = 0,
     output_file: OutputFile = None,
     remeasure: Annotated[
-        bool, flag("--remeasure", "Begin anew instead of going on from what the workspace holds.")
+        bool, flag("--remeasure", "Start over instead of continuing from what the workspace holds.")
     ] = False,
     engine: Annotated[EngineOptions, ENGINE.without("cache")],
     target: Target,
@@ -91,7 +91,7 @@ def profile_latency(
     result = _result(outcome)
     out.data(result, table=lambda: _table(result), file=output_file)
     if not outcome.num_visits:
-        out.note("Everything was measured before; --remeasure begins anew.")
+        out.note("Everything was measured before; --remeasure starts over.")
     out.note(f"Table: {outcome.table_file}")
     out.note(f"Plot: {outcome.plot_file}")
     if outcome.was_interrupted:

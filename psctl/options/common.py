@@ -17,7 +17,7 @@ def _json_file(path: Path | None) -> Path | None:
         with path.open("rb") as file:
             start = file.read(64).lstrip()
         if start[:1] not in (b"{", b"["):
-            raise UsageError(f"--output-file {path} exists and is no JSON; give another name")
+            raise UsageError(f"--output-file {path} exists and is not JSON; give another name")
     return path
 
 

@@ -117,7 +117,7 @@ class Flags:
 def expanded(command: Callable[..., None]) -> Callable[..., None]:
     """The command as typer takes it: with single options for each parameter that is a dataclass.
 
-    In paths that are given, `~` stands for the home folder.
+    A leading `~` in a path becomes the home folder.
     """
     groups: dict[str, Flags] = {}
     parameters: list[inspect.Parameter] = []
@@ -150,9 +150,7 @@ def given_flags(context: typer.Context) -> dict[str, Any]:
 
 
 def preset_flag(names: str, about: str, **values: Any) -> OptionInfo:
-    """A switch that stands for several options: it gives them these values, by parameter name, where they are not given
-    themselves.
-    """
+    """A switch that sets several options at once: by parameter name, these values, unless the user gives others."""
 
     def apply(context: typer.Context, is_on: bool) -> bool:
         if is_on:

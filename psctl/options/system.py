@@ -1,4 +1,4 @@
-"""The system that serves: one option that stands for engine, policy and cache, which single options override."""
+"""The system that serves: one option sets engine, policy and cache; single options override it."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
@@ -56,7 +56,7 @@ def chosen_system(
 ) -> System:
     """The system with the engine and the policy that were chosen singly.
 
-    A policy that is the name of a system is what `--policy` took before there were systems, and is told of.
+    Before there were systems, `--policy` took the names of some of them: these still work, with a note.
 
     Raises:
         UsageError: there is no such system, or no such policy.
@@ -68,7 +68,7 @@ def chosen_system(
 
 
 def systems_of_policies(names: str, out: "Output") -> str:
-    """The systems, with commas between, that `bench slo --policies` stands for."""
+    """The systems, separated by commas, that `bench slo --policies` names."""
     systems = ",".join(FORMER_POLICIES.get(name.strip(), name.strip()) for name in names.split(","))
     out.note(f"--policies is called --systems {systems} now; the old name works until the next release.")
     return systems
@@ -89,8 +89,6 @@ def with_cache_of(
         return engine
     options = replace(engine.cache, mode=modes.pop())
     if not target.cache_predictor(options.predictor).is_file():
-        out.note(
-            "No patch is reused: the workspace has no cache predictor (psctl profile && psctl train-predictor make one)."
-        )
+        out.note("No patch is reused: the workspace has no cache predictor (psctl profile && psctl train-predictor).")
         return engine
     return replace(engine, cache=options)

@@ -176,7 +176,7 @@ def test_extrapolation_is_warned_of(folder: Path, capsys: pytest.CaptureFixture[
         (["--num-inference-steps", "99999999"], "it must be less than or equal to 1000"),
         (["--trace", "posson"], "a trace is poisson, gamma, diurnal, azure or a file"),
         (["--resolutions", "80000000"], "width is 80000000 in resolution 80000000x80000000, but must be at most 16384"),
-        (["--output-file", "table.csv"], "--output-file table.csv exists and is no JSON"),
+        (["--output-file", "table.csv"], "--output-file table.csv exists and is not JSON"),
         (["--slo-scale", "0"], "SLO scale is 0"),
         (["--slo-target", "1.5"], "--slo-target is 1.5"),
         (["--prepare-ms", "-1"], "--prepare-ms is -1, but it must be finite"),
