@@ -178,12 +178,12 @@ def _train_generator(
 def _load_tokenizer(root: Path) -> CLIPTokenizer:
     folder = root / "text" / "tokenizer"
     if not folder.is_dir():
-        raise UsageError(f"{folder} does not exist; train the part it comes from first: psctl train-model text")
+        raise UsageError(f"{folder} does not exist; train the part it comes from first: psctl models train text")
     return CLIPTokenizer.from_pretrained(folder)
 
 
 def _load(model_class: Any, folder: Path) -> Any:
     if not folder.is_dir():
         part = folder.parent.name
-        raise UsageError(f"{folder} does not exist; train the part it comes from first: psctl train-model {part}")
+        raise UsageError(f"{folder} does not exist; train the part it comes from first: psctl models train {part}")
     return model_class.from_pretrained(folder)
