@@ -51,7 +51,7 @@ class Clip:
 
     @torch.inference_mode()
     def embed_texts(self, texts: Sequence[str], batch_size: int = 256) -> torch.Tensor:
-        """Embeddings (n, d) of length 1, float32 on the CPU. Texts beyond the model's length are cut."""
+        """Embeddings (n, d) of length 1, float32 on the CPU. Texts longer than the model takes are cut."""
         limit = self.model.config.text_config.max_position_embeddings
         parts = []
         for first in range(0, len(texts), batch_size):
@@ -71,7 +71,7 @@ class Clip:
             UsageError: there is no template, or one has no "{}".
         """
         if not templates or any("{}" not in template for template in templates):
-            raise UsageError(f"templates are {list(templates)!r}, but must be texts with {{}} in the place of the name")
+            raise UsageError(f"templates are {list(templates)!r}, but must be texts with {{}} where the name goes")
         texts = [template.format(name) for name in names for template in templates]
         embeddings = self.embed_texts(texts)
         return F.normalize(embeddings.view(len(names), len(templates), -1).mean(1), dim=-1)
@@ -119,7 +119,7 @@ def retrieval_recall(queries: torch.Tensor, candidates: torch.Tensor, captions: 
     """Share of queries with a right candidate among the k nearest; query i and candidate i belong together.
 
     Args:
-        queries: (n, d) of length 1, for example images, to find
+        queries: (n, d) of length 1, for example images.
         candidates: (n, d) of length 1, for example their texts.
         captions: n texts; a candidate with the same caption as the query's own is as right as its own.
         k: how many candidates are looked at, 1 to n.
@@ -156,8 +156,8 @@ def zero_shot(images: torch.Tensor, classes: torch.Tensor, k: int = 1) -> torch.
     return (images @ classes.T).topk(k, dim=1).indices
 
 
-def clip_score(images: torch.Tensor, texts: torch.Tensor) -> float:
-    """Mean over pairs of 100 max(cosine, 0), as torchmetrics defines it; embeddings (n, d) of length 1.
+def clip_scores(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+    """100 max(cosine, 0) of each pair in float64, (n,), as torchmetrics defines it; embeddings (n, d) of length 1.
 
     Raises:
         UsageError: the numbers do not match, or there is no pair.
@@ -166,7 +166,7 @@ def clip_score(images: torch.Tensor, texts: torch.Tensor) -> float:
         raise UsageError(
             f"embeddings are {tuple(images.shape)} and {tuple(texts.shape)}, but must be equal and not empty"
         )
-    return float(100 * (images * texts).sum(-1).clamp(min=0).mean())
+    return 100 * (images * texts).sum(-1).clamp(min=0).double()
 
 
 def _labels(captions: Sequence[str]) -> torch.Tensor:

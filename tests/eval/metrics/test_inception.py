@@ -45,7 +45,7 @@ def test_images_are_resized_and_scaled_to_the_networks_range() -> None:
     features = extractor(images)
     assert features[0].tolist() == [-1, -1, -1, 299, 299]
     assert features[1, :3].tolist() == pytest.approx([127 / 128] * 3, abs=1e-6)
-    assert not extractor.train().network.training
+    assert not extractor.network.training
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 8), (1, 4, 8, 8), (1, 8, 8, 3)])
