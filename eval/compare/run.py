@@ -18,8 +18,7 @@ from ..result_files import RESULTS_FILE, EvalResults
 from ..results import Direction
 from ..sets.cache_use import cache_use_of
 from ..sets.generate import MANIFEST_FILE, Manifest, differing_settings, read_manifest
-from ..sets.ground_truth import ground_truth_of
-from ..sets.image_sets import require_same_prompts, set_of
+from ..sets.image_sets import ground_truth_of, require_same_prompts, set_of
 from .comparison import FID_TO_FIRST, ComparedSide, Comparison
 from .paired import compare_fid, compare_values
 

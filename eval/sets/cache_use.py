@@ -35,7 +35,7 @@ class CacheUse:
     @property
     def saved_computation(self) -> float:
         """Share of the patches of all blocks that were reused, 0 to 1; 0 where nothing was counted."""
-        patches, skipped = (sum(each[i] for each in self.by_block.values()) for i in (0, 1))
+        patches, skipped = map(sum, zip((0, 0), *self.by_block.values(), strict=True))
         return skipped / patches if patches else 0.0
 
     def __add__(self, other: "CacheUse") -> "CacheUse":
@@ -44,11 +44,7 @@ class CacheUse:
     def describe(self) -> dict[str, Any]:
         """What results say: the saved share of all and of every block, and of how many images."""
         saved = {name: skipped / patches for name, (patches, skipped) in self.by_block.items() if patches}
-        return {
-            "saved_computation": self.saved_computation,
-            "saved_by_block": saved,
-            "num_images": self.num_images,
-        }
+        return {"saved_computation": self.saved_computation, "saved_by_block": saved, "num_images": self.num_images}
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
