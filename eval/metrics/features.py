@@ -37,7 +37,7 @@ def features_of(
 
     Images are decoded ahead by threads while the network works, in the order in which they are read fastest; only the
     features stay in memory (8 KB an image), with a few batches of images. Images of one size go through the network
-    together wherever they stand in the source.
+    together wherever they are in the source.
 
     Args:
         source: the images; sizes may differ.

@@ -2,7 +2,7 @@
 
 Both images go through AlexNet's convolutions; at five depths the features are scaled to length 1 at every position,
 and their squared differences are weighted by channel with the weights that were fitted to people's judgements,
-averaged over positions and summed over depths. torchmetrics needs torchvision for AlexNet, so it stands here.
+averaged over positions and summed over depths. torchmetrics needs torchvision for AlexNet, so we have our own.
 """
 
 from pathlib import Path

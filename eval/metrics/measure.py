@@ -213,8 +213,8 @@ def measure_paired_fid(
 ) -> MetricResult:
     """FID between two draws of the same prompts and seeds.
 
-    There is no extrapolation over the number of images: pairs are no independent samples, and more of them would not
-    take a bias away that both sides share.
+    There is no extrapolation over the number of images: pairs are not independent samples, and more of them would not
+    remove a bias that both sides share.
 
     Args:
         first, second: features (n, d), row i of both drawn for the same prompt and seed.
@@ -245,7 +245,7 @@ def _result(
 
 
 def _in_order(values: Mapping[str, float], source: ImageSource) -> dict[str, float]:
-    """The values in the order of the source's ids: those of a bootstrap must not depend on how the files lie."""
+    """The values in the order of the source's ids: a bootstrap must not depend on the order of the files."""
     return {image_id: values[image_id] for image_id in source.ids if image_id in values}
 
 

@@ -1,8 +1,8 @@
 """What `psctl eval report` reads: results of evaluations and comparisons, put together by model and data set.
 
 Of each model and data set there is one original, drawn by plain diffusers, and any number of ours, drawn by the patch
-engine with or without a cache. Figures of other prompts, steps or weights of the model cannot stand beside each other,
-so they are refused.
+engine with or without a cache. Figures of other prompts, steps or weights of the model cannot be compared, so they are
+refused.
 """
 
 import json
@@ -22,7 +22,7 @@ ORIGINAL = "Original"
 OURS = "PatchedServe"
 TO_REFERENCE = ("fid", "kid", "lpips", "psnr", "ssim")
 """Metrics against reference images; results say which in `details["reference"]`."""
-# Of one model and data set these must be equal, or figures could not stand beside each other.
+# Of one model and data set these must be equal, or figures could not be compared.
 _SAME = {
     "fingerprint": "version of the model",
     "prompts_digest": "prompts, seeds or sizes",
@@ -153,8 +153,8 @@ def gather(paths: Iterable[Path], *, on_warning: Callable[[str], None], is_stric
         subject = subjects.setdefault(side.subject_key, Subject(*side.subject_key))
         if subject.sides and (reason := _mismatch(subject.sides[0], side)):
             raise UsageError(
-                f"{subject.sides[0].sources[0]} and {side.sources[0]} are of {subject}, but {reason}, so their figures "
-                "cannot stand in one report"
+                f"{subject.sides[0].sources[0]} and {side.sources[0]} are of {subject}, but {reason}, so one report "
+                "cannot show both"
             )
         if (known := next((each for each in subject.sides if each.key == side.key), None)) is not None:
             # Both figures may be right: images through a cache depend a little on what was in the batch with them.
@@ -175,7 +175,7 @@ def read_sides(path: Path) -> list[ReportedSide]:
     """What one result file says: of an evaluation one side, of a comparison the original and ours.
 
     Raises:
-        UsageError: there is no such file, it is damaged or of something else, or it does not say how images were drawn.
+        UsageError: there is no such file, it is damaged or something else, or it does not say how images were drawn.
     """
     if path.is_dir():
         files = [path / name for name in (COMPARE_FILE, RESULTS_FILE) if (path / name).is_file()]

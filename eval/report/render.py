@@ -107,7 +107,7 @@ def write_quality_report(
         )
     subjects = gather(found, on_warning=warn, is_strict=bool(paths))
     if not subjects:
-        raise UsageError(f"{workspace_root}: none of its {len(found)} results can stand in a report")
+        raise UsageError(f"{workspace_root}: none of its {len(found)} results can be reported")
     tables = tables_of(subjects)
     sections = [
         (f"{side.label}, {subject}", *choose_pairs(subject, side, num_pairs))

@@ -41,8 +41,8 @@ def named_files(folder: ImageFolder, files: Mapping[str, str]) -> GivenImages:
 def fitted_sample(sample: Sample, sizes: Mapping[str, Resolution]) -> GivenImages:
     """Real images of a sample, each cut and scaled to the size of the generated one.
 
-    Metrics of pairs need equal sizes, and a set of small generated images would otherwise be told from a set of large
-    real ones by nothing but its blur.
+    Metrics of pairs need equal sizes, and a set of small generated images would otherwise differ from a set of large
+    real ones by its blur alone.
     """
     return GivenImages(
         sample.name,
