@@ -36,7 +36,8 @@ def measure_autoencoder_psnr(
     """
     figures = {}
     for resolution, originals in images.items():
-        _require_some(originals, f"resolution {resolution}")
+        if not len(originals):
+            raise UsageError(f"resolution {resolution}: at least one image is needed, but none was given")
         values = [
             psnr(new, old)
             for _, batch in batches_by_size(enumerate(originals), batch_size)
@@ -110,9 +111,7 @@ def measure_objects(
     Raises:
         UsageError: the numbers differ, an image has no object, or an object is not among the names.
     """
-    _require_some(images, "objects")
-    if len(images) != len(objects):
-        raise UsageError(f"{len(objects)} labels were given for {len(images)} images, but there must be one for each")
+    _require_labels(images, objects)
     index = {name: i for i, name in enumerate(names)}
     for shown in objects:
         wrong = [name for name in shown if name not in index]
@@ -138,9 +137,7 @@ def measure_backgrounds(
     Raises:
         UsageError: the numbers differ, there is no image, or a background is not in the palette.
     """
-    _require_some(images, "backgrounds")
-    if len(images) != len(backgrounds):
-        raise UsageError(f"{len(backgrounds)} labels were given for {len(images)} images, but there must be as many")
+    _require_labels(images, backgrounds)
     unknown = sorted(set(backgrounds) - set(palette))
     if unknown:
         raise UsageError(f"backgrounds {unknown} are not in the palette: {', '.join(palette)}")
@@ -212,6 +209,8 @@ def _arrays(images: torch.Tensor) -> list[np.ndarray]:
     return list(images.permute(0, 2, 3, 1).cpu().numpy())
 
 
-def _require_some(images: Sequence[AnyImage], what: str) -> None:
-    if not len(images):
-        raise UsageError(f"{what}: at least one image is needed, but none was given")
+def _require_labels(images: Sequence[AnyImage], labels: Sequence[Any]) -> None:
+    if len(images) != len(labels) or not len(images):
+        raise UsageError(
+            f"{len(labels)} labels were given for {len(images)} images, but there must be one for each, at least one"
+        )

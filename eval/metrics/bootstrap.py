@@ -11,7 +11,7 @@ _QUANTILES = ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)
 _CHUNK = 64
 
 
-def bootstrap_mean(values: Sequence[float] | np.ndarray, seed: int = 0, num_resamples: int = NUM_RESAMPLES) -> Estimate:
+def bootstrap_mean(values: Sequence[float] | np.ndarray, seed: int = 0) -> Estimate:
     """The mean of independent values, which has no interval if it is of one. Raises ValueError without values."""
     sample = np.asarray(values, dtype=np.float64)
     if not len(sample):
@@ -19,9 +19,9 @@ def bootstrap_mean(values: Sequence[float] | np.ndarray, seed: int = 0, num_resa
     if len(sample) == 1:
         return Estimate(float(sample.mean()), n=len(sample))
     rng = np.random.default_rng(seed)
-    means = np.empty(num_resamples)
-    for first in range(0, num_resamples, _CHUNK):
-        count = min(_CHUNK, num_resamples - first)
+    means = np.empty(NUM_RESAMPLES)
+    for first in range(0, NUM_RESAMPLES, _CHUNK):
+        count = min(_CHUNK, NUM_RESAMPLES - first)
         means[first : first + count] = sample[rng.integers(0, len(sample), (count, len(sample)))].mean(1)
     low, high = np.quantile(means, _QUANTILES)
     return Estimate(float(sample.mean()), float(low), float(high), len(sample))

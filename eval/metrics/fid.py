@@ -133,9 +133,7 @@ class FidInfinity:
     counts: tuple[int, ...]
 
 
-def fid_infinity(
-    real: torch.Tensor, generated: torch.Tensor, spread: float, seed: int = 0, num_points: int = NUM_POINTS
-) -> FidInfinity | str:
+def fid_infinity(real: torch.Tensor, generated: torch.Tensor, spread: float, seed: int = 0) -> FidInfinity | str:
     """Extrapolate FID over the number of images (Chong and Forsyth, "Effectively Unbiased FID", 2020, section 4).
 
     FID of N images is linear in 1 / N only where N is at least about the number of features: below, covariances are
@@ -150,7 +148,6 @@ def fid_infinity(
         real, generated: features (n, d) and (m, d).
         spread: standard deviation of their FID, from sample to sample.
         seed: of the parts.
-        num_points: of the line.
 
     Returns:
         The line, or in a few words why there is none: too few images, or points that do not lie on a line.
@@ -160,7 +157,7 @@ def fid_infinity(
     if largest < needed:
         return f"too few images: {largest}, but {needed} are needed"
     rng = np.random.default_rng(seed)
-    counts = np.unique(np.linspace(largest // 2, largest, num_points).astype(int))
+    counts = np.unique(np.linspace(largest // 2, largest, NUM_POINTS).astype(int))
     num_draws = NUM_DRAWS if num_features <= _CHEAP_SIZE else NUM_DRAWS_LARGE
     points = np.empty(len(counts))
     for place, count in enumerate(counts):

