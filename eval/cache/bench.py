@@ -15,7 +15,7 @@ from ...data.files import write_bytes
 from ...data.prompts.captions import load_prompts
 from ...data.requests import Request
 from ...data.workspace import ModelWorkspace
-from ...profiling.measure.machine import circumstances
+from ...profiling.measure.machine import run_facts
 from ...profiling.steps.combinations import Combination
 from ...profiling.steps.rows import BenchOutcome, measure_rows, name_of
 from ...serving.cache.options import CacheOptions
@@ -104,7 +104,7 @@ def run_cache_bench(
         if was_cut:
             raise KeyboardInterrupt
 
-    head = circumstances(model) | {
+    head = run_facts(model).to_json() | {
         "settings": asdict(settings),
         "quality": asdict(quality),
         "clip_judge": judges.clip_name if quality.clip else None,

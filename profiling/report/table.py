@@ -1,11 +1,11 @@
 """A table of figures, written once and shown in the terminal, in HTML and in Markdown."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.table import Table as RichTable
 
 
@@ -41,17 +41,10 @@ class Table:
         return table
 
     def to_html(self) -> str:
-        """For a report page."""
-        kinds = ["" if index < self.num_words else ' class="number"' for index in range(len(self.columns))]
+        """For a report page; the title is the table's caption."""
+        from .page import render
 
-        def line(cells: Sequence[str], tag: str) -> str:
-            inside = (f"<{tag}{kind}>{escape(cell)}</{tag}>" for cell, kind in zip(cells, kinds, strict=True))
-            return f"<tr>{''.join(inside)}</tr>"
-
-        title = f"<caption>{escape(self.title)}</caption>" if self.title else ""
-        body = "".join(line(row, "td") for row in self.rows)
-        note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
-        return f"<table>{title}<thead>{line(self.columns, 'th')}</thead><tbody>{body}</tbody></table>{note}"
+        return render("table.html", table=self)
 
     def to_markdown(self) -> str:
         """For documents and GitHub's summaries."""
@@ -61,3 +54,10 @@ class Table:
         above = [f"**{self.title}**", ""] if self.title else []
         below = ["", self.note] if self.note else []
         return "\n".join([*above, *lines, *below])
+
+
+def to_rich(tables: Iterable[Table]) -> "RenderableType":
+    """Tables one below the other, for the terminal."""
+    from rich.console import Group
+
+    return Group(*(table.to_rich() for table in tables))

@@ -201,7 +201,7 @@ def write_simulation(
     write_table(run_dir / "steps.parquet", STEPS, (row.to_row() for row in result.steps))
     write_json(run_dir / "summary.json", summary)
     if with_report:
-        from ..report import write_report
+        from ..report.html import write_report
 
         records, steps = (run_dir / f"{name}.parquet" for name in ("records", "steps"))
         write_report(run_dir, summary, read_frame(records, RECORDS), read_frame(steps, STEPS))

@@ -21,7 +21,7 @@ from ...data.files import write_bytes
 from ...data.workspace import ModelWorkspace
 from ...serving.core.timing import synchronize
 from ...serving.models.served import ServedModel
-from ..measure.machine import circumstances
+from ..measure.machine import run_facts
 from .combinations import Combination, letters_of
 from .matrix_peak import count_operations, matrix_peak
 from .rows import BenchOutcome, Row, measure_rows, median_interval, name_of
@@ -244,7 +244,7 @@ def prepare_run(
     model.tune(resolutions, workspace.tables)
     run_dir = workspace.new_run(RUN_KIND)
     patched = patched_stepper(model).model
-    head = circumstances(model) | {
+    head = run_facts(model).to_json() | {
         **model.options.patch_options,
         "order": patched.order,
         "patch_size": patched.patch_size,

@@ -8,8 +8,8 @@ import typer
 from ...data.errors import UsageError
 from ...data.files import require_places, write_json
 from ...data.resolution import parse_list
+from ...data.run_facts import describe
 from ...data.workspace import DEFAULT_WORKSPACE, Workspace
-from ...profiling.measure.machine import describe
 from ..options.common import (
     CachePatchSize,
     Device,

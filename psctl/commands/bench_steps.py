@@ -1,7 +1,7 @@
 """`psctl bench steps`: how long one denoising step takes, and where its time goes."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -9,13 +9,9 @@ from ...data.errors import UsageError
 from ...data.files import require_places, write_json
 from ...data.resolution import parse_list
 from ...data.workspace import DEFAULT_WORKSPACE, Workspace
-from ...profiling.measure.machine import describe
 from ..options.common import Device, DType, Json, Model, OutputFile, Quiet, Resolutions, Seed, WorkspaceRoot
 from ..options.groups import PATCH_FLAGS, PatchFlags, with_option_groups
 from ..output import Output
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 
 @with_option_groups
@@ -88,6 +84,8 @@ def bench_steps(
 
     with out.status(f"Loading {model} ..."):
         served = load_model(model, device, dtype, options)
+    from ...profiling.report.table import to_rich
+    from ...profiling.report.tables import breakdown_tables, step_tables
     from ...profiling.steps.bench import BenchSettings, run_step_bench
     from ...profiling.steps.breakdown import run_breakdown
 
@@ -104,88 +102,8 @@ def bench_steps(
         )
     if output_file is not None:
         write_json(output_file.expanduser(), outcome.result)
-    out.data(outcome.result, table=lambda: (breakdown_tables if breakdown else step_table)(outcome.result))
+    tables = breakdown_tables if breakdown else step_tables
+    out.data(outcome.result, table=lambda: to_rich(tables(outcome.result)))
     out.note(f"Results and plot: {outcome.run_dir}")
     if outcome.was_interrupted:
         raise KeyboardInterrupt
-
-
-def step_table(result: dict[str, Any]) -> "RenderableType":
-    """What people see of `steps.json`: a row for every combination, and what they say together."""
-    from rich.console import Group
-    from rich.table import Table
-
-    table = Table(title=describe(result), title_justify="left", caption=_caption(result), caption_justify="left")
-    table.add_column("requests")
-    for name in (
-        "one by one",
-        "same resolution",
-        "patched",
-        "p10 to p90",
-        "of peak",
-        "vs one by one",
-        "vs same resolution",
-    ):
-        table.add_column(name, justify="right")
-    for row in result["rows"]:
-        # In the default memory format unless it says otherwise.
-        note = " cl" if row["same_resolution_format"] == "channels-last" else ""
-        table.add_row(
-            row["label"],
-            _ms(row["one_by_one_ms"]),
-            _ms(row["same_resolution_ms"]) + note,
-            _ms(row["patched_ms"]),
-            f"{_plain(row['patched_p10_ms'])} to {_ms(row['patched_p90_ms'])}",
-            f"{row['patched_share_of_peak']:.0%}",
-            f"{row['ratio_one_by_one']:.2f}x",
-            f"{row['ratio_same_resolution']:.2f}x",
-        )
-    whole = Table(title="patched is so many times as fast as", title_justify="left")
-    for name in ("", "one by one", "same resolution"):
-        whole.add_column(name, justify="right" if name else "left")
-    for label, key in (("mixed, geometric mean", "mean_ratio_{}_mixed"), ("all, minimum", "min_ratio_{}")):
-        ratios = [result[key.format(side)] for side in ("one_by_one", "same_resolution")]
-        whole.add_row(label, *("-" if ratio is None else f"{ratio:.2f}x" for ratio in ratios))
-    return Group(table, whole)
-
-
-def breakdown_tables(result: dict[str, Any]) -> "RenderableType":
-    """What people see of `breakdown.json`: a table for every combination."""
-    from rich.console import Group
-    from rich.table import Table
-
-    tables = []
-    for row in result["rows"]:
-        patched, plain = row["sides"]["patched"], row["sides"]["same_resolution"]
-        table = Table(title=f"{row['label']}: {describe(result)}", title_justify="left")
-        table.add_column("where a step's time goes")
-        for name in ("patched", "", "same resolution", ""):
-            table.add_column(name, justify="right")
-        for category in result["categories"]:
-            cells: list[str] = []
-            for side in (patched, plain):
-                cells += [_ms(side["ms"][category]), f"{side['ms'][category] / side['step_ms']:.0%}"]
-            table.add_row(category.replace("_", "-"), *cells, end_section=category == "host")
-        table.add_row("step", _ms(patched["step_ms"]), "", _ms(plain["step_ms"]), "")
-        tables.append(table)
-    return Group(*tables)
-
-
-def _caption(result: dict[str, Any]) -> str:
-    sizes = ", ".join(f"{letter} {size}" for letter, size in result["letters"].items())
-    parts = [sizes] if sizes else []
-    if any(row["same_resolution_format"] == "channels-last" for row in result["rows"]):
-        parts.append("cl: faster in channels-last memory format")
-    parts.append(f"of peak: share of {result['matrix_peak_gflops']:.0f} GFLOP/s, measured in large products")
-    if result["is_plain_for_one_resolution"]:
-        parts.append("patched hands batches of one resolution to plain diffusers")
-    return "; ".join(parts)
-
-
-def _ms(value: float) -> str:
-    return f"{_plain(value)} ms"
-
-
-def _plain(value: float) -> str:
-    """Three digits, and no exponent for long times."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,7 +1,7 @@
 """`psctl profile blocks`: how much every block changes from step to step, which the cache predictor learns from."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -23,9 +23,6 @@ from ..options.common import (
     WorkspaceRoot,
 )
 from ..output import Output
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 
 def profile_blocks(
@@ -69,6 +66,7 @@ def profile_blocks(
     from ...data.prompts.captions import load_prompts
     from ...profiling.measure.blocks import BlockProfileSettings, run_block_profile
     from ...profiling.report.block_plots import plot_block_changes, summarize_block_changes
+    from ...profiling.report.tables import block_table
     from ...serving.cache.options import CacheOptions
     from ...serving.engine.stepper import EngineOptions
     from ...serving.models.loading import load_model, model_defaults
@@ -103,25 +101,5 @@ def profile_blocks(
         plot = table.with_suffix(".png")
         write_bytes(plot, plot_block_changes(result))
     result |= {"table": str(table), "plot": str(plot), "model": model}
-    out.data(result, table=lambda: _table(result))
+    out.data(result, table=lambda: block_table(result).to_rich())
     out.note(f"Table: {table}, plot: {plot}")
-
-
-def _table(result: dict[str, Any]) -> "RenderableType":
-    """Share of patches that change little from one step to the next, by block and resolution."""
-    from rich.table import Table
-
-    threshold = result["table_threshold"]
-    table = Table(
-        title=f"{result['model']}: share of patches whose output changes by less than {threshold:g} in a step",
-        title_justify="left",
-        caption=f"mean squared change relative to the mean square; {result['num_rows']:,} rows",
-        caption_justify="left",
-    )
-    table.add_column("block")
-    sizes = list(result["by_block"])
-    for size in sizes:
-        table.add_column(size, justify="right")
-    for block in result["blocks"]:
-        table.add_row(block, *(f"{result['by_block'][size][block]:.0%}" for size in sizes))
-    return table

@@ -25,8 +25,6 @@ from ..options.groups import PATCH_FLAGS, PatchFlags, with_option_groups
 from ..output import Output
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from ...profiling.measure.latency import LatencyOutcome
 
 
@@ -99,6 +97,7 @@ def profile_latency(
         served = load_model(model, device, dtype, options)
     from ...profiling.measure.latency import LatencySettings
     from ...profiling.measure.latency import profile_latency as run_profile
+    from ...profiling.report.tables import profile_table
 
     with out.progress() as progress:
         task = progress.add_task("visits", total=None)
@@ -119,7 +118,7 @@ def profile_latency(
     result = _result(outcome)
     if output_file is not None:
         write_json(output_file.expanduser(), result)
-    out.data(result, table=lambda: _table(result))
+    out.data(result, table=lambda: profile_table(result).to_rich())
     if not outcome.num_visits:
         out.note("Everything was measured before; --remeasure begins anew.")
     out.note(f"Table: {outcome.table_file}")
@@ -131,12 +130,10 @@ def profile_latency(
 
 def _result(outcome: "LatencyOutcome") -> dict[str, Any]:
     """What `--json` prints: what was measured on, the settings, and a row for every combination."""
-    from dataclasses import asdict
-
     table = outcome.table
     assert table.circumstances is not None, "our own tables say what they were measured on"
     return {
-        **asdict(table.circumstances),
+        **table.circumstances.to_json(),
         "settings": dict(table.settings or {}),
         "table": str(outcome.table_file),
         "plot": str(outcome.plot_file),
@@ -156,22 +153,3 @@ def _result(outcome: "LatencyOutcome") -> dict[str, Any]:
             for row in table.rows
         ],
     }
-
-
-def _table(result: dict[str, Any]) -> "RenderableType":
-    """What people see: how far the combinations of every batch size lie apart."""
-    from rich.table import Table
-
-    from ...profiling.measure.machine import describe
-
-    table = Table(title=describe(result), title_justify="left")
-    for name in ("requests", "combinations", "fastest", "median", "slowest", "slowest / fastest"):
-        table.add_column(name, justify="right")
-    by_size: dict[int, list[float]] = {}
-    for row in result["rows"]:
-        by_size.setdefault(row["requests"], []).append(row["median_ms"])
-    for size, times in sorted(by_size.items()):
-        times.sort()
-        cells = (times[0], times[len(times) // 2], times[-1])
-        table.add_row(str(size), str(len(times)), *(f"{ms:.3g} ms" for ms in cells), f"{times[-1] / times[0]:.2f}x")
-    return table

@@ -1,7 +1,7 @@
 """`psctl serve`: replay a trace of requests on the wall clock and report latency, queueing and SLO attainment."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -40,9 +40,6 @@ from ..options.trace import (
     Trace,
 )
 from ..output import Output
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 
 @with_option_groups
@@ -102,6 +99,8 @@ def serve(
     """
     out = Output(json=json, quiet=quiet)
     # Everything that can be wrong is looked at before torch is imported and the model loaded.
+    from ...profiling.report.table import to_rich
+    from ...profiling.report.tables import run_tables
     from ...profiling.runs.outside_profile import warn_of_small_table
     from ...profiling.runs.serve import run_serve
     from ...profiling.runs.simulate import load_step_latency
@@ -177,7 +176,7 @@ def serve(
         )
     if output_file is not None:
         write_json(output_file.expanduser(), outcome.summary)
-    out.data(outcome.summary, table=lambda: summary_tables(outcome.summary))
+    out.data(outcome.summary, table=lambda: to_rich(run_tables(outcome.summary)))
     out.note(f"Report: {outcome.run_dir / 'report.html'}")
     if outcome.was_interrupted:
         raise KeyboardInterrupt
@@ -189,63 +188,3 @@ def serve(
         if len(failed) == len(outcome.records):
             raise RunError(f"all {len(failed)} requests failed; {first}")
         out.warn(f"{len(failed)} of {len(outcome.records)} requests failed; {first}")
-
-
-def summary_tables(summary: dict[str, Any]) -> "RenderableType":
-    """What people see of the summary of a served or simulated run."""
-    from rich.console import Group
-    from rich.table import Table
-
-    whole = Table(title=f"{summary['model']}, {summary['config']['policy']}", title_justify="left")
-    whole.add_column("figure")
-    whole.add_column("value", justify="right")
-    counts = ("total", "completed", "failed", "discarded", "cancelled")
-    for name in counts:
-        if name in ("total", "completed") or summary[f"{name}_requests"]:
-            whole.add_row(f"{name} requests", str(summary[f"{name}_requests"]))
-    for reason, count in summary["discarded_by_reason"].items():
-        whole.add_row(f"  {reason}", str(count))
-    for label, key, unit in (
-        ("duration", "duration", "s"),
-        ("throughput", "throughput_qps", "images/s"),
-        ("goodput", "goodput_qps", "images/s"),
-        ("latency mean", "latency_mean", "s"),
-        ("latency p50", "latency_p50", "s"),
-        ("latency p95", "latency_p95", "s"),
-        ("latency p99", "latency_p99", "s"),
-        ("queueing mean", "queueing_mean", "s"),
-        ("mean batch size", "batch_size_mean", ""),
-    ):
-        whole.add_row(label, _number(summary[key], unit))
-    decision_s = summary["scheduling_mean"]
-    whole.add_row("scheduling mean", _number(None if decision_s is None else decision_s * 1e3, "ms"))
-    whole.add_row(f"SLO attainment ({summary['slo_scale']:g}x standalone)", _share(summary["slo_attainment_rate"]))
-
-    each = Table(title="by resolution", title_justify="left")
-    for name in (
-        "resolution",
-        "requests",
-        "completed",
-        "SLO attainment",
-        "latency mean",
-        "latency p95",
-        "queueing mean",
-    ):
-        each.add_column(name, justify="left" if name == "resolution" else "right")
-    for resolution, figures in summary["per_resolution"].items():
-        each.add_row(
-            resolution,
-            str(figures["requests"]),
-            str(figures["completed"]),
-            _share(figures["slo_attainment_rate"]),
-            *(_number(figures[key], "s") for key in ("latency_mean", "latency_p95", "queueing_mean")),
-        )
-    return Group(whole, each)
-
-
-def _number(value: float | None, unit: str) -> str:
-    return "-" if value is None else f"{value:.3g} {unit}".strip()
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"

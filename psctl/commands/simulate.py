@@ -39,12 +39,9 @@ from ..options.trace import (
     Trace,
 )
 from ..output import Output
-from .serve import summary_tables
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from rich.console import RenderableType
 
     from ...data.requests import Request
     from ...profiling.runs.simulate import SearchResult
@@ -116,6 +113,8 @@ def simulate(
     out = Output(json=json, quiet=quiet)
     from ...data.resolution import parse_list
     from ...data.traces.traces import TRACE_KINDS
+    from ...profiling.report.table import to_rich
+    from ...profiling.report.tables import run_tables, search_table
     from ...profiling.runs.outside_profile import warn_of_small_table
     from ...profiling.runs.simulate import (
         Deployment,
@@ -219,7 +218,7 @@ def simulate(
         }
         if output_file is not None:
             write_json(output_file.expanduser(), found)
-        out.data(found, table=lambda: _search_table(found))
+        out.data(found, table=lambda: search_table(found).to_rich())
         return
 
     require_places(workspace)
@@ -233,32 +232,10 @@ def simulate(
     )
     if output_file is not None:
         write_json(output_file.expanduser(), summary)
-    out.data(summary, table=lambda: summary_tables(summary))
+    out.data(summary, table=lambda: to_rich(run_tables(summary)))
     more = "" if with_report else f" (no report for more than {_MAX_REPORTED} requests)"
     out.note(f"Results: {run_dir / 'report.html' if with_report else run_dir}{more}")
 
 
 def _tried(search: "SearchResult", name: Literal["request_rate", "gpus"]) -> list[dict[str, float]]:
     return [{name: value, "slo_attainment_rate": share} for value, share in search.tried.items()]
-
-
-def _search_table(found: dict[str, Any]) -> "RenderableType":
-    from rich.table import Table
-
-    table = Table(title=f"SLO attainment of at least {found['slo_target']:.2%}", title_justify="left")
-    for name in ("", "requests/s", "GPUs", "attainment"):
-        table.add_column(name, justify="right" if name else "left")
-    table.add_row(
-        "highest rate",
-        f"{found['highest_request_rate']:.3g}",
-        str(found["gpus"]),
-        f"{found['attainment_at_highest_rate']:.2%}",
-    )
-    if found["gpus_needed"] is not None:
-        table.add_row(
-            "GPUs needed",
-            str(found["request_rate"]),
-            str(found["gpus_needed"]),
-            f"{found['attainment_with_gpus_needed']:.2%}",
-        )
-    return table

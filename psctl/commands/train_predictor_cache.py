@@ -1,7 +1,7 @@
 """`psctl train-predictor cache`: the forest that decides which patches may use the cached output of a block."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -10,9 +10,6 @@ from ...data.files import require_folder, write_bytes
 from ...data.workspace import DEFAULT_WORKSPACE, Workspace
 from ..options.common import Device, Json, Model, Quiet, Seed, WorkspaceRoot
 from ..output import Output
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 BackendName = Literal["sklearn", "cuml"]
 
@@ -101,6 +98,7 @@ def train_predictor_cache(
         predictor = fit_cache_predictor(samples, facts, settings)
     predictor.save(target)
     from ...profiling.report.cache_plots import plot_cache_training
+    from ...profiling.report.tables import cache_training_table
 
     report = dict(predictor.report)
     plot = target.with_suffix(".png")
@@ -112,30 +110,5 @@ def train_predictor_cache(
         "max_lag": predictor.max_lag,
         **{name: value for name, value in report.items() if name != "curve"},
     }
-    out.data(result, table=lambda: report_table(result))
+    out.data(result, table=lambda: cache_training_table(result).to_rich())
     out.note(f"Predictor: {target}, plot: {plot}")
-
-
-def report_table(result: dict[str, Any]) -> "RenderableType":
-    """What people see of the training's report."""
-    from rich.table import Table
-
-    test, baseline = result["test"], result["baseline"]
-    cut = "-" if baseline["cut"] is None else f"{baseline['cut']:.3g}"
-    table = Table(
-        title=f"{result['model']}, {result['scheduler']}, threshold {result['threshold']:g}",
-        title_justify="left",
-        caption=f"{test['rows']:,} rows of {test['requests']} held-out requests, {_percent(test['share_within'])} of "
-        f"them within the threshold; trained on {result['train']['rows']:,} rows of {result['train']['requests']}",
-        caption_justify="left",
-    )
-    table.add_column("")
-    for name in ("precision", "recall", "F1", "reuses"):
-        table.add_column(name, justify="right")
-    for label, figures in (("random forest", result), (f"input changed by at most {cut}", baseline)):
-        table.add_row(label, *(_percent(figures[name]) for name in ("precision", "recall", "f1", "reuse_share")))
-    return table
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"

@@ -1,7 +1,7 @@
 """`psctl train-predictor latency`: fit the predictor of step latencies to what was profiled."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,12 +12,7 @@ from ..options.common import Device, Json, Model, Quiet, Seed, WorkspaceRoot
 from ..output import Output
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from ...data.tables.latency import LatencyTable
-
-_CV_NAME = "cross_validated_mape"
-_NAMES = {"svr": "SVR", "linear": "linear baseline", "pixels": "look-up by pixels"}
 
 
 def train_predictor_latency(
@@ -78,6 +73,8 @@ def train_predictor_latency(
         )
     target = part.predictors / PREDICTOR_FILE if output_file is None else output_file.expanduser()
     require_folder(target.absolute().parent)
+    from ...profiling.report.tables import latency_training_table
+
     with out.status(f"Fitting to {len(measured.rows)} combinations of {table_file} ..."):
         from ...profiling.report.latency_plots import plot_predictions
         from ...training.latency.fitting import fit_latency_predictor, time_predictions
@@ -93,7 +90,7 @@ def train_predictor_latency(
         "predictor": str(target),
         "plot": str(plot_file),
     }
-    out.data(result, table=lambda: _table(result))
+    out.data(result, table=lambda: latency_training_table(result).to_rich())
     out.note(f"Predictor: {target}")
     out.note(f"Plot: {plot_file}")
 
@@ -118,27 +115,3 @@ def _check_owner(measured: "LatencyTable", table_file: Path, model: str, device_
             f"{table_file} is of {owner.model} on {owner.device}, not of {model} on {device_name}; give "
             f"--model {owner.model} --device {owner.device}, or --output-file for its predictor"
         )
-
-
-def _table(result: dict[str, Any]) -> "RenderableType":
-    from rich.table import Table
-
-    from ...profiling.measure.machine import describe
-
-    fit = result["fit"]
-    title = "imported table" if result["circumstances"] is None else describe(result["circumstances"])
-    parameters = ", ".join(f"{name} {value:g}" for name, value in fit["parameters"].items() if name != _CV_NAME)
-    caption = (
-        f"fitted to {fit['num_train']} combinations, errors on {len(fit['held_out'])} others; SVR of log ms: "
-        f"{parameters}, {fit['num_support_vectors']} support vectors; one prediction takes "
-        f"{result['prediction_us']:.0f} us"
-    )
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    table.add_column("held out")
-    for name in ("MAPE", "R2", "MSE"):
-        table.add_column(name, justify="right")
-    for name, label in _NAMES.items():
-        errors = fit["errors"][name]
-        r2 = "-" if errors["r2"] is None else f"{errors['r2']:.4f}"
-        table.add_row(label, f"{errors['mape']:.2%}", r2, f"{errors['mse_ms2']:.3g} ms2")
-    return table

@@ -9,9 +9,10 @@ import pytest
 from PIL import Image
 
 from patchedserve.data.workspace import ModelWorkspace
+from patchedserve.profiling.report.table import to_rich
+from patchedserve.profiling.report.tables import breakdown_tables
 from patchedserve.profiling.steps.attribution import CATEGORIES, Kernel, Span, attribute
 from patchedserve.profiling.steps.breakdown import run_breakdown
-from patchedserve.psctl.commands.bench_steps import breakdown_tables
 from patchedserve.psctl.output import Output
 from patchedserve.serving.models.served import ServedModel
 
@@ -37,7 +38,7 @@ def test_breakdown_adds_up(make: Callable[[], Any], tmp_path: Path, capsys: pyte
             for category, ms in side["ms"].items():
                 # SD3 has no GroupNorm; all else takes time on both sides.
                 assert (ms > 0) == (is_unet or category != "group_norm"), category
-    Output().data(result, table=breakdown_tables(result))
+    Output().data(result, table=to_rich(breakdown_tables(result)))
     printed = capsys.readouterr().out
     for word in ("SML", "LL", "group-norm", "stitching", "host", "same resolution"):
         assert word in printed

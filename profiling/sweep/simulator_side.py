@@ -1,0 +1,246 @@
+"""Sweeps on the virtual clock, with latencies of their own for the plain and the patch engine. No torch."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from ...data.errors import UsageError
+from ...data.files import named_by_content
+from ...data.requests import Request
+from ...data.run_facts import RunFacts
+from ...data.tables.latency import read_latencies
+from ...serving.engine.stepper import EngineName
+from ...serving.scheduling.policies import StepLatencyPredictor, get_policy
+from ...serving.scheduling.step_latency import MemoisedLatency, PerResolutionLatency, ScaledLatency
+from ...serving.scheduling.systems import System
+from ...serving.simulator.simulator import simulate
+from ...serving.simulator.stage_times import StageTimes, standalone_latency_s
+from ...serving.simulator.step_durations import StepDurations
+from ...training.latency.online_correction import OnlineCorrection
+from ...training.latency.predictor import LatencyPredictor
+from ..runs.calibration import Calibration, step_sources
+from ..runs.outside_profile import warn_of_small_table
+from ..runs.simulate import load_stage_times
+from .figures import EngineKind
+from .runner import Runner, Standalone
+from .settings import Served, SweepFolder, SweepSettings
+
+_Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedEngine:
+    """What the simulator knows of one engine.
+
+    Attributes:
+        told: step latencies as policies see them at the start; they learn on line, as on the engine.
+        durations: how long steps last.
+        times: of the other stages.
+        told_scale: what the correction of `told` starts with.
+    """
+
+    told: StepLatencyPredictor
+    durations: StepDurations
+    times: StageTimes
+    told_scale: float = 1.0
+
+    @classmethod
+    def of(
+        cls,
+        name: EngineName,
+        steady: StepLatencyPredictor,
+        first: StepLatencyPredictor | None = None,
+        calibration: Calibration | None = None,
+        times: StageTimes | None = None,
+    ) -> Self:
+        """An engine with these profiled latencies.
+
+        Args:
+            name: the plain engine takes a forward pass for each resolution, so that only latencies of batches of one
+                resolution are looked up, and packs nothing: it has no first steps.
+            steady, first: of batches that stay the same, and of those that have changed.
+            calibration: what a served run has told; None: steps last as long as the profile says.
+            times: of the other stages, where there is no calibration.
+        """
+        if name == "plain":
+            steady, first = PerResolutionLatency(steady), None
+        if calibration is None:
+            return cls(steady, StepDurations(steady, first), times or StageTimes())
+        return cls(steady, calibration.durations(steady, first), calibration.times, calibration.told_scale)
+
+    def standalone_s(self, request: Request) -> float:
+        """Latency of a request that is served alone."""
+        return standalone_latency_s(request, ScaledLatency(self.durations.steady, self.durations.scale), self.times)
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatorSide:
+    """Serves the runs of a sweep on the virtual clock.
+
+    Attributes:
+        settings: what is swept.
+        engines: by name; every system's must be there. SLOs are those of the plain one.
+        model: name of the model whose defaults are taken.
+        sources: what the engines were made of, as `SimulatorFiles.sources` gives it.
+    """
+
+    settings: SweepSettings
+    engines: Mapping[EngineName, SimulatedEngine]
+    model: str = ""
+    sources: Mapping[str, str] | None = None
+
+    @property
+    def others(self) -> Sequence[Request]:
+        """None: nothing is to be warmed up."""
+        return ()
+
+    def check(self, examples: Sequence[Request]) -> None:
+        """See `Side`."""
+        for request in examples:
+            for name in self.settings.engine_names:
+                self.engines[name].durations.steady.step_latency_s((request.resolution,))
+
+    def head(self, examples: Sequence[Request], known_s: Mapping[str, float]) -> dict[str, Any]:
+        """See `Side`."""
+        plain = self.engines["plain"]
+        return {
+            "settings": self.settings.fixed(),
+            "circumstances": {"model": self.model, "device": "simulated", **(self.sources or {})},
+            "standalone_s": {str(request.resolution): plain.standalone_s(request) for request in examples},
+        }
+
+    def begin(self, folder: SweepFolder, standalone_s: Standalone) -> Mapping[EngineKind, Runner]:
+        """See `Side`."""
+        return {"simulator": self}
+
+    def run(self, system: System, requests: Sequence[Request], standalone_s: Standalone) -> Served:
+        """See `Runner`. Raises UsageError: the latencies do not know a resolution."""
+        engine, policy = self.engines[system.engine], get_policy(system.policy)
+        told: StepLatencyPredictor = MemoisedLatency(engine.told)
+        if policy.requires_predictor:
+            told = OnlineCorrection(told, scale=engine.told_scale)
+        result = simulate(
+            list(map(system.adapt, requests)),
+            policy,
+            told,
+            max_batch_size=self.settings.max_batch_size,
+            num_gpus=self.settings.num_gpus,
+            spans_gpus=system.spans_gpus,
+            times=engine.times,
+            durations=engine.durations,
+            standalone_s=standalone_s,
+        )
+        taken = sum(record.num_inference_steps for record in result.records if record.denoise_end_s is not None)
+        figures = {
+            "num_steps": result.num_steps,
+            "step_latency_mean": sum(result.busy_s) / result.num_steps if result.num_steps else None,
+            "batch_size_mean": taken / result.num_steps if result.num_steps else None,
+            "scheduling_mean": result.decision_s / result.num_decisions if result.num_decisions else None,
+            "busy_rate": [busy_s / result.duration_s for busy_s in result.busy_s],
+            "max_prepared": result.max_prepared,
+        }
+        return Served(result.records, result.duration_s, figures)
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatorFiles:
+    """The files that tell the simulator about both engines.
+
+    Attributes:
+        latency: step latencies of the patch engine: a table, or a fitted predictor.
+        plain_latency: those of the plain engine; None: batches of one resolution of `latency`, which is warned of.
+        calibration: `calibration.json` of a sweep on both.
+        stage_times: folder of a served run, for the times of the stages beside the steps if there is no calibration.
+
+    Raises:
+        UsageError: there are a calibration and stage times.
+    """
+
+    latency: Path
+    plain_latency: Path | None = None
+    calibration: Path | None = None
+    stage_times: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.calibration is not None and self.stage_times is not None:
+            raise UsageError("--calibration brings the times of the stages; give it or --stage-times, not both")
+
+    def sources(self) -> dict[str, str]:
+        """The files by what they are, as `PATH (checksum)`: another content makes another sweep. Raises OSError."""
+        records = None if self.stage_times is None else self.stage_times / "records.parquet"
+        files = {
+            "latency": self.latency,
+            "plain_latency": self.plain_latency,
+            "calibration": self.calibration,
+            "stage_times": records,
+        }
+        return {name: named_by_content(path) for name, path in files.items() if path is not None}
+
+    def engines(
+        self, max_batch_size: int = 16, on_warning: _Tell = lambda text: None
+    ) -> dict[EngineName, SimulatedEngine]:
+        """What the files say of both engines.
+
+        Args:
+            max_batch_size: of what will be simulated.
+            on_warning: told what may be inexact.
+
+        Raises:
+            UsageError: a file cannot be read, is damaged, or is of the wrong engine.
+            RunError: no request of the served run was completed.
+        """
+        times = None if self.stage_times is None else load_stage_times(self.stage_times)
+        known = {} if self.calibration is None else read_calibrations(self.calibration)
+        if self.plain_latency is None:
+            on_warning(
+                f"no --plain-latency is given: systems of the plain engine take the times that {self.latency} has for "
+                "batches of one resolution"
+            )
+        files: dict[EngineName, tuple[Path, bool]] = {
+            "patched": (self.latency, True),
+            "plain": (self.plain_latency or self.latency, self.plain_latency is not None),
+        }
+        engines: dict[EngineName, SimulatedEngine] = {}
+        for name, (path, is_own) in files.items():
+            about, steady, first = _read_source(path, on_warning)
+            if is_own:
+                warn_of_small_table(steady, path, max_batch_size, on_warning)
+            if is_own and about is not None and about.engine != name:
+                option = "--latency" if name == "patched" else "--plain-latency"
+                raise UsageError(f"{path} is of the {about.engine} engine, but {option} must be of the {name} one")
+            if self.calibration is not None and name not in known:
+                raise UsageError(
+                    f"{self.calibration} has no calibration of the {name} engine, but of {', '.join(known)}"
+                )
+            engines[name] = SimulatedEngine.of(name, steady, first, known.get(name), times)
+        return engines
+
+
+def read_calibrations(path: Path) -> dict[str, Calibration]:
+    """Read `calibration.json` of a sweep with `--on both`: calibrations by engine.
+
+    Raises:
+        UsageError: the file cannot be read or is damaged.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path}: cannot read the calibration: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UsageError(f"{path}: the calibration is damaged: {error}") from error
+    if not isinstance(content, dict) or not content:
+        raise UsageError(f"{path}: the calibration is damaged: it names no engine")
+    return {name: Calibration.from_json(data, f"{path}, {name}") for name, data in content.items()}
+
+
+def _read_source(
+    path: Path, on_warning: _Tell
+) -> tuple[RunFacts | None, StepLatencyPredictor, StepLatencyPredictor | None]:
+    """What step latencies were measured on, and those of steady and of first steps."""
+    if path.suffix.lower() == ".safetensors":
+        predictor = LatencyPredictor.load(path, on_warning=on_warning)
+        return predictor.about.circumstances, predictor, None
+    table = read_latencies(path)
+    return table.circumstances, *step_sources(table)
