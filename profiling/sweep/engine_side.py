@@ -2,12 +2,11 @@
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median_low
 from typing import Any
 
-from ...data.checks import require_counts
 from ...data.files import atomic_write, named_by_content, write_json
 from ...data.requests import Request
 from ...data.tables.latency import TABLE_PATTERN, LatencyTable, read_latencies
@@ -30,30 +29,12 @@ from ..runs.calibration import Calibration, calibrate, step_sources
 from ..runs.outside_profile import predictions_outside
 from ..runs.serve import engine_figures, what_was_learnt
 from .figures import EngineKind
-from .runner import Runner, Standalone
+from .runner import Runner, Standalone, WarmUp
 from .settings import Served, SweepFolder, SweepSettings
 from .simulator_side import SimulatedEngine, SimulatorSide, read_calibrations
 
 CALIBRATION_FILE = "calibration.json"
 _WARMUP_SYSTEM: Mapping[EngineName, str] = {"plain": "bucketed", "patched": "patched-fcfs"}
-
-
-@dataclass(frozen=True, slots=True)
-class WarmUp:
-    """What comes before the sweep on an engine.
-
-    Attributes:
-        num_requests: served by each engine at the middle rate before anything counts; twice if the simulator is to be
-            calibrated, by the second time.
-        combinations, repeats: of the latency tables, where the simulator needs one that the workspace does not have.
-    """
-
-    num_requests: int = 32
-    combinations: int = 60
-    repeats: int = 2
-
-    def __post_init__(self) -> None:
-        require_counts({"num requests": self.num_requests, "combinations": self.combinations, "repeats": self.repeats})
 
 
 class EngineSide:

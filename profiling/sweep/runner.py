@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from ...data.checks import require_counts
 from ...data.errors import RunError
 from ...data.requests import Request
 from ...data.traces.traces import assign_slos
@@ -15,6 +16,24 @@ from .settings import SWEEP_FILE, Served, SweepFolder, SweepSettings, read_head
 
 Standalone = Callable[[Request], float]
 """Latency of a request that is served alone on plain diffusers, in seconds: the same for all systems."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """What comes before the sweep on an engine.
+
+    Attributes:
+        num_requests: served by each engine at the middle rate before anything counts; twice if the simulator is to be
+            calibrated, by the second time.
+        combinations, repeats: of the latency tables, where the simulator needs one that the workspace does not have.
+    """
+
+    num_requests: int = 32
+    combinations: int = 60
+    repeats: int = 2
+
+    def __post_init__(self) -> None:
+        require_counts({"num requests": self.num_requests, "combinations": self.combinations, "repeats": self.repeats})
 
 
 class Runner(Protocol):

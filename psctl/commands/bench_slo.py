@@ -1,7 +1,5 @@
 """`psctl bench slo`: SLO attainment of every policy over the request rate, on the engine or in the simulator."""
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -31,10 +29,8 @@ from ..options.trace import Amplitude, Arrivals, Cv, Duration, Gpus, Mix, Period
 from ..output import Output
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from ...profiling.sweep.bench import SweepOutcome
-    from ...profiling.sweep.bench_simulator import SimulatorFiles
+    from ...profiling.sweep.runner import Side
+    from ...profiling.sweep.simulator_side import SimulatorFiles
 
 _DEFAULT_POLICIES = "fcfs,static,bucketed,nirvana,patched-fcfs,edf,slack"
 _DEFAULT_NUM_PROMPTS = {"real": 60, "both": 60, "simulator": 1000}
@@ -154,9 +150,10 @@ def bench_slo(
     """
     out = Output(json=json, quiet=quiet)
     # Everything that can be wrong is looked at before torch is imported and the model loaded.
+    from ...profiling.report.table import to_rich
     from ...profiling.runs.trace_settings import TraceSettings
-    from ...profiling.sweep.bench import WarmUp, examples_of
-    from ...profiling.sweep.sweep import RUN_KIND, SweepSettings, check_resumed
+    from ...profiling.sweep.runner import WarmUp, examples_of, sweep
+    from ...profiling.sweep.settings import RUN_KIND, SweepSettings, check_resumed
     from ...serving.engine.stepper import EngineOptions
     from ...serving.models.loading import model_defaults
 
@@ -177,7 +174,7 @@ def bench_slo(
     files = _simulator_files(latency, plain_latency, calibration, stage_times) if is_simulated else None
     is_unlimited = num_prompts is None and duration is None and trace != "azure"
     settings = SweepSettings(
-        policies=_names(policies),
+        systems=_names(policies),
         rates=tuple(numbers_of("--rates", rates)),
         seeds=tuple(range(seed, seed + num_seeds)),
         engine=engine,
@@ -206,19 +203,12 @@ def bench_slo(
         check_resumed(resume.expanduser(), settings)
     require_places(workspace, file=output_file)
 
-    def folder_on(device_name: str) -> Path:
-        if resume is not None:
-            return resume.expanduser()
-        return Workspace(workspace).for_model(model, device_name).new_run(RUN_KIND)
-
-    sweep: Callable[..., SweepOutcome]
+    side: Side
     if files is not None:
-        from ...profiling.sweep.bench_simulator import bench_in_simulator
+        from ...profiling.sweep.simulator_side import SimulatorSide
 
-        engines = files.engines(max_batch_size, out.warn)
-        sweep = partial(
-            bench_in_simulator, settings, model, defaults, engines, lambda: folder_on("simulated"), files.sources()
-        )
+        side = SimulatorSide(settings, files.engines(max_batch_size, out.warn), model, files.sources())
+        device_name = "simulated"
     else:
         from ...profiling.runs.outside_profile import warn_of_small_table
         from ...profiling.runs.simulate import load_step_latency
@@ -232,62 +222,56 @@ def bench_slo(
             warn_of_small_table(step_latency, predictor_file, max_batch_size, out.warn)
         with out.status(f"Loading {model} ..."):
             served = load_model(model, device, dtype, options, workspace=Workspace(workspace))
-        part = Workspace(workspace).for_model(model, str(served.device))
-        if step_latency is None and any(get_policy(name).requires_predictor for name in settings.policies):
+        device_name = str(served.device)
+        part = Workspace(workspace).for_model(model, device_name)
+        if step_latency is None and any(get_policy(each.policy).requires_predictor for each in settings.presets):
             from ...profiling.measure.latency import workspace_predictor
             from ...training.latency.predictor import PREDICTOR_FILE
 
             step_latency = workspace_predictor(served, part, on_warning=out.warn)
             predictor_file = part.find_predictor(PREDICTOR_FILE)
-        from ...profiling.sweep.bench_engine import bench_on_engine
+        from ...profiling.sweep.engine_side import EngineSide
 
-        sweep = partial(
-            bench_on_engine,
+        side = EngineSide(
             settings,
             served,
             part,
-            lambda: folder_on(str(served.device)),
             predictor=step_latency,
             predictor_file=predictor_file,
             warm_up=warm_up,
             on_note=out.note,
         )
+
+    def open_folder() -> Path:
+        if resume is not None:
+            return resume.expanduser()
+        return Workspace(workspace).for_model(model, device_name).new_run(RUN_KIND)
+
+    from ...profiling.sweep.report import tables_of
+
     with out.progress() as progress:
         task = progress.add_task("runs", total=settings.num_runs)
         outcome = sweep(
-            on_run=lambda text: progress.update(task, description=text), on_done=lambda: progress.advance(task)
+            settings,
+            side,
+            defaults,
+            open_folder,
+            on_run=lambda text: progress.update(task, description=text),
+            on_done=lambda: progress.advance(task),
         )
     if output_file is not None:
         write_json(output_file.expanduser(), outcome.result)
-    out.data(outcome.result, table=lambda: result_tables(outcome.result))
+    out.data(outcome.result, table=lambda: to_rich(tables_of(outcome.result)))
     out.note(f"Report: {outcome.report}")
     if outcome.was_interrupted:
         out.note(f"The same command with --resume {outcome.run_dir} goes on from here.")
         raise KeyboardInterrupt
 
 
-def result_tables(result: dict[str, Any]) -> "RenderableType":
-    """What people see of `result.json`."""
-    from rich.console import Group
-    from rich.table import Table
-
-    from ...profiling.sweep.tables import tables_of
-
-    tables = []
-    for each in tables_of(result):
-        table = Table(title=each.title, title_justify="left", caption=each.note or None, caption_justify="left")
-        for index, name in enumerate(each.columns):
-            table.add_column(name, justify="left" if index < each.num_words else "right")
-        for row in each.rows:
-            table.add_row(*row)
-        tables.append(table)
-    return Group(*tables)
-
-
 def _simulator_files(
     latency: Path | None, plain_latency: Path | None, calibration: Path | None, stage_times: Path | None
 ) -> "SimulatorFiles":
-    from ...profiling.sweep.bench_simulator import SimulatorFiles
+    from ...profiling.sweep.simulator_side import SimulatorFiles
 
     if latency is None:
         raise UsageError("--engine simulator needs --latency: step latencies of the patch engine")

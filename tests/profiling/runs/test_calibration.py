@@ -14,7 +14,7 @@ from patchedserve.data.tables.latency import LatencyRow, LatencyTable, write_lat
 from patchedserve.data.traces.traces import TraceConfig, assign_slos, generate_trace
 from patchedserve.profiling.runs.calibration import Calibration, calibrate, step_sources
 from patchedserve.profiling.runs.simulate import Deployment, load_first_steps, load_step_latency
-from patchedserve.profiling.sweep.simulated import SimulatedEngine, read_calibrations
+from patchedserve.profiling.sweep.simulator_side import SimulatedEngine, read_calibrations
 from patchedserve.serving.scheduling.policies import get_policy
 from patchedserve.serving.simulator.simulator import SimulationResult, simulate
 from patchedserve.serving.simulator.stage_times import StageTimes

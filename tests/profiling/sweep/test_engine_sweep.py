@@ -15,7 +15,7 @@ from patchedserve.data.resolution import Resolution
 from patchedserve.data.tables.schemas import RECORDS, read_rows
 from patchedserve.data.workspace import Workspace
 from patchedserve.profiling.measure.latency import LatencySettings, profile_latency
-from patchedserve.profiling.sweep.real import latency_table
+from patchedserve.profiling.sweep.engine_side import latency_table
 from patchedserve.serving.engine.stepper import EngineOptions
 from patchedserve.serving.models.defaults import ModelDefaults
 from patchedserve.serving.models.served import ServedModel
