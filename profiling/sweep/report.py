@@ -167,7 +167,8 @@ def tables_of(result: Mapping[str, Any]) -> list[Table]:
 
 
 def _held_table(figures: Mapping[str, Any], where: str) -> Table:
-    baselines = " and ".join(figures["baselines"]) if len(figures["baselines"]) < 3 else "the baselines"
+    *others, last = figures["baselines"] or [""]
+    baselines = f"{', '.join(others)} and {last}" if others else last
     against = f"at {RATIO_TARGET:.0%}, against best of {baselines}" if figures["baselines"] else "ratio"
     rows = [
         (

@@ -8,6 +8,7 @@ import typer
 from ...data.errors import UsageError
 from ...data.files import require_places, write_json
 from ...data.workspace import DEFAULT_WORKSPACE, Workspace
+from ...serving.scheduling.systems import FORMER_POLICIES
 from ..options.common import (
     Device,
     DType,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from ...profiling.sweep.runner import Side
     from ...profiling.sweep.simulator_side import SimulatorFiles
 
-_DEFAULT_POLICIES = "fcfs,static,bucketed,nirvana,patched-fcfs,edf,slack"
+_DEFAULT_POLICIES = "diffusers,bucketed,nirvana,patched-fcfs,patchedserve"
 _DEFAULT_NUM_PROMPTS = {"real": 60, "both": 60, "simulator": 1000}
 
 
@@ -47,8 +48,8 @@ def bench_slo(
         typer.Option(
             "--policies",
             metavar="NAME,...",
-            help="fcfs, static, bucketed and nirvana run plain diffusers, patched-fcfs, edf and slack the patch "
-            "engine; the simulator has distrifusion-fcfs, too.",
+            help="Systems: patchedserve, patched-fcfs, patched-edf, bucketed, nirvana, diffusers, diffusers-fcfs; the "
+            "simulator has distrifusion-fcfs, too.",
         ),
     ] = _DEFAULT_POLICIES,
     rates: Annotated[
@@ -140,9 +141,9 @@ def bench_slo(
 
         psctl bench slo --rates 1,2,3,4 --num-prompts 60
 
-        psctl bench slo --cache patch --policies bucketed,patched-fcfs,slack --rates 2,4,6 --num-seeds 3
+        psctl bench slo --cache patch --policies bucketed,patched-fcfs,patchedserve --rates 2,4,6 --num-seeds 3
 
-        psctl bench slo --engine both --policies bucketed,patched-fcfs,slack --rates 1,2,3 --duration 20
+        psctl bench slo --engine both --policies bucketed,patched-fcfs,patchedserve --rates 1,2,3 --duration 20
 
         psctl bench slo --engine simulator --latency h200.csv --resolutions 512,768,1024 --rates 5,10,15,20 --gpus 4
 
@@ -286,4 +287,5 @@ def _check_side(given: dict[str, Any], is_allowed: bool, engine: str) -> None:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+    names = (name.strip() for name in text.split(","))
+    return tuple(FORMER_POLICIES.get(name, name) for name in names if name)

@@ -86,13 +86,13 @@ def bench_steps(
         served = load_model(model, device, dtype, options)
     from ...profiling.report.table import to_rich
     from ...profiling.report.tables import breakdown_tables, step_tables
-    from ...profiling.steps.bench import BenchSettings, run_step_bench
-    from ...profiling.steps.breakdown import run_breakdown
+    from ...profiling.steps.bench import STEPS, BenchSettings, run_bench
+    from ...profiling.steps.breakdown import BREAKDOWN
 
-    run = run_breakdown if breakdown else run_step_bench
     with out.progress() as progress:
         task = progress.add_task("combinations", total=len(chosen))
-        outcome = run(
+        outcome = run_bench(
+            BREAKDOWN if breakdown else STEPS,
             served,
             chosen,
             Workspace(workspace).for_model(model, str(served.device)),
