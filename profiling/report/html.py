@@ -55,7 +55,7 @@ def write_report(
     text = render(
         "run.html",
         title=f"Serve run of {summary.get('model', 'a model')}",
-        facts=[summary.get("dataset"), config.get("policy"), f"{len(data.records)} requests"],
+        facts=[summary.get("dataset"), config.get("system") or config.get("policy"), f"{len(data.records)} requests"],
         data=data,
         tiles=_tiles(summary, data),
         plots=plots_of(plots, {name: alt for name, (_, alt) in PLOTS.items()}, WIDE_PLOTS),
