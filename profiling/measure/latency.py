@@ -3,7 +3,7 @@
 What is timed is the step of the engine that serves, guidance and sampler included, while the batch stays the same.
 Every round visits all combinations in another random order, so that whatever else the machine does, and its drift, meet
 all of them alike; in every visit two steps pass before the first timing. What is measured is kept in the workspace
-every few seconds, and the same profile goes on from there.
+every few seconds, and the same profile continues from there.
 """
 
 import hashlib
@@ -71,7 +71,7 @@ class LatencySettings:
         timings = len(self.drawn()) * self.repeats * TIMINGS_PER_ROUND
         settings = asdict(self) | {"resolutions": list(map(str, self.resolutions)), "timings": timings}
         if not self.one_resolution:
-            # Tables that were begun before there was a choice are still gone on with.
+            # Tables that were begun before there was a choice can still be continued.
             del settings["one_resolution"]
         return settings
 

@@ -161,7 +161,7 @@ def _context(model: "ServedModel") -> dict[str, Any]:
     from .machine import run_facts
 
     about = run_facts(model).key()
-    # The model counts by its files; guidance is each request's own, and stands in its shape.
+    # The model counts by its files; guidance is each request's own, and part of its shape.
     for name in ("model", "guidance_scale", "is_guided"):
         del about[name]
     return about | {"cache": model.options.cache.identity()}

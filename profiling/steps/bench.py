@@ -40,7 +40,7 @@ class BenchSettings:
 
     Attributes:
         repeats: timings of every side.
-        warmup: rounds before them, each of a step that starts anew and one that goes on.
+        warmup: rounds before them, each of a step of a new batch and one of the same batch.
         seed: of the first request's noise.
     """
 

@@ -28,10 +28,11 @@ from ..measure.standalone import shape_of, standalone_latencies
 from ..runs.calibration import Calibration, calibrate, step_sources
 from ..runs.outside_profile import predictions_outside
 from ..runs.serve import engine_figures, what_was_learnt
+from ..runs.simulate import SimulatedEngine
 from .figures import EngineKind
 from .runner import Runner, Standalone, WarmUp
 from .settings import Served, SweepFolder, SweepSettings
-from .simulator_side import SimulatedEngine, SimulatorSide, read_calibrations
+from .simulator_side import SimulatorSide, read_calibrations
 
 CALIBRATION_FILE = "calibration.json"
 _WARMUP_SYSTEM: Mapping[EngineName, str] = {"plain": "bucketed", "patched": "patched-fcfs"}

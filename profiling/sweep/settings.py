@@ -223,7 +223,7 @@ class SweepFolder:
         ends = table.group_by(["status", "reason"], use_threads=False).aggregate([([], "count_all")]).to_pylist()
         try:
             if (about["engine"], about["policy"], about["request_rate"], about["seed"]) != (engine, system, rate, seed):
-                raise ValueError("it is of another run")
+                raise ValueError("it belongs to another run")
             if not len(table):
                 raise ValueError("it holds no request")
             return FinishedRun(
@@ -258,7 +258,7 @@ def read_head(path: Path) -> dict[str, Any]:
     """Read what the runs of a sweep's folder have in common. Raises UsageError: there is no sweep, or it is damaged."""
     file = path / SWEEP_FILE
     if not file.is_file():
-        raise UsageError(f"{path} is no folder of psctl bench slo: it has no {SWEEP_FILE}")
+        raise UsageError(f"{path} is not a folder of psctl bench slo: it has no {SWEEP_FILE}")
     try:
         head = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:

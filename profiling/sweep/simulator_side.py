@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from ...data.errors import UsageError
 from ...data.files import named_by_content
@@ -12,67 +12,17 @@ from ...data.requests import Request
 from ...data.run_facts import RunFacts
 from ...data.tables.latency import read_latencies
 from ...serving.engine.stepper import EngineName
-from ...serving.scheduling.policies import StepLatencyPredictor, get_policy
-from ...serving.scheduling.step_latency import MemoisedLatency, PerResolutionLatency, ScaledLatency
+from ...serving.scheduling.policies import StepLatencyPredictor
 from ...serving.scheduling.systems import System
-from ...serving.simulator.simulator import simulate
-from ...serving.simulator.stage_times import StageTimes, standalone_latency_s
-from ...serving.simulator.step_durations import StepDurations
-from ...training.latency.online_correction import OnlineCorrection
 from ...training.latency.predictor import LatencyPredictor
 from ..runs.calibration import Calibration, step_sources
 from ..runs.outside_profile import warn_of_small_table
-from ..runs.simulate import load_stage_times
+from ..runs.simulate import SimulatedEngine, load_stage_times, loop_figures
 from .figures import EngineKind
 from .runner import Runner, Standalone
 from .settings import Served, SweepFolder, SweepSettings
 
 _Tell = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedEngine:
-    """What the simulator knows of one engine.
-
-    Attributes:
-        told: step latencies as policies see them at the start; they learn on line, as on the engine.
-        durations: how long steps last.
-        times: of the other stages.
-        told_scale: what the correction of `told` starts with.
-    """
-
-    told: StepLatencyPredictor
-    durations: StepDurations
-    times: StageTimes
-    told_scale: float = 1.0
-
-    @classmethod
-    def of(
-        cls,
-        name: EngineName,
-        steady: StepLatencyPredictor,
-        first: StepLatencyPredictor | None = None,
-        calibration: Calibration | None = None,
-        times: StageTimes | None = None,
-    ) -> Self:
-        """An engine with these profiled latencies.
-
-        Args:
-            name: the plain engine takes a forward pass for each resolution, so that only latencies of batches of one
-                resolution are looked up, and packs nothing: it has no first steps.
-            steady, first: of batches that stay the same, and of those that have changed.
-            calibration: what a served run has told; None: steps last as long as the profile says.
-            times: of the other stages, where there is no calibration.
-        """
-        if name == "plain":
-            steady, first = PerResolutionLatency(steady), None
-        if calibration is None:
-            return cls(steady, StepDurations(steady, first), times or StageTimes())
-        return cls(steady, calibration.durations(steady, first), calibration.times, calibration.told_scale)
-
-    def standalone_s(self, request: Request) -> float:
-        """Latency of a request that is served alone."""
-        return standalone_latency_s(request, ScaledLatency(self.durations.steady, self.durations.scale), self.times)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,32 +66,16 @@ class SimulatorSide:
         return {"simulator": self}
 
     def run(self, system: System, requests: Sequence[Request], standalone_s: Standalone) -> Served:
-        """See `Runner`. Raises UsageError: the latencies do not know a resolution."""
-        engine, policy = self.engines[system.engine], get_policy(system.policy)
-        told: StepLatencyPredictor = MemoisedLatency(engine.told)
-        if policy.requires_predictor:
-            told = OnlineCorrection(told, scale=engine.told_scale)
-        result = simulate(
-            list(map(system.adapt, requests)),
-            policy,
-            told,
+        """See `Runner`."""
+        result = self.engines[system.engine].serve(
+            system,
+            requests,
+            standalone_s,
             max_batch_size=self.settings.max_batch_size,
             num_gpus=self.settings.num_gpus,
-            spans_gpus=system.spans_gpus,
-            times=engine.times,
-            durations=engine.durations,
-            standalone_s=standalone_s,
         )
-        taken = sum(record.num_inference_steps for record in result.records if record.denoise_end_s is not None)
-        figures = {
-            "num_steps": result.num_steps,
-            "step_latency_mean": sum(result.busy_s) / result.num_steps if result.num_steps else None,
-            "batch_size_mean": taken / result.num_steps if result.num_steps else None,
-            "scheduling_mean": result.decision_s / result.num_decisions if result.num_decisions else None,
-            "busy_rate": [busy_s / result.duration_s for busy_s in result.busy_s],
-            "max_prepared": result.max_prepared,
-        }
-        return Served(result.records, result.duration_s, figures)
+        busy_rate = [busy_s / result.duration_s for busy_s in result.busy_s]
+        return Served(result.records, result.duration_s, loop_figures(result) | {"busy_rate": busy_rate})
 
 
 @dataclass(frozen=True, slots=True)

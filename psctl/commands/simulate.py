@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ...data.requests import Request
-    from ...profiling.runs.simulate import SearchResult
+    from ...profiling.runs.planning import SearchResult
 
 _DEFAULT_NUM_PROMPTS = 1000
 _MAX_REPORTED = 20_000
@@ -119,11 +119,9 @@ def simulate(
     from ...profiling.report.table import to_rich
     from ...profiling.report.tables import run_tables, search_table
     from ...profiling.runs.outside_profile import warn_of_small_table
+    from ...profiling.runs.planning import at_rate, gpus_needed, highest_rate
     from ...profiling.runs.simulate import (
         Deployment,
-        at_rate,
-        gpus_needed,
-        highest_rate,
         load_first_steps,
         load_stage_times,
         load_step_latency,

@@ -141,7 +141,7 @@ def test_resumed_sweep_is_the_same(bench: Call, folder: Path, monkeypatch: pytes
         calls.append(1)
         return simulate(*arguments, **keywords)
 
-    monkeypatch.setattr("patchedserve.profiling.sweep.simulator_side.simulate", counted)
+    monkeypatch.setattr("patchedserve.profiling.runs.simulate.simulate", counted)
     second = result_of(bench(*options, "--num-seeds", "2", "--resume", first["run_dir"]))
     assert len(calls) == 4
     assert second["run_dir"] == first["run_dir"]
@@ -169,7 +169,7 @@ def test_resumed_sweep_is_the_same(bench: Call, folder: Path, monkeypatch: pytes
         (("--max-batch-size", "8"), "was begun with settings max_batch_size 16"),
     ],
 )
-def test_another_sweep_is_not_gone_on_with(bench: Call, folder: Path, change: tuple[str, str], message: str) -> None:
+def test_another_sweep_is_not_continued(bench: Call, folder: Path, change: tuple[str, str], message: str) -> None:
     (folder / "other.csv").write_text(TABLE.replace("20", "21", 1))
     base = (*SIMULATED, *FAST, "--policies", "diffusers-fcfs")
     run_dir = result_of(bench(*base))["run_dir"]
@@ -213,7 +213,7 @@ def test_a_sweep_of_another_engine_is_refused_before_a_model_is_loaded(bench: Ca
         (["--calibration", "x.json", "--stage-times", "."], "not both"),
         (["--stage-times", "."], "records.parquet"),
         (["--policies", "distrifusion-fcfs", "--gpus", "3"], "speedups only for 1, 2, 4, 8"),
-        (["--resume", "."], "is no folder of psctl bench slo"),
+        (["--resume", "."], "is not a folder of psctl bench slo"),
         (["--engine", "real"], "--latency belongs to --engine simulator"),
     ],
 )
