@@ -9,7 +9,7 @@ from typing import Any
 
 from ...data.files import atomic_write, named_by_content, write_json
 from ...data.requests import Request
-from ...data.tables.latency import TABLE_PATTERN, LatencyTable, read_latencies
+from ...data.tables.latency import LatencyTable, read_latencies
 from ...data.workspace import ModelWorkspace
 from ...serving.cache.options import CacheOptions
 from ...serving.cache.patch_cache import CacheStats
@@ -29,6 +29,7 @@ from ..runs.calibration import Calibration, calibrate, step_sources
 from ..runs.outside_profile import predictions_outside
 from ..runs.serve import engine_figures, what_was_learnt
 from ..runs.simulate import SimulatedEngine
+from ..runs.step_latencies import newest_first
 from .figures import EngineKind
 from .runner import Runner, Standalone, WarmUp
 from .settings import Served, SweepFolder, SweepSettings
@@ -233,8 +234,7 @@ def latency_table(
         UsageError, RunError, OSError: as `profile_latency`.
     """
     about = run_facts(model)
-    found = sorted((workspace.root / "tables").glob(TABLE_PATTERN), key=lambda path: path.stat().st_mtime_ns)
-    for path in (*sorted(folder.glob(TABLE_PATTERN)), *reversed(found)):
+    for path in (*newest_first(folder), *newest_first(workspace.root / "tables")):
         table = read_latencies(path)
         fits = table.circumstances is not None and table.circumstances.difference(about) is None
         largest = (table.settings or {}).get("max_batch_size", 0)
