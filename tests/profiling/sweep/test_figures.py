@@ -10,15 +10,13 @@ import pytest
 
 from patchedserve.data.statistics import wilson_interval
 from patchedserve.profiling.sweep.figures import FinishedRun, agreement, point_figures, sweep_figures
-from patchedserve.profiling.sweep.held import HeldRate, best_held, held_rate, ratio
-from patchedserve.profiling.sweep.plots import _band
-from patchedserve.profiling.sweep.seeds import share_interval
-from patchedserve.profiling.sweep.tables import tables_of
+from patchedserve.profiling.sweep.held import HeldRate, best_held, held_rate, ratio, share_interval
+from patchedserve.profiling.sweep.report import band_of, tables_of
 
 
 def run(
     latencies: Sequence[float | None],
-    policy: str = "patchedserve",
+    system: str = "patchedserve",
     rate: float = 1.0,
     seed: int = 0,
     duration_s: float = 10.0,
@@ -29,7 +27,7 @@ def run(
     lost = len(latencies) - len(done)
     statuses = {"completed": len(done), "discarded": lost}
     return FinishedRun(
-        engine, policy, rate, seed, int((done <= 2.0).sum()), statuses, {"too late": lost}, done, duration_s
+        engine, system, rate, seed, int((done <= 2.0).sum()), statuses, {"too late": lost}, done, duration_s
     )
 
 
@@ -161,7 +159,7 @@ def shares(*by_rate: float, policy: str, seed: int) -> list[FinishedRun]:
 
 
 def three_seeds(last: float = 0.85) -> list[FinishedRun]:
-    """Two policies; `last` is what patchedserve reaches at the highest rate with the third seed."""
+    """Two systems; `last` is what patchedserve reaches at the highest rate with the third seed."""
     return [
         *shares(1.0, 0.90, 0.5, policy="bucketed", seed=0),
         *shares(1.0, 0.95, 0.5, policy="bucketed", seed=1),
@@ -243,5 +241,5 @@ def test_seeds_of_different_lengths_weigh_by_their_requests() -> None:
 
 def test_the_picture_says_what_is_shaded() -> None:
     found = {"engines": {"real": sweep_figures(three_seeds())}}
-    assert _band(found) == "shaded: 95 % over seeds (Student)"
-    assert "(Wilson)" in _band({"engines": {"real": sweep_figures(three_seeds()[:3])}})
+    assert band_of(found) == "shaded: 95 % over seeds (Student)"
+    assert "(Wilson)" in band_of({"engines": {"real": sweep_figures(three_seeds()[:3])}})
