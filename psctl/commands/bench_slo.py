@@ -112,8 +112,8 @@ def bench_slo(
     """Serve the same traces under every system and request rate, and compare their SLO attainment.
 
     SLOs are multiples of the standalone latency on plain diffusers, the same for all systems. Every finished run is
-    kept at once: Ctrl-C ends the sweep early, and the same command with --resume continues. Table, plots and HTML report
-    go to the workspace.
+    kept at once: Ctrl-C ends the sweep early, and the same command with --resume continues it. Table, plots and HTML
+    report go to the workspace.
 
     Examples:
 

@@ -67,9 +67,7 @@ def train_predictor_latency(
     if output_file is None:
         _check_owner(measured, table_file, target.model, device_name)
     if measured.share_done < 1:
-        out.warn(
-            f"{table_file} is {measured.share_done:.0%} measured; the psctl profile latency command that began it will finish it"
-        )
+        out.warn(f"{table_file} is {measured.share_done:.0%} measured; repeat the psctl profile latency that began it")
     place = part.predictors / PREDICTOR_FILE if output_file is None else output_file
     require_folder(place.absolute().parent)
     from ...profiling.report.latency_plots import plot_predictions
