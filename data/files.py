@@ -21,7 +21,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     The body writes the yielded path by name (`image.save(temporary)`, `frame.to_parquet(temporary)`); the name keeps
     the suffix of `path`, because libraries choose the format by it. Missing parent folders are created, a link is
-    written through, and an existing file keeps its permissions. A target that is no regular file (`/dev/stdout`, a
+    written through, and an existing file keeps its permissions. A target that is not a regular file (`/dev/stdout`, a
     pipe) cannot be renamed onto, so the finished temporary file is copied into it.
 
     Raises:

@@ -388,7 +388,7 @@ def test_ctrl_c_and_the_same_command_again(
 def test_rows_of_equal_combinations_are_one(tmp_path: Path) -> None:
     row = LatencyRow({SIZES[0]: 1}, (1.0,))
     write_latencies(tmp_path / "t.parquet", LatencyTable((row, row), CIRCUMSTANCES, {}))
-    with pytest.raises(UsageError, match="stands in it twice"):
+    with pytest.raises(UsageError, match="occurs twice"):
         read_latencies(tmp_path / "t.parquet")
 
 
