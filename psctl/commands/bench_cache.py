@@ -69,7 +69,6 @@ def bench_cache(
         psctl bench cache --combinations "2,2,2;6,0,0;0,6,0;0,0,6" --intervals "" --sums ""
         psctl bench cache --model emoji-3 --rounds 8 --lpips --fid emoji --json --output-file cache.json
     """
-    from rich.console import Group
 
     from ...profiling.steps.combinations import Combination, parse_combinations
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
+from rich.progress import Progress
 
 import patchedserve
 from patchedserve.data.errors import MissingExtraError, RunError, UsageError
@@ -207,14 +209,14 @@ def test_in_a_pipe_a_phase_is_one_line_when_it_starts_and_one_when_it_ends() -> 
 
 
 def phases_of(told: list[str], *, width: int = 80) -> Phases:
-    from rich.console import Console
-
     return Phases(Console(file=io.StringIO(), force_terminal=False, width=width), told.append, is_quiet=False)
 
 
 def test_the_start_of_a_phase_tells_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     clock = [0.0]
+    # rich keeps the clock that it finds when it is first imported, which must not be this one.
+    assert Progress.__module__ == "rich.progress"
     monkeypatch.setattr("patchedserve.psctl.progress.time.monotonic", lambda: clock[0])
     with phases_of(told) as start:
         # What is known beforehand is told at once.
@@ -251,8 +253,6 @@ def test_a_phase_that_fails_has_no_end() -> None:
 
 
 def test_on_a_terminal_there_are_bars_with_the_time_left() -> None:
-    from rich.console import Console
-
     screen, told = io.StringIO(), list[str]()
     console = Console(file=screen, force_terminal=True, width=100)
     with Phases(console, told.append, is_quiet=False) as start:
