@@ -195,8 +195,8 @@ def test_three_seeds_give_intervals_over_seeds() -> None:
     assert (slack["ratio_at_95"]["low"], slack["ratio_at_95"]["high"]) == pytest.approx((low, high), rel=1e-4)
     assert (bucketed["ratio_at_95"]["low"], bucketed["ratio_at_95"]["high"]) == (1.0, 1.0)
     held_table, points_table = tables_of({"engines": {"real": found}, "agreement": None})
-    assert f"({at_95['low']:.3g} to {at_95['high']:.3g})" in held_table.rows[0][3]
-    assert f"({low:.2f} to {high:.2f})" in held_table.rows[1][-1]
+    assert f"({at_95['low']:.3g} to {at_95['high']:.3g})" in str(held_table.rows[0][3])
+    assert f"({low:.2f} to {high:.2f})" in str(held_table.rows[1][-1])
     assert {row[4] for row in points_table.rows} == {"3 seeds"}
     assert "Student" in points_table.note
     assert "independent" not in points_table.note
