@@ -15,7 +15,7 @@ from ..data.datasets.loading import ImageSource
 from ..data.errors import UsageError
 from ..data.resolution import Resolution
 from ..data.workspace import ModelWorkspace
-from .cache.use import cache_use_of
+from .cache_use import cache_use_of
 from .metrics.features import features_of
 from .metrics.judges import Judges
 from .metrics.measure import measure_clip, measure_pairs, measure_sets

@@ -5,12 +5,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..files import write_json
-
-if TYPE_CHECKING:
-    from .sampling import CaptionedImage
 
 _VERSION = 1  # changes whenever another sample would be drawn, or the file has another form
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -40,7 +37,7 @@ def read_cached(folder: Path, key: dict[str, Any]) -> list[dict[str, Any]] | Non
     return rows if is_sound else None
 
 
-def write_cached(folder: Path, key: dict[str, Any], items: "Sequence[CaptionedImage]") -> None:
+def write_cached(folder: Path, key: dict[str, Any], items: Sequence[Any]) -> None:
     """Keep pairs under a key, atomically. Raises OSError."""
     rows = [asdict(item) for item in items]
     write_json(_path(folder, key), {"key": key, "sha256": _digest(rows), "items": rows})

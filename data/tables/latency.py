@@ -50,7 +50,7 @@ class Circumstances:
         fingerprint: of the model's files.
         device, device_name: as torch names it ("cpu", "cuda:0"), and the processor in words.
         dtype: of the denoising model.
-        engine, order, patch_size, strategy, kernels, compile, cuda_graphs: of `serving.stepper.EngineOptions`; the
+        engine, order, patch_size, strategy, kernels, compile, cuda_graphs: of `serving.options.EngineOptions`; the
             order as it was chosen.
         threads: CPU threads of torch.
         cpu: the processor that drives the device.

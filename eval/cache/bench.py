@@ -15,7 +15,7 @@ from ...data.files import write_bytes
 from ...data.prompts.captions import load_prompts
 from ...data.requests import Request
 from ...data.workspace import ModelWorkspace
-from ...profiling.measure.machine import circumstances
+from ...profiling.machine import circumstances
 from ...profiling.steps.combinations import Combination
 from ...profiling.steps.rows import BenchOutcome, measure_rows, name_of
 from ...serving.cache.options import CacheOptions

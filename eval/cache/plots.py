@@ -6,7 +6,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from ...profiling.measure.machine import describe
+from ...profiling.machine import describe
 from ...profiling.report.theme import LIGHT, Theme, add_wide_legend, new_figure, series_colours, style_axes, to_png
 
 _KINDS = {

@@ -14,9 +14,9 @@ from ...data.tables.block_facts import BlockFacts
 from ...data.workspace import ModelWorkspace
 from ...serving.cache.options import CacheOptions
 from ...serving.cache.patch_cache import CacheStats, PatchCache
-from ...serving.cache.rules import Predicted, ReuseRule, facts_of
+from ...serving.cache.rules import Predicted, ReuseRule
 from ...serving.core.timing import synchronize
-from ...serving.engine.stepper import build_stepper
+from ...serving.models.build import build_stepper
 from ...serving.models.served import ServedModel
 from ...serving.patched.stepper import PatchedStepper
 
@@ -100,7 +100,7 @@ def make_side(
         UsageError: the options do not suit the model.
     """
     options = replace(model.options, cache=CacheOptions() if setting.rule is not None else setting.options)
-    stepper = build_stepper(model, options)
+    stepper = build_stepper(model.pipe, model.family, options, model.block_facts)
     assert isinstance(stepper, PatchedStepper)
     if setting.rule is not None:
         stepper.model.use_cache(setting.options, setting.rule)
@@ -155,7 +155,7 @@ def settings_of(
     Raises:
         UsageError: as `trained_settings`.
     """
-    facts, found = facts_of(model, base.patch_size), []
+    facts, found = model.block_facts(base.patch_size), []
     wanted = sorted({*thresholds, *image_thresholds})
     for threshold, setting in trained_settings(table, wanted, base, facts, seed=seed, max_rows=max_rows):
         if threshold in thresholds:

@@ -10,7 +10,7 @@ from ...data.datasets.base import BadEntries
 from ...data.datasets.folders import open_folder
 from ...data.datasets.loading import ImageSource
 from ...data.errors import UsageError
-from ..cache.use import cache_use_of
+from ..cache_use import cache_use_of
 from ..metrics.features import features_of
 from ..metrics.judges import Judges
 from ..metrics.measure import measure_clip, measure_paired_fid, measure_pairs, measure_sets

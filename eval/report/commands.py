@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...serving.engine.stepper import PATCH_OPTIONS
+from ...serving.options import PATCH_OPTIONS
 from .sides import ReportedSide, Subject
 
 

@@ -17,7 +17,7 @@ from ...data.errors import RunError, UsageError
 from ...data.files import require_folder, write_json
 from ...data.requests import MAX_SEED, Request
 from ...data.resolution import Resolution
-from ..cache.use import CacheMeter
+from ..cache_use import CacheMeter
 from ..result_files import read_json
 
 if TYPE_CHECKING:

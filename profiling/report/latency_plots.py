@@ -6,7 +6,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from ...data.tables.latency import Circumstances, LatencyTable
 from ...training.latency.predictor import LatencyPredictor
-from ..measure.machine import describe
+from ..machine import describe
 from .theme import (
     LIGHT,
     Theme,

@@ -21,7 +21,7 @@ from ...data.files import write_bytes
 from ...data.workspace import ModelWorkspace
 from ...serving.core.timing import synchronize
 from ...serving.models.served import ServedModel
-from ..measure.machine import circumstances
+from ..machine import circumstances
 from .combinations import Combination, letters_of
 from .matrix_peak import count_operations, matrix_peak
 from .rows import BenchOutcome, Row, measure_rows, median_interval, name_of
@@ -218,7 +218,7 @@ def run_step_bench(
         KeyboardInterrupt: on Ctrl-C before the first row is finished; later the outcome says so.
         OSError: if results cannot be written.
     """
-    from ..report.bench_plots import plot_steps
+    from .plots import plot_steps
 
     bench, run_dir, head = prepare_run(model, combinations, workspace, settings)
     result = measure_rows(

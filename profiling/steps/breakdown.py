@@ -201,7 +201,7 @@ def run_breakdown(
     on_row: Callable[[], None] | None = None,
 ) -> BenchOutcome:
     """As `step_bench.run_step_bench`, for `breakdown.json` and `breakdown.png`."""
-    from ..report.bench_plots import plot_breakdown
+    from .plots import plot_breakdown
 
     bench, run_dir, head = prepare_run(model, combinations, workspace, settings)
     result = measure_rows(

@@ -9,12 +9,12 @@ from statistics import median_low
 from ...data.files import atomic_write, named_by_content, write_json
 from ...data.requests import Request
 from ...data.workspace import ModelWorkspace
-from ...serving.engine.stepper import EngineName, EngineOptions
 from ...serving.models.served import ServedModel
+from ...serving.options import EngineName, EngineOptions
 from ...serving.scheduling.policies import StepLatencyPredictor
 from ...training.latency.online_correction import OnlineCorrection
+from ..machine import circumstances
 from ..measure.latency import LatencySettings
-from ..measure.machine import circumstances
 from ..measure.standalone import shape_of, standalone_latencies
 from ..runs.calibration import Calibration, calibrate, step_sources
 from .bench import SweepOutcome, WarmUp, examples_of, standalone_lookup, sweep_and_report

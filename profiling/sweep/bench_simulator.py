@@ -7,8 +7,8 @@ from pathlib import Path
 from ...data.errors import UsageError
 from ...data.files import named_by_content
 from ...data.tables.latency import Circumstances, read_latencies
-from ...serving.engine.stepper import EngineName
 from ...serving.models.defaults import ModelDefaults
+from ...serving.options import EngineName
 from ...serving.scheduling.policies import StepLatencyPredictor
 from ...training.latency.predictor import LatencyPredictor
 from ..runs.calibration import step_sources

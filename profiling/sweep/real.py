@@ -12,8 +12,9 @@ from ...serving.cache.patch_cache import CacheStats
 from ...serving.engine.engine import Engine
 from ...serving.engine.replay import replay
 from ...serving.engine.run_result import RunResult
-from ...serving.engine.stepper import EngineName, EngineOptions
+from ...serving.models.build import build_model
 from ...serving.models.served import ServedModel
+from ...serving.options import EngineName, EngineOptions
 from ...serving.patched.stepper import PatchedStepper
 from ...serving.scheduling.policies import get_policy, require_predictor
 from ...training.latency.online_correction import OnlineCorrection
@@ -27,7 +28,7 @@ _WARMUP_POLICY: Mapping[EngineName, str] = {"plain": "bucketed", "patched": "pat
 
 def with_engine(model: ServedModel, options: EngineOptions) -> ServedModel:
     """The same loaded model, sharing its weights, served by another engine."""
-    return ServedModel(
+    return build_model(
         model.pipe, name=model.name, fingerprint=model.fingerprint, defaults=model.defaults, options=options
     )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...data.files import write_bytes, write_json, write_text
-from ..measure.machine import describe
+from ..machine import describe
 from ..report.page import figure, header, page, pairs, table
 from ..report.theme import DARK, LIGHT
 from .figures import FinishedRun, agreement, sweep_figures

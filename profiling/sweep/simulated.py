@@ -9,7 +9,7 @@ from typing import Self
 from ...data.errors import UsageError
 from ...data.requests import Request
 from ...data.resolution import Resolution
-from ...serving.engine.stepper import EngineName
+from ...serving.options import EngineName
 from ...serving.scheduling.policies import StepLatencyPredictor, get_policy
 from ...serving.scheduling.step_latency import MemoisedLatency, PerResolutionLatency, ScaledLatency
 from ...serving.simulator.simulator import SimulationResult, simulate

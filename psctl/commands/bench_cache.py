@@ -9,7 +9,7 @@ from ...data.errors import UsageError
 from ...data.files import require_places, write_json
 from ...data.resolution import parse_list
 from ...data.workspace import DEFAULT_WORKSPACE, Workspace
-from ...profiling.measure.machine import describe
+from ...profiling.machine import describe
 from ..options.common import (
     CachePatchSize,
     Device,
@@ -97,8 +97,8 @@ def bench_cache(
     out = Output(json=json, quiet=quiet)
     from ...profiling.steps.combinations import Combination, parse_combinations
     from ...serving.cache.options import CacheOptions
-    from ...serving.engine.stepper import EngineOptions
     from ...serving.models.loading import load_model, model_defaults
+    from ...serving.options import EngineOptions
 
     base = CacheOptions("patch", 0.0, None, cache_patch_size, 3, max_reuse, warmup_steps)
     sizes = model_defaults(model).resolutions if resolutions is None else parse_list(resolutions)

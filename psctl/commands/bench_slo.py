@@ -157,8 +157,8 @@ def bench_slo(
     from ...profiling.runs.trace_settings import TraceSettings
     from ...profiling.sweep.bench import WarmUp, examples_of
     from ...profiling.sweep.sweep import RUN_KIND, SweepSettings, check_resumed
-    from ...serving.engine.stepper import EngineOptions
     from ...serving.models.loading import model_defaults
+    from ...serving.options import EngineOptions
 
     options = patching.to_options(cache=caching)
     is_simulated = engine == "simulator"

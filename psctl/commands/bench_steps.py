@@ -9,7 +9,7 @@ from ...data.errors import UsageError
 from ...data.files import require_places, write_json
 from ...data.resolution import parse_list
 from ...data.workspace import DEFAULT_WORKSPACE, Workspace
-from ...profiling.measure.machine import describe
+from ...profiling.machine import describe
 from ..options.common import Device, DType, Json, Model, OutputFile, Quiet, Resolutions, Seed, WorkspaceRoot
 from ..options.groups import PATCH_FLAGS, PatchFlags, with_option_groups
 from ..output import Output

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ...data.workspace import DEFAULT_WORKSPACE, Workspace
-from ...profiling.measure.machine import cpu_info, cpu_name
+from ...profiling.machine import cpu_info, cpu_name
 from ..options.common import Json, Quiet, WorkspaceRoot
 from ..output import Output
 

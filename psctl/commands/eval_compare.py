@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from ...eval.compare.comparison import Comparison
     from ...eval.options import EvalOptions
-    from ...serving.engine.stepper import EngineOptions
+    from ...serving.options import EngineOptions
 
 _KIND = "compare"
 
@@ -69,7 +69,7 @@ def eval_compare(
     """
     out = Output(json=json, quiet=quiet)
     from ...eval.options import FEATURES_DIR, SAMPLES_DIR
-    from ...serving.engine.stepper import EngineOptions
+    from ...serving.options import EngineOptions
 
     patched = patching.to_options(cache=caching)
     if (first is None) != (second is None):

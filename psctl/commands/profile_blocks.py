@@ -70,8 +70,8 @@ def profile_blocks(
     from ...profiling.measure.blocks import BlockProfileSettings, run_block_profile
     from ...profiling.report.block_plots import plot_block_changes, summarize_block_changes
     from ...serving.cache.options import CacheOptions
-    from ...serving.engine.stepper import EngineOptions
     from ...serving.models.loading import load_model, model_defaults
+    from ...serving.options import EngineOptions
 
     settings = BlockProfileSettings(num_prompts, batch_size, max_lag, seed)
     # The rule is replaced by one that never reuses; any that needs no predictor does here.

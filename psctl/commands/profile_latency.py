@@ -162,7 +162,7 @@ def _table(result: dict[str, Any]) -> "RenderableType":
     """What people see: how far the combinations of every batch size lie apart."""
     from rich.table import Table
 
-    from ...profiling.measure.machine import describe
+    from ...profiling.machine import describe
 
     table = Table(title=describe(result), title_justify="left")
     for name in ("requests", "combinations", "fastest", "median", "slowest", "slowest / fastest"):

@@ -123,7 +123,7 @@ def _check_owner(measured: "LatencyTable", table_file: Path, model: str, device_
 def _table(result: dict[str, Any]) -> "RenderableType":
     from rich.table import Table
 
-    from ...profiling.measure.machine import describe
+    from ...profiling.machine import describe
 
     fit = result["fit"]
     title = "imported table" if result["circumstances"] is None else describe(result["circumstances"])

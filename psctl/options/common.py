@@ -11,7 +11,7 @@ import typer
 
 from ...data.errors import UsageError
 from ...serving.cache.options import CacheMode
-from ...serving.engine.stepper import EngineName, KernelsName, OrderName, StrategyName
+from ...serving.options import EngineName, KernelsName, OrderName, StrategyName
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...data.errors import UsageError
 from ...serving.cache.options import CacheOptions
-from ...serving.engine.stepper import EngineName, EngineOptions
+from ...serving.options import EngineName, EngineOptions
 from .common import (
     Cache,
     CacheInterval,

@@ -29,7 +29,7 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.data.traces.traces import TraceConfig, assign_slos, generate_trace
 from patchedserve.data.workspace import DEFAULT_WORKSPACE, Workspace
-from patchedserve.profiling.measure.machine import cpu_name
+from patchedserve.profiling.machine import cpu_name
 from patchedserve.profiling.runs.simulate import load_step_latency
 from patchedserve.serving.core.request_state import RequestRecord
 from patchedserve.serving.models.loading import model_defaults

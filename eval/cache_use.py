@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from ...data.errors import UsageError
-from ...data.files import write_json
-from ..result_files import read_json
+from ..data.errors import UsageError
+from ..data.files import write_json
+from .result_files import read_json
 
 if TYPE_CHECKING:
-    from ...serving.models.served import ServedModel
+    from ..serving.models.served import ServedModel
 
 CACHE_USE_FILE = "cache-use.json"
 Counts = Mapping[str, tuple[int, int]]
@@ -77,7 +77,7 @@ class CacheMeter:
     """Adds what a model's cache saves to the file of a set; without a cache it does nothing."""
 
     def __init__(self, model: "ServedModel", folder: Path) -> None:
-        from ...serving.patched.stepper import PatchedStepper
+        from ..serving.patched.stepper import PatchedStepper
 
         self._cache = model.stepper.model.cache if isinstance(model.stepper, PatchedStepper) else None
         self._folder = folder

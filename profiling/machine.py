@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ...serving.models.served import ServedModel
+    from ..serving.models.served import ServedModel
 
 
 def cpu_info() -> dict[str, str]:
