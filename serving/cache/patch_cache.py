@@ -1,4 +1,4 @@
-"""The cache of one model: whose patches are in the batch, which of them go through a block, and what that has saved."""
+"""The cache of one model: which patches are in the batch, which of them go through a block, and what that has saved."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -108,7 +108,7 @@ class PatchCache:
 
     Args:
         options: how.
-        rule: who decides.
+        rule: which patches may be reused.
         unit: latent pixels on the side of the model's smallest token.
         num_levels: levels of the model.
 
@@ -150,7 +150,7 @@ class PatchCache:
         return self._batch
 
     def check_sizes(self, sizes: Sequence[tuple[int, int]]) -> None:
-        """Raise UsageError if a latent size (height, width) is no multiple of the cache's patch size."""
+        """Raise UsageError if a latent size (height, width) is not a multiple of the cache's patch size."""
         for height, width in sizes:
             if height % self.options.patch_size or width % self.options.patch_size:
                 raise UsageError(
@@ -168,7 +168,7 @@ class PatchCache:
 
     @property
     def is_used(self) -> bool:
-        """Whether the batch has requests; a batch of rows that belong to nobody, as for measurements, has none."""
+        """Whether the batch has requests; a batch of rows for measurements alone has none."""
         return self._batch is not None
 
     def begin(self, packing: Packing, requests: Sequence[CachedRequest]) -> None:

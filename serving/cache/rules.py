@@ -1,4 +1,4 @@
-"""Who decides which patches are reused.
+"""The rules by which patches are reused.
 
 A rule sees the patches of requests, not of rows: both rows of a guided request do the same, because guidance multiplies
 their difference.

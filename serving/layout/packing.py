@@ -56,7 +56,7 @@ class Level:
     Attributes:
         index: number of halvings.
         side: side of a patch in the tensors of this level.
-        grain: tokens on a side of a patch; less than `side` only where a token stands for several latent pixels (SD3).
+        grain: tokens on a side of a patch; less than `side` only where a token covers several latent pixels (SD3).
         groups: rows by resolution, in order.
         num_patches: P.
         row_index: (P,) row of each patch.

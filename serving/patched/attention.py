@@ -183,7 +183,7 @@ class _Images:
 
 
 class _ActiveImages:
-    """The images of one resolution of which only some cells are computed; shorter rows are filled up. See `_Images`."""
+    """The images of one resolution of which only some cells are computed; shorter rows are padded. See `_Images`."""
 
     def __init__(self, group: QueryGroup, active: ActiveSet, level: Level, biases: tuple[Tensor | None, ...]) -> None:
         self._group, self._biases = group, biases

@@ -1,4 +1,4 @@
-"""What takes the place of a model's leaf modules so that it computes on patches: convolutions, norms, up-sampling.
+"""Replacements of a model's leaf modules that compute on patches: convolutions, norms, up-sampling.
 
 Each leaf holds the module that it replaces, with its weights.
 Sources: PatchedServe sections 4.2.1 (convolution) and 4.2.2 (GroupNorm and stitching).

@@ -169,7 +169,7 @@ class PatchedModel:
         Args:
             packing: from `pack`.
             repeats: how many times the last text token of every row counts (see `PatchedJointAttention`).
-            requests: whose rows they are, in order, for the patch cache if there is one; without it is not used.
+            requests: the owners of the rows, in order, for the patch cache if there is one; without, it is not used.
         """
         self.context.begin(packing)
         self.context.kept["repeats"] = repeats

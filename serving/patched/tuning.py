@@ -82,7 +82,7 @@ def _time_both(model: PatchedModel, conv: PatchedConv, level: Level, out_level: 
     if norm is None or level.neighbours is None:
         runs = {f"{name}_us": partial(conv.run, x, level, out_level, name) for name in _STRATEGIES}
     else:
-        # The kernel of norm, SiLU and stitching takes the place of a norm and of stitching by itself.
+        # One kernel of norm, SiLU and stitching replaces a norm and stitching by itself.
         runs = {f"{name}_us": partial(_norm_and_conv, model, norm, conv, x, level, name) for name in _STRATEGIES}
     return medians_us(runs, model.device)
 
