@@ -242,4 +242,4 @@ def card_command(name: str, options: CardOptions) -> str:
         for field, flag in flags.items()
         if getattr(options, field) != getattr(usual, field)
     }
-    return " ".join([f"psctl model-card {name}", *(f"--{flag} {value}" for flag, value in given.items())])
+    return " ".join([f"psctl models card {name}", *(f"--{flag} {value}" for flag, value in given.items())])

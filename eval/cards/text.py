@@ -53,7 +53,7 @@ def card_text(name: str, figures: Mapping[str, Any], command: str) -> str:
         "object and background, and one in ten pairs of objects, were never trained; all figures are measured on "
         "those. It knows nothing but these drawings.\n\n"
         f"## Measured\n\n`{command}`\n\n{_tables(figures)}\n"
-        f"## Training\n\n`psctl train-model {name}` repeats it; the recipe and its settings are in `training/`.\n"
+        f"## Training\n\n`psctl models train {name}` repeats it; the recipe and its settings are in `training/`.\n"
     )
 
 

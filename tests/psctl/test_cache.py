@@ -330,7 +330,7 @@ def test_profile_and_train_predictor_run_without_a_command(
 
     done = run_psctl("profile", "--model", "emoji-3", "latency", **few)
     assert done.returncode == 2
-    assert "--model stands before latency" in done.stderr
+    assert "--model comes before latency" in done.stderr
     done = run_psctl("train-predictor", "--workspace", tmp_path / "none", **few)
     assert done.returncode == 2
     assert "no table of step latencies" in done.stderr
