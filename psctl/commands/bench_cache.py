@@ -18,6 +18,8 @@ from ..output import Output
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from ...profiling.report.table import Table
+
 
 def bench_cache(
     *,
@@ -67,7 +69,6 @@ def bench_cache(
         psctl bench cache --combinations "2,2,2;6,0,0;0,6,0;0,0,6" --intervals "" --sums ""
         psctl bench cache --model emoji-3 --rounds 8 --lpips --fid emoji --json --output-file cache.json
     """
-    from rich.console import Group
 
     from ...profiling.steps.combinations import Combination, parse_combinations
 
@@ -113,42 +114,49 @@ def bench_cache(
             advance()
 
         outcome = run_cache_bench(served, batches, cached, place, settings, quality, judges, on_batch=on_batch)
-    out.data(
-        outcome.result,
-        table=lambda: Group(*(_table(outcome.result, row) for row in outcome.result["rows"])),
-        file=output_file,
-    )
+    out.data(outcome.result, table=lambda: _tables(outcome.result), file=output_file)
     out.note(f"Results, plots and images: {outcome.run_dir}")
     if outcome.was_interrupted:
         raise KeyboardInterrupt
 
 
-def _table(result: dict[str, Any], row: dict[str, Any]) -> "RenderableType":
+def _tables(result: dict[str, Any]) -> "RenderableType":
+    from rich.console import Group
+
+    return Group(*(_table(result, row).to_rich() for row in result["rows"]))
+
+
+def _table(result: dict[str, Any], row: dict[str, Any]) -> "Table":
     from ...profiling.report.table import Table
 
-    qualities = [("SSIM", "ssim", 3), ("PSNR", "psnr_db", 1), ("LPIPS", "lpips", 3), ("CLIP", "clip", 1)]
-    qualities += [("FID", "fid", 1)]
-    shown = [each for each in qualities if any(each[1] in side for side in row["sides"])]
-    rows = []
-    for side in row["sides"]:
-        change = side.get("clip_change")
-        figures = [_figure(side.get(key), digits) for _, key, digits in shown]
-        if change is not None:
-            figures[[key for _, key, _ in shown].index("clip")] += f" ({change['mean']:+.2f})"
-        shares = (_share(side.get(key)) for key in ("saved_computation", "efficiency", "cache_overhead_of_off"))
-        rows.append((side["label"], f"{side['image_ms']:.0f} ms", f"{side['speedup']:.2f}x", *shares, *figures))
+    qualities = {"SSIM": ("ssim", 3), "PSNR": ("psnr_db", 1), "LPIPS": ("lpips", 3), "CLIP": ("clip", 1)}
+    qualities["FID"] = ("fid", 1)
+    shown = {name: each for name, each in qualities.items() if any(each[0] in side for side in row["sides"])}
+
+    def quality(side: dict[str, Any], key: str, digits: int) -> str:
+        value = side.get(key)
+        if value is None:
+            return "-"
+        change = f" ({side['clip_change']['mean']:+.2f})" if key == "clip" else ""
+        return f"{value:.{digits}f}{change}"
+
     return Table(
         f"{row['label']}, {result['settings']['num_inference_steps']} steps: {describe(result)}",
-        ("cache", "per image", "speed-up", "saved", "efficiency", "overhead", *(name for name, _, _ in shown)),
-        rows,
+        ["cache", "per image", "speed-up", "saved", "efficiency", "overhead", *shown],
+        [
+            [
+                side["label"],
+                f"{side['image_ms']:.0f} ms",
+                f"{side['speedup']:.2f}x",
+                *(_share(side.get(key)) for key in ("saved_computation", "efficiency", "cache_overhead_of_off")),
+                *(quality(side, *each) for each in shown.values()),
+            ]
+            for side in row["sides"]
+        ],
         note="efficiency: time saved over computation saved; overhead: of a step without cache; quality against the "
         "same engine without cache",
-    ).to_rich()
+    )
 
 
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
-
-
-def _figure(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"

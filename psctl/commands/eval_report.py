@@ -47,7 +47,7 @@ def eval_report(
     """
     root = target.root.root
     with out.status("Reading results ..."):
-        from ...eval.report.run import write_quality_report
+        from ...eval.report.render import write_quality_report
     with out.phases() as start:
         report = write_quality_report(
             results or [],
@@ -63,27 +63,10 @@ def eval_report(
 
 def _tables(tables: "list[ReportTable]") -> "RenderableType":
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
-    from ...eval.report.tables import Figure
-
     parts: list[RenderableType] = []
-    for each in tables:
-        table = Table(title=each.title, title_justify="left")
-        for name, title in each.columns.items():
-            is_text = any(isinstance(row.get(name), str) for row in each.rows)
-            table.add_column(title, justify="left" if is_text else "right")
-        for row in each.rows:
-            cells = []
-            for name in each.columns:
-                cell = row.get(name, "")
-                if isinstance(cell, Figure):
-                    below = f"\n{cell.interval}" if cell.interval else ""
-                    cells.append(Text(f"{cell.text}{below}\nN {cell.n}"))
-                else:
-                    cells.append(Text(cell if isinstance(cell, str) else "-"))
-            table.add_row(*cells)
-        parts.append(table)
-        parts += [Text(f"{what} {command}") for what, command in each.not_measured]
+    for table in tables:
+        parts.append(table.to_table(title=table.title).to_rich())
+        parts += [Text(f"{what} {command}") for what, command in table.not_measured]
     return Group(*parts)

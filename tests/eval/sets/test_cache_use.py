@@ -10,11 +10,11 @@ import pytest
 from patchedserve.data.errors import UsageError
 from patchedserve.data.files import sha256_of
 from patchedserve.data.workspace import Workspace
-from patchedserve.eval.cache_use import CACHE_USE_FILE, CacheUse, cache_use_of
 from patchedserve.eval.metrics.judges import Judges
 from patchedserve.eval.options import EvalOptions, plan_eval
 from patchedserve.eval.result_files import EvalResults
 from patchedserve.eval.run import EvalOutcome, draw_set, evaluate_folders, evaluate_model
+from patchedserve.eval.sets.cache_use import CACHE_USE_FILE, CacheUse, cache_use_of
 from patchedserve.eval.sets.generate import differing_settings
 from patchedserve.psctl.app import main
 from patchedserve.psctl.options.groups import CACHE as CACHE_FLAGS
