@@ -29,7 +29,7 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.data.traces.traces import TraceConfig, assign_slos, generate_trace
 from patchedserve.data.workspace import DEFAULT_WORKSPACE, Workspace
-from patchedserve.profiling.measure.machine import cpu_name
+from patchedserve.profiling.machine import cpu_name
 from patchedserve.profiling.runs.simulate import load_step_latency
 from patchedserve.serving.core.request_state import RequestRecord
 from patchedserve.serving.models.loading import model_defaults
@@ -154,7 +154,7 @@ def run_overload(simulated: Simulated, minutes: float) -> dict[str, Any]:
 
 def run_real(options: argparse.Namespace, sizes: Sequence[Resolution], steps: int) -> dict[str, Any]:
     """Overload on the engine: the same policy, real latencies, real memory."""
-    from patchedserve.profiling.measure.machine import run_facts
+    from patchedserve.profiling.machine import run_facts
     from patchedserve.profiling.measure.standalone import shape_of, standalone_latencies
     from patchedserve.serving.engine.engine import Engine
     from patchedserve.serving.engine.replay import replay

@@ -31,8 +31,7 @@ PROGRAM = """
 import sys
 from patchedserve.data.errors import RunError, UsageError
 from patchedserve.psctl.app import app, main
-from patchedserve.psctl.options.common import Json, Quiet
-from patchedserve.psctl.output import Output
+from patchedserve.psctl.output import Json, Output, Quiet
 
 @app.command("try")
 def try_it(json: Json = False, quiet: Quiet = False) -> None:

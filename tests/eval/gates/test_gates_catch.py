@@ -23,9 +23,9 @@ from patchedserve.eval.result_files import EvalResults
 from patchedserve.eval.sets.generate import Manifest, generate_set, generation_settings, make_items
 from patchedserve.eval.sets.image_sets import set_of
 from patchedserve.serving.cache.options import CacheOptions
-from patchedserve.serving.engine.stepper import EngineOptions
 from patchedserve.serving.layout import packing
 from patchedserve.serving.models.loading import load_model
+from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.patched import leaves
 
 from ...conftest import RunPsctl

@@ -21,11 +21,12 @@ from patchedserve.data.resolution import Resolution
 from patchedserve.serving.core.prepared import PreparedRequest
 from patchedserve.serving.core.request_state import RequestView
 from patchedserve.serving.engine.engine import Engine
-from patchedserve.serving.engine.plain_stepper import group_by_resolution
 from patchedserve.serving.engine.run_result import RunResult
 from patchedserve.serving.engine.stages import StageThread
-from patchedserve.serving.engine.stepper import EngineOptions
+from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.options import EngineOptions
+from patchedserve.serving.plain.stepper import group_by_resolution
 from patchedserve.serving.scheduling.policies import Decision, get_policy
 from patchedserve.serving.scheduling.policies.slack import TOO_LATE
 from patchedserve.serving.scheduling.systems import get_system
@@ -44,7 +45,7 @@ def pipe() -> Any:
 
 @pytest.fixture
 def model(pipe: Any) -> ServedModel:
-    return ServedModel(pipe, name="tiny")
+    return build_model(pipe, name="tiny")
 
 
 def requests_of(count: int, steps: int = 3) -> list[Request]:
@@ -154,7 +155,9 @@ def test_one_failing_request_takes_down_no_other(pipe: Any, engine: Any) -> None
     if engine == "plain":  # only there is a request advanced by itself
         bad[13] = ("fail in step", SMALL, "denoising: IndexError: step failed")
     requests = [*good, *(Request(i, prompt, size, 3) for i, (prompt, size, _) in bad.items())]
-    failing = _FailingModel(pipe, name="tiny", options=EngineOptions(engine=engine))
+    made = build_model(pipe, name="tiny", options=EngineOptions(engine=engine))
+    about: dict[str, Any] = {name: getattr(made, name) for name in ("name", "fingerprint", "defaults", "options")}
+    failing = _FailingModel(pipe, made.family, made.stepper, **about)
     result = serve(failing, requests, keep_latents=True)
     assert sorted(result.latents) == [0, 1]
     found = [result.latents[request.request_id][0] for request in good]
@@ -356,7 +359,7 @@ def test_stages_keep_to_one_thread(model: ServedModel) -> None:
 def test_forward_passes_of_the_plain_model(
     pipe: Any, engine: Any, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = ServedModel(pipe, name="tiny", options=EngineOptions(engine=engine))
+    model = build_model(pipe, name="tiny", options=EngineOptions(engine=engine))
     prepared = [model.prepare(request) for request in requests_of(5)]
     assert [len(group) for group in group_by_resolution(prepared).values()] == [3, 2]
     rows: list[int] = []
@@ -388,7 +391,7 @@ def test_wrong_use(model: ServedModel) -> None:
 
 
 def test_requests_that_the_model_cannot_serve(model: ServedModel) -> None:
-    sd3 = ServedModel(tiny_sd3(), name="tiny-3")
+    sd3 = build_model(tiny_sd3(), name="tiny-3")
     with pytest.raises(UsageError, match=r"40x32: .*multiples of 16 pixels"):
         sd3.check_request(Request(0, "a", Resolution(40, 32), 2))
     with pytest.raises(UsageError, match=r"208x32: .*at most 192 pixels"):
@@ -399,4 +402,4 @@ def test_requests_that_the_model_cannot_serve(model: ServedModel) -> None:
     pipe = tiny_sdxl()
     pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config)
     with pytest.raises(UsageError, match="DDIMScheduler cannot take 1001 steps"):
-        ServedModel(pipe, name="ddim").check_request(Request(0, "a", SMALL, 1001))
+        build_model(pipe, name="ddim").check_request(Request(0, "a", SMALL, 1001))
