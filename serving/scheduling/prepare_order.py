@@ -19,7 +19,7 @@ class PrepareOrder:
     def __init__(self, max_ahead: int) -> None:
         if max_ahead < 1:
             raise ValueError(f"max_ahead is {max_ahead}, but it must be at least 1")
-        self._max_ahead = max_ahead
+        self.max_ahead = max_ahead
         # Dicts as ordered sets.
         self._untouched: dict[int, None] = {}
         self._demanded: dict[int, None] = {}
@@ -53,7 +53,7 @@ class PrepareOrder:
             request_id = next(iter(self._demanded))
             del self._demanded[request_id]
             return request_id
-        if self._untouched and len(self._ahead) < self._max_ahead:
+        if self._untouched and len(self._ahead) < self.max_ahead:
             request_id = next(iter(self._untouched))
             del self._untouched[request_id]
             self._ahead.add(request_id)
