@@ -182,7 +182,7 @@ def serve(
     if outcome.was_interrupted:
         raise KeyboardInterrupt
     if repeated := outcome.summary.get("batch_failures"):
-        out.warn(f"{repeated['count']} steps of whole batches failed and were repeated one by one; {repeated['first']}")
+        out.warn(f"{repeated['count']} steps of whole batches failed and were repeated in halves; {repeated['first']}")
     failed = [record for record in outcome.records if record.status == "failed"]
     if failed:
         first = f"request {failed[0].request_id}: {failed[0].reason}"

@@ -3,6 +3,7 @@
 Every time here is in seconds from the start of the trace, on the engine's (or the simulator's) clock.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, get_args
 
@@ -197,3 +198,22 @@ class RequestState:
             steps_done,
             view.standalone_s,
         )
+
+
+class ActiveViews(Sequence[RequestView]):
+    """What policies see of admitted requests when `step` steps are counted; made only if one looks at them."""
+
+    __slots__ = ("_states", "_step")
+
+    def __init__(self, states: Sequence[RequestState], step: int) -> None:
+        self._states = states
+        self._step = step
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __iter__(self) -> Iterator[RequestView]:
+        return (state.view_at(self._step) for state in self._states)
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]

@@ -64,20 +64,19 @@ class Engine:
         self._model = model
         self._policy = policy
         self._on_step = on_step
-        # Of every decision, and of how many a step has noted that it came after them.
-        self._decision_times_s: list[float] = []
-        self._num_noted = 0
-        self._steps: list[StepRow] = []
+        self._result = RunResult()
+        self._num_decisions_noted = 0
         self._scheduler = Scheduler(
             policy,
             predictor,
             max_batch_size=max_batch_size,
             max_prepared_ahead=max_prepared_ahead,
-            on_decision=self._decision_times_s.append,
+            on_decision=self._result.decision_times_s.append,
         )
         self._stages = SideStages(
             model,
             self._scheduler,
+            self._result,
             self.now_s,
             image_path=image_path,
             keep_images=keep_images,
@@ -143,27 +142,21 @@ class Engine:
         """
         if self._zero is None:
             self.start()
-        was_interrupted = False
+        result = self._result
         try:
             self._denoise_until_closed()
         except KeyboardInterrupt:
-            was_interrupted = True
+            result.was_interrupted = True
         finally:
             self.close()
-            was_interrupted |= self._stages.stop()
+            result.was_interrupted |= self._stages.stop()
         if self._stages.error is not None:
             raise self._stages.error
-        records = [self._records[request_id] for request_id in sorted(self._records)]
-        return RunResult(
-            records,
-            self._steps,
-            max((record.finish_s for record in records if record.finish_s is not None), default=self.now_s()),
-            was_interrupted,
-            self._stages.images,
-            self._stages.latents,
-            self._decision_times_s,
-            self._scheduler.max_prepared,
-        )
+        result.records = [self._records[request_id] for request_id in sorted(self._records)]
+        ends_s = [record.finish_s for record in result.records if record.finish_s is not None]
+        result.duration_s = max(ends_s, default=self.now_s())
+        result.max_prepared = self._scheduler.max_prepared
+        return result
 
     # What follows is the denoise stage: the thread that called `run`.
 
@@ -191,11 +184,11 @@ class Engine:
         start_s = self.now_s()
         failures = self._model.stepper.step(batch)
         end_s = self.now_s()
-        decided_s = sum(self._decision_times_s[self._num_noted :])
-        self._num_noted = len(self._decision_times_s)
-        sizes = self._scheduler.batch
-        row = StepRow.of(len(self._steps), start_s, end_s - start_s, sizes, num_waiting, decided_s)
-        self._steps.append(row)
+        steps, decision_times_s = self._result.steps, self._result.decision_times_s
+        decided_s = sum(decision_times_s[self._num_decisions_noted :])
+        self._num_decisions_noted = len(decision_times_s)
+        row = StepRow.of(len(steps), start_s, end_s - start_s, self._scheduler.batch, num_waiting, decided_s)
+        steps.append(row)
         with self._changed:
             left = self._scheduler.stepped(end_s, row.duration_s, failures)
         if self._on_step is not None:

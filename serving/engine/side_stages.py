@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,10 +12,8 @@ from ..core.prepared import PreparedRequest, describe
 from ..core.request_state import RequestRecord, RequestState
 from ..models.served import ServedModel
 from ..scheduling.scheduler import Scheduler
+from .run_result import RunResult
 from .stages import StageThread
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 ImagePath = Callable[[Request], Path | None]
 
@@ -29,19 +26,20 @@ class SideStages:
     Args:
         model: the loaded model.
         scheduler: says what is prepared next, and is told what has happened.
+        result: takes the images and latents that are kept.
         now_s: the engine's clock.
         image_path, keep_images, keep_latents, on_finish: of `Engine`.
 
     Attributes:
         changed: guards the scheduler and `prepared`; it is notified whenever the denoise loop may have something to do.
         prepared: encoded text and latents by request id, from the end of preparing until the last step.
-        images, latents: of completed requests, by id, as far as they are kept.
     """
 
     def __init__(
         self,
         model: ServedModel,
         scheduler: Scheduler,
+        result: RunResult,
         now_s: Callable[[], float],
         *,
         image_path: ImagePath | None,
@@ -51,10 +49,9 @@ class SideStages:
     ) -> None:
         self.changed = threading.Condition()
         self.prepared: dict[int, PreparedRequest] = {}
-        self.images: dict[int, Image] = {}
-        self.latents: dict[int, torch.Tensor] = {}
         self._model = model
         self._scheduler = scheduler
+        self._result = result
         self._now_s = now_s
         self._image_path = image_path
         self._keep_images = keep_images
@@ -116,9 +113,8 @@ class SideStages:
                 was_interrupted = True
                 self._postprocess.discard_queued()
         with self.changed:
-            cancelled = self._scheduler.end_all(
-                "cancelled", self._now_s(), "the run was stopped before it had finished"
-            )
+            reason = "the run was stopped before it had finished"
+            cancelled = self._scheduler.end_all("cancelled", self._now_s(), reason)
         for state in cancelled:
             self.let_go(state)
         return was_interrupted
@@ -158,14 +154,14 @@ class SideStages:
             failure = describe("postprocessing", error)
         else:
             if self._keep_images:
-                self.images[request.request_id] = image
+                self._result.images[request.request_id] = image
             if self._keep_latents:
-                self.latents[request.request_id] = latents
+                self._result.latents[request.request_id] = latents
+        status = "completed" if failure is None else "failed"
         with self.changed:
-            self._scheduler.end(
-                request.request_id, "completed" if failure is None else "failed", self._now_s(), failure
-            )
-        self.let_go(state)
+            ended = self._scheduler.end(request.request_id, status, self._now_s(), failure)
+        if ended is not None:  # a second Ctrl-C may have cancelled it meanwhile
+            self.let_go(ended)
 
     def _wake(self) -> None:
         with self.changed:

@@ -2,13 +2,13 @@
 
 import time
 from bisect import insort
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import get_args, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import get_args
 
 from ...data.checks import require_counts
 from ...data.requests import Request
 from ...data.resolution import Resolution
-from ..core.request_state import RequestState, RequestView, Stage, Status
+from ..core.request_state import ActiveViews, RequestState, Stage, Status
 from .policies import (
     LearningPredictor,
     Policy,
@@ -17,7 +17,6 @@ from .policies import (
     check_decision,
     require_predictor,
 )
-from .prepare_order import PrepareOrder
 
 
 class Scheduler:
@@ -26,10 +25,13 @@ class Scheduler:
         add -> waiting -> (policy) -> joining -> active -> decoding -> end
                             `-> dropped             `-> failed
 
-    A request is prepared while it waits, if its turn comes early enough, or else while it is joining. Those that are
-    active take their steps together; each leaves the batch when its own last step is done.
+    Active requests take their steps together, and each leaves the batch when its own last step is done. One request is
+    prepared at a time. Those that the policy has admitted come first, as they hold a place in the batch (they are
+    joining until they are prepared); beyond them, up to `max_prepared_ahead` waiting requests are prepared in order of
+    arrival, so that policies which admit in that order find theirs ready. So never more than these, and one batch, hold
+    tensors, however long the queue is.
 
-    The contract. The driver says when something has happened, and the scheduler what follows:
+    The contract. The driver says what has happened, the scheduler what follows:
 
     * One call at a time: the scheduler has no lock. It reads no clock, except to measure how long the policy takes;
       the driver states the time in seconds, and times do not decrease.
@@ -37,10 +39,10 @@ class Scheduler:
       the driver calls `next_to_prepare`.
     * `decide` is called only between two steps. If then `can_step`, the driver takes one step of all `active` requests
       and calls `stepped`, with no `decide` between.
-    * It changes its own state and the states and records that it has made; nobody else changes these while they are
-      open. States that are returned with a closed record have left the scheduler, which keeps nothing of them.
-    * `UsageError` is raised by the constructor alone. What else is raised is a defect of the policy or the driver, and
-      no method may be called afterwards but `end_all`.
+    * It changes its own state, and the states and records that it has made; nobody else changes these (but for
+      `image_path`) while they are open. Of a request whose record is closed it keeps nothing.
+    * `UsageError` is raised by the constructor alone. Whatever else is raised is a defect of the policy or the driver;
+      afterwards only `end_all` may be called.
 
     Args:
         policy: asked between steps which requests join the batch and which are dropped.
@@ -81,18 +83,21 @@ class Scheduler:
         self._predictor = predictor
         self._learner = predictor if isinstance(predictor, LearningPredictor) else None
         self._max_batch_size = max_batch_size
+        self._max_ahead = max_prepared_ahead or 2 * max_batch_size
         self._on_decision = on_decision
-        self._order = PrepareOrder(max_prepared_ahead or 2 * max_batch_size)
         self._open: dict[int, RequestState] = {}
         self._waiting = WaitingQueue()
+        # Of the waiting requests: those that are not being prepared yet (a dict as an ordered set), and how many are.
+        self._untouched: dict[int, None] = {}
+        self._num_ahead = 0
         self._joining: dict[int, RequestState] = {}
         # Of the joining requests: those that have been prepared since the last decision.
         self._ready: list[RequestState] = []
         self._active: list[RequestState] = []
+        # Of the active requests: their pixels, and the count of steps at which the next of them leaves.
+        self._batch_pixels = self._next_leave = 0
         self._preparing_id: int | None = None
         self._has_news = False
-        # Of the active batch: its pixels, and the count of steps at which the next request leaves.
-        self._batch_pixels = self._next_leave = 0
 
     @property
     def active(self) -> Sequence[RequestState]:
@@ -120,11 +125,7 @@ class Scheduler:
         return self._has_news or self.can_step
 
     def add(self, request: Request, standalone_s: float | None = None) -> RequestState:
-        """A request has arrived.
-
-        Args:
-            request: what was asked.
-            standalone_s: its latency when served alone, for policies that ask for it.
+        """A request has arrived; `standalone_s` is its latency when served alone, for policies that ask for it.
 
         Raises:
             ValueError: an open request has this id.
@@ -134,7 +135,7 @@ class Scheduler:
         state = RequestState.of(request, standalone_s)
         self._open[request.request_id] = state
         self._waiting.add(state.view)
-        self._order.add(request.request_id)
+        self._untouched[request.request_id] = None
         self.pixel_steps += request.resolution.pixels * state.num_iterations
         self._has_news = True
         return state
@@ -143,10 +144,16 @@ class Scheduler:
         """Start to prepare a request: the one to prepare from now on; None if one is being prepared or none is due."""
         if self._preparing_id is not None:
             return None
-        self._preparing_id = self._order.take()
-        if self._preparing_id is None:
-            return None
-        state = self._open[self._preparing_id]
+        state = None
+        if self._joining:
+            state = next((joining for joining in self._joining.values() if not joining.is_prepared), None)
+        if state is None:
+            if not self._untouched or self._num_ahead >= self._max_ahead:
+                return None
+            state = self._open[next(iter(self._untouched))]
+            del self._untouched[state.request.request_id]
+            self._num_ahead += 1
+        self._preparing_id = state.request.request_id
         state.record.prepare_start_s = now_s
         return state
 
@@ -184,7 +191,7 @@ class Scheduler:
         return state
 
     def decide(self, now_s: float) -> Sequence[RequestState]:
-        """Make those active that are ready, and ask the policy, if any request waits, about all others.
+        """Make active the joining requests that are ready, then ask the policy about those that wait, if any do.
 
         Returns:
             The requests that the policy has dropped; their records are closed as "discarded".
@@ -199,34 +206,30 @@ class Scheduler:
         self._ready.clear()
         if not self._waiting:
             return ()
-        policy = self._policy
+        policy, max_batch_size = self._policy, self._max_batch_size
         admitted = [*self._active, *self._joining.values()] if self._joining else self._active
-        views = _ActiveViews(admitted, self.num_steps)
+        views = ActiveViews(admitted, self.num_steps)
         start = time.perf_counter()
-        decision = policy.decide(now_s, self._waiting, views, self._max_batch_size, self._predictor)
+        decision = policy.decide(now_s, self._waiting, views, max_batch_size, self._predictor)
         if self._on_decision is not None:
             self._on_decision(time.perf_counter() - start)
-        check_decision(
-            decision,
-            self._waiting,
-            views,
-            self._max_batch_size,
-            requires_one_resolution=policy.requires_one_resolution,
-        )
+        is_one_size = policy.requires_one_resolution
+        check_decision(decision, self._waiting, views, max_batch_size, requires_one_resolution=is_one_size)
         for request_id in decision.admit:
-            self._waiting.remove(request_id)
-            self._order.demand(request_id)
+            self._stop_waiting(request_id)
             state = self._open[request_id]
             if state.is_prepared:
                 self._activate(state, now_s)
             else:
                 state.stage = "joining"
                 self._joining[request_id] = state
-        ended = [self.end(request_id, "discarded", now_s, reason) for request_id, reason in decision.drop]
-        return [state for state in ended if state is not None]
+        dropped = [self._open[request_id] for request_id, _ in decision.drop]
+        for request_id, reason in decision.drop:
+            self.end(request_id, "discarded", now_s, reason)
+        return dropped
 
     def stepped(self, end_s: float, step_s: float, failures: Mapping[int, str] | None = None) -> Sequence[RequestState]:
-        """A step of all active requests has ended.
+        """A step of all active requests, which took `step_s` seconds, has ended.
 
         Args:
             end_s: when it ended.
@@ -235,7 +238,7 @@ class Scheduler:
 
         Returns:
             The requests that have left the batch, in its order: those that failed, and those that have taken their
-            last step and are to be decoded, until the driver calls `end`.
+            last step, which are decoding until the driver calls `end`.
         """
         self.num_steps += 1
         self.pixel_steps -= self._batch_pixels
@@ -244,49 +247,43 @@ class Scheduler:
         # A step that failed is repeated in parts, so how long it took says nothing about other steps.
         if self._learner is not None and not failures:
             self._learner.observe(self.batch, step_s)
-        if self.num_steps < self._next_leave and not failures:
+        if not failures and self.num_steps < self._next_leave:
             return ()
-        left = [
-            state
-            for state in self._active
-            if state.first_step + state.num_iterations == self.num_steps
-            or (failures and state.request.request_id in failures)
-        ]
-        for state in left:
+        failures = failures or {}
+        left: list[RequestState] = []
+        for state in tuple(self._active):
             request_id = state.request.request_id
-            if failures and request_id in failures:
+            if request_id in failures:
                 self.end(request_id, "failed", end_s, failures[request_id])
-            else:
+            elif self.num_steps == state.first_step + state.num_iterations:
                 state.record.denoise_end_s = end_s
                 self._leave(state)
                 state.stage = "decoding"
+            else:
+                continue
+            left.append(state)
         return left
 
     def end(self, request_id: int, status: Status, now_s: float, reason: str | None = None) -> RequestState | None:
         """Close the record of a request, whatever stage it is in; of an active one only between two steps.
 
-        Args:
-            request_id: its id.
-            status: how it ends: "completed" once it is decoded, "failed", "discarded" or "cancelled".
-            now_s: when it ends.
-            reason: why, unless it is completed.
-
         Returns:
-            Its state, with the closed record; None if there is no open request of this id.
+            Its state; None if there is no open request of this id.
         """
         state = self._open.pop(request_id, None)
         if state is None:
             return None
         state.record.close(status, now_s, reason)
-        self._has_news = True
         if state.stage != "decoding":
             self._leave(state)
+        self._has_news = True
         return state
 
     def end_all(self, status: Status, now_s: float, reason: str) -> list[RequestState]:
-        """Close all open records, in whatever state an interrupt or an error has left the scheduler.
+        """Close all open records, wherever an interrupt or an error has left the scheduler; nothing may follow.
 
-        Nothing else may be called afterwards. Returns the states of the requests that were open.
+        Returns:
+            The states of the requests that were open.
         """
         states = list(self._open.values())
         self._open.clear()
@@ -295,29 +292,31 @@ class Scheduler:
         return states
 
     def check(self) -> None:
-        """Check that all that is known of the open requests agrees. For tests: it takes time for every one of them.
+        """Check that all that is known of the open requests agrees. For tests: it looks at every one of them.
 
         Raises:
-            AssertionError: it does not; that is a defect of the scheduler.
+            AssertionError: it does not, which is a defect of the scheduler.
         """
         of = {stage: {one for one in self._open.values() if one.stage == stage} for stage in get_args(Stage)}
-        assert {view.request_id for view in self._waiting} == {one.request.request_id for one in of["waiting"]}
+        waiting = {one.request.request_id: one for one in of["waiting"]}
+        assert {view.request_id for view in self._waiting} == set(waiting)
+        ahead = {i for i, one in waiting.items() if one.is_prepared or i == self._preparing_id}
+        assert set(self._untouched) == set(waiting) - ahead
+        assert self._num_ahead == len(ahead) <= self._max_ahead
         assert set(self._joining.values()) == of["joining"]
         assert set(self._ready) == {one for one in of["joining"] if one.is_prepared}
         assert set(self._active) == of["active"]
-        assert len(self._active) == len(of["active"])
         assert len(self._active) + len(self._joining) <= self._max_batch_size
-        assert all(one.is_prepared for one in (*self._active, *of["decoding"]))
+        assert all(one.is_prepared for one in self._active)
         assert all(one.record.status == "pending" for one in self._open.values())
         assert self.batch == sorted(one.request.resolution for one in self._active)
         assert self._batch_pixels == sum(size.pixels for size in self.batch)
         ends = [one.first_step + one.num_iterations for one in self._active]
         assert self._next_leave == min(ends, default=0)
         assert all(end > self.num_steps for end in ends)
-        assert self.num_prepared == sum(one.is_prepared for one in self._open.values() if one.stage != "decoding")
-        ahead = [one for one in of["waiting"] if one.is_prepared or one.view.request_id == self._preparing_id]
-        assert len(ahead) == self._order.num_ahead <= self._order.max_ahead
-        assert self.pixel_steps == sum(self._pixel_steps_of(one) for one in self._open.values())
+        to_denoise = set(self._open.values()) - of["decoding"]
+        assert self.num_prepared == sum(one.is_prepared for one in to_denoise)
+        assert self.pixel_steps == sum(map(self._pixel_steps_of, to_denoise))
 
     def _activate(self, state: RequestState, now_s: float) -> None:
         assert state.is_prepared, "a request without latents would stay in the batch for ever"
@@ -331,53 +330,31 @@ class Scheduler:
         insort(self.batch, state.request.resolution)
         self.has_changed = True
 
+    def _stop_waiting(self, request_id: int) -> None:
+        self._waiting.remove(request_id)
+        if request_id in self._untouched:
+            del self._untouched[request_id]
+        else:
+            self._num_ahead -= 1
+
     def _leave(self, state: RequestState) -> None:
-        """Take a request out of the stage that it is in, up to its last step."""
+        """Take a request out of the stage that it is in, which is not decoding."""
         request_id, resolution = state.request.request_id, state.request.resolution
         self.pixel_steps -= self._pixel_steps_of(state)
         self.num_prepared -= state.is_prepared
-        if state.stage == "active":
+        if state.stage == "waiting":
+            self._stop_waiting(request_id)
+        elif state.stage == "joining":
+            del self._joining[request_id]
+            if state.is_prepared:
+                self._ready.remove(state)
+        else:
             self._active.remove(state)
             self.batch.remove(resolution)
             self._batch_pixels -= resolution.pixels
             self._next_leave = min((one.first_step + one.num_iterations for one in self._active), default=0)
             self.has_changed = True
-            return
-        self._order.forget(request_id)
-        if state.stage == "waiting":
-            self._waiting.remove(request_id)
-        else:
-            del self._joining[request_id]
-            if state.is_prepared:
-                self._ready.remove(state)
 
     def _pixel_steps_of(self, state: RequestState) -> int:
         steps_done = self.num_steps - state.first_step if state.stage == "active" else 0
-        if state.stage == "decoding":
-            return 0
         return state.request.resolution.pixels * (state.num_iterations - steps_done)
-
-
-class _ActiveViews(Sequence[RequestView]):
-    """Views of the admitted requests, made only if a policy looks at them."""
-
-    __slots__ = ("_states", "_step")
-
-    def __init__(self, states: list[RequestState], step: int) -> None:
-        self._states = states
-        self._step = step
-
-    def __len__(self) -> int:
-        return len(self._states)
-
-    def __iter__(self) -> Iterator[RequestView]:
-        return (state.view_at(self._step) for state in self._states)
-
-    @overload
-    def __getitem__(self, index: int) -> RequestView: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[RequestView]: ...
-    def __getitem__(self, index: int | slice) -> RequestView | list[RequestView]:
-        if isinstance(index, slice):
-            return [state.view_at(self._step) for state in self._states[index]]
-        return self._states[index].view_at(self._step)

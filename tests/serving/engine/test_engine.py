@@ -270,6 +270,22 @@ def test_a_faulty_policy_ends_the_run_with_its_error(model: ServedModel) -> None
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("psctl-")]
 
 
+def test_a_model_that_prepares_nothing_ends_the_run(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+
+    def step(batch: Sequence[PreparedRequest]) -> dict[int, str]:
+        steps.append(len(batch))
+        if len(steps) == 10:
+            raise RuntimeError("the engine takes steps of nothing for ever")
+        return {}
+
+    monkeypatch.setattr(model, "prepare", lambda request: None)
+    monkeypatch.setattr(model.stepper, "step", step)
+    with pytest.raises(AssertionError, match="the model has prepared nothing"):
+        serve(model, requests_of(1))
+    assert steps == []
+
+
 def test_a_faulty_callback_ends_the_run_with_its_error(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(record: Any) -> None:
         raise ZeroDivisionError("callback")
