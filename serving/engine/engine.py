@@ -26,7 +26,7 @@ from ..core.prepared import PreparedRequest
 from ..core.request_state import RequestRecord
 from ..core.step_row import StepRow
 from ..models.served import ServedModel
-from ..scheduling.policies import Policy, StepLatencyPredictor, request_under
+from ..scheduling.policies import Policy, StepLatencyPredictor
 from ..scheduling.scheduler import Scheduler
 from .run_result import RunResult
 from .side_stages import ImagePath, SideStages
@@ -62,7 +62,6 @@ class Engine:
         on_step: Callable[[StepRow], None] | None = None,
     ) -> None:
         self._model = model
-        self._policy = policy
         self._on_step = on_step
         self._result = RunResult()
         self._num_decisions_noted = 0
@@ -122,9 +121,7 @@ class Engine:
                 raise RuntimeError("the engine is closed: no more requests can be submitted")
             if request.request_id in self._records:
                 raise UsageError(f"request id {request.request_id} is used twice")
-            self._records[request.request_id] = self._scheduler.add(
-                request_under(self._policy, request), standalone_s
-            ).record
+            self._records[request.request_id] = self._scheduler.add(request, standalone_s).record
             self._stages.prepare_next()
             self._changed.notify_all()
 

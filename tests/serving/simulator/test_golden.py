@@ -18,7 +18,8 @@ import pytest
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.core.request_state import RequestRecord
-from patchedserve.serving.scheduling.policies import Policy, get_policy
+from patchedserve.serving.scheduling.policies import get_policy
+from patchedserve.serving.scheduling.systems import get_system
 from patchedserve.serving.simulator.simulator import SimulationResult, simulate
 from patchedserve.serving.simulator.stage_times import StageTimes, standalone_latency_s
 from patchedserve.serving.simulator.step_durations import StepDurations
@@ -97,10 +98,8 @@ CASES = {
 }
 
 
-def policy_of(name: str) -> Policy:
-    """The policy that behaves as `name` says."""
-    known = {"continuous": "patched-fcfs", "distrifusion": "distrifusion-fcfs"}
-    return get_policy(known.get(name, name), is_simulated=True)
+# The systems among the cases; the others are policies.
+SYSTEM_OF = {"nirvana": "nirvana", "distrifusion": "distrifusion-fcfs"}
 
 
 def trace(case: Case, seed: int, alone_s: Callable[[Request], float]) -> list[Request]:
@@ -134,12 +133,17 @@ def serve(case: Case, seed: int) -> tuple[SimulationResult, list[RequestRecord]]
         return standalone_latency_s(request, Steps(), case.times)
 
     finished: list[RequestRecord] = []
+    requests, policy, spans_gpus = trace(case, seed, alone_s), case.policy, False
+    if policy in SYSTEM_OF:
+        system = get_system(SYSTEM_OF[policy], is_simulated=True)
+        requests, policy, spans_gpus = list(map(system.adapt, requests)), system.policy, system.spans_gpus
     result = simulate(
-        trace(case, seed, alone_s),
-        policy_of(case.policy),
+        requests,
+        get_policy(policy),
         Learning() if case.is_learning else Steps(),
         max_batch_size=case.max_batch_size,
         num_gpus=case.num_gpus,
+        spans_gpus=spans_gpus,
         times=case.times,
         durations=case.durations,
         max_prepared_ahead=case.max_prepared_ahead,
