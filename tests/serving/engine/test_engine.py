@@ -228,6 +228,20 @@ def test_nirvana_draws_with_fewer_steps(model: ServedModel) -> None:
     assert largest_error([result.latents[0][0]], [expected]) < 1e-3
 
 
+def test_what_is_checked_is_what_is_served() -> None:
+    """The engine changes no request, so the model checks the steps that it is going to take."""
+    from diffusers import DDIMScheduler
+
+    pipe = tiny_sdxl()
+    pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config)
+    nirvana = get_system("nirvana")
+    engine = Engine(ServedModel(pipe, name="ddim"), get_policy(nirvana.policy))
+    asked = Request(0, "a", SMALL, 1200)  # 948 with nirvana's share; DDIM takes at most 1000
+    with pytest.raises(UsageError, match="cannot take 1200 steps"):
+        engine.submit(asked)
+    engine.submit(nirvana.adapt(asked))
+
+
 @pytest.mark.parametrize("policy", ["continuous", "static", "edf"])
 def test_few_are_prepared_however_many_wait(model: ServedModel, policy: str) -> None:
     # Far more than can be served: 2 places, 30 requests at once.
