@@ -6,10 +6,10 @@
 The thread that calls `Engine.run` denoises. Between any two steps the `Scheduler` asks the policy which requests join;
 a request leaves as soon as its own last step is done (PatchedServe sections 6.1.1 and 7; the iteration level of ORCA).
 Text encoding and image decoding run in two threads beside it. A request that fails in any stage ends as "failed" with
-its reason, and the others go on.
+its reason, and the others continue.
 
 The policy sees every request that has arrived, prepared or not. Only a few waiting requests are prepared ahead
-(`PrepareOrder`); one that is admitted before keeps its place in the batch and is prepared next. So memory does not grow
+(see `Scheduler`); one that is admitted before keeps its place in the batch and is prepared next. So memory does not grow
 with the queue, and discarded requests mostly cost no text encoding.
 
 The policy is asked between two steps, not beside one: on a CPU it would take the cores of the step, and on a GPU the

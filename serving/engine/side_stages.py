@@ -21,7 +21,7 @@ ImagePath = Callable[[Request], Path | None]
 class SideStages:
     """Prepares requests in one thread, and decodes and saves their images in another.
 
-    A request that fails in either ends as "failed" with its reason, and the others go on.
+    A request that fails in either ends as "failed" with its reason, and the others continue.
 
     Args:
         model: the loaded model.

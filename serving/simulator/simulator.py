@@ -152,7 +152,7 @@ def simulate(
             (workers[index].prepared if kind == PREPARED else workers[index].stepped)(request_id, now_s)
             touched.add(index)
         for index in sorted(touched):
-            workers[index].go_on(now_s)
+            workers[index].proceed(now_s)
     return SimulationResult(
         records=sorted(clock.records, key=lambda record: record.request_id),
         duration_s=max(record.finish_s or 0.0 for record in clock.records),

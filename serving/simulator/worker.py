@@ -102,7 +102,7 @@ class SimulatedWorker:
         if not scheduler.active:
             self._late_s = 0.0
 
-    def go_on(self, now_s: float) -> None:
+    def proceed(self, now_s: float) -> None:
         """Ask the policy and start a step, unless one is running."""
         if self._is_stepping:
             return
