@@ -9,8 +9,8 @@ Text encoding and image decoding run in two threads beside it. A request that fa
 its reason, and the others continue.
 
 The policy sees every request that has arrived, prepared or not. Only a few waiting requests are prepared ahead
-(see `Scheduler`); one that is admitted before keeps its place in the batch and is prepared next. So memory does not grow
-with the queue, and discarded requests mostly cost no text encoding.
+(see `Scheduler`); one that is admitted before keeps its place in the batch and is prepared next. So memory does not
+grow with the queue, and discarded requests mostly cost no text encoding.
 
 The policy is asked between two steps, not beside one: on a CPU it would take the cores of the step, and on a GPU the
 decision would be about a batch that no longer exists when the step ends. What that costs is measured
