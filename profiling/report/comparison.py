@@ -86,9 +86,7 @@ def write_comparison(folder: Path, runs: Sequence[ComparedRun], facts: Sequence[
     write_bytes(folder / OVERVIEW_FILE, pictures["overview"][0])
     alt = "SLO attainment, latency over SLO, and requests in the batch by resolution over time, for each system."
     drawn_by_all = [
-        record.request_id
-        for record in runs[-1].data.records
-        if all(record.request_id in run.images for run in runs)
+        record.request_id for record in runs[-1].data.records if all(record.request_id in run.images for run in runs)
     ]
     prompts = {record.request_id: f"{record.prompt} ({record.resolution})" for record in runs[-1].data.records}
     text = render(

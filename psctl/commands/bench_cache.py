@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from ...data.errors import UsageError
 from ...data.files import require_places
 from ...data.resolution import parse_list
-from ...profiling.measure.machine import describe
+from ...data.run_facts import describe
 from ...serving.cache.options import CacheOptions
 from ...serving.engine.stepper import EngineOptions
 from ..options.common import OutputFile, Resolutions, Seed, numbers_of
@@ -69,7 +69,6 @@ def bench_cache(
         psctl bench cache --combinations "2,2,2;6,0,0;0,6,0;0,0,6" --intervals "" --sums ""
         psctl bench cache --model emoji-3 --rounds 8 --lpips --fid emoji --json --output-file cache.json
     """
-    from rich.console import Group
 
     from ...profiling.steps.combinations import Combination, parse_combinations
 
