@@ -39,7 +39,7 @@ class PatchedStepper:
 
     Attributes:
         batch: the requests of the last step, unless one has finished or failed.
-        batch_failures: why steps of whole batches failed, even if all their requests went on one by one.
+        batch_failures: why steps of whole batches failed, even if all requests then took them in smaller ones.
     """
 
     name = "patched"

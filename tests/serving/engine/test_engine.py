@@ -231,6 +231,20 @@ def test_nirvana_draws_with_fewer_steps(model: ServedModel) -> None:
     assert largest_error([result.latents[0][0]], [expected]) < 1e-3
 
 
+def test_what_is_checked_is_what_is_served() -> None:
+    """The engine changes no request, so the model checks the steps that it is going to take."""
+    from diffusers import DDIMScheduler
+
+    pipe = tiny_sdxl()
+    pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config)
+    nirvana = get_system("nirvana")
+    engine = Engine(ServedModel(pipe, name="ddim"), get_policy(nirvana.policy))
+    asked = Request(0, "a", SMALL, 1200)  # 948 with nirvana's share; DDIM takes at most 1000
+    with pytest.raises(UsageError, match="cannot take 1200 steps"):
+        engine.submit(asked)
+    engine.submit(nirvana.adapt(asked))
+
+
 @pytest.mark.parametrize("policy", ["continuous", "static", "edf"])
 def test_few_are_prepared_however_many_wait(model: ServedModel, policy: str) -> None:
     # Far more than can be served: 2 places, 30 requests at once.
@@ -274,6 +288,22 @@ def test_a_faulty_policy_ends_the_run_with_its_error(model: ServedModel) -> None
     with pytest.raises(RuntimeError, match="99"):
         serve(model, requests_of(2), faulty)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("psctl-")]
+
+
+def test_a_model_that_prepares_nothing_ends_the_run(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+
+    def step(batch: Sequence[PreparedRequest]) -> dict[int, str]:
+        steps.append(len(batch))
+        if len(steps) == 10:
+            raise RuntimeError("the engine takes steps of nothing for ever")
+        return {}
+
+    monkeypatch.setattr(model, "prepare", lambda request: None)
+    monkeypatch.setattr(model.stepper, "step", step)
+    with pytest.raises(AssertionError, match="the model has prepared nothing"):
+        serve(model, requests_of(1))
+    assert steps == []
 
 
 def test_a_faulty_callback_ends_the_run_with_its_error(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:

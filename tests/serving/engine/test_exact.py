@@ -76,7 +76,7 @@ def serve(
         engine.submit(request)
     engine.close()
     engine.start()
-    while all_at_once and engine._stages.num_prepared < len(requests):
+    while all_at_once and len(engine._stages.prepared) < len(requests):
         time.sleep(0.001)
     result = engine.run()
     assert [record.reason for record in result.records] == [None] * len(requests)
