@@ -1,6 +1,6 @@
 """A hook of mkdocs: links that leave docs/ (`../tests/...`) become links to copies in the site.
 
-So the same Markdown works on a Git server and in the rendered pages, where strict mode checks these links as all others.
+So the same Markdown works on a Git server and in the rendered pages, where strict mode checks these links, too.
 """
 
 import re

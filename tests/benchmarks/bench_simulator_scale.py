@@ -10,8 +10,8 @@ Three parts, each with what issue 5 asks for:
 * `--real`: 5 times capacity for a minute on the engine (the model of --model, with its workspace's predictor).
 
 Capacity is what a full batch of an equal mix finishes per second. The simulator's step latencies are those of --latency
-(a table of psctl profile latency, or a fitted predictor). Results: Markdown on stdout, and all figures in --output-file,
-by default tests/benchmarks/results/simulator-scale-MODEL.json.
+(a table of psctl profile latency, or a fitted predictor). Results: Markdown on stdout, and all figures in
+tests/benchmarks/results/simulator-scale-MODEL.json, or in --output-file.
 """
 
 import argparse

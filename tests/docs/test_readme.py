@@ -1,10 +1,13 @@
-"""README: short, and its map of the house equals the tree."""
+"""README is short and its map equals the tree; the tables of systems and policies equal the code."""
 
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from patchedserve.serving.scheduling.policies import POLICY_NAMES
+from patchedserve.serving.scheduling.systems import SYSTEMS
 
 MAX_LINES = 150
 _ROW = re.compile(r"^\| `(?P<folder>\w+)/` \| (?P<about>[^|]+) \| (?P<rooms>[^|]*)\|$", re.M)
@@ -51,3 +54,12 @@ def test_the_first_screen_states_the_status(readme: str) -> None:
     first = readme.partition("## Install")[0]
     for words in ("**Status.**", "CPU and CUDA", "measured on a GPU"):
         assert words in first
+
+
+def test_systems_and_policies_are_those_of_the_documentation(repository: Path) -> None:
+    page = (repository / "docs" / "scheduling.md").read_text()
+    section = page.partition("## Systems")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([\w-]+)` \| (\w+) \| `(\w+)` \| (\w+) \|", section, re.M)
+    assert rows == [(each.name, each.engine, each.policy, each.cache) for each in SYSTEMS.values()]
+    policies = page.partition("## Policies")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", policies, re.M)) == set(POLICY_NAMES)
