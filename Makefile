@@ -45,7 +45,7 @@ demo: setup
 	@echo "Open the report in a browser: file://$(abspath $(DEMO_DIR))/report.html"
 
 test: setup
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 $(PYTEST_ARGS)
 
 gate: setup
 	tests/gates/run.sh $(GATE_DIR)

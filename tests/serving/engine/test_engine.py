@@ -238,7 +238,7 @@ def test_what_is_checked_is_what_is_served() -> None:
     pipe = tiny_sdxl()
     pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config)
     nirvana = get_system("nirvana")
-    engine = Engine(ServedModel(pipe, name="ddim"), get_policy(nirvana.policy))
+    engine = Engine(build_model(pipe, name="ddim"), get_policy(nirvana.policy))
     asked = Request(0, "a", SMALL, 1200)  # 948 with nirvana's share; DDIM takes at most 1000
     with pytest.raises(UsageError, match="cannot take 1200 steps"):
         engine.submit(asked)
