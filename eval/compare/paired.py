@@ -5,13 +5,13 @@ figures. Intervals of differences are bootstraps over pairs; those of win rates 
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...data.errors import UsageError
-from ...data.statistics import wilson_interval
+from ...data.statistics import Estimate, wilson_interval
 from ..metrics.bootstrap import centred_interval, mean_interval
 from ..results import Direction
 
@@ -52,9 +52,15 @@ class PairedResult:
     tie_rate: float | None = None
     seed: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        """A mapping that JSON can hold."""
-        return asdict(self)
+    @property
+    def estimate(self) -> Estimate:
+        """The difference and its interval."""
+        return Estimate(self.difference, self.low, self.high, self.n)
+
+    @property
+    def wins(self) -> Estimate | None:
+        """The win rate and its interval, where there is one."""
+        return None if self.win_rate is None else Estimate(self.win_rate, self.win_low, self.win_high, self.n)
 
 
 def compare_values(
@@ -80,7 +86,7 @@ def compare_values(
     better = differences > 0 if direction == "higher" else differences < 0
     wins = better + 0.5 * (differences == 0)
     interval = mean_interval(differences, seed) or (None, None)
-    win_interval = wilson_interval(float(wins.sum()), len(wins))
+    low, high = wilson_interval(float(wins.sum()), len(wins))
     return PairedResult(
         name,
         float(one.mean()),
@@ -90,8 +96,8 @@ def compare_values(
         n=len(one),
         direction=direction,
         win_rate=float(wins.mean()),
-        win_low=win_interval[0],
-        win_high=win_interval[1],
+        win_low=low,
+        win_high=high,
         tie_rate=float((differences == 0).mean()),
         seed=seed,
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...data.errors import RunError, UsageError
+from ...data.figures import write_figures
 from ...data.files import write_json
 from ...data.requests import Request
 from ...data.resolution import Resolution
@@ -28,6 +29,7 @@ from ...serving.simulator.step_durations import StepDurations
 from ...training.latency.online_correction import OnlineCorrection
 from ...training.latency.predictor import LatencyPredictor
 from .calibration import step_sources
+from .figures import run_figures
 from .outside_profile import predictions_outside
 
 MAX_GPUS = 4096
@@ -165,7 +167,7 @@ def simulation_summary(
         requests_of[index] += 1
     num_steps = result.num_steps
     steps_taken = sum(record.num_inference_steps for record in records if record.denoise_end_s is not None)
-    return summary | {
+    summary |= {
         "num_gpus": deployment.num_gpus,
         "num_steps": num_steps,
         "batch_size_mean": steps_taken / num_steps if num_steps else None,
@@ -179,6 +181,7 @@ def simulation_summary(
         "was_interrupted": False,
         "config": dict(config),
     }
+    return write_figures(summary, run_figures(summary, records))
 
 
 def write_simulation(

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ...data.statistics import Estimate
 from .held import RATIO_TARGET, TARGETS, HeldRates, best_held, held_rates, ratio_over_seeds
 from .seeds import share_interval
 
@@ -197,3 +198,38 @@ def agreement(runs: Sequence[FinishedRun]) -> dict[str, Any]:
         "max_latency_difference": max(shares, default=None),
         "mean_latency_difference": fmean(shares) if shares else None,
     }
+
+
+def estimates(engines: Mapping[str, Mapping[str, Any]], agreed: Mapping[str, Any] | None) -> dict[str, Estimate]:
+    """The figures that gates read: `patchedserve@2.slo_attainment` and the like at every rate, and of every system
+    `mean_attainment`, `rate_at_95`, `ratio_at_95`. Those of engines after the first begin with the engine's name.
+
+    Intervals are those over seeds. One or two seeds have intervals as if requests were independent, which are too
+    narrow to judge by, so there is none here.
+    """
+    found: dict[str, Estimate] = {}
+    for number, (engine, figures) in enumerate(engines.items()):
+        prefix = f"{engine}." if number else ""
+        for point in figures["points"]:
+            name, share = f"{prefix}{point['policy']}@{point['request_rate']:g}.", point["slo_attainment_rate"]
+            n, goodput = point["num_requests"], point["goodput_qps"]
+            ends = (point["interval_low"], point["interval_high"]) if point["interval_over"] == "seeds" else None
+            found[f"{name}slo_attainment"] = Estimate(share, *(ends or (None, None)), n)
+            scaled = [end * goodput / share for end in ends] if ends and share else (None, None)
+            found[f"{name}goodput"] = Estimate(goodput, *scaled, n)
+            for key in ("latency_mean", "latency_p50", "latency_p95"):
+                if point[key] is not None:
+                    found[name + key] = Estimate(point[key], n=n)
+        for system in figures["policies"]:
+            name, ratios = f"{prefix}{system['policy']}.", system["ratio_at_95"]
+            found[f"{name}mean_attainment"] = Estimate(system["mean_attainment"])
+            for target, held in system["held_rates"].items():
+                n = len(held["by_seed"]) or None
+                found[f"{name}rate_at_{100 * float(target):.0f}"] = Estimate(held["rate"], held["low"], held["high"], n)
+            if ratios is not None and ratios["value"] is not None:
+                n = len(system["held_rates"][f"{RATIO_TARGET:.2f}"]["by_seed"]) or None
+                found[f"{name}ratio_at_95"] = Estimate(ratios["value"], ratios["low"], ratios["high"], n)
+    for name, value in (agreed or {}).items():
+        if isinstance(value, float):
+            found[f"agreement.{name}"] = Estimate(value)
+    return found

@@ -9,7 +9,7 @@ from ...data.files import write_bytes, write_json, write_text
 from ..measure.machine import describe
 from ..report.page import figure, header, page, pairs, table
 from ..report.theme import DARK, LIGHT
-from .figures import FinishedRun, agreement, sweep_figures
+from .figures import FinishedRun, agreement, estimates, sweep_figures
 from .plots import PLOTS
 from .sweep import RESULT_FILE, SweepSettings
 from .tables import tables_of
@@ -34,7 +34,9 @@ def sweep_result(
         run_dir: their folder.
         was_interrupted: whether Ctrl-C ended the sweep.
     """
-    engines = {name: [run for run in runs if run.engine == name] for name in settings.engines}
+    by_engine = {name: [run for run in runs if run.engine == name] for name in settings.engines}
+    engines = {name: sweep_figures(mine) for name, mine in by_engine.items() if mine}
+    agreed = agreement(runs) if settings.engine == "both" else None
     about = dict(head["circumstances"])
     return {
         **about,
@@ -50,8 +52,9 @@ def sweep_result(
         "num_runs": settings.num_runs,
         "num_finished": len(runs),
         "was_interrupted": was_interrupted,
-        "engines": {name: sweep_figures(mine) for name, mine in engines.items() if mine},
-        "agreement": agreement(runs) if settings.engine == "both" else None,
+        "engines": engines,
+        "agreement": agreed,
+        "figures": {name: each.to_json() for name, each in estimates(engines, agreed).items()},
         "run_dir": str(run_dir),
     }
 
