@@ -45,7 +45,7 @@ class EvalOptions:
     resolutions: str | None = None
     num_inference_steps: int | None = None
     guidance_scale: float | None = None
-    policy: str = "bucketed"
+    policy: str = "continuous"
     max_batch_size: int = 16
     max_bad: int = 0
 

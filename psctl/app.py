@@ -69,7 +69,7 @@ _GROUPS = {
 
         psctl bench steps --model emoji-3
 
-        psctl bench slo --policies bucketed,patched-fcfs,slack --rates 2,4,6
+        psctl bench slo --policies bucketed,patched-fcfs,patchedserve --rates 2,4,6
     """,
     "eval": """Measure how good images are.
 

@@ -148,7 +148,7 @@ def generate(
 ) -> list[Image.Image]:
     """One picture per caption from the engine, seeds counted from `options.seed`. Raises RunError if one fails."""
     engine = Engine(
-        model, get_policy("bucketed"), keep_images=True, on_step=lambda row: on_step(row.active), max_batch_size=16
+        model, get_policy("continuous"), keep_images=True, on_step=lambda row: on_step(row.active), max_batch_size=16
     )
     steps = options.num_inference_steps or model.defaults.num_inference_steps
     for index, (caption, resolution) in enumerate(zip(captions, resolutions, strict=True)):

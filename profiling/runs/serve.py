@@ -20,7 +20,8 @@ from ...data.traces.traces import assign_slos, save_trace
 from ...data.workspace import ModelWorkspace
 from ...serving.core.metrics import summarize
 from ...serving.core.request_state import RequestRecord
-from ...serving.scheduling.policies import Policy, StepLatencyPredictor, require_predictor
+from ...serving.scheduling.policies import StepLatencyPredictor, get_policy, require_predictor
+from ...serving.scheduling.systems import System
 from ...training.latency.online_correction import OnlineCorrection
 from ..measure.standalone import RequestShape, shape_of, standalone_latencies
 from .figures import run_figures
@@ -46,7 +47,7 @@ class ServeOutcome:
 def run_serve(
     model: "ServedModel",
     requests: Sequence[Request],
-    policy: Policy,
+    system: System,
     workspace: ModelWorkspace,
     *,
     dataset: str,
@@ -65,7 +66,7 @@ def run_serve(
     Args:
         model: the loaded model.
         requests: the trace, in order of arrival.
-        policy: who joins the batch and when.
+        system: whose policy and share of steps requests get; the model brings its engine and cache.
         workspace: the model's part of the workspace.
         dataset: name of the trace or prompt file, for the summary.
         config: the user's settings, shown in the summary and the report.
@@ -86,10 +87,11 @@ def run_serve(
     from ...serving.engine.engine import Engine
     from ...serving.engine.replay import replay
 
+    policy = get_policy(system.policy)
     if policy.requires_predictor:
         require_predictor(policy, predictor)
     for request in requests:
-        model.check_request(request)
+        model.check_request(system.adapt(request))
     model.tune([request.resolution for request in requests], workspace.tables)
     outside_before = predictions_outside(predictor)
     # Requests that bring their own SLO need no measurement.
@@ -98,6 +100,7 @@ def run_serve(
     requests = assign_slos(requests, lambda request: standalone[shape_of(model, request)], slo_scale)
     run_dir = workspace.new_run("serve")
     save_trace(run_dir / "trace.jsonl", requests)
+    alone_s = {request.request_id: standalone.get(shape_of(model, request)) for request in requests}
     if on_start is not None:
         on_start()
     engine = Engine(
@@ -108,7 +111,8 @@ def run_serve(
         image_path=_image_paths(requests, save_dir, run_dir),
         on_finish=on_finish,
     )
-    result = replay(engine, requests, standalone_s=lambda request: standalone.get(shape_of(model, request)))
+    adapted = [system.adapt(request) for request in requests]
+    result = replay(engine, adapted, standalone_s=lambda request: alone_s[request.request_id])
     summary = summarize(result.records, result.duration_s, slo_scale=slo_scale, model=model.name, dataset=dataset)
     summary |= engine_figures(result)
     summary |= what_was_learnt(model, predictor, outside_before)

@@ -21,8 +21,9 @@ from ...data.traces.traces import assign_slos, retime, save_trace
 from ...data.workspace import ModelWorkspace
 from ...serving.core.metrics import slo_attainment_rate, summarize
 from ...serving.core.request_state import RequestRecord
-from ...serving.scheduling.policies import DistriFusionFcfsPolicy, Policy, StepLatencyPredictor
+from ...serving.scheduling.policies import StepLatencyPredictor, get_policy
 from ...serving.scheduling.step_latency import MemoisedLatency, PerResolutionLatency
+from ...serving.scheduling.systems import System
 from ...serving.simulator.simulator import SimulationResult, simulate
 from ...serving.simulator.stage_times import StageTimes, standalone_latency_s
 from ...serving.simulator.step_durations import StepDurations
@@ -43,20 +44,18 @@ class Deployment:
     """What serves a simulated trace.
 
     Attributes:
-        policy: who joins the batch and when.
+        system: whose policy, engine, share of steps and allocation of GPUs are simulated; not its cache.
         predictor: seconds of a step on one GPU.
         first: seconds of a step after a request has joined or left, where that is known. Policies are not told, but
             learn it on line as in `psctl serve`; the plain engine has none.
         times: seconds of the other stages.
-        is_plain: whether each resolution takes a forward pass of its own, as in `--engine plain`.
         num_gpus, max_batch_size: of `simulate`.
         slo_scale: SLO of each request without one: this many times its standalone latency.
     """
 
-    policy: Policy
+    system: System
     predictor: StepLatencyPredictor
     times: StageTimes
-    is_plain: bool = False
     num_gpus: int = 1
     max_batch_size: int = 16
     slo_scale: float = 5.0
@@ -82,7 +81,9 @@ class Deployment:
         """
         if not requests:
             raise UsageError("the trace is empty, but it must hold at least one request")
-        latency = MemoisedLatency(PerResolutionLatency(self.predictor) if self.is_plain else self.predictor)
+        system, policy = self.system, get_policy(self.system.policy)
+        is_plain = system.engine == "plain"
+        latency = MemoisedLatency(PerResolutionLatency(self.predictor) if is_plain else self.predictor)
         known: dict[tuple[Resolution, int], float] = {}
 
         def alone_s(request: Request) -> float:
@@ -92,20 +93,22 @@ class Deployment:
             return known[shape]
 
         promised = assign_slos(requests, alone_s, self.slo_scale)
+        by_id = {request.request_id: alone_s(request) for request in promised}
         told: StepLatencyPredictor = latency
         durations = None
-        if self.first is not None and not self.is_plain:
+        if self.first is not None and not is_plain:
             durations = StepDurations(latency, self.first)
-            told = OnlineCorrection(latency) if self.policy.requires_predictor else latency
+            told = OnlineCorrection(latency) if policy.requires_predictor else latency
         result = simulate(
-            promised,
-            self.policy,
+            list(map(system.adapt, promised)),
+            policy,
             told,
             durations=durations,
             max_batch_size=self.max_batch_size,
             num_gpus=self.num_gpus if num_gpus is None else num_gpus,
+            spans_gpus=system.spans_gpus,
             times=self.times,
-            standalone_s=alone_s,
+            standalone_s=lambda request: by_id[request.request_id],
             keep_steps=keep_steps,
             on_finish=on_finish,
         )
@@ -326,10 +329,7 @@ def gpus_needed(
             on_try(num_gpus, tried[num_gpus])
         return tried[num_gpus] >= target
 
-    if isinstance(deployment.policy, DistriFusionFcfsPolicy):
-        choices = [1, 2, 4, 8]
-    else:
-        choices = list(range(1, min(len(requests), MAX_GPUS) + 1))
+    choices = [1, 2, 4, 8] if deployment.system.spans_gpus else list(range(1, min(len(requests), MAX_GPUS) + 1))
     # Doubling first: simulations of very many GPUs are the slow ones.
     low, high = -1, 0
     while not holds(choices[high]):

@@ -16,7 +16,7 @@ from ...data.statistics import Estimate
 from .held import RATIO_TARGET, TARGETS, HeldRates, best_held, held_rates, ratio_over_seeds
 from .seeds import share_interval
 
-BASELINES = ("fcfs", "static", "bucketed")
+BASELINES = ("diffusers-fcfs", "diffusers", "bucketed")
 """Policies whose best is what others are compared with."""
 
 _EXTRAS = {

@@ -16,13 +16,14 @@ from ...serving.engine.stepper import EngineName, EngineOptions
 from ...serving.models.served import ServedModel
 from ...serving.patched.stepper import PatchedStepper
 from ...serving.scheduling.policies import get_policy, require_predictor
+from ...serving.scheduling.systems import System, get_system
 from ...training.latency.online_correction import OnlineCorrection
 from ..measure.latency import LatencySettings, latency_circumstances, profile_latency
 from ..runs.outside_profile import predictions_outside
 from ..runs.serve import engine_figures, what_was_learnt
-from .sweep import Served, engine_of
+from .sweep import Served
 
-_WARMUP_POLICY: Mapping[EngineName, str] = {"plain": "bucketed", "patched": "patched-fcfs"}
+_WARMUP_SYSTEM: Mapping[EngineName, str] = {"plain": "bucketed", "patched": "patched-fcfs"}
 
 
 def with_engine(model: ServedModel, options: EngineOptions) -> ServedModel:
@@ -54,17 +55,17 @@ class RealRunner:
 
     def check(self, policies: Sequence[str]) -> None:
         """Raise UsageError if a policy needs a predictor and there is none."""
-        for policy in map(get_policy, policies):
+        for policy in (get_policy(get_system(name).policy) for name in policies):
             if policy.requires_predictor:
                 require_predictor(policy, self._predictor)
 
     def run(self, policy: str, requests: Sequence[Request], standalone_s: Callable[[Request], float]) -> Served:
         """See `slo_sweep.Runner`. Raises UsageError: the model cannot serve a request."""
-        name = engine_of(policy)
-        needs_predictor = get_policy(policy).requires_predictor
+        system = get_system(policy)
+        name, needs_predictor = system.engine, get_policy(system.policy).requires_predictor
         predictor = self._predictor if needs_predictor else None
         before = predictions_outside(predictor)
-        result = self._replay(name, policy, requests, standalone_s, predictor)
+        result = self._replay(system, requests, standalone_s, predictor)
         figures = engine_figures(result) | what_was_learnt(self._models[name], predictor, before)
         return Served(result.records, result.duration_s, figures, result.was_interrupted)
 
@@ -77,23 +78,24 @@ class RealRunner:
             KeyboardInterrupt: on Ctrl-C.
         """
         predictor = self._predictor if name == "patched" else None
-        result = self._replay(name, _WARMUP_POLICY[name], requests, standalone_s, predictor)
+        result = self._replay(get_system(_WARMUP_SYSTEM[name]), requests, standalone_s, predictor)
         if result.was_interrupted:
             raise KeyboardInterrupt
         return result
 
     def _replay(
         self,
-        name: EngineName,
-        policy: str,
+        system: System,
         requests: Sequence[Request],
         standalone_s: Callable[[Request], float],
         predictor: OnlineCorrection | None,
     ) -> RunResult:
-        model = self._models[name]
+        model = self._models[system.engine]
         _forget(model)
-        engine = Engine(model, get_policy(policy), predictor=predictor, max_batch_size=self._max_batch_size)
-        return replay(engine, requests, standalone_s=standalone_s)
+        engine = Engine(model, get_policy(system.policy), predictor=predictor, max_batch_size=self._max_batch_size)
+        alone_s = {request.request_id: standalone_s(request) for request in requests}
+        adapted = [system.adapt(request) for request in requests]
+        return replay(engine, adapted, standalone_s=lambda request: alone_s[request.request_id])
 
 
 def _forget(model: ServedModel) -> None:

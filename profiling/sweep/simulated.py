@@ -12,12 +12,13 @@ from ...data.resolution import Resolution
 from ...serving.engine.stepper import EngineName
 from ...serving.scheduling.policies import StepLatencyPredictor, get_policy
 from ...serving.scheduling.step_latency import MemoisedLatency, PerResolutionLatency, ScaledLatency
+from ...serving.scheduling.systems import get_system
 from ...serving.simulator.simulator import SimulationResult, simulate
 from ...serving.simulator.stage_times import StageTimes, standalone_latency_s
 from ...serving.simulator.step_durations import StepDurations
 from ...training.latency.online_correction import OnlineCorrection
 from ..runs.calibration import Calibration
-from .sweep import Served, engine_of
+from .sweep import Served
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,20 +83,22 @@ class SimulatedRunner:
 
     def run(self, policy: str, requests: Sequence[Request], standalone_s: Callable[[Request], float]) -> Served:
         """See `slo_sweep.Runner`. Raises UsageError: the latencies do not know a resolution."""
-        engine = self._engines[engine_of(policy)]
-        chosen = get_policy(policy, is_simulated=True)
+        system = get_system(policy, is_simulated=True)
+        engine, chosen = self._engines[system.engine], get_policy(system.policy)
+        alone_s = {request.request_id: standalone_s(request) for request in requests}
         told: StepLatencyPredictor = MemoisedLatency(engine.told)
         if chosen.requires_predictor:
             told = OnlineCorrection(told, scale=engine.told_scale)
         result = simulate(
-            requests,
+            list(map(system.adapt, requests)),
             chosen,
             told,
             max_batch_size=self._max_batch_size,
             num_gpus=self._num_gpus,
+            spans_gpus=system.spans_gpus,
             times=engine.times,
             durations=engine.durations,
-            standalone_s=standalone_s,
+            standalone_s=lambda request: alone_s[request.request_id],
         )
         figures = {
             "num_steps": result.num_steps,

@@ -29,25 +29,19 @@ from ...data.traces.traces import TRACE_KINDS, assign_slos
 from ...serving.core.request_state import RequestRecord
 from ...serving.engine.stepper import EngineName
 from ...serving.models.defaults import ModelDefaults
-from ...serving.scheduling.policies import DistriFusionFcfsPolicy, get_policy
-from ...serving.scheduling.policies.distrifusion import speedup
+from ...serving.scheduling.systems import get_system
+from ...serving.simulator.distrifusion import speedup
 from ..runs.trace_settings import TraceSettings, check_slo_scale, draw_requests
 from .figures import EngineKind, FinishedRun
 
 SweepEngine = Literal["real", "simulator", "both"]
 SWEEP_FILE, RESULT_FILE = "sweep.json", "result.json"
 RUN_KIND = "slo"
-DEFAULT_POLICIES = ("fcfs", "static", "bucketed", "nirvana", "patched-fcfs", "edf", "slack")
-_PLAIN_POLICIES = ("fcfs", "static", "bucketed", "nirvana", "distrifusion-fcfs")
-_VERSION = 2  # version 1 told files by their path alone, and nothing of the latency predictor
+DEFAULT_POLICIES = ("diffusers", "bucketed", "nirvana", "patched-fcfs", "patchedserve")
+_VERSION = 3  # version 2 had policies in place of systems; version 1 told files by their path alone
 _GROWING = ("standalone_s", "predictor")
 """Parts of a head that grow: other rates and seeds may ask for resolutions that nobody has asked for before, and other
 policies for the latency predictor."""
-
-
-def engine_of(policy: str) -> EngineName:
-    """The engine that a policy runs on: those that PatchedServe compares with run plain diffusers."""
-    return "plain" if policy in _PLAIN_POLICIES else "patched"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +79,7 @@ class SweepSettings:
                 if list(given).count(value) > 1:
                     raise UsageError(f"{value} stands twice among the {name}")
         for policy in self.policies:
-            get_policy(policy, is_simulated=self.engine == "simulator")
+            get_system(policy, is_simulated=self.engine == "simulator")
         for rate in self.rates:
             if not 0 < rate < math.inf:
                 raise UsageError(f"a request rate is {rate:g}, but it must be more than 0 and finite")
@@ -97,7 +91,7 @@ class SweepSettings:
                 f"trace is {self.trace.trace!r}, but a sweep draws its own at every rate and seed: one of {kinds}"
             )
         check_slo_scale(self.slo_scale)
-        if DistriFusionFcfsPolicy.name in self.policies:
+        if any(get_system(name, is_simulated=True).spans_gpus for name in self.policies):
             speedup(Resolution(1024, 1024), self.num_gpus)
         if self.num_gpus > 1 and self.engine != "simulator":
             raise UsageError(f"--gpus is {self.num_gpus}, but only --engine simulator serves on more than one")
@@ -110,7 +104,7 @@ class SweepSettings:
     @property
     def engine_names(self) -> tuple[EngineName, ...]:
         """The engines that the policies run on."""
-        return tuple(dict.fromkeys(engine_of(policy) for policy in self.policies))
+        return tuple(dict.fromkeys(get_system(policy, is_simulated=True).engine for policy in self.policies))
 
     def requests(self, rate: float, seed: int, defaults: ModelDefaults) -> list[Request]:
         """The trace of a rate and a seed, without SLOs. Raises UsageError as `draw_requests`."""

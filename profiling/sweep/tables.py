@@ -42,7 +42,7 @@ def tables_of(result: Mapping[str, Any]) -> list[TextTable]:
 
 
 def _held(figures: Mapping[str, Any], where: str) -> TextTable:
-    baselines = " and ".join(figures["baselines"]) if len(figures["baselines"]) < 3 else "fcfs, static and bucketed"
+    baselines = " and ".join(figures["baselines"])
     against = f"at {RATIO_TARGET:.0%}, against best of {baselines}" if figures["baselines"] else "ratio"
     rows = []
     for policy in figures["policies"]:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ...profiling.sweep.bench import SweepOutcome
     from ...profiling.sweep.bench_simulator import SimulatorFiles
 
-_DEFAULT_POLICIES = "fcfs,static,bucketed,nirvana,patched-fcfs,edf,slack"
+_DEFAULT_POLICIES = "diffusers,bucketed,nirvana,patched-fcfs,patchedserve"
 _DEFAULT_NUM_PROMPTS = {"real": 60, "both": 60, "simulator": 1000}
 
 
@@ -51,8 +51,8 @@ def bench_slo(
         typer.Option(
             "--policies",
             metavar="NAME,...",
-            help="fcfs, static, bucketed and nirvana run plain diffusers, patched-fcfs, edf and slack the patch "
-            "engine; the simulator has distrifusion-fcfs, too.",
+            help="Systems: patchedserve, patched-fcfs, patched-edf, bucketed, nirvana, diffusers, diffusers-fcfs; the "
+            "simulator has distrifusion-fcfs, too.",
         ),
     ] = _DEFAULT_POLICIES,
     rates: Annotated[
@@ -144,9 +144,9 @@ def bench_slo(
 
         psctl bench slo --rates 1,2,3,4 --num-prompts 60
 
-        psctl bench slo --cache patch --policies bucketed,patched-fcfs,slack --rates 2,4,6 --num-seeds 3
+        psctl bench slo --cache patch --policies bucketed,patched-fcfs,patchedserve --rates 2,4,6 --num-seeds 3
 
-        psctl bench slo --engine both --policies bucketed,patched-fcfs,slack --rates 1,2,3 --duration 20
+        psctl bench slo --engine both --policies bucketed,patched-fcfs,patchedserve --rates 1,2,3 --duration 20
 
         psctl bench slo --engine simulator --latency h200.csv --resolutions 512,768,1024 --rates 5,10,15,20 --gpus 4
 
@@ -224,6 +224,7 @@ def bench_slo(
         from ...profiling.runs.simulate import load_step_latency
         from ...serving.models.loading import load_model
         from ...serving.scheduling.policies import get_policy
+        from ...serving.scheduling.systems import get_system
 
         predictor_file = None if predictor is None else predictor.expanduser()
         step_latency = None
@@ -233,7 +234,8 @@ def bench_slo(
         with out.status(f"Loading {model} ..."):
             served = load_model(model, device, dtype, options, workspace=Workspace(workspace))
         part = Workspace(workspace).for_model(model, str(served.device))
-        if step_latency is None and any(get_policy(name).requires_predictor for name in settings.policies):
+        policies_used = [get_policy(get_system(name).policy) for name in settings.policies]
+        if step_latency is None and any(policy.requires_predictor for policy in policies_used):
             from ...profiling.measure.latency import workspace_predictor
             from ...training.latency.predictor import PREDICTOR_FILE
 

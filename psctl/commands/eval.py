@@ -133,7 +133,7 @@ def _command(metric: str) -> Callable[..., None]:
 
         psctl eval {metric} --model emoji-xl --num-prompts 256
 
-        psctl eval {metric} --dataset 'coco:~/coco?split=val2017' --num-prompts 5000 --model DIR --policy bucketed
+        psctl eval {metric} --dataset 'coco:~/coco?split=val2017' --num-prompts 5000 --model DIR --policy continuous
 
         psctl eval {metric} --dataset 'diffusiondb:~/diffusiondb?max_nsfw=0.3' --num-prompts 5000
 

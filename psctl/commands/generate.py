@@ -132,7 +132,7 @@ def generate(
         task = progress.add_task("denoising steps", total=sum(request.num_inference_steps for request in requests))
         runner = Engine(
             served,
-            get_policy("bucketed"),
+            get_policy("continuous"),
             max_batch_size=max_batch_size,
             image_path=lambda request: paths[request.request_id],
             on_step=lambda row: progress.advance(task, row.active),

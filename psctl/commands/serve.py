@@ -8,10 +8,10 @@ import typer
 from ...data.errors import RunError
 from ...data.files import require_places, write_json
 from ...data.workspace import DEFAULT_WORKSPACE, Workspace
+from ...serving.scheduling.systems import DEFAULT_SYSTEM, get_system
 from ..options.common import (
     Device,
     DType,
-    EngineChoice,
     GuidanceScale,
     Json,
     MaxBatchSize,
@@ -37,6 +37,8 @@ from ..options.trace import (
     PolicyName,
     RequestRate,
     SloScale,
+    SystemEngine,
+    SystemName,
     Trace,
 )
 from ..output import Output
@@ -61,7 +63,8 @@ def serve(
     num_inference_steps: NumInferenceSteps = None,
     guidance_scale: GuidanceScale = None,
     slo_scale: SloScale = 5.0,
-    policy: PolicyName = "bucketed",
+    system: SystemName = DEFAULT_SYSTEM,
+    policy: PolicyName = None,
     predictor: Annotated[
         Path | None,
         typer.Option("--predictor", metavar="FILE", help="Step latencies, for --policy slack.", dir_okay=False),
@@ -80,7 +83,7 @@ def serve(
     model: Model = "emoji-xl",
     device: Device = "auto",
     dtype: DType = "auto",
-    engine: EngineChoice = "patched",
+    engine: SystemEngine = None,
     patching: PatchFlags = PATCH_FLAGS,
     caching: CacheFlags = CACHE_FLAGS,
     workspace: WorkspaceRoot = Path(DEFAULT_WORKSPACE),
@@ -110,8 +113,8 @@ def serve(
     from ...serving.scheduling.policies import get_policy
     from ...training.latency.online_correction import OnlineCorrection
 
-    options = patching.to_options(engine, caching)
-    chosen_policy = get_policy(policy)
+    chosen = get_system(system).overridden(engine=engine, policy=policy)
+    options = patching.to_options(chosen.engine, caching)
     step_latency = None
     if predictor is not None:
         step_latency = load_step_latency(predictor.expanduser(), on_warning=out.warn)
@@ -141,16 +144,17 @@ def serve(
         served = load_model(model, device, dtype, options, workspace=Workspace(workspace))
     config = {
         **settings.to_config(),
-        "policy": policy,
+        "system": system,
+        "policy": chosen.policy,
         "predictor": None if predictor is None else str(predictor),
-        "engine": engine,
+        "engine": chosen.engine,
         "slo_scale": slo_scale,
         "max_batch_size": max_batch_size,
         "device": str(served.device),
         "dtype": str(served.dtype).removeprefix("torch."),
     }
     model_workspace = Workspace(workspace).for_model(model, str(served.device))
-    if step_latency is None and chosen_policy.requires_predictor:
+    if step_latency is None and get_policy(chosen.policy).requires_predictor:
         from ...profiling.measure.latency import workspace_predictor
 
         step_latency = workspace_predictor(served, model_workspace, on_warning=out.warn)
@@ -160,7 +164,7 @@ def serve(
         outcome = run_serve(
             served,
             requests,
-            chosen_policy,
+            chosen,
             model_workspace,
             dataset=trace if prompts is None else f"{trace}, {prompts.name}",
             config=config,
@@ -196,7 +200,7 @@ def summary_tables(summary: dict[str, Any]) -> "RenderableType":
     from rich.console import Group
     from rich.table import Table
 
-    whole = Table(title=f"{summary['model']}, {summary['config']['policy']}", title_justify="left")
+    whole = Table(title=f"{summary['model']}, {summary['config']['system']}", title_justify="left")
     whole.add_column("figure")
     whole.add_column("value", justify="right")
     counts = ("total", "completed", "failed", "discarded", "cancelled")

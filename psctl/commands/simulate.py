@@ -10,8 +10,8 @@ import typer
 from ...data.errors import UsageError
 from ...data.files import require_places, write_json
 from ...data.workspace import DEFAULT_WORKSPACE, Workspace
+from ...serving.scheduling.systems import DEFAULT_SYSTEM, get_system
 from ..options.common import (
-    EngineChoice,
     Json,
     MaxBatchSize,
     Model,
@@ -33,9 +33,11 @@ from ..options.trace import (
     NumPromptsSimulated,
     OptionalRequestRate,
     Period,
-    SimulatedPolicyName,
+    PolicyName,
     SloScale,
     StageTimesRun,
+    SystemEngine,
+    SystemName,
     Trace,
 )
 from ..output import Output
@@ -76,7 +78,8 @@ def simulate(
     mix: Mix = None,
     num_inference_steps: NumInferenceSteps = None,
     slo_scale: SloScale = 5.0,
-    policy: SimulatedPolicyName = "slack",
+    system: SystemName = DEFAULT_SYSTEM,
+    policy: PolicyName = None,
     gpus: Gpus = 1,
     max_batch_size: MaxBatchSize = 16,
     prepare_ms: Annotated[float, typer.Option("--prepare-ms", help="Milliseconds of text encoding a request.")] = 0.0,
@@ -93,7 +96,7 @@ def simulate(
     output_file: OutputFile = None,
     from_zero: FromZero = False,
     model: Model = "emoji-xl",
-    engine: EngineChoice = "patched",
+    engine: SystemEngine = None,
     workspace: WorkspaceRoot = Path(DEFAULT_WORKSPACE),
     json: Json = False,
     quiet: Quiet = False,
@@ -130,7 +133,6 @@ def simulate(
     )
     from ...profiling.runs.trace_settings import TraceSettings, check_slo_scale, draw_requests
     from ...serving.models.loading import model_defaults
-    from ...serving.scheduling.policies import get_policy
     from ...serving.simulator.stage_times import StageTimes
 
     is_file = trace not in TRACE_KINDS
@@ -144,7 +146,7 @@ def simulate(
         raise UsageError(f"--slo-target is {slo_target:g}, but it must be more than 0 and at most 1")
     if stage_times is not None and (prepare_ms or postprocess_ms):
         raise UsageError("--stage-times takes the place of --prepare-ms and --postprocess-ms; give one or the other")
-    chosen = get_policy(policy, is_simulated=True)
+    chosen = get_system(system, is_simulated=True).overridden(engine=engine, policy=policy)
     defaults = model_defaults(model)
     is_unlimited = num_prompts is None and duration is None and trace in ("poisson", "gamma", "diurnal")
 
@@ -179,7 +181,6 @@ def simulate(
         StageTimes.constant(sizes, prepare_ms / 1e3, postprocess_ms / 1e3)
         if stage_times is None
         else load_stage_times(stage_times.expanduser()),
-        is_plain=engine == "plain",
         num_gpus=gpus,
         max_batch_size=max_batch_size,
         slo_scale=slo_scale,
@@ -190,8 +191,9 @@ def simulate(
         **settings.to_config(),
         **({} if request_rate is not None else {"request_rate": None}),
         "num_prompts": num_prompts,
-        "policy": policy,
-        "engine": engine,
+        "system": system,
+        "policy": chosen.policy,
+        "engine": chosen.engine,
         "latency": str(latency),
         "slo_scale": slo_scale,
         "gpus": gpus,

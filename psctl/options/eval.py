@@ -52,7 +52,7 @@ class DrawFlags:
     resolutions: Resolutions = None
     num_inference_steps: NumInferenceSteps = None
     guidance_scale: GuidanceScale = None
-    policy: Policy = "bucketed"
+    policy: Policy = "continuous"
     max_batch_size: MaxBatchSize = 16
     max_bad: MaxBad = 0
 

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from ...serving.engine.stepper import EngineName
+
 _RATE_HELP = "Mean arrivals per second of a random trace; inf: all at once."
 
 Trace = Annotated[
@@ -63,16 +65,21 @@ SloScale = Annotated[
 FromZero = Annotated[
     bool, typer.Option("--from-zero", help="Start a trace file with its first request, whatever its clock says.")
 ]
-PolicyName = Annotated[
+SystemName = Annotated[
     str,
     typer.Option(
-        "--policy",
-        help="Who joins the batch and when: fcfs, static, bucketed, patched-fcfs, edf, nirvana or slack.",
+        "--system",
+        help="What serves: patchedserve, patched-fcfs, patched-edf, bucketed, nirvana, diffusers or diffusers-fcfs; "
+        "distrifusion-fcfs is simulated only. It sets engine, policy and cache; their own options override it.",
     ),
 ]
-SimulatedPolicyName = Annotated[
-    str,
-    typer.Option("--policy", help="fcfs, static, bucketed, patched-fcfs, edf, nirvana, slack or distrifusion-fcfs."),
+SystemEngine = Annotated[
+    EngineName | None,
+    typer.Option("--engine", help="patched or plain. Default: the system's.", envvar="PSCTL_ENGINE"),
+]
+PolicyName = Annotated[
+    str | None,
+    typer.Option("--policy", help="Who is admitted when: fcfs, static, continuous, edf, slack. Default: the system's."),
 ]
 StageTimesRun = Annotated[
     Path | None,

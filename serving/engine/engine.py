@@ -32,7 +32,6 @@ from ..scheduling.policies import (
     StepLatencyPredictor,
     WaitingQueue,
     check_decision,
-    request_under,
     require_predictor,
 )
 from .run_result import RunResult
@@ -129,7 +128,7 @@ class Engine:
             RuntimeError: if the engine is closed.
         """
         self._model.check_request(request)
-        entry = Entry(RequestState.of(request_under(self._policy, request), standalone_s))
+        entry = Entry(RequestState.of(request, standalone_s))
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("the engine is closed: no more requests can be submitted")

@@ -19,15 +19,10 @@ from ...data.errors import UsageError
 from ...data.requests import Request
 from ..core.request_state import RequestRecord
 from ..core.step_row import StepRow
-from ..scheduling.policies import (
-    DistriFusionFcfsPolicy,
-    DistriFusionLatency,
-    LearningPredictor,
-    Policy,
-    StepLatencyPredictor,
-)
+from ..scheduling.policies import LearningPredictor, Policy, StepLatencyPredictor
 from ..scheduling.step_latency import MemoisedLatency
 from .clock import PREPARED, SimulationClock
+from .distrifusion import DistriFusionLatency
 from .stage_times import StageTimes
 from .step_durations import StepDurations
 from .worker import SimulatedWorker
@@ -67,6 +62,7 @@ def simulate(
     *,
     max_batch_size: int = 16,
     num_gpus: int = 1,
+    spans_gpus: bool = False,
     times: StageTimes | None = None,
     durations: StepDurations | None = None,
     max_prepared_ahead: int | None = None,
@@ -78,11 +74,13 @@ def simulate(
 
     Args:
         requests: the trace, in order of arrival, with ids that differ.
-        policy: any policy; `distrifusion-fcfs` makes one worker of all GPUs.
+        policy: any policy.
         predictor: seconds of one step of a batch, on one GPU, as policies are told. It may not change meanwhile, unless
             it learns (`LearningPredictor`): then it is told every step, as in `Engine`.
         max_batch_size: largest number of requests in the batch of one GPU.
         num_gpus: number of GPUs, all alike.
+        spans_gpus: whether all GPUs draw one request together, with the speed-ups of DistriFusion's paper; the policy
+            must then run one request at a time.
         times: seconds of the other stages; None: none.
         durations: how long steps really last, where that is not what `predictor` says.
         max_prepared_ahead: as in `Engine`.
@@ -110,7 +108,7 @@ def simulate(
             first=None if durations.first is None else MemoisedLatency(durations.first),
         )
     num_workers = num_gpus
-    if isinstance(policy, DistriFusionFcfsPolicy):
+    if spans_gpus:
         latency, learner, num_workers = MemoisedLatency(DistriFusionLatency(predictor, num_gpus)), None, 1
         durations = replace(
             durations, steady=MemoisedLatency(DistriFusionLatency(durations.steady, num_gpus)), first=None

@@ -15,7 +15,7 @@ from ...data.requests import Request
 from ...data.resolution import Resolution
 from ..core.request_state import RequestRecord, RequestView
 from ..core.step_row import StepRow
-from ..scheduling.policies import WaitingQueue, check_decision, request_under
+from ..scheduling.policies import WaitingQueue, check_decision
 from ..scheduling.prepare_order import PrepareOrder
 from .clock import PREPARED, STEPPED, SimulationClock
 
@@ -120,7 +120,6 @@ class SimulatedWorker:
 
     def arrive(self, request: Request, standalone_s: float | None, now_s: float) -> None:
         """A request was sent here."""
-        request = request_under(self._clock.policy, request)
         view = RequestView(
             request.request_id,
             request.resolution,

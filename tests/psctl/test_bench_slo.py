@@ -61,7 +61,7 @@ SIMULATED = ("--engine", "simulator", "--latency", "table.csv", "--json", "--qui
 
 
 def test_figures_are_those_of_the_records(bench: Call, folder: Path) -> None:
-    policies = ("bucketed", "slack", "distrifusion-fcfs")
+    policies = ("bucketed", "patchedserve", "distrifusion-fcfs")
     options = ("--policies", ",".join(policies), "--num-seeds", "2", "--output-file", "r.json")
     result = result_of(bench(*SIMULATED, *FAST, *options))
     run_dir = Path(result["run_dir"])
@@ -99,25 +99,34 @@ def test_figures_are_those_of_the_records(bench: Call, folder: Path) -> None:
         assert policy["mean_attainment"] == pytest.approx(fmean(mine))
     page = (run_dir / "report.html").read_text()
     assert page.count("data:image/png") == 4
-    for word in ("slack", "Highest request rate", "Wilson", "distrifusion-fcfs"):
+    for word in ("patchedserve", "Highest request rate", "Wilson", "distrifusion-fcfs"):
         assert word in page
     for name in ("attainment", "goodput"):
         assert Image.open(run_dir / f"{name}.png").width > 800
 
 
 def test_policies_share_requests_and_slos(bench: Call) -> None:
-    options = ("--policies", "fcfs,nirvana,slack", "--rates", "2", "--num-prompts", "12", "--resolutions", "128,256")
+    options = (
+        "--policies",
+        "diffusers-fcfs,nirvana,patchedserve",
+        "--rates",
+        "2",
+        "--num-prompts",
+        "12",
+        "--resolutions",
+        "128,256",
+    )
     run_dir = Path(result_of(bench(*SIMULATED, *options))["run_dir"])
     asked = ("request_id", "prompt", "width", "height", "seed", "arrival_s", "slo_s")
     runs = {
         policy: read_rows(run_dir / "runs" / f"simulator-{policy}-2-0.parquet", RECORDS)
-        for policy in ("fcfs", "nirvana", "slack")
+        for policy in ("diffusers-fcfs", "nirvana", "patchedserve")
     }
-    wanted = [[row[name] for name in asked] for row in runs["fcfs"]]
+    wanted = [[row[name] for name in asked] for row in runs["diffusers-fcfs"]]
     assert all([[row[name] for name in asked] for row in rows] == wanted for rows in runs.values())
     # nirvana takes fewer steps of the 30; its SLO is that of all of them.
     assert {row["num_inference_steps"] for row in runs["nirvana"]} == {24}
-    assert runs["fcfs"][0]["slo_s"] in (pytest.approx(5 * 30 * 0.02), pytest.approx(5 * 30 * 0.03))
+    assert runs["diffusers-fcfs"][0]["slo_s"] in (pytest.approx(5 * 30 * 0.02), pytest.approx(5 * 30 * 0.03))
 
 
 def without_clock(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -128,7 +137,7 @@ def without_clock(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_resumed_sweep_is_the_same(bench: Call, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = (*SIMULATED, *FAST, "--policies", "bucketed,slack")
+    options = (*SIMULATED, *FAST, "--policies", "bucketed,patchedserve")
     whole = result_of(bench(*options, "--num-seeds", "2"))
     first = result_of(bench(*options))
     assert first["num_finished"] == 4
@@ -151,10 +160,10 @@ def test_resumed_sweep_is_the_same(bench: Call, folder: Path, monkeypatch: pytes
     assert len(calls) == 4
     assert report.exists()
     # A damaged run is told, not counted.
-    (Path(first["run_dir"]) / "runs" / "simulator-slack-1-0.parquet").write_bytes(b"PAR1")
+    (Path(first["run_dir"]) / "runs" / "simulator-patchedserve-1-0.parquet").write_bytes(b"PAR1")
     code, _, err = bench(*options, "--resume", first["run_dir"])
     assert (code, len(errors_of(err))) == (2, 1)
-    assert "simulator-slack-1-0.parquet" in err
+    assert "simulator-patchedserve-1-0.parquet" in err
 
 
 @pytest.mark.parametrize(
@@ -168,7 +177,7 @@ def test_resumed_sweep_is_the_same(bench: Call, folder: Path, monkeypatch: pytes
 )
 def test_another_sweep_is_not_gone_on_with(bench: Call, folder: Path, change: tuple[str, str], message: str) -> None:
     (folder / "other.csv").write_text(TABLE.replace("20", "21", 1))
-    base = (*SIMULATED, *FAST, "--policies", "fcfs")
+    base = (*SIMULATED, *FAST, "--policies", "diffusers-fcfs")
     run_dir = result_of(bench(*base))["run_dir"]
     code, out, err = bench(*base, *change, "--resume", run_dir)
     assert (code, out) == (2, "")
@@ -177,8 +186,8 @@ def test_another_sweep_is_not_gone_on_with(bench: Call, folder: Path, change: tu
 
 
 def test_a_sweep_of_another_engine_is_refused_before_a_model_is_loaded(bench: Call) -> None:
-    run_dir = result_of(bench(*SIMULATED, *FAST, "--policies", "fcfs"))["run_dir"]
-    code, out, err = bench(*FAST, "--policies", "fcfs", "--resume", run_dir)
+    run_dir = result_of(bench(*SIMULATED, *FAST, "--policies", "diffusers-fcfs"))["run_dir"]
+    code, out, err = bench(*FAST, "--policies", "diffusers-fcfs", "--resume", run_dir)
     assert (code, out) == (2, "")
     assert 'was begun with settings engine "simulator", but it is "real" now' in err
     assert "Loading" not in err
@@ -187,9 +196,9 @@ def test_a_sweep_of_another_engine_is_refused_before_a_model_is_loaded(bench: Ca
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--policies", "magic"], "policy is 'magic'"),
+        (["--policies", "magic"], "system is 'magic'"),
         (["--policies", ""], "no policies are given"),
-        (["--policies", "fcfs,fcfs"], "fcfs stands twice among the policies"),
+        (["--policies", "diffusers-fcfs,diffusers-fcfs"], "diffusers-fcfs stands twice among the policies"),
         (["--rates", "1,x"], "--rates is '1,x'"),
         (["--rates", ""], "no rates are given"),
         (["--rates", "0,1"], "a request rate is 0"),
@@ -219,7 +228,17 @@ def test_bad_usage_is_one_line(bench: Call, folder: Path, arguments: list[str], 
 
     write_latencies(folder / "patched.parquet", LatencyTable(tuple(law_rows(20)), CIRCUMSTANCES, {}))
     latency = () if "--latency" in arguments else ("--latency", "table.csv")
-    base = ("--engine", "simulator", *latency, "--resolutions", "128,256", "--num-prompts", "5", "--policies", "fcfs")
+    base = (
+        "--engine",
+        "simulator",
+        *latency,
+        "--resolutions",
+        "128,256",
+        "--num-prompts",
+        "5",
+        "--policies",
+        "diffusers-fcfs",
+    )
     code, out, err = bench(*base, "--quiet", *arguments)
     lines = errors_of(err)
     assert (code, out) == (2, ""), err
@@ -231,7 +250,7 @@ def test_bad_usage_is_one_line(bench: Call, folder: Path, arguments: list[str], 
 def test_real_engine_options(bench: Call) -> None:
     for arguments, message in (
         (("--gpus", "2"), "only --engine simulator serves on more than one"),
-        (("--policies", "distrifusion-fcfs"), "only in `psctl simulate`"),
+        (("--policies", "distrifusion-fcfs"), "only in the simulator"),
         (("--engine", "simulator"), "--engine simulator needs --latency"),
         (("--warmup-requests", "0"), "warmup-requests"),
         (("--cache", "accumulated"), "needs --cache-threshold"),
@@ -244,18 +263,20 @@ def test_real_engine_options(bench: Call) -> None:
 def test_batches_larger_than_a_table_are_warned_of(bench: Call, folder: Path) -> None:
     (folder / "plain.csv").write_text("combination,ms\n128x128,20\n256x256,30\n4*128x128,60\n")
     options = ("--engine", "simulator", "--latency", "table.csv", "--plain-latency", "plain.csv", *FAST, "--quiet")
-    code, _, err = bench(*options, "--policies", "fcfs", "--max-batch-size", "17")
+    code, _, err = bench(*options, "--policies", "diffusers-fcfs", "--max-batch-size", "17")
     assert code == 0
     told = " ".join(err.split())
     assert "--max-batch-size is 17, but the largest batch in table.csv has 16: beyond it latencies are" in told
     assert "but the largest batch in plain.csv has 4" in told
-    assert bench(*options, "--policies", "fcfs", "--max-batch-size", "4")[2] == ""
+    assert bench(*options, "--policies", "diffusers-fcfs", "--max-batch-size", "4")[2] == ""
 
 
 def test_people_see_tables(bench: Call) -> None:
-    code, out, err = bench("--engine", "simulator", "--latency", "table.csv", *FAST, "--policies", "fcfs,slack")
+    code, out, err = bench(
+        "--engine", "simulator", "--latency", "table.csv", *FAST, "--policies", "diffusers-fcfs,patchedserve"
+    )
     assert code == 0
-    for word in ("Highest request rate", "against best of fcfs", "Every rate", "slack"):
+    for word in ("Highest request rate", "against best of diffusers-fcfs", "Every rate", "patchedserve"):
         assert word in out
     assert "no --plain-latency is given" in err
     assert "Report: " in err

@@ -109,7 +109,7 @@ def test_standalone_latencies_are_measured_once(serve: RunPsctl, workspace: Path
     assert "standalone.json is damaged" in run.stderr
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "static", "bucketed", "slack"])
+@pytest.mark.parametrize("policy", ["fcfs", "static", "continuous", "slack"])
 def test_policies_and_gamma(serve: RunPsctl, tmp_path: Path, policy: str) -> None:
     options = ["--trace", "gamma", "--cv", "3", "--num-prompts", "5", "--request-rate", "50", "--policy", policy]
     if policy == "slack":
@@ -157,9 +157,9 @@ def test_trace_file_keeps_its_timestamps(serve: RunPsctl, tmp_path: Path) -> Non
         (["--request-rate", "-1"], "request rate is -1"),
         (["--num-prompts", "0"], "number of prompts is 0"),
         (["--slo-scale", "0"], "SLO scale is 0"),
-        (["--policy", "magic"], "fcfs, static, bucketed"),
+        (["--policy", "magic"], "fcfs, static, continuous"),
         (["--policy", "slack"], "no latency predictor is in"),
-        (["--policy", "distrifusion-fcfs"], "only in `psctl simulate`"),
+        (["--system", "distrifusion-fcfs"], "only in the simulator"),
         (["--policy", "slack", "--predictor", "nowhere.csv"], "nowhere.csv: cannot read the latencies table"),
         (["--trace", "azure"], "an azure trace needs recorded arrivals"),
         (["--amplitude", "0.5"], "--amplitude is 0.5, but it belongs to --trace diurnal, not poisson"),

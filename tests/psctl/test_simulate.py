@@ -15,7 +15,7 @@ from patchedserve.data.tables.schemas import RECORDS, STEPS, read_rows
 from patchedserve.data.traces.traces import TraceConfig, generate_trace
 from patchedserve.profiling.runs.simulate import Deployment, at_rate, gpus_needed, highest_rate, load_step_latency
 from patchedserve.psctl.app import main
-from patchedserve.serving.scheduling.policies import get_policy
+from patchedserve.serving.scheduling.systems import get_system
 from patchedserve.serving.simulator.stage_times import StageTimes
 
 S, L = Resolution(128, 128), Resolution(256, 256)
@@ -76,9 +76,10 @@ def test_policies_differ_as_they_should(folder: Path, capsys: pytest.CaptureFixt
     assert sum(slack["discarded_by_reason"].values()) == slack["discarded_requests"] > 0
     assert fcfs["batch_size_mean"] == 1
     # One pass for each resolution takes longer than one for both.
-    mixed, plain = run("bucketed"), run("bucketed", "--engine", "plain")
+    mixed, plain = run("continuous"), run("continuous", "--engine", "plain")
     assert plain["step_latency_mean"] > mixed["step_latency_mean"]
-    assert run("distrifusion-fcfs", "--gpus", "4")["slo_attainment_rate"] > fcfs["slo_attainment_rate"]
+    spanning = run("fcfs", "--system", "distrifusion-fcfs", "--gpus", "4")
+    assert spanning["slo_attainment_rate"] > fcfs["slo_attainment_rate"]
     two = run("slack", "--gpus", "2")
     assert two["slo_attainment_rate"] > slack["slo_attainment_rate"]
     assert sum(two["requests_per_gpu"]) == 200
@@ -127,7 +128,7 @@ def test_extrapolation_is_warned_of(folder: Path, capsys: pytest.CaptureFixture[
     # Forty at once: batches of 16 were measured, those of 17 to 20 are counted, each once.
     full = ("--latency", "table.csv", "--quiet", "--json", "--num-prompts", "40", "--request-rate", "inf")
     counted = [
-        summary_of(simulate(capsys, *full, "--policy", "patched-fcfs", "--max-batch-size", size))["predictions_outside"]
+        summary_of(simulate(capsys, *full, "--system", "patched-fcfs", "--max-batch-size", size))["predictions_outside"]
         for size in ("16", "20")
     ]
     assert counted[0] == {"too_large": 0, "between": 0}
@@ -143,8 +144,9 @@ def test_extrapolation_is_warned_of(folder: Path, capsys: pytest.CaptureFixture[
         (["--latency", "nowhere.csv"], "nowhere.csv: cannot read"),
         (["--latency", "bad.csv"], "bad.csv"),
         (["--resolutions", "128,512"], "knows nothing of 512x512, but only of 128x128, 256x256"),
-        (["--policy", "magic"], "slack, distrifusion-fcfs"),
-        (["--policy", "distrifusion-fcfs", "--gpus", "3"], "speedups only for 1, 2, 4, 8"),
+        (["--policy", "magic"], "static, continuous, edf, slack"),
+        (["--system", "magic"], "must be one of diffusers"),
+        (["--system", "distrifusion-fcfs", "--gpus", "3"], "speedups only for 1, 2, 4, 8"),
         (["--gpus", "0"], "'--gpus': '0', but it must be greater than or equal to 1"),
         (["--gpus", "9999"], "'--gpus': '9999', but it must be less than or equal to 4096"),
         (["--request-rate", "fast"], "'--request-rate': 'fast', but it must be a valid number"),
@@ -185,9 +187,9 @@ def test_infeasible_target_is_one_line(folder: Path, capsys: pytest.CaptureFixtu
     assert len(err.splitlines()) == 1
 
 
-def deployment(folder: Path, policy: str = "slack", **fields: Any) -> Deployment:
+def deployment(folder: Path, system: str = "patchedserve", **fields: Any) -> Deployment:
     return Deployment(
-        get_policy(policy, is_simulated=True), load_step_latency(folder / "table.csv"), StageTimes(), **fields
+        get_system(system, is_simulated=True), load_step_latency(folder / "table.csv"), StageTimes(), **fields
     )
 
 
@@ -202,7 +204,7 @@ def test_searches(folder: Path) -> None:
     assert sorted(seen) == list(found.tried)
     assert deployment(folder).attainment(trace_at(found.value)) == found.attainment >= 0.9
     # Another policy, another limit: one by one is far behind.
-    assert highest_rate(deployment(folder, "fcfs"), trace_at, 0.9).value < 0.7 * found.value
+    assert highest_rate(deployment(folder, "diffusers-fcfs"), trace_at, 0.9).value < 0.7 * found.value
     # All of distrifusion's numbers of GPUs are 1, 2, 4 and 8.
     needed = gpus_needed(deployment(folder, "distrifusion-fcfs"), trace_at(4.5), 0.9)
     assert needed.value in (2, 4, 8)

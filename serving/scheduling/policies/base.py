@@ -1,12 +1,10 @@
 """What a policy is: which waiting requests join the denoise batch now, which are given up, and which go on waiting."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
 
 from ....data.errors import UsageError
-from ....data.requests import Request
 from ....data.resolution import Resolution
 from ...core.request_state import RequestView
 from .waiting import WaitingQueue
@@ -53,14 +51,11 @@ class Policy(Protocol):
         requires_one_resolution: whether all active requests always have one resolution and one number of steps. They
             then also take their first step together.
         requires_predictor: whether `decide` needs a predictor; who runs the policy checks it at the start.
-        num_steps_scale: share of the steps that a request asks for which it gets; `request_under` applies it when the
-            request is submitted, so a policy itself changes no request.
     """
 
     name: ClassVar[str]
     requires_one_resolution: ClassVar[bool]
     requires_predictor: ClassVar[bool]
-    num_steps_scale: ClassVar[float]
 
     def decide(
         self,
@@ -103,20 +98,6 @@ def free_places(active: Sequence[RequestView], max_batch_size: int) -> int:
     return max_batch_size - len(active)
 
 
-def fill_by_arrival(waiting: Sequence[RequestView], active: Sequence[RequestView], max_batch_size: int) -> Decision:
-    """Give every free place to who came first. Raises as `free_places`."""
-    num_free = free_places(active, max_batch_size)
-    return Decision(admit=tuple(view.request_id for view in waiting[:num_free]))
-
-
-def admit_oldest_alone(waiting: Sequence[RequestView], active: Sequence[RequestView], max_batch_size: int) -> Decision:
-    """Admit who came first once nothing is active. Raises as `free_places`."""
-    free_places(active, max_batch_size)
-    if active or not waiting:
-        return Decision()
-    return Decision(admit=(waiting[0].request_id,))
-
-
 def require_predictor(policy: Policy, predictor: StepLatencyPredictor | None) -> StepLatencyPredictor:
     """Return the predictor.
 
@@ -129,15 +110,6 @@ def require_predictor(policy: Policy, predictor: StepLatencyPredictor | None) ->
             "latency table, or choose a policy that needs none"
         )
     return predictor
-
-
-def request_under(policy: Policy, request: Request) -> Request:
-    """The request with the number of steps that it gets under a policy, rounded up and at least 1."""
-    if policy.num_steps_scale == 1:
-        return request
-    # Less than a billionth of a step is a rounding error of the product.
-    num_steps = max(1, math.ceil(request.num_inference_steps * policy.num_steps_scale - 1e-9))
-    return replace(request, num_inference_steps=num_steps)
 
 
 def check_decision(

@@ -20,7 +20,6 @@ class EdfPolicy:
     name: ClassVar[str] = "edf"
     requires_one_resolution: ClassVar[bool] = False
     requires_predictor: ClassVar[bool] = False
-    num_steps_scale: ClassVar[float] = 1.0
 
     def decide(
         self,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from ...core.request_state import RequestView
-from .base import Decision, StepLatencyPredictor, admit_oldest_alone
+from .base import Decision, StepLatencyPredictor, free_places
 
 
 class FcfsPolicy:
@@ -13,7 +13,6 @@ class FcfsPolicy:
     name: ClassVar[str] = "fcfs"
     requires_one_resolution: ClassVar[bool] = True
     requires_predictor: ClassVar[bool] = False
-    num_steps_scale: ClassVar[float] = 1.0
 
     def decide(
         self,
@@ -24,4 +23,7 @@ class FcfsPolicy:
         predictor: StepLatencyPredictor | None = None,
     ) -> Decision:
         """See `Policy.decide`."""
-        return admit_oldest_alone(waiting, active, max_batch_size)
+        free_places(active, max_batch_size)
+        if active or not waiting:
+            return Decision()
+        return Decision(admit=(waiting[0].request_id,))

@@ -62,7 +62,6 @@ class SlackPolicy:
     name: ClassVar[str] = "slack"
     requires_one_resolution: ClassVar[bool] = False
     requires_predictor: ClassVar[bool] = True
-    num_steps_scale: ClassVar[float] = 1.0
 
     def decide(
         self,

@@ -19,7 +19,6 @@ class StaticPolicy:
     name: ClassVar[str] = "static"
     requires_one_resolution: ClassVar[bool] = True
     requires_predictor: ClassVar[bool] = False
-    num_steps_scale: ClassVar[float] = 1.0
 
     def decide(
         self,

@@ -33,7 +33,7 @@ def test_a_sweep_of_the_command_is_judged(
         "combination,ms\n128x128,20\n256x256,30\n128x128 + 256x256,40\n8*128x128 + 8*256x256,200\n"
     )
     options = ("--engine", "simulator", "--latency", "table.csv", "--resolutions", "128,256", "--num-prompts", "60")
-    sweep = ("--policies", "bucketed,slack", "--rates", "1,6", "--num-inference-steps", "10", "--num-seeds", "3")
+    sweep = ("--policies", "bucketed,patchedserve", "--rates", "1,6", "--num-inference-steps", "10", "--num-seeds", "3")
     assert main(["bench", "slo", *options, *sweep, "--json", "--quiet"]) == 0
     result = json.loads(capsys.readouterr().out)
     figures = figures_in(Path(result["run_dir"]))
@@ -53,7 +53,7 @@ def test_a_sweep_of_the_command_is_judged(
         # Latencies have no interval in the file, and so are no evidence.
         assert bounds_of(Path(result["run_dir"]), f"{name}.latency_p95", max=1e9) == "not enough evidence"
     file = tmp_path / "gates.toml"
-    gate = f'results = ["{result["run_dir"]}"]\n[[gate]]\nmetric = "slack@1.slo_attainment"\n'
+    gate = f'results = ["{result["run_dir"]}"]\n[[gate]]\nmetric = "patchedserve@1.slo_attainment"\n'
     for bound, code in (("min = 0.5", 0), ("max = 0.1", 1)):
         file.write_text(gate + bound)
         assert main(["gate", str(file), "--quiet"]) == code
@@ -69,29 +69,34 @@ def sweep_file(folder: Path, runs: list[Any], **more: Any) -> Path:
 def test_held_rates_and_ratios_have_their_intervals_over_seeds(tmp_path: Path) -> None:
     figures = figures_in(sweep_file(tmp_path, three_seeds()))
     policies = {each["policy"]: each for each in sweep_figures(three_seeds())["policies"]}
-    for name, held in (("rate_at_95", policies["slack"]["held_rates"]["0.95"]),):
-        figure = figures[f"slack.{name}"]
+    for name, held in (("rate_at_95", policies["patchedserve"]["held_rates"]["0.95"]),):
+        figure = figures[f"patchedserve.{name}"]
         assert (figure.value, figure.low, figure.high, figure.n) == (held["rate"], held["low"], held["high"], 3)
-    ratio = figures["slack.ratio_at_95"]
-    assert ratio.value == policies["slack"]["ratio_at_95"]["value"]
-    assert bounds_of(tmp_path, "slack.ratio_at_95", min=0.5) == "pass"
-    assert bounds_of(tmp_path, "slack.ratio_at_95", min=1.25) == "not enough evidence"
-    assert bounds_of(tmp_path, "slack.ratio_at_95", min=9) == "fail"
+    ratio = figures["patchedserve.ratio_at_95"]
+    assert ratio.value == policies["patchedserve"]["ratio_at_95"]["value"]
+    assert bounds_of(tmp_path, "patchedserve.ratio_at_95", min=0.5) == "pass"
+    assert bounds_of(tmp_path, "patchedserve.ratio_at_95", min=1.25) == "not enough evidence"
+    assert bounds_of(tmp_path, "patchedserve.ratio_at_95", min=9) == "fail"
 
 
 def test_one_seed_is_no_evidence(tmp_path: Path) -> None:
     one = [run for run in three_seeds() if run.seed == 0]
     figures = figures_in(sweep_file(tmp_path, one))
-    for name in ("slack@3.slo_attainment", "slack@3.goodput", "bucketed.rate_at_95", "slack.ratio_at_95"):
+    for name in (
+        "patchedserve@3.slo_attainment",
+        "patchedserve@3.goodput",
+        "bucketed.rate_at_95",
+        "patchedserve.ratio_at_95",
+    ):
         assert (figures[name].low, figures[name].high) == (None, None)
-    assert bounds_of(tmp_path, "slack@3.slo_attainment", min=0.1) == "not enough evidence"
+    assert bounds_of(tmp_path, "patchedserve@3.slo_attainment", min=0.1) == "not enough evidence"
 
 
 def test_the_second_engine_has_its_name_in_front(tmp_path: Path) -> None:
     both = {"real": sweep_figures(three_seeds()), "simulator": sweep_figures(three_seeds(last=0.0))}
     agreement = {"rows": [], "max_attainment_difference_points": 2.0}
     figures = figures_in(sweep_file(tmp_path, three_seeds(), engines=both, agreement=agreement))
-    assert figures["slack@3.slo_attainment"].value > figures["simulator.slack@3.slo_attainment"].value
+    assert figures["patchedserve@3.slo_attainment"].value > figures["simulator.patchedserve@3.slo_attainment"].value
     assert figures["agreement.max_attainment_difference_points"].low is None
 
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import pytest
 
@@ -16,6 +16,7 @@ from patchedserve.profiling.runs.calibration import Calibration, calibrate, step
 from patchedserve.profiling.runs.simulate import Deployment, load_first_steps, load_step_latency
 from patchedserve.profiling.sweep.simulated import SimulatedEngine, read_calibrations
 from patchedserve.serving.scheduling.policies import get_policy
+from patchedserve.serving.scheduling.systems import get_system
 from patchedserve.serving.simulator.simulator import SimulationResult, simulate
 from patchedserve.serving.simulator.stage_times import StageTimes
 from patchedserve.serving.simulator.step_durations import StepDurations
@@ -44,9 +45,7 @@ def request(request_id: int, arrival_s: float = 0.0, steps: int = 2, size: Resol
     return Request(request_id, "", size, steps, arrival_s=arrival_s)
 
 
-def serve(
-    durations: StepDurations, rate: float = 2.0, count: int = 60, policy: str = "patched-fcfs"
-) -> SimulationResult:
+def serve(durations: StepDurations, rate: float = 2.0, count: int = 60, policy: str = "continuous") -> SimulationResult:
     config = TraceConfig(request_rate=rate, num_prompts=count, num_inference_steps=10, resolutions=(S, L))
     requests = assign_slos(generate_trace(config, ["a"]), lambda request: 0.5, 5.0)
     return simulate(requests, get_policy(policy), Steps(), times=TIMES, durations=durations, keep_steps=True)
@@ -80,7 +79,7 @@ def test_first_steps_and_gaps_by_hand() -> None:
     # the first request ends; the batch has changed, so that the second's last step is a first one, too.
     durations = StepDurations(Unit(), first=_Three(), between_s=0.25)
     result = simulate(
-        [request(0), request(1, 0.5)], get_policy("patched-fcfs"), Unit(), durations=durations, keep_steps=True
+        [request(0), request(1, 0.5)], get_policy("continuous"), Unit(), durations=durations, keep_steps=True
     )
     assert [(row.start_s, row.duration_s) for row in result.steps] == [(0.0, 3.0), (3.25, 3.0), (6.5, 3.0)]
     assert [record.denoise_end_s for record in result.records] == [6.25, 9.5]
@@ -102,10 +101,10 @@ def test_stages_slow_the_steps_by_hand() -> None:
     durations = StepDurations(Unit(), slowdown=1.0)
     times = StageTimes({S: 0.0}, {S: 1.0})
     requests = [request(0), request(1, 0.5, steps=3)]
-    plain = simulate(requests, get_policy("patched-fcfs"), Unit(), durations=durations, times=times, keep_steps=True)
+    plain = simulate(requests, get_policy("continuous"), Unit(), durations=durations, times=times, keep_steps=True)
     assert [row.duration_s for row in plain.steps] == pytest.approx([1.0, 1.0, 1.5, 1.0])
     times = StageTimes({S: 0.4}, {S: 1.0})
-    late = simulate(requests, get_policy("patched-fcfs"), Unit(), durations=durations, times=times, keep_steps=True)
+    late = simulate(requests, get_policy("continuous"), Unit(), durations=durations, times=times, keep_steps=True)
     assert [row.start_s for row in late.steps][:2] == pytest.approx([0.4, 1.4])
     assert [row.duration_s for row in late.steps] == pytest.approx([1.0, 1.2, 1.5, 1.0])
 
@@ -116,16 +115,16 @@ def test_deployments_know_first_steps(tmp_path: Path) -> None:
     (tmp_path / "foreign.csv").write_text("combination,ms\n128x128,10\n2*128x128,14\n")
     assert load_first_steps(tmp_path / "foreign.csv") is None
 
-    def latency_of(name: str, **fields: Any) -> float | None:
+    def latency_of(name: str, engine: Literal["patched", "plain"]) -> float | None:
         path = tmp_path / name
         first = load_first_steps(path)
-        policy = get_policy("fcfs")
-        deployment = Deployment(policy, load_step_latency(path), StageTimes(), first=first, **fields)
+        system = get_system("diffusers-fcfs").overridden(engine=engine)
+        deployment = Deployment(system, load_step_latency(path), StageTimes(), first=first)
         return deployment.run([request(0, steps=4)])[1].records[0].latency_s
 
-    assert latency_of("foreign.csv") == pytest.approx(0.040)
-    assert latency_of("own.parquet") == pytest.approx(0.060)
-    assert latency_of("own.parquet", is_plain=True) == pytest.approx(0.040)
+    assert latency_of("foreign.csv", "patched") == pytest.approx(0.040)
+    assert latency_of("own.parquet", "patched") == pytest.approx(0.060)
+    assert latency_of("own.parquet", "plain") == pytest.approx(0.040)
 
 
 def test_calibration_finds_what_was_put_in() -> None:

@@ -40,7 +40,7 @@ def test_both_engines_on_a_real_model(run_psctl: RunPsctl, tiny: dict[str, str])
     # 28 requests of 3 steps, 4 at a time, take 21 steps at the least, and a calibration needs 20.
     options = ("--rates", "8,30", "--num-prompts", "6", "--warmup-requests", "28", "--combinations", "6")
     options += ("--max-batch-size", "4", "--slo-scale", "1000", "--predictor", tiny["STEPS"])
-    arguments = ("bench", "slo", "--engine", "both", "--policies", "bucketed,slack", *options)
+    arguments = ("bench", "slo", "--engine", "both", "--policies", "bucketed,patchedserve", *options)
     run = run_psctl(*arguments, "--json", **tiny)
     assert run.returncode == 0, run.stderr
     result = json.loads(run.stdout)
@@ -48,7 +48,12 @@ def test_both_engines_on_a_real_model(run_psctl: RunPsctl, tiny: dict[str, str])
     for figures in result["engines"].values():
         assert all(point["slo_attainment_rate"] == 1 for point in figures["points"])
         assert all(policy["held_rates"]["0.99"]["where"] == "beyond" for policy in figures["policies"])
-    assert [row["policy"] for row in result["agreement"]["rows"]] == ["bucketed", "bucketed", "slack", "slack"]
+    assert [row["policy"] for row in result["agreement"]["rows"]] == [
+        "bucketed",
+        "bucketed",
+        "patchedserve",
+        "patchedserve",
+    ]
     assert result["agreement"]["max_attainment_difference_points"] == 0
     run_dir = Path(result["run_dir"])
     calibration = json.loads((run_dir / "calibration.json").read_text())
@@ -56,7 +61,7 @@ def test_both_engines_on_a_real_model(run_psctl: RunPsctl, tiny: dict[str, str])
     assert all(each["num_steps"] >= 20 and each["error"] < 2 for each in calibration.values())
     assert set(result["standalone_s"]) == {"32x32", "48x48"}
     for engine in ("real", "simulator"):
-        for policy in ("bucketed", "slack"):
+        for policy in ("bucketed", "patchedserve"):
             rows = read_rows(run_dir / "runs" / f"{engine}-{policy}-8-0.parquet", RECORDS)
             slos = {f"{row['width']}x{row['height']}": row["slo_s"] for row in rows}
             assert all(slos[size] == pytest.approx(1000 * result["standalone_s"][size]) for size in slos)
@@ -69,7 +74,15 @@ def test_both_engines_on_a_real_model(run_psctl: RunPsctl, tiny: dict[str, str])
     tables = {name: next((run_dir / "tables" / name).glob("*.parquet")) for name in ("plain", "patched")}
     alone = run_psctl(
         *("bench", "slo", "--engine", "simulator", "--latency", tables["patched"], "--plain-latency", tables["plain"]),
-        *("--calibration", run_dir / "calibration.json", "--policies", "bucketed,slack", "--rates", "8", "--json"),
+        *(
+            "--calibration",
+            run_dir / "calibration.json",
+            "--policies",
+            "bucketed,patchedserve",
+            "--rates",
+            "8",
+            "--json",
+        ),
         **tiny,
     )
     assert alone.returncode == 0, alone.stderr
@@ -77,7 +90,7 @@ def test_both_engines_on_a_real_model(run_psctl: RunPsctl, tiny: dict[str, str])
 
 def test_another_seed_may_ask_for_another_resolution(run_psctl: RunPsctl, tiny: dict[str, str]) -> None:
     # One request a run: seeds 2, 3 and 6 draw 48x48, seed 5 draws 32x32; the warm-up takes the next seed.
-    options = ("--rates", "30", "--num-prompts", "1", "--warmup-requests", "1", "--policies", "static", "--json")
+    options = ("--rates", "30", "--num-prompts", "1", "--warmup-requests", "1", "--policies", "diffusers", "--json")
     arguments = ("bench", "slo", *options, "--resolutions", "32,48", "--seed")
     alone = run_psctl(*arguments, "5", **tiny)
     assert alone.returncode == 0, alone.stderr
@@ -102,12 +115,12 @@ def test_another_content_of_a_file_is_another_sweep(run_psctl: RunPsctl, tiny: d
     prompts.write_text("a fox\n")
     options = ("--rates", "30", "--num-prompts", "2", "--warmup-requests", "2", "--resolutions", "32", "--json")
     arguments = ("bench", "slo", *options, "--prompts", prompts, "--cache", "interval", "--cache-patch-size", "4")
-    first = run_psctl(*arguments, "--policies", "static", **tiny)
+    first = run_psctl(*arguments, "--policies", "diffusers", **tiny)
     assert first.returncode == 0, first.stderr
     result = json.loads(first.stdout)
     assert result["settings"]["cache"]["interval"] == 3
     # A policy that asks for a predictor may join later; from then on it is that one.
-    resumed = (*arguments, "--resume", result["run_dir"], "--policies", "static,slack", "--predictor", steps)
+    resumed = (*arguments, "--resume", result["run_dir"], "--policies", "diffusers,patchedserve", "--predictor", steps)
     again = run_psctl(*resumed, **tiny)
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout)["predictor"].startswith(f"{steps} (")
@@ -137,7 +150,7 @@ def test_a_table_of_smaller_batches_is_not_taken(tmp_path: Path) -> None:
 
 def test_ctrl_c_and_resume_on_a_real_model(psctl_script: str, tiny: dict[str, str], tmp_path: Path) -> None:
     # The last rate takes an hour; engines warm up at the middle one.
-    options = ["--rates", "50,40,0.001", "--num-prompts", "2", "--warmup-requests", "2", "--policies", "static"]
+    options = ["--rates", "50,40,0.001", "--num-prompts", "2", "--warmup-requests", "2", "--policies", "diffusers"]
     command = [psctl_script, "bench", "slo", *options, "--json"]
     workspace = tmp_path / "workspace"
     environment = os.environ | tiny | {"PSCTL_WORKSPACE": str(workspace)}

@@ -18,7 +18,7 @@ from patchedserve.profiling.sweep.tables import tables_of
 
 def run(
     latencies: Sequence[float | None],
-    policy: str = "slack",
+    policy: str = "patchedserve",
     rate: float = 1.0,
     seed: int = 0,
     duration_s: float = 10.0,
@@ -103,13 +103,13 @@ def test_a_sweep() -> None:
     runs = [
         *(run(good, "bucketed", rate) for rate in (1.0, 2.0)),
         run(bad, "bucketed", 3.0),
-        *(run(good, "slack", rate) for rate in (3.0, 1.0, 2.0)),
-        run([1.0, 9.0], "slack", 4.0),
+        *(run(good, "patchedserve", rate) for rate in (3.0, 1.0, 2.0)),
+        run([1.0, 9.0], "patchedserve", 4.0),
     ]
     found = sweep_figures(runs)
     assert [(point["policy"], point["request_rate"]) for point in found["points"]] == [
         *(("bucketed", rate) for rate in (1.0, 2.0, 3.0)),
-        *(("slack", rate) for rate in (1.0, 2.0, 3.0, 4.0)),
+        *(("patchedserve", rate) for rate in (1.0, 2.0, 3.0, 4.0)),
     ]
     bucketed, slack = found["policies"]
     assert (bucketed["mean_attainment"], slack["mean_attainment"]) == pytest.approx((2.5 / 3, 3.5 / 4))
@@ -141,11 +141,11 @@ def test_agreement_of_simulator_and_engine() -> None:
 
 
 def test_tables_say_bounds_and_lost_requests() -> None:
-    runs = [run([1.0, None], "bucketed"), run([1.0, 1.0], "slack")]
+    runs = [run([1.0, None], "bucketed"), run([1.0, 1.0], "patchedserve")]
     result = {"engines": {"real": sweep_figures(runs)}, "agreement": None}
     held, points = tables_of(result)
     assert held.rows[0] == ("bucketed", "50.0%", "below 1/s", "below 1/s", "below 1/s", "-")
-    assert held.rows[1] == ("slack", "100.0%", "beyond 1/s", "beyond 1/s", "beyond 1/s", "at least 1.00x")
+    assert held.rows[1] == ("patchedserve", "100.0%", "beyond 1/s", "beyond 1/s", "beyond 1/s", "at least 1.00x")
     assert points.rows[0][2:5] == ("50.0%", "9.5% to 90.5%", "requests (Wilson)")
     assert "as if requests were independent" in points.note
     assert points.rows[0][-1] == "1 too late"
@@ -161,14 +161,14 @@ def shares(*by_rate: float, policy: str, seed: int) -> list[FinishedRun]:
 
 
 def three_seeds(last: float = 0.85) -> list[FinishedRun]:
-    """Two policies; `last` is what slack reaches at the highest rate with the third seed."""
+    """Two policies; `last` is what patchedserve reaches at the highest rate with the third seed."""
     return [
         *shares(1.0, 0.90, 0.5, policy="bucketed", seed=0),
         *shares(1.0, 0.95, 0.5, policy="bucketed", seed=1),
         *shares(1.0, 0.85, 0.5, policy="bucketed", seed=2),
-        *shares(1.0, 1.0, 0.90, policy="slack", seed=0),
-        *shares(1.0, 1.0, 0.93, policy="slack", seed=1),
-        *shares(1.0, 1.0, last, policy="slack", seed=2),
+        *shares(1.0, 1.0, 0.90, policy="patchedserve", seed=0),
+        *shares(1.0, 1.0, 0.93, policy="patchedserve", seed=1),
+        *shares(1.0, 1.0, last, policy="patchedserve", seed=2),
     ]
 
 
@@ -181,7 +181,7 @@ def test_three_seeds_give_intervals_over_seeds() -> None:
     assert middle["interval_over"] == "seeds"
     assert (middle["interval_low"], middle["interval_high"]) == (pytest.approx(0.9 - half, abs=1e-4), 1.0)
     # Seeds that agree leave Wilson's, not a point.
-    first = points["slack", 1.0]
+    first = points["patchedserve", 1.0]
     assert (first["interval_low"], first["interval_high"]) == wilson_interval(300, 300)
     bucketed, slack = found["policies"]
     held = [each["rate"] for each in bucketed["held_rates"]["0.95"]["by_seed"].values()]

@@ -13,14 +13,8 @@ import pytest
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.profiling.runs.trace_settings import TraceSettings
-from patchedserve.profiling.sweep.sweep import Served, SweepFolder, SweepSettings, engine_of, read_head, run_sweep
+from patchedserve.profiling.sweep.sweep import Served, SweepFolder, SweepSettings, read_head, run_sweep
 from patchedserve.serving.models.defaults import ModelDefaults
-from patchedserve.serving.scheduling.policies import SIMULATED_POLICY_NAMES
-
-
-def test_every_policy_has_its_engine() -> None:
-    engines = {name: engine_of(name) for name in SIMULATED_POLICY_NAMES}
-    assert {name for name, engine in engines.items() if engine == "patched"} == {"patched-fcfs", "edf", "slack"}
 
 
 def settings(**fields: Any) -> SweepSettings:
@@ -51,11 +45,11 @@ class Stop:
 
 @pytest.mark.parametrize("by_signal", [True, False])
 def test_interrupted_sweep_goes_on(tmp_path: Path, by_signal: bool) -> None:
-    wanted = settings(policies=("fcfs", "slack", "edf"), rates=(1.0, 2.0), seeds=(3,))
+    wanted = settings(policies=("diffusers-fcfs", "patchedserve", "patched-edf"), rates=(1.0, 2.0), seeds=(3,))
     head = {"settings": wanted.fixed(), "circumstances": {"model": "m"}, "standalone_s": {"128x128": 1.0}}
     first, rest = Stop(2, by_signal=by_signal), Stop(99, by_signal=by_signal)
     assert run_sweep(wanted, {"simulator": first}, SweepFolder(tmp_path, head), lambda request: 1.0, ModelDefaults())
-    assert first.served == [("fcfs", 4), ("slack", 4)]
+    assert first.served == [("diffusers-fcfs", 4), ("patchedserve", 4)]
     folder = SweepFolder(tmp_path, head)
     assert len(folder.finished(wanted)) == folder.num_finished(wanted) == 2
     done: list[int] = []
@@ -64,11 +58,11 @@ def test_interrupted_sweep_goes_on(tmp_path: Path, by_signal: bool) -> None:
     )
     assert not again
     # The second rate begins with another policy.
-    assert [policy for policy, _ in rest.served] == ["edf", "slack", "edf", "fcfs"]
+    assert [policy for policy, _ in rest.served] == ["patched-edf", "patchedserve", "patched-edf", "diffusers-fcfs"]
     assert len(done) == 6
     runs = folder.finished(wanted)
     assert [(run.policy, run.request_rate) for run in runs] == [
-        (policy, rate) for policy in ("fcfs", "slack", "edf") for rate in (1.0, 2.0)
+        (policy, rate) for policy in ("diffusers-fcfs", "patchedserve", "patched-edf") for rate in (1.0, 2.0)
     ]
     assert all(
         run.figures == {"note": 1} and run.duration_s == 10.0 and run.statuses == {"completed": 4} for run in runs
@@ -113,7 +107,7 @@ def test_a_finished_run_is_read_as_what_figures_need(tmp_path: Path) -> None:
     from patchedserve.data.resolution import Resolution
     from patchedserve.serving.core.request_state import RequestRecord
 
-    wanted = settings(policies=("slack",), rates=(1.0,))
+    wanted = settings(policies=("patchedserve",), rates=(1.0,))
     folder = SweepFolder(tmp_path, {"settings": wanted.fixed()})
     records = []
     for index in range(20_000):
@@ -123,7 +117,7 @@ def test_a_finished_run_is_read_as_what_figures_need(tmp_path: Path) -> None:
         else:
             record.close("discarded", index + 1.0, "too late" if index % 8 else None)
         records.append(record)
-    folder.save("simulator", "slack", 1.0, 0, Served(records, 20_001.0, {"note": 1}))
+    folder.save("simulator", "patchedserve", 1.0, 0, Served(records, 20_001.0, {"note": 1}))
     tracemalloc.start()
     (run,) = folder.finished(wanted)
     peak = tracemalloc.get_traced_memory()[1]
@@ -135,19 +129,19 @@ def test_a_finished_run_is_read_as_what_figures_need(tmp_path: Path) -> None:
     # Rows as dicts would be 20 MB.
     assert peak < 1e6
     # Counting looks into no file.
-    (tmp_path / "runs" / "simulator-slack-1-0.parquet").write_bytes(b"PAR1")
+    (tmp_path / "runs" / "simulator-patchedserve-1-0.parquet").write_bytes(b"PAR1")
     assert folder.num_finished(wanted) == 1
-    with pytest.raises(UsageError, match=r"simulator-slack-1-0\.parquet"):
+    with pytest.raises(UsageError, match=r"simulator-patchedserve-1-0\.parquet"):
         folder.finished(wanted)
 
 
 def test_orders_rotate_and_seeds_come_last() -> None:
-    wanted = settings(policies=("fcfs", "edf"), rates=(1.0, 2.0, 3.0), seeds=(0, 1))
+    wanted = settings(policies=("diffusers-fcfs", "patched-edf"), rates=(1.0, 2.0, 3.0), seeds=(0, 1))
     assert list(wanted.order())[:4] == [
-        (1.0, 0, ("fcfs", "edf")),
-        (2.0, 0, ("edf", "fcfs")),
-        (3.0, 0, ("fcfs", "edf")),
-        (1.0, 1, ("edf", "fcfs")),
+        (1.0, 0, ("diffusers-fcfs", "patched-edf")),
+        (2.0, 0, ("patched-edf", "diffusers-fcfs")),
+        (3.0, 0, ("diffusers-fcfs", "patched-edf")),
+        (1.0, 1, ("patched-edf", "diffusers-fcfs")),
     ]
 
 

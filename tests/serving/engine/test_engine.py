@@ -28,6 +28,7 @@ from patchedserve.serving.engine.stepper import EngineOptions
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.scheduling.policies import Decision, get_policy
 from patchedserve.serving.scheduling.policies.slack import TOO_LATE
+from patchedserve.serving.scheduling.systems import get_system
 from patchedserve.serving.simulator.simulator import simulate
 
 from ...support.function_policy import FunctionPolicy
@@ -51,7 +52,7 @@ def requests_of(count: int, steps: int = 3) -> list[Request]:
 
 
 def serve(model: ServedModel, requests: Sequence[Request], policy: Any = None, **options: Any) -> RunResult:
-    engine = Engine(model, policy or get_policy("bucketed"), **options)
+    engine = Engine(model, policy or get_policy("continuous"), **options)
     for request in requests:
         engine.submit(request)
     engine.close()
@@ -97,7 +98,7 @@ def test_steps_count_every_request_step(model: ServedModel) -> None:
 
 
 def test_requests_may_come_while_it_runs(model: ServedModel) -> None:
-    engine = Engine(model, get_policy("bucketed"))
+    engine = Engine(model, get_policy("continuous"))
     engine.submit(Request(0, "first", SMALL, 3))
 
     def submit_later() -> None:
@@ -219,13 +220,15 @@ def test_slack_asks_the_predictor_and_teaches_it(model: ServedModel) -> None:
 
 
 def test_nirvana_draws_with_fewer_steps(model: ServedModel) -> None:
-    result = serve(model, [Request(0, "a", SMALL, 10, seed=3)], get_policy("nirvana"), keep_latents=True)
+    nirvana = get_system("nirvana")
+    requests = [nirvana.adapt(Request(0, "a", SMALL, 10, seed=3))]
+    result = serve(model, requests, get_policy(nirvana.policy), keep_latents=True)
     assert (result.records[0].num_inference_steps, len(result.steps)) == (8, 8)
     expected = plain_latents(model.pipe, Request(0, "a", SMALL, 8, seed=3))
     assert largest_error([result.latents[0][0]], [expected]) < 1e-3
 
 
-@pytest.mark.parametrize("policy", ["bucketed", "static", "edf"])
+@pytest.mark.parametrize("policy", ["continuous", "static", "edf"])
 def test_few_are_prepared_however_many_wait(model: ServedModel, policy: str) -> None:
     # Far more than can be served: 2 places, 30 requests at once.
     requests = [replace(request, slo_s=30.0 - i) for i, request in enumerate(requests_of(30, steps=2))]
@@ -252,7 +255,7 @@ def test_discarded_before_it_is_prepared_is_never_encoded(model: ServedModel) ->
 def test_the_simulator_admits_in_the_engines_order(model: ServedModel) -> None:
     # All arrive at once or within the first step, so that the order is the policies' and not the clock's.
     requests = requests_of(9, steps=3)
-    for name in ("fcfs", "static", "bucketed", "patched-fcfs", "nirvana"):
+    for name in ("fcfs", "static", "continuous"):
         real = serve(model, requests, get_policy(name), max_batch_size=3).records
         simulated = simulate(requests, get_policy(name), _Learning(), max_batch_size=3).records
         orders = [

@@ -58,7 +58,7 @@ def mixed_requests() -> list[Request]:
 def serve(
     pipe: Any,
     requests: Sequence[Request],
-    policy: str = "bucketed",
+    policy: str = "continuous",
     max_batch_size: int = 16,
     *,
     options: EngineOptions | None = None,
@@ -114,7 +114,7 @@ def test_sd3_mixed_batch_equals_plain(scheduler: dict[str, Any]) -> None:
     assert_equal_to_plain(pipe, requests, serve(pipe, requests))
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "static", "bucketed"])
+@pytest.mark.parametrize("policy", ["fcfs", "static", "continuous"])
 def test_requests_that_join_and_leave_mid_flight(policy: str) -> None:
     # The first request takes many steps; with 2 places, all the others come and go one after another beside it.
     pipe = tiny_sdxl()
@@ -127,8 +127,8 @@ def test_requests_that_join_and_leave_mid_flight(policy: str) -> None:
     assert start_s is not None
     assert end_s is not None
     num_joined = sum(start_s < (other.admitted_s or 0) < end_s for other in others)
-    assert num_joined == (len(others) if policy == "bucketed" else 0)
-    assert max(step.active for step in result.steps) == (2 if policy == "bucketed" else 1)
+    assert num_joined == (len(others) if policy == "continuous" else 0)
+    assert max(step.active for step in result.steps) == (2 if policy == "continuous" else 1)
 
 
 LONG = [

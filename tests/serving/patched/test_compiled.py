@@ -193,7 +193,7 @@ def test_a_pass_that_cannot_be_recorded_ends_the_run() -> None:
     with pytest.raises(RecordingError, match=r"--cuda-graphs: recording a pass: .*not permitted") as caught:
         model.stepper.step(active)
     assert "\n" not in str(caught.value)
-    engine = Engine(model, get_policy("patched-fcfs"))
+    engine = Engine(model, get_policy("continuous"))
     for n in range(2):
         engine.submit(Request(n, "a cat", Resolution(32, 32), 4))
     engine.close()

@@ -12,20 +12,18 @@ from patchedserve.data.resolution import Resolution
 from patchedserve.serving.core.request_state import RequestView
 from patchedserve.serving.scheduling.policies import (
     POLICY_NAMES,
-    SIMULATED_POLICY_NAMES,
     Decision,
-    DistriFusionLatency,
     Policy,
     WaitingQueue,
     check_decision,
     get_policy,
-    request_under,
 )
-from patchedserve.serving.scheduling.policies.distrifusion import speedup
+from patchedserve.serving.scheduling.systems import DEFAULT_SYSTEM, FORMER_POLICIES, SYSTEMS, get_system
+from patchedserve.serving.simulator.distrifusion import DistriFusionLatency, speedup
 
 SIZES = (Resolution(128, 128), Resolution(192, 192), Resolution(128, 256))
 # Policies that name no request before one that came earlier.
-BY_ARRIVAL = ("fcfs", "static", "bucketed", "patched-fcfs", "nirvana", "distrifusion-fcfs")
+BY_ARRIVAL = ("fcfs", "static", "continuous")
 
 
 class StepTimes:
@@ -85,10 +83,10 @@ def run(policy: Policy, trace: Sequence[RequestView], max_batch_size: int) -> tu
     return joined_at, left_at
 
 
-@pytest.mark.parametrize("name", SIMULATED_POLICY_NAMES)
+@pytest.mark.parametrize("name", POLICY_NAMES)
 def test_random_queues_keep_the_contract(name: str) -> None:
     rng = random.Random(name)
-    policy = get_policy(name, is_simulated=True)
+    policy = get_policy(name)
     assert policy.name == name
     dropped = 0
     for _ in range(400):
@@ -111,18 +109,18 @@ def test_random_queues_keep_the_contract(name: str) -> None:
     assert (dropped > 0) == (name == "slack")
 
 
-@pytest.mark.parametrize("name", SIMULATED_POLICY_NAMES)
+@pytest.mark.parametrize("name", POLICY_NAMES)
 def test_nobody_starves(name: str) -> None:
     rng = random.Random(name)
     for _ in range(30):
         trace = random_views(rng, rng.randint(1, 40))
         max_batch_size = rng.randint(1, 8)
-        joined_at, left_at = run(get_policy(name, is_simulated=True), trace, max_batch_size)
+        joined_at, left_at = run(get_policy(name), trace, max_batch_size)
         assert set(left_at) == {request.request_id for request in trace}
         assert name == "slack" or set(joined_at) == set(left_at)
 
 
-@pytest.mark.parametrize("name", ["fcfs", "bucketed", "patched-fcfs", "nirvana"])
+@pytest.mark.parametrize("name", ["fcfs", "continuous"])
 def test_order_of_arrival_is_kept_over_a_run(name: str) -> None:
     rng = random.Random(1)
     for _ in range(20):
@@ -162,8 +160,8 @@ def test_static_takes_all_that_match_the_head() -> None:
     assert policy.decide(9, [], [], 16) == Decision()
 
 
-def test_bucketed_joins_at_any_step_and_mixes() -> None:
-    policy = get_policy("bucketed")
+def test_continuous_joins_at_any_step_and_mixes() -> None:
+    policy = get_policy("continuous")
     waiting = [view(0), view(1, side=192), view(2, num_steps=9)]
     for steps_done in range(4):
         active = [view(7, steps_done=steps_done), view(8, side=256, num_steps=30)]
@@ -181,12 +179,43 @@ def test_bad_batch_sizes(name: str) -> None:
 
 
 def test_names() -> None:
-    assert POLICY_NAMES == ("fcfs", "static", "bucketed", "patched-fcfs", "edf", "nirvana", "slack")
-    assert set(SIMULATED_POLICY_NAMES) - set(POLICY_NAMES) == {"distrifusion-fcfs"}
-    with pytest.raises(UsageError, match="policy is 'slck', but it must be one of fcfs, static, bucketed"):
+    assert POLICY_NAMES == ("fcfs", "static", "continuous", "edf", "slack")
+    with pytest.raises(UsageError, match="policy is 'slck', but it must be one of fcfs, static, continuous, edf"):
         get_policy("slck")
-    with pytest.raises(UsageError, match=r"'distrifusion-fcfs' \(that one only in `psctl simulate`\), but it must be"):
-        get_policy("distrifusion-fcfs")
+
+
+def test_systems_are_presets_of_what_serves() -> None:
+    parts = {name: (each.engine, each.policy, each.cache) for name, each in SYSTEMS.items()}
+    assert parts == {
+        "diffusers": ("plain", "static", "off"),
+        "diffusers-fcfs": ("plain", "fcfs", "off"),
+        "bucketed": ("plain", "continuous", "off"),
+        "nirvana": ("plain", "continuous", "off"),
+        "distrifusion-fcfs": ("plain", "fcfs", "off"),
+        "patched-fcfs": ("patched", "continuous", "patch"),
+        "patched-edf": ("patched", "edf", "patch"),
+        "patchedserve": ("patched", "slack", "patch"),
+    }
+    assert get_system(DEFAULT_SYSTEM).name == "patchedserve"
+    assert set(FORMER_POLICIES.values()) <= set(SYSTEMS)
+
+
+def test_single_choices_override_a_system() -> None:
+    ours = get_system("patchedserve")
+    assert ours.overridden() == ours
+    assert ours.overridden(policy="edf") == replace(ours, policy="edf")
+    assert ours.overridden(cache="off") == replace(ours, cache="off")
+    assert ours.overridden(engine="plain") == replace(ours, engine="plain", cache="off"), "plain diffusers has no cache"
+    with pytest.raises(UsageError, match="policy is 'bucketed', but it must be one of"):
+        ours.overridden(policy="bucketed")
+
+
+def test_unknown_systems_are_told() -> None:
+    with pytest.raises(UsageError, match="system is 'patched', but it must be one of diffusers, diffusers-fcfs"):
+        get_system("patched")
+    with pytest.raises(UsageError, match=r"'distrifusion-fcfs' \(only in the simulator\), but it must be one of"):
+        get_system("distrifusion-fcfs")
+    assert get_system("distrifusion-fcfs", is_simulated=True).spans_gpus
 
 
 def test_edf_takes_the_earliest_deadline_whatever_came_first() -> None:
@@ -203,16 +232,11 @@ def test_edf_takes_the_earliest_deadline_whatever_came_first() -> None:
     assert policy.decide(40, waiting, [view(7), view(8)], 4) == Decision(admit=(2, 4))
 
 
-def test_patched_fcfs_takes_all_up_to_the_batch_size() -> None:
-    waiting = [view(0), view(1, side=192), view(2, num_steps=9)]
-    assert get_policy("patched-fcfs").decide(9, waiting, [view(7, side=256)], 3).admit == (0, 1)
-
-
 @pytest.mark.parametrize(("asked", "given"), [(1, 1), (2, 2), (10, 8), (30, 24), (50, 40), (100, 79)])
 def test_nirvana_takes_79_of_100_steps(asked: int, given: int) -> None:
     request = Request(0, "a", SIZES[0], asked)
-    assert request_under(get_policy("nirvana"), request) == replace(request, num_inference_steps=given)
-    assert request_under(get_policy("bucketed"), request) is request
+    assert get_system("nirvana").adapt(request) == replace(request, num_inference_steps=given)
+    assert get_system("bucketed").adapt(request) is request
 
 
 def test_distrifusion_speedups_are_those_of_the_paper() -> None:

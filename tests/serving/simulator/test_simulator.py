@@ -12,9 +12,10 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.data.traces.traces import TraceConfig, assign_slos, generate_trace
 from patchedserve.serving.core.request_state import RequestRecord, RequestView
-from patchedserve.serving.scheduling.policies import SIMULATED_POLICY_NAMES, Decision, get_policy
+from patchedserve.serving.scheduling.policies import POLICY_NAMES, Decision, get_policy
 from patchedserve.serving.scheduling.policies.slack import TOO_LATE
 from patchedserve.serving.scheduling.prepare_order import PrepareOrder
+from patchedserve.serving.scheduling.systems import SYSTEMS
 from patchedserve.serving.simulator.simulator import SimulationResult, simulate
 from patchedserve.serving.simulator.stage_times import StageTimes, standalone_latency_s
 
@@ -23,6 +24,7 @@ from ...support.function_policy import FunctionPolicy
 SIZES = (Resolution(128, 128), Resolution(192, 192), Resolution(256, 256))
 S, M, L = SIZES
 TIMES = StageTimes.constant(SIZES, 0.005, 0.02)
+NAMES = (*POLICY_NAMES, "nirvana", "distrifusion-fcfs")
 DROPPING = ("slack",)
 
 
@@ -50,8 +52,20 @@ def trace(count: int, rate: float, seed: int = 0, steps: int = 10, slo_scale: fl
 
 
 def run(name: str, requests: Sequence[Request], **options: Any) -> SimulationResult:
-    policy = get_policy(name, is_simulated=True)
-    return simulate(requests, policy, Steps(), times=TIMES, standalone_s=alone_s, **options)
+    """Simulate under a policy, or as a system of this name."""
+    system = SYSTEMS.get(name)
+    if system is None:
+        return simulate(requests, get_policy(name), Steps(), times=TIMES, standalone_s=alone_s, **options)
+    known = {each.request_id: alone_s(each) for each in requests}
+    return simulate(
+        [system.adapt(each) for each in requests],
+        get_policy(system.policy),
+        Steps(),
+        times=TIMES,
+        standalone_s=lambda each: known[each.request_id],
+        spans_gpus=system.spans_gpus,
+        **options,
+    )
 
 
 def request(request_id: int, arrival_s: float = 0.0, steps: int = 2, size: Resolution = S, **fields: Any) -> Request:
@@ -86,7 +100,7 @@ def test_joining_between_steps_by_hand() -> None:
     # The first starts at 0. The second arrives in its first step, joins at 1, and both take 2 s a step: the first is
     # done at 3, the second, alone again, at 4. Decoding takes 2 s, one by one: at 5 and at 7.
     requests = [request(0), request(1, 0.5)]
-    result = simulate(requests, get_policy("patched-fcfs"), Unit(), times=StageTimes({}, {S: 2.0}))
+    result = simulate(requests, get_policy("continuous"), Unit(), times=StageTimes({}, {S: 2.0}))
     assert times_of(result.records[0]) == (0.0, 0.0, 0.0, 3.0, 5.0)
     assert times_of(result.records[1]) == (0.5, 0.5, 1.0, 4.0, 7.0)
     # One by one: the first is done at 2, the second at 4.
@@ -98,7 +112,7 @@ def test_a_request_joins_only_once_it_is_prepared() -> None:
     # Preparing takes 3 s, one by one: ready at 3 and 6. The second is admitted while it is being prepared and joins
     # at the first end of a step from 6 on.
     requests = [request(0, steps=10), request(1)]
-    result = simulate(requests, get_policy("bucketed"), Unit(), times=StageTimes({S: 3.0}, {}))
+    result = simulate(requests, get_policy("continuous"), Unit(), times=StageTimes({S: 3.0}, {}))
     assert times_of(result.records[0])[:3] == (0.0, 3.0, 3.0)
     assert times_of(result.records[1])[:3] == (3.0, 6.0, 6.0)
     # A static batch starts as one: at 6, with 2 s a step.
@@ -119,7 +133,7 @@ def test_several_gpus_take_the_fewest_pixel_steps() -> None:
         # GPU 0 ends request 0 at 3 s (1 s alone... two of them from the first boundary on), GPU 1 is busy for longer.
         request(6, arrival_s=100.0),  # both idle again: to GPU 0
     ]
-    result = simulate(requests, get_policy("patched-fcfs"), Unit(), num_gpus=2)
+    result = simulate(requests, get_policy("continuous"), Unit(), num_gpus=2)
     assert result.gpu_of == {0: 0, 1: 1, 2: 1, 3: 1, 4: 1, 5: 0, 6: 0}
     # Remaining steps count, not all: at 1.5 s GPU 0 has one of 4 steps of the large one left behind it.
     requests = [request(0, size=L, steps=4), request(1, size=L, steps=3), request(2, arrival_s=1.5)]
@@ -142,26 +156,26 @@ def test_discarded_requests_are_no_load() -> None:
 def test_more_gpus_and_more_machines_agree() -> None:
     # Two GPUs serve twice as many arrivals at the same time as well as one serves them once.
     requests = [request(i, arrival_s=float(i // 2)) for i in range(40)]
-    one = simulate(requests[::2], get_policy("patched-fcfs"), Unit())
-    two = simulate(requests, get_policy("patched-fcfs"), Unit(), num_gpus=2)
+    one = simulate(requests[::2], get_policy("continuous"), Unit())
+    two = simulate(requests, get_policy("continuous"), Unit(), num_gpus=2)
     assert [record.finish_s for record in two.records[::2]] == [record.finish_s for record in one.records]
 
 
 def test_distrifusion_takes_all_gpus_for_one_request() -> None:
     # Two steps of 1 s on 4 GPUs at 2.22 times the speed, one request after the other.
-    result = simulate([request(0), request(1)], get_policy("distrifusion-fcfs", is_simulated=True), Unit(), num_gpus=4)
+    result = simulate([request(0), request(1)], get_policy("fcfs"), Unit(), num_gpus=4, spans_gpus=True)
     step_s = 1 / (5.02 / 2.26)
     assert [record.denoise_end_s for record in result.records] == pytest.approx([2 * step_s, 4 * step_s])
     with pytest.raises(UsageError, match="number of GPUs is 3"):
-        simulate([request(0)], get_policy("distrifusion-fcfs", is_simulated=True), Unit(), num_gpus=3)
+        simulate([request(0)], get_policy("fcfs"), Unit(), num_gpus=3, spans_gpus=True)
 
 
 def test_nirvana_takes_fewer_steps() -> None:
-    result = simulate([request(0, steps=10)], get_policy("nirvana"), Unit())
-    assert (result.num_steps, result.records[0].num_inference_steps, result.duration_s) == (8, 8, 8.0)
+    result = run("nirvana", [request(0, steps=10)])
+    assert (result.num_steps, result.records[0].num_inference_steps) == (8, 8)
 
 
-@pytest.mark.parametrize("name", SIMULATED_POLICY_NAMES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("num_gpus", [1, 4])
 def test_every_request_ends_and_the_run_is_reproducible(name: str, num_gpus: int) -> None:
     for seed, rate in enumerate((3.0, 12.0, 60.0)):
@@ -183,7 +197,7 @@ def test_every_request_ends_and_the_run_is_reproducible(name: str, num_gpus: int
             assert times[4] - times[3] >= least_s / (2.23 if name == "distrifusion-fcfs" else 1) - 1e-9
 
 
-@pytest.mark.parametrize("name", SIMULATED_POLICY_NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_feasible_request_starts_at_once_in_an_empty_system(name: str) -> None:
     # So far apart that each finds nobody: it joins as soon as it is prepared, and takes its standalone latency.
     requests = [replace(one, arrival_s=20.0 * i) for i, one in enumerate(trace(30, 1.0, slo_scale=1.001))]
@@ -198,7 +212,7 @@ def test_a_feasible_request_starts_at_once_in_an_empty_system(name: str) -> None
     assert statuses == {"discarded" if name in DROPPING else "completed"}
 
 
-@pytest.mark.parametrize("name", ["fcfs", "bucketed", "patched-fcfs", "nirvana"])
+@pytest.mark.parametrize("name", ["fcfs", "continuous", "nirvana"])
 def test_order_of_arrival_is_kept(name: str) -> None:
     for seed in range(3):
         records = run(name, trace(150, 15.0, seed)).records
@@ -208,12 +222,12 @@ def test_order_of_arrival_is_kept(name: str) -> None:
 
 # Requests in time that may be lost when one of 60 requests is taken out of a trace. Only one by one, in order of
 # arrival, is it proven that nobody gets later. In batches everybody's steps change, and with them who meets whom:
-# over 576 removals the largest falls were 1 (bucketed, patched-fcfs, nirvana), 3 (edf, slack: 5 % of the trace) and
+# over 576 removals the largest falls were 1 (continuous, nirvana), 3 (edf, slack: 5 % of the trace) and
 # 9 (static, where all later batches are put together anew); on average removing one gains 0.3 to 0.7.
-_BOUNDS = {"fcfs": 0, "distrifusion-fcfs": 0, "bucketed": 2, "patched-fcfs": 2, "nirvana": 2, "edf": 4, "slack": 4}
+_BOUNDS = {"fcfs": 0, "distrifusion-fcfs": 0, "continuous": 2, "nirvana": 2, "edf": 4, "slack": 4}
 
 
-@pytest.mark.parametrize("name", SIMULATED_POLICY_NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_removing_a_request_costs_the_others_little(name: str) -> None:
     falls = []
     for seed, rate in ((0, 9.0), (1, 14.0), (2, 25.0)):
@@ -247,7 +261,7 @@ def test_overload_is_bounded_and_reported() -> None:
     assert result.duration_s < requests[-1].arrival_s + 10
 
 
-@pytest.mark.parametrize("name", ["patched-fcfs", "edf", "static"])
+@pytest.mark.parametrize("name", ["continuous", "edf", "static"])
 def test_few_are_prepared_however_long_the_queue(name: str) -> None:
     result = run(name, trace(1500, 100.0), max_batch_size=4, max_prepared_ahead=3, keep_steps=True)
     assert max(row.waiting for row in result.steps) > 1000
@@ -285,7 +299,7 @@ def test_what_a_policy_sees() -> None:
         seen.append(
             (now_s, [view.request_id for view in waiting], [(view.request_id, view.steps_done) for view in active])
         )
-        return get_policy("bucketed").decide(now_s, waiting, active, 2)
+        return get_policy("continuous").decide(now_s, waiting, active, 2)
 
     requests = [request(0, steps=3), request(1, 0.5), request(2, 0.6)]
     simulate(requests, FunctionPolicy(choose), Unit(), max_batch_size=2)
@@ -320,12 +334,12 @@ def test_bad_input() -> None:
 
 
 def test_stage_times_of_a_run() -> None:
-    records = simulate([request(0), request(1, 0.5)], get_policy("bucketed"), Unit(), times=TIMES).records
+    records = simulate([request(0), request(1, 0.5)], get_policy("continuous"), Unit(), times=TIMES).records
     measured = StageTimes.measured(records)
     assert measured.prepare_of(S) == pytest.approx(0.005)
     assert measured.postprocess_of(S) == pytest.approx(0.02)
     # Both are ready at the same time; the second waits for the first to be decoded, and that is not its own time.
-    records = simulate([request(0), request(1)], get_policy("bucketed"), Unit(), times=TIMES).records
+    records = simulate([request(0), request(1)], get_policy("continuous"), Unit(), times=TIMES).records
     assert StageTimes.measured(records).postprocess_of(S) == pytest.approx(0.02)
     assert measured.prepare_of(L) == measured.prepare_of(S), "the nearest"
     assert StageTimes().prepare_of(S) == 0

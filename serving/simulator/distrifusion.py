@@ -7,12 +7,10 @@ al., CVPR 2024; SDXL, 50 steps, A100s).
 import math
 from bisect import bisect
 from collections.abc import Sequence
-from typing import ClassVar
 
-from ....data.errors import UsageError
-from ....data.resolution import Resolution
-from ...core.request_state import RequestView
-from .base import Decision, StepLatencyPredictor, admit_oldest_alone
+from ...data.errors import UsageError
+from ...data.resolution import Resolution
+from ..scheduling.policies import StepLatencyPredictor
 
 # Speedup over one GPU by number of GPUs: pixels of the image, and how many times as fast.
 # 1024x1024: table 1 (5.02 s on one; 3.35, 2.26 and 1.77 s). 1280x1920: figure 1 (12.3 and 4.16 s). 2048x2048: table 2
@@ -67,23 +65,3 @@ class DistriFusionLatency:
         if len(active) != 1:
             raise ValueError(f"{len(active)} images are active, but DistriFusion draws one at a time")
         return self._single.step_latency_s(active) / speedup(active[0], self._num_gpus)
-
-
-class DistriFusionFcfsPolicy:
-    """Admits the request that arrived first once nothing is active; the simulator runs it on all GPUs together."""
-
-    name: ClassVar[str] = "distrifusion-fcfs"
-    requires_one_resolution: ClassVar[bool] = True
-    requires_predictor: ClassVar[bool] = False
-    num_steps_scale: ClassVar[float] = 1.0
-
-    def decide(
-        self,
-        now_s: float,
-        waiting: Sequence[RequestView],
-        active: Sequence[RequestView],
-        max_batch_size: int,
-        predictor: StepLatencyPredictor | None = None,
-    ) -> Decision:
-        """See `Policy.decide`."""
-        return admit_oldest_alone(waiting, active, max_batch_size)

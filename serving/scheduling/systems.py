@@ -1,0 +1,132 @@
+"""Systems: what papers compare, each a preset of engine, policy, cache and allocation under one name. No torch."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, Self
+
+from ...data.errors import UsageError
+from ...data.requests import Request
+from .policies import get_policy
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """Everything that decides how requests are served, under the name that papers use.
+
+    Attributes:
+        name: what the user calls it (`--system`).
+        about: one line for help and tables.
+        engine: `patched`, or `plain` for one forward pass of unmodified diffusers per resolution.
+        policy: name of the policy that schedules.
+        cache: mode of the patch cache; `off` for none.
+        steps_share: share of the steps asked for that a request gets.
+        spans_gpus: whether all GPUs draw one request together, instead of each serving its own. Simulated only.
+
+    Raises:
+        UsageError: the policy is unknown.
+    """
+
+    name: str
+    about: str
+    engine: Literal["patched", "plain"]
+    policy: str
+    cache: str = "off"
+    steps_share: float = 1.0
+    spans_gpus: bool = False
+
+    def __post_init__(self) -> None:
+        get_policy(self.policy)
+
+    def overridden(
+        self,
+        *,
+        engine: Literal["patched", "plain"] | None = None,
+        policy: str | None = None,
+        cache: str | None = None,
+    ) -> Self:
+        """The same system with the parts that the user chose singly. The plain engine has no patch cache."""
+        engine = engine or self.engine
+        return replace(
+            self,
+            engine=engine,
+            policy=policy or self.policy,
+            cache=cache or (self.cache if engine == "patched" else "off"),
+        )
+
+    def adapt(self, request: Request) -> Request:
+        """The request with its share of steps, rounded up and at least 1; its SLO stays."""
+        if self.steps_share == 1:
+            return request
+        # Less than a billionth of a step is a rounding error of the product.
+        num_steps = max(1, math.ceil(request.num_inference_steps * self.steps_share - 1e-9))
+        return replace(request, num_inference_steps=num_steps)
+
+
+# NIRVANA (Agarwal et al., NSDI 2024) starts from noise that it cached for a similar prompt and so skips the first
+# steps; its authors report 21 % less GPU compute on average over a production trace. PatchedServe (section 8) runs
+# fewer steps in place of that cache, with ORCA's batching, and so do we.
+_NIRVANA_STEPS = 0.79
+
+SYSTEMS: Mapping[str, System] = {
+    system.name: system
+    for system in (
+        System("diffusers", "static batches of one resolution, as one diffusers call runs them", "plain", "static"),
+        System("diffusers-fcfs", "one request at a time", "plain", "fcfs"),
+        System("bucketed", "continuous batching, one forward pass per resolution", "plain", "continuous"),
+        System(
+            "nirvana",
+            "79 % of the steps, continuous batching (NIRVANA as PatchedServe compares with it)",
+            "plain",
+            "continuous",
+            steps_share=_NIRVANA_STEPS,
+        ),
+        System(
+            "distrifusion-fcfs",
+            "one request at a time on all GPUs, with DistriFusion's published speed-ups (simulated)",
+            "plain",
+            "fcfs",
+            spans_gpus=True,
+        ),
+        System(
+            "patched-fcfs",
+            "mixed-resolution batches and the patch cache, in order of arrival (the paper's PatchedCache)",
+            "patched",
+            "continuous",
+            cache="patch",
+        ),
+        System("patched-edf", "the same, earliest deadline first", "patched", "edf", cache="patch"),
+        System(
+            "patchedserve",
+            "mixed-resolution batches, the patch cache and slack scheduling (PatchedServe)",
+            "patched",
+            "slack",
+            cache="patch",
+        ),
+    )
+}
+DEFAULT_SYSTEM = "patchedserve"
+FORMER_POLICIES: Mapping[str, str] = {
+    "fcfs": "diffusers-fcfs",
+    "static": "diffusers",
+    "edf": "patched-edf",
+    "slack": "patchedserve",
+}
+"""Systems by the names that `bench slo --policies` had for them, where these differ. Kept for one release."""
+
+
+def get_system(name: str, *, is_simulated: bool = False) -> System:
+    """The system that the user calls `name`.
+
+    Args:
+        name: one of `SYSTEMS`.
+        is_simulated: it is for the simulator, which runs all of them.
+
+    Raises:
+        UsageError: there is none of this name, or only the simulator runs it; the message lists the choices.
+    """
+    known = {key: each for key, each in SYSTEMS.items() if is_simulated or not each.spans_gpus}
+    if name not in known:
+        hint = " (only in the simulator)" if name in SYSTEMS else ""
+        raise UsageError(f"system is {name!r}{hint}, but it must be one of {', '.join(known)}")
+    return known[name]
