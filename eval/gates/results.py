@@ -5,7 +5,7 @@ measured once and has none is no evidence. Numbers of files by other programs co
 
     results.json  fid, clip[JUDGE], ...           compare.json  psnr, clip[JUDGE].difference, clip[JUDGE].win_rate
     summary.json  slo_attainment, throughput, goodput, latency_p95, per_resolution.128x128.latency_p95, ...
-    result.json   slack@2.slo_attainment, slack@2.goodput, slack.rate_at_95, slack.ratio_at_95, ... (bench slo)
+    result.json   patchedserve@2.slo_attainment, patchedserve.rate_at_95, patchedserve.ratio_at_95, ... (bench slo)
     steps.json    SML.ratio_same_resolution, ...   cache.json   SML.interval 3.speedup, SML.interval 3.clip_change, ...
 """
 

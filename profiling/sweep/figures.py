@@ -215,8 +215,8 @@ def estimates(engines: Mapping[str, Mapping[str, Any]], agreed: Mapping[str, Any
             n, goodput = point["num_requests"], point["goodput_qps"]
             ends = (point["interval_low"], point["interval_high"]) if point["interval_over"] == "seeds" else None
             found[f"{name}slo_attainment"] = Estimate(share, *(ends or (None, None)), n)
-            scaled = [end * goodput / share for end in ends] if ends and share else (None, None)
-            found[f"{name}goodput"] = Estimate(goodput, *scaled, n)
+            low, high = [end * goodput / share for end in ends] if ends and share else (None, None)
+            found[f"{name}goodput"] = Estimate(goodput, low, high, n)
             for key in ("latency_mean", "latency_p50", "latency_p95"):
                 if point[key] is not None:
                     found[name + key] = Estimate(point[key], n=n)

@@ -44,9 +44,10 @@ def gate(
     job's summary.
 
     A metric is the name of a figure: fid, clip of eval; throughput, slo_attainment, latency_p95 of serve and simulate;
-    slack@2.slo_attainment, slack.rate_at_95, slack.ratio_at_95 of bench slo; SML.ratio_same_resolution of bench steps;
-    SML.interval 3.speedup of bench cache. A name that is not there is answered with those that are. For example, a
-    gate with file = "slo-run", metric = "slack@2.slo_attainment" and min = 0.9.
+    patchedserve@2.slo_attainment, patchedserve.rate_at_95, patchedserve.ratio_at_95 of bench slo;
+    SML.ratio_same_resolution of bench steps; SML.interval 3.speedup of bench cache. If the file lacks a name, the error
+    lists those that it has. For example, a gate with file = "slo-run", metric = "patchedserve@2.slo_attainment" and
+    min = 0.9.
 
     What was measured needs a spread: a sweep three seeds, one served run some hundred requests and more the busier it
     is, or several runs with repeats = true. With statistic = "min", "max" or "p05" a gate looks at the worst image
