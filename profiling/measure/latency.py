@@ -116,6 +116,7 @@ def profile_latency(
     workspace: ModelWorkspace,
     *,
     remeasure: bool = False,
+    budget_s: float | None = None,
     folder: Path | None = None,
     on_start: Callable[[int, int], None] | None = None,
     on_visit: Callable[[], None] | None = None,
@@ -128,6 +129,8 @@ def profile_latency(
         settings: what is profiled.
         workspace: the model's part of the workspace; its tables get `latency-<key of the profile>.parquet` and `.png`.
         remeasure: forget what the table holds.
+        budget_s: seconds after which no further visit begins; None measures everything. Visits then come in the order
+            of the draw, the corners first, and the machine is not warmed up on the largest batch.
         folder: where table and plot go instead.
         on_start: called with the number of all visits, and of those that were made before.
         on_visit: called after each.
@@ -153,10 +156,17 @@ def profile_latency(
     try:
         if left:
             model.tune(settings.resolutions, workspace.tables)
-            # The machine gets going on what needs most memory.
-            _visit(model, pool, max(combinations, key=_pixels))
-        saved_s = time.monotonic()
+            if budget_s is None:
+                # The machine gets going on what needs most memory.
+                _visit(model, pool, max(combinations, key=_pixels))
+            else:
+                left.sort(key=combinations.index)
+        start_s = saved_s = time.monotonic()
         for combination in left:
+            # Each resolution alone and one larger batch are the least that can be interpolated between.
+            has_least = num_visits > len(settings.resolutions)
+            if budget_s is not None and has_least and time.monotonic() - start_s > budget_s:
+                break
             steady_ms, first_ms = _visit(model, pool, combination)
             before = samples.get(combination.counts, ((), ()))
             samples[combination.counts] = (before[0] + steady_ms, before[1] + first_ms)

@@ -1,0 +1,113 @@
+"""Step latencies for a run that names none: what the workspace has, a coarse table measured now, or a published one.
+
+Nothing here imports torch before something is measured: simulations need none.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...data.errors import UsageError
+from ...data.resolution import Resolution
+from ...data.tables.latency import TABLE_PATTERN, LatencyTable, read_latencies
+from ...data.tables.published import published_table
+from ...data.workspace import ModelWorkspace, Workspace
+from ...serving.scheduling.policies import StepLatencyPredictor
+from ...training.latency.predictor import PREDICTOR_FILE, LatencyPredictor
+from .calibration import step_sources
+
+if TYPE_CHECKING:
+    from ...serving.models.served import ServedModel
+
+COARSE_COMBINATIONS = 16
+COARSE_BUDGET_S = 20.0
+_Tell = Callable[[str], None]
+
+
+def latencies_for_serving(
+    model: "ServedModel",
+    workspace: ModelWorkspace,
+    resolutions: Sequence[Resolution],
+    max_batch_size: int,
+    *,
+    on_note: _Tell,
+    on_warning: _Tell,
+) -> StepLatencyPredictor:
+    """Step latencies of this model, machine and engine: the workspace's, else those of a coarse table measured now.
+
+    A fitted predictor comes before a table, a newer table before an older one. What is measured is kept in the
+    workspace, so that the next run finds it; `psctl profile` and `psctl train-predictor` make a better one.
+
+    Args:
+        model: the loaded model.
+        workspace: of the model.
+        resolutions: of the requests that will be served.
+        max_batch_size: largest batch that will be served.
+        on_note: told in one line what is used.
+        on_warning: told what may be inexact.
+
+    Raises:
+        RunError, KeyboardInterrupt, OSError: as `profile_latency`.
+    """
+    from ..measure.latency import LatencySettings, latency_circumstances, profile_latency
+
+    about, wanted = latency_circumstances(model), tuple(sorted(set(resolutions)))
+    fitted = workspace.find_predictor(PREDICTOR_FILE)
+    if fitted is not None:
+        try:
+            predictor = LatencyPredictor.load(fitted, expect=about, on_warning=on_warning)
+            for resolution in wanted:
+                predictor.step_latency_s((resolution,))
+        except UsageError as error:
+            on_note(f"The workspace's latency predictor is not used: {error}")
+        else:
+            return predictor
+    for path in _newest_first(workspace.root / "tables"):
+        table = read_latencies(path)
+        if table.circumstances == about and set(wanted) <= _measured_alone(table):
+            on_note(f"Step latencies: {path}")
+            return step_sources(table)[0]
+    on_note(
+        f"No step latencies of this model, machine and engine are in {workspace.root}: measuring a coarse table, at "
+        f"most {COARSE_BUDGET_S:.0f} s (psctl profile && psctl train-predictor make a better one) ..."
+    )
+    settings = LatencySettings(wanted, COARSE_COMBINATIONS, max_batch_size, repeats=1)
+    outcome = profile_latency(model, settings, workspace, budget_s=COARSE_BUDGET_S)
+    if outcome.was_interrupted:
+        raise KeyboardInterrupt
+    return step_sources(outcome.table)[0]
+
+
+def table_for_simulation(workspace: Workspace, model: str, resolutions: Sequence[Resolution]) -> Path:
+    """The latency table for a simulation that names none: the workspace's newest of the model, else a published one.
+
+    Args:
+        workspace: the whole workspace; any device of the model counts.
+        model: name, path or hub id.
+        resolutions: of the requests.
+
+    Raises:
+        UsageError: neither has a table of the model with all resolutions.
+    """
+    wanted = set(resolutions)
+    folder = workspace.for_model(model, "any").root.parent
+    tables = [path for device in sorted(folder.glob("*/tables")) for path in _newest_first(device)]
+    published = published_table(model)
+    for path in (*tables, *([] if published is None else [published])):
+        if wanted <= _measured_alone(read_latencies(path)):
+            return path
+    sizes = ", ".join(map(str, sorted(wanted)))
+    raise UsageError(
+        f"no table of step latencies has {sizes} for {model}, neither in {folder} nor in the box: measure one (psctl "
+        "profile latency) or name one (--latency)"
+    )
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    """Latency tables of a folder."""
+    return sorted(folder.glob(TABLE_PATTERN), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+
+
+def _measured_alone(table: LatencyTable) -> set[Resolution]:
+    """The resolutions of which a table has at least one request alone: the corner that interpolation starts from."""
+    return {next(iter(row.counts)) for row in table.rows if row.num_requests == 1}
