@@ -79,7 +79,7 @@ def compare_values(
             f"{only[0]} is on the {side}"
         )
     if not first:
-        raise UsageError(f"{name}: there is no pair to compare")
+        raise UsageError(f"{name}: no pair to compare")
     one = np.array([first[key] for key in first], dtype=np.float64)
     other = np.array([second[key] for key in first], dtype=np.float64)
     differences = other - one
