@@ -94,7 +94,7 @@ def draw(
 ) -> Manifest:
     """Draw the set as `psctl eval` does; with a fault, which must have acted."""
     model = loaded(name, options)
-    settings = generation_settings(model, policy="bucketed", num_inference_steps=STEPS, guidance_scale=4.0)
+    settings = generation_settings(model, policy="continuous", num_inference_steps=STEPS, guidance_scale=4.0)
     manifest = Manifest(make_items(PROMPTS, SIZES), settings)
     if fault is None:
         generate_set(model, folder, manifest, max_batch_size=max_batch_size)
