@@ -21,7 +21,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     The body writes the yielded path by name (`image.save(temporary)`, `frame.to_parquet(temporary)`); the name keeps
     the suffix of `path`, because libraries choose the format by it. Missing parent folders are created, a link is
-    written through, and an existing file keeps its permissions. A target that is no regular file (`/dev/stdout`, a
+    written through, and an existing file keeps its permissions. A target that is not a regular file (`/dev/stdout`, a
     pipe) cannot be renamed onto, so the finished temporary file is copied into it.
 
     Raises:
@@ -116,12 +116,17 @@ def require_folder(folder: Path) -> None:
     """Create a folder for results and check that it takes files: now, not after the run.
 
     Raises:
-        UsageError: if it is not writable.
-        OSError: if it cannot be created.
+        UsageError: if it does not take them.
+        OSError: if it cannot be created, or its disk is full.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"folder {folder} is not writable")
+    try:
+        # Permissions say nothing of file systems that take no files from anybody, such as /proc.
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UsageError(f"folder {folder} is not writable") from error
 
 
 def require_places(*folders: Path | None, file: Path | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The request: one image that somebody asks for. It is what traces hold and what the engine serves."""
+"""The request: one image to generate. It is what traces hold and what the engine serves."""
 
 import math
 from dataclasses import dataclass

@@ -19,7 +19,7 @@ class Estimate:
 
     Attributes:
         value: the number.
-        low, high: its 95 % interval; both None where nothing tells how far another run may be off, both equal to
+        low, high: its 95 % interval; both None where it is not known how far another run may be off, both equal to
             `value` where the number is exact.
         n: number of images, requests or runs behind it; None where that is not known.
 

@@ -2,14 +2,16 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ..data.datasets.registry import open_dataset
-from ..data.datasets.sampling import Sample, sample_pairs
 from ..data.errors import UsageError
 from ..data.resolution import parse_list
 from ..serving.models.defaults import ModelDefaults
 from ..serving.scheduling.policies import get_policy
-from .sets.generate import ImageItem, make_items
+
+if TYPE_CHECKING:
+    from ..data.datasets.sampling import Sample
+    from .sets.generate import ImageItem
 
 METRICS = ("fid", "kid", "clip", "lpips", "psnr", "ssim")
 PAIRED = ("lpips", "psnr", "ssim")
@@ -71,8 +73,8 @@ class EvalOptions:
 class EvalPlan:
     """What a model shall draw: the sample, and for each pair an item; steps and guidance scale of every request."""
 
-    sample: Sample
-    items: tuple[ImageItem, ...]
+    sample: "Sample"
+    items: "tuple[ImageItem, ...]"
     num_inference_steps: int
     guidance_scale: float
 
@@ -85,6 +87,11 @@ def plan_eval(options: EvalOptions, defaults: ModelDefaults, workspace_root: Pat
             resolution is malformed.
         OSError: the sample cannot be cached.
     """
+    # Here, because the command line reads the options' defaults, and its help must not wait for data sets.
+    from ..data.datasets.registry import open_dataset
+    from ..data.datasets.sampling import sample_pairs
+    from .sets.generate import make_items
+
     resolutions = defaults.resolutions if options.resolutions is None else parse_list(options.resolutions)
     sample = sample_pairs(
         open_dataset(options.dataset),

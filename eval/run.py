@@ -15,12 +15,12 @@ from ..data.datasets.loading import ImageSource
 from ..data.errors import UsageError
 from ..data.resolution import Resolution
 from ..data.workspace import ModelWorkspace
-from .cache.use import cache_use_of
 from .metrics.features import features_of
 from .metrics.judges import Judges
 from .metrics.measure import measure_clip, measure_pairs, measure_sets
 from .options import FEATURES_DIR, PAIRED, SETWISE, EvalOptions, EvalPlan
 from .result_files import RESULTS_FILE, EvalResults
+from .sets.cache_use import cache_use_of
 from .sets.generate import MANIFEST_FILE, Manifest, generate_set, generation_settings, num_steps_missing, read_manifest
 from .sets.image_sets import fitted_sample, set_of, sources_of_pairs
 

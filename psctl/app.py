@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 the run failed, 2 wrong usage, 3 not enough evidence (`psc
 """
 
 import errno
+import functools
 import inspect
 import os
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from .. import __version__
 from ..data.errors import PsctlError, UsageError
@@ -25,14 +27,17 @@ from .commands.eval_report import eval_report
 from .commands.gate import gate
 from .commands.generate import generate
 from .commands.groups import profile, train_predictor
-from .commands.model_card import model_card
+from .commands.models_card import models_card
+from .commands.models_list import models_list
+from .commands.models_train import models_train
 from .commands.profile_blocks import profile_blocks
 from .commands.profile_latency import profile_latency
 from .commands.serve import serve
 from .commands.simulate import simulate
-from .commands.train_model import train_model
 from .commands.train_predictor_cache import train_predictor_cache
 from .commands.train_predictor_latency import train_predictor_latency
+from .options.flags import expanded
+from .output import Output
 
 # Name and function of every command, in the order of the help; "bench steps" is `steps` in the group `bench`. The
 # modules must be cheap to import (no torch, pandas, numpy, matplotlib at module level): all of them are imported before
@@ -40,11 +45,14 @@ from .commands.train_predictor_latency import train_predictor_latency
 COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("serve", serve),
     ("generate", generate),
-    ("simulate", simulate),
     ("profile latency", profile_latency),
     ("profile blocks", profile_blocks),
     ("train-predictor latency", train_predictor_latency),
     ("train-predictor cache", train_predictor_cache),
+    ("simulate", simulate),
+    ("bench steps", bench_steps),
+    ("bench cache", bench_cache),
+    ("bench slo", bench_slo),
     ("eval all", eval_all),
     ("eval fid", eval_fid),
     ("eval kid", eval_kid),
@@ -55,31 +63,44 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("eval compare", eval_compare),
     ("eval report", eval_report),
     ("gate", gate),
-    ("bench steps", bench_steps),
-    ("bench cache", bench_cache),
-    ("bench slo", bench_slo),
-    ("train-model", train_model),
-    ("model-card", model_card),
+    ("models list", models_list),
+    ("models card", models_card),
+    ("models train", models_train),
     ("doctor", doctor),
 )
+_PANELS = {
+    "Serve": ("serve", "generate"),
+    "Measure the machine, and learn from it": ("profile", "train-predictor"),
+    "Plan and compare": ("simulate", "bench"),
+    "Quality": ("eval", "gate"),
+    "Models and set-up": ("models", "doctor"),
+}
+"""How the help groups the commands: as a user's day goes."""
+_RENAMED = {"train-model": "models train", "model-card": "models card"}
+"""Old names that work for one more release."""
 _GROUPS = {
     "bench": """Measure how fast this machine is.
 
     Examples:
 
         psctl bench steps --model emoji-3
-
-        psctl bench slo --policies bucketed,patched-fcfs,patchedserve --rates 2,4,6
+        psctl bench slo --systems bucketed,patched-fcfs,patchedserve --rates 2,4,6
     """,
     "eval": """Measure how good images are.
 
     Examples:
 
         psctl eval all --model emoji-xl --num-prompts 256
-
         psctl eval fid --generated images --reference coco/val2014
-
         psctl eval compare --cache patch && psctl eval report
+    """,
+    "models": """List, measure and train the bundled models.
+
+    Examples:
+
+        psctl models list
+        psctl models card emoji-clip
+        psctl models train text
     """,
 }
 _GROUPS_THAT_RUN: dict[str, Callable[..., None]] = {"profile": profile, "train-predictor": train_predictor}
@@ -91,16 +112,24 @@ _EPILOG = (
     "tracebacks."
 )
 
+
+class _InOrder(TyperGroup):
+    """The help's order of commands is that of `_PANELS`."""
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
+        order = [name for names in _PANELS.values() for name in names]
+        return sorted(self.commands, key=lambda name: order.index(name) if name in order else len(order))
+
+
 app = typer.Typer(
     name="psctl",
+    cls=_InOrder,
     help="""Serve text-to-image diffusion models whose requests mix resolutions.
 
     Examples:
 
         psctl serve --trace poisson --request-rate 2
-
         psctl profile && psctl train-predictor
-
         psctl eval all --num-prompts 256
     """,
     epilog=_EPILOG,
@@ -127,7 +156,7 @@ def _root(
             help="Print the version and exit.",
             callback=_print_version,
             is_eager=True,
-            # Images and CI often set <NAME>_VERSION to a number, which is no answer to this question.
+            # Images and CI often set <NAME>_VERSION to a number, which must not be taken for this option.
             allow_from_autoenv=False,
         ),
     ] = False,
@@ -142,16 +171,31 @@ def _show_help_without_command(context: typer.Context) -> None:
 
 
 def _register() -> None:
+    panels = {name: panel for panel, names in _PANELS.items() for name in names}
     groups = {"": app}
     for name, function in COMMANDS:
         group, _, command = name.rpartition(" ")
         if group not in groups:
-            run = _GROUPS_THAT_RUN.get(group, _show_help_without_command)
+            run = expanded(_GROUPS_THAT_RUN.get(group, _show_help_without_command))
             about = inspect.cleandoc(_GROUPS[group]) if group in _GROUPS else inspect.getdoc(run)
             groups[group] = typer.Typer(help=about, invoke_without_command=True)
             groups[group].callback()(run)
-            app.add_typer(groups[group], name=group)
-        groups[group].command(command)(function)
+            app.add_typer(groups[group], name=group, rich_help_panel=panels[group])
+        groups[group].command(command, rich_help_panel=None if group else panels[name])(expanded(function))
+    functions = dict(COMMANDS)
+    for old, new in _RENAMED.items():
+        app.command(old, hidden=True)(_renamed(expanded(functions[new]), old, new))
+
+
+def _renamed(command: Callable[..., None], old: str, new: str) -> Callable[..., None]:
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        Output(quiet=given["quiet"]).note(
+            f"psctl {old} is called psctl {new} now; the old name works until the next release."
+        )
+        command(**given)
+
+    return run
 
 
 _register()

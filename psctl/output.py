@@ -10,33 +10,38 @@ from contextlib import AbstractContextManager
 from datetime import date
 from enum import Enum
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ..data.files import write_json
+from .options.common import Json, Quiet
+from .progress import Phases
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-    from rich.progress import Progress, ProgressColumn
 
 # A pipe has no width; 80 columns would cut the cells of wide tables in what people grep.
 _PIPE_WIDTH = 160
 
 
+@dataclasses.dataclass(eq=False)
 class Output:
     """Prints the results and the progress of one command.
 
-    Args:
+    Attributes:
         json: print results as JSON instead of for people.
         quiet: print no notes and no progress; results, warnings and errors still show.
     """
 
-    def __init__(self, *, json: bool = False, quiet: bool = False) -> None:
-        self.is_json = json
-        self.is_quiet = quiet
+    json: Json = False
+    quiet: Quiet = False
 
     def data(
         self,
         payload: Any,
         *,
         table: "RenderableType | Callable[[], RenderableType] | None" = None,
+        file: Path | None = None,
     ) -> None:
         """Print a result on stdout.
 
@@ -45,8 +50,11 @@ class Output:
                 infinity become null, which JSON has no word for.
             table: what people see: something rich can print, or a function that makes it. Without it, a mapping is
                 printed as lines of `name: value` and anything else as it is.
+            file: where the payload, which must be JSON, is written first.
         """
-        if self.is_json:
+        if file is not None:
+            write_json(file, payload)
+        if self.json:
             sys.stdout.write(jsonlib.dumps(_plain(payload), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
         elif table is not None:
             self.stdout.print(table() if callable(table) else table)
@@ -60,36 +68,28 @@ class Output:
 
     def note(self, message: str) -> None:
         """Tell on stderr what happens or what to do next; `--quiet` hides it."""
-        if not self.is_quiet:
+        if not self.quiet:
             self.stderr.print(message, markup=False, highlight=False, soft_wrap=True)
 
     def warn(self, message: str) -> None:
         """Warn on stderr about something that the user should know; shown under `--quiet` too."""
         self.stderr.print(f"Warning: {message}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
-    def progress(self, *columns: "str | ProgressColumn") -> "Progress":
-        """Return a rich Progress to be used as a context manager.
+    def phases(self) -> Phases:
+        """Return what shows the progress of long work on stderr, to be used as a context manager.
 
-        It draws on stderr if that is a terminal and `--quiet` is not given; otherwise its methods do nothing. Notes and
-        warnings given meanwhile appear above it.
-
-            with out.progress() as progress:
-                task = progress.add_task("images", total=8)
-                progress.advance(task)
+        with out.phases() as start:
+            advance = start("images", total=8)
+            advance()
         """
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        shown = columns or (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        return Progress(
-            *shown, console=self.stderr, transient=True, disable=self.is_quiet or not self.stderr.is_terminal
-        )
+        return Phases(self.stderr, self.note, is_quiet=self.quiet)
 
     def status(self, message: str) -> AbstractContextManager[Any]:
         """Return a context manager that shows `message` while something of unknown length runs.
 
         On a terminal it is a spinner on stderr, otherwise a note.
         """
-        if not self.is_quiet and self.stderr.is_terminal:
+        if not self.quiet and self.stderr.is_terminal:
             return self.stderr.status(message)
         self.note(message)
         return _Nothing()

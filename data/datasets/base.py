@@ -1,14 +1,15 @@
 """What every set of captioned images offers, and how its bad entries are counted."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from PIL import Image
 
 from ..errors import UsageError
 
+T = TypeVar("T")
 ImageKind = Literal["stored", "drawn", "none"]
 """Whether images lie in files (which may be missing or damaged), are drawn by our own code, or do not exist."""
 
@@ -40,11 +41,31 @@ class CaptionEntry:
     problem: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class CaptionedImage:
+    """One text-image pair of a sample.
+
+    Attributes:
+        id: name of the image within its data set.
+        caption: the one caption chosen, on one line.
+        location: where the image lies, for the data set; None without an image.
+        width, height: size of the image in pixels, None where it is not known (captions only).
+        seed: seed that the data set gives for generating the image, or None.
+    """
+
+    id: str
+    caption: str
+    location: str | None
+    width: int | None
+    height: int | None
+    seed: int | None = None
+
+
 class CaptionDataset(Protocol):
     """A set of captioned images. Implementations keep neither images nor the list of entries in memory.
 
     Attributes:
-        name: what it is and where it lies, for messages; tells a filter that is in force.
+        name: what it is and where it lies, for messages; names a filter that is in force.
         image_kind: see `ImageKind`.
     """
 
@@ -84,7 +105,7 @@ class BadEntries:
 
     Args:
         source: name of the data set or folder, for the message.
-        limit: how many bad entries are put up with; one more is an error.
+        limit: how many bad entries are tolerated; one more is an error.
     """
 
     def __init__(self, source: str, limit: int = 0) -> None:
@@ -95,7 +116,7 @@ class BadEntries:
         self._found: dict[str, str] = {}
 
     def add(self, name: str, problem: object) -> None:
-        """Count one bad entry, once whatever is found wrong with it.
+        """Count a bad entry; several problems of one entry count once.
 
         Raises:
             UsageError: it is one too many. The message holds the first bad entry and their number.
@@ -156,10 +177,10 @@ def clean_captions(texts: Iterable[object]) -> tuple[tuple[str, ...], str | None
 
 
 def whole_number(value: object) -> int | None:
-    """A number that a file gives as a number or as text ("512", 512.0, "512.0"); None stands for an empty cell.
+    """A number that a file gives as a number or as text ("512", 512.0, "512.0"); None for an empty cell.
 
     Raises:
-        ValueError: it is no whole number.
+        ValueError: it is not a whole number.
     """
     if isinstance(value, str):
         value = value.strip()
@@ -190,3 +211,19 @@ def existing(path: str | Path, what: str) -> Path:
     if not found.exists():
         raise UsageError(f"{path}: no such file or folder, but {what} is needed")
     return found
+
+
+def choose_split(where: Path, found: Mapping[str, T], split: str | None) -> T:
+    """What is found under the split that the user chose, or the only thing that is found.
+
+    Raises:
+        UsageError: none was chosen and there are several, or the one chosen is not there.
+    """
+    names = ", ".join(sorted(filter(None, found))) or "none"
+    if split is None and len(found) == 1:
+        return next(iter(found.values()))
+    if split is None:
+        raise UsageError(f"{where}: holds the splits {names}; choose one: ?split=NAME after the path")
+    if split not in found:
+        raise UsageError(f"{where}: has no split {split!r}; it holds {names}")
+    return found[split]

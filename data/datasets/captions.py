@@ -1,22 +1,22 @@
 """Plain files of captions without images: enough for the CLIP score, which needs no real images."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import UsageError
 from ..files import sha256_of
+from ..records import TABLE_SUFFIXES, column_name
 from .base import CaptionEntry, ImageKind, existing
 from .record_entries import ColumnChoice, entry_of_record, records_with_columns
-from .records import TABLE_SUFFIXES, column_name
 
 
 @dataclass(frozen=True, slots=True)
 class CaptionFile:
     """Captions of a CSV, TSV or JSONL file, one image each, perhaps with id, width, height and seed.
 
-    An entry's id stands in the id column. Without one it is the number of the record in the file, from 1, and then the
+    An entry's id is that in the id column. Without one it is the number of the record in the file, from 1, and then the
     order of the records matters.
     """
 
@@ -46,7 +46,7 @@ class CaptionFile:
 
     def fingerprint(self) -> dict[str, Any]:
         """See `CaptionDataset`."""
-        return {"captions": sha256_of(self.path), "columns": self.columns.as_dict()}
+        return {"captions": sha256_of(self.path), "columns": asdict(self.columns)}
 
 
 def open_captions(path: str, *, caption_column: str | None = None, id_column: str | None = None) -> CaptionFile:

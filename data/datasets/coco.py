@@ -5,23 +5,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from ..errors import UsageError
 from ..files import sha256_of
-from .base import CaptionEntry, ImageKind, clean_captions, existing, shortened
+from ..records import json_type, read_json
+from .base import CaptionEntry, ImageKind, choose_split, clean_captions, existing, shortened
 from .files import ImageFiles, name_problem
-from .records import json_type, read_json
 
 _PREFIX = "captions_"
 
 
 @dataclass(frozen=True, slots=True)
-class CocoCaptions:
+class CocoCaptions(ImageFiles):
     """One annotation file and the folder of its images. An entry's id is COCO's image id."""
 
     annotations: Path
-    files: ImageFiles
     image_kind: ImageKind = "stored"
 
     @property
@@ -53,15 +50,9 @@ class CocoCaptions:
         for image_id in texts.keys() - pictured:
             yield CaptionEntry(image_id, (), problem="has captions, but the annotations list no such image")
 
-    def open_image(self, location: str) -> Image.Image:
-        return self.files.open(location)
-
-    def content(self, location: str) -> bytes:
-        return self.files.content(location)
-
     def fingerprint(self) -> dict[str, Any]:
         """See `CaptionDataset`. The annotations by their content, the images by their folder."""
-        return {"coco": sha256_of(self.annotations), "images": str(self.files.root.resolve())}
+        return {"coco": sha256_of(self.annotations), "images": str(self.root.resolve())}
 
     def _list(self, content: dict[str, Any], key: str) -> list[Any]:
         if key not in content:
@@ -91,13 +82,13 @@ def open_coco(path: str, *, split: str | None = None, image_dir: str | Path | No
         images = existing(image_dir, "the folder of the images")
         if not images.is_dir():
             raise UsageError(f"{image_dir}: is a file, but it must be the folder of the images")
-        return CocoCaptions(annotations, ImageFiles(images))
+        return CocoCaptions(images, annotations)
     base = annotations.parent.parent if annotations.parent.name == "annotations" else annotations.parent
     name = annotations.stem.removeprefix(_PREFIX)
     candidates = (base / name, base / "images" / name)
     for candidate in candidates:
         if candidate.is_dir():
-            return CocoCaptions(annotations, ImageFiles(candidate))
+            return CocoCaptions(candidate, annotations)
     tried = " and ".join(map(str, candidates))
     raise UsageError(f"{annotations}: its images are not in {tried}; give their folder: ?image_dir=DIR after the path")
 
@@ -110,14 +101,7 @@ def _annotation_file(root: Path, split: str | None) -> Path:
     }
     if not found:
         raise UsageError(f"{root}: holds no annotations/captions_*.json")
-    if split is None:
-        if len(found) > 1:
-            splits = ", ".join(sorted(found))
-            raise UsageError(f"{root}: holds the splits {splits}; choose one: ?split=NAME after the path")
-        return next(iter(found.values()))
-    if split not in found:
-        raise UsageError(f"{root}: has no split {split!r}; it holds {', '.join(sorted(found))}")
-    return found[split]
+    return choose_split(root, found, split)
 
 
 def _id(record: object, key: str) -> str | None:

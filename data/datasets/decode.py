@@ -6,7 +6,7 @@ import zlib
 from pathlib import Path, PurePath
 
 import numpy as np
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 
 from .base import BadImageError
 
@@ -26,18 +26,7 @@ _DAMAGE = (
     Image.DecompressionBombError,
 )
 _PNG = b"\x89PNG\r\n\x1a\n"
-_ORIENTATION_TAG = 0x0112
-# How pictures of each EXIF orientation are made upright (1 is upright already).
-_UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-_SIDEWAYS = {5, 6, 7, 8}
+_SIDEWAYS = {5, 6, 7, 8}  # EXIF orientations in which width and height are exchanged
 
 
 def is_image_name(name: str) -> bool:
@@ -90,7 +79,11 @@ def size_of(content: bytes, name: str) -> tuple[int, int]:
     try:
         with Image.open(io.BytesIO(content)) as image:
             width, height = image.size
-            return (height, width) if _orientation(image) in _SIDEWAYS else (width, height)
+            try:
+                is_sideways = image.getexif().get(ExifTags.Base.Orientation) in _SIDEWAYS
+            except _DAMAGE:
+                is_sideways = False
+            return (height, width) if is_sideways else (width, height)
     except _DAMAGE as error:
         raise _bad(content, name, error) from error
 
@@ -103,17 +96,11 @@ def _bad(content: bytes, name: str, error: Exception) -> BadImageError:
     return BadImageError(f"{name}: damaged image: {' '.join(str(error).split()) or type(error).__name__}")
 
 
-def _orientation(image: Image.Image) -> int:
-    try:
-        value = image.getexif().get(_ORIENTATION_TAG, 1)
-    except _DAMAGE:
-        return 1
-    return value if isinstance(value, int) else 1
-
-
 def _upright(image: Image.Image) -> Image.Image:
-    method = _UPRIGHT.get(_orientation(image))
-    return image if method is None else image.transpose(method)
+    try:
+        return ImageOps.exif_transpose(image)
+    except _DAMAGE:
+        return image
 
 
 def _to_rgb(image: Image.Image, name: str) -> Image.Image:

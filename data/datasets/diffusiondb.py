@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from ..errors import UsageError
 from ..files import sha256_of
+from ..records import json_type, read_json
 from .base import CaptionDataset, CaptionEntry, ImageKind, clean_captions, existing, shortened
 from .decode import is_image_name
 from .diffusiondb_metadata import ImageFacts, Metadata
@@ -17,7 +16,6 @@ from .files import ImageFiles, name_problem
 from .hub import DISK_MARKS, rows_from_disk, rows_from_hub
 from .parquet import parquet_rows
 from .record_entries import ColumnChoice
-from .records import json_type, read_json
 from .tables import NsfwFilter, table_captions
 
 HUB_REPOSITORY = "poloclub/diffusiondb"
@@ -30,23 +28,21 @@ _METADATA_NAMES = ("metadata.parquet", "metadata-large.parquet")
 
 
 @dataclass(frozen=True, slots=True)
-class DiffusionDBParts:
+class DiffusionDBParts(ImageFiles):
     """The parts that are on disk, 2M (PNG) or Large (WebP). An entry's id is the image's name, a UUID with its suffix.
 
     The JSON of a part says which images it has and by which prompt and seed; the metadata table, where there is one,
     adds sizes and NSFW scores.
     """
 
-    root: Path
     parts: tuple[Path, ...]
     metadata: Metadata | None
-    nsfw: NsfwFilter | None = None
+    nsfw: NsfwFilter
     image_kind: ImageKind = "stored"
 
     @property
     def name(self) -> str:
-        filtered = "" if self.nsfw is None else f" (NSFW scores up to {self.nsfw.limit:g})"
-        return f"diffusiondb:{self.root}{filtered}"
+        return f"diffusiondb:{self.root}{self.nsfw}"
 
     def entries(self) -> Iterator[CaptionEntry]:
         """See `CaptionDataset`. One part is in memory at a time, and 24 bytes of metadata an image. An image that the
@@ -58,18 +54,11 @@ class DiffusionDBParts:
         for part in self.parts:
             yield from self._part_entries(part, facts)
 
-    def open_image(self, location: str) -> Image.Image:
-        return ImageFiles(self.root).open(location)
-
-    def content(self, location: str) -> bytes:
-        return ImageFiles(self.root).content(location)
-
     def fingerprint(self) -> dict[str, Any]:
         """See `CaptionDataset`. The JSON files by their content."""
         digests = {part.name: sha256_of(self._json_of(part)) for part in self.parts if self._json_of(part).is_file()}
-        limit = None if self.nsfw is None else self.nsfw.limit
         metadata = None if self.metadata is None else self.metadata.fingerprint()
-        return {"parts": digests, "metadata": metadata, "max_nsfw": limit, "root": str(self.root.resolve())}
+        return {"parts": digests, "metadata": metadata, "max_nsfw": self.nsfw.limit, "root": str(self.root.resolve())}
 
     @staticmethod
     def _json_of(part: Path) -> Path:
@@ -84,13 +73,9 @@ class DiffusionDBParts:
             location = f"{part.relative_to(self.root).as_posix()}/{name}"
             entry = _entry(name, location, values, found.get(name))
             if name in twice:
-                yield CaptionEntry(name, (), problem=f"stands twice in {path.name}")
-            elif entry.problem is not None or self.nsfw is None:
-                yield entry
-            elif name not in found or not found[name].has_scores:
-                yield CaptionEntry(name, (), problem="has no NSFW score, but a limit is given")
-            elif self.nsfw.passes(found[name].image_nsfw, found[name].prompt_nsfw):
-                yield entry
+                yield CaptionEntry(name, (), problem=f"occurs twice in {path.name}")
+            else:
+                yield from self.nsfw.apply(entry, found[name].scores if name in found else ())
         for file in part.iterdir():
             if is_image_name(file.name) and file.name not in content:
                 yield CaptionEntry(file.name, (), problem=f"has no prompt in {path.name}")
@@ -145,7 +130,7 @@ def open_diffusiondb(
     metadata = _metadata(root)
     if max_nsfw is not None and metadata is None:
         raise UsageError(f"{root}: NSFW scores are limited, but there is no {' or '.join(_METADATA_NAMES)} with them")
-    return DiffusionDBParts(root, parts, metadata, None if max_nsfw is None else NsfwFilter(max_nsfw))
+    return DiffusionDBParts(root, parts, metadata, NsfwFilter(max_nsfw))
 
 
 def _parts(root: Path) -> tuple[Path, ...]:

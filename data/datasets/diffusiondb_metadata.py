@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.compute as pc
 
 from ..errors import UsageError
+from ..tables.schemas import parquet_file
 from .record_entries import NSFW_COLUMNS
 
-_NAME, _PART, _SIZE = "image_name", "part_id", ("width", "height")
+_NAME, _PART = "image_name", "part_id"
+_FACTS = np.dtype([("key", "u8"), ("width", "u2"), ("height", "u2"), *((score, "f4") for score in NSFW_COLUMNS)])
 
 
 class ImageFact(NamedTuple):
@@ -21,38 +23,33 @@ class ImageFact(NamedTuple):
 
     width: int | None
     height: int | None
-    image_nsfw: float
-    prompt_nsfw: float
-
-    @property
-    def has_scores(self) -> bool:
-        return not (np.isnan(self.image_nsfw) or np.isnan(self.prompt_nsfw))
+    scores: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ImageFacts:
-    """Facts of many images, 20 bytes each.
+    """Facts of many images, 20 bytes each, sorted by key.
 
     Names are kept as the first 64 bits of their BLAKE2 hash: among the 14 million of Large two names share one with a
     probability of 5e-6.
     """
 
-    keys: np.ndarray  # (n,) uint64, sorted
-    scores: np.ndarray  # (n, 2) float32
-    sizes: np.ndarray  # (n, 2) uint16
+    facts: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.facts)
 
     def of(self, names: list[str]) -> dict[str, ImageFact]:
         """The facts of those among the names that the table lists."""
-        if not len(self.keys):
+        if not len(self):
             return {}
         keys = np.array([_key(name) for name in names], dtype=np.uint64)
-        places = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
-        found = {}
-        for name, place, is_there in zip(names, places, self.keys[places] == keys, strict=True):
-            if is_there:
-                width, height = (int(side) or None for side in self.sizes[place])
-                found[name] = ImageFact(width, height, *(float(score) for score in self.scores[place]))
-        return found
+        facts = self.facts[np.minimum(np.searchsorted(self.facts["key"], keys), len(self) - 1)]
+        return {
+            name: ImageFact(width or None, height or None, tuple(scores))
+            for name, key, (found, width, height, *scores) in zip(names, keys, facts.tolist(), strict=True)
+            if found == key
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,35 +59,28 @@ class Metadata:
     path: Path
 
     def facts(self, parts: Set[int]) -> ImageFacts:
-        """Read the facts of the images of some parts, in one pass over four or six columns.
+        """Read the facts of the images of some parts, in one pass over six columns.
 
         Raises:
             UsageError: the file is damaged, or has other columns.
         """
-        keys: list[np.ndarray] = [np.empty(0, np.uint64)]
-        scores: list[np.ndarray] = [np.empty((0, 2), np.float32)]
-        sizes: list[np.ndarray] = [np.empty((0, 2), np.uint16)]
-        columns = (_NAME, _PART, *_SIZE, *NSFW_COLUMNS)
-        try:
-            # Opened here, not by Arrow, whose messages repeat the path.
-            with self.path.open("rb") as raw, pq.ParquetFile(raw, pre_buffer=False) as file:
-                missing = [name for name in columns if name not in file.schema_arrow.names]
-                if missing:
-                    raise UsageError(f"{self.path}: has no column {', '.join(missing)}, so it is no DiffusionDB table")
-                wanted = sorted(parts)
-                for batch in file.iter_batches(65536, columns=list(columns), use_threads=False):
-                    table = pa.table(batch)
-                    here = table.filter(pa.array(np.isin(table[_PART].to_numpy(), wanted)))
-                    names = here[_NAME].to_pylist()
-                    keys.append(np.fromiter((_key(name or "") for name in names), np.uint64, len(names)))
-                    scores.append(_side_by_side(here, NSFW_COLUMNS, pa.float32(), float("nan")))
-                    sizes.append(_side_by_side(here, _SIZE, pa.uint16(), 0))
-        except (pa.ArrowException, OSError) as error:
-            what = error.strerror if isinstance(error, OSError) and error.strerror else "it is damaged or not parquet"
-            raise UsageError(f"{self.path}: cannot read the metadata: {what}") from error
-        all_keys = np.concatenate(keys)
-        order = np.argsort(all_keys, kind="stable")
-        return ImageFacts(all_keys[order], np.concatenate(scores)[order], np.concatenate(sizes)[order])
+        pieces = [np.empty(0, _FACTS)]
+        columns = [_NAME, _PART, *(_FACTS.names or ())[1:]]
+        with parquet_file(self.path, "the metadata") as file:
+            missing = [name for name in columns if name not in file.schema_arrow.names]
+            if missing:
+                raise UsageError(f"{self.path}: has no column {', '.join(missing)}, so it is not a DiffusionDB table")
+            wanted = pa.array(sorted(parts))
+            for batch in file.iter_batches(65536, columns=columns, use_threads=False):
+                table = pa.table(batch)
+                here = table.filter(pc.is_in(table[_PART].cast(wanted.type), wanted))  # type: ignore[attr-defined]
+                piece = np.empty(here.num_rows, _FACTS)
+                piece["key"] = [_key(name or "") for name in here[_NAME].to_pylist()]
+                for name in columns[2:]:
+                    piece[name] = here[name].fill_null(float("nan") if name in NSFW_COLUMNS else 0).to_numpy()
+                pieces.append(piece)
+        facts = np.concatenate(pieces)
+        return ImageFacts(facts[np.argsort(facts["key"], kind="stable")])
 
     def fingerprint(self) -> list[Any]:
         """Path, size and time of the file, which is hundreds of MB."""
@@ -100,8 +90,3 @@ class Metadata:
 
 def _key(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest())
-
-
-def _side_by_side(table: pa.Table, names: tuple[str, ...], kind: pa.DataType, empty: float) -> np.ndarray:
-    columns = [table[name].cast(kind).fill_null(empty).to_numpy() for name in names]
-    return np.stack(columns, axis=1)

@@ -15,7 +15,7 @@ from .base import CaptionEntry, ImageKind, clean_caption
 
 @dataclass(frozen=True, slots=True)
 class EmojiCaptions:
-    """Numbered scenes of one resolution; an entry's id tells split, seed, resolution and number."""
+    """Numbered scenes of one resolution; an entry's id names split, seed, resolution and number."""
 
     scenes: EmojiDataset
     image_kind: ImageKind = "drawn"
@@ -23,9 +23,6 @@ class EmojiCaptions:
     @property
     def name(self) -> str:
         return f"emoji ({self.scenes.split}, {self.scenes.resolution})"
-
-    def __len__(self) -> int:
-        return self.scenes.size
 
     def entries(self) -> Iterator[CaptionEntry]:
         """See `CaptionDataset`. Captions are drawn without their pictures."""

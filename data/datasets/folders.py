@@ -1,23 +1,20 @@
 """Folders of images: those that were generated, and those that they are compared with."""
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from PIL import Image
-
 from ..errors import UsageError
+from ..resolution import Resolution
 from .base import existing
-from .decode import IMAGE_SUFFIXES, is_image_name
-from .files import ImageFiles
+from .decode import IMAGE_SUFFIXES
+from .files import ImageFiles, images_below
 
 
 @dataclass(frozen=True, slots=True)
-class ImageFolder:
+class ImageFolder(ImageFiles):
     """Images below a folder; an id is the path relative to it, with slashes, and the ids are sorted."""
 
-    root: Path
     ids: tuple[str, ...]
 
     @property
@@ -30,22 +27,6 @@ class ImageFolder:
 
     def __len__(self) -> int:
         return len(self.ids)
-
-    def path(self, image_id: str) -> Path:
-        """Where an image lies."""
-        return self.root / image_id
-
-    def open_image(self, image_id: str) -> Image.Image:
-        """The image, upright, in mode RGB. Raises BadImageError."""
-        return ImageFiles(self.root).open(image_id)
-
-    def content(self, image_id: str) -> bytes:
-        """The bytes of its file. Raises BadImageError."""
-        return ImageFiles(self.root).content(image_id)
-
-    def image_size(self, image_id: str) -> tuple[int, int]:
-        """(width, height) in pixels. Raises BadImageError."""
-        return ImageFiles(self.root).size(image_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +52,12 @@ def open_folder(path: str | Path) -> ImageFolder:
     """List the images of a folder and of those below it, by their suffix; hidden files are left out.
 
     Raises:
-        UsageError: it is no folder, or holds no image.
+        UsageError: it is not a folder, or holds no image.
     """
     root = existing(path, "a folder of images")
     if not root.is_dir():
         raise UsageError(f"{path}: is a file, but it must be a folder of images")
-    ids = [
-        (Path(current) / name).relative_to(root).as_posix()
-        for current, folders, files in _walk(root)
-        for name in files
-        if is_image_name(name)
-    ]
+    ids = [path.relative_to(root).as_posix() for path in images_below(root)]
     if not ids:
         raise UsageError(f"{path}: holds no image ({', '.join(sorted(IMAGE_SUFFIXES))})")
     return ImageFolder(root, tuple(sorted(ids)))
@@ -94,7 +70,7 @@ def pair_folders(generated: ImageFolder, reference: ImageFolder) -> FolderPairs:
         generated, reference: the two folders.
 
     Raises:
-        UsageError: a stem stands twice in one folder, the counts differ, names have no partner, or sizes differ.
+        UsageError: a stem occurs twice in one folder, the counts differ, names have no partner, or sizes differ.
         BadImageError: a header cannot be read.
     """
     left, right = _by_stem(generated), _by_stem(reference)
@@ -106,12 +82,6 @@ def pair_folders(generated: ImageFolder, reference: ImageFolder) -> FolderPairs:
     )
     _check_sizes(pairs)
     return pairs
-
-
-def _walk(root: Path) -> Iterator[tuple[str, list[str], list[str]]]:
-    for current, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield current, folders, files
 
 
 def _by_stem(folder: ImageFolder) -> dict[str, str]:
@@ -144,11 +114,9 @@ def _mismatch(
 
 def _check_sizes(pairs: FolderPairs) -> None:
     differing: list[str] = []
-    count = 0
     for stem, one, other in zip(pairs.stems, pairs.generated_ids, pairs.reference_ids, strict=True):
-        (width, height), wanted = pairs.generated.image_size(one), pairs.reference.image_size(other)
-        if (width, height) != wanted:
-            count += 1
-            differing = differing or [f"{stem} is {width}x{height}, but its reference is {wanted[0]}x{wanted[1]}"]
-    if count:
-        raise UsageError(f"{count} of {len(pairs)} pairs differ in size; the first: {differing[0]}")
+        found, wanted = Resolution(*pairs.generated.image_size(one)), Resolution(*pairs.reference.image_size(other))
+        if found != wanted:
+            differing.append(f"{stem} is {found}, but its reference is {wanted}")
+    if differing:
+        raise UsageError(f"{len(differing)} of {len(pairs)} pairs differ in size; the first: {differing[0]}")

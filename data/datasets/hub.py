@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from ..errors import MissingExtraError, RunError, UsageError
+from .base import choose_split
 
 DISK_MARKS = ("dataset_info.json", "dataset_dict.json")
 """Files that tell a folder of `save_to_disk`."""
@@ -93,14 +94,8 @@ def rows_from_disk(path: Path, split: str | None) -> ArrowRows:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UsageError(f"{path}: cannot open the saved data set: {reason}") from error
     if isinstance(loaded, datasets.DatasetDict):
-        found = ", ".join(sorted(loaded))
-        if split is None and len(loaded) == 1:
-            split = next(iter(loaded))
-        if split is None:
-            raise UsageError(f"{path}: holds the splits {found}; choose one: ?split=NAME after the path")
-        if split not in loaded:
-            raise UsageError(f"{path}: has no split {split!r}; it holds {found}")
-        return ArrowRows(f"{path} ({split})", loaded[split])
+        name, rows = choose_split(path, {name: (name, rows) for name, rows in loaded.items()}, split)
+        return ArrowRows(f"{path} ({name})", rows)
     if split is not None:
         raise UsageError(f"{path}: split is {split!r}, but the saved data set has no splits")
     return ArrowRows(str(path), loaded)

@@ -1,31 +1,26 @@
 """Hugging Face's `imagefolder`: folders of images, each with a metadata.csv or metadata.jsonl that names them."""
 
-import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from PIL import Image
-
 from ..errors import UsageError
 from ..files import sha256_of
+from ..records import column_name
 from .base import CaptionEntry, ImageKind, existing
-from .decode import is_image_name
-from .files import ImageFiles, name_problem
+from .files import ImageFiles, images_below, name_problem
 from .record_entries import ColumnChoice, entry_of_record, records_with_columns
-from .records import column_name
 
 METADATA_NAMES = ("metadata.csv", "metadata.jsonl")
 _FILE_COLUMN = "file_name"
 
 
 @dataclass(frozen=True, slots=True)
-class ImageFolderCaptions:
+class ImageFolderCaptions(ImageFiles):
     """Images named by metadata files. An entry's id is the path of its image below `root`, with slashes."""
 
-    root: Path
     metadata: tuple[Path, ...]
     columns: ColumnChoice
     image_kind: ImageKind = "stored"
@@ -53,30 +48,16 @@ class ImageFolderCaptions:
                 location = PurePosixPath(below, record[_FILE_COLUMN]).as_posix()
                 listed.add(location)
                 yield entry_of_record(record, location, location, columns)
-            for location in self._images_below(path.parent):
+            owners = {each.parent for each in self.metadata}
+            for image in images_below(path.parent, owners):
+                location = image.relative_to(self.root).as_posix()
                 if location not in listed:
                     yield CaptionEntry(location, (), problem=f"has no line in {path.name}")
-
-    def open_image(self, location: str) -> Image.Image:
-        return ImageFiles(self.root).open(location)
-
-    def content(self, location: str) -> bytes:
-        return ImageFiles(self.root).content(location)
 
     def fingerprint(self) -> dict[str, Any]:
         """See `CaptionDataset`. The metadata by their content, the images by their folder."""
         files = {path.relative_to(self.root).as_posix(): sha256_of(path) for path in self.metadata}
-        return {"imagefolder": files, "root": str(self.root.resolve()), "columns": self.columns.as_dict()}
-
-    def _images_below(self, folder: Path) -> Iterator[str]:
-        """Images that belong to the metadata file of `folder`: not those below a folder with one of its own."""
-        owners = {path.parent for path in self.metadata}
-        for current, folders, files in os.walk(folder):
-            here = Path(current)
-            folders[:] = sorted(name for name in folders if here / name not in owners and not name.startswith("."))
-            for name in files:
-                if is_image_name(name):
-                    yield (here / name).relative_to(self.root).as_posix()
+        return {"imagefolder": files, "root": str(self.root.resolve()), "columns": asdict(self.columns)}
 
 
 def open_imagefolder(path: str, *, split: str | None = None, caption_column: str | None = None) -> ImageFolderCaptions:

@@ -128,14 +128,10 @@ def digest_of_images(source: ImageSource, *, workers: int = 2) -> str:
         return image_id, hashlib.sha256(source.content(image_id)).hexdigest()
 
     digests = dict(prefetch(source.reading_order, digest, workers))
-    return _combined([part for image_id in source.ids for part in (image_id, digests[image_id])])
-
-
-def _combined(parts: Sequence[str]) -> str:
     total = hashlib.sha256()
-    for part in parts:
-        content = part.encode()
-        # With its length, so that no two lists of parts give the same bytes.
-        total.update(len(content).to_bytes(8))
-        total.update(content)
+    for image_id in source.ids:
+        for part in (image_id, digests[image_id]):
+            content = part.encode()
+            # With its length, so that no two lists of parts give the same bytes.
+            total.update(len(content).to_bytes(8) + content)
     return total.hexdigest()

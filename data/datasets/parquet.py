@@ -2,16 +2,17 @@
 
 import re
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from ..errors import UsageError
-from .base import existing
+from ..tables.schemas import parquet_file
+from .base import choose_split, existing
 from .record_entries import ColumnChoice
 from .tables import TableCaptions, table_captions
 
@@ -33,10 +34,7 @@ class ParquetRows:
 
     root: Path
     files: tuple[str, ...]
-    _cursor: "_Cursor" = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_cursor", _Cursor())
+    _cursor: "_Cursor" = field(init=False, repr=False, compare=False, default_factory=lambda: _Cursor())
 
     @property
     def name(self) -> str:
@@ -47,7 +45,9 @@ class ParquetRows:
         """See `RowTable`. Raises UsageError if a file is damaged or the files differ in their columns."""
         schema: pa.Schema | None = None
         for name in self.files:
-            with _opened(self.root / name) as file:
+            if not (self.root / name).stat().st_size:
+                raise UsageError(f"{self.root / name}: the file is empty, but it must be parquet")
+            with parquet_file(self.root / name, "the file") as file:
                 found = file.schema_arrow
             if schema is not None and found.names != schema.names:
                 raise UsageError(
@@ -62,9 +62,9 @@ class ParquetRows:
         """See `RowTable`."""
         wanted = [*columns, f"{path_of}.path"] if path_of is not None else [*columns]
         for name in self.files:
-            with _opened(self.root / name) as file:
-                row = 0
-                for batch in _batches(self.root / name, file, _ROWS_AT_A_TIME, None, wanted):
+            row = 0
+            with parquet_file(self.root / name, "the file", buffer_size=_BUFFER_BYTES) as file:
+                for batch in file.iter_batches(_ROWS_AT_A_TIME, columns=wanted, use_threads=False):
                     for record in batch.to_pylist():
                         if path_of is not None:
                             record["path"] = (record[path_of] or {}).get("path")
@@ -82,79 +82,58 @@ class ParquetRows:
         return {"root": str(self.root.resolve()), "files": {k: [s.st_size, s.st_mtime_ns] for k, s in states.items()}}
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """Rows from `begin` on of one column of a file that are in memory."""
-
-    path: Path
-    column: str
-    begin: int
-    batch: pa.RecordBatch
-
-    @property
-    def end(self) -> int:
-        return self.begin + self.batch.num_rows
-
-    def holds(self, path: Path, row: int, column: str) -> bool:
-        return (path, column) == (self.path, self.column) and self.begin <= row < self.end
-
-
 class _Cursor:
     """Reads single cells of one column, forward as cheaply as a scan. Safe for several threads.
 
-    The rows before the current ones are kept, also those of the row group before: threads that read ahead come to the
+    The rows before the current ones are kept, even those of the row group before: threads that read ahead come to the
     end of a batch out of order.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._file: pq.ParquetFile | None = None
-        self._file_path: Path | None = None
-        self._held: tuple[_Held, ...] = ()  # the newest last
-        self._group_end = 0
-        self._batches: Iterator[pa.RecordBatch] = iter(())
+        self._source: tuple[Path, str] | None = None
+        self._held: deque[tuple[range, int, pa.RecordBatch]] = deque()  # rows, end of their group; the newest last
+        self._batches: Iterator[tuple[range, int, pa.RecordBatch]] = iter(())
 
     def cell(self, path: Path, row: int, column: str) -> Any:
         with self._lock:
-            held = next((each for each in self._held if each.holds(path, row, column)), None)
-            if held is None:
-                held = self._read(path, row, column)
-            return held.batch.column(0)[row - held.begin].as_py()
+            if self._source != (path, column):
+                self._source = path, column
+                self._held.clear()
+            while True:
+                for rows, _, batch in self._held:
+                    if row in rows:
+                        return batch.column(0)[row - rows.start].as_py()
+                self._read_on(path, row, column)
 
-    def _read(self, path: Path, row: int, column: str) -> _Held:
+    def _read_on(self, path: Path, row: int, column: str) -> None:
         newest = self._held[-1] if self._held else None
-        is_ahead = newest is not None and (path, column) == (newest.path, newest.column)
-        # Zero until the rows are there: if opening or reading fails, the next call starts afresh.
-        group_end, self._group_end = self._group_end, 0
-        if newest is not None and is_ahead and newest.end <= row < group_end:
-            begin = newest.end
-        else:
-            begin, group_end = self._start(path, row, column)
-        while True:
-            # The oldest is released before another is read, so that two batches are in memory and not three.
-            self._held = self._held[-1:]
-            held = _Held(path, column, begin, next(self._batches))
-            self._held += (held,)
-            if held.holds(path, row, column):
-                self._group_end = group_end
-                return held
-            begin = held.end
+        if newest is None or not newest[0].stop <= row < newest[1]:
+            self._batches = _scan(path, row, column)
+        # The oldest is released before another is read, so that two batches are in memory and not three.
+        while len(self._held) > 1:
+            self._held.popleft()
+        try:
+            self._held.append(next(self._batches))
+        except UsageError:
+            self._held.clear()  # so that the next call starts afresh
+            raise
 
-    def _start(self, path: Path, row: int, column: str) -> tuple[int, int]:
-        """Begin with the row group that has the row; returns its first row and the one after its last."""
-        if self._file is None or path != self._file_path:
-            if self._file is not None:
-                self._file.close()
-            self._file, self._file_path = None, None
-            self._file, self._file_path = _opened(path), path
-        begin = 0
-        for group in range(self._file.num_row_groups):
-            end = begin + self._file.metadata.row_group(group).num_rows
+
+def _scan(path: Path, row: int, column: str) -> Iterator[tuple[range, int, pa.RecordBatch]]:
+    """The batches of the row group that has the row, each with its rows and the end of the group."""
+    begin = 0
+    with parquet_file(path, "the file", buffer_size=_BUFFER_BYTES) as file:
+        for group in range(file.num_row_groups):
+            end = begin + file.metadata.row_group(group).num_rows
             if row < end:
-                self._batches = _batches(path, self._file, _IMAGES_AT_A_TIME, [group], [column])
-                return begin, end
+                batches = file.iter_batches(_IMAGES_AT_A_TIME, row_groups=[group], columns=[column], use_threads=False)
+                for batch in batches:
+                    yield range(begin, begin + batch.num_rows), end, batch
+                    begin += batch.num_rows
+                return
             begin = end
-        raise UsageError(f"{path}: has {begin} rows, but row {row} was asked for; has the file changed?")
+    raise UsageError(f"{path}: has {begin} rows, but row {row} was asked for; has the file changed?")
 
 
 def open_parquet(
@@ -195,31 +174,4 @@ def parquet_rows(path: str | Path, split: str | None = None) -> ParquetRows:
         by_split.setdefault(match[1] if match else "", []).append(name)
     if not names:
         raise UsageError(f"{root}: holds no parquet files")
-    if split is None and len(by_split) == 1:
-        return ParquetRows(root, tuple(names))
-    found = ", ".join(sorted(filter(None, by_split))) or "none"
-    if split is None:
-        raise UsageError(f"{root}: holds the splits {found}; choose one: ?split=NAME after the path")
-    if split not in by_split:
-        raise UsageError(f"{root}: has no split {split!r}; it holds {found}")
-    return ParquetRows(root, tuple(by_split[split]))
-
-
-def _opened(path: Path) -> pq.ParquetFile:
-    try:
-        if path.stat().st_size == 0:
-            raise UsageError(f"{path}: the file is empty, but it must be parquet")
-        return pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
-    except (pa.ArrowException, OSError) as error:
-        what = error.strerror if isinstance(error, OSError) and error.strerror else "it is damaged or not parquet"
-        raise UsageError(f"{path}: cannot read the file: {what}") from error
-
-
-def _batches(
-    path: Path, file: pq.ParquetFile, batch_size: int, groups: list[int] | None, columns: list[str]
-) -> Iterator[pa.RecordBatch]:
-    try:
-        yield from file.iter_batches(batch_size, row_groups=groups, columns=columns, use_threads=False)
-    except (pa.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise UsageError(f"{path}: the file is damaged: {reason}") from error
+    return ParquetRows(root, tuple(choose_split(root, by_split, split)))

@@ -10,7 +10,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 AHEAD_PER_WORKER = 4
-"""How many results may wait for their taker, per thread: memory is bounded, and a slow item stalls nobody at once."""
+"""How many results may wait to be taken, per thread: memory is bounded, and a slow item does not stall the rest."""
 
 
 def prefetch(items: Iterable[T], function: Callable[[T], R], workers: int) -> Iterator[R]:

@@ -1,14 +1,14 @@
 """Which columns of a table mean what, and entries made of its rows."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
 from ..prompts.captions import PROMPT_COLUMNS
+from ..records import read_records
 from .base import CaptionEntry, clean_captions, shortened, whole_number
-from .records import read_records
 
 CAPTION_COLUMNS = (*PROMPT_COLUMNS, "text", "captions")
 ID_COLUMNS = ("id", "image_id", "coco_id", "image_name", "file_name")
@@ -18,14 +18,11 @@ NSFW_COLUMNS = ("image_nsfw", "prompt_nsfw")
 
 @dataclass(frozen=True, slots=True)
 class ColumnChoice:
-    """Columns that the user names; None: found by the usual names."""
+    """Columns that the user names; None: looked for under the usual names."""
 
     caption: str | None = None
     image: str | None = None
     id: str | None = None
-
-    def as_dict(self) -> dict[str, str | None]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

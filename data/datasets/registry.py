@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import UsageError
 from .base import CaptionDataset
 from .captions import open_captions
 from .coco import open_coco
@@ -11,7 +10,7 @@ from .diffusiondb import open_diffusiondb
 from .emoji import open_emoji
 from .imagefolder import open_imagefolder
 from .parquet import open_parquet
-from .spec import parse_spec, require_option
+from .spec import parse_spec
 
 OPENERS: dict[str, Callable[..., CaptionDataset]] = {
     "coco": open_coco,
@@ -31,13 +30,9 @@ def open_dataset(spec: str, **options: Any) -> CaptionDataset:
         options: more of them, as keyword arguments of the kind's own function (`open_coco` and so on).
 
     Raises:
-        UsageError: as `parse_spec`, or nothing of that kind is at the path, an option is of another kind or stands in
+        UsageError: as `parse_spec`, or nothing of that kind is at the path, an option is of another kind or is given in
             the spec as well.
         MissingExtraError, RunError: as the kind's own function.
     """
-    parsed = parse_spec(spec)
-    for name in options:
-        require_option(parsed.kind, name)
-        if name in parsed.options:
-            raise UsageError(f"data set is {spec!r}: {name} is given twice")
-    return OPENERS[parsed.kind](parsed.path, **parsed.options, **options)
+    parsed = parse_spec(spec, options)
+    return OPENERS[parsed.kind](parsed.path, **parsed.options)

@@ -3,24 +3,26 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from ..files import write_json
-
-if TYPE_CHECKING:
-    from .sampling import CaptionedImage
+from .base import CaptionedImage
 
 _VERSION = 1  # changes whenever another sample would be drawn, or the file has another form
-_TYPES: dict[str, tuple[type, ...]] = {
-    "id": (str,),
-    "caption": (str,),
-    "location": (str, type(None)),
-    "width": (int, type(None)),
-    "height": (int, type(None)),
-    "seed": (int, type(None)),
-}
+
+
+@dataclass(frozen=True)
+class _Kept:
+    key: dict[str, Any]
+    sha256: str
+    items: tuple[CaptionedImage, ...]
+
+
+_adapter = TypeAdapter(_Kept)
 
 
 def sample_key(fingerprint: dict[str, Any], n: int | None, seed: int) -> dict[str, Any]:
@@ -29,18 +31,16 @@ def sample_key(fingerprint: dict[str, Any], n: int | None, seed: int) -> dict[st
     return json.loads(json.dumps(key))
 
 
-def read_cached(folder: Path, key: dict[str, Any]) -> list[dict[str, Any]] | None:
+def read_cached(folder: Path, key: dict[str, Any]) -> tuple[CaptionedImage, ...] | None:
     """The pairs that were kept under a key; None if there are none or the file is damaged (it is then drawn again)."""
     try:
-        content = json.loads(_path(folder, key).read_text(encoding="utf-8"))
-        rows = content["items"]
-        is_sound = content["key"] == key and content["sha256"] == _digest(rows) and all(map(_is_pair, rows))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        kept = _adapter.validate_json(_path(folder, key).read_bytes(), strict=True)
+    except (OSError, ValidationError):
         return None
-    return rows if is_sound else None
+    return kept.items if kept.key == key and kept.sha256 == _digest(list(map(asdict, kept.items))) else None
 
 
-def write_cached(folder: Path, key: dict[str, Any], items: "Sequence[CaptionedImage]") -> None:
+def write_cached(folder: Path, key: dict[str, Any], items: Sequence[CaptionedImage]) -> None:
     """Keep pairs under a key, atomically. Raises OSError."""
     rows = [asdict(item) for item in items]
     write_json(_path(folder, key), {"key": key, "sha256": _digest(rows), "items": rows})
@@ -52,7 +52,3 @@ def _path(folder: Path, key: dict[str, Any]) -> Path:
 
 def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _is_pair(row: Any) -> bool:
-    return row.keys() == _TYPES.keys() and all(isinstance(row[name], types) for name, types in _TYPES.items())

@@ -11,30 +11,10 @@ from PIL import Image
 
 from ..checks import require_counts
 from ..errors import UsageError
-from .base import BadEntries, BadImageError, CaptionDataset, CaptionEntry
+from .base import BadEntries, BadImageError, CaptionDataset, CaptionedImage, CaptionEntry
 from .decode import decode_rgb
 from .prefetch import prefetch
 from .sample_cache import read_cached, sample_key, write_cached
-
-
-@dataclass(frozen=True, slots=True)
-class CaptionedImage:
-    """One text-image pair of a sample.
-
-    Attributes:
-        id: name of the image within its data set.
-        caption: the one caption chosen, on one line.
-        location: where the image lies, for the data set; None without an image.
-        width, height: size of the image in pixels, None where it is not known (captions only).
-        seed: seed that the data set gives for generating the image, or None.
-    """
-
-    id: str
-    caption: str
-    location: str | None
-    width: int | None
-    height: int | None
-    seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +92,7 @@ def sample_pairs(
     machine or a library's random numbers.
 
     An entry that is drawn and cannot be used (see `CaptionEntry.problem`; its image is missing or damaged; its id
-    stands for several entries) is named, counted and skipped, and the next one takes its place. Entries that are not
+    belongs to several entries) is named, counted and skipped, and the next one takes its place. Entries that are not
     drawn are not judged. Every drawn image is decoded once, so that n images are n usable ones.
 
     Memory: n entries, beside what the data set itself needs to read its annotations.
@@ -136,9 +116,9 @@ def sample_pairs(
     # The key costs a reading of the annotations.
     key = None if cache_dir is None else sample_key(dataset.fingerprint(), n, seed)
     if cache_dir is not None and key is not None:
-        rows = read_cached(cache_dir, key)
-        if rows is not None:
-            return Sample(dataset, tuple(CaptionedImage(**row) for row in rows), seed)
+        kept = read_cached(cache_dir, key)
+        if kept is not None:
+            return Sample(dataset, kept, seed)
     items = _draw(dataset, n, seed, bad, workers)
     if cache_dir is not None and key is not None and not len(bad):
         write_cached(cache_dir, key, items)
@@ -200,52 +180,34 @@ def _in_hash_order(dataset: CaptionDataset, seed: int, page: int | None) -> Iter
 
 
 def _usable(
-    dataset: CaptionDataset,
-    groups: Sequence[list[CaptionEntry]],
-    seed: int,
-    bad: BadEntries,
-    workers: int,
+    dataset: CaptionDataset, groups: Sequence[list[CaptionEntry]], seed: int, bad: BadEntries, workers: int
 ) -> Iterator[CaptionedImage]:
-    sound = {group[0].id: group[0] for group in groups if _problem(group) is None}
-    sizes = _sizes(dataset, list(sound.values()), workers)
-    for group in groups:
+    """Yield the pairs of the groups that can be used, in their order, and count the others."""
+
+    def examine(group: list[CaptionEntry]) -> tuple[str, CaptionedImage | BadImageError | str]:
         entry = group[0]
-        problem = _problem(group)
-        size = sizes.get(entry.id)
-        if problem is not None:
-            bad.add(entry.id, problem)
-        elif isinstance(size, BadImageError):
-            bad.add(entry.id, size)
+        size = entry.width, entry.height
+        if len(group) > 1:
+            return entry.id, "is the id of more than one entry of the data set, so it is ambiguous"
+        if entry.problem is not None:
+            return entry.id, entry.problem
+        if dataset.image_kind == "stored":
+            try:
+                size = decode_rgb(dataset.content(entry.location or ""), entry.location or "").size
+            except BadImageError as error:
+                return entry.id, error
+        caption = min(entry.captions, key=lambda text: _digest(seed, entry.id, text))
+        return entry.id, CaptionedImage(entry.id, caption, entry.location, *size, entry.seed)
+
+    in_reading_order = sorted(groups, key=lambda group: group[0].location or "")
+    are_stored = dataset.image_kind == "stored"
+    examined = dict(prefetch(in_reading_order, examine, workers) if are_stored else map(examine, groups))
+    for group in groups:
+        found = examined[group[0].id]
+        if isinstance(found, CaptionedImage):
+            yield found
         else:
-            caption = min(entry.captions, key=lambda text: _digest(seed, entry.id, text))
-            width, height = (entry.width, entry.height) if size is None else size
-            yield CaptionedImage(entry.id, caption, entry.location, width, height, entry.seed)
-
-
-def _problem(group: list[CaptionEntry]) -> str | None:
-    if len(group) > 1:
-        return "stands for more than one entry of the data set, so it is not clear which is meant"
-    return group[0].problem
-
-
-def _sizes(
-    dataset: CaptionDataset, entries: list[CaptionEntry], workers: int
-) -> dict[str, tuple[int, int] | BadImageError]:
-    """Size of each image that can be used, and why the others cannot. Nothing is read of images that psctl draws."""
-    if dataset.image_kind == "none":
-        return {}
-    if dataset.image_kind == "drawn":
-        return {entry.id: (entry.width, entry.height) for entry in entries if entry.width and entry.height}
-
-    def examine(entry: CaptionEntry) -> tuple[str, tuple[int, int] | BadImageError]:
-        try:
-            image = decode_rgb(dataset.content(entry.location or ""), entry.location or "")
-        except BadImageError as error:
-            return entry.id, error
-        return entry.id, image.size
-
-    in_reading_order = sorted(entries, key=lambda entry: entry.location or "")
-    return dict(prefetch(in_reading_order, examine, workers))
+            bad.add(group[0].id, found)
 
 
 def _digest(seed: int, *parts: str) -> bytes:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote
 
@@ -43,11 +44,11 @@ class DatasetSpec:
     options: Mapping[str, Any]
 
 
-def parse_spec(spec: str) -> DatasetSpec:
-    """Take apart KIND:PATH or KIND:PATH?NAME=VALUE&NAME=VALUE.
+def parse_spec(spec: str, more: Mapping[str, Any] = MappingProxyType({})) -> DatasetSpec:
+    """Take apart KIND:PATH or KIND:PATH?NAME=VALUE&NAME=VALUE; `more` are further options, as values.
 
     A path that exists is taken as a whole, whatever signs it has; otherwise what follows its last `?` are options. In a
-    value, `%26` stands for `&`, `%3F` for `?` and `%25` for `%`. In a shell, a spec with options wants quotation marks.
+    value, `%26` stands for `&`, `%3F` for `?` and `%25` for `%`. In a shell, put a spec with options in quotes.
 
         coco:PATH           split=val2017          which captions_*.json; needed where a folder has several
                             image_dir=DIR          folder of the images; default: SPLIT or images/SPLIT beside them
@@ -76,22 +77,20 @@ def parse_spec(spec: str) -> DatasetSpec:
     if not path and kind != "emoji":
         raise UsageError(f"data set is {spec!r}, but it needs a path: {kind}:PATH")
     options: dict[str, Any] = {}
+    given = list(more.items())
     for part in text[1:].split("&") if text else ():
         name, equals, value = part.partition("=")
         if not (name and equals and value):
-            raise UsageError(f"data set is {spec!r}: {part!r} is no option NAME=VALUE, and no such path exists")
-        require_option(kind, name)
+            raise UsageError(f"data set is {spec!r}: {part!r} is not an option NAME=VALUE, and no such path exists")
+        given.append((name, _value_of(name, unquote(value))))
+    for name, value in given:
+        if name not in SPEC_OPTIONS[kind]:
+            allowed = ", ".join(SPEC_OPTIONS[kind])
+            raise UsageError(f"{name} is not an option of the data set {kind}, whose options are: {allowed}")
         if name in options:
             raise UsageError(f"data set is {spec!r}: {name} is given twice")
-        options[name] = _value_of(name, unquote(value))
+        options[name] = value
     return DatasetSpec(kind, path, options)
-
-
-def require_option(kind: str, name: str) -> None:
-    """Raise UsageError if a kind of data set has no option of this name."""
-    if name not in SPEC_OPTIONS[kind]:
-        allowed = ", ".join(SPEC_OPTIONS[kind])
-        raise UsageError(f"{name} is no option of the data set {kind}, whose options are: {allowed}")
 
 
 def spec_options_help() -> str:

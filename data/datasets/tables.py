@@ -56,25 +56,36 @@ class RowTable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NsfwFilter:
-    """Leaves out rows whose image or prompt scores above `limit` (0 to 1; DiffusionDB gives 2 to blurred images)."""
+    """Leaves out images whose own or whose prompt's score is above `limit` (0 to 1; DiffusionDB gives 2 to blurred
+    images). None: leaves out none. As text, it is what the name of a filtered data set ends in.
+    """
 
-    limit: float
+    limit: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.limit <= 2:
+        if self.limit is not None and not 0 <= self.limit <= 2:
             raise UsageError(f"the largest NSFW score allowed is {self.limit}, but it must be a number from 0 to 2")
 
-    def passes(self, *scores: float) -> bool:
-        """Whether no score is above the limit."""
+    def __str__(self) -> str:
+        return "" if self.limit is None else f" (NSFW scores up to {self.limit:g})"
+
+    def apply(self, entry: CaptionEntry, scores: Sequence[float | None]) -> Iterator[CaptionEntry]:
+        """Yield the entry, unless a score is above the limit; without all `NSFW_COLUMNS`, it is one with a problem."""
+        known = [score for score in scores if score is not None and not math.isnan(score)]
         # The scores are stored in 32 bits, so the limit is rounded as they are.
-        return bool(max(scores) <= np.float32(self.limit))
+        if self.limit is None or (entry.problem is not None and not known):
+            yield entry
+        elif len(known) < len(NSFW_COLUMNS):
+            yield CaptionEntry(entry.id, (), problem="has no NSFW score, but a limit is given")
+        elif max(known) <= np.float32(self.limit):
+            yield entry
 
 
 @dataclass(frozen=True, slots=True)
 class TableCaptions:
     """A table with captions; images as encoded bytes, as structs of bytes and path (Hugging Face), or none at all.
 
-    An entry's id is that of the id column, or the path that the image struct tells, or else the number of the row over
+    An entry's id is that of the id column, or the path in the image's struct, or else the number of the row over
     all files, and then the order of the rows matters.
     """
 
@@ -83,12 +94,11 @@ class TableCaptions:
     columns: Columns
     image_column: str | None
     path_of: str | None
-    nsfw: NsfwFilter | None = None
+    nsfw: NsfwFilter
 
     @property
     def name(self) -> str:
-        filtered = "" if self.nsfw is None else f" (NSFW scores up to {self.nsfw.limit:g})"
-        return f"{self.kind}:{self.table.name}{filtered}"
+        return f"{self.kind}:{self.table.name}{self.nsfw}"
 
     @property
     def image_kind(self) -> ImageKind:
@@ -97,9 +107,9 @@ class TableCaptions:
     def entries(self) -> Iterator[CaptionEntry]:
         """See `CaptionDataset`. Images are not read."""
         id_column, path_of = self.columns.id, self.path_of
-        wanted = {self.columns.caption, *(column for _, column, _ in self.columns.numbers)}
+        score_columns = () if self.nsfw.limit is None else NSFW_COLUMNS
+        wanted = {self.columns.caption, *(column for _, column, _ in self.columns.numbers), *score_columns}
         wanted |= set() if id_column is None else {id_column}
-        wanted |= set() if self.nsfw is None else set(NSFW_COLUMNS)
         for number, (location, row) in enumerate(self.table.rows(sorted(wanted), path_of), start=1):
             row_id = number
             if id_column is not None:
@@ -111,14 +121,7 @@ class TableCaptions:
                 continue
             image_location = None if self.image_column is None else location
             entry = entry_of_record(row, str(row_id), image_location, self.columns)
-            if self.nsfw is None:
-                yield entry
-                continue
-            scores = [row[name] for name in NSFW_COLUMNS]
-            if any(score is None or math.isnan(score) for score in scores):
-                yield CaptionEntry(entry.id, (), problem="has no NSFW score, but a limit is given")
-            elif self.nsfw.passes(*scores):
-                yield entry
+            yield from self.nsfw.apply(entry, [row[name] for name in score_columns])
 
     def open_image(self, location: str) -> Image.Image:
         return decode_rgb(self.content(location), f"{self.table.name}: {location}")
@@ -141,8 +144,7 @@ class TableCaptions:
     def fingerprint(self) -> dict[str, Any]:
         """See `CaptionDataset`."""
         columns = [self.columns.caption, self.columns.id, self.image_column]
-        limit = None if self.nsfw is None else self.nsfw.limit
-        return {"table": self.table.fingerprint(), "columns": columns, "max_nsfw": limit}
+        return {"table": self.table.fingerprint(), "columns": columns, "max_nsfw": self.nsfw.limit}
 
 
 def table_captions(
@@ -169,7 +171,7 @@ def table_captions(
         raise UsageError(f"{table.name}: NSFW scores are limited, but it has no columns {' and '.join(NSFW_COLUMNS)}")
     tells_path = image_column is not None and found.id is None and _has_field(schema, image_column, "path")
     path_of = image_column if tells_path else None
-    return TableCaptions(kind, table, found, image_column, path_of, None if max_nsfw is None else NsfwFilter(max_nsfw))
+    return TableCaptions(kind, table, found, image_column, path_of, NsfwFilter(max_nsfw))
 
 
 def _holds_images(schema: pa.Schema, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Numbered pictures: (seed, split, resolution, index) names a scene for ever, on every machine."""
+"""Numbered pictures: (seed, split, resolution, index) names the same scene on every machine, always."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -10,7 +10,7 @@ GENERATORS: tuple[str, ...] = ("emoji-xl", "emoji-3")
 MODELS_DIR = Path(__file__).parent
 CHECKSUMS_FILE = "SHA256SUMS"
 CARD_FILES = ("README.md", "figures.json", "samples.png")
-"""What `psctl model-card` adds to a model."""
+"""What `psctl models card` adds to a model."""
 
 
 def bundled_model_path(name: str) -> Path:

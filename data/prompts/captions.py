@@ -1,12 +1,11 @@
 """Prompts: the bundled captions, or a file of the user's."""
 
-import csv
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
 from ..errors import UsageError
+from ..records import column_name, csv_rows, open_text, parse_json, parsed_lines
 
 BUNDLED_PROMPTS = Path(__file__).with_name("emoji-captions.txt")
 """Captions in the words that the bundled models were trained on, one per line."""
@@ -26,63 +25,38 @@ def load_prompts(path: str | Path | None = None) -> list[str]:
         UsageError: the file cannot be read, has another form, or holds no prompt.
     """
     path = BUNDLED_PROMPTS if path is None else Path(path)
-    readers = {".txt": _read_lines, ".csv": _read_csv, ".tsv": _read_csv, ".jsonl": _read_jsonl}
+    readers = {".txt": lambda path, file: file, ".csv": _read_csv, ".tsv": _read_csv, ".jsonl": _read_jsonl}
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise UsageError(f"{path}: prompts must come from {_FORMS}")
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            prompts = [prompt for text in reader(path, file) if (prompt := text.strip())]
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8 text") from error
-    except OSError as error:
-        raise UsageError(f"{path}: cannot read prompts: {error.strerror}") from error
+    with open_text(path, "prompts") as file:
+        prompts = [prompt for text in reader(path, file) if (prompt := text.strip())]
     if not prompts:
         raise UsageError(f"{path}: holds no prompt, but at least one is needed")
     return prompts
 
 
-def _read_lines(path: Path, file: TextIO) -> Iterator[str]:
-    yield from file
-
-
 def _read_csv(path: Path, file: TextIO) -> Iterator[str]:
-    reader = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
     column: int | None = None
-    try:
-        for row in reader:
-            if column is None:
-                column = _prompt_column(path, row)
-            elif len(row) > column:
-                yield row[column]
-            elif row:
-                raise UsageError(
-                    f"{path}:{reader.line_num}: has {len(row)} columns, but the prompt is column {column + 1}"
-                )
-    except csv.Error as error:
-        raise UsageError(f"{path}:{reader.line_num}: malformed table: {error}") from error
-
-
-def _prompt_column(path: Path, header: list[str]) -> int:
-    names = [name.strip().lower() for name in header]
-    for wanted in PROMPT_COLUMNS:
-        if wanted in names:
-            return names.index(wanted)
-    raise UsageError(f"{path}:1: columns are {', '.join(header)}, but one must be called {' or '.join(PROMPT_COLUMNS)}")
+    for number, row in csv_rows(path, file):
+        if column is None:
+            names = [column_name(name) for name in row]
+            wanted = [name for name in PROMPT_COLUMNS if name in names]
+            if not wanted:
+                allowed = " or ".join(PROMPT_COLUMNS)
+                raise UsageError(f"{path}:{number}: columns are {', '.join(row)}, but one must be called {allowed}")
+            column = names.index(wanted[0])
+        elif len(row) > column:
+            yield row[column]
+        else:
+            raise UsageError(f"{path}:{number}: has {len(row)} columns, but the prompt is column {column + 1}")
 
 
 def _read_jsonl(path: Path, file: TextIO) -> Iterator[str]:
-    for number, line in enumerate(file, start=1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"{path}:{number}: not valid JSON: {error}") from error
+    for number, value in parsed_lines(path, file, parse_json):
         if isinstance(value, dict):
             value = next((value[name] for name in PROMPT_COLUMNS if name in value), None)
         if not isinstance(value, str):
-            raise UsageError(
-                f"{path}:{number}: must be a text, or an object with a text under {' or '.join(PROMPT_COLUMNS)}"
-            )
+            allowed = " or ".join(PROMPT_COLUMNS)
+            raise UsageError(f"{path}:{number}: must be a text, or an object with a text under {allowed}")
         yield value

@@ -13,7 +13,7 @@ class BlockFacts:
 
     Attributes:
         model: what the user called the model.
-        fingerprint: of the model's files (`serving.checkpoint.fingerprint`); empty if the model has none.
+        fingerprint: of the model's files (`serving.models.checkpoint.fingerprint`); empty if the model has none.
         scheduler: class of the diffusers scheduler.
         patch_size: side of a patch in latent pixels.
         blocks: names of the cached blocks, in the order in which a step runs them.

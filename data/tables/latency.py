@@ -12,12 +12,13 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.csv as pa_csv
 
 from ..errors import UsageError
+from ..records import read_records
 from ..resolution import Resolution, format_batch, parse, parse_batch
-from .schemas import Column, TableSchema, about_of, name_of, read_parquet, read_table, write_table
+from .schemas import TableSchema, about_of, column, name_of, parquet_file, read_table, write_table
 
 _I, _F, _S = pa.int64(), pa.float64(), pa.string()
 
@@ -25,13 +26,13 @@ LATENCIES = TableSchema(
     "latencies",
     1,
     (
-        Column("resolutions", pa.map_(_S, _I), meaning="requests in the batch by resolution, as WIDTHxHEIGHT"),
-        Column("repeats", _I, meaning="number of timings"),
-        Column("median_ms", _F, "ms", meaning="of one denoising step while the batch stays the same"),
-        Column("p95_ms", _F, "ms"),
-        Column("min_ms", _F, "ms"),
-        Column("samples_ms", pa.list_(_F), "ms", meaning="the timings, in the order in which they were taken"),
-        Column("first_step_ms", pa.list_(_F), "ms", meaning="first steps of the batch, which also pack it anew"),
+        column("resolutions", pa.map_(_S, _I), meaning="requests in the batch by resolution, as WIDTHxHEIGHT"),
+        column("repeats", _I, meaning="number of timings"),
+        column("median_ms", _F, "ms", meaning="of one denoising step while the batch stays the same"),
+        column("p95_ms", _F, "ms"),
+        column("min_ms", _F, "ms"),
+        column("samples_ms", pa.list_(_F), "ms", meaning="the timings, in the order in which they were taken"),
+        column("first_step_ms", pa.list_(_F), "ms", meaning="first steps of the batch, which also pack it anew"),
     ),
 )
 """One row per combination."""
@@ -50,8 +51,8 @@ class Circumstances:
         fingerprint: of the model's files.
         device, device_name: as torch names it ("cpu", "cuda:0"), and the processor in words.
         dtype: of the denoising model.
-        engine, order, patch_size, strategy, kernels, compile, cuda_graphs: of `serving.stepper.EngineOptions`; the
-            order as it was chosen.
+        engine, order, patch_size, strategy, kernels, compile, cuda_graphs: of `serving.engine.stepper.EngineOptions`;
+            the order as it was chosen.
         threads: CPU threads of torch.
         cpu: the processor that drives the device.
         torch: its version.
@@ -133,11 +134,8 @@ class LatencyRow:
 
     @property
     def p95_ms(self) -> float:
-        """Between the two nearest timings, as numpy's `percentile`."""
-        ranked = sorted(self.samples_ms)
-        place = 0.95 * (len(ranked) - 1)
-        low = ranked[int(place)]
-        return low + (place - int(place)) * (ranked[math.ceil(place)] - low)
+        """Between the two nearest timings."""
+        return float(np.percentile(self.samples_ms, 95))
 
     @property
     def label(self) -> str:
@@ -201,9 +199,11 @@ def read_latencies(path: str | Path) -> LatencyTable:
     """
     path = Path(path)
     if path.suffix.lower() == ".csv":
-        return _read_foreign(path, _read_csv(path))
-    table = read_parquet(path, LATENCIES.name)
-    return _read_own(path) if name_of(table) else _read_foreign(path, table)
+        return _read_foreign(path, (record for _, record in read_records(path, f"the {LATENCIES.name} table")))
+    with parquet_file(path, f"the {LATENCIES.name} table") as file:
+        if not name_of(file.schema_arrow):
+            return _read_foreign(path, file.read(use_threads=False).to_pylist())
+    return _read_own(path)
 
 
 def _read_own(path: Path) -> LatencyTable:
@@ -225,30 +225,15 @@ def _read_own(path: Path) -> LatencyTable:
     return LatencyTable(_unique(path, rows), known, settings)
 
 
-def _read_csv(path: Path) -> pa.Table:
-    try:
-        # As text, so that what is no number is told with its row.
-        convert = pa_csv.ConvertOptions(column_types=dict.fromkeys(FOREIGN_COLUMNS, pa.string()))
-        # Without threads: a process that ends soon after Arrow's reading threads were started may abort.
-        reading = pa_csv.ReadOptions(use_threads=False)
-        with path.open("rb") as raw:
-            return pa_csv.read_csv(raw, reading, convert_options=convert)
-    except pa.ArrowException as error:
-        raise UsageError(f"{path}: is not a CSV table: {str(error).splitlines()[0]}") from error
-    except OSError as error:
-        raise UsageError(f"{path}: cannot read the latencies table: {error.strerror or error}") from error
-
-
-def _read_foreign(path: Path, table: pa.Table) -> LatencyTable:
-    missing = [name for name in FOREIGN_COLUMNS if name not in table.column_names]
-    if missing:
-        raise UsageError(
-            f"{path}: has the columns {', '.join(table.column_names)}, but a table of latencies has combination "
-            "(as 2*512x512 + 1024x1024) and ms"
-        )
+def _read_foreign(path: Path, rows: Iterable[Mapping[str, Any]]) -> LatencyTable:
     samples: dict[frozenset[tuple[Resolution, int]], list[float]] = {}
-    for number, row in enumerate(table.select(list(FOREIGN_COLUMNS)).to_pylist(), start=1):
+    for number, row in enumerate(rows, start=1):
         where = f"{path}, row {number}"
+        if not set(FOREIGN_COLUMNS) <= set(row):
+            raise UsageError(
+                f"{path}: has the columns {', '.join(row)}, but a table of latencies has combination "
+                "(as 2*512x512 + 1024x1024) and ms"
+            )
         try:
             counts = parse_batch(str(row["combination"] or ""))
         except UsageError as error:
@@ -281,7 +266,7 @@ def _unique(path: Path, rows: Iterable[LatencyRow]) -> tuple[LatencyRow, ...]:
     found: dict[frozenset[tuple[Resolution, int]], LatencyRow] = {}
     for row in rows:
         if found.setdefault(frozenset(row.counts.items()), row) is not row:
-            raise UsageError(f"{path}: the latencies table is damaged: {row.label} stands in it twice")
+            raise UsageError(f"{path}: the latencies table is damaged: {row.label} occurs twice")
     return tuple(found.values())
 
 

@@ -1,12 +1,11 @@
 """Tables of millions of rows: written and read a piece at a time, so that memory stays flat.
 
-They are the same files as those of `tables`, with a head of facts that belong to the table as a whole.
+They are the same files as those of `schemas`, with a head of facts that belong to the table as a whole.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -48,28 +47,23 @@ class TableWriter:
         self._floats = [field.name for field in self._arrow_schema if pa.types.is_floating(field.type)]
         self._waiting: list[tuple[dict[str, np.ndarray], int]] = []
         self._num_waiting = 0
-        self._stack = ExitStack()
         self._writer: pq.ParquetWriter | None = None
+        self._context = self._opened()
+
+    @contextmanager
+    def _opened(self) -> Iterator["TableWriter"]:
+        with (
+            atomic_write(self.path) as temporary,
+            pq.ParquetWriter(temporary, self._arrow_schema, write_page_checksum=True) as self._writer,
+        ):
+            yield self
+            self._flush()
 
     def __enter__(self) -> "TableWriter":
-        with ExitStack() as stack:
-            temporary = stack.enter_context(atomic_write(self.path))
-            self._writer = stack.enter_context(
-                pq.ParquetWriter(temporary, self._arrow_schema, write_page_checksum=True)
-            )
-            self._stack = stack.pop_all()
-        return self
+        return self._context.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                self._flush()
-        except BaseException as failure:
-            self._stack.__exit__(type(failure), failure, failure.__traceback__)
-            raise
-        self._stack.__exit__(kind, error, traceback)
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
 
     def write(self, columns: Mapping[str, Any]) -> None:
         """Append rows.
@@ -82,10 +76,8 @@ class TableWriter:
             RunError: a value is NaN or infinite.
             RuntimeError: the columns do not fit the schema. They come from our own code, so this is a fault of ours.
         """
-        if set(columns) != set(self._schema.names):
-            wrong = sorted(set(columns) ^ set(self._schema.names))
-            raise RuntimeError(f"{self._schema.name} table: columns {wrong} are missing or unknown")
-        lengths = {len(value) for value in columns.values() if _is_array(value)}
+        self._schema.require_columns(columns)
+        lengths = {len(value) for value in columns.values() if isinstance(value, np.ndarray | list | tuple)}
         if len(lengths) != 1:
             raise RuntimeError(f"{self._schema.name} table: columns have {sorted(lengths)} rows")
         # Copied, as the caller may use its buffers again.
@@ -152,12 +144,12 @@ def read_batches(
     """Yield the rows of a table in order, at most `batch_rows` at a time.
 
     Args:
-        path: a file that `TableWriter` or `tables.write_table` has written.
+        path: a file that `TableWriter` or `schemas.write_table` has written.
         schema: which table it must be.
         columns: names of those to read; None for all.
 
     Raises:
-        UsageError: as `tables.read_table`, also when a damaged piece is met on the way; or a number is NaN or infinite.
+        UsageError: as `schemas.read_table`, also for damage in the middle; or a number is NaN or infinite.
     """
     first_row = 0
     with opened(path, schema) as file:
@@ -172,7 +164,7 @@ def read_batches(
 
 
 def count_rows(path: str | Path, schema: TableSchema) -> int:
-    """The number of rows of a table, from its footer. Raises UsageError as `tables.read_table`."""
+    """The number of rows of a table, from its footer. Raises UsageError as `schemas.read_table`."""
     with opened(path, schema) as file:
         return file.metadata.num_rows
 
@@ -181,14 +173,10 @@ def read_facts(path: str | Path, schema: TableSchema) -> dict[str, Any]:
     """The facts that hold for the whole table.
 
     Raises:
-        UsageError: as `tables.read_table`, or the file has no facts.
+        UsageError: as `schemas.read_table`, or the file has no facts.
     """
     with opened(path, schema) as file:
         return about_of(file.schema_arrow, path)
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, np.ndarray | list | tuple)
 
 
 def _first_not_finite(array: pa.Array) -> int | None:

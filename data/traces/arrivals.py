@@ -1,6 +1,5 @@
 """Times at which requests arrive: drawn at random, or those of a recorded trace scaled to another rate."""
 
-import csv
 import math
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -9,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import UsageError
+from ..records import csv_rows, open_text
 
 _SECONDS, _CLOCK = "arrived_at", "TIMESTAMP"
 _BISECTIONS = 60
@@ -79,25 +79,18 @@ def read_arrivals(path: str | Path) -> tuple[float, ...]:
     """
     path = Path(path)
     arrivals_s: list[float] = []
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = csv.DictReader(file)
-            names = rows.fieldnames or ()
-            column = next((name for name in (_SECONDS, _CLOCK) if name in names), None)
-            if column is None:
-                raise UsageError(f"{path}: recorded arrivals must be CSV with a column {_SECONDS} or {_CLOCK}")
-            for row in rows:
-                where = f"{path}:{rows.line_num}"
-                arrival_s = _seconds(row[column], column, where)
-                if arrivals_s and arrival_s < arrivals_s[-1]:
-                    raise UsageError(f"{where}: time goes back, but lines must be in order of arrival")
-                arrivals_s.append(arrival_s)
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8 text") from error
-    except csv.Error as error:
-        raise UsageError(f"{path}: not CSV: {error}") from error
-    except OSError as error:
-        raise UsageError(f"{path}: cannot read the arrivals: {error.strerror}") from error
+    with open_text(path, "the arrivals") as file:
+        rows = csv_rows(path, file)
+        _, names = next(rows, (1, []))
+        column = next((name for name in (_SECONDS, _CLOCK) if name in names), None)
+        if column is None:
+            raise UsageError(f"{path}: recorded arrivals must be CSV with a column {_SECONDS} or {_CLOCK}")
+        for number, row in rows:
+            where = f"{path}:{number}"
+            arrival_s = _seconds(dict(zip(names, row, strict=False)).get(column), column, where)
+            if arrivals_s and arrival_s < arrivals_s[-1]:
+                raise UsageError(f"{where}: time goes back, but lines must be in order of arrival")
+            arrivals_s.append(arrival_s)
     if not arrivals_s:
         raise UsageError(f"{path}: the trace is empty, but it must hold at least one arrival")
     return tuple(arrival_s - arrivals_s[0] for arrival_s in arrivals_s)
@@ -112,7 +105,7 @@ def _seconds(text: str | None, column: str, where: str) -> float:
             moment = datetime.fromisoformat((text or "").strip()[:26])
             value = (moment - datetime(2020, 1, 1)).total_seconds()
     except (ValueError, TypeError) as error:
-        raise UsageError(f"{where}: {column} is {text!r}, which is no time") from error
+        raise UsageError(f"{where}: {column} is {text!r}, which is not a time") from error
     if not math.isfinite(value):
         raise UsageError(f"{where}: {column} is {text!r}, but it must be finite")
     return value

@@ -1,4 +1,4 @@
-"""Traces: which requests arrive when. Random ones are drawn here; files are read and written by `trace_files`.
+"""Traces: which requests arrive when. Random ones are drawn here; `files` reads and writes the others.
 
 Arrivals, prompts, resolutions and seeds come from generators of their own, all spawned from one seed. So request i asks
 for the same image at every rate, and the arrivals at twice the rate are the same arrivals twice as fast: runs at
@@ -17,8 +17,8 @@ from ..errors import UsageError
 from ..requests import Request
 from ..resolution import Resolution
 from .arrivals import diurnal_arrivals, gamma_arrivals, read_arrivals, scaled_arrivals
-from .draws import RequestDraws
-from .files import TraceDefaults, load_trace, save_trace
+from .draws import RequestDraws, TraceDefaults
+from .files import load_trace, save_trace
 
 TraceKind = Literal["poisson", "gamma", "diurnal", "azure"]
 TRACE_KINDS: tuple[str, ...] = get_args(TraceKind)
@@ -93,24 +93,16 @@ class TraceConfig:
 
     def draws(self, prompts: Sequence[str]) -> RequestDraws:
         """The generators of what requests ask for (everything but the arrivals), at their start."""
-        return RequestDraws(
-            prompts=prompts,
-            resolutions=self.resolutions,
-            mix=self.mix,
-            num_inference_steps=self.num_inference_steps,
-            guidance_scale=self.guidance_scale,
-            seed=self.seed,
-            slo_s=self.slo_s,
-        )
+        steps, scale = self.num_inference_steps, self.guidance_scale
+        settings = TraceDefaults(prompts, self.resolutions, self.mix, steps, scale, self.seed, slo_s=self.slo_s)
+        return RequestDraws(settings)
 
 
 def generate_trace(config: TraceConfig, prompts: Sequence[str]) -> list[Request]:
     """Draw a trace. The mean gap is exactly `1 / request_rate`; recorded arrivals start at 0, others after one gap.
 
-    Prompts are dealt like cards: all once in a random order before any again.
-
     Raises:
-        UsageError: there are no prompts, or nobody arrives within the duration.
+        UsageError: there are no prompts, or no request arrives within the duration.
     """
     draws = config.draws(prompts)
     requests: list[Request] = []

@@ -11,17 +11,18 @@ from typing import Any
 from PIL.Image import Image
 
 from ...data.errors import UsageError
-from ...data.files import write_bytes
+from ...data.files import atomic_write, write_bytes
 from ...data.prompts.captions import load_prompts
 from ...data.requests import Request
 from ...data.workspace import ModelWorkspace
 from ...profiling.measure.machine import circumstances
+from ...profiling.report.grid import image_grid
 from ...profiling.steps.combinations import Combination
 from ...profiling.steps.rows import BenchOutcome, measure_rows, name_of
 from ...serving.cache.options import CacheOptions
 from ...serving.models.served import ServedModel
 from ..metrics.judges import Judges
-from .plots import plot_quality, plot_saved, sheet_of
+from .plots import plot_quality, plot_saved
 from .quality import QualityOptions, compare_sides, real_features
 from .sides import Setting, Side, make_side
 
@@ -46,7 +47,7 @@ class CacheBenchSettings:
     def __post_init__(self) -> None:
         if self.rounds < 1 or self.num_inference_steps < 2:
             raise UsageError(
-                f"{self.rounds} rounds of {self.num_inference_steps} steps were asked for, but 1 of 2 is the least"
+                f"{self.rounds} rounds of {self.num_inference_steps} steps were asked for, but must be at least 1 of 2"
             )
 
 
@@ -89,14 +90,16 @@ def run_cache_bench(
     ]
     real = real_features(judges, quality, resolutions, workspace.root.parent.parent)
     run_dir = workspace.new_run("bench")
-    sheets: dict[str, list[Image]] = {}
+    drawn: list[tuple[Image, str]] = []
     was_cut = False
 
     def measure(combination: Combination) -> dict[str, Any]:
         nonlocal was_cut
         rounds, was_cut, texts = _serve_rounds(model, combination, sides, settings, on_batch)
-        if not sheets:
-            sheets.update({side.setting.label: side.images[: combination.num_requests] for side in sides})
+        if not drawn:
+            drawn.extend(
+                (image, side.setting.label) for side in sides for image in side.images[: combination.num_requests]
+            )
         compared = compare_sides(sides, combination.num_requests, texts, judges, quality, real)
         return name_of(combination) | {"rounds": rounds, "sides": compared}
 
@@ -115,7 +118,9 @@ def run_cache_bench(
     )
     write_bytes(run_dir / QUALITY_PLOT, plot_quality(result))
     write_bytes(run_dir / SAVED_PLOT, plot_saved(result))
-    write_bytes(run_dir / IMAGES_FILE, sheet_of(sheets))
+    sheet = image_grid(*map(list, zip(*drawn, strict=True)), columns=combinations[0].num_requests, cell_px=128)
+    with atomic_write(run_dir / IMAGES_FILE) as temporary:
+        sheet.save(temporary, "png")
     return BenchOutcome(result, run_dir)
 
 
@@ -155,11 +160,8 @@ def _serve_rounds(
 def _requests(
     model: ServedModel, combination: Combination, prompts: Sequence[str], settings: CacheBenchSettings, number: int
 ) -> list[Request]:
-    sizes = [
-        resolution
-        for resolution, count in zip(combination.resolutions, combination.counts, strict=True)
-        for _ in range(count)
-    ]
+    counts = zip(combination.resolutions, combination.counts, strict=True)
+    sizes = [resolution for resolution, count in counts for _ in range(count)]
     first = number * len(sizes)
     return [
         Request(

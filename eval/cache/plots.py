@@ -1,10 +1,9 @@
-"""Pictures of `psctl bench cache`: quality against time, and the images side by side."""
+"""Plots of `psctl bench cache`: quality against time, and what is saved at which threshold."""
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from PIL import Image, ImageDraw
+from matplotlib.axes import Axes
 
 from ...profiling.measure.machine import describe
 from ...profiling.report.theme import LIGHT, Theme, add_wide_legend, new_figure, series_colours, style_axes, to_png
@@ -15,15 +14,12 @@ _KINDS = {
     "interval": "fixed interval",
     "accumulated": "accumulated change",
 }
-_CELL_PX, _LABEL_PX = 128, 110
 
 
 def plot_quality(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes:
     """What was measured of quality against the speed-up, for the first batch; a line for every kind; a PNG."""
     first = result["rows"][0]
     rows = first["sides"]
-    kinds = [kind for kind in _KINDS if any(row["kind"] == kind for row in rows)]
-    colours = series_colours(kinds, theme)
     names = {
         "ssim": "SSIM against the image without cache",
         "lpips": "LPIPS against it (less is better)",
@@ -37,9 +33,7 @@ def plot_quality(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes:
     for ax in panels[len(shown) :]:
         ax.set_visible(False)
     for ax, key in zip(panels, shown, strict=False):
-        for kind, marker in zip(kinds, "osD^", strict=False):
-            points = sorted((row["speedup"], row[key]) for row in rows if row["kind"] == kind)
-            ax.plot(*zip(*points, strict=True), color=colours[kind], marker=marker, markersize=5, label=_KINDS[kind])
+        _draw(ax, theme, rows, "speedup", key)
         if key in rows[0]:
             ax.axhline(rows[0][key], color=theme.muted, linewidth=1, linestyle="--")
         style_axes(
@@ -59,19 +53,12 @@ def plot_saved(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes:
 
     A column for every batch, as in figure 15 of PatchedServe.
     """
-    kinds = [kind for kind in ("patch", "image") if any(side["kind"] == kind for side in result["rows"][0]["sides"])]
-    colours = series_colours(list(_KINDS), theme)
     figure = new_figure(max(5.0, 3.4 * len(result["rows"])), 6.2, theme)
     columns = figure.subplots(2, len(result["rows"]), squeeze=False, sharex=True, sharey="row")
     for column, row in enumerate(result["rows"]):
         for line, (key, name) in enumerate((("saved_computation", "saved computation"), ("speedup", "times as fast"))):
             ax = columns[line, column]
-            for kind, marker in zip(kinds, "os", strict=False):
-                sides = [side for side in row["sides"] if side["kind"] == kind]
-                points = sorted((side["threshold"], side[key]) for side in sides)
-                ax.plot(
-                    *zip(*points, strict=True), color=colours[kind], marker=marker, markersize=5, label=_KINDS[kind]
-                )
+            _draw(ax, theme, row["sides"], "threshold", key, kinds=("patch", "image"))
             style_axes(
                 ax,
                 theme,
@@ -80,7 +67,7 @@ def plot_saved(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes:
                 y_label="" if column else name,
                 grid_axis="both",
             )
-            if kinds:
+            if ax.lines:
                 ax.set_xscale("log")
     for ax in columns.flat:
         # Only now: it also sets the upper end, which the panels of a line share.
@@ -89,21 +76,12 @@ def plot_saved(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes:
     return to_png(figure)
 
 
-def sheet_of(images: Mapping[str, Sequence[Image.Image]]) -> bytes:
-    """Images by the label of their side, one line each; a PNG."""
-    batch_size = max(map(len, images.values()))
-    width = _LABEL_PX + batch_size * (_CELL_PX + 4)
-    sheet = Image.new("RGB", (width, len(images) * (_CELL_PX + 4)), "white")
-    draw = ImageDraw.Draw(sheet)
-    for line, (label, own) in enumerate(images.items()):
-        top = line * (_CELL_PX + 4)
-        draw.text((4, top + _CELL_PX // 2 - 6), label, fill="black")
-        for column, image in enumerate(own):
-            small = image.copy()
-            small.thumbnail((_CELL_PX, _CELL_PX))
-            if max(image.size) < _CELL_PX:
-                small = image.resize((_CELL_PX, _CELL_PX * image.height // image.width))
-            sheet.paste(small, (_LABEL_PX + column * (_CELL_PX + 4), top))
-    buffer = io.BytesIO()
-    sheet.save(buffer, "PNG")
-    return buffer.getvalue()
+def _draw(
+    ax: Axes, theme: Theme, rows: Sequence[Mapping[str, Any]], x: str, y: str, kinds: Sequence[str] = tuple(_KINDS)
+) -> None:
+    """One figure against another: a line for each kind that was measured."""
+    colours = series_colours(list(_KINDS), theme)
+    for kind, marker in zip(kinds, "osD^", strict=False):
+        if points := sorted((row[x], row[y]) for row in rows if row["kind"] == kind):
+            line = {"color": colours[kind], "marker": marker, "markersize": 5, "label": _KINDS[kind]}
+            ax.plot(*zip(*points, strict=True), **line)

@@ -1,12 +1,11 @@
 """What the sides of `psctl bench cache` cost in quality, beside the side without a cache."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL.Image import Image
 from torch import Tensor
 
@@ -15,20 +14,17 @@ from ...data.datasets.sampling import sample_pairs
 from ...data.errors import UsageError
 from ...data.resolution import Resolution
 from ...profiling.steps.rows import median_interval
-from ..metrics.bootstrap import mean_interval
-from ..metrics.clip import Clip
-from ..metrics.features import features_of
-from ..metrics.fid import fid_of_features
-from ..metrics.images import AnyImage, batches_by_size, to_array
+from ..metrics.bootstrap import bootstrap_mean
+from ..metrics.clip import clip_scores
+from ..metrics.features import features_of, features_of_images
+from ..metrics.fid import frechet_distance
 from ..metrics.judges import Judges
 from ..metrics.lpips import Lpips
-from ..metrics.psnr import MAX_PSNR_DB, psnr
-from ..metrics.ssim import ssim
+from ..metrics.measure import pair_values
+from ..metrics.psnr import MAX_PSNR_DB
 from ..options import FEATURES_DIR, SAMPLES_DIR
 from ..sets.image_sets import fitted_sample
 from .sides import Side
-
-_BATCH_SIZE = 16
 
 
 @dataclass(frozen=True)
@@ -100,29 +96,36 @@ def compare_sides(
         real: features of real images, for FID.
     """
     off = sides[0]
-    plain_scores = _clip_scores(judges.clip, off.images, texts) if options.clip else None
-    plain_features = None if real is None else _batched(off.images, judges.inception)
+    embedded_texts = judges.clip.embed_texts(texts) if options.clip else None
+    plain_scores = plain_features = None
     rows = []
     for side in sides:
         row = _times(side, off, batch_size)
         if side is not off:
             found = _similarity(side.images, off.images, judges.lpips if options.lpips else None)
-            row |= {name: float(values.mean()) for name, values in found.items()}
+            for name, values in found.items():
+                _note(row, name, values)
             row["ssim_min"] = float(found["ssim"].min())
-            row["intervals"] |= {name: _ends(values) for name, values in found.items()}
-        if plain_scores is not None:
-            scores = plain_scores if side is off else _clip_scores(judges.clip, side.images, texts)
-            change = scores - plain_scores
-            low, high = mean_interval(change, seed=0) or (None, None)
-            row["clip"] = float(scores.mean())
-            row["intervals"]["clip"] = _ends(scores)
-            row["clip_change"] = {"mean": float(change.mean()), "low": low, "high": high}
-        if plain_features is not None and real is not None:
-            features = plain_features if side is off else _batched(side.images, judges.inception)
-            row["fid"] = fid_of_features(real, features).fid
-            row["fid_to_off"] = fid_of_features(plain_features, features).fid
+        if embedded_texts is not None:
+            scores = clip_scores(judges.clip.embed_images(side.images), embedded_texts).numpy()
+            plain_scores = scores if plain_scores is None else plain_scores
+            _note(row, "clip", scores)
+            change = bootstrap_mean(scores - plain_scores)
+            row["clip_change"] = {"mean": change.value, "low": change.low, "high": change.high}
+        if real is not None:
+            features = features_of_images(enumerate(side.images), judges.inception)
+            plain_features = features if plain_features is None else plain_features
+            row["fid"] = frechet_distance(real, features)
+            row["fid_to_off"] = frechet_distance(plain_features, features)
         rows.append(row)
     return rows
+
+
+def _note(row: dict[str, Any], name: str, values: np.ndarray) -> None:
+    """Put the mean over images and its interval into a row."""
+    mean = bootstrap_mean(values)
+    row[name] = mean.value
+    row["intervals"][name] = None if mean.interval is None else list(mean.interval)
 
 
 def _times(side: Side, off: Side, batch_size: int) -> dict[str, Any]:
@@ -152,38 +155,8 @@ def _times(side: Side, off: Side, batch_size: int) -> dict[str, Any]:
 
 def _similarity(images: Sequence[Image], originals: Sequence[Image], lpips: Lpips | None) -> dict[str, np.ndarray]:
     """PSNR, SSIM and LPIPS of every image and its original, (n,) each."""
-
-    def of_pairs(distance: Callable[[Tensor, Tensor], Tensor]) -> np.ndarray:
-        # One above the other, so that both go into the same batch.
-        pairs = (np.concatenate([to_array(image) for image in pair]) for pair in zip(images, originals, strict=True))
-        return _batched(pairs, lambda batch: distance(*batch.chunk(2, dim=2))).double().numpy()
-
-    found = {
-        "psnr_db": np.array([min(psnr(one, other), MAX_PSNR_DB) for one, other in zip(images, originals, strict=True)]),
-        "ssim": of_pairs(ssim),
-    }
-    if lpips is not None:
-        found["lpips"] = of_pairs(lpips)
-    return found
-
-
-def _ends(values: np.ndarray) -> list[float] | None:
-    """95 % interval of the mean over images, as JSON."""
-    interval = mean_interval(values)
-    return None if interval is None else list(interval)
-
-
-def _clip_scores(clip: Clip, images: Sequence[Image], texts: Sequence[str]) -> np.ndarray:
-    """100 max(cosine, 0) of every image and its prompt."""
-    with torch.inference_mode():
-        cosines = (clip.embed_images(images) * clip.embed_texts(texts)).sum(1)
-    return 100 * cosines.clamp(min=0).double().cpu().numpy()
-
-
-def _batched(images: Iterable[AnyImage], function: Callable[[Tensor], Tensor]) -> Tensor:
-    """What the function makes of uint8 images (n, 3, height, width), gathered by size, in the order of the images."""
-    parts, places = [], []
-    for keys, batch in batches_by_size(enumerate(images), _BATCH_SIZE):
-        parts.append(function(batch).cpu())
-        places += keys
-    return torch.cat(parts)[np.argsort(places)]
+    names = {"psnr": "psnr_db", "ssim": "ssim"} | ({} if lpips is None else {"lpips": "lpips"})
+    pairs = ((place, *pair) for place, pair in enumerate(zip(images, originals, strict=True)))
+    found = {names[name]: values for name, values in pair_values(names, pairs, lpips).items()}
+    in_order = {name: np.array([values[place] for place in range(len(images))]) for name, values in found.items()}
+    return in_order | {"psnr_db": np.minimum(in_order["psnr_db"], MAX_PSNR_DB)}

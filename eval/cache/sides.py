@@ -1,7 +1,7 @@
 """The sides of `psctl bench cache`: ways of caching that serve the same batches in turn."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -10,7 +10,6 @@ from PIL.Image import Image
 from ...data.errors import RunError
 from ...data.requests import Request
 from ...data.resolution import Resolution
-from ...data.tables.block_facts import BlockFacts
 from ...data.workspace import ModelWorkspace
 from ...serving.cache.options import CacheOptions
 from ...serving.cache.patch_cache import CacheStats, PatchCache
@@ -29,7 +28,7 @@ class Setting:
         label: shown in table and plot.
         kind: what belongs to one line of the plot.
         options: of the cache.
-        rule: in the place of what the options would load; None to load it.
+        rule: decides instead of the one that the options would load; None to load that.
     """
 
     label: str
@@ -108,36 +107,6 @@ def make_side(
     return Side(setting, stepper)
 
 
-def trained_settings(
-    table: Path, thresholds: Sequence[float], base: CacheOptions, facts: BlockFacts, *, seed: int, max_rows: int
-) -> Iterator[tuple[float, Setting]]:
-    """A setting with a predictor of its own for every threshold, trained on a block profile now.
-
-    Raises:
-        UsageError: there is no profile, it is damaged or of another model, or a threshold leaves one class without
-            rows.
-    """
-    from ...training.cache.fitting import FitSettings, fit_cache_predictor
-    from ...training.cache.samples import load_samples
-
-    found, samples = load_samples(table, max_rows=max_rows, seed=seed)
-    found.check_fits(facts, source=str(table))
-    for threshold in thresholds:
-        predictor = fit_cache_predictor(samples, found, FitSettings(threshold=threshold, seed=seed))
-        # The threshold in the options is not looked at: the rule is given.
-        options = replace(base, mode="patch", threshold=threshold)
-        yield threshold, Setting(f"patch {threshold:g}", "patch", options, Predicted(predictor, base.max_reuse))
-
-
-def baseline_settings(intervals: Sequence[int], sums: Sequence[float], base: CacheOptions) -> Iterator[Setting]:
-    """Fixed intervals and accumulated changes; they may reuse as long as their own rule says."""
-    free = replace(base, max_reuse=1_000)
-    for interval in intervals:
-        yield Setting(f"interval {interval}", "interval", replace(free, mode="interval", interval=interval))
-    for total in sums:
-        yield Setting(f"accumulated {total:g}", "accumulated", replace(free, mode="accumulated", threshold=total))
-
-
 def settings_of(
     model: ServedModel,
     table: Path,
@@ -150,17 +119,43 @@ def settings_of(
     seed: int,
     max_rows: int = 300_000,
 ) -> list[Setting]:
-    """All sides of a run: trained predictors patch by patch and for whole batches, and the baselines.
+    """All sides of a run, beside the one without a cache.
+
+    Args:
+        model: the loaded model.
+        table: block profile that predictors are trained on now, one for each threshold.
+        base: options that all sides share.
+        thresholds, image_thresholds: of predictors that decide patch by patch, and for whole batches.
+        intervals: of reuse at fixed intervals.
+        sums: of accumulated input changes.
+        seed: of the training.
+        max_rows: of the profile that are trained on.
 
     Raises:
-        UsageError: as `trained_settings`.
+        UsageError: there is no profile, it is damaged or of another model, or a threshold leaves one class without
+            rows.
     """
-    facts, found = facts_of(model, base.patch_size), []
-    wanted = sorted({*thresholds, *image_thresholds})
-    for threshold, setting in trained_settings(table, wanted, base, facts, seed=seed, max_rows=max_rows):
-        if threshold in thresholds:
-            found.append(setting)
-        if threshold in image_thresholds:
-            options = replace(setting.options, mode="image")
-            found.append(Setting(f"image {threshold:g}", "image", options, setting.rule))
-    return [*found, *baseline_settings(intervals, sums, base)]
+    found = []
+    if wanted := sorted({*thresholds, *image_thresholds}):
+        from ...training.cache.fitting import FitSettings, fit_cache_predictor
+        from ...training.cache.samples import load_samples
+
+        facts, samples = load_samples(table, max_rows=max_rows, seed=seed)
+        facts.check_fits(facts_of(model, base.patch_size), source=str(table))
+        for threshold in wanted:
+            predictor = fit_cache_predictor(samples, facts, FitSettings(threshold=threshold, seed=seed))
+            rule = Predicted(predictor, base.max_reuse)
+            for mode, given in (("patch", thresholds), ("image", image_thresholds)):
+                if threshold in given:
+                    # The rule is given, so the threshold in the options only labels the side.
+                    options = replace(base, mode=mode, threshold=threshold)
+                    found.append(Setting(f"{mode} {threshold:g}", mode, options, rule))
+    # The baselines may reuse for as long as their own rule says.
+    free = replace(base, max_reuse=1_000)
+    for interval in intervals:
+        options = replace(free, mode="interval", interval=interval)
+        found.append(Setting(f"interval {interval}", "interval", options))
+    for total in sums:
+        options = replace(free, mode="accumulated", threshold=total)
+        found.append(Setting(f"accumulated {total:g}", "accumulated", options))
+    return found

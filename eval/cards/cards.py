@@ -11,15 +11,7 @@ from PIL import Image
 
 from ...data.emoji.art import object_names
 from ...data.emoji.dataset import EmojiDataset
-from ...data.emoji.scene import (
-    BACKGROUNDS,
-    Scene,
-    caption_of,
-    compose,
-    heldout_singles,
-    render,
-    with_article,
-)
+from ...data.emoji.scene import BACKGROUNDS, Scene, caption_of, compose, heldout_singles, render, with_article
 from ...data.errors import RunError
 from ...data.files import atomic_write, write_json, write_text
 from ...data.models.bundled import write_checksums
@@ -31,9 +23,9 @@ from ...serving.models.served import ServedModel
 from ...serving.scheduling.policies import get_policy
 from ..metrics.clip import Clip
 from .figures import (
+    fid_of_images,
     measure_autoencoder_psnr,
     measure_clip_retrieval,
-    measure_fid,
     measure_generated,
     measure_objects,
 )
@@ -45,8 +37,6 @@ DATA_SEED = 2026
 GRID_OBJECTS = ("butterfly", "red apple", "hedgehog", "red car", "candle", "sunflower", "rocket", "penguin")
 GRID_BACKGROUNDS = ("blue", "yellow", "pink", "gray", "black", "white", "purple", "green")
 NAME_TEMPLATES = tuple(f"{{}} on {with_article(ground)} background" for ground in BACKGROUNDS)
-
-
 GENERATOR_FLAGS = {
     "num_generated": "num-images",
     "num_fid": "num-fid",
@@ -215,8 +205,7 @@ def _measure_fid(
         real = [image for _, image in data]
         captions = [data.scene(index).caption for index in range(len(data))]
         images = generate(model, captions, [size] * len(captions), options, on_step)
-        result = measure_fid({str(size): images}, {str(size): real}, extractor)[str(size)]
-        figures[str(size)] = {"fid": result.fid, "num_images": options.num_fid}
+        figures[str(size)] = {"fid": fid_of_images(real, images, extractor), "num_images": options.num_fid}
     return figures
 
 
@@ -242,4 +231,4 @@ def card_command(name: str, options: CardOptions) -> str:
         for field, flag in flags.items()
         if getattr(options, field) != getattr(usual, field)
     }
-    return " ".join([f"psctl model-card {name}", *(f"--{flag} {value}" for flag, value in given.items())])
+    return " ".join([f"psctl models card {name}", *(f"--{flag} {value}" for flag, value in given.items())])

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from ...data.errors import UsageError
-from ..metrics.clip import TEMPLATES, Clip, clip_score, retrieval_recall, zero_shot
-from ..metrics.fid import FidResult, fid_of_images
-from ..metrics.images import AnyImage, batches, to_array
+from ..metrics.clip import TEMPLATES, Clip, clip_scores, retrieval_recall, zero_shot
+from ..metrics.features import features_of_images
+from ..metrics.fid import frechet_distance
+from ..metrics.images import AnyImage, batches_by_size, to_array
 from ..metrics.psnr import psnr
 
 BORDER_SHARE = 0.04
@@ -35,10 +36,13 @@ def measure_autoencoder_psnr(
     """
     figures = {}
     for resolution, originals in images.items():
-        _require_some(originals, f"resolution {resolution}")
-        values = []
-        for batch in batches(originals, batch_size):
-            values += [psnr(new, old) for new, old in zip(reconstruct(vae, batch), _arrays(batch), strict=True)]
+        if not len(originals):
+            raise UsageError(f"resolution {resolution}: at least one image is needed, but none was given")
+        values = [
+            psnr(new, old)
+            for _, batch in batches_by_size(enumerate(originals), batch_size)
+            for new, old in zip(reconstruct(vae, batch), _arrays(batch), strict=True)
+        ]
         figures[resolution] = float(np.mean(values))
     return figures
 
@@ -61,7 +65,7 @@ def measure_clip_retrieval(
     Args:
         clip: the judge.
         images, captions: n pairs.
-        meanings: what each caption says, however it is worded: captions of one meaning are equally right. None takes
+        meanings: what each caption says, however it is worded: captions of one meaning are equally right. None for
             the captions themselves.
 
     Raises:
@@ -72,14 +76,12 @@ def measure_clip_retrieval(
         raise UsageError(f"{len(meanings)} meanings were given for {len(captions)} captions, but there must be as many")
     if len(images) != len(captions) or len(images) < 5:
         raise UsageError(f"{len(images)} images and {len(captions)} captions given, but 5 or more pairs are needed")
-    image_embeddings, text_embeddings = clip.embed_images(images), clip.embed_texts(captions)
+    seen, said = clip.embed_images(images), clip.embed_texts(captions)
     return {
-        "image_to_text_recall_at_1": retrieval_recall(image_embeddings, text_embeddings, meanings, 1),
-        "image_to_text_recall_at_5": retrieval_recall(image_embeddings, text_embeddings, meanings, 5),
-        "text_to_image_recall_at_1": retrieval_recall(text_embeddings, image_embeddings, meanings, 1),
-        "text_to_image_recall_at_5": retrieval_recall(text_embeddings, image_embeddings, meanings, 5),
-        "clip_score": clip_score(image_embeddings, text_embeddings),
-    }
+        f"{way}_recall_at_{k}": retrieval_recall(queries, candidates, meanings, k)
+        for way, queries, candidates in (("image_to_text", seen, said), ("text_to_image", said, seen))
+        for k in (1, 5)
+    } | {"clip_score": float(clip_scores(seen, said).mean())}
 
 
 def measure_objects(
@@ -99,7 +101,7 @@ def measure_objects(
         objects: n collections with the name or names of what each image should show.
         names: all object names, each once.
         templates: texts around a name.
-        describe: what stands in a template for a name, for example the name with its article. A small CLIP wants the
+        describe: what a template says for a name, for example the name with its article. A small CLIP wants the
             wording that it was trained on: with articles, one recognised twice as many objects.
 
     Returns:
@@ -109,9 +111,7 @@ def measure_objects(
     Raises:
         UsageError: the numbers differ, an image has no object, or an object is not among the names.
     """
-    _require_some(images, "objects")
-    if len(images) != len(objects):
-        raise UsageError(f"{len(objects)} labels were given for {len(images)} images, but there must be one for each")
+    _require_labels(images, objects)
     index = {name: i for i, name in enumerate(names)}
     for shown in objects:
         wrong = [name for name in shown if name not in index]
@@ -122,11 +122,10 @@ def measure_objects(
     nearest = zero_shot(
         clip.embed_images(images), clip.embed_classes([describe(name) for name in names], templates), most
     ).tolist()
+    judged = list(zip(nearest, truth, strict=True))
     return {
-        "object_at_1": float(np.mean([found[0] in true for found, true in zip(nearest, truth, strict=True)])),
-        "all_objects": float(
-            np.mean([set(found[: len(true)]) == true for found, true in zip(nearest, truth, strict=True)])
-        ),
+        "object_at_1": float(np.mean([found[0] in true for found, true in judged])),
+        "all_objects": float(np.mean([set(found[: len(true)]) == true for found, true in judged])),
     }
 
 
@@ -138,9 +137,7 @@ def measure_backgrounds(
     Raises:
         UsageError: the numbers differ, there is no image, or a background is not in the palette.
     """
-    _require_some(images, "backgrounds")
-    if len(images) != len(backgrounds):
-        raise UsageError(f"{len(backgrounds)} labels were given for {len(images)} images, but there must be as many")
+    _require_labels(images, backgrounds)
     unknown = sorted(set(backgrounds) - set(palette))
     if unknown:
         raise UsageError(f"backgrounds {unknown} are not in the palette: {', '.join(palette)}")
@@ -202,26 +199,9 @@ def measure_generated(
     }
 
 
-def measure_fid(
-    generated: Mapping[str, Sequence[AnyImage]],
-    real: Mapping[str, Sequence[AnyImage]],
-    extractor: nn.Module,
-    batch_size: int = 32,
-) -> dict[str, FidResult]:
-    """FID between generated and real images, by resolution.
-
-    Args:
-        generated, real: images by resolution, with the same resolutions.
-        extractor: the feature network, from `eval.inception.load_inception`.
-        batch_size: images at a time.
-
-    Raises:
-        UsageError: the resolutions differ, or a side has fewer than two images.
-        MissingExtraError: torchmetrics is not installed.
-    """
-    if set(generated) != set(real):
-        raise UsageError(f"generated images have {sorted(generated)}, real ones {sorted(real)}; both must be the same")
-    return {name: fid_of_images(real[name], generated[name], extractor, batch_size) for name in generated}
+def fid_of_images(real: Sequence[AnyImage], generated: Sequence[AnyImage], extractor: nn.Module) -> float:
+    """FID between two collections of images of any sizes. Raises UsageError if there are fewer than two on a side."""
+    return frechet_distance(*(features_of_images(enumerate(side), extractor) for side in (real, generated)))
 
 
 def _arrays(images: torch.Tensor) -> list[np.ndarray]:
@@ -229,6 +209,8 @@ def _arrays(images: torch.Tensor) -> list[np.ndarray]:
     return list(images.permute(0, 2, 3, 1).cpu().numpy())
 
 
-def _require_some(images: Sequence[AnyImage], what: str) -> None:
-    if not len(images):
-        raise UsageError(f"{what}: at least one image is needed, but none was given")
+def _require_labels(images: Sequence[AnyImage], labels: Sequence[Any]) -> None:
+    if len(images) != len(labels) or not len(images):
+        raise UsageError(
+            f"{len(labels)} labels were given for {len(images)} images, but there must be one for each, at least one"
+        )

@@ -5,6 +5,7 @@ from typing import Any
 
 from ... import __version__
 from ...data.emoji.art import ART_SOURCE, object_names
+from ...profiling.report.table import Table
 
 _ABOUT = {
     "emoji-xl": (
@@ -53,24 +54,25 @@ def card_text(name: str, figures: Mapping[str, Any], command: str) -> str:
         "object and background, and one in ten pairs of objects, were never trained; all figures are measured on "
         "those. It knows nothing but these drawings.\n\n"
         f"## Measured\n\n`{command}`\n\n{_tables(figures)}\n"
-        f"## Training\n\n`psctl train-model {name}` repeats it; the recipe and its settings are in `training/`.\n"
+        f"## Training\n\n`psctl models train {name}` repeats it; the recipe and its settings are in `training/`.\n"
     )
 
 
 def _tables(figures: Mapping[str, Any]) -> str:
-    flat = {key: value for key, value in figures.items() if not isinstance(value, Mapping)}
-    parts = ["\n".join(["| figure | value |", "|---|---|", *(f"| {k} | {_cell(v)} |" for k, v in flat.items())])]
-    parts = parts if flat else []
-    for title, group in figures.items():
-        if not isinstance(group, Mapping):
-            continue
+    """A table of all single figures, and one for every group."""
+    groups: dict[str, dict[str, Any]] = {"figure": {}}
+    for name, value in figures.items():
+        if isinstance(value, Mapping):
+            groups[name] = dict(value)
+        else:
+            groups["figure"][name] = value
+    parts = []
+    for title, group in groups.items():
         rows = {key: value if isinstance(value, Mapping) else {"value": value} for key, value in group.items()}
         columns = list(dict.fromkeys(column for row in rows.values() for column in row))
-        lines = [f"| {title} | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-        lines += [
-            f"| {key} | " + " | ".join(_cell(row.get(column)) for column in columns) + " |" for key, row in rows.items()
-        ]
-        parts.append("\n".join(lines))
+        cells = [[key, *(_cell(row.get(column)) for column in columns)] for key, row in rows.items()]
+        if cells:
+            parts.append(Table("", [title, *columns], cells).to_markdown())
     return "\n\n".join(parts) + "\n"
 
 

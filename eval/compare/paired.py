@@ -12,7 +12,7 @@ import numpy as np
 
 from ...data.errors import UsageError
 from ...data.statistics import Estimate, wilson_interval
-from ..metrics.bootstrap import centred_interval, mean_interval
+from ..metrics.bootstrap import bootstrap_centred, bootstrap_mean
 from ..results import Direction
 
 if TYPE_CHECKING:
@@ -85,19 +85,20 @@ def compare_values(
     differences = other - one
     better = differences > 0 if direction == "higher" else differences < 0
     wins = better + 0.5 * (differences == 0)
-    interval = mean_interval(differences, seed) or (None, None)
-    low, high = wilson_interval(float(wins.sum()), len(wins))
+    difference = bootstrap_mean(differences, seed)
+    win_low, win_high = wilson_interval(float(wins.sum()), len(wins))
     return PairedResult(
         name,
         float(one.mean()),
         float(other.mean()),
-        float(differences.mean()),
-        *interval,
+        difference.value,
+        difference.low,
+        difference.high,
         n=len(one),
         direction=direction,
         win_rate=float(wins.mean()),
-        win_low=low,
-        win_high=high,
+        win_low=win_low,
+        win_high=win_high,
         tie_rate=float((differences == 0).mean()),
         seed=seed,
     )
@@ -123,7 +124,7 @@ def compare_fid(
     Raises:
         UsageError: the sides have different numbers of images, or fewer than two.
     """
-    from ..metrics.fid_stats import frechet_distance, require_pairs
+    from ..metrics.fid import frechet_distance, require_pairs
 
     require_pairs(first, second)
 
@@ -131,7 +132,8 @@ def compare_fid(
         return frechet_distance(reference[others], second[pairs]) - frechet_distance(reference[others], first[pairs])
 
     one, other = frechet_distance(reference, first), frechet_distance(reference, second)
-    low, high = centred_interval(
+    found = bootstrap_centred(
         other - one, (len(first), len(reference)), difference, seed=seed, num_resamples=num_resamples
     )
-    return PairedResult("fid", one, other, other - one, low, high, n=len(first), direction="lower", seed=seed)
+    ends = found.low, found.high
+    return PairedResult("fid", one, other, found.value, *ends, n=len(first), direction="lower", seed=seed)

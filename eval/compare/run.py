@@ -10,16 +10,15 @@ from ...data.datasets.base import BadEntries
 from ...data.datasets.folders import open_folder
 from ...data.datasets.loading import ImageSource
 from ...data.errors import UsageError
-from ..cache.use import cache_use_of
 from ..metrics.features import features_of
 from ..metrics.judges import Judges
 from ..metrics.measure import measure_clip, measure_paired_fid, measure_pairs, measure_sets
 from ..options import PAIRED
 from ..result_files import RESULTS_FILE, EvalResults
 from ..results import Direction
+from ..sets.cache_use import cache_use_of
 from ..sets.generate import MANIFEST_FILE, Manifest, differing_settings, read_manifest
-from ..sets.ground_truth import ground_truth_of
-from ..sets.image_sets import require_same_prompts, set_of
+from ..sets.image_sets import ground_truth_of, require_same_prompts, set_of
 from .comparison import FID_TO_FIRST, ComparedSide, Comparison
 from .paired import compare_fid, compare_values
 

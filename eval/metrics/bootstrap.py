@@ -4,40 +4,39 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ...data.statistics import CONFIDENCE, Z95
+from ...data.statistics import CONFIDENCE, Z95, Estimate
 
 NUM_RESAMPLES = 2000
 _QUANTILES = ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)
 _CHUNK = 64
 
-Interval = tuple[float, float]
 
-
-def mean_interval(
-    values: Sequence[float] | np.ndarray, seed: int = 0, num_resamples: int = NUM_RESAMPLES
-) -> Interval | None:
-    """Interval of the mean of independent values; None for fewer than two, which tell nothing of their spread."""
+def bootstrap_mean(values: Sequence[float] | np.ndarray, seed: int = 0) -> Estimate:
+    """The mean of independent values, which has no interval if it is of one. Raises ValueError without values."""
     sample = np.asarray(values, dtype=np.float64)
-    if len(sample) < 2:
-        return None
+    if not len(sample):
+        raise ValueError("there is no value to take the mean of")
+    if len(sample) == 1:
+        return Estimate(float(sample.mean()), n=len(sample))
     rng = np.random.default_rng(seed)
-    means = np.empty(num_resamples)
-    for first in range(0, num_resamples, _CHUNK):
-        count = min(_CHUNK, num_resamples - first)
+    means = np.empty(NUM_RESAMPLES)
+    for first in range(0, NUM_RESAMPLES, _CHUNK):
+        count = min(_CHUNK, NUM_RESAMPLES - first)
         means[first : first + count] = sample[rng.integers(0, len(sample), (count, len(sample)))].mean(1)
     low, high = np.quantile(means, _QUANTILES)
-    return float(low), float(high)
+    return Estimate(float(sample.mean()), float(low), float(high), len(sample))
 
 
-def centred_interval(
+def bootstrap_centred(
     value: float,
     sizes: Sequence[int],
     statistic: Callable[..., float],
     *,
     seed: int = 0,
     num_resamples: int,
-) -> Interval:
-    """Interval of a statistic that is biased by the number of images, such as FID.
+    least: float | None = None,
+) -> Estimate:
+    """A statistic that is biased by the number of images, such as FID.
 
     A resample holds duplicates, so it looks like fewer images and its FID is larger: plain percentiles can lie above
     the value as a whole. Only their spread is used: 1.96 standard deviations on both sides of the value. Quantiles of
@@ -49,8 +48,10 @@ def centred_interval(
         statistic: takes one array of indices per set (drawn with replacement) and gives the statistic.
         seed: of the draws.
         num_resamples: how many, at least 2.
+        least: the smallest value that the statistic can have; None for any.
     """
     rng = np.random.default_rng(seed)
     found = np.array([statistic(*(rng.integers(0, size, size) for size in sizes)) for _ in range(num_resamples)])
     half = Z95 * float(found.std(ddof=1))
-    return value - half, value + half
+    low = value - half if least is None else max(least, value - half)
+    return Estimate(value, low, value + half, min(sizes))

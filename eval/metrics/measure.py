@@ -1,8 +1,9 @@
 """The metrics of `psctl eval` on image sources: streamed, counted, with intervals."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -11,14 +12,13 @@ from ...data.datasets.base import BadEntries, BadImageError
 from ...data.datasets.loading import ImageSource, iter_images
 from ...data.datasets.prefetch import prefetch
 from ...data.errors import UsageError
-from ...data.statistics import Z95
+from ...data.statistics import Z95, Estimate
 from ..results import Direction, MetricResult
-from .bootstrap import mean_interval
-from .clip import Clip
-from .fid import fid_of_features
-from .fid_stats import USUAL_NUM_IMAGES, fid_infinity, fid_interval, paired_fid_interval, require_pairs
-from .images import batches_by_size
-from .kid import kid_of_features
+from .bootstrap import bootstrap_mean
+from .clip import Clip, clip_scores
+from .fid import USUAL_NUM_IMAGES, fid, fid_infinity, paired_fid
+from .images import AnyImage, batches_by_size, to_array
+from .kid import kid
 from .lpips import Lpips
 from .psnr import MAX_PSNR_DB, psnr
 from .ssim import ssim
@@ -31,11 +31,8 @@ PAIR_METRICS: dict[str, tuple[str, Direction]] = {
 BATCH_SIZE = 16
 
 OnImages = Callable[[int], None]
-
-
-def clip_metric_name(judge: str) -> str:
-    """Name of the CLIP score by this judge: scores of two judges cannot be compared."""
-    return f"clip[{judge}]"
+Details = Mapping[str, Any]
+Key = TypeVar("Key", bound=Hashable)
 
 
 def measure_clip(
@@ -46,14 +43,14 @@ def measure_clip(
     *,
     seed: int = 0,
     bad: BadEntries | None = None,
-    details: Mapping[str, Any] | None = None,
-    on_images: OnImages | None = None,
+    details: Details | None = None,
+    on_images: OnImages = lambda count: None,
 ) -> tuple[MetricResult, dict[str, float]]:
     """CLIP score: mean over images of 100 max(cosine to the caption, 0), and the value of each image.
 
     Args:
         clip: the judge.
-        judge: what it is called.
+        judge: what it is called; the metric is named after it, because scores of two judges cannot be compared.
         generated: the images.
         captions: caption by image id.
         seed: of the bootstrap.
@@ -64,30 +61,18 @@ def measure_clip(
     Raises:
         UsageError: an image has no caption, too many images are bad, or none is left.
     """
-    name = clip_metric_name(judge)
     without = [image_id for image_id in generated.ids if image_id not in captions]
     if without:
         raise UsageError(f"{generated.name}: {len(without)} images have no caption; the first: {without[0]}")
     values: dict[str, float] = {}
-    batch: list[tuple[str, np.ndarray]] = []
-
-    def score() -> None:
-        images = clip.embed_images([image for _, image in batch])
-        texts = clip.embed_texts([captions[image_id] for image_id, _ in batch])
-        cosines = (images * texts).sum(-1).clamp(min=0)
-        values.update({image_id: 100 * float(cosine) for (image_id, _), cosine in zip(batch, cosines, strict=True)})
-        if on_images is not None:
-            on_images(len(batch))
-        batch.clear()
-
-    for pair in iter_images(generated, crop="none", bad=bad):
-        batch.append(pair)
-        if len(batch) == BATCH_SIZE:
-            score()
-    if batch:
-        score()
+    images = iter_images(generated, crop="none", bad=bad)
+    while batch := dict(islice(images, BATCH_SIZE)):
+        texts = clip.embed_texts([captions[image_id] for image_id in batch])
+        scores = clip_scores(clip.embed_images(list(batch.values())), texts)
+        values.update(zip(batch, scores.tolist(), strict=True))
+        on_images(len(batch))
     values = _in_order(values, generated)
-    return _mean_result(name, values, "", "higher", seed, details), values
+    return _result_of_mean(f"clip[{judge}]", values, "", "higher", seed, details or {}), values
 
 
 def measure_pairs(
@@ -98,8 +83,8 @@ def measure_pairs(
     lpips: Lpips | None = None,
     seed: int = 0,
     bad: BadEntries | None = None,
-    details: Mapping[str, Mapping[str, Any]] | None = None,
-    on_images: OnImages | None = None,
+    details: Mapping[str, Details] | None = None,
+    on_images: OnImages = lambda count: None,
 ) -> tuple[dict[str, MetricResult], dict[str, dict[str, float]]]:
     """PSNR, SSIM and LPIPS of each image to the reference of the same id, in one pass.
 
@@ -121,33 +106,49 @@ def measure_pairs(
     if set(generated.ids) != set(reference.ids):
         count = len(set(generated.ids) ^ set(reference.ids))
         raise UsageError(f"{generated.name} and {reference.name}: {count} images have no partner on the other side")
-    values: dict[str, dict[str, float]] = {name: {} for name in names}
-    num_identical = 0
-    pairs = _stacked_pairs(generated, reference, bad)
-    for ids, batch in batches_by_size(pairs, BATCH_SIZE):
-        images, references = batch.chunk(2, dim=2)
-        found: dict[str, list[float]] = {}
-        if "psnr" in names:
-            exact = [psnr(_array(one), _array(other)) for one, other in zip(images, references, strict=True)]
-            num_identical += sum(math.isinf(value) for value in exact)
-            found["psnr"] = [min(value, MAX_PSNR_DB) for value in exact]
-        if "ssim" in names:
-            found["ssim"] = ssim(images, references).tolist()
-        if "lpips" in names:
-            assert lpips is not None, "LPIPS was asked for without its network"
-            found["lpips"] = lpips(images, references).tolist()
-        for name, each in found.items():
-            values[name].update(zip(ids, each, strict=True))
-        if on_images is not None:
-            on_images(len(ids))
-    values = {name: _in_order(each, generated) for name, each in values.items()}
-    results = {}
+    found = pair_values(names, _pairs(generated, reference, bad), lpips, on_images)
+    results, values = {}, {}
     for name in names:
         more = dict((details or {}).get(name, {}))
         if name == "psnr":
+            num_identical = sum(map(math.isinf, found[name].values()))
             more |= {"num_identical": num_identical, "identical_counts_as_db": MAX_PSNR_DB}
-        results[name] = _mean_result(name, values[name], *PAIR_METRICS[name], seed, more)
+            found[name] = {key: min(value, MAX_PSNR_DB) for key, value in found[name].items()}
+        values[name] = _in_order(found[name], generated)
+        results[name] = _result_of_mean(name, values[name], *PAIR_METRICS[name], seed, more)
     return results, values
+
+
+def pair_values(
+    names: Iterable[str],
+    pairs: Iterable[tuple[Key, AnyImage, AnyImage]],
+    lpips: Lpips | None = None,
+    on_images: OnImages = lambda count: None,
+) -> dict[str, dict[Key, float]]:
+    """Distances of pairs of images by metric and key, in no order; PSNR of equal images is infinite.
+
+    Args:
+        names: which of `PAIR_METRICS`.
+        pairs: a key, an image and its reference, both of one size; sizes of pairs may differ.
+        lpips: the network, if LPIPS is wanted.
+        on_images: called with the number of pairs that were just done.
+    """
+    values: dict[str, dict[Key, float]] = {name: {} for name in names}
+    # One above the other, so that both go into the same batch.
+    stacked = ((key, np.concatenate([to_array(one), to_array(other)])) for key, one, other in pairs)
+    for keys, batch in batches_by_size(stacked, BATCH_SIZE):
+        images, references = batch.chunk(2, dim=2)
+        for name, known in values.items():
+            if name == "psnr":
+                found = [psnr(_array(one), _array(other)) for one, other in zip(images, references, strict=True)]
+            elif name == "ssim":
+                found = ssim(images, references).tolist()
+            else:
+                assert lpips is not None, "LPIPS was asked for without its network"
+                found = lpips(images, references).tolist()
+            known.update(zip(keys, found, strict=True))
+        on_images(len(keys))
+    return values
 
 
 def measure_sets(
@@ -156,7 +157,7 @@ def measure_sets(
     reference: torch.Tensor,
     *,
     seed: int = 0,
-    details: Mapping[str, Any] | None = None,
+    details: Details | None = None,
 ) -> tuple[dict[str, MetricResult], list[str]]:
     """FID and KID of features, and what a reader must be warned of.
 
@@ -168,7 +169,6 @@ def measure_sets(
 
     Raises:
         UsageError: there are fewer than two images on a side.
-        MissingExtraError: torchmetrics is not installed.
     """
     smallest = min(len(generated), len(reference))
     if smallest < 2:
@@ -179,21 +179,21 @@ def measure_sets(
     common = {**(details or {}), "num_reference": len(reference), "num_generated": len(generated)}
     results, warnings = {}, []
     if "fid" in names:
-        value = fid_of_features(reference, generated).fid
-        low, high = fid_interval(reference, generated, value, seed)
-        endless = fid_infinity(reference, generated, (high - value) / Z95, seed)
+        found = fid(reference, generated, seed)
+        assert found.high is not None
+        endless = fid_infinity(reference, generated, (found.high - found.value) / Z95, seed)
         more: dict[str, Any] = {"interval": "bootstrap over images, centred"}
         if isinstance(endless, str):
             more["fid_infinity_missing"] = endless
         else:
             more |= {
-                "fid_infinity": endless.fid,
-                "fid_infinity_low": endless.low,
-                "fid_infinity_high": endless.high,
+                "fid_infinity": endless.estimate.value,
+                "fid_infinity_low": endless.estimate.low,
+                "fid_infinity_high": endless.estimate.high,
                 "fid_infinity_r2": endless.r2,
-                "finite_sample_bias": value - endless.fid,
+                "finite_sample_bias": found.value - endless.estimate.value,
             }
-        results["fid"] = MetricResult("fid", value, low, high, smallest, "", "lower", seed, common | more)
+        results["fid"] = _result("fid", found, "", "lower", seed, common | more)
         if smallest < USUAL_NUM_IMAGES:
             hint = f"; fid_infinity is missing: {endless}" if isinstance(endless, str) else ", or see fid_infinity"
             warnings.append(
@@ -201,30 +201,20 @@ def measure_sets(
                 f"with FIDs of as many images{hint}"
             )
     if "kid" in names:
-        kid = kid_of_features(reference, generated, seed=seed)
-        is_known = math.isfinite(kid.low)
-        more = {"subset_size": kid.subset_size, "num_subsets": kid.num_subsets, "subset_std": kid.subset_std}
-        results["kid"] = MetricResult(
-            "kid",
-            kid.kid,
-            kid.low if is_known else None,
-            kid.high if is_known else None,
-            smallest,
-            "",
-            "lower",
-            seed,
-            common | more | {"interval": "jackknife over images"},
-        )
+        each = kid(reference, generated, seed=seed)
+        more = {"subset_size": each.subset_size, "num_subsets": each.num_subsets, "subset_std": each.subset_std}
+        more["interval"] = "jackknife over images"
+        results["kid"] = _result("kid", each.estimate, "", "lower", seed, common | more)
     return results, warnings
 
 
 def measure_paired_fid(
-    first: torch.Tensor, second: torch.Tensor, *, seed: int = 0, details: Mapping[str, Any] | None = None
+    first: torch.Tensor, second: torch.Tensor, *, seed: int = 0, details: Details | None = None
 ) -> MetricResult:
     """FID between two draws of the same prompts and seeds.
 
-    There is no extrapolation over the number of images: pairs are no independent samples, and more of them would not
-    take a bias away that both sides share.
+    There is no extrapolation over the number of images: pairs are not independent samples, and more of them would not
+    remove a bias that both sides share.
 
     Args:
         first, second: features (n, d), row i of both drawn for the same prompt and seed.
@@ -233,40 +223,36 @@ def measure_paired_fid(
 
     Raises:
         UsageError: the sides have different numbers of images, or fewer than two.
-        MissingExtraError: torchmetrics is not installed.
     """
-    require_pairs(first, second)
-    value = fid_of_features(first, second).fid
-    low, high = paired_fid_interval(first, second, value, seed)
-    more = dict(details or {}) | {"interval": "bootstrap over pairs, centred"}
-    return MetricResult("fid", value, low, high, len(first), "", "lower", seed, more)
+    more = {**(details or {}), "interval": "bootstrap over pairs, centred"}
+    return _result("fid", paired_fid(first, second, seed), "", "lower", seed, more)
 
 
-def _mean_result(
-    name: str,
-    values: Mapping[str, float],
-    unit: str,
-    direction: Direction,
-    seed: int,
-    details: Mapping[str, Any] | None,
+def _result_of_mean(
+    name: str, values: Mapping[str, float], unit: str, direction: Direction, seed: int, details: Details
 ) -> MetricResult:
     if not values:
         raise UsageError(f"{name}: there is no image to measure")
-    numbers = list(values.values())
-    low, high = mean_interval(numbers, seed) or (None, None)
-    more = dict(details or {}) | {"interval": "bootstrap over images"}
-    return MetricResult(name, float(np.mean(numbers)), low, high, len(numbers), unit, direction, seed, more)
+    more = {**details, "interval": "bootstrap over images"}
+    return _result(name, bootstrap_mean(list(values.values()), seed), unit, direction, seed, more)
+
+
+def _result(
+    name: str, estimate: Estimate, unit: str, direction: Direction, seed: int, details: dict[str, Any]
+) -> MetricResult:
+    assert estimate.n is not None
+    return MetricResult(name, estimate.value, estimate.low, estimate.high, estimate.n, unit, direction, seed, details)
 
 
 def _in_order(values: Mapping[str, float], source: ImageSource) -> dict[str, float]:
-    """The values in the order of the source's ids: those of a bootstrap must not depend on how the files lie."""
+    """The values in the order of the source's ids: a bootstrap must not depend on the order of the files."""
     return {image_id: values[image_id] for image_id in source.ids if image_id in values}
 
 
-def _stacked_pairs(
+def _pairs(
     generated: ImageSource, reference: ImageSource, bad: BadEntries | None
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Each image above its reference, so that both go into the same batch; read ahead by threads.
+) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """Each image and its reference, read ahead by threads.
 
     They come in the order of the reference, which may be a table that is read fast in one order only.
     """
@@ -274,11 +260,7 @@ def _stacked_pairs(
 
     def load(image_id: str) -> tuple[str, np.ndarray, np.ndarray] | tuple[str, BadImageError]:
         try:
-            return (
-                image_id,
-                np.array(generated.open_image(image_id)),
-                np.array(reference.open_image(image_id)),
-            )
+            return image_id, np.array(generated.open_image(image_id)), np.array(reference.open_image(image_id))
         except BadImageError as error:
             return image_id, error
 
@@ -292,7 +274,7 @@ def _stacked_pairs(
                 f"{image_id}: the image is {image.shape[1]}x{image.shape[0]}, but its reference "
                 f"{other.shape[1]}x{other.shape[0]}; pairs need one size"
             )
-        yield image_id, np.concatenate([image, other], axis=0)
+        yield loaded
 
 
 def _array(image: torch.Tensor) -> np.ndarray:

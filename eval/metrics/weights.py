@@ -18,7 +18,7 @@ def find_weights(
         what: what it is called in messages.
         path: given by the user, or None.
         variable: environment variable that may name the file.
-        candidates: where it may lie, the best first.
+        candidates: where it may be, the best first.
         install: command that installs it.
 
     Raises:

@@ -1,81 +1,226 @@
-"""A quality report as Markdown, as JSON, and as one HTML file with pictures inside it."""
+"""One quality report from end to end: read results, make the tables, choose image pairs, write three files.
+
+The report is Markdown, JSON, and one HTML file with its pictures inside it.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
-from html import escape
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from ...profiling.report.page import DASH, image_tag, page
-from ..sets.generate import flat_settings
-from .pairs import ImagePair
-from .sides import ReportedSide, Subject
-from .tables import Cell, Figure, Judge, ReportTable
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from ...data.errors import UsageError
+from ...data.files import write_json, write_text
+from ...profiling.report.page import image_tag, page
+from ...profiling.report.table import markdown_text
+from ..sets.generate import ImageItem, flat_settings, read_manifest
+from ..sets.image_sets import require_same_prompts
+from .gather import ReportedSide, Subject, find_results, gather
+from .tables import Figure, Judge, ReportTable, tables_of
 
 REPORT_KIND = "psctl-eval-report"
 VERSION = 1
 TITLE = "Image quality"
-_CSS = """
-sup { color: var(--muted); font-size: 11px; }
-thead th { white-space: normal; vertical-align: bottom; }
-th, td { padding: 8px 11px; }
-td small { display: block; color: var(--muted); white-space: nowrap; }
-.under { color: var(--muted); font-size: 13px; margin: 8px 2px 0; }
-.under code { color: var(--ink); overflow-wrap: anywhere; }
-p.under { margin: 4px 0 8px; }
-.under li { margin: 2px 0; }
-.pairs { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(340px, 100%), 1fr)); gap: 18px 16px; }
-.pairs figure { margin: 0; background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 10px;
-  box-shadow: var(--shadow); break-inside: avoid; }
-.pairs .two { display: grid; grid-template-columns: 1fr 1fr; gap: 8px; }
-.pairs .two div { aspect-ratio: 1; display: flex; align-items: center; justify-content: center; font-size: 13px;
-  color: var(--muted); text-align: center; }
-.pairs img { width: 100%; height: 100%; object-fit: contain; }
-.pairs .who { display: grid; grid-template-columns: 1fr 1fr; gap: 8px; color: var(--muted); font-size: 12px; }
-.pairs figcaption small { color: var(--muted); }
-"""
+_SUFFIXES = {"markdown": "md", "json": "json", "html": "html"}
+_TEMPLATES = Path(__file__).with_name("templates")
 _INTRO = (
-    "Each figure stands with its 95 % interval and N, the number of images or pairs behind it; a letter names its "
+    "Each figure comes with its 95 % interval and N, the number of images or pairs behind it; a letter names its "
     "judge. Original is plain diffusers; w/ Orig. is against its images, w/ G.T. against real ones (ground truth)."
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was written.
+
+    Attributes:
+        tables: the three tables.
+        content: of `report.json`.
+        files: paths by format: markdown, json, html.
+    """
+
+    tables: list[ReportTable]
+    content: dict[str, Any]
+    files: dict[str, Path]
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePair:
+    """The same prompt and seed drawn in two ways.
+
+    Attributes:
+        item: what both show.
+        original, ours: files.
+        figures: distances between the two, by metric.
+        is_extreme: shown because it differs most.
+    """
+
+    item: ImageItem
+    original: Path
+    ours: Path
+    figures: dict[str, float]
+    is_extreme: bool = False
+
+    @property
+    def facts(self) -> str:
+        """Size, seed and figures, for people."""
+        units = {"psnr": " dB"}
+        figures = (f"{name.upper()} {value:.3g}{units.get(name, '')}" for name, value in self.figures.items())
+        known = f"{self.item.width}x{self.item.height}, seed {self.item.seed}"
+        return "; ".join(filter(None, (known, ", ".join(figures))))
+
+
+def write_quality_report(
+    paths: Sequence[Path],
+    output_dir: Path,
+    *,
+    workspace_root: Path,
+    num_pairs: int = 12,
+    on_warning: Callable[[str], None] = lambda message: None,
+    start_phase: Callable[[str, int], Callable[[int], None]] = lambda what, total: lambda count: None,
+) -> Report:
+    """Write `report.md`, `report.json` and `report.html`.
+
+    Args:
+        paths: results of `psctl eval` and `psctl eval compare`; none for all of the workspace.
+        output_dir: where the files go; made if it does not exist.
+        workspace_root: of the workspace.
+        num_pairs: image pairs of each of our sides.
+        on_warning: called with what a reader must know; the report says it, too.
+        start_phase: shows progress.
+
+    Raises:
+        UsageError: as `gather`, or there are no results, or none of the patch engine.
+        OSError: a file cannot be written.
+    """
+    warnings: list[str] = []
+
+    def warn(message: str) -> None:
+        warnings.append(message)
+        on_warning(message)
+
+    found = list(paths) or find_results(workspace_root)
+    if not found:
+        raise UsageError(
+            f"{workspace_root}: holds no results; make some with psctl eval compare --model MODEL, or name result files"
+        )
+    subjects = gather(found, on_warning=warn, is_strict=bool(paths))
+    if not subjects:
+        raise UsageError(f"{workspace_root}: none of its {len(found)} results can be reported")
+    tables = tables_of(subjects)
+    sections = [
+        (f"{side.label}, {subject}", *choose_pairs(subject, side, num_pairs))
+        for subject in subjects
+        for side in subject.ours
+    ]
+    files = {
+        kind: output_dir / f"report.{end}" for kind, end in (("markdown", "md"), ("json", "json"), ("html", "html"))
+    }
+    content = to_json(subjects, tables, warnings)
+    write_json(files["json"], content)
+    advance = start_phase("image pairs", sum(len(pairs) for _, pairs, _ in sections))
+
+    def counted(pairs: Sequence[ImagePair]) -> Iterator[ImagePair]:
+        for pair in pairs:
+            yield pair
+            advance(1)
+
+    marks = letters(tables)
+    shown = {
+        "title": TITLE,
+        "intro": _INTRO,
+        "subjects": subjects,
+        "warnings": warnings,
+        "tables": tables,
+        "marks": marks,
+        "notes": lambda table: _notes(table, marks),
+        "sections": sections,
+        "drawn": list(_how_drawn(subjects)),
+        "counted": counted,
+        "image": image_tag,
+    }
+    write_text(files["markdown"], _environment(is_html=False).get_template("report.md").render(shown))
+    body = _environment(is_html=True).get_template("report.html").render(shown)
+    css = (_TEMPLATES / "report.css").read_text(encoding="utf-8")
+    write_text(files["html"], page(TITLE, [body], css=css))
+    return Report(tables, content, files)
+
+
+def choose_pairs(subject: Subject, side: ReportedSide, num_pairs: int) -> tuple[list[ImagePair], str | None]:
+    """Pick pairs of a side and its original.
+
+    Of `num_pairs`, two thirds are spread evenly over the prompts, so that nobody has picked them; the others are those
+    that differ most, by LPIPS or else PSNR, if that was measured and they are not among the first.
+
+    Returns:
+        The pairs, and why there are none if there are none.
+    """
+    original = subject.original
+    if original is None:
+        return [], "the original was not measured"
+    if num_pairs == 0:
+        return [], None
+    if original.images is None or side.images is None:
+        who = "the original's" if original.images is None else "its"
+        return [], f"{who} images are not where they were drawn"
+    try:
+        manifests = read_manifest(original.images), read_manifest(side.images)
+        require_same_prompts(*manifests)
+    except UsageError as error:
+        return [], str(error)
+    items = manifests[0].items
+    extremes = _most_different(side)[: num_pairs // 3]
+    num_spread = min(num_pairs - len(extremes), len(items))
+    spread = [items[i * len(items) // num_spread] for i in range(num_spread)]
+    by_id = {item.id: item for item in items}
+    chosen = dict.fromkeys([*spread, *(by_id[name] for name in extremes if name in by_id)])
+    return [
+        ImagePair(
+            item,
+            original.images / item.file,
+            side.images / item.file,
+            {name: values[item.id] for name, values in side.per_image.items() if item.id in values},
+            item.id in extremes,
+        )
+        for item in chosen
+    ], None
+
+
+def _most_different(side: ReportedSide) -> list[str]:
+    for name, is_larger_worse in (("lpips", True), ("psnr", False)):
+        if values := side.per_image.get(name):
+            return sorted(values, key=lambda key: values[key], reverse=is_larger_worse)
+    return []
+
+
 def to_json(subjects: Sequence[Subject], tables: Sequence[ReportTable], warnings: Sequence[str]) -> dict[str, Any]:
     """Everything that the tables show, and how the images were drawn, as JSON."""
+    shown = ("label", "settings", "cache_use", "sources")
     return {
         "kind": REPORT_KIND,
         "version": VERSION,
-        "tables": {table.key: _table_json(table) for table in tables},
+        "tables": {
+            table.key: {
+                "title": table.title,
+                "columns": table.columns,
+                "rows": [
+                    {name: asdict(cell) if isinstance(cell, Figure) else cell for name, cell in row.items()}
+                    for row in table.rows
+                ],
+                "missing": [{"what": what, "command": command} for command, what in table.missing.items()],
+            }
+            for table in tables
+        },
         "subjects": [
             {
                 "model": subject.model,
                 "dataset": subject.dataset,
-                "sides": [
-                    {
-                        "label": side.label,
-                        "settings": side.settings,
-                        "cache_use": side.cache_use,
-                        "sources": side.sources,
-                    }
-                    for side in subject.sides
-                ],
+                "sides": [{name: getattr(side, name) for name in shown} for side in subject.sides],
             }
             for subject in subjects
         ],
         "warnings": list(warnings),
-    }
-
-
-def _table_json(table: ReportTable) -> dict[str, Any]:
-    def cell(value: Cell) -> Any:
-        if isinstance(value, Figure):
-            return asdict(value)
-        return value if isinstance(value, str) else None
-
-    return {
-        "title": table.title,
-        "columns": table.columns,
-        "rows": [{name: cell(value) for name, value in row.items()} for row in table.rows],
-        "missing": [{"what": what, "command": command} for command, what in table.missing.items()],
     }
 
 
@@ -89,167 +234,39 @@ def _letter(number: int) -> str:
     return (_letter(number // 26 - 1) if number >= 26 else "") + chr(ord("a") + number % 26)
 
 
-def to_markdown(subjects: Sequence[Subject], tables: Sequence[ReportTable], warnings: Sequence[str]) -> str:
-    """The tables as GitHub shows them."""
-    marks = letters(tables)
-    lines = [f"# {TITLE}", "", _INTRO, ""]
-    for table in tables:
-        lines += [f"## {table.title}", "", _for_markdown(table.about), ""]
-        lines.append("| " + " | ".join(map(_for_markdown, table.columns.values())) + " |")
-        lines.append("|" + "|".join(" --: " if _is_numeric(table, name) else " --- " for name in table.columns) + "|")
-        lines += [
-            "| " + " | ".join(_markdown_cell(row.get(name, ""), marks) for name in table.columns) + " |"
-            for row in table.rows
-        ]
-        lines.append("")
-        lines += [f"- {line}" for line in _notes(table, marks, _for_markdown, lambda text: f"`{text}`")]
-        lines.append("")
-    if warnings:
-        lines += ["## Warnings", "", *(f"- {_for_markdown(warning)}" for warning in warnings), ""]
-    lines += ["## How the images were drawn", "", *(f"- {_for_markdown(line)}" for line in _sources(subjects)), ""]
-    return "\n".join(lines)
-
-
-def _markdown_cell(cell: Cell, marks: Mapping[Judge, str]) -> str:
-    if isinstance(cell, str):
-        return _for_markdown(cell)
-    if not isinstance(cell, Figure):
-        return DASH
-    mark = "" if cell.judge is None else f"<sup>{marks[cell.judge]}</sup>"
-    return f"**{cell.text}**{mark}" + "".join(f"<br>{line}" for line in _below(cell))
-
-
-def _for_markdown(text: str) -> str:
-    for sign in ("\\", "|", "<", "*", "_", "`", "["):
-        text = text.replace(sign, "\\" + sign)
-    return " ".join(text.split())
-
-
-def to_html(
-    subjects: Sequence[Subject],
-    tables: Sequence[ReportTable],
-    warnings: Sequence[str],
-    pairs: Sequence[tuple[Subject, ReportedSide, Sequence[ImagePair], str | None]],
-    *,
-    on_pair: Callable[[], None] = lambda: None,
-) -> str:
-    """The report as one page.
-
-    Args:
-        subjects, tables, warnings: what it says.
-        pairs: of each of our sides the pairs to show, and why there are none.
-        on_pair: called after each pair that was read.
-    """
-    marks = letters(tables)
-    about = " · ".join(f"{subject.model} on {subject.dataset}" for subject in subjects)
-    parts = [f"<header><h1>{escape(TITLE)}</h1><p>{escape(about)}</p></header>"]
-    parts += [f'<p class="note">{escape(warning)}</p>' for warning in warnings]
-    parts.append(f'<p class="under">{escape(_INTRO)}</p>')
-    parts += [_html_table(table, marks) for table in tables]
-    parts += [_html_pairs(*each, on_pair) for each in pairs]
-    parts.append("<h2>How the images were drawn</h2>")
-    parts.append(f'<ul class="under">{"".join(f"<li>{escape(line)}</li>" for line in _sources(subjects))}</ul>')
-    parts.append("<footer>Made by psctl.</footer>")
-    return page(TITLE, parts, css=_CSS)
-
-
-def _html_table(table: ReportTable, marks: Mapping[Judge, str]) -> str:
-    head = "".join(
-        f"<th{' class=number' if _is_numeric(table, name) else ''}>{escape(title)}</th>"
-        for name, title in table.columns.items()
-    )
-    body = "".join(
-        f"<tr>{''.join(_html_cell(row.get(name, ''), _is_numeric(table, name), marks) for name in table.columns)}</tr>"
-        for row in table.rows
-    )
-    notes = "".join(
-        f"<li>{line}</li>" for line in _notes(table, marks, escape, lambda text: f"<code>{escape(text)}</code>")
-    )
-    return (
-        f'<h2>{escape(table.title)}</h2><p class="under">{escape(table.about)}</p>'
-        f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-        f'<ul class="under">{notes}</ul>'
-    )
-
-
-def _html_cell(cell: Cell, is_numeric: bool, marks: Mapping[Judge, str]) -> str:
-    start = '<td class="number">' if is_numeric else "<td>"
-    if isinstance(cell, str):
-        return f"{start}{escape(cell)}</td>"
-    if not isinstance(cell, Figure):
-        return f"{start}{DASH}</td>"
-    mark = "" if cell.judge is None else f"<sup>{marks[cell.judge]}</sup>"
-    below = "".join(f"<small>{escape(line)}</small>" for line in _below(cell))
-    return f"{start}<b>{escape(cell.text)}</b>{mark}{below}</td>"
-
-
-def _html_pairs(
-    subject: Subject, side: ReportedSide, pairs: Sequence[ImagePair], reason: str | None, on_pair: Callable[[], None]
-) -> str:
-    title = f"{side.label}, {subject.model} on {subject.dataset}"
-    if reason is not None:
-        return f'<h2>{escape(title)}</h2><p class="under">No pictures: {escape(reason)}.</p>'
-    figures = []
-    for pair in pairs:
-        figures.append(_html_pair(pair))
-        on_pair()
-    if not figures:
-        return ""
-    return (
-        f"<h2>{escape(title)} <small>{len(figures)} pairs: spread over all prompts, and those that differ most"
-        f'</small></h2><section class="pairs">{"".join(figures)}</section>'
-    )
-
-
-def _html_pair(pair: ImagePair) -> str:
-    item = pair.item
-    units = {"psnr": " dB"}
-    figures = ", ".join(f"{name.upper()} {value:.3g}{units.get(name, '')}" for name, value in pair.figures.items())
-    facts = f"{item.width}x{item.height}, seed {item.seed}" + (f"; {figures}" if figures else "")
-    extreme = "differs most; " if pair.is_extreme else ""
-    return (
-        '<figure><div class="who"><span>original</span><span>ours</span></div><div class="two">'
-        f"<div>{image_tag(pair.original, 'original')}</div><div>{image_tag(pair.ours, 'ours')}</div></div>"
-        f"<figcaption>{escape(item.prompt)}<br><small>{extreme}{escape(facts)}</small></figcaption></figure>"
-    )
-
-
-def _below(figure: Figure) -> Iterator[str]:
-    if figure.interval:
-        yield figure.interval
-    yield f"N {figure.n}"
-
-
-def _notes(
-    table: ReportTable, marks: Mapping[Judge, str], text: Callable[[str], str], code: Callable[[str], str]
-) -> Iterator[str]:
-    """Lines under a table: judges, real images, and what is missing with the command that measures it."""
+def _notes(table: ReportTable, marks: Mapping[Judge, str]) -> Iterator[tuple[str, str]]:
+    """Lines under a table, each with a command or "": judges, real images, and what is missing."""
     for judge in table.judges:
-        yield text(f"{marks[judge]}: {judge.name}, weights SHA-256 {judge.weights_sha256[:16]}")
+        yield f"{marks[judge]}: {judge.name}, weights SHA-256 {judge.weights_sha256[:16]}", ""
     if table.references:
-        yield text(f"G.T.: {'; '.join(table.references)}")
-    for what, command in table.not_measured:
-        yield f"{text(what)} {code(command)}"
+        yield f"G.T.: {'; '.join(table.references)}", ""
+    yield from table.not_measured
 
 
-def _is_numeric(table: ReportTable, name: str) -> bool:
-    return not any(isinstance(row.get(name), str) for row in table.rows)
-
-
-def _sources(subjects: Sequence[Subject]) -> Iterator[str]:
+def _how_drawn(subjects: Sequence[Subject]) -> Iterator[str]:
     for subject in subjects:
         for side in subject.sides:
-            shown = {
-                name: value
-                for name, value in flat_settings(side.settings).items()
-                if value is not None and name not in ("model", "dataset", "generated", "reference")
-            }
-            if shown.get("cache.mode", "off") == "off":
-                shown = {name: value for name, value in shown.items() if not name.startswith("cache.")}
+            flat = flat_settings(side.settings)
+            hidden = ("model", "dataset", "generated", "reference")
+            if flat.get("cache.mode", "off") == "off":
+                hidden += tuple(name for name in flat if name.startswith("cache."))
+            shown = {name: value for name, value in flat.items() if value is not None and name not in hidden}
             settings = ", ".join(f"{name} {_plain(value)}" for name, value in shown.items())
-            files = ", ".join(side.sources)
-            yield f"{side.label}, {subject.model} on {subject.dataset}: {settings}; read from {files}"
+            yield f"{side.label}, {subject}: {settings}; read from {', '.join(side.sources)}"
 
 
 def _plain(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _environment(*, is_html: bool) -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=is_html,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters["md"] = markdown_text
+    return environment

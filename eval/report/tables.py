@@ -2,14 +2,34 @@
 DistriFusion's table 1 has it. What was not measured is a dash, with the command that measures it under the table.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+from ...profiling.report.page import DASH
+from ...profiling.report.table import Cell, Table
+from ...serving.engine.stepper import PATCH_OPTIONS
 from ..compare.comparison import FID_TO_FIRST
-from ..compare.paired import PairedResult
 from ..results import MetricResult
-from .commands import measuring_command
-from .sides import ORIGINAL, OURS, ReportedSide, Subject
+from .gather import ORIGINAL, OURS, ReportedSide, Subject
+
+_UP, _DOWN = "\N{UPWARDS ARROW}", "\N{DOWNWARDS ARROW}"  # whether more or less is better
+_COMPARED = {
+    "model": "model",
+    "dataset": "data set",
+    "method": "method",
+    "original": ORIGINAL.lower(),
+    "ours": "ours",
+    "difference": "ours - original",
+}
+_QUALITY = {
+    "psnr_original": ("PSNR w/ Orig.", _UP),
+    "lpips_original": ("LPIPS w/ Orig.", _DOWN),
+    "lpips_truth": ("LPIPS w/ G.T.", _DOWN),
+    "fid_original": ("FID w/ Orig.", _DOWN),
+    "fid_truth": ("FID w/ G.T.", _DOWN),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,31 +65,11 @@ class Figure:
     source: str = ""
     is_difference: bool = False
 
-    @property
-    def text(self) -> str:
-        """The number with its unit."""
-        if self.unit == "%":
-            return f"{100 * self.value:.1f} %"
-        return f"{self.value:{'+' if self.is_difference else ''}.4g} {self.unit}".strip()
-
-    @property
-    def interval(self) -> str:
-        """Its interval, or "" where there is none."""
-        return "" if self.low is None or self.high is None else f"{self.low:.4g} to {self.high:.4g}"
-
-
-@dataclass(frozen=True, slots=True)
-class Missing:
-    """A cell without a figure.
-
-    Attributes:
-        is_by_nature: there is nothing to measure, such as the original against itself.
-    """
-
-    is_by_nature: bool = False
-
-
-Cell = str | Figure | Missing
+    def to_cell(self, mark: str) -> Cell:
+        """The number with its unit, above its interval and N."""
+        text = f"{self.value:{'+' if self.is_difference else ''}.4g} {self.unit}".strip()
+        interval = () if self.low is None or self.high is None else (f"{self.low:.4g} to {self.high:.4g}",)
+        return Cell(f"{100 * self.value:.1f} %" if self.unit == "%" else text, mark, (*interval, f"N {self.n}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class ReportTable:
         title: its heading.
         about: what it shows, in a sentence or two.
         columns: headings by name.
-        rows: cells by the name of the column; a column without a cell is empty.
+        rows: by the name of the column a text, a figure, or None where there is none.
         missing: for each command that measures what is missing, what that is.
     """
 
@@ -89,20 +89,23 @@ class ReportTable:
     title: str
     about: str
     columns: dict[str, str]
-    rows: list[dict[str, Cell]]
-    missing: dict[str, list[str]]
+    rows: list[dict[str, str | Figure | None]] = field(default_factory=list)
+    missing: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def figures(self) -> list[Figure]:
+        """In their order."""
+        return [cell for row in self.rows for cell in row.values() if isinstance(cell, Figure)]
 
     @property
     def judges(self) -> list[Judge]:
         """Of the figures, in their order."""
-        figures = [cell for row in self.rows for cell in row.values() if isinstance(cell, Figure)]
-        return list(dict.fromkeys(figure.judge for figure in figures if figure.judge is not None))
+        return list(dict.fromkeys(figure.judge for figure in self.figures if figure.judge is not None))
 
     @property
     def references(self) -> list[str]:
         """Real images that figures were measured against."""
-        figures = [cell for row in self.rows for cell in row.values() if isinstance(cell, Figure)]
-        return list(dict.fromkeys(figure.reference for figure in figures if figure.reference is not None))
+        return list(dict.fromkeys(figure.reference for figure in self.figures if figure.reference is not None))
 
     @property
     def not_measured(self) -> list[tuple[str, str]]:
@@ -112,134 +115,112 @@ class ReportTable:
             for command, what in self.missing.items()
         ]
 
+    def to_table(self, marks: Mapping[Judge, str] | None = None, *, title: str = "") -> Table:
+        """The table as people see it, with the letters of the judges if there are any."""
+
+        def cell(value: str | Figure | None) -> str | Cell:
+            if not isinstance(value, Figure):
+                return value or DASH
+            return value.to_cell("" if marks is None or value.judge is None else marks[value.judge])
+
+        num_words = sum(any(isinstance(row[name], str) for row in self.rows) for name in self.columns)
+        rows = [[cell(row[name]) for name in self.columns] for row in self.rows]
+        return Table(title, list(self.columns.values()), rows, num_words)
+
 
 def tables_of(subjects: Sequence[Subject]) -> list[ReportTable]:
     """The three tables."""
-    return [
-        _original_against_ours(
-            subjects,
-            "clip_score",
-            "CLIP score \N{UPWARDS ARROW}",
-            "How well images fit their prompts: PatchedServe's table 1.",
-            "CLIP score",
-            is_clip=True,
-        ),
-        _original_against_ours(
-            subjects,
-            "fid",
-            "FID to real images \N{DOWNWARDS ARROW}",
-            "How far the images as a set are from real ones: PatchedServe's table 2.",
-            "FID w/ G.T.",
-            is_clip=False,
-        ),
-        _quality(subjects),
-    ]
-
-
-def _original_against_ours(
-    subjects: Sequence[Subject], key: str, title: str, about: str, what: str, *, is_clip: bool
-) -> ReportTable:
-    columns = {
-        "model": "model",
-        "dataset": "data set",
-        "method": "method",
-        "original": ORIGINAL.lower(),
-        "ours": "ours",
-        "difference": "ours - original",
-    }
-    rows: list[dict[str, Cell]] = []
-    missing: dict[str, list[str]] = {}
+    clip = ReportTable(
+        "clip_score",
+        f"CLIP score {_UP}",
+        "How well images fit their prompts: PatchedServe's table 1.",
+        _COMPARED,
+    )
+    fid = ReportTable(
+        "fid",
+        f"FID to real images {_DOWN}",
+        "How far the images as a set are from real ones: PatchedServe's table 2.",
+        _COMPARED,
+    )
     for subject in subjects:
-        names = sorted({name for side in subject.sides for name in side.metrics if name.startswith("clip[")})
-        for name in (names or ["clip[]"]) if is_clip else ["fid"]:
-            for side in subject.ours or [None]:
-                row: dict[str, Cell] = {
-                    "model": subject.model,
-                    "dataset": subject.dataset,
-                    "method": OURS if side is None else side.label,
-                    "original": _figure(subject.original, name),
-                    "ours": _figure(side, name),
-                    "difference": Missing() if side is None else _difference(side, name),
-                }
-                rows.append(row)
-                for where, who in (("original", ORIGINAL), ("ours", row["method"])):
-                    if isinstance(row[where], Missing):
-                        missing.setdefault(measuring_command(subject, side), []).append(
-                            f"{what} of {_who(subject, str(who))}"
-                        )
-                if isinstance(row["difference"], Missing) and not any(
-                    isinstance(row[where], Missing) for where in ("original", "ours")
-                ):
-                    missing.setdefault(measuring_command(subject, side), []).append(
-                        f"paired difference in {what} of {_who(subject, str(row['method']))}"
-                    )
-    return ReportTable(key, title, about, columns, rows, missing)
+        judged = sorted({name for side in subject.sides for name in side.metrics if name.startswith("clip[")})
+        _set_against(clip, subject, judged or ["clip[]"], "CLIP score")
+        _set_against(fid, subject, ["fid"], "FID w/ G.T.")
+    return [clip, fid, _quality(subjects)]
 
 
-_QUALITY = {
-    "psnr_original": "PSNR w/ Orig.",
-    "lpips_original": "LPIPS w/ Orig.",
-    "lpips_truth": "LPIPS w/ G.T.",
-    "fid_original": "FID w/ Orig.",
-    "fid_truth": "FID w/ G.T.",
-}
-# Whether more or less is better.
-_ARROWS = {"psnr": "\N{UPWARDS ARROW}", "lpips": "\N{DOWNWARDS ARROW}", "fid": "\N{DOWNWARDS ARROW}"}
+def _set_against(table: ReportTable, subject: Subject, metrics: Iterable[str], what: str) -> None:
+    """Add rows with a metric of the original and of each of ours, and the difference pair by pair."""
+    for name in metrics:
+        for side in subject.ours or [None]:
+            label = OURS if side is None else side.label
+            original, ours = _figure(subject.original, name), _figure(side, name)
+            difference = _difference(side, name)
+            table.rows.append(
+                {"model": subject.model, "dataset": subject.dataset, "method": label}
+                | {"original": original, "ours": ours, "difference": difference}
+            )
+            lacking = [f"{what} of {who}" for figure, who in ((original, ORIGINAL), (ours, label)) if figure is None]
+            if not lacking and difference is None:
+                lacking = [f"paired difference in {what} of {label}"]
+            _note_missing(table, subject, side, lacking)
 
 
 def _quality(subjects: Sequence[Subject]) -> ReportTable:
-    columns = {"model": "model", "dataset": "data set", "steps": "steps", "method": "method"}
-    columns |= {name: f"{title} {_ARROWS[name.split('_')[0]]}" for name, title in _QUALITY.items()}
-    columns["saved"] = "computation saved"
-    rows: list[dict[str, Cell]] = []
-    missing: dict[str, list[str]] = {}
+    table = ReportTable(
+        "quality",
+        "PSNR, LPIPS and FID",
+        "How far the images are from those of plain diffusers (w/ Orig.) and from real ones (w/ G.T.): the quality "
+        "columns of DistriFusion's table 1.",
+        {"model": "model", "dataset": "data set", "steps": "steps", "method": "method"}
+        | {name: " ".join(heading) for name, heading in _QUALITY.items()}
+        | {"saved": "computation saved"},
+    )
     for subject in subjects:
         for side in [subject.original, *(subject.ours or [None])]:
             is_original = side is subject.original
             label = ORIGINAL if is_original else OURS if side is None else side.label
-            steps = subject.sides[0].settings.get("num_inference_steps")
-            own: Cell = Missing(is_by_nature=True)
-            row: dict[str, Cell] = {
-                "model": subject.model,
-                "dataset": subject.dataset,
-                "steps": str(steps),
-                "method": label,
-                # Against itself the original has nothing to show.
-                "psnr_original": own if is_original else _figure(side, "psnr", to_original=True),
-                "lpips_original": own if is_original else _figure(side, "lpips", to_original=True),
+            figures = {
+                "psnr_original": _figure(side, "psnr", to_original=True),
+                "lpips_original": _figure(side, "lpips", to_original=True),
                 "lpips_truth": _figure(side, "lpips"),
-                "fid_original": own if is_original else _figure(side, FID_TO_FIRST, to_original=True),
+                "fid_original": _figure(side, FID_TO_FIRST, to_original=True),
                 "fid_truth": _figure(side, "fid"),
-                "saved": _saved(side),
             }
-            rows.append(row)
-            wanted = [_QUALITY[name] for name in _QUALITY if row[name] == Missing()]
-            if wanted:
-                partner = (subject.ours or [None])[0] if is_original else side
-                text = f"{', '.join(wanted)} of {_who(subject, label)}"
-                missing.setdefault(measuring_command(subject, partner), []).append(text)
-    about = (
-        "How far the images are from those of plain diffusers (w/ Orig.) and from real ones (w/ G.T.): the quality "
-        "columns of DistriFusion's table 1."
-    )
-    return ReportTable("quality", "PSNR, LPIPS and FID", about, columns, rows, missing)
+            steps = str(subject.sides[0].settings.get("num_inference_steps"))
+            table.rows.append(
+                {"model": subject.model, "dataset": subject.dataset, "steps": steps, "method": label}
+                | figures
+                | {"saved": _saved(side)}
+            )
+            # Against itself the original has nothing to show.
+            lacking = [
+                _QUALITY[name][0]
+                for name, figure in figures.items()
+                if figure is None and not (is_original and name.endswith("_original"))
+            ]
+            partner = next(iter(subject.ours), None) if is_original else side
+            _note_missing(table, subject, partner, [f"{', '.join(lacking)} of {label}"] if lacking else [])
+    return table
 
 
-def _saved(side: ReportedSide | None) -> Cell:
+def _note_missing(table: ReportTable, subject: Subject, side: ReportedSide | None, lacking: Iterable[str]) -> None:
+    for what in lacking:
+        table.missing.setdefault(measuring_command(subject, side), []).append(f"{what}, {subject}")
+
+
+def _saved(side: ReportedSide | None) -> Figure | None:
     if side is None or side.cache_use is None:
-        return Missing(is_by_nature=True)
-    return Figure(
-        side.cache_use["saved_computation"], None, None, side.cache_use["num_images"], "%", source=side.sources[0]
-    )
+        return None
+    use = side.cache_use
+    return Figure(use["saved_computation"], None, None, use["num_images"], "%", source=side.sources[0])
 
 
-def _figure(side: ReportedSide | None, name: str, *, to_original: bool = False) -> Cell:
-    if side is None:
-        return Missing()
-    metric = (side.to_original if to_original else side.metrics).get(name)
-    if metric is None:
-        return Missing()
-    reference = metric.details.get("reference") if not to_original else None
+def _figure(side: ReportedSide | None, name: str, *, to_original: bool = False) -> Figure | None:
+    metric = None if side is None else (side.to_original if to_original else side.metrics).get(name)
+    if side is None or metric is None:
+        return None
+    reference = None if to_original else metric.details.get("reference")
     return Figure(
         metric.value,
         metric.low,
@@ -252,11 +233,11 @@ def _figure(side: ReportedSide | None, name: str, *, to_original: bool = False) 
     )
 
 
-def _difference(side: ReportedSide, name: str) -> Cell:
-    each: PairedResult | None = side.differences.get(name)
-    if each is None:
-        return Missing()
-    judge = None if name not in side.metrics else judge_of(side.metrics[name])
+def _difference(side: ReportedSide | None, name: str) -> Figure | None:
+    each = None if side is None else side.differences.get(name)
+    if side is None or each is None:
+        return None
+    judge = judge_of(side.metrics[name]) if name in side.metrics else None
     return Figure(each.difference, each.low, each.high, each.n, "", judge, source=side.sources[-1], is_difference=True)
 
 
@@ -272,5 +253,38 @@ def judge_of(metric: MetricResult) -> Judge | None:
     return Judge(kind if weights is None else f"{kind} ({weights})", str(checksum))
 
 
-def _who(subject: Subject, label: str) -> str:
-    return f"{label}, {subject.model} on {subject.dataset}"
+def measuring_command(subject: Subject, ours: ReportedSide | None) -> str:
+    """The command that measures everything of the original and one of ours; what is drawn is not drawn again."""
+    original = subject.original
+    reference = ["--reference", "DIR"] if subject.dataset.startswith("captions:") else []
+    if original is not None and ours is not None and original.images is not None and ours.images is not None:
+        words = [str(original.images), str(ours.images), "--metrics", "all", *reference]
+    else:
+        words = [*_drawing_words((ours or original or subject.sides[0]).settings), *reference]
+    return shlex.join(["psctl", "eval", "compare", *words])
+
+
+def _drawing_words(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Options that draw the same prompts again, where images are already there with them."""
+    for name in ("model", "dataset", "num_prompts", "seed", "num_inference_steps", "guidance_scale", "policy", "dtype"):
+        if settings.get(name) is not None:
+            yield from (f"--{name.replace('_', '-')}", str(settings[name]))
+    if settings.get("resolutions"):
+        yield from ("--resolutions", ",".join(settings["resolutions"]))
+    for name in PATCH_OPTIONS:
+        if settings.get(name) is True:
+            yield f"--{name.replace('_', '-')}"
+        elif settings.get(name) not in (None, False, "auto"):
+            yield from (f"--{name.replace('_', '-')}", str(settings[name]))
+    cache = settings.get("cache")
+    if not isinstance(cache, Mapping) or cache.get("mode", "off") == "off":
+        return
+    yield from ("--cache", cache["mode"])
+    names = {"patch_size": "--cache-patch-size", "interval": "--cache-interval", "max_reuse": "--max-reuse"}
+    for name, flag in (names | {"warmup_steps": "--warmup-steps", "memory_mb": "--cache-memory"}).items():
+        yield from (flag, str(cache[name]))
+    yield from ("--max-batch-size", str(settings.get("max_batch_size", 16)))
+    if cache.get("threshold") is not None:
+        yield from ("--cache-threshold", str(cache["threshold"]))
+    elif cache.get("predictor") is not None:
+        yield from ("--cache-predictor", "FILE")

@@ -1,4 +1,4 @@
-"""Sets of generated images: drawn by the engine as it serves, saved one by one, and gone on with where they stopped.
+"""Sets of generated images: drawn by the engine as it serves, saved one by one, continued where they stopped.
 
 A set is a folder of `000.png`, `001.png`, ... and `manifest.json`, which says of each image its prompt, seed and size,
 and of all how they were drawn. Only what is missing is drawn; other settings need another folder, because a set whose
@@ -17,8 +17,8 @@ from ...data.errors import RunError, UsageError
 from ...data.files import require_folder, write_json
 from ...data.requests import MAX_SEED, Request
 from ...data.resolution import Resolution
-from ..cache.use import CacheMeter
 from ..result_files import read_json
+from .cache_use import CacheMeter
 
 if TYPE_CHECKING:
     from ...serving.models.served import ServedModel
@@ -89,7 +89,7 @@ def make_items(
     """Items for (id, prompt) pairs: seeds counted from `seed`, resolutions in turn.
 
     Raises:
-        UsageError: there is no pair or resolution, an id stands twice, or the seeds become too large.
+        UsageError: there is no pair or resolution, an id occurs twice, or the seeds become too large.
     """
     if not pairs or not resolutions:
         raise UsageError(f"{len(pairs)} prompts and {len(resolutions)} resolutions given, but at least 1 is needed")
@@ -121,7 +121,7 @@ def generation_settings(
 
     Args:
         model: the loaded model.
-        policy: who joins the batch and when.
+        policy: which requests join the batch, and when.
         num_inference_steps, guidance_scale: of every request.
         more: whatever else decides them, such as the data set.
 
@@ -159,7 +159,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise UsageError(f"{folder}: holds no {MANIFEST_FILE}, so its prompts are not known")
     content = read_json(file)
     if content.get("kind") != MANIFEST_KIND or content.get("version") != VERSION:
-        raise UsageError(f"{file}: is no manifest of psctl, version {VERSION}")
+        raise UsageError(f"{file}: is not a manifest of psctl, version {VERSION}")
     try:
         manifest = Manifest(tuple(ImageItem(**each) for each in content["images"]), content["settings"])
     except (KeyError, TypeError) as error:
@@ -170,7 +170,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def open_set(folder: Path, manifest: Manifest) -> list[ImageItem]:
-    """Make the folder ready for a set, or go on with it; returns the items whose images are missing.
+    """Make the folder ready for a set, or continue it; returns the items whose images are missing.
 
     Raises:
         UsageError: the folder holds another set (the message says in what it differs), or other images.
@@ -286,7 +286,7 @@ def _require_same(folder: Path, found: Manifest, wanted: Manifest) -> None:
 def differing_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Settings that differ, by name: the values of both, None for one that is not there.
 
-    Those of the cache stand by themselves, as `cache.threshold`.
+    Those of the cache are named as `cache.threshold`.
     """
     one, other = flat_settings(first), flat_settings(second)
     names = sorted({*one, *other})

@@ -1,4 +1,4 @@
-"""What is measured: generated images and the references that they are held against, under the same ids."""
+"""What is measured: generated images, and the references that they are compared with, under the same ids."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,8 @@ from PIL import Image
 
 from ...data.datasets.folders import FolderPairs, ImageFolder
 from ...data.datasets.loading import fitted
-from ...data.datasets.sampling import Sample
+from ...data.datasets.registry import open_dataset
+from ...data.datasets.sampling import Sample, sample_pairs
 from ...data.errors import UsageError
 from ...data.resolution import Resolution
 from .generate import Manifest
@@ -40,8 +41,8 @@ def named_files(folder: ImageFolder, files: Mapping[str, str]) -> GivenImages:
 def fitted_sample(sample: Sample, sizes: Mapping[str, Resolution]) -> GivenImages:
     """Real images of a sample, each cut and scaled to the size of the generated one.
 
-    Metrics of pairs need equal sizes, and a set of small generated images would otherwise be told from a set of large
-    real ones by nothing but its blur.
+    Metrics of pairs need equal sizes, and a set of small generated images would otherwise differ from a set of large
+    real ones by its blur alone.
     """
     return GivenImages(
         sample.name,
@@ -60,6 +61,32 @@ def set_of(root: Path, manifest: Manifest) -> GivenImages:
     """
     folder = ImageFolder(root, tuple(item.file for item in manifest.items))
     return named_files(folder, {item.id: item.file for item in manifest.items})
+
+
+def ground_truth_of(manifest: Manifest, *, max_bad: int = 0, cache_dir: Path | None = None) -> GivenImages:
+    """Real images under the ids of a set, each cut and scaled to the size of the generated one.
+
+    Args:
+        manifest: of the set, drawn by `psctl eval`, which names the data set; its first seed is the sample's.
+        max_bad: how many entries of the data set may be bad, as when the set was drawn.
+        cache_dir: where samples are kept.
+
+    Raises:
+        UsageError: the set was drawn for no data set, the data set cannot be read or has captions only, or gives other
+            pairs now.
+    """
+    spec = manifest.settings.get("dataset")
+    if not isinstance(spec, str):
+        raise UsageError("fid compares with real images: give --reference DIR, or other --metrics")
+    items = manifest.items
+    sample = sample_pairs(open_dataset(spec), len(items), items[0].seed, max_bad=max_bad, cache_dir=cache_dir)
+    if not sample.has_images:
+        raise UsageError(f"{sample.name}: holds captions only; fid compares with real images: give --reference DIR")
+    if sample.ids != tuple(item.id for item in items):
+        raise UsageError(
+            f"{sample.name}: gives other pairs now than when the images were drawn; give --reference DIR, or draw again"
+        )
+    return fitted_sample(sample, {item.id: Resolution(item.width, item.height) for item in items})
 
 
 def sources_of_pairs(pairs: FolderPairs) -> tuple[GivenImages, GivenImages]:

@@ -1,12 +1,28 @@
 """A table of figures, written once and shown in the terminal, in HTML and in Markdown."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A cell that says more than one thing.
+
+    Attributes:
+        text: printed bold.
+        mark: raised after it, such as the letter of a footnote; the terminal leaves it out.
+        below: lines in small print.
+    """
+
+    text: str
+    mark: str = ""
+    below: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +39,7 @@ class Table:
 
     title: str
     columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    rows: Sequence[Sequence[str | Cell]]
     num_words: int = 1
     note: str = ""
 
@@ -37,15 +53,24 @@ class Table:
         for index, name in enumerate(self.columns):
             table.add_column(plain(name), justify="left" if index < self.num_words else "right")
         for row in self.rows:
-            table.add_row(*map(plain, row))
+            parts = ([cell] if isinstance(cell, str) else [cell.text, *cell.below] for cell in row)
+            table.add_row(*(plain("\n".join(lines)) for lines in parts))
         return table
 
     def to_html(self) -> str:
         """For a report page."""
         kinds = ["" if index < self.num_words else ' class="number"' for index in range(len(self.columns))]
 
-        def line(cells: Sequence[str], tag: str) -> str:
-            inside = (f"<{tag}{kind}>{escape(cell)}</{tag}>" for cell, kind in zip(cells, kinds, strict=True))
+        def inner(cell: str | Cell) -> str:
+            if isinstance(cell, str):
+                return escape(cell)
+            mark = f"<sup>{escape(cell.mark)}</sup>" if cell.mark else ""
+            return f"<b>{escape(cell.text)}</b>{mark}" + "".join(
+                f"<small>{escape(each)}</small>" for each in cell.below
+            )
+
+        def line(cells: Iterable[str | Cell], tag: str) -> str:
+            inside = (f"<{tag}{kind}>{inner(cell)}</{tag}>" for cell, kind in zip(cells, kinds, strict=True))
             return f"<tr>{''.join(inside)}</tr>"
 
         title = f"<caption>{escape(self.title)}</caption>" if self.title else ""
@@ -55,9 +80,21 @@ class Table:
 
     def to_markdown(self) -> str:
         """For documents and GitHub's summaries."""
+
+        def inner(cell: str | Cell) -> str:
+            if isinstance(cell, str):
+                return markdown_text(cell)
+            mark = f"<sup>{markdown_text(cell.mark)}</sup>" if cell.mark else ""
+            return "<br>".join([f"**{markdown_text(cell.text)}**{mark}", *map(markdown_text, cell.below)])
+
         rule = ["---" if index < self.num_words else "---:" for index in range(len(self.columns))]
-        cells = [list(self.columns), rule, *([cell.replace("|", "\\|") for cell in row] for row in self.rows)]
+        cells = [list(map(inner, self.columns)), rule, *(list(map(inner, row)) for row in self.rows)]
         lines = ["| " + " | ".join(row) + " |" for row in cells]
-        above = [f"**{self.title}**", ""] if self.title else []
-        below = ["", self.note] if self.note else []
+        above = [f"**{markdown_text(self.title)}**", ""] if self.title else []
+        below = ["", markdown_text(self.note)] if self.note else []
         return "\n".join([*above, *lines, *below])
+
+
+def markdown_text(text: str) -> str:
+    """Plain text as Markdown shows it unchanged, on one line."""
+    return re.sub(r"([\\|<*_`\[])", r"\\\1", " ".join(text.split()))

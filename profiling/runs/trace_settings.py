@@ -3,25 +3,15 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...data.errors import UsageError
-from ...data.prompts.captions import load_prompts
 from ...data.requests import Request
 from ...data.resolution import parse_list
-from ...data.traces.draws import parse_mix
-from ...data.traces.traces import (
-    TRACE_KINDS,
-    TraceConfig,
-    TraceDefaults,
-    TraceKind,
-    generate_trace,
-    limit_trace,
-    load_trace,
-    read_arrivals,
-    retime,
-)
 from ...serving.models.defaults import ModelDefaults
+
+if TYPE_CHECKING:
+    from ...data.traces.traces import TraceKind
 
 _DEFAULT_NUM_PROMPTS = 32
 _DEFAULT_GAMMA_CV = 2.0
@@ -92,6 +82,20 @@ def draw_requests(settings: TraceSettings, defaults: ModelDefaults) -> list[Requ
     Raises:
         UsageError: if a setting is out of its range or a file is malformed (file and line are named).
     """
+    # Here, because the command line reads the settings' defaults, and its help must not wait for numpy.
+    from ...data.prompts.captions import load_prompts
+    from ...data.traces.draws import parse_mix
+    from ...data.traces.traces import (
+        TRACE_KINDS,
+        TraceConfig,
+        TraceDefaults,
+        generate_trace,
+        limit_trace,
+        load_trace,
+        read_arrivals,
+        retime,
+    )
+
     resolutions = defaults.resolutions if settings.resolutions is None else parse_list(settings.resolutions)
     mix = None if settings.mix is None else parse_mix(settings.mix, resolutions)
     steps = defaults.num_inference_steps if settings.num_inference_steps is None else settings.num_inference_steps

@@ -118,7 +118,7 @@ def _mean_batch(result: SimulationResult) -> float | None:
 
 
 def read_calibrations(path: Path) -> dict[str, Calibration]:
-    """Read `calibration.json` of a sweep with `--engine both`: calibrations by engine.
+    """Read `calibration.json` of a sweep with `--on both`: calibrations by engine.
 
     Raises:
         UsageError: the file cannot be read or is damaged.

@@ -6,7 +6,7 @@ as it has ended, and a later call goes on from there. This module imports no tor
 
     sweep.json              what was measured, and the standalone latencies that SLOs are multiples of
     runs/ENGINE-POLICY-RATE-SEED.parquet   the requests of one finished run
-    calibration.json, tables/              what drives the simulator (`--engine both`)
+    calibration.json, tables/              what drives the simulator (`--on both`)
     result.json, *.png, report.html        the figures of all finished runs
 """
 
@@ -94,7 +94,7 @@ class SweepSettings:
         if any(get_system(name, is_simulated=True).spans_gpus for name in self.policies):
             speedup(Resolution(1024, 1024), self.num_gpus)
         if self.num_gpus > 1 and self.engine != "simulator":
-            raise UsageError(f"--gpus is {self.num_gpus}, but only --engine simulator serves on more than one")
+            raise UsageError(f"--gpus is {self.num_gpus}, but only --on simulator serves on more than one")
 
     @property
     def engines(self) -> tuple[EngineKind, ...]:

@@ -6,14 +6,13 @@ import re
 import shutil
 from collections.abc import Iterator
 from importlib import metadata
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...data.workspace import DEFAULT_WORKSPACE, Workspace
+from ...data.workspace import Workspace
 from ...profiling.measure.machine import cpu_info, cpu_name
-from ..options.common import Json, Quiet, WorkspaceRoot
+from ..options.target import WHERE, Target
 from ..output import Output
 
 if TYPE_CHECKING:
@@ -25,11 +24,7 @@ _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd",
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-def doctor(
-    workspace: WorkspaceRoot = Path(DEFAULT_WORKSPACE),
-    json: Json = False,
-    quiet: Quiet = False,
-) -> None:
+def doctor(*, target: Annotated[Target, WHERE.only("workspace")], out: Output) -> None:
     """Report versions, devices, number formats, extras, bundled models and the workspace.
 
     Exits with 1 if something that every command needs is broken: a required library or a bundled model.
@@ -39,9 +34,8 @@ def doctor(
         psctl doctor
         psctl doctor --json | jq .models
     """
-    out = Output(json=json, quiet=quiet)
     with out.status("Looking at libraries, devices and bundled models ..."):
-        report = examine(Workspace(workspace))
+        report = examine(target.root)
     out.data(report, table=lambda: _render(report))
     for problem in report["problems"]:
         out.warn(problem)

@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...data.workspace import DEFAULT_WORKSPACE, Workspace
-from ..options.common import Json, Quiet, WorkspaceRoot
+from ..options.flags import flag
+from ..options.target import WHERE, Target
 from ..output import Output
-from .eval import phases
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -19,6 +18,7 @@ _FOLDER = "eval-report"
 
 
 def eval_report(
+    *,
     results: Annotated[
         list[Path] | None,
         typer.Argument(
@@ -28,15 +28,11 @@ def eval_report(
         ),
     ] = None,
     output_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--output-dir", "-o", file_okay=False, help="Where it goes. Default: eval-report, in the workspace."
-        ),
+        Path | None, flag("--output-dir -o", "Where it goes. Default: eval-report, in the workspace.", file_okay=False)
     ] = None,
-    num_pairs: Annotated[int, typer.Option("--num-pairs", min=0, help="Image pairs of each configuration.")] = 12,
-    workspace: WorkspaceRoot = Path(DEFAULT_WORKSPACE),
-    json: Json = False,
-    quiet: Quiet = False,
+    num_pairs: Annotated[int, flag("--num-pairs", "Image pairs of each configuration.", min=0)] = 12,
+    target: Annotated[Target, WHERE.only("workspace")],
+    out: Output,
 ) -> None:
     """Report image quality: original against ours, in CLIP score, FID, LPIPS and PSNR, for each model and data set.
 
@@ -46,24 +42,20 @@ def eval_report(
     Examples:
 
         psctl eval compare --model emoji-xl && psctl eval report
-
         psctl eval report psctl-workspace/emoji-xl/cpu/runs/compare-20260131T094500Z -o quality
-
         psctl eval report xl-compare.json sd3-compare.json --json
     """
-    out = Output(json=json, quiet=quiet)
-    root = Workspace(workspace).root
-    target = root / _FOLDER if output_dir is None else output_dir.expanduser()
+    root = target.root.root
     with out.status("Reading results ..."):
-        from ...eval.report.run import write_quality_report
-    with phases(out) as start_phase:
+        from ...eval.report.render import write_quality_report
+    with out.phases() as start:
         report = write_quality_report(
-            [path.expanduser() for path in results or ()],
-            target,
+            results or [],
+            output_dir or root / _FOLDER,
             workspace_root=root,
             num_pairs=num_pairs,
             on_warning=out.warn,
-            start_phase=start_phase,
+            start_phase=start,
         )
     out.data(report.content | {"files": report.files}, table=lambda: _tables(report.tables))
     out.note(f"Report: {report.files['html']}")
@@ -71,27 +63,10 @@ def eval_report(
 
 def _tables(tables: "list[ReportTable]") -> "RenderableType":
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
-    from ...eval.report.tables import Figure
-
     parts: list[RenderableType] = []
-    for each in tables:
-        table = Table(title=each.title, title_justify="left")
-        for name, title in each.columns.items():
-            is_text = any(isinstance(row.get(name), str) for row in each.rows)
-            table.add_column(title, justify="left" if is_text else "right")
-        for row in each.rows:
-            cells = []
-            for name in each.columns:
-                cell = row.get(name, "")
-                if isinstance(cell, Figure):
-                    below = f"\n{cell.interval}" if cell.interval else ""
-                    cells.append(Text(f"{cell.text}{below}\nN {cell.n}"))
-                else:
-                    cells.append(Text(cell if isinstance(cell, str) else "-"))
-            table.add_row(*cells)
-        parts.append(table)
-        parts += [Text(f"{what} {command}") for what, command in each.not_measured]
+    for table in tables:
+        parts.append(table.to_table(title=table.title).to_rich())
+        parts += [Text(f"{what} {command}") for what, command in table.not_measured]
     return Group(*parts)

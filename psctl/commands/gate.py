@@ -8,34 +8,30 @@ import typer
 
 from ...data.errors import UsageError
 from ...data.files import require_places, write_text
-from ..options.common import Json, Quiet
+from ..options.flags import flag
 from ..output import Output
 
 EXIT_FAIL, EXIT_NOT_ENOUGH = 1, 3
 
 
 def gate(
+    *,
     gates: Annotated[Path, typer.Argument(metavar="GATES.toml", help="File of gates.", show_default=False)],
     results: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--results", "-r", help="Result file or run folder, instead of those in the file; may be repeated."
-        ),
+        flag("--results -r", "Result file or run folder, instead of those in the file; may be repeated."),
     ] = None,
     baseline: Annotated[
-        Path | None, typer.Option("--baseline", help="Stored figures for relative bounds, instead of the file's.")
+        Path | None, flag("--baseline", "Stored figures for relative bounds, instead of the file's.")
     ] = None,
     update_baseline: Annotated[
-        bool, typer.Option("--update-baseline", help="Store the figures of all gates as the new baseline first.")
+        bool, flag("--update-baseline", "Store the figures of all gates as the new baseline first.")
     ] = False,
-    junit: Annotated[
-        Path | None, typer.Option("--junit", help="Write the verdicts as JUnit XML.", dir_okay=False)
-    ] = None,
+    junit: Annotated[Path | None, flag("--junit", "Write the verdicts as JUnit XML.", dir_okay=False)] = None,
     markdown: Annotated[
-        Path | None, typer.Option("--markdown", help="Write the verdicts as a Markdown table.", dir_okay=False)
+        Path | None, flag("--markdown", "Write the verdicts as a Markdown table.", dir_okay=False)
     ] = None,
-    json: Json = False,
-    quiet: Quiet = False,
+    out: Output,
 ) -> None:
     """Hold results of eval, serve and bench against bounds, absolute or relative to a stored baseline.
 
@@ -56,12 +52,9 @@ def gate(
     Examples:
 
         psctl gate gates.toml
-
         psctl gate gates.toml --results run/results.json --junit gates.xml --markdown gates.md
-
         psctl gate gates.toml --update-baseline
     """
-    out = Output(json=json, quiet=quiet)
     from ...eval.gates.file import read_gates
     from ...eval.gates.judging import judge, write_baseline
     from ...eval.gates.report import table_of, to_junit, to_markdown

@@ -9,21 +9,10 @@ from ...data.errors import RunError, UsageError
 from ...data.files import require_folder
 from ...data.requests import MAX_SEED, Request
 from ...data.resolution import Resolution, parse
-from ...data.workspace import DEFAULT_WORKSPACE, Workspace
-from ..options.common import (
-    Device,
-    DType,
-    EngineChoice,
-    GuidanceScale,
-    Json,
-    MaxBatchSize,
-    Model,
-    NumInferenceSteps,
-    Quiet,
-    Seed,
-    WorkspaceRoot,
-)
-from ..options.groups import CACHE_FLAGS, PATCH_FLAGS, CacheFlags, PatchFlags, with_option_groups
+from ..options.common import GuidanceScale, MaxBatchSize, NumInferenceSteps, Seed
+from ..options.flags import flag
+from ..options.groups import EngineFlags
+from ..options.target import Target
 from ..output import Output
 
 if TYPE_CHECKING:
@@ -32,50 +21,40 @@ if TYPE_CHECKING:
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 
-@with_option_groups
 def generate(
+    *,
     prompt: Annotated[
         list[str] | None,
         typer.Argument(metavar="[PROMPT]...", help="What to draw; one image each.", show_default=False),
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option("--prompts", help="File of prompts (.txt, .csv, .tsv, .jsonl) instead of arguments.")
+        Path | None, flag("--prompts", "File of prompts (.txt, .csv, .tsv, .jsonl) instead of arguments.")
     ] = None,
     resolution: Annotated[
         list[str] | None,
-        typer.Option(
-            "--resolution",
-            "-r",
+        flag(
+            "--resolution -r",
+            "Size in pixels; given once for all prompts, or once per prompt. Default: the model's own.",
             metavar="SIDE|WIDTHxHEIGHT",
-            help="Size in pixels; given once for all prompts, or once per prompt. Default: the model's own.",
         ),
     ] = None,
     num_inference_steps: NumInferenceSteps = None,
     guidance_scale: GuidanceScale = None,
-    negative_prompt: Annotated[
-        str | None, typer.Option("--negative-prompt", help="What the images should not show.")
-    ] = None,
+    negative_prompt: Annotated[str | None, flag("--negative-prompt", "What the images should not show.")] = None,
     seed: Seed = 0,
     output: Annotated[
         Path,
-        typer.Option(
-            "--output",
-            "-o",
+        flag(
+            "--output -o",
+            "Folder for 000.png, 001.png and so on; for a single prompt also a file name.",
             metavar="FILE|DIR",
-            help="Folder for 000.png, 001.png and so on; for a single prompt also a file name.",
         ),
     ] = Path("images"),
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace images that exist already.")] = False,
+    overwrite: Annotated[bool, flag("--overwrite", "Replace images that exist already.")] = False,
     max_batch_size: MaxBatchSize = 16,
-    model: Model = "emoji-xl",
-    device: Device = "auto",
-    dtype: DType = "auto",
-    engine: EngineChoice = "patched",
-    patching: PatchFlags = PATCH_FLAGS,
-    caching: CacheFlags = CACHE_FLAGS,
-    workspace: WorkspaceRoot = Path(DEFAULT_WORKSPACE),
-    json: Json = False,
-    quiet: Quiet = False,
+    engine: EngineFlags,
+    target: Target,
+    out: Output,
 ) -> None:
     """Draw one image per prompt; prompt number i uses seed + i.
 
@@ -84,21 +63,15 @@ def generate(
     Examples:
 
         psctl generate "a red apple on a blue background" -o apple.png
-
         psctl generate "a taco" "a hat" -r 128x192 -r 256 --seed 7
-
         psctl generate --prompts prompts.txt -r 192 -o images --json
     """
-    out = Output(json=json, quiet=quiet)
     texts = _read_prompts(prompt, prompts)
     sizes = _read_resolutions(resolution, len(texts))
     if seed + len(texts) - 1 > MAX_SEED:
         raise UsageError(f"seed is {seed}, but with {len(texts)} prompts it may be at most {MAX_SEED - len(texts) + 1}")
 
-    from ...serving.models.loading import model_defaults
-
-    options = patching.to_options(engine, caching)
-    defaults = model_defaults(model)
+    defaults = target.defaults()
     requests = [
         Request(
             request_id=index,
@@ -115,27 +88,22 @@ def generate(
     ]
     paths = _image_paths(output, len(texts), overwrite=overwrite)
 
-    with out.status(f"Loading {model} ..."):
-        from ...serving.engine.engine import Engine
-        from ...serving.models.loading import load_model
-        from ...serving.scheduling.policies import get_policy
+    served, place = target.load(out, engine)
+    from ...serving.engine.engine import Engine
+    from ...serving.scheduling.policies import get_policy
 
-        served = load_model(model, device, dtype, options, workspace=Workspace(workspace))
     for request in requests:
         served.check_request(request)
-
     with out.status("Measuring which way of convolving is faster ..."):
-        resolutions = [request.resolution for request in requests]
-        served.tune(resolutions, Workspace(workspace).for_model(model, str(served.device)).tables)
-
-    with out.progress() as progress:
-        task = progress.add_task("denoising steps", total=sum(request.num_inference_steps for request in requests))
+        served.tune([request.resolution for request in requests], place.tables)
+    with out.phases() as start:
+        advance = start("denoising steps", sum(request.num_inference_steps for request in requests))
         runner = Engine(
             served,
             get_policy("continuous"),
             max_batch_size=max_batch_size,
             image_path=lambda request: paths[request.request_id],
-            on_step=lambda row: progress.advance(task, row.active),
+            on_step=lambda row: advance(row.active),
         )
         for request in requests:
             runner.submit(request)
@@ -143,7 +111,7 @@ def generate(
         result = runner.run()
 
     images = [_describe(record) for record in result.records]
-    payload = {"model": model, "device": str(served.device), "duration_s": result.duration_s, "images": images}
+    payload = {"model": target.model, "device": str(served.device), "duration_s": result.duration_s, "images": images}
     out.data(payload, table=lambda: _table(images))
     if result.was_interrupted:
         raise KeyboardInterrupt
@@ -161,6 +129,9 @@ def _read_prompts(arguments: list[str] | None, file: Path | None) -> list[str]:
         return load_prompts(file)
     if not arguments:
         raise UsageError("no prompt: give one or more, or --prompts FILE")
+    for number, text in enumerate(arguments):
+        if not text.strip():
+            raise UsageError(f"prompt number {number} is {text!r}, but it must say what to draw")
     return arguments
 
 
@@ -178,7 +149,6 @@ def _read_resolutions(texts: list[str] | None, num_prompts: int) -> list[Resolut
 
 def _image_paths(output: Path, count: int, *, overwrite: bool) -> list[Path]:
     """Return where each image goes, after checking that it can be written there."""
-    output = output.expanduser()
     is_file = output.suffix.lower() in _IMAGE_SUFFIXES and not output.is_dir()
     if is_file and count > 1:
         raise UsageError(f"output {output} is a file name, but there are {count} images: give a folder")

@@ -1,49 +1,41 @@
 """Groups of commands that also run by themselves: all their commands, one after the other, with the defaults."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from ...data.errors import UsageError
-from ...data.workspace import DEFAULT_WORKSPACE
-from ..options.common import Device, Json, Model, Quiet, Seed, WorkspaceRoot
+from ..options.common import Seed
+from ..options.flags import flag, given_flags
+from ..options.target import WHERE, Target
+from ..output import Output
 
 
-def _running_all(about: str) -> Callable[..., None]:
-    """A group's callback with this help."""
-
-    def run(
-        context: typer.Context,
-        model: Model = "emoji-xl",
-        device: Device = "auto",
-        seed: Seed = 0,
-        workspace: WorkspaceRoot = Path(DEFAULT_WORKSPACE),
-        json: Json = False,
-        quiet: Quiet = False,
-    ) -> None:
-        _run_all(context)
-
-    run.__doc__ = about
-    return run
-
-
-profile = _running_all(
+def profile(
+    *,
+    context: typer.Context,
+    quick: Annotated[bool, flag("--quick", "Coarser, both parts within 2 minutes on 2 cores.")] = False,
+    target: Annotated[Target, WHERE.without("dtype")],
+    seed: Seed = 0,
+    out: Output,
+) -> None:
     """Measure what the predictors learn from; without a command, first latency, then blocks.
 
-    Options here are for that case only. With --json every command prints an object of its own.
+    Options here are for that case only. With --json every command prints an object of its own. How good a predictor
+    becomes of a profile, quick or not, psctl train-predictor says: its error on what it has not seen.
 
     Examples:
 
         psctl profile
-
-        psctl profile --model emoji-3
-
+        psctl profile --quick --model emoji-3 && psctl train-predictor --model emoji-3
         psctl profile latency --combinations 60
     """
-)
-train_predictor = _running_all(
+    _run_all(context)
+
+
+def train_predictor(
+    *, context: typer.Context, target: Annotated[Target, WHERE.without("dtype")], seed: Seed = 0, out: Output
+) -> None:
     """Train what the scheduler and the cache decide by; without a command, first latency, then cache.
 
     Options here are for that case only. With --json every command prints an object of its own.
@@ -51,12 +43,10 @@ train_predictor = _running_all(
     Examples:
 
         psctl train-predictor
-
         psctl train-predictor --model emoji-3
-
         psctl train-predictor cache --threshold 0.1
     """
-)
+    _run_all(context)
 
 
 def _run_all(context: typer.Context) -> None:
@@ -65,15 +55,11 @@ def _run_all(context: typer.Context) -> None:
     Raises:
         UsageError: a command was named, and options stand before it.
     """
-    given = {
-        param.opts[0]: context.params[param.name]
-        for param in context.command.params
-        if param.name is not None and context.get_parameter_source(param.name).name == "COMMANDLINE"  # type: ignore[union-attr]
-    }
+    given = given_flags(context)
     if context.invoked_subcommand is not None:
         if given:
             raise UsageError(
-                f"{', '.join(given)} stands before {context.invoked_subcommand}, but options of a command stand behind "
+                f"{', '.join(given)} comes before {context.invoked_subcommand}, but options of a command come after "
                 f"it: {context.command_path} {context.invoked_subcommand} {next(iter(given))} ..."
             )
         return

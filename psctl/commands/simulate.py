@@ -5,41 +5,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
-
 from ...data.errors import UsageError
-from ...data.files import require_places, write_json
-from ...data.workspace import DEFAULT_WORKSPACE, Workspace
-from ...serving.scheduling.systems import DEFAULT_SYSTEM, get_system
-from ..options.common import (
-    Json,
-    MaxBatchSize,
-    Model,
-    NumInferenceSteps,
-    OutputFile,
-    Quiet,
-    Resolutions,
-    Seed,
-    WorkspaceRoot,
-)
-from ..options.trace import (
-    Amplitude,
-    Arrivals,
-    Cv,
-    Duration,
-    FromZero,
-    Gpus,
-    Mix,
-    NumPromptsSimulated,
-    OptionalRequestRate,
-    Period,
-    PolicyName,
-    SloScale,
-    StageTimesRun,
-    SystemEngine,
-    SystemName,
-    Trace,
-)
+from ...data.files import require_places
+from ...data.resolution import parse_list
+from ...profiling.runs.trace_settings import TraceSettings
+from ...serving.engine.stepper import EngineOptions
+from ...serving.scheduling.systems import DEFAULT_SYSTEM
+from ..options.common import Gpus, MaxBatchSize, OutputFile, SloScale, StageTimesRun
+from ..options.flags import flag
+from ..options.groups import ENGINE, TRACE
+from ..options.system import PolicyName, SystemName, chosen_system
+from ..options.target import WHERE, Target
 from ..output import Output
 from .serve import summary_tables
 
@@ -53,53 +29,49 @@ if TYPE_CHECKING:
 
 _DEFAULT_NUM_PROMPTS = 1000
 _MAX_REPORTED = 20_000
+_NUM_PROMPTS = flag("--num-prompts", "Number of requests. Default: 1000, or with --duration, a file or azure all.")
 
 
 def simulate(
+    *,
     latency: Annotated[
         Path,
-        typer.Option(
+        flag(
             "--latency",
+            "Step latencies: a fitted predictor, or a table (of psctl profile latency, or CSV: combination,ms with "
+            "combinations such as 2*512x512 + 1024x1024).",
             metavar="FILE",
-            help="Step latencies: a fitted predictor, or a table (of psctl profile latency, or "
-            "CSV: combination,ms with combinations such as 2*512x512 + 1024x1024).",
             dir_okay=False,
         ),
     ],
-    trace: Trace = "poisson",
-    request_rate: OptionalRequestRate = None,
-    cv: Cv = None,
-    amplitude: Amplitude = None,
-    period: Period = None,
-    arrivals: Arrivals = None,
-    num_prompts: NumPromptsSimulated = None,
-    duration: Duration = None,
-    resolutions: Resolutions = None,
-    mix: Mix = None,
-    num_inference_steps: NumInferenceSteps = None,
+    request_rate: Annotated[
+        float | None,
+        flag(
+            "--request-rate",
+            "Mean arrivals per second of a random trace; inf: all at once. Default: 1, of a file its own.",
+        ),
+    ] = None,
+    trace: Annotated[
+        TraceSettings, TRACE.without("request_rate", "prompts", "guidance_scale").using(num_prompts=_NUM_PROMPTS)
+    ],
     slo_scale: SloScale = 5.0,
-    system: SystemName = DEFAULT_SYSTEM,
     policy: PolicyName = None,
+    system: SystemName = DEFAULT_SYSTEM,
     gpus: Gpus = 1,
     max_batch_size: MaxBatchSize = 16,
-    prepare_ms: Annotated[float, typer.Option("--prepare-ms", help="Milliseconds of text encoding a request.")] = 0.0,
-    postprocess_ms: Annotated[float, typer.Option("--postprocess-ms", help="Milliseconds of decoding an image.")] = 0.0,
+    prepare_ms: Annotated[float, flag("--prepare-ms", "Milliseconds of text encoding a request.")] = 0.0,
+    postprocess_ms: Annotated[float, flag("--postprocess-ms", "Milliseconds of decoding an image.")] = 0.0,
     stage_times: StageTimesRun = None,
     slo_target: Annotated[
         float | None,
-        typer.Option(
-            "--slo-target",
-            help="Such as 0.99: find the highest rate of --gpus, and the number of GPUs for --request-rate.",
+        flag(
+            "--slo-target", "Such as 0.99: find the highest rate of --gpus, and the number of GPUs for --request-rate."
         ),
     ] = None,
-    seed: Seed = 0,
     output_file: OutputFile = None,
-    from_zero: FromZero = False,
-    model: Model = "emoji-xl",
-    engine: SystemEngine = None,
-    workspace: WorkspaceRoot = Path(DEFAULT_WORKSPACE),
-    json: Json = False,
-    quiet: Quiet = False,
+    engine: Annotated[EngineOptions, ENGINE.only("engine")],
+    target: Annotated[Target, WHERE.only("model", "workspace")],
+    out: Output,
 ) -> None:
     """Serve a trace on a virtual clock: no model is loaded, steps last as long as --latency says.
 
@@ -108,16 +80,11 @@ def simulate(
 
     Examples:
 
-        psctl simulate --latency table.csv --request-rate 8 --num-prompts 100000 --policy slack
-
+        psctl simulate --latency table.csv --request-rate 8 --num-prompts 100000 --system patchedserve
         psctl simulate --latency h200.csv --resolutions 512,768,1024 --gpus 4 --slo-target 0.99 --request-rate 20
-
         psctl simulate --latency table.csv --trace diurnal --amplitude 0.9 --period 3600 --duration 7200
-
         psctl simulate --latency table.csv --trace azure --arrivals splitwise_code.csv --request-rate 5 --json
     """
-    out = Output(json=json, quiet=quiet)
-    from ...data.resolution import parse_list
     from ...data.traces.traces import TRACE_KINDS
     from ...profiling.runs.outside_profile import warn_of_small_table
     from ...profiling.runs.simulate import (
@@ -131,11 +98,10 @@ def simulate(
         simulation_summary,
         write_simulation,
     )
-    from ...profiling.runs.trace_settings import TraceSettings, check_slo_scale, draw_requests
-    from ...serving.models.loading import model_defaults
+    from ...profiling.runs.trace_settings import check_slo_scale, draw_requests
     from ...serving.simulator.stage_times import StageTimes
 
-    is_file = trace not in TRACE_KINDS
+    is_file = trace.trace not in TRACE_KINDS
     if is_file and request_rate is not None and not 0 < request_rate < math.inf:
         raise UsageError(f"request rate is {request_rate:g}, but it must be more than 0 and finite for a trace file")
     check_slo_scale(slo_scale)
@@ -146,54 +112,41 @@ def simulate(
         raise UsageError(f"--slo-target is {slo_target:g}, but it must be more than 0 and at most 1")
     if stage_times is not None and (prepare_ms or postprocess_ms):
         raise UsageError("--stage-times takes the place of --prepare-ms and --postprocess-ms; give one or the other")
-    chosen = get_system(system, is_simulated=True).overridden(engine=engine, policy=policy)
-    defaults = model_defaults(model)
-    is_unlimited = num_prompts is None and duration is None and trace in ("poisson", "gamma", "diurnal")
-
-    settings = TraceSettings(
-        trace=trace,
-        request_rate=1.0 if request_rate is None else request_rate,
-        cv=cv,
-        num_prompts=_DEFAULT_NUM_PROMPTS if is_unlimited else num_prompts,
-        duration_s=duration,
-        resolutions=resolutions,
-        mix=mix,
-        num_inference_steps=num_inference_steps,
-        seed=seed,
-        from_zero=from_zero,
-        amplitude=amplitude,
-        period_s=period,
-        arrivals=arrivals,
-    )
+    chosen = chosen_system(system, policy, engine, out, is_simulated=True)
+    defaults = target.defaults()
+    num_prompts = trace.num_prompts
+    trace = replace(trace, request_rate=1.0 if request_rate is None else request_rate)
+    if num_prompts is None and trace.duration_s is None and trace.trace in ("poisson", "gamma", "diurnal"):
+        trace = replace(trace, num_prompts=_DEFAULT_NUM_PROMPTS)
 
     def trace_at(rate: float | None) -> "Sequence[Request]":
-        drawn = draw_requests(settings if rate is None else replace(settings, request_rate=rate), defaults)
+        drawn = draw_requests(trace if rate is None else replace(trace, request_rate=rate), defaults)
         return at_rate(drawn, rate) if is_file and rate is not None else drawn
 
     requests = trace_at(request_rate)
-    predictor = load_step_latency(latency.expanduser(), on_warning=out.warn)
+    predictor = load_step_latency(latency, on_warning=out.warn)
     warn_of_small_table(predictor, latency, max_batch_size, out.warn)
-    sizes = defaults.resolutions if resolutions is None else parse_list(resolutions)
+    sizes = defaults.resolutions if trace.resolutions is None else parse_list(trace.resolutions)
     sizes = tuple(dict.fromkeys((*sizes, *(request.resolution for request in requests))))
     deployment = Deployment(
         chosen,
         predictor,
         StageTimes.constant(sizes, prepare_ms / 1e3, postprocess_ms / 1e3)
         if stage_times is None
-        else load_stage_times(stage_times.expanduser()),
+        else load_stage_times(stage_times),
         num_gpus=gpus,
         max_batch_size=max_batch_size,
         slo_scale=slo_scale,
-        first=load_first_steps(latency.expanduser()),
+        first=load_first_steps(latency),
     )
     require_places(file=output_file)
     config = {
-        **settings.to_config(),
+        **trace.to_config(),
         **({} if request_rate is not None else {"request_rate": None}),
         "num_prompts": num_prompts,
         "system": system,
         "policy": chosen.policy,
-        "engine": chosen.engine,
+        "engine": engine.engine,
         "latency": str(latency),
         "slo_scale": slo_scale,
         "gpus": gpus,
@@ -219,23 +172,19 @@ def simulate(
             "tried_gpus": None if needed is None else _tried(needed, "gpus"),
             "config": config,
         }
-        if output_file is not None:
-            write_json(output_file.expanduser(), found)
-        out.data(found, table=lambda: _search_table(found))
+        out.data(found, table=lambda: _search_table(found), file=output_file)
         return
 
-    require_places(workspace)
-    with out.progress() as progress:
-        task = progress.add_task("requests", total=len(requests))
-        promised, result = deployment.run(requests, keep_steps=True, on_finish=lambda record: progress.advance(task))
-    summary = simulation_summary(result, deployment, model=model, dataset=trace, config=config)
+    require_places(target.workspace)
+    with out.phases() as start:
+        advance = start("requests", len(requests))
+        promised, result = deployment.run(requests, keep_steps=True, on_finish=lambda record: advance())
+    summary = simulation_summary(result, deployment, model=target.model, dataset=trace.trace, config=config)
     with_report = len(requests) <= _MAX_REPORTED
     run_dir = write_simulation(
-        Workspace(workspace).for_model(model, "simulated"), promised, result, summary, with_report=with_report
+        target.root.for_model(target.model, "simulated"), promised, result, summary, with_report=with_report
     )
-    if output_file is not None:
-        write_json(output_file.expanduser(), summary)
-    out.data(summary, table=lambda: summary_tables(summary))
+    out.data(summary, table=lambda: summary_tables(summary), file=output_file)
     more = "" if with_report else f" (no report for more than {_MAX_REPORTED} requests)"
     out.note(f"Results: {run_dir / 'report.html' if with_report else run_dir}{more}")
 
@@ -245,22 +194,12 @@ def _tried(search: "SearchResult", name: Literal["request_rate", "gpus"]) -> lis
 
 
 def _search_table(found: dict[str, Any]) -> "RenderableType":
-    from rich.table import Table
+    from ...profiling.report.table import Table
 
-    table = Table(title=f"SLO attainment of at least {found['slo_target']:.2%}", title_justify="left")
-    for name in ("", "requests/s", "GPUs", "attainment"):
-        table.add_column(name, justify="right" if name else "left")
-    table.add_row(
-        "highest rate",
-        f"{found['highest_request_rate']:.3g}",
-        str(found["gpus"]),
-        f"{found['attainment_at_highest_rate']:.2%}",
-    )
+    rate, gpus = f"{found['highest_request_rate']:.3g}", str(found["gpus"])
+    rows = [("highest rate", rate, gpus, f"{found['attainment_at_highest_rate']:.2%}")]
     if found["gpus_needed"] is not None:
-        table.add_row(
-            "GPUs needed",
-            str(found["request_rate"]),
-            str(found["gpus_needed"]),
-            f"{found['attainment_with_gpus_needed']:.2%}",
-        )
-    return table
+        needed, attainment = str(found["gpus_needed"]), f"{found['attainment_with_gpus_needed']:.2%}"
+        rows.append(("GPUs needed", str(found["request_rate"]), needed, attainment))
+    title = f"SLO attainment of at least {found['slo_target']:.2%}"
+    return Table(title, ("", "requests/s", "GPUs", "attainment"), rows).to_rich()

@@ -3,62 +3,59 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
-
 from ...data.errors import UsageError
 from ...data.files import require_folder, write_bytes
-from ...data.workspace import DEFAULT_WORKSPACE, Workspace
-from ..options.common import Device, Json, Model, Quiet, Seed, WorkspaceRoot
+from ..options.common import Seed
+from ..options.flags import flag
+from ..options.target import WHERE, Target
 from ..output import Output
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-BackendName = Literal["sklearn", "cuml"]
+_TREE_S = 4e-6
+"""About what a tree takes for each row to train on, held-out judgement included."""
 
 
 def train_predictor_cache(
+    *,
     table: Annotated[
         Path | None,
-        typer.Option(
+        flag(
             "--table",
-            help="Block profile to train on. Default: tables/blocks.parquet of the model's workspace.",
+            "Block profile to train on. Default: tables/blocks.parquet of the model's workspace.",
             dir_okay=False,
         ),
     ] = None,
     threshold: Annotated[
         float,
-        typer.Option(
+        flag(
             "--threshold",
-            help="A cached output may be used if its mean square error, divided by its mean square, is at most this.",
+            "A cached output may be used if its mean square error, divided by its mean square, is at most this.",
         ),
     ] = 0.2,
-    trees: Annotated[int, typer.Option("--trees", help="Trees of the forest.", min=1, max=128)] = 16,
-    depth: Annotated[int, typer.Option("--depth", help="Most questions on the way to a leaf.", min=1, max=16)] = 8,
+    trees: Annotated[int, flag("--trees", "Trees of the forest.", min=1, max=128)] = 16,
+    depth: Annotated[int, flag("--depth", "Most questions on the way to a leaf.", min=1, max=16)] = 8,
     min_confidence: Annotated[
-        float,
-        typer.Option("--min-confidence", help="Use the cached output where the vote is above this.", min=0, max=1),
+        float, flag("--min-confidence", "Use the cached output where the vote is above this.", min=0, max=1)
     ] = 0.5,
     max_rows: Annotated[
-        int, typer.Option("--max-rows", help="Of larger profiles a random sample of about this many rows.", min=100)
+        int, flag("--max-rows", "Of larger profiles a random sample of about this many rows.", min=100)
     ] = 400_000,
     backend: Annotated[
-        BackendName, typer.Option("--backend", help="Library that grows the trees; cuml needs a GPU.")
+        Literal["sklearn", "cuml"], flag("--backend", "Library that grows the trees; cuml needs a GPU.")
     ] = "sklearn",
     output_file: Annotated[
         Path | None,
-        typer.Option(
+        flag(
             "--output-file",
-            help="Where the predictor goes. Default: predictors/cache.safetensors of the model's workspace.",
+            "Where the predictor goes. Default: predictors/cache.safetensors of the model's workspace.",
             dir_okay=False,
         ),
     ] = None,
-    model: Model = "emoji-xl",
-    device: Device = "auto",
     seed: Seed = 0,
-    workspace: WorkspaceRoot = Path(DEFAULT_WORKSPACE),
-    json: Json = False,
-    quiet: Quiet = False,
+    target: Annotated[Target, WHERE.without("dtype")],
+    out: Output,
 ) -> None:
     """Train the cache predictor from a block profile, and judge it on requests that it has not seen.
 
@@ -68,12 +65,9 @@ def train_predictor_cache(
     Examples:
 
         psctl train-predictor cache
-
         psctl train-predictor cache --threshold 0.01 --min-confidence 0.7
-
         psctl train-predictor cache --model emoji-3 --threshold 0.05 --output-file cache-0.05.safetensors --json
     """
-    out = Output(json=json, quiet=quiet)
     # What was given is looked at before anything is read, and torch is imported for the first time here.
     from ...serving.cache.options import CACHE_PREDICTOR_FILE
     from ...serving.models.loading import resolve_device
@@ -84,57 +78,59 @@ def train_predictor_cache(
         threshold=threshold, trees=trees, depth=depth, min_confidence=min_confidence, seed=seed, backend=backend
     )
     require_backend(backend)
-    place = Workspace(workspace).for_model(model, str(resolve_device(device)))
-    table = place.root / "tables" / "blocks.parquet" if table is None else table.expanduser()
+    place = target.root.for_model(target.model, str(resolve_device(target.device)))
+    table = place.root / "tables" / "blocks.parquet" if table is None else table
     if not table.is_file():
-        raise UsageError(f"there is no block profile {table}; make one with: psctl profile blocks --model {model}")
-    target = (output_file or place.root / "predictors" / CACHE_PREDICTOR_FILE).expanduser()
-    require_folder(target.absolute().parent)
+        raise UsageError(
+            f"there is no block profile {table}; make one with: psctl profile blocks --model {target.model}"
+        )
+    file = output_file or place.root / "predictors" / CACHE_PREDICTOR_FILE
+    require_folder(file.absolute().parent)
     with out.status(f"Reading {table} ..."):
         facts, samples = load_samples(table, max_rows=max_rows, seed=seed)
-    if output_file is None and facts.model != model:
+    if output_file is None and facts.model != target.model:
         raise UsageError(
             f"{table} is a profile of {facts.model}; train its predictor with --model {facts.model}, "
-            "or say with --output-file where it shall go"
+            "or say with --output-file where it is to go"
         )
-    with out.status(f"Training on {len(samples):,} rows ..."):
+    with out.phases() as start:
+        trained = start("rows to train on", len(samples), expected_s=len(samples) * trees * _TREE_S)
         predictor = fit_cache_predictor(samples, facts, settings)
-    predictor.save(target)
+        trained(len(samples))
+    predictor.save(file)
     from ...profiling.report.cache_plots import plot_cache_training
 
     report = dict(predictor.report)
-    plot = target.with_suffix(".png")
+    plot = file.with_suffix(".png")
     write_bytes(plot, plot_cache_training(report, facts.model))
     result = {
-        "predictor": target,
+        "predictor": file,
         "plot": plot,
         **facts.to_json(),
         "max_lag": predictor.max_lag,
         **{name: value for name, value in report.items() if name != "curve"},
     }
     out.data(result, table=lambda: report_table(result))
-    out.note(f"Predictor: {target}, plot: {plot}")
+    out.note(f"Predictor: {file}, plot: {plot}")
 
 
 def report_table(result: dict[str, Any]) -> "RenderableType":
     """What people see of the training's report."""
-    from rich.table import Table
+    from ...profiling.report.table import Table
 
     test, baseline = result["test"], result["baseline"]
     cut = "-" if baseline["cut"] is None else f"{baseline['cut']:.3g}"
-    table = Table(
-        title=f"{result['model']}, {result['scheduler']}, threshold {result['threshold']:g}",
-        title_justify="left",
-        caption=f"{test['rows']:,} rows of {test['requests']} held-out requests, {_percent(test['share_within'])} of "
+    rows = [
+        (label, *(_percent(figures[name]) for name in ("precision", "recall", "f1", "reuse_share")))
+        for label, figures in (("random forest", result), (f"input changed by at most {cut}", baseline))
+    ]
+    return Table(
+        f"{result['model']}, {result['scheduler']}, threshold {result['threshold']:g}",
+        ("", "precision", "recall", "F1", "reuses"),
+        rows,
+        note=f"{test['rows']:,} rows of {test['requests']} held-out requests, {_percent(test['share_within'])} of "
         f"them within the threshold; trained on {result['train']['rows']:,} rows of {result['train']['requests']}",
-        caption_justify="left",
-    )
-    table.add_column("")
-    for name in ("precision", "recall", "F1", "reuses"):
-        table.add_column(name, justify="right")
-    for label, figures in (("random forest", result), (f"input changed by at most {cut}", baseline)):
-        table.add_row(label, *(_percent(figures[name]) for name in ("precision", "recall", "f1", "reuse_share")))
-    return table
+    ).to_rich()
 
 
 def _percent(share: float | None) -> str:

@@ -3,12 +3,11 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from ...data.errors import UsageError
 from ...data.files import require_folder, write_bytes
-from ...data.workspace import DEFAULT_WORKSPACE, Workspace
-from ..options.common import Device, Json, Model, Quiet, Seed, WorkspaceRoot
+from ..options.common import Seed
+from ..options.flags import flag
+from ..options.target import WHERE, Target
 from ..output import Output
 
 if TYPE_CHECKING:
@@ -18,30 +17,28 @@ if TYPE_CHECKING:
 
 _CV_NAME = "cross_validated_mape"
 _NAMES = {"svr": "SVR", "linear": "linear baseline", "pixels": "look-up by pixels"}
+_FIT_S = 0.02
+"""About what fitting takes for each combination, on one core."""
 
 
 def train_predictor_latency(
+    *,
     table: Annotated[
         Path | None,
-        typer.Option(
+        flag(
             "--table",
-            help="Table of psctl profile latency, or CSV or parquet with combination and ms. "
-            "Default: the newest of the workspace.",
+            "Table of psctl profile latency, or CSV or parquet with combination and ms. Default: the newest of the "
+            "workspace.",
             dir_okay=False,
         ),
     ] = None,
     output_file: Annotated[
         Path | None,
-        typer.Option(
-            "--output-file", help="Write the predictor here. Default: the workspace's predictors.", dir_okay=False
-        ),
+        flag("--output-file", "Write the predictor here. Default: the workspace's predictors.", dir_okay=False),
     ] = None,
     seed: Seed = 0,
-    model: Model = "emoji-xl",
-    device: Device = "auto",
-    workspace: WorkspaceRoot = Path(DEFAULT_WORKSPACE),
-    json: Json = False,
-    quiet: Quiet = False,
+    target: Annotated[Target, WHERE.without("dtype")],
+    out: Output,
 ) -> None:
     """Fit the predictor of step latencies to a table, and say how far it is off on combinations that it has not seen.
 
@@ -51,50 +48,49 @@ def train_predictor_latency(
     Examples:
 
         psctl train-predictor latency
-
         psctl train-predictor latency --model emoji-3 --seed 1 --json
-
         psctl train-predictor latency --table h100.csv --output-file h100.safetensors
     """
-    out = Output(json=json, quiet=quiet)
     from ...data.tables.latency import TABLE_PATTERN, read_latencies
     from ...training.latency.predictor import PREDICTOR_FILE
 
     # A table may be of a device that is not here, if its predictor goes somewhere else.
-    device_name = _device_name(device) if table is None or output_file is None else device
-    part = Workspace(workspace).for_model(model, device_name)
-    table_file = part.newest_table(TABLE_PATTERN) if table is None else table.expanduser()
+    device_name = _device_name(target.device) if table is None or output_file is None else target.device
+    part = target.root.for_model(target.model, device_name)
+    table_file = part.newest_table(TABLE_PATTERN) if table is None else table
     if table_file is None:
         raise UsageError(
-            f"no table of step latencies for {model} on {device_name} is in {workspace}; measure one: "
-            f"psctl profile latency --model {model} --device {device_name} --workspace {workspace}"
+            f"no table of step latencies for {target.model} on {device_name} is in {target.workspace}; measure one: "
+            f"psctl profile latency --model {target.model} --device {device_name} --workspace {target.workspace}"
         )
     measured = read_latencies(table_file)
     if output_file is None:
-        _check_owner(measured, table_file, model, device_name)
+        _check_owner(measured, table_file, target.model, device_name)
     if measured.share_done < 1:
         out.warn(
-            f"{table_file} is {measured.share_done:.0%} measured; the psctl profile latency that began it goes on there"
+            f"{table_file} is {measured.share_done:.0%} measured; the psctl profile latency command that began it will finish it"
         )
-    target = part.predictors / PREDICTOR_FILE if output_file is None else output_file.expanduser()
-    require_folder(target.absolute().parent)
-    with out.status(f"Fitting to {len(measured.rows)} combinations of {table_file} ..."):
-        from ...profiling.report.latency_plots import plot_predictions
-        from ...training.latency.fitting import fit_latency_predictor, time_predictions
+    place = part.predictors / PREDICTOR_FILE if output_file is None else output_file
+    require_folder(place.absolute().parent)
+    from ...profiling.report.latency_plots import plot_predictions
+    from ...training.latency.fitting import fit_latency_predictor, time_predictions
 
+    with out.phases() as start:
+        fitted = start(f"combinations of {table_file}", len(measured.rows), expected_s=len(measured.rows) * _FIT_S)
         predictor = fit_latency_predictor(measured.rows, seed=seed, circumstances=measured.circumstances)
-    predictor.save(target)
-    plot_file = target.with_suffix(".png")
+        fitted(len(measured.rows))
+    predictor.save(place)
+    plot_file = place.with_suffix(".png")
     write_bytes(plot_file, plot_predictions(measured, predictor))
     result = {
         **predictor.about.to_json(),
         "prediction_us": time_predictions(predictor, measured.rows),
         "table": str(table_file),
-        "predictor": str(target),
+        "predictor": str(place),
         "plot": str(plot_file),
     }
     out.data(result, table=lambda: _table(result))
-    out.note(f"Predictor: {target}")
+    out.note(f"Predictor: {place}")
     out.note(f"Plot: {plot_file}")
 
 
@@ -121,9 +117,8 @@ def _check_owner(measured: "LatencyTable", table_file: Path, model: str, device_
 
 
 def _table(result: dict[str, Any]) -> "RenderableType":
-    from rich.table import Table
-
     from ...profiling.measure.machine import describe
+    from ...profiling.report.table import Table
 
     fit = result["fit"]
     title = "imported table" if result["circumstances"] is None else describe(result["circumstances"])
@@ -133,12 +128,9 @@ def _table(result: dict[str, Any]) -> "RenderableType":
         f"{parameters}, {fit['num_support_vectors']} support vectors; one prediction takes "
         f"{result['prediction_us']:.0f} us"
     )
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    table.add_column("held out")
-    for name in ("MAPE", "R2", "MSE"):
-        table.add_column(name, justify="right")
+    rows = []
     for name, label in _NAMES.items():
         errors = fit["errors"][name]
         r2 = "-" if errors["r2"] is None else f"{errors['r2']:.4f}"
-        table.add_row(label, f"{errors['mape']:.2%}", r2, f"{errors['mse_ms2']:.3g} ms2")
-    return table
+        rows.append((label, f"{errors['mape']:.2%}", r2, f"{errors['mse_ms2']:.3g} ms2"))
+    return Table(title, ("held out", "MAPE", "R2", "MSE"), rows, note=caption).to_rich()

@@ -1,116 +1,150 @@
-"""Options that always come together: a command takes the group as one parameter, its users see single options."""
+"""The options of engines, caches, traces and evaluations: one table of flags for each dataclass that they set."""
 
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, get_args
 
-from ...data.errors import UsageError
+from ...data.datasets.spec import spec_options_help
+from ...eval.options import EvalOptions
+from ...profiling.runs.trace_settings import TraceSettings
 from ...serving.cache.options import CacheOptions
-from ...serving.engine.stepper import EngineName, EngineOptions
-from .common import (
-    Cache,
-    CacheInterval,
-    CacheMemory,
-    CachePatchSize,
-    CachePredictorFile,
-    CacheThreshold,
-    Compile,
-    CudaGraphs,
-    Kernels,
-    MaxReuse,
-    Order,
-    PatchSize,
-    Strategy,
-    WarmupSteps,
+from ...serving.engine.stepper import EngineOptions
+from .common import GuidanceScale, MaxBatchSize, NumInferenceSteps, Prompts, Resolutions, Seed
+from .flags import Flags, flag
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...eval.metrics.judges import Judges
+
+_SEED, _RESOLUTIONS, _PROMPTS, _STEPS, _SCALE, _BATCH = (
+    get_args(alias)[1] for alias in (Seed, Resolutions, Prompts, NumInferenceSteps, GuidanceScale, MaxBatchSize)
 )
 
+CACHE = Flags(
+    CacheOptions,
+    {
+        "mode": flag(
+            "--cache",
+            "Reuse what blocks gave at earlier steps: patch by patch, only where the whole batch agrees (image), at "
+            "fixed intervals, or until a request's changes add up (accumulated).",
+            is_shared=True,
+        ),
+        "threshold": flag(
+            "--cache-threshold",
+            "Reuse by this rule instead of a predictor: the block's input has changed less, relative to its mean "
+            "square. With --cache accumulated the sum of changes.",
+            is_shared=True,
+            show_default=False,
+        ),
+        "predictor": flag(
+            "--cache-predictor",
+            "Trained by psctl train-predictor cache. Default: the workspace's.",
+            is_shared=True,
+            dir_okay=False,
+        ),
+        "interval": flag("--cache-interval", "Steps from one computation to the next.", is_shared=True),
+        "patch_size": flag("--cache-patch-size", "Side of the cache's patches in latent pixels.", is_shared=True),
+        "max_reuse": flag("--max-reuse", "Steps in a row that a patch may reuse a block.", is_shared=True),
+        "warmup_steps": flag("--warmup-steps", "First steps of a request that are computed in full.", is_shared=True),
+        "memory_mb": flag("--cache-memory", "Most that the cache keeps.", is_shared=True, metavar="MB"),
+    },
+)
+ENGINE = Flags(
+    EngineOptions,
+    {
+        "engine": flag(
+            "--engine",
+            "patched: all resolutions in one batch; plain: unmodified diffusers, a batch per resolution.",
+            is_shared=True,
+        ),
+        "order": flag("--order", "How tokens are packed; auto: image on a CPU, patch on a GPU.", is_shared=True),
+        "patch_size": flag(
+            "--patch-size",
+            "Side of a patch in latent pixels (image pixels / 8). Default: what all sizes have in common.",
+            is_shared=True,
+            min=1,
+            show_default=False,
+        ),
+        "strategy": flag("--strategy", "How convolutions see beyond a patch; auto measures at start.", is_shared=True),
+        "kernels": flag("--kernels", "auto: Triton on a GPU, torch elsewhere.", is_shared=True),
+        "compile": flag(
+            "--compile",
+            "torch.compile what does not depend on the requests in the batch; with --engine plain the whole model.",
+            is_shared=True,
+        ),
+        "cuda_graphs": flag(
+            "--cuda-graphs", "Record each batch composition's launches and play them back.", is_shared=True
+        ),
+        "cache": CACHE,
+    },
+)
+TRACE = Flags(
+    TraceSettings,
+    {
+        "trace": flag(
+            "--trace",
+            "Random or recorded arrivals, or a file (JSONL, CSV, Request(...) lines).",
+            metavar="poisson|gamma|diurnal|azure|FILE",
+        ),
+        "request_rate": flag("--request-rate", "Mean arrivals per second of a random trace; inf: all at once."),
+        "cv": flag("--cv", "Coefficient of variation of the gaps, with --trace gamma. Default: 2."),
+        "amplitude": flag("--amplitude", "Swing of the rate, with --trace diurnal, 0 to 1. Default: 0.8."),
+        "period_s": flag("--period", "Length of the day, with --trace diurnal. Default: 600.", metavar="SECONDS"),
+        "arrivals": flag("--arrivals", "CSV of recorded arrivals, with --trace azure (arrived_at or TIMESTAMP)."),
+        "num_prompts": flag("--num-prompts", "Number of requests. Default: 32, or with --duration or a file all."),
+        "duration_s": flag("--duration", "Seconds in which requests arrive.", metavar="SECONDS"),
+        "resolutions": _RESOLUTIONS,
+        "mix": flag("--mix", 'As "1,1,2" or "128=0.5,192=0.5". Default: equal.', metavar="WEIGHTS"),
+        "prompts": _PROMPTS,
+        "num_inference_steps": _STEPS,
+        "guidance_scale": _SCALE,
+        "seed": _SEED,
+        "from_zero": flag("--from-zero", "Start a trace file with its first request, whatever its clock says."),
+    },
+)
+DRAW = Flags(
+    EvalOptions,
+    {
+        "dataset": flag(
+            "--dataset",
+            "Captions to draw and images to compare with: emoji, coco:, diffusiondb:, imagefolder:, parquet:. Options "
+            f"follow the path, as in 'coco:PATH?split=NAME'. {spec_options_help()}.",
+            metavar="emoji|coco:PATH|...",
+        ),
+        "num_prompts": flag("--num-prompts", "Text-image pairs of the set.", min=1),
+        "resolutions": _RESOLUTIONS,
+        "num_inference_steps": _STEPS,
+        "guidance_scale": _SCALE,
+        "policy": flag("--policy", "Which requests join the batch, and when."),
+        "max_batch_size": _BATCH,
+        "max_bad": flag("--max-bad", "Images that may be missing, damaged or fail.", min=0),
+        "seed": _SEED,
+    },
+)
+
+TraceFlags = Annotated[TraceSettings, TRACE]
+EngineFlags = Annotated[EngineOptions, ENGINE]
+PatchFlags = Annotated[EngineOptions, ENGINE.without("engine", "cache")]
+
 
 @dataclass(frozen=True, slots=True)
-class CacheFlags:
-    """What is asked of the patch cache."""
+class JudgeFlags:
+    """Which networks judge."""
 
-    cache: Cache = "off"
-    cache_threshold: CacheThreshold = None
-    cache_predictor: CachePredictorFile = None
-    cache_interval: CacheInterval = 3
-    cache_patch_size: CachePatchSize = 8
-    max_reuse: MaxReuse = 4
-    warmup_steps: WarmupSteps = 3
-    cache_memory: CacheMemory = 2048
+    clip_model: Annotated[
+        str,
+        flag(
+            "--clip-model",
+            "Judge of the CLIP score: bundled name, folder or hub id of a transformers CLIP model.",
+            is_shared=True,
+        ),
+    ] = "emoji-clip"
+    fid_weights: Annotated[Path | None, flag("--fid-weights", "Inception weights; looked for.", is_shared=True)] = None
+    lpips_weights: Annotated[Path | None, flag("--lpips-weights", "LPIPS weights; looked for.", is_shared=True)] = None
 
-    def to_options(self) -> CacheOptions:
-        """Check it.
+    def to_judges(self, device: "torch.device") -> "Judges":
+        """The networks, which are loaded when they are first asked."""
+        from ...eval.metrics.judges import Judges
 
-        Raises:
-            UsageError: a value is not allowed, or a threshold was given where none is looked at.
-        """
-        if self.cache_threshold is not None and self.cache in ("off", "interval"):
-            raise UsageError(f"--cache-threshold belongs to --cache patch, image or accumulated, not {self.cache}")
-        return CacheOptions(
-            self.cache,
-            self.cache_threshold,
-            None if self.cache_predictor is None else self.cache_predictor.expanduser(),
-            self.cache_patch_size,
-            self.cache_interval,
-            self.max_reuse,
-            self.warmup_steps,
-            self.cache_memory,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class PatchFlags:
-    """What is asked of the patch engine beside its cache."""
-
-    order: Order = "auto"
-    patch_size: PatchSize = None
-    strategy: Strategy = "auto"
-    kernels: Kernels = "auto"
-    compile: Compile = False
-    cuda_graphs: CudaGraphs = False
-
-    def to_options(self, engine: EngineName = "patched", cache: CacheFlags | None = None) -> EngineOptions:
-        """Check it, with the cache's options if there are any. Raises UsageError as `EngineOptions`."""
-        reuse = CacheOptions() if cache is None else cache.to_options()
-        return EngineOptions(
-            engine,
-            self.order,
-            self.patch_size,
-            self.strategy,
-            self.kernels,
-            self.compile,
-            self.cuda_graphs,
-            reuse,
-        )
-
-
-CACHE_FLAGS, PATCH_FLAGS = CacheFlags(), PatchFlags()
-"""The groups as nobody has changed them: defaults of commands' parameters."""
-
-
-def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """Make single options of each parameter that is a group (its default is an instance of a dataclass)."""
-    groups: dict[str, type[Any]] = {}
-    parameters: list[inspect.Parameter] = []
-    for parameter in inspect.signature(command).parameters.values():
-        if not is_dataclass(parameter.default):
-            parameters.append(parameter)
-            continue
-        kind: type[Any] = type(parameter.default)
-        groups[parameter.name] = kind
-        parameters += [
-            parameter.replace(name=option.name, default=option.default, annotation=option.type)
-            for option in fields(kind)
-        ]
-
-    def expanded(**given: Any) -> None:
-        for name, kind in groups.items():
-            given[name] = kind(**{option.name: given.pop(option.name) for option in fields(kind)})
-        command(**given)
-
-    # Not functools.wraps: who follows `__wrapped__`, as typer does for annotations, would see the groups again.
-    expanded.__name__, expanded.__doc__, expanded.__module__ = command.__name__, command.__doc__, command.__module__
-    expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return expanded
+        return Judges(self.clip_model, self.fid_weights, self.lpips_weights, device)

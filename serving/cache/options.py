@@ -59,6 +59,8 @@ class CacheOptions:
             raise UsageError(f"full_above is {self.full_above}, but it must be a share from 0 to 1")
         if self.threshold is not None and not 0 <= self.threshold < float("inf"):
             raise UsageError(f"cache threshold is {self.threshold}, but it must be a number from 0")
+        if self.threshold is not None and self.mode in ("off", "interval"):
+            raise UsageError(f"--cache-threshold belongs to --cache patch, image or accumulated, not {self.mode}")
         if self.mode == "accumulated" and self.threshold is None:
             raise UsageError(
                 "--cache accumulated needs --cache-threshold: the sum of relative changes that is let pass"

@@ -57,12 +57,12 @@ def errors_of(err: str) -> list[str]:
     return [line for line in err.splitlines() if not line.startswith("Warning: no --plain-latency")]
 
 
-SIMULATED = ("--engine", "simulator", "--latency", "table.csv", "--json", "--quiet")
+SIMULATED = ("--on", "simulator", "--latency", "table.csv", "--json", "--quiet")
 
 
 def test_figures_are_those_of_the_records(bench: Call, folder: Path) -> None:
     policies = ("bucketed", "patchedserve", "distrifusion-fcfs")
-    options = ("--policies", ",".join(policies), "--num-seeds", "2", "--output-file", "r.json")
+    options = ("--systems", ",".join(policies), "--num-seeds", "2", "--output-file", "r.json")
     result = result_of(bench(*SIMULATED, *FAST, *options))
     run_dir = Path(result["run_dir"])
     assert json.loads((folder / "r.json").read_text()) == json.loads((run_dir / "result.json").read_text()) == result
@@ -107,7 +107,7 @@ def test_figures_are_those_of_the_records(bench: Call, folder: Path) -> None:
 
 def test_policies_share_requests_and_slos(bench: Call) -> None:
     options = (
-        "--policies",
+        "--systems",
         "diffusers-fcfs,nirvana,patchedserve",
         "--rates",
         "2",
@@ -137,7 +137,7 @@ def without_clock(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_resumed_sweep_is_the_same(bench: Call, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = (*SIMULATED, *FAST, "--policies", "bucketed,patchedserve")
+    options = (*SIMULATED, *FAST, "--systems", "bucketed,patchedserve")
     whole = result_of(bench(*options, "--num-seeds", "2"))
     first = result_of(bench(*options))
     assert first["num_finished"] == 4
@@ -177,7 +177,7 @@ def test_resumed_sweep_is_the_same(bench: Call, folder: Path, monkeypatch: pytes
 )
 def test_another_sweep_is_not_gone_on_with(bench: Call, folder: Path, change: tuple[str, str], message: str) -> None:
     (folder / "other.csv").write_text(TABLE.replace("20", "21", 1))
-    base = (*SIMULATED, *FAST, "--policies", "diffusers-fcfs")
+    base = (*SIMULATED, *FAST, "--systems", "diffusers-fcfs")
     run_dir = result_of(bench(*base))["run_dir"]
     code, out, err = bench(*base, *change, "--resume", run_dir)
     assert (code, out) == (2, "")
@@ -186,8 +186,8 @@ def test_another_sweep_is_not_gone_on_with(bench: Call, folder: Path, change: tu
 
 
 def test_a_sweep_of_another_engine_is_refused_before_a_model_is_loaded(bench: Call) -> None:
-    run_dir = result_of(bench(*SIMULATED, *FAST, "--policies", "diffusers-fcfs"))["run_dir"]
-    code, out, err = bench(*FAST, "--policies", "diffusers-fcfs", "--resume", run_dir)
+    run_dir = result_of(bench(*SIMULATED, *FAST, "--systems", "diffusers-fcfs"))["run_dir"]
+    code, out, err = bench(*FAST, "--systems", "diffusers-fcfs", "--resume", run_dir)
     assert (code, out) == (2, "")
     assert 'was begun with settings engine "simulator", but it is "real" now' in err
     assert "Loading" not in err
@@ -196,9 +196,9 @@ def test_a_sweep_of_another_engine_is_refused_before_a_model_is_loaded(bench: Ca
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--policies", "magic"], "system is 'magic'"),
-        (["--policies", ""], "no policies are given"),
-        (["--policies", "diffusers-fcfs,diffusers-fcfs"], "diffusers-fcfs stands twice among the policies"),
+        (["--systems", "magic"], "system is 'magic'"),
+        (["--systems", ""], "no policies are given"),
+        (["--systems", "diffusers-fcfs,diffusers-fcfs"], "diffusers-fcfs stands twice among the policies"),
         (["--rates", "1,x"], "--rates is '1,x'"),
         (["--rates", ""], "no rates are given"),
         (["--rates", "0,1"], "a request rate is 0"),
@@ -212,15 +212,21 @@ def test_a_sweep_of_another_engine_is_refused_before_a_model_is_loaded(bench: Ca
         (["--resolutions", "128,512"], "knows nothing of 512x512"),
         (["--latency", "nowhere.csv"], "nowhere.csv"),
         (["--plain-latency", "patched.parquet"], "is of the patched engine, but --plain-latency must be of the plain"),
-        (["--predictor", "x.safetensors"], "--predictor belongs to --engine real or both"),
-        (["--cache", "interval"], "belongs to --engine real or both"),
+        (["--predictor", "x.safetensors"], "--predictor belongs to --on engine or both, not simulator"),
+        (["--cache", "interval"], "--cache belongs to --on engine or both, not simulator"),
+        (["--compile"], "--compile belongs to --on engine or both, not simulator"),
+        (["--device", "cpu"], "--device belongs to --on engine or both, not simulator"),
+        (["--dtype", "float32"], "--dtype belongs to --on engine or both, not simulator"),
+        (["--warmup-requests", "8"], "--warmup-requests belongs to --on engine or both, not simulator"),
+        (["--combinations", "24"], "--combinations belongs to --on both, not simulator"),
         (["--calibration", "nowhere.json"], "nowhere.json: cannot read"),
         (["--calibration", "table.csv"], "the calibration is damaged"),
         (["--calibration", "x.json", "--stage-times", "."], "not both"),
         (["--stage-times", "."], "records.parquet"),
-        (["--policies", "distrifusion-fcfs", "--gpus", "3"], "speedups only for 1, 2, 4, 8"),
+        (["--systems", "distrifusion-fcfs", "--gpus", "3"], "speedups only for 1, 2, 4, 8"),
         (["--resume", "."], "is no folder of psctl bench slo"),
-        (["--engine", "real"], "--latency belongs to --engine simulator"),
+        (["--on", "engine"], "--latency belongs to --on simulator, not engine"),
+        (["--engine", "real"], "--latency belongs to --on simulator, not engine"),
     ],
 )
 def test_bad_usage_is_one_line(bench: Call, folder: Path, arguments: list[str], message: str) -> None:
@@ -229,14 +235,14 @@ def test_bad_usage_is_one_line(bench: Call, folder: Path, arguments: list[str], 
     write_latencies(folder / "patched.parquet", LatencyTable(tuple(law_rows(20)), CIRCUMSTANCES, {}))
     latency = () if "--latency" in arguments else ("--latency", "table.csv")
     base = (
-        "--engine",
+        "--on",
         "simulator",
         *latency,
         "--resolutions",
         "128,256",
         "--num-prompts",
         "5",
-        "--policies",
+        "--systems",
         "diffusers-fcfs",
     )
     code, out, err = bench(*base, "--quiet", *arguments)
@@ -249,9 +255,10 @@ def test_bad_usage_is_one_line(bench: Call, folder: Path, arguments: list[str], 
 
 def test_real_engine_options(bench: Call) -> None:
     for arguments, message in (
-        (("--gpus", "2"), "only --engine simulator serves on more than one"),
-        (("--policies", "distrifusion-fcfs"), "only in the simulator"),
-        (("--engine", "simulator"), "--engine simulator needs --latency"),
+        (("--gpus", "2"), "--gpus belongs to --on simulator, not engine"),
+        (("--combinations", "24"), "--combinations belongs to --on both, not engine"),
+        (("--systems", "distrifusion-fcfs"), "only in the simulator"),
+        (("--on", "simulator"), "--on simulator needs --latency"),
         (("--warmup-requests", "0"), "warmup-requests"),
         (("--cache", "accumulated"), "needs --cache-threshold"),
     ):
@@ -260,20 +267,31 @@ def test_real_engine_options(bench: Call) -> None:
         assert message in err
 
 
+def test_old_names_work_and_say_the_new_ones(bench: Call) -> None:
+    options = ("--latency", "table.csv", *FAST, "--json")
+    code, out, err = bench("--engine", "simulator", "--policies", "fcfs,bucketed", *options)
+    assert code == 0
+    assert "--engine of bench slo is called --on now" in err
+    assert "--policies is called --systems diffusers-fcfs,bucketed now" in err
+    old = json.loads(out)
+    new = result_of(bench("--on", "simulator", "--systems", "diffusers-fcfs,bucketed", "--quiet", *options))
+    assert without_clock(old) == without_clock(new)
+
+
 def test_batches_larger_than_a_table_are_warned_of(bench: Call, folder: Path) -> None:
     (folder / "plain.csv").write_text("combination,ms\n128x128,20\n256x256,30\n4*128x128,60\n")
-    options = ("--engine", "simulator", "--latency", "table.csv", "--plain-latency", "plain.csv", *FAST, "--quiet")
-    code, _, err = bench(*options, "--policies", "diffusers-fcfs", "--max-batch-size", "17")
+    options = ("--on", "simulator", "--latency", "table.csv", "--plain-latency", "plain.csv", *FAST, "--quiet")
+    code, _, err = bench(*options, "--systems", "diffusers-fcfs", "--max-batch-size", "17")
     assert code == 0
     told = " ".join(err.split())
     assert "--max-batch-size is 17, but the largest batch in table.csv has 16: beyond it latencies are" in told
     assert "but the largest batch in plain.csv has 4" in told
-    assert bench(*options, "--policies", "diffusers-fcfs", "--max-batch-size", "4")[2] == ""
+    assert bench(*options, "--systems", "diffusers-fcfs", "--max-batch-size", "4")[2] == ""
 
 
 def test_people_see_tables(bench: Call) -> None:
     code, out, err = bench(
-        "--engine", "simulator", "--latency", "table.csv", *FAST, "--policies", "diffusers-fcfs,patchedserve"
+        "--on", "simulator", "--latency", "table.csv", *FAST, "--systems", "diffusers-fcfs,patchedserve"
     )
     assert code == 0
     for word in ("Highest request rate", "against best of diffusers-fcfs", "Every rate", "patchedserve"):

@@ -206,7 +206,7 @@ def test_bench_compares_with_the_engine_without_cache(make: Any, tmp_path: Path)
     assert Image.open(outcome.run_dir / "cache.png").width > 500
     assert Image.open(outcome.run_dir / "cache-saved.png").width > 500
     # Five sides, the three images of the first batch.
-    assert Image.open(outcome.run_dir / "cache-images.png").size == (110 + 3 * 132, 5 * 132)
+    assert Image.open(outcome.run_dir / "cache-images.png").size == (3 * (128 + 10) + 10, 5 * (128 + 30 + 10) + 10)
     for row, count in zip(outcome.result["rows"], (3, 1), strict=True):
         rows = {side["label"]: side for side in row["sides"]}
         assert list(rows) == ["off", "never", "always", "interval", "accumulated"]
@@ -330,7 +330,7 @@ def test_profile_and_train_predictor_run_without_a_command(
 
     done = run_psctl("profile", "--model", "emoji-3", "latency", **few)
     assert done.returncode == 2
-    assert "--model stands before latency" in done.stderr
+    assert "--model comes before latency" in done.stderr
     done = run_psctl("train-predictor", "--workspace", tmp_path / "none", **few)
     assert done.returncode == 2
     assert "no table of step latencies" in done.stderr

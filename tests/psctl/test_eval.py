@@ -59,6 +59,9 @@ def test_all_metrics_then_a_comparison_and_a_gate(run_psctl: RunPsctl, model_dir
     [
         (["eval", "clip", "--reference", "a"], 2, "--reference belongs to --generated"),
         (["eval", "clip", "--generated", "a", "--images", "b"], 2, "nothing is drawn"),
+        (["eval", "clip", "--generated", "a", "--engine", "plain"], 2, "--engine says how images are drawn, but with"),
+        (["eval", "clip", "--generated", "a", "--order", "image"], 2, "--order says how images are drawn, but with"),
+        (["eval", "clip", "--generated", "a", "--dataset", "emoji"], 2, "--dataset says how images are drawn, but"),
         (["eval", "clip", "--dataset", "coco"], 2, "coco:PATH"),
         (["eval", "clip", "--dataset", "emoji?split=train"], 2, "whose options are: resolution, num_images, data_seed"),
         (["eval", "clip", "--policy", "magic"], 2, "policy is 'magic'"),

@@ -91,6 +91,9 @@ def test_existing_images_are_kept_unless_told_otherwise(generate: RunPsctl, tmp_
     ("arguments", "message"),
     [
         ([], "no prompt"),
+        ([""], "prompt number 0 is '', but it must say what to draw"),
+        (["a hat", " "], "prompt number 1 is ' '"),
+        (["a", "-o", "/proc/x.png"], "folder /proc is not writable"),
         (["a", "--prompts", "nowhere.txt"], "not both"),
         (["--prompts", "nowhere.txt"], "nowhere.txt"),
         (["--prompts", "empty.txt"], "empty.txt"),

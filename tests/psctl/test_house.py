@@ -1,12 +1,15 @@
 """The command line itself: exit codes, the error table, and what goes to stdout and what to stderr."""
 
 import errno
+import io
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +20,7 @@ import patchedserve
 from patchedserve.data.errors import MissingExtraError, RunError, UsageError
 from patchedserve.psctl.app import COMMANDS, apply_thread_settings, describe_error
 from patchedserve.psctl.output import Output
+from patchedserve.psctl.progress import Phases
 
 from ..conftest import RunPsctl
 
@@ -192,10 +196,113 @@ def test_data_goes_to_stdout_and_the_rest_to_stderr() -> None:
     assert (json.loads(done.stdout), done.stderr) == ({"images": 3}, "Warning: slow\n")
 
 
-def test_progress_is_silent_without_a_terminal() -> None:
-    body = "with out.progress() as bar:\n    task = bar.add_task('images', total=2)\n    bar.advance(task)"
+def test_in_a_pipe_a_phase_is_one_line_when_it_starts_and_one_when_it_ends() -> None:
+    body = "with out.phases() as start:\n    advance = start('images', total=40)\n    [advance() for _ in range(40)]"
     done = run_body(body)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (done.returncode, done.stdout) == (0, "")
+    first, last = done.stderr.splitlines()
+    assert first == "images: 40 to do, less than a minute ..."
+    assert re.fullmatch(r"images: 40 done in \d+ s", last)
+    assert run_body(body, "--quiet").stderr == ""
+
+
+def phases_of(told: list[str], *, width: int = 80) -> Phases:
+    from rich.console import Console
+
+    return Phases(Console(file=io.StringIO(), force_terminal=False, width=width), told.append, is_quiet=False)
+
+
+def test_the_start_of_a_phase_tells_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    clock = [0.0]
+    monkeypatch.setattr("patchedserve.psctl.progress.time.monotonic", lambda: clock[0])
+    with phases_of(told) as start:
+        # What is known beforehand is told at once.
+        start("runs", 4, expected_s=600)
+        assert told == ["runs: 4 to do, about 10 min ..."]
+        # Otherwise the first units tell: a twentieth of them, here 3 of the 60 that an earlier run has left.
+        advance = start("visits", 100, done=40)
+        for _ in range(3):
+            assert len(told) == 1
+            clock[0] += 6
+            advance()
+        assert told[1:] == ["visits: 60 to do, about 6 min ..."]
+        clock[0] += 102
+        advance(20)
+        start("features", 0)
+    # Ctrl-C may end work early; what has nothing to do is not told.
+    assert told[2:] == ["runs: 0 of 4 done in 2.0 min", "visits: 23 of 60 done in 2.0 min"]
+
+
+def test_units_of_an_earlier_run_are_not_counted() -> None:
+    told: list[str] = []
+    with phases_of(told) as start:
+        start("steps", 50)
+        for number in (46, 47, 50):
+            start.last().reach(number)
+    assert told[0].startswith("steps: 5 to do, ")
+    assert told[1].startswith("steps: 5 done in ")
+    assert len(told) == 2
+
+
+def test_a_phase_that_fails_has_no_end() -> None:
+    done = run_body("with out.phases() as start:\n    start('images', 2)()\n    raise RunError('no')")
+    assert done.stderr.splitlines() == ["images: 2 to do, less than a minute ...", "Error: no"]
+
+
+def test_on_a_terminal_there_are_bars_with_the_time_left() -> None:
+    from rich.console import Console
+
+    screen, told = io.StringIO(), list[str]()
+    console = Console(file=screen, force_terminal=True, width=100)
+    with Phases(console, told.append, is_quiet=False) as start:
+        advance = start("requests", 8, expected_s=3)
+        advance(3)
+        time.sleep(0.6)  # rich looks at the clock twice a second
+        advance(1)
+    text = screen.getvalue()
+    assert "requests" in text
+    assert "4/8" in text
+    # The bar's clock runs: a bar that was never started shows no time.
+    assert re.search(r"\d:\d\d:\d\d", text)
+    assert told == []
+    quiet = io.StringIO()
+    with Phases(Console(file=quiet, force_terminal=True), told.append, is_quiet=True) as start:
+        start("requests", 8)(8)
+    assert quiet.getvalue() == ""
+
+
+@pytest.mark.parametrize(("old", "new"), [("train-model", "models train"), ("model-card", "models card")])
+def test_old_names_work_and_say_the_new_one(run_psctl: RunPsctl, old: str, new: str) -> None:
+    assert old not in run_psctl("--help", COLUMNS="200").stdout
+    done = run_psctl(old, "nothing-such")
+    assert done.returncode == 2
+    assert "Invalid value for" in done.stderr
+    wanted, options = run_psctl(*new.split(), "--help"), run_psctl(old, "--help")
+    assert options.returncode == wanted.returncode == 0
+    assert "--seed" in options.stdout
+
+
+def test_help_has_the_commands_as_a_day_goes(run_psctl: RunPsctl) -> None:
+    shown = run_psctl("--help", COLUMNS="120").stdout
+    names = ["serve", "generate", "profile", "train-predictor", "simulate", "bench", "eval", "gate", "models", "doctor"]
+    lines = [line.split()[1] for line in shown.splitlines() if len(line.split()) > 1 and line.split()[1] in names]
+    assert lines == names
+
+
+def test_help_waits_for_nothing_heavy() -> None:
+    heavy = "('torch', 'numpy', 'pandas', 'pyarrow', 'PIL', 'matplotlib', 'sklearn')"
+    program = f"import sys, patchedserve.psctl.app; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_bundled_models_are_listed(run_psctl: RunPsctl) -> None:
+    models = json.loads(run_psctl("models", "list", "--json").stdout)
+    assert list(models) == ["emoji-xl", "emoji-3", "emoji-clip"]
+    assert models["emoji-xl"]["resolutions"] == ["128x128", "192x192", "256x256"]
+    lines = run_psctl("models", "list").stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines] == list(models)
 
 
 @dataclass

@@ -366,7 +366,7 @@ def test_ctrl_c_and_the_same_command_again(
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 130, stderr
-    assert stderr.endswith("The same command goes on from here.\nError: interrupted\n")
+    assert stderr.endswith("The same command continues from here.\nError: interrupted\n")
     assert "slowest / fastest" in stdout
     (path,) = tmp_path.glob("own/*/cpu/tables/latency-*.parquet")
     table = read_latencies(path)
@@ -388,5 +388,26 @@ def test_ctrl_c_and_the_same_command_again(
 def test_rows_of_equal_combinations_are_one(tmp_path: Path) -> None:
     row = LatencyRow({SIZES[0]: 1}, (1.0,))
     write_latencies(tmp_path / "t.parquet", LatencyTable((row, row), CIRCUMSTANCES, {}))
-    with pytest.raises(UsageError, match="stands in it twice"):
+    with pytest.raises(UsageError, match="occurs twice"):
         read_latencies(tmp_path / "t.parquet")
+
+
+def test_quick_profile_and_what_its_predictors_are_worth(run_psctl: RunPsctl, environment: dict[str, str]) -> None:
+    done = run_psctl("profile", "--quick", "--json", **environment)
+    assert done.returncode == 0, done.stderr
+    latency, end = json.JSONDecoder().raw_decode(done.stdout)
+    blocks = json.loads(done.stdout[end:])
+    # Every number of steps and requests is the smaller one.
+    assert (latency["settings"]["combinations"], latency["settings"]["repeats"], len(latency["rows"])) == (60, 1, 60)
+    assert latency["is_complete"]
+    told = [line for line in done.stderr.splitlines() if " to do, " in line or " done in " in line]
+    assert [line.rpartition(",")[0] if "to do" in line else line.partition(" done")[0] for line in told] == [
+        "visits: 60 to do",
+        "visits: 60",
+        "denoising steps: 40 to do",
+        "denoising steps: 40",
+    ]
+    assert blocks["num_rows"] > 0
+    done = run_psctl("train-predictor", "latency", "--json", **environment)
+    fit = json.loads(done.stdout)["fit"]
+    assert (fit["num_train"] + len(fit["held_out"]), fit["errors"]["svr"]["mape"] > 0) == (60, True)

@@ -117,6 +117,8 @@ def test_policies_and_gamma(serve: RunPsctl, tmp_path: Path, policy: str) -> Non
         options += ["--predictor", "steps.csv"]
     run = serve(*options, "--max-batch-size", "4", "--seed", "3")
     assert run.returncode == 0, run.stderr
+    # In a pipe a line when serving starts, as long as the trace lasts, and one when it ends.
+    assert "\nrequests: 5 to do, less than a minute ...\nrequests: 5 done in " in run.stderr
     for word in ("throughput", "SLO attainment", "by resolution", "scheduling mean", policy):
         assert word in run.stdout
 

@@ -121,6 +121,29 @@ def test_target_finds_rate_and_gpus(folder: Path, capsys: pytest.CaptureFixture[
     assert not list(folder.rglob("summary.json"))
 
 
+def test_a_system_sets_engine_and_policy_and_single_options_override(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ("--latency", "table.csv", "--num-prompts", "5", "--num-inference-steps", "5", "--json")
+
+    def chosen(*options: str) -> tuple[str, str, str]:
+        config = summary_of(simulate(capsys, *base, "--quiet", *options))["config"]
+        return config["system"], config["policy"], config["engine"]
+
+    assert chosen() == ("patchedserve", "slack", "patched")
+    assert chosen("--system", "nirvana") == ("nirvana", "continuous", "plain")
+    assert chosen("--policy", "edf", "--system", "nirvana", "--engine", "patched") == ("nirvana", "edf", "patched")
+    assert chosen("--engine", "plain") == ("patchedserve", "slack", "plain")
+    # The systems that --policy had before there were any.
+    for old in ("bucketed", "nirvana", "patched-fcfs", "distrifusion-fcfs"):
+        assert chosen("--policy", old) == chosen("--system", old)
+    err = simulate(capsys, *base, "--policy", "bucketed")[2]
+    assert err.startswith("--policy bucketed is called --system bucketed now;")
+    for option in ("--system", "--policy"):
+        code, _, err = simulate(capsys, *base, option, "magic")
+        assert (code, f"{option[2:]} is 'magic', but it must be one of" in err) == (2, True)
+
+
 def test_extrapolation_is_warned_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--latency", "table.csv", "--num-prompts", "5", "--quiet", "--json", "--max-batch-size")
     assert simulate(capsys, *options, "16")[2] == ""
@@ -153,7 +176,7 @@ def test_extrapolation_is_warned_of(folder: Path, capsys: pytest.CaptureFixture[
         (["--num-inference-steps", "99999999"], "it must be less than or equal to 1000"),
         (["--trace", "posson"], "a trace is poisson, gamma, diurnal, azure or a file"),
         (["--resolutions", "80000000"], "width is 80000000 in resolution 80000000x80000000, but must be at most 16384"),
-        (["--output-file", "table.csv"], "--output-file table.csv exists and is no JSON"),
+        (["--output-file", "table.csv"], "--output-file table.csv exists and is not JSON"),
         (["--slo-scale", "0"], "SLO scale is 0"),
         (["--slo-target", "1.5"], "--slo-target is 1.5"),
         (["--prepare-ms", "-1"], "--prepare-ms is -1, but it must be finite"),

@@ -1,4 +1,4 @@
-"""`psctl train-model` as a process: results, going on, wrong usage, damaged checkpoints, Ctrl-C."""
+"""`psctl models train` as a process: results, going on, wrong usage, damaged checkpoints, Ctrl-C."""
 
 import json
 import os
@@ -23,7 +23,7 @@ TIMEOUT_S = 600
 
 @dataclass(frozen=True)
 class Trained:
-    """A workspace in which `train-model text --steps 30` has run, and what it printed."""
+    """A workspace in which `models train text --steps 30` has run, and what it printed."""
 
     workspace: Path
     done: subprocess.CompletedProcess[str]
@@ -33,7 +33,7 @@ class Trained:
 def trained(psctl_script: str, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("trained")
     done = subprocess.run(
-        [psctl_script, "train-model", "text", "--steps", str(BASE_STEPS), "--workspace", "ws", "--json"],
+        [psctl_script, "models", "train", "text", "--steps", str(BASE_STEPS), "--workspace", "ws", "--json"],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -75,7 +75,12 @@ def test_text_gives_json_and_finished_folders(trained: Trained) -> None:
     assert list(result) == ["text"]
     assert Path(result["text"]["folder"]) == Path("ws/training/text")
     assert set(result["text"]["last_figures"]) == {"loss", "accuracy", "grad_norm"}
-    assert trained.done.stderr == "text: finished, in ws/training/text\n"
+    # Two encoders: each says when it starts and when it ends.
+    assert [line.partition(":")[0] for line in trained.done.stderr.splitlines()] == [
+        *("text encoder small", "text encoder small", "text encoder large", "text encoder large"),
+        "text",
+    ]
+    assert trained.done.stderr.endswith("text: finished, in ws/training/text\n")
 
     folder = trained.workspace / "training" / "text"
     tokenizer = CLIPTokenizer.from_pretrained(folder / "tokenizer")
@@ -92,7 +97,9 @@ def test_a_finished_training_is_not_done_again(run_psctl: RunPsctl, workspace: P
     run = workspace / "training" / "text" / "large"
     weights = workspace / "training" / "text" / "large-model" / "model.safetensors"
     before = weights.read_bytes()
-    done = run_psctl("train-model", "text", "--steps", BASE_STEPS, "-w", workspace, "--json", "-q", timeout_s=TIMEOUT_S)
+    done = run_psctl(
+        "models", "train", "text", "--steps", BASE_STEPS, "-w", workspace, "--json", "-q", timeout_s=TIMEOUT_S
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["text"]["last_figures"] == {}
     assert logged_steps(run) == [20]
@@ -100,7 +107,7 @@ def test_a_finished_training_is_not_done_again(run_psctl: RunPsctl, workspace: P
 
 
 def test_more_steps_go_on_from_before_the_decay(run_psctl: RunPsctl, workspace: Path) -> None:
-    done = run_psctl("train-model", "text", "--steps", 45, "-w", workspace, timeout_s=TIMEOUT_S)
+    done = run_psctl("models", "train", "text", "--steps", 45, "-w", workspace, timeout_s=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     for name in ("small", "large"):
         run = workspace / "training" / "text" / name
@@ -120,16 +127,16 @@ def test_a_finished_training_is_not_spoilt(
     run_psctl: RunPsctl, workspace: Path, options: list[str], words: list[str]
 ) -> None:
     before = {path: path.read_bytes() for path in workspace.rglob("*") if path.is_file()}
-    done = run_psctl("train-model", "text", *options, "-w", workspace, timeout_s=TIMEOUT_S)
+    done = run_psctl("models", "train", "text", *options, "-w", workspace, timeout_s=TIMEOUT_S)
     assert_one_error_line(done, 2, *words)
     assert {path: path.read_bytes() for path in workspace.rglob("*") if path.is_file()} == before
 
 
 def test_a_generator_names_the_part_it_lacks(run_psctl: RunPsctl, workspace: Path) -> None:
-    done = run_psctl("train-model", "emoji-xl", "-w", "empty", timeout_s=TIMEOUT_S)
-    assert_one_error_line(done, 2, "psctl train-model text")
-    done = run_psctl("train-model", "emoji-3", "-w", workspace, timeout_s=TIMEOUT_S)
-    assert_one_error_line(done, 2, "psctl train-model autoencoder")
+    done = run_psctl("models", "train", "emoji-xl", "-w", "empty", timeout_s=TIMEOUT_S)
+    assert_one_error_line(done, 2, "psctl models train text")
+    done = run_psctl("models", "train", "emoji-3", "-w", workspace, timeout_s=TIMEOUT_S)
+    assert_one_error_line(done, 2, "psctl models train autoencoder")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +149,7 @@ def test_a_generator_names_the_part_it_lacks(run_psctl: RunPsctl, workspace: Pat
     ],
 )
 def test_wrong_usage_exits_with_2(run_psctl: RunPsctl, tmp_path: Path, arguments: list[str], words: list[str]) -> None:
-    assert_one_error_line(run_psctl("train-model", *arguments), 2, *words)
+    assert_one_error_line(run_psctl("models", "train", *arguments), 2, *words)
     assert not list(tmp_path.iterdir())
 
 
@@ -150,7 +157,7 @@ def test_wrong_usage_exits_with_2(run_psctl: RunPsctl, tmp_path: Path, arguments
 def test_a_truncated_checkpoint_is_named(run_psctl: RunPsctl, workspace: Path, num_bytes: int) -> None:
     checkpoint = workspace / "training" / "text" / "small" / "last.safetensors"
     os.truncate(checkpoint, num_bytes)
-    done = run_psctl("train-model", "text", "--steps", BASE_STEPS, "-w", workspace, timeout_s=TIMEOUT_S)
+    done = run_psctl("models", "train", "text", "--steps", BASE_STEPS, "-w", workspace, timeout_s=TIMEOUT_S)
     assert_one_error_line(done, 1, f"{checkpoint} is not a whole checkpoint", "delete it to start again")
     assert checkpoint.stat().st_size == num_bytes
 
@@ -172,7 +179,7 @@ def interrupt_when_logged(psctl_script: str, workspace: Path, num_lines: int) ->
     run = workspace / "training" / "text" / "small"
     log = run / "log.jsonl"
     process = subprocess.Popen(
-        [psctl_script, "train-model", "text", "--steps", "100000", "--workspace", str(workspace)],
+        [psctl_script, "models", "train", "text", "--steps", "100000", "--workspace", str(workspace)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -38,10 +38,25 @@ def image_folder(path: Path, count: int, *, seed: int = 0, sizes: tuple[tuple[in
     return path
 
 
+def numbered_images(count: int, sizes: tuple[tuple[int, int], ...]) -> list[np.ndarray]:
+    """Images that are filled with their number; sizes (height, width) in turn."""
+    return [np.full((*sizes[i % len(sizes)], 3), i, np.uint8) for i in range(count)]
+
+
+class Means(nn.Module):
+    """A feature network that can be followed by hand, and that counts its batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[int] = []
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.counts.append(len(images))
+        return images.float().mean((2, 3))
+
+
 class Colours(nn.Module):
     """A feature network that can be followed by hand: the mean of each colour."""
-
-    num_features = 3
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,3 +65,24 @@ class Colours(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         self.num_calls += 1
         return images.float().mean((2, 3))
+
+
+class _Given(nn.Module):
+    """A feature network of which the features are given."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.num_features = num_features
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return features
+
+
+def torchmetrics_fid(real: torch.Tensor, generated: torch.Tensor) -> float:
+    """FID of features by a third party, through the square root of a matrix."""
+    from torchmetrics.image.fid import FrechetInceptionDistance
+
+    metric = FrechetInceptionDistance(feature=_Given(real.shape[1]))
+    metric.update(real, real=True)
+    metric.update(generated, real=False)
+    return float(metric.compute())

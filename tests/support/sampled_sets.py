@@ -23,4 +23,4 @@ def captions_file(path: Path, count: int = 30) -> CaptionDataset:
 
 def coco_path(dataset: Any, image_id: str) -> Path:
     """The file of an image of `twenty_of_coco`."""
-    return dataset.files.root / f"{int(image_id):012d}.jpg"
+    return dataset.root / f"{int(image_id):012d}.jpg"

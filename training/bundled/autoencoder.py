@@ -1,8 +1,6 @@
 """Training of the small autoencoder that both bundled generators share (AutoencoderKL, 8x smaller, 4 channels)."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .images import random_crops, to_float
-from .loop import LoopConfig, TrainingRun
+from .loop import LoopConfig, OnStep, Task, ignore_step, train
 from .optim import OptimConfig
 
 CROP_SIDES = (64, 96, 128, 192)
@@ -21,16 +19,6 @@ GROUPS = 4
 KL_WEIGHT = 2e-4
 GRADIENT_WEIGHT = 0.4
 LATENT_NOISE = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class AutoencoderTask:
-    """What `train_autoencoder` needs besides the pictures."""
-
-    folder: Path
-    steps: int = 4000
-    seed: int = 0
-    channels: tuple[int, ...] = (16, 32, 64, 96)
 
 
 def new_autoencoder(channels: tuple[int, ...] = (16, 32, 64, 96)) -> AutoencoderKL:
@@ -79,16 +67,15 @@ def reconstruction_loss(
 
 def train_autoencoder(
     pools: Sequence[Tensor],
-    task: AutoencoderTask,
+    task: Task,
     device: torch.device,
-    on_step: Callable[[int, dict[str, float]], None] = lambda step, figures: None,
+    on_step: OnStep = ignore_step,
 ) -> AutoencoderKL:
     """Train on random crops of uint8 pools [n, 3, h, w]; returns the averaged model, latents normalised."""
     torch.manual_seed(task.seed)
-    model = new_autoencoder(task.channels)
+    model = new_autoencoder()
     nn.Module.to(model, device)  # diffusers' own `to` is annotated without its self
     config = LoopConfig(task.steps, task.seed, optim=OptimConfig(muon_lr=4e-3, adam_lr=2e-3, weight_decay=0.0))
-    run = TrainingRun(model, config, task.folder, _is_outer)
 
     def loss_of(step: int) -> tuple[Tensor, dict[str, float]]:
         rng = np.random.default_rng([task.seed, step])
@@ -98,10 +85,9 @@ def train_autoencoder(
         with torch.autocast(device.type, torch.bfloat16):
             return reconstruction_loss(model, to_float(crops).to(device), generator)
 
-    run.run(loss_of, on_step=on_step)
-    run.copy_ema_to(model)
+    train(model, task, config, _is_outer, loss_of, on_step)
     normalise_latents(model, pools)
-    return model.eval()
+    return model
 
 
 def _is_outer(name: str) -> bool:

@@ -1,8 +1,7 @@
 """Training of the bundled generators on cached latents: `emoji-xl` (U-Net), `emoji-3` (diffusion transformer)."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -18,11 +17,12 @@ from ...data.resolution import Resolution
 from .continuation import load_initial_weights
 from .joint_attention import RepeatedTokenJointAttention
 from .latents import LatentSet
-from .loop import LoopConfig, TrainingRun
+from .loop import LoopConfig, OnStep, Task, ignore_step, train
 from .optim import OptimConfig
 from .text import tokenize
 
 CAPTION_DROPOUT = 0.1
+BATCH_PIXELS = 12288
 ZERO_TOKENS = 256  # diffusers' default max_sequence_length when SD3 has no T5
 BETAS = {"beta_start": 0.00085, "beta_end": 0.02, "beta_schedule": "scaled_linear"}
 FLOW_SHIFT = 1.5
@@ -42,7 +42,7 @@ ANY_ATTENTION = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 
 @dataclass(frozen=True, slots=True)
 class TextStates:
-    """What a generator is told: token states [n, MAX_TOKENS, channels] and pooled state [n, channels]."""
+    """What a generator is conditioned on: token states [n, MAX_TOKENS, channels] and pooled state [n, channels]."""
 
     tokens: Tensor
     pooled: Tensor
@@ -180,51 +180,46 @@ def silence(modules: Iterable[nn.Module]) -> None:
             module.bias.zero_()
 
 
-@dataclass(frozen=True, slots=True)
-class GeneratorTask:
-    """How long a generator is trained and on how much at a time.
-
-    batch_pixels: latent positions in a batch; each batch has one resolution.
-    initial_weights: what to start from; None for random weights.
-    weights: how often a resolution is drawn, aligned with the latent sets.
-    """
-
-    folder: Path
-    steps: int
-    weights: tuple[float, ...]
-    seed: int = 0
-    batch_pixels: int = 12288
-    initial_weights: Path | None = None
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(muon_lr=2e-3, adam_lr=1.5e-3))
-
-
 def train_generator(
     objective: Objective,
     sets: list[LatentSet],
-    task: GeneratorTask,
+    weights: Sequence[float],
+    task: Task,
     device: torch.device,
-    on_step: Callable[[int, dict[str, float]], None] = lambda step, figures: None,
+    on_step: OnStep = ignore_step,
+    *,
+    batch_pixels: int = BATCH_PIXELS,
 ) -> nn.Module:
-    """Train on cached latents; returns the model with averaged weights."""
+    """Train on cached latents; returns the model with averaged weights.
+
+    Args:
+        objective: model and loss.
+        sets: latents, each batch from one of them.
+        weights: how often each set is drawn from.
+        task: see there.
+        device: where to train.
+        on_step: see there.
+        batch_pixels: latent positions in a batch.
+    """
     started_from = load_initial_weights(objective.model, task.initial_weights) if task.initial_weights else ""
     objective.model.to(device)
-    config = LoopConfig(task.steps, task.seed, started_from, ema_decay=0.9985, optim=task.optim)
-    run = TrainingRun(objective.model, config, task.folder, _is_outer)
-    chances = np.array(task.weights) / sum(task.weights)
+    config = LoopConfig(
+        task.steps, task.seed, started_from, ema_decay=0.9985, optim=OptimConfig(muon_lr=2e-3, adam_lr=1.5e-3)
+    )
+    chances = np.array(weights) / sum(weights)
 
     def loss_of(step: int) -> tuple[Tensor, dict[str, float]]:
         rng = np.random.default_rng([task.seed, 9, step])
         latent_set = sets[int(rng.choice(len(sets), p=chances))]
-        latents, captions = _draw_batch(latent_set, task.batch_pixels, rng)
+        latents, captions = _draw_batch(latent_set, batch_pixels, rng)
         # At these short sequences the backward pass of the CPU's flash kernel takes a fifth of a step; the plain
         # one does not.
         with sdpa_kernel([SDPBackend.MATH] if device.type == "cpu" else list(ANY_ATTENTION)):
             loss = objective.loss(latents.to(device), captions, latent_set.resolution, rng)
         return loss, {f"loss_{latent_set.resolution}": float(loss.detach())}
 
-    run.run(loss_of, on_step=on_step)
-    run.copy_ema_to(objective.model)
-    return objective.model.eval()
+    train(objective.model, task, config, _is_outer, loss_of, on_step)
+    return objective.model
 
 
 def _draw_batch(latent_set: LatentSet, batch_pixels: int, rng: np.random.Generator) -> tuple[Tensor, list[str]]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,25 +14,15 @@ from ...data.emoji.scene import BACKGROUNDS, caption_of
 from ...data.resolution import Resolution
 from .continuation import load_initial_weights
 from .images import draw_pool, to_float
-from .loop import LoopConfig, TrainingRun
+from .loop import LoopConfig, OnStep, Task, ignore_step, train
 from .optim import OptimConfig
 from .text import MAX_TOKENS, tokenize
 
 IMAGE_SIDE = 96
 PATCH_SIDE = 12
 SOURCES: dict[Resolution, int] = {Resolution(128, 128): 6000, Resolution(192, 192): 3000, Resolution(256, 256): 2000}
+BATCH_SIZE = 192
 MIN_BLUR_SCALE, MAX_NOISE = 0.6, 0.06
-
-
-@dataclass(frozen=True, slots=True)
-class JudgeTask:
-    """What `train_judge` needs besides the data. Its seeds are apart from the generators'."""
-
-    folder: Path
-    steps: int = 3360
-    seed: int = 1000
-    batch_size: int = 192
-    initial_weights: Path | None = None
 
 
 def new_judge(tokenizer: CLIPTokenizer) -> CLIPModel:
@@ -135,9 +124,9 @@ def contrastive_loss(model: CLIPModel, images: Tensor, ids: Tensor, captions: li
 def train_judge(
     pool: JudgePool,
     tokenizer: CLIPTokenizer,
-    task: JudgeTask,
+    task: Task,
     device: torch.device,
-    on_step: Callable[[int, dict[str, float]], None] = lambda step, figures: None,
+    on_step: OnStep = ignore_step,
 ) -> CLIPModel:
     """Train contrastively on what `draw_judge_pool` drew; returns the model with averaged weights."""
     torch.manual_seed(task.seed)
@@ -146,17 +135,15 @@ def train_judge(
     nn.Module.to(model, device)  # transformers' own `to` is annotated without its self
     optim = OptimConfig(muon_lr=2e-3, adam_lr=1.5e-3)
     config = LoopConfig(task.steps, task.seed, started_from, ema_decay=0.995, optim=optim)
-    run = TrainingRun(model, config, task.folder, lambda name: "layers" not in name)
 
     def loss_of(step: int) -> tuple[Tensor, dict[str, float]]:
         rng = np.random.default_rng([task.seed, 4, step])
-        chosen = draw_indices(pool, task.batch_size, rng)
+        chosen = draw_indices(pool, BATCH_SIZE, rng)
         words = [pool.captions[index][int(rng.integers(3))] for index in chosen]
         pixels = degraded(pool.images[torch.from_numpy(chosen)].float(), rng).to(device)
         with torch.autocast(device.type, torch.bfloat16):
             loss, accuracy = contrastive_loss(model, pixels, tokenize(tokenizer, words).to(device), words)
         return loss, {"accuracy": accuracy}
 
-    run.run(loss_of, on_step=on_step)
-    run.copy_ema_to(model)
-    return model.eval()
+    train(model, task, config, lambda name: "layers" not in name, loss_of, on_step)
+    return model

@@ -26,6 +26,29 @@ from .optim import MuonAdamW, OptimConfig, hidden_matrices
 
 Loss = Callable[[int], tuple[Tensor, dict[str, float]]]
 """Loss of the batch of a step (the argument), and figures to log."""
+OnStep = Callable[[int, dict[str, float]], None]
+"""Called with the number of a finished step and its figures."""
+
+
+def ignore_step(step: int, figures: dict[str, float]) -> None:
+    """An `OnStep` that does nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What the training of any part needs to know.
+
+    Attributes:
+        folder: for its checkpoints and its log.
+        steps: length of the whole schedule.
+        seed: of initial weights, batches and noise.
+        initial_weights: file of a finished model to start from; None for random weights.
+    """
+
+    folder: Path
+    steps: int
+    seed: int = 0
+    initial_weights: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +107,7 @@ class TrainingRun:
         self,
         loss_of: Loss,
         *,
-        on_step: Callable[[int, dict[str, float]], None] = lambda step, figures: None,
+        on_step: OnStep = ignore_step,
         checkpoint_every_s: float = 120.0,
     ) -> None:
         """Train to the end of the schedule. Ctrl-C waits for the step to end, writes a checkpoint and is passed on."""
@@ -182,8 +205,8 @@ class TrainingRun:
         wanted = json.loads(json.dumps(asdict(self.config)))
         changed = [key for key in wanted if key != "steps" and saved.get(key) != wanted[key]]
         if changed:
-            told = ", ".join(f"{key} {saved.get(key)} -> {wanted[key]}" for key in changed)
-            raise UsageError(f"{path} was made with another configuration ({told}); use another folder")
+            changes = ", ".join(f"{key} {saved.get(key)} -> {wanted[key]}" for key in changed)
+            raise UsageError(f"{path} was made with another configuration ({changes}); use another folder")
 
     def _load(self, tensors: dict[str, Tensor], step: int) -> None:
         with torch.no_grad():
@@ -193,6 +216,16 @@ class TrainingRun:
         optim = {name.removeprefix("optim."): tensor for name, tensor in tensors.items() if name.startswith("optim.")}
         self.optimiser.load_state_tensors(optim, step)
         self.step = step
+
+
+def train(
+    model: nn.Module, task: Task, config: LoopConfig, is_excluded: Callable[[str], bool], loss_of: Loss, on_step: OnStep
+) -> None:
+    """Train a model to the end of the schedule, then give it the averaged weights, for evaluation."""
+    run = TrainingRun(model, config, task.folder, is_excluded)
+    run.run(loss_of, on_step=on_step)
+    run.copy_ema_to(model)
+    model.eval()
 
 
 @contextmanager

@@ -19,13 +19,14 @@ from ...data.emoji.dataset import EmojiDataset
 from ...data.errors import UsageError
 from ...data.files import sha256_of
 from ...data.resolution import Resolution
-from .autoencoder import AutoencoderTask, train_autoencoder
+from .autoencoder import train_autoencoder
 from .continuation import WEIGHT_FILES, adopt_parts, save_part
 from .export import export_emoji_3, export_emoji_clip, export_emoji_xl
-from .generators import GeneratorTask, TextTower, TransformerObjective, UNetObjective, train_generator
+from .generators import TextTower, TransformerObjective, UNetObjective, train_generator
 from .images import draw_pool
-from .judge import SOURCES, JudgeTask, draw_judge_pool, train_judge
+from .judge import SOURCES, draw_judge_pool, train_judge
 from .latents import TRAINING_SIZES, load_or_encode
+from .loop import OnStep, Task, ignore_step
 from .text import new_text_encoder, train_text_encoder, train_tokenizer
 
 Part = Literal["text", "autoencoder", "emoji-clip", "emoji-xl", "emoji-3"]
@@ -57,7 +58,7 @@ OTHER_SIZES_WEIGHT = 0.16
 
 @dataclass(frozen=True, slots=True)
 class Reporter:
-    """How a training tells what it does.
+    """How a training reports what it does.
 
     Attributes:
         on_stage: a new stage with its length in units (steps or pictures).
@@ -66,7 +67,7 @@ class Reporter:
     """
 
     on_stage: Callable[[str, int], None] = lambda name, total: None
-    on_step: Callable[[int, dict[str, float]], None] = lambda step, figures: None
+    on_step: OnStep = ignore_step
     on_image: Callable[[], None] = lambda: None
 
 
@@ -106,7 +107,8 @@ def train_part(
         return _train_autoencoder(root / part, device, length, seed, report)
     if part == "emoji-clip":
         tokenizer = _load_tokenizer(root)
-        task = JudgeTask(root / part, steps=length, seed=1000 + seed, initial_weights=initial_weights)
+        # Its seeds are apart from the generators'.
+        task = Task(root / part, length, 1000 + seed, initial_weights)
         report.on_stage("pictures for emoji-clip", sum(SOURCES.values()))
         pool = draw_judge_pool(task.seed, report.on_image)
         report.on_stage(part, length)
@@ -122,7 +124,7 @@ def _train_text(folder: Path, device: torch.device, steps: int, seed: int, repor
         torch.manual_seed(seed + offset)
         encoder = new_text_encoder(width, num_layers, tokenizer)
         report.on_stage(f"text encoder {name}", steps)
-        train_text_encoder(encoder, tokenizer, folder / name, steps, seed + offset, device, report.on_step)
+        train_text_encoder(encoder, tokenizer, Task(folder / name, steps, seed + offset), device, report.on_step)
         save_part(encoder.cpu(), folder / f"{name}-model")
     # Last, so that a run which is refused (another seed) or unfinished leaves no tokenizer without its encoders.
     save_part(tokenizer, folder / "tokenizer")
@@ -134,7 +136,7 @@ def _train_autoencoder(folder: Path, device: torch.device, steps: int, seed: int
     datasets = [EmojiDataset(resolution, size, seed=seed) for resolution, size in AUTOENCODER_POOLS.items()]
     pools = [draw_pool(dataset, report.on_image)[0] for dataset in datasets]
     report.on_stage("autoencoder", steps)
-    model = train_autoencoder(pools, AutoencoderTask(folder, steps=steps, seed=seed), device, report.on_step)
+    model = train_autoencoder(pools, Task(folder, steps, seed), device, report.on_step)
     save_part(model.cpu(), folder / "model")
     return folder / "model"
 
@@ -166,8 +168,8 @@ def _train_generator(
     torch.manual_seed(seed)
     tower = TextTower(tokenizer, [encoder.to(device) for encoder in encoders])
     objective = UNetObjective(tower) if part == "emoji-xl" else TransformerObjective(tower)
-    task = GeneratorTask(root / part, steps, weights, seed, initial_weights=initial_weights)
-    model: Any = train_generator(objective, sets, task, device, report.on_step).cpu()
+    task = Task(root / part, steps, seed, initial_weights)
+    model: Any = train_generator(objective, sets, weights, task, device, report.on_step).cpu()
     export = export_emoji_xl if part == "emoji-xl" else export_emoji_3
     export(models_dir / part, model, vae.cpu(), tokenizer, [encoder.cpu() for encoder in encoders])
     return models_dir / part
@@ -176,12 +178,12 @@ def _train_generator(
 def _load_tokenizer(root: Path) -> CLIPTokenizer:
     folder = root / "text" / "tokenizer"
     if not folder.is_dir():
-        raise UsageError(f"{folder} does not exist; train the part it comes from first: psctl train-model text")
+        raise UsageError(f"{folder} does not exist; train the part it comes from first: psctl models train text")
     return CLIPTokenizer.from_pretrained(folder)
 
 
 def _load(model_class: Any, folder: Path) -> Any:
     if not folder.is_dir():
         part = folder.parent.name
-        raise UsageError(f"{folder} does not exist; train the part it comes from first: psctl train-model {part}")
+        raise UsageError(f"{folder} does not exist; train the part it comes from first: psctl models train {part}")
     return model_class.from_pretrained(folder)

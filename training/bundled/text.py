@@ -6,8 +6,6 @@ receive states which hold exactly that. No image is used, and the judge (`emoji-
 """
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -20,7 +18,7 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokeni
 from ...data.emoji.art import object_names
 from ...data.emoji.scene import BACKGROUNDS, Scene, sample_scene
 from ...data.resolution import Resolution
-from .loop import LoopConfig, TrainingRun
+from .loop import LoopConfig, OnStep, Task, ignore_step, train
 from .optim import OptimConfig
 
 MAX_TOKENS = 24
@@ -119,24 +117,20 @@ class CaptionReader(nn.Module):
 def train_text_encoder(
     encoder: CLIPTextModelWithProjection,
     tokenizer: CLIPTokenizer,
-    folder: Path,
-    steps: int,
-    seed: int,
+    task: Task,
     device: torch.device,
-    on_step: Callable[[int, dict[str, float]], None] = lambda step, figures: None,
+    on_step: OnStep = ignore_step,
 ) -> CLIPTextModelWithProjection:
     """Teach an encoder to read captions; returns it with averaged weights."""
     reader = CaptionReader(encoder).to(device)
-    config = LoopConfig(steps, seed, ema_decay=0.99, optim=OptimConfig(muon_lr=2e-3, adam_lr=2e-3))
-    run = TrainingRun(reader, config, folder, lambda name: "layers" not in name)
+    config = LoopConfig(task.steps, task.seed, ema_decay=0.99, optim=OptimConfig(muon_lr=2e-3, adam_lr=2e-3))
 
     def loss_of(step: int) -> tuple[Tensor, dict[str, float]]:
-        rng = np.random.default_rng([seed, 5, step])
+        rng = np.random.default_rng([task.seed, 5, step])
         scenes = [sample_scene(rng, ANY_RESOLUTION, "train") for _ in range(128)]
         ids = tokenize(tokenizer, [scene.caption for scene in scenes])
         loss, accuracy = reader(ids.to(device), scene_targets(scenes).to(device))
         return loss, {"accuracy": accuracy}
 
-    run.run(loss_of, on_step=on_step)
-    run.copy_ema_to(reader)
-    return encoder.eval()
+    train(reader, task, config, lambda name: "layers" not in name, loss_of, on_step)
+    return encoder

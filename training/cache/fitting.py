@@ -77,7 +77,7 @@ def fit_cache_predictor(samples: BlockSamples, facts: BlockFacts, settings: FitS
     """Train a predictor.
 
     Args:
-        samples: rows of a profile (`cache_samples.load_samples`).
+        samples: rows of a profile (`samples.load_samples`).
         facts: what the profile was taken on.
         settings: threshold, size of the forest, seed.
 
@@ -147,7 +147,7 @@ def split_by_request(samples: BlockSamples, seed: int) -> tuple[BlockSamples, Bl
 def best_cut(input_mse: np.ndarray, labels: np.ndarray, precision: float) -> float | None:
     """Return the largest cut such that of the rows with `input_mse <= cut` at least `precision` are of class 1.
 
-    None if there is no such cut.
+    None if no cut does.
     """
     order = np.argsort(input_mse, kind="stable")
     values = input_mse[order]
@@ -162,18 +162,20 @@ def _check_classes(output_mse: np.ndarray, threshold: float) -> None:
     num, within = len(output_mse), int((output_mse <= threshold).sum())
     if min(within, num - within) >= MIN_ROWS_OF_CLASS:
         return
-    told = (
+    problem = (
         f"threshold {threshold:g}: {within} of the {num} rows to train on stay within it and {num - within} do not, "
         f"but at least {MIN_ROWS_OF_CLASS} of each are needed; "
     )
     ordered = np.sort(output_mse).astype(np.float64)
     if num >= 2 * MIN_ROWS_OF_CLASS and ordered[MIN_ROWS_OF_CLASS - 1] < ordered[-MIN_ROWS_OF_CLASS]:
-        # Rounded inwards, so that what is told is allowed.
+        # Rounded inwards, so that what the message says is allowed.
         low = _rounded(ordered[MIN_ROWS_OF_CLASS - 1], math.ceil)
         high = _rounded(ordered[-MIN_ROWS_OF_CLASS], math.floor)
         if low < high:
-            raise UsageError(f"{told}choose a threshold above {low:g} and below {high:g}")
-    raise UsageError(f"{told}no threshold gives that, so profile more requests with psctl profile blocks --num-prompts")
+            raise UsageError(f"{problem}choose a threshold above {low:g} and below {high:g}")
+    raise UsageError(
+        f"{problem}no threshold gives that, so profile more requests with psctl profile blocks --num-prompts"
+    )
 
 
 def _rounded(value: float, towards: Callable[[float], int]) -> float:

@@ -78,7 +78,7 @@ class CachePredictor:
         min_confidence: the cached output is used where the forest's vote is above this.
         max_lag: largest number of steps between a tensor and the cached one in the training; beyond max_lag - 1 reuses
             in a row the forest has seen nothing.
-        report: figures of the training, as JSON (`cache_training.fit_cache_predictor`).
+        report: figures of the training, as JSON (`fitting.fit_cache_predictor`).
     """
 
     forest: FlatForest
@@ -175,7 +175,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     try:
         with safe_open(path, "pt") as file:
             head = file.metadata() or {}
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (the file is no dict)
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (the file is not a dict)
     except (SafetensorError, OSError) as error:
         raise UsageError(f"{path} is truncated, damaged or no safetensors file") from error
     if head.get(_KIND_KEY) != _KIND:
@@ -190,7 +190,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         raise UsageError(f"{path} was edited or damaged: its checksum is wrong; run psctl train-predictor cache again")
     content = json.loads(text)
     if not isinstance(content, dict):
-        raise UsageError(f"{path} is damaged: its head is no mapping")
+        raise UsageError(f"{path} is damaged: its head is not a mapping")
     return content, arrays
 
 

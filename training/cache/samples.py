@@ -25,7 +25,7 @@ class BlockSamples:
     """Rows of a profile, in its order.
 
     Attributes:
-        features: (rows, 5) float32, as `features_of`; a row of lag k stands for a patch that has used the cached output
+        features: (rows, 5) float32, as `features_of`; a row of lag k describes a patch that has used the cached output
             k - 1 times in a row, since the cached tensors stay those of the step that was computed last.
         input_mse: (rows,) float32, normalised.
         output_mse: (rows,) float32, normalised.

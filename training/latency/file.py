@@ -1,6 +1,6 @@
 """What a latency predictor has learned, and its file: safetensors arrays with JSON beside them.
 
-A checksum over both tells a file that was edited; one that is cut off is told by its own header.
+A checksum over both reveals a file that was edited; its own header, one that is cut off.
 """
 
 import hashlib
@@ -58,7 +58,7 @@ class PredictorAbout:
         largest_counts: most requests of each in one batch.
         max_batch_size: most requests in one batch.
         circumstances: what the table was measured on; None for a table of another program.
-        fit: seed, parameters, held-out combinations, errors: see `latency_fit.fit_latency_predictor`. JSON.
+        fit: seed, parameters, held-out combinations, errors: see `fitting.fit_latency_predictor`. JSON.
     """
 
     resolutions: tuple[Resolution, ...]
@@ -130,7 +130,7 @@ def read_predictor(path: Path) -> tuple[SupportVectors, PredictorAbout]:
         raise UsageError(f"{path}: cannot be read as a latency predictor ({_first_line(error)})") from error
     text = metadata.get(_ABOUT_KEY)
     if text is None:
-        raise UsageError(f"{path}: is no latency predictor")
+        raise UsageError(f"{path}: is not a latency predictor")
     if metadata.get(_CHECKSUM_KEY) != _checksum(text, arrays):
         raise UsageError(f"{path}: is damaged or was edited; fit it again: psctl train-predictor latency")
     try:

@@ -1,7 +1,7 @@
 """Fits the latency predictor to a table of step latencies (PatchedServe section 6.1.2).
 
 Of the combinations 20 % are held out; a cross-validated search over the others chooses the parameters. What is kept is
-the model that was fitted to the 80 %, not one fitted anew to all: so every reported error is one of the very model that
+the model that was fitted to the 80 %, not one fitted to all: so every reported error is one of the very model that
 predicts, on combinations that it has not seen, and can be worked out again from the file. The corners of the table (the
 smallest and the largest batch of each resolution alone) are never held out, because beyond its outermost data a kernel
 model falls back to its mean.
@@ -46,7 +46,7 @@ def fit_latency_predictor(
     Args:
         rows: of one table.
         seed: of the split and of the folds.
-        circumstances: what the table was measured on, None if nobody knows.
+        circumstances: what the table was measured on, None if that is not known.
 
     Raises:
         UsageError: there are too few rows, or the same combination twice.

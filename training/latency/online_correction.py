@@ -3,7 +3,7 @@
 A profile is as old as its table. Since then the machine may have become slower or faster (heat, neighbours, another
 driver), and a profile of full steps says nothing of steps that reuse cached patches. Schedulers add up the steps that
 requests have left, so the factor is the time of recent steps, all of them together, over what was predicted for them.
-With a cache most steps are short and some are long, and after a request has joined one step packs the batch anew: the
+With a cache most steps are short and some are long, and after a request has joined one step packs the batch again: the
 typical step is much shorter than the mean, and a scheduler that counts on it promises what cannot be kept.
 
 This module imports no torch.
@@ -20,7 +20,7 @@ from ...data.resolution import Resolution
 
 
 class PredictsSteps(Protocol):
-    """What is corrected (as `serving.policies.base.StepLatencyPredictor`)."""
+    """What is corrected (as `serving.scheduling.policies.base.StepLatencyPredictor`)."""
 
     def step_latency_s(self, active: Sequence[Resolution]) -> float: ...
 
@@ -99,7 +99,7 @@ class OnlineCorrection:
             )
         self.scale = scale
         self._num_observations = 0
-        # Moving averages of what was measured and predicted; a first prediction stands for the past.
+        # Moving averages of what was measured and predicted; the first prediction serves as the past.
         self._measured_s = self._predicted_s = 0.0
         self._errors: deque[float] = deque(maxlen=self.settings.recent)
         self._uncorrected_errors: deque[float] = deque(maxlen=self.settings.recent)

@@ -1,7 +1,7 @@
 """The latency predictor: seconds of one denoising step from what is in the batch (PatchedServe section 6.1.2).
 
 A support vector regression on the paper's features: requests of each resolution, number of different resolutions, and
-number of patches. scikit-learn fits it (`latency_fit`); what it learned is kept as flat arrays and evaluated here with
+number of patches. scikit-learn fits it (`fitting`); what it learned is kept as flat arrays and evaluated here with
 numpy alone, so that a policy can ask without torch and without scikit-learn. It predicts the logarithm of milliseconds:
 then small batches weigh as much as large ones, and no prediction is negative. (The square root and plain milliseconds
 came within 0.4 points of the same error on tables drawn from measured latencies, sometimes above and sometimes below.)
@@ -28,7 +28,7 @@ Warn = Callable[[str], None]
 
 
 class LatencyPredictor:
-    """Predicts step latencies; a `serving.policies.base.StepLatencyPredictor`.
+    """Predicts step latencies; a `serving.scheduling.policies.base.StepLatencyPredictor`.
 
     Outside of what was profiled a kernel model knows nothing, so the question is moved to where it knows something. A
     batch with more requests than were profiled counts as so many times a step of the largest profiled one. A resolution
@@ -39,7 +39,7 @@ class LatencyPredictor:
     Args:
         vectors: the fitted model.
         about: what it was fitted to.
-        on_warning: told the first time that a batch is outside of what was profiled; None warns as Python does.
+        on_warning: called the first time that a batch is outside of what was profiled; None warns as Python does.
 
     Attributes:
         num_too_large: predictions for more requests than were profiled.
@@ -139,7 +139,7 @@ class LatencyPredictor:
 
         Args:
             path: the file.
-            expect: what will be served (`profiling.latency.latency_circumstances`); None takes any.
+            expect: what will be served (`profiling.measure.latency.latency_circumstances`); None takes any.
             on_warning: see the class.
 
         Raises:
@@ -181,7 +181,7 @@ def load_workspace_predictor(
 
 
 def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
-    """Keep a prediction; a memory that grows without end is worse than to predict anew."""
+    """Keep a prediction; a memory that grows without end is worse than predicting again."""
     if len(known) >= _MOST_REMEMBERED:
         known.clear()
     known[key] = value

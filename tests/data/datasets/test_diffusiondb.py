@@ -124,11 +124,11 @@ def test_metadata_of_many_images(tmp_path: Path):
     path = tmp_path / "metadata.parquet"
     pq.write_table(pa.table(columns), path, row_group_size=700)
     facts = Metadata(path).facts({2, 4})
-    assert len(facts.keys) == 2000
+    assert len(facts) == 2000
     found = facts.of([names[1999], names[3000], names[0], "other.png"])
     assert set(found) == {names[1999], names[3000]}
     assert found[names[1999]].width == 1999
-    assert found[names[3000]].image_nsfw == pytest.approx(0.6)
+    assert found[names[3000]].scores == pytest.approx((0.6, 0.5))
     assert Metadata(path).facts({99}).of(names) == {}
 
 
@@ -154,7 +154,7 @@ def test_diffusiondb_oddities_become_problems(tmp_path: Path):
         names[3]: "has the seed -5, but it must be a whole number from 0",
         "sub/x.png": "has a name with a folder in it: 'sub/x.png'",
         "extra.png": "has no prompt in part-000001.json",
-        "twice.png": "stands twice in part-000001.json",
+        "twice.png": "occurs twice in part-000001.json",
     }
 
 

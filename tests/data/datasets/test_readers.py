@@ -35,7 +35,7 @@ def test_paths_are_needed_and_must_exist(kind: str, tmp_path: Path):
 
 def test_options_of_another_kind_are_refused(tmp_path: Path):
     with pytest.raises(
-        UsageError, match="max_nsfw is no option of the data set coco, whose options are: split, image_"
+        UsageError, match="max_nsfw is not an option of the data set coco, whose options are: split, image_"
     ):
         open_dataset(f"coco:{write_coco(tmp_path)}", max_nsfw=0.5)
 

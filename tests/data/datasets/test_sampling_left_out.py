@@ -75,7 +75,7 @@ def test_problems_of_entries_count_like_bad_images(tmp_path: Path):
     assert sample.bad == (
         f"{no_caption}: has no caption",
         f"{empty}: has an empty caption",
-        f"{twice}: stands for more than one entry of the data set, so it is not clear which is meant",
+        f"{twice}: is the id of more than one entry of the data set, so it is ambiguous",
         f"{no_image}: has captions, but the annotations list no such image",
     )
     with pytest.raises(UsageError, match=r"4 bad entries so far, but at most 3 allowed \(--max-bad\); the first"):
@@ -97,7 +97,7 @@ def test_ids_that_stand_twice_are_found_wherever_a_page_ends(tmp_path: Path, cop
         if place >= n:
             assert sample_pairs(dataset, n, 0).ids == ids[:n]
             continue
-        with pytest.raises(UsageError, match=f"first: {ids[place]}: stands for more than one entry"):
+        with pytest.raises(UsageError, match=f"first: {ids[place]}: is the id of more than one entry"):
             sample_pairs(dataset, n, 0)
         kept = [image_id for i, image_id in enumerate(ids) if i != place]
         assert list(sample_pairs(dataset, n, 0, max_bad=1).ids) == kept[:n]

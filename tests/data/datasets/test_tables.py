@@ -108,7 +108,7 @@ def test_folders_with_metadata_of_their_own(tmp_path: Path):
             r"metadata.csv:2: has name, text, but one column must be called file",
         ),
         ({"metadata.csv": "file_name,words\na.png,x\n"}, r"metadata.csv:2: has the columns file_name, words, but one"),
-        ({"metadata.csv": "file_name,text,text\n"}, r"metadata.csv:1: column 'text' stands twice"),
+        ({"metadata.csv": "file_name,text,text\n"}, r"metadata.csv:1: column 'text' occurs twice"),
         ({"metadata.csv": 'file_name,text\n"a" b,x\n'}, r"metadata.csv:2: malformed table"),
         ({"metadata.csv": "file_name,text\na.png,x,y\n"}, r"metadata.csv:2: has 3 cells, but the header has 2"),
         ({"metadata.jsonl": '{"file_name": "a.png", "te'}, r"metadata.jsonl:1: not valid JSON"),
@@ -244,6 +244,6 @@ def test_damage_inside_a_parquet_file_is_one_line(tmp_path: Path):
     content[4:3000] = bytes(2996)
     path.write_bytes(content)
     dataset = open_dataset(f"parquet:{path}")
-    with pytest.raises(UsageError, match=r"x.parquet: the file is damaged") as caught:
+    with pytest.raises(UsageError, match=r"x.parquet: cannot read the file: it is damaged") as caught:
         [dataset.content(location_of(entry)) for entry in dataset.entries()]
     one_line(caught)

@@ -111,9 +111,9 @@ def test_a_card_tells_what_was_measured(generator):
     assert figures["recognised"]["all"]["num_images"] == 6
     assert 0 <= figures["recognised"]["all"]["background"] <= 1
     assert figures["settings"]["num_inference_steps"] == 4
-    text = card_text("emoji-xl", figures, "psctl model-card emoji-xl")
+    text = card_text("emoji-xl", figures, "psctl models card emoji-xl")
     assert f"| all | {figures['recognised']['all']['object_at_1']:.4g} |" in text
-    assert "`psctl model-card emoji-xl`" in text
+    assert "`psctl models card emoji-xl`" in text
     assert card_command("emoji-xl", options) == (
-        "psctl model-card emoji-xl --num-images 6 --num-fid 0 --num-inference-steps 4"
+        "psctl models card emoji-xl --num-images 6 --num-fid 0 --num-inference-steps 4"
     )

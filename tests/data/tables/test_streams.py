@@ -51,7 +51,7 @@ def test_many_pieces_are_one_table(tmp_path: Path) -> None:
     assert table.column("lag").to_pylist() == [1, 1, 2, 2, 3, 3, 4] * 40
     assert table.column("input_mse").to_pylist()[:7] == np.linspace(0.1, 1, 7).astype(np.float32).tolist()
     assert table.schema.field("width").metadata[b"unit"] == b"px"
-    assert all(column.meaning for column in BLOCKS.columns)
+    assert all(column.metadata[b"meaning"] for column in BLOCKS.columns)
     assert BlockFacts.from_json(read_facts(path, BLOCKS), source="it") == FACTS
 
 

@@ -67,11 +67,11 @@ def test_files_of_arrivals(tmp_path: Path) -> None:
         ("", "a.csv: recorded arrivals must be CSV with a column arrived_at or TIMESTAMP"),
         ("time\n1\n", "a.csv: recorded arrivals must be CSV"),
         ("arrived_at\n", "a.csv: the trace is empty"),
-        ("arrived_at,b\n1,2\nsoon,2\n", "a.csv:3: arrived_at is 'soon', which is no time"),
+        ("arrived_at,b\n1,2\nsoon,2\n", "a.csv:3: arrived_at is 'soon', which is not a time"),
         ("arrived_at,b\n1,2\nnan,2\n", "a.csv:3: arrived_at is 'nan', but it must be finite"),
         ("b,arrived_at\n1,2\n1\n", "a.csv:3: arrived_at is None"),
         ("arrived_at\n2\n1\n", "a.csv:3: time goes back"),
-        ("TIMESTAMP\n2023-13-16 18:15:46\n", "a.csv:2: TIMESTAMP is '2023-13-16 18:15:46', which is no time"),
+        ("TIMESTAMP\n2023-13-16 18:15:46\n", "a.csv:2: TIMESTAMP is '2023-13-16 18:15:46', which is not a time"),
     ],
 )
 def test_bad_files(tmp_path: Path, text: str, message: str) -> None:

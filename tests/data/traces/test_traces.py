@@ -11,7 +11,7 @@ import pytest
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution, parse_list
-from patchedserve.data.traces.draws import RequestShape, parse_mix, parse_request_config
+from patchedserve.data.traces.draws import parse_mix
 from patchedserve.data.traces.traces import TraceConfig, assign_slos, generate_trace, limit_trace, retime
 
 SIZES = parse_list("128,192,256")
@@ -183,44 +183,6 @@ def test_parse_mix() -> None:
 def test_bad_mixes(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         parse_mix(text, SIZES)
-
-
-def test_request_config() -> None:
-    text = (
-        """[{"width": 128, "height": 192, "num_inference_steps": 20, "weight": 0.15}, {"width": 256, "height": 256}]"""
-    )
-    shapes = parse_request_config(text, num_inference_steps=30)
-    assert shapes == (RequestShape(Resolution(128, 192), 20, 0.15), RequestShape(Resolution(256, 256), 30, 1.0))
-    config = TraceConfig(
-        resolutions=tuple(shape.resolution for shape in shapes),
-        mix=tuple(shape.weight for shape in shapes),
-        num_inference_steps=tuple(shape.num_inference_steps for shape in shapes),
-        num_prompts=4_000,
-    )
-    shares = Counter((r.resolution, r.num_inference_steps) for r in generate_trace(config, PROMPTS))
-    assert set(shares) == {(shape.resolution, shape.num_inference_steps) for shape in shapes}
-    assert shares[Resolution(128, 192), 20] / 4_000 == pytest.approx(0.15 / 1.15, abs=0.03)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[{", "not valid JSON"),
-        ("{}", "must be a JSON list"),
-        ("[]", "must be a JSON list"),
-        ("[1]", "must be a JSON list"),
-        ('[{"width": 128}]', "item 0: height is missing"),
-        ('[{"width": 128, "height": 128, "wieght": 1}]', "item 0: unknown key 'wieght'"),
-        ('[{"width": 128, "height": 128}, {"width": 128, "height": 1}]', "item 1: height is 1 "),
-        ('[{"width": "128", "height": 128}]', "item 0: width is '128'"),
-        ('[{"width": 128, "height": 128, "num_inference_steps": 0}]', "item 0: num_inference_steps is 0"),
-        ('[{"width": 128, "height": 128, "weight": -1}]', "item 0: mix is -1"),
-        ('[{"width": 128, "height": 128, "weight": 0}]', "at least one weight must be more than 0"),
-    ],
-)
-def test_bad_request_configs(text: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        parse_request_config(text, num_inference_steps=30)
 
 
 def test_limit_and_retime() -> None:

@@ -66,7 +66,7 @@ def test_fid_difference_is_paired() -> None:
     import torch
 
     from patchedserve.eval.compare.paired import compare_fid
-    from patchedserve.eval.metrics.fid_stats import frechet_distance
+    from patchedserve.eval.metrics.fid import frechet_distance
 
     rng = np.random.default_rng(0)
     reference, first = (torch.from_numpy(rng.normal(size=(120, 6))) for _ in range(2))

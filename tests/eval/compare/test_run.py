@@ -12,9 +12,9 @@ from patchedserve.data.files import write_json
 from patchedserve.data.resolution import Resolution
 from patchedserve.eval.compare.comparison import FID_TO_FIRST, Comparison
 from patchedserve.eval.compare.run import compare
-from patchedserve.eval.metrics.fid_stats import frechet_distance
+from patchedserve.eval.metrics.fid import frechet_distance
 from patchedserve.eval.sets.generate import Manifest, make_items
-from patchedserve.eval.sets.ground_truth import ground_truth_of
+from patchedserve.eval.sets.image_sets import ground_truth_of
 from patchedserve.serving.cache.options import CacheOptions
 
 from ...support.report_cases import CLIP, DRAWN, MadeUpJudges, image_set, settings_of

@@ -11,7 +11,7 @@ from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPProce
 
 from patchedserve.data.errors import RunError, UsageError
 from patchedserve.eval.metrics import clip as clip_module
-from patchedserve.eval.metrics.clip import Clip, clip_score, load_clip, retrieval_recall, zero_shot
+from patchedserve.eval.metrics.clip import Clip, clip_scores, load_clip, retrieval_recall, zero_shot
 
 from ...support.tiny_models import tiny_tokenizer
 
@@ -112,11 +112,11 @@ def test_retrieval_recall_by_hand() -> None:
     assert retrieval_recall(texts, images, captions, 1) == 0.5
 
 
-def test_zero_shot_and_clip_score_by_hand() -> None:
+def test_zero_shot_and_clip_scores_by_hand() -> None:
     classes = _at(0, 90, 180)
     assert zero_shot(_at(80, 170, 350), classes).tolist() == [[1], [2], [0]]
     assert zero_shot(_at(80, 170), classes, 2).tolist() == [[1, 0], [2, 1]]
-    assert clip_score(_at(0, 0, 0), _at(60, 0, 180)) == pytest.approx(100 * (0.5 + 1 + 0) / 3, rel=1e-5)
+    assert clip_scores(_at(0, 0, 0), _at(60, 0, 180)).tolist() == pytest.approx([50, 100, 0], rel=1e-5)
 
 
 def test_numbers_that_do_not_match_are_refused() -> None:
@@ -129,4 +129,4 @@ def test_numbers_that_do_not_match_are_refused() -> None:
     with pytest.raises(UsageError, match="k is 0"):
         zero_shot(_at(0), _at(0, 1), 0)
     with pytest.raises(UsageError, match="must be equal"):
-        clip_score(_at(0), _at(0, 1))
+        clip_scores(_at(0), _at(0, 1))

@@ -12,12 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
-from torch import nn
 
 from patchedserve.data.datasets.folders import open_folder
 from patchedserve.data.datasets.registry import open_dataset
 from patchedserve.data.datasets.sampling import Sample, sample_pairs
-from patchedserve.eval.cache.quality import _batched, _similarity
 from patchedserve.eval.metrics.features import features_of
 from patchedserve.eval.metrics.images import batches_by_size
 from patchedserve.eval.metrics.measure import measure_pairs
@@ -25,15 +23,12 @@ from patchedserve.eval.metrics.psnr import psnr
 from patchedserve.eval.metrics.ssim import ssim
 from patchedserve.eval.sets.image_sets import GivenImages
 
-
-def _numbered(count: int, sizes: tuple[tuple[int, int], ...]) -> list[np.ndarray]:
-    """Images that are filled with their number; sizes (height, width) in turn."""
-    return [np.full((*sizes[i % len(sizes)], 3), i, np.uint8) for i in range(count)]
+from ...support.eval_cases import Means, numbered_images
 
 
 @pytest.mark.parametrize(("count", "sizes"), [(23, ((4, 4), (4, 6), (8, 2))), (9, ((4, 4),)), (0, ((4, 4),))])
 def test_sizes_in_turn_make_full_batches(count: int, sizes: tuple[tuple[int, int], ...]) -> None:
-    found = list(batches_by_size(enumerate(_numbered(count, sizes)), batch_size=4))
+    found = list(batches_by_size(enumerate(numbered_images(count, sizes)), batch_size=4))
     assert sorted(place for places, _ in found for place in places) == list(range(count))
     for places, batch in found:
         assert (batch.amin((1, 2, 3)).tolist(), batch.amax((1, 2, 3)).tolist()) == (places, places)
@@ -58,22 +53,10 @@ def test_many_sizes_do_not_pile_up() -> None:
     assert given == 100
 
 
-class _Means(nn.Module):
-    """A feature network that can be followed by hand, and that counts its batches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: list[int] = []
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        self.counts.append(len(images))
-        return images.float().mean((2, 3))
-
-
 def test_features_come_in_the_order_of_the_images(tmp_path: Path) -> None:
-    for i, image in enumerate(_numbered(40, ((8, 8), (8, 12), (12, 8)))):
+    for i, image in enumerate(numbered_images(40, ((8, 8), (8, 12), (12, 8)))):
         Image.fromarray(image).save(tmp_path / f"{i:03}.png")
-    network = _Means()
+    network = Means()
     features = features_of(open_folder(tmp_path), network, "none", batch_size=8)
     assert features[:, 0].tolist() == list(range(40))
     assert sorted(network.counts) == [5, 5, 6, 8, 8, 8]
@@ -83,7 +66,7 @@ def test_a_table_is_read_in_one_pass_and_features_keep_the_order_of_the_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffers = [io.BytesIO() for _ in range(90)]
-    for buffer, image in zip(buffers, _numbered(90, ((16, 16), (16, 24), (24, 16))), strict=True):
+    for buffer, image in zip(buffers, numbered_images(90, ((16, 16), (16, 24), (24, 16))), strict=True):
         Image.fromarray(image).save(buffer, "png")
     content = {"id": [f"{i}" for i in range(90)], "text": [f"picture {i}" for i in range(90)]}
     content["image"] = [buffer.getvalue() for buffer in buffers]  # type: ignore[assignment]
@@ -98,7 +81,7 @@ def test_a_table_is_read_in_one_pass_and_features_keep_the_order_of_the_sample(
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", counting)
-    features = features_of(sample, _Means(), "none", batch_size=8, workers=1)
+    features = features_of(sample, Means(), "none", batch_size=8, workers=1)
     assert features[:, 0].tolist() == [float(image_id) for image_id in sample.ids]
     assert started == [0, 1]
     # Pairs, too, and their values stand in the order of the sample.
@@ -124,7 +107,7 @@ def _brighter(sample: Sample) -> GivenImages:
 def test_pairs_of_sizes_in_turn_are_measured_in_full_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder, level in (("a", 0), ("b", 5)):
         (tmp_path / folder).mkdir()
-        for i, image in enumerate(_numbered(40, ((16, 16), (16, 24)))):
+        for i, image in enumerate(numbered_images(40, ((16, 16), (16, 24)))):
             Image.fromarray(image + np.uint8(level)).save(tmp_path / folder / f"{i:03}.png")
     counts: list[int] = []
 
@@ -139,29 +122,3 @@ def test_pairs_of_sizes_in_turn_are_measured_in_full_batches(tmp_path: Path, mon
     assert list(values["ssim"]) == list(one.ids)
     for name in one.ids:
         assert values["psnr"][name] == psnr(one.open_image(name), other.open_image(name))
-
-
-def test_sides_of_a_cache_bench_are_measured_in_full_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    originals = [Image.fromarray(image) for image in _numbered(12, ((16, 16), (16, 24)))]
-    noise = np.random.default_rng(0)
-    images = [
-        Image.fromarray(noise.integers(0, 256, (*image.size[::-1], 3), dtype=np.uint8)) if i % 3 else image
-        for i, image in enumerate(originals)
-    ]
-    counts: list[int] = []
-
-    def counting(images: torch.Tensor, references: torch.Tensor) -> torch.Tensor:
-        counts.append(len(images))
-        return ssim(images, references)
-
-    monkeypatch.setattr("patchedserve.eval.cache.quality.ssim", counting)
-    found = _similarity(images, originals, None)
-    assert counts == [6, 6]
-    one_by_one = [
-        float(ssim(*(torch.from_numpy(np.array(image)).permute(2, 0, 1)[None] for image in pair))[0])
-        for pair in zip(images, originals, strict=True)
-    ]
-    assert found["ssim"] == pytest.approx(one_by_one)
-    network = _Means()
-    assert torch.equal(_batched(originals, network), torch.arange(12.0)[:, None].expand(12, 3))
-    assert network.counts == [6, 6]

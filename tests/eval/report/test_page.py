@@ -13,7 +13,7 @@ from PIL import Image
 
 from patchedserve.data.files import write_json
 from patchedserve.eval.compare.comparison import FID_TO_FIRST, Comparison
-from patchedserve.eval.report.run import write_quality_report
+from patchedserve.eval.report.render import write_quality_report
 from patchedserve.psctl.app import main
 from patchedserve.serving.cache.options import CacheOptions
 

@@ -9,9 +9,9 @@ import pytest
 
 from patchedserve.data.errors import UsageError
 from patchedserve.eval.compare.comparison import Comparison
-from patchedserve.eval.report.run import write_quality_report
-from patchedserve.eval.report.sides import gather
-from patchedserve.eval.report.tables import Figure, Missing, tables_of
+from patchedserve.eval.report.gather import gather
+from patchedserve.eval.report.render import write_quality_report
+from patchedserve.eval.report.tables import Figure, tables_of
 from patchedserve.serving.cache.options import CacheOptions
 
 from ...support.report_cases import (
@@ -57,18 +57,17 @@ def test_each_cell_is_the_figure_that_was_measured(tmp_path: Path) -> None:
         assert cell.judge.weights_sha256 == SHA["clip" if key == "clip_score" else "fid"]
     quality = table(tables, "quality")
     assert quality.missing == {}
-    own = Missing(is_by_nature=True)
     assert values(quality.rows[0]) == {
         "model": "tiny",
         "dataset": "emoji",
         "steps": "2",
         "method": "Original",
-        "psnr_original": own,
-        "lpips_original": own,
+        "psnr_original": None,
+        "lpips_original": None,
         "lpips_truth": 0.1,
-        "fid_original": own,
+        "fid_original": None,
         "fid_truth": 10,
-        "saved": own,
+        "saved": None,
     }
     row = values(quality.rows[2])
     assert row["method"] == "PatchedServe, cache patch (threshold 0.3)"
@@ -82,7 +81,7 @@ def test_what_was_not_measured_says_how_to_measure_it(tmp_path: Path) -> None:
     ours = results_of(tmp_path / "ours.json", "patched", [metric(CLIP, 20)], resolutions=["40x32"])
     tables = tables_of(gather([ours], on_warning=pytest.fail))
     row = table(tables, "clip_score").rows[0]
-    assert (row["original"], values(row)["ours"], row["difference"]) == (Missing(), 20, Missing())
+    assert (row["original"], values(row)["ours"], row["difference"]) == (None, 20, None)
     drawing = (
         "psctl eval compare --model tiny --dataset emoji --num-prompts 4 --seed 5 --num-inference-steps 2 "
         "--guidance-scale 3.0 --policy bucketed --dtype float32 --resolutions 40x32"

@@ -106,7 +106,7 @@ def test_damaged_manifests_are_named(model: ServedModel, tmp_path: Path) -> None
     with pytest.raises(UsageError, match=r"manifest\.json: is damaged"):
         read_manifest(tmp_path)
     file.write_text("{}")
-    with pytest.raises(UsageError, match="no manifest of psctl"):
+    with pytest.raises(UsageError, match="is not a manifest of psctl"):
         read_manifest(tmp_path)
 
 

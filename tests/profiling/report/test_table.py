@@ -2,18 +2,18 @@
 
 from rich.console import Console
 
-from patchedserve.profiling.report.table import Table
+from patchedserve.profiling.report.table import Cell, Table
 
 TABLE = Table("Times", ["side", "ms"], [["one <b> | [red]", "1.5"], ["two", "20"]], note="2 cores")
 
 
-def test_markdown_escapes_bars_and_aligns_numbers() -> None:
+def test_markdown_escapes_its_own_signs_and_aligns_numbers() -> None:
     assert TABLE.to_markdown().splitlines() == [
         "**Times**",
         "",
         "| side | ms |",
         "| --- | ---: |",
-        "| one <b> \\| [red] | 1.5 |",
+        "| one \\<b> \\| \\[red] | 1.5 |",
         "| two | 20 |",
         "",
         "2 cores",
@@ -33,3 +33,16 @@ def test_the_terminal_shows_markup_as_it_is() -> None:
         console.print(TABLE.to_rich())
     assert "[red]" in shown.get()
     assert "2 cores" in shown.get()
+
+
+def test_a_cell_may_have_a_mark_and_lines_below() -> None:
+    table = Table("", ["side", "FID"], [["one", Cell("20", "a", ("19 to 21", "N <4>"))], ["two", Cell("3")]])
+    html = table.to_html()
+    assert "<b>20</b><sup>a</sup><small>19 to 21</small><small>N &lt;4&gt;</small></td>" in html
+    assert '<td class="number"><b>3</b></td>' in html
+    assert "| one | **20**<sup>a</sup><br>19 to 21<br>N \\<4> |" in table.to_markdown().splitlines()
+    console = Console(width=60)
+    with console.capture() as shown:
+        console.print(table.to_rich())
+    lines = [line.strip("│ ") for line in shown.get().splitlines()]
+    assert [line.split()[-1] for line in lines[3:6]] == ["20", "21", "<4>"]

@@ -16,7 +16,6 @@ from patchedserve.training.bundled.autoencoder import new_autoencoder, normalise
 from patchedserve.training.bundled.export import export_emoji_3, export_emoji_clip, export_emoji_xl
 from patchedserve.training.bundled.generators import (
     ZERO_TOKENS,
-    GeneratorTask,
     TextTower,
     TransformerObjective,
     UNetObjective,
@@ -28,6 +27,7 @@ from patchedserve.training.bundled.images import draw_pool, random_crops, to_flo
 from patchedserve.training.bundled.joint_attention import RepeatedTokenJointAttention
 from patchedserve.training.bundled.judge import contrastive_loss, degraded, new_judge
 from patchedserve.training.bundled.latents import load_or_encode
+from patchedserve.training.bundled.loop import Task
 from patchedserve.training.bundled.text import (
     MAX_TOKENS,
     CaptionReader,
@@ -152,9 +152,13 @@ def test_a_generator_learns_a_single_picture(objective_class, tokenizer, encoder
     dataset = EmojiDataset(SMALL, 1)
     latent_set = load_or_encode(new_autoencoder(), "x", dataset, tmp_path, torch.device("cpu"))
     losses = []
-    task = GeneratorTask(tmp_path / "run", 40, (1.0,), batch_pixels=8 * 256)
+    task = Task(tmp_path / "run", 40)
     objective = objective_class(TextTower(tokenizer, encoders))
-    train_generator(objective, [latent_set], task, torch.device("cpu"), lambda step, f: losses.append(f["loss"]))
+
+    def on_step(step: int, figures: dict[str, float]) -> None:
+        losses.append(figures["loss"])
+
+    train_generator(objective, [latent_set], [1.0], task, torch.device("cpu"), on_step, batch_pixels=8 * 256)
     assert np.mean(losses[-8:]) < 0.85 * np.mean(losses[:2])
 
 

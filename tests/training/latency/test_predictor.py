@@ -336,7 +336,7 @@ def test_damaged_files(saved: Path) -> None:
 
 def test_files_that_are_something_else(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file(load_file(saved), tmp_path / "other.safetensors")
-    with pytest.raises(UsageError, match="is no latency predictor"):
+    with pytest.raises(UsageError, match="is not a latency predictor"):
         LatencyPredictor.load(tmp_path / "other.safetensors")
     with pytest.raises(UsageError, match="there is no such file"):
         LatencyPredictor.load(tmp_path / "none.safetensors")

@@ -10,14 +10,14 @@ import pytest
 from patchedserve.data.errors import UsageError
 from patchedserve.data.files import sha256_of
 from patchedserve.data.workspace import Workspace
-from patchedserve.eval.cache.use import CACHE_USE_FILE, CacheUse, cache_use_of
 from patchedserve.eval.metrics.judges import Judges
 from patchedserve.eval.options import EvalOptions, plan_eval
 from patchedserve.eval.result_files import EvalResults
 from patchedserve.eval.run import EvalOutcome, draw_set, evaluate_folders, evaluate_model
+from patchedserve.eval.sets.cache_use import CACHE_USE_FILE, CacheUse, cache_use_of
 from patchedserve.eval.sets.generate import differing_settings
 from patchedserve.psctl.app import main
-from patchedserve.psctl.options.groups import CacheFlags
+from patchedserve.psctl.options.groups import CACHE as CACHE_FLAGS
 from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.cache.rules import facts_of
 from patchedserve.serving.engine.stepper import EngineOptions
@@ -238,12 +238,21 @@ def test_an_interrupted_set_keeps_what_was_counted(model_dir: Path, captions: st
 
 
 def test_the_eight_options_are_one_setting(tmp_path: Path) -> None:
-    assert CacheFlags().to_options() == CacheOptions()
-    found = CacheFlags("patch", None, Path("~/p"), 5, 4, 2, 1, 64).to_options()
-    assert found == CacheOptions("patch", None, Path("~/p").expanduser(), 4, 5, 2, 1, 64)
+    given = {parameter.name: parameter.default for parameter in CACHE_FLAGS.parameters()}
+    assert CACHE_FLAGS.build(dict(given)) == CacheOptions()
+    changed = {
+        "cache": "patch",
+        "cache_predictor": Path("p"),
+        "cache_interval": 5,
+        "cache_patch_size": 4,
+        "max_reuse": 2,
+        "warmup_steps": 1,
+        "cache_memory": 64,
+    }
+    assert CACHE_FLAGS.build(given | changed) == CacheOptions("patch", None, Path("p"), 4, 5, 2, 1, 64)
     for mode in ("off", "interval"):
         with pytest.raises(UsageError, match=f"--cache-threshold belongs to .*, not {mode}"):
-            CacheFlags(mode, 0.1).to_options()
+            CACHE_FLAGS.build(given | {"cache": mode, "cache_threshold": 0.1})
 
 
 def test_eval_takes_the_flags_of_the_cache(

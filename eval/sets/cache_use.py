@@ -1,10 +1,10 @@
 """What the patch cache saved while a set of images was drawn, kept beside the images.
 
-A set may be drawn in several goes, the last of which may find nothing left to do; so each go adds its counts to a file.
+A set may be drawn in several runs, the last of which may find nothing left to do; so each run adds to a file.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -35,21 +35,16 @@ class CacheUse:
     @property
     def saved_computation(self) -> float:
         """Share of the patches of all blocks that were reused, 0 to 1; 0 where nothing was counted."""
-        patches, skipped = (sum(each[i] for each in self.by_block.values()) for i in (0, 1))
+        patches, skipped = map(sum, zip((0, 0), *self.by_block.values(), strict=True))
         return skipped / patches if patches else 0.0
 
     def __add__(self, other: "CacheUse") -> "CacheUse":
-        names = dict.fromkeys([*self.by_block, *other.by_block])
-        return CacheUse(self.num_images + other.num_images, {name: _plus(self, other, name) for name in names})
+        return CacheUse(self.num_images + other.num_images, _added(self.by_block, other.by_block))
 
     def describe(self) -> dict[str, Any]:
         """What results say: the saved share of all and of every block, and of how many images."""
         saved = {name: skipped / patches for name, (patches, skipped) in self.by_block.items() if patches}
-        return {
-            "saved_computation": self.saved_computation,
-            "saved_by_block": saved,
-            "num_images": self.num_images,
-        }
+        return {"saved_computation": self.saved_computation, "saved_by_block": saved, "num_images": self.num_images}
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
@@ -69,7 +64,7 @@ class CacheUse:
             return cls(int(content["num_images"]), counts)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UsageError(
-                f"{file}: is damaged: {error!r}; delete it to go on without the share of saving"
+                f"{file}: is damaged: {error!r}; delete it to continue without what the cache saved"
             ) from error
 
 
@@ -88,16 +83,11 @@ class CacheMeter:
         if self._cache is None:
             return
         now = self._counts()
-        before = {name: self._before.get(name, (0, 0)) for name in now}
-        added = {name: (now[name][0] - before[name][0], now[name][1] - before[name][1]) for name in now}
+        saved = CacheUse(num_images, _added(now, self._before, sign=-1))
         self._before = now
-        total = (CacheUse.read(self._folder) or CacheUse()) + CacheUse(num_images, added)
-        write_json(
-            self._folder / CACHE_USE_FILE,
-            {"num_images": total.num_images, "by_block": {name: list(both) for name, both in total.by_block.items()}},
-        )
+        write_json(self._folder / CACHE_USE_FILE, asdict((CacheUse.read(self._folder) or CacheUse()) + saved))
 
-    def _counts(self) -> dict[str, tuple[int, int]]:
+    def _counts(self) -> Counts:
         if self._cache is None:
             return {}
         return {name: (patches, skipped) for name, (patches, skipped) in self._cache.stats.by_block.items()}
@@ -128,6 +118,6 @@ def cache_use_of(
     return use.describe() if use.num_images else None, warnings
 
 
-def _plus(one: CacheUse, other: CacheUse, name: str) -> tuple[int, int]:
-    first, second = (each.by_block.get(name, (0, 0)) for each in (one, other))
-    return first[0] + second[0], first[1] + second[1]
+def _added(one: Counts, other: Counts, sign: int = 1) -> Counts:
+    pairs = {name: (one.get(name, (0, 0)), other.get(name, (0, 0))) for name in [*one, *other]}
+    return {name: (first[0] + sign * second[0], first[1] + sign * second[1]) for name, (first, second) in pairs.items()}

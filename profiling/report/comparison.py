@@ -1,0 +1,178 @@
+"""One trace served by several systems, on one page: attainment, latency, what was in the batches, and the images."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from ...data.files import write_bytes, write_text
+from .page import plots_of, render
+from .run_data import RunData
+from .table import Table
+from .theme import DARK, LIGHT, Theme, add_legend, new_figure, series_colours, style_axes, to_png
+from .words import number, seconds, share
+
+OVERVIEW_FILE, PAGE_FILE = "overview.png", "comparison.html"
+_MAX_IMAGES = 12
+_FARTHEST = 3.0
+"""Where the axis of latencies ends, in SLOs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedRun:
+    """One run of the trace.
+
+    Attributes:
+        name: of the system.
+        about: what it is, in one line.
+        summary: as in `summary.json`.
+        data: its records and steps.
+        images: files of its images by request id.
+    """
+
+    name: str
+    about: str
+    summary: Mapping[str, Any]
+    data: RunData
+    images: Mapping[int, Path]
+
+    @property
+    def num_met(self) -> int:
+        """Requests whose image came within their SLO."""
+        return sum(record.slo_met is True for record in self.data.judged)
+
+    @property
+    def attainment(self) -> float:
+        """Share of the requests with an SLO that met it."""
+        return self.num_met / len(self.data.judged)
+
+    @property
+    def mixed_share(self) -> float:
+        """Share of the denoising steps with more than one resolution in the batch."""
+        counts = self.data.step_counts
+        return sum(len(each) > 1 for each in counts) / len(counts) if counts else 0.0
+
+
+def headline(runs: Sequence[ComparedRun]) -> str:
+    """The last run against the first, in one sentence."""
+    first, last = runs[0], runs[-1]
+    total = len(last.data.judged)
+    times = f"{last.num_met / first.num_met:.1f} times as many" if first.num_met else "against none"
+    return (
+        f"{last.name}: {last.num_met} of {total} requests in time ({last.attainment:.0%}); "
+        f"{first.name}: {first.num_met} ({first.attainment:.0%}): {times}"
+    )
+
+
+def write_comparison(folder: Path, runs: Sequence[ComparedRun], facts: Sequence[str]) -> Path:
+    """Write `comparison.html` and `overview.png` (light colours) into a folder.
+
+    Args:
+        folder: an existing folder.
+        runs: of the same trace, whose requests have SLOs; the baseline comes first.
+        facts: under what they were measured, for the heading.
+
+    Returns:
+        The page's path.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    pictures = {"overview": (to_png(overview(runs, LIGHT)), to_png(overview(runs, DARK)))}
+    write_bytes(folder / OVERVIEW_FILE, pictures["overview"][0])
+    alt = "SLO attainment, latency over SLO, and requests in the batch by resolution over time, for each system."
+    drawn_by_all = [
+        record.request_id for record in runs[-1].data.records if all(record.request_id in run.images for run in runs)
+    ]
+    prompts = {record.request_id: f"{record.prompt} ({record.resolution})" for record in runs[-1].data.records}
+    text = render(
+        "comparison.html",
+        title="The same requests, served by " + " and by ".join(run.name for run in runs),
+        facts=facts,
+        headline=headline(runs),
+        plots=plots_of(pictures, {"overview": alt}, {"overview"}),
+        table=figures_table(runs),
+        runs=runs,
+        prompts=prompts,
+        request_ids=drawn_by_all[:_MAX_IMAGES],
+    )
+    path = folder / PAGE_FILE
+    write_text(path, text)
+    return path
+
+
+def figures_table(runs: Sequence[ComparedRun]) -> Table:
+    """The figures of all runs, one column each."""
+    rows = [
+        ("SLO attainment", *(share(run.attainment) for run in runs)),
+        ("requests in time", *(f"{run.num_met} of {len(run.data.judged)}" for run in runs)),
+        ("images in time per second", *(number(run.summary.get("goodput_qps")) for run in runs)),
+        ("given up before drawing", *(str(run.summary.get("discarded_requests", 0)) for run in runs)),
+        ("median latency", *(seconds(run.summary.get("latency_p50")) for run in runs)),
+        ("latency, 95th percentile", *(seconds(run.summary.get("latency_p95")) for run in runs)),
+        ("requests in a step, mean", *(number(run.summary.get("batch_size_mean")) for run in runs)),
+        ("steps of mixed resolutions", *(share(run.mixed_share) for run in runs)),
+    ]
+    return Table("Figures", ("", *(run.name for run in runs)), rows)
+
+
+def overview(runs: Sequence[ComparedRun], theme: Theme) -> Figure:
+    """Attainment and latency of all runs above, the batch of each over time below."""
+    figure = new_figure(11, 3.1 + 1.9 * len(runs), theme)
+    grid = figure.add_gridspec(1 + len(runs), 2, height_ratios=[1.5, *(1 for _ in runs)], width_ratios=[1, 1.7])
+    colours = dict(zip((run.name for run in runs), (theme.muted, *theme.series), strict=False))
+    _draw_attainment(figure.add_subplot(grid[0, 0]), runs, colours, theme)
+    _draw_latency(figure.add_subplot(grid[0, 1]), runs, colours, theme)
+    end_s = max(run.data.duration_s for run in runs)
+    for index, run in enumerate(runs):
+        _draw_batch(figure.add_subplot(grid[1 + index, :]), run, end_s, theme, is_last=index == len(runs) - 1)
+    return figure
+
+
+def _draw_attainment(ax: Any, runs: Sequence[ComparedRun], colours: Mapping[str, str], theme: Theme) -> None:
+    for place, run in enumerate(runs):
+        ax.bar(place, 1, 0.6, color=theme.grid)
+        ax.bar(place, run.attainment, 0.6, color=colours[run.name])
+        ax.text(place, 1.04, f"{run.attainment:.0%}", ha="center", fontsize=13, fontweight="bold", color=theme.ink)
+    style_axes(ax, theme, title="Images within their deadline", x_label="", y_label="share of requests")
+    ax.set_xticks(range(len(runs)), [run.name for run in runs])
+    ax.set_ylim(0, 1.2)
+    ax.set_yticks([0, 0.5, 1])
+    ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+
+
+def _draw_latency(ax: Any, runs: Sequence[ComparedRun], colours: Mapping[str, str], theme: Theme) -> None:
+    for run in runs:
+        judged = run.data.judged
+        slower = [each.latency_s / each.slo_s for each in judged if each.latency_s is not None and each.slo_s]
+        times = np.sort(slower)
+        shares = np.arange(1, len(times) + 1) / len(judged)
+        end = shares[-1] if len(shares) else 0.0
+        ax.step([0, *times, _FARTHEST], [0, *shares, end], where="post", color=colours[run.name], lw=2, label=run.name)
+    ax.axvline(1, color=theme.ink, linewidth=1, linestyle=(0, (2, 2)))
+    label = "latency from arrival to image, in deadlines (dotted: the deadline)"
+    style_axes(ax, theme, title="Share finished within", x_label=label, y_label="share of requests")
+    ax.set_xlim(0, _FARTHEST)
+    ax.set_ylim(0, 1.03)
+    ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+    add_legend(ax, theme)
+
+
+def _draw_batch(ax: Any, run: ComparedRun, end_s: float, theme: Theme, *, is_last: bool) -> None:
+    times, curves = run.data.composition()
+    base = np.zeros(len(times))
+    for resolution, colour in series_colours(run.data.resolutions, theme).items():
+        if resolution in curves:
+            top = base + curves[resolution]
+            ax.fill_between(times, base, top, step="post", color=colour, lw=0, label=resolution)
+            base = top
+    when = "time since the start of the trace (s)" if is_last else ""
+    style_axes(ax, theme, title=f"{run.name}: {run.about}", x_label=when, y_label="requests in the batch")
+    ax.set_xlim(0, end_s)
+    ax.set_ylim(bottom=0)
+    ax.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=2))
+    add_legend(ax, theme)

@@ -1,0 +1,192 @@
+"""Options made from dataclasses: a command takes a dataclass as one parameter, its users see an option for each field.
+
+A field has its option in an `Annotated` type, or, where the dataclass belongs to a floor that knows nothing of command
+lines, in the `Flags` that the command's parameter is annotated with. Types and defaults are those of the fields.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import typer
+from typer.models import OptionInfo
+
+
+def flag(names: str, about: str, *, is_shared: bool = False, **settings: Any) -> OptionInfo:
+    """An option with its help.
+
+    Args:
+        names: "--name", or "--name -n" and so on.
+        about: the help.
+        is_shared: whether all commands read it from `PSCTL_<NAME>`, too.
+        settings: as of `typer.Option`.
+    """
+    first, *others = names.split()
+    envvar = f"PSCTL_{_parameter_name(first).upper()}" if is_shared else None
+    return typer.Option(first, *others, help=about, envvar=envvar, **settings)
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The options that set the fields of a dataclass: what a command's parameter of that type is annotated with.
+
+    Attributes:
+        kind: the dataclass.
+        options: by field: its option, or the flags of a field that is a dataclass itself.
+        fixed: by field: the command's own values, which have no option. All other fields keep their defaults.
+    """
+
+    kind: type[Any]
+    options: "Mapping[str, OptionInfo | Flags]"
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        unknown = {*self.options, *self.fixed} - {each.name for each in fields(self.kind)}
+        assert not unknown, f"{self.kind.__name__} has no field {', '.join(unknown)}"
+
+    @classmethod
+    def of(cls, kind: type[Any]) -> "Flags":
+        """The flags of a dataclass whose fields have their options in their types."""
+        return cls(
+            kind,
+            {
+                name: option
+                for name, hint in get_type_hints(kind, include_extras=True).items()
+                for option in get_args(hint)[1:]
+                if isinstance(option, OptionInfo)
+            },
+        )
+
+    def only(self, *names: str) -> "Flags":
+        """The same without the options of all other fields."""
+        return replace(self, options={name: self.options[name] for name in names})
+
+    def without(self, *names: str) -> "Flags":
+        """The same without the options of these fields."""
+        assert {*names} <= {*self.options}, f"{self.kind.__name__} has no option for one of {names}"
+        return replace(self, options={name: self.options[name] for name in self.options if name not in names})
+
+    def using(self, **options: "OptionInfo | Flags") -> "Flags":
+        """The same with other options for these fields."""
+        return replace(self, options={**self.options, **options})
+
+    def fixing(self, **values: Any) -> "Flags":
+        """The same with values for these fields, which have no option then."""
+        left = {name: option for name, option in self.options.items() if name not in values}
+        return replace(self, options=left, fixed={**self.fixed, **values})
+
+    def names(self) -> set[str]:
+        """The first name of every option, such as "--order"."""
+        found: set[str] = set()
+        for option in self.options.values():
+            found |= option.names() if isinstance(option, Flags) else {str(option.default)}
+        return found
+
+    def parameters(self) -> Iterator[inspect.Parameter]:
+        """What typer shall make options of."""
+        for each in fields(self.kind):
+            option = self.options.get(each.name)
+            if isinstance(option, Flags):
+                yield from option.parameters()
+            elif option is not None:
+                default = each.default_factory() if each.default_factory is not MISSING else each.default
+                yield inspect.Parameter(
+                    _name_of(option),
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=default,
+                    annotation=Annotated[_plain_type(each.type), option],
+                )
+
+    def build(self, given: dict[str, Any]) -> Any:
+        """Take the options' values out of `given` and make the dataclass of them.
+
+        Raises:
+            UsageError: as the dataclass, if a value is not allowed.
+        """
+        values = dict(self.fixed)
+        for name, option in self.options.items():
+            if isinstance(option, Flags):
+                values[name] = option.build(given)
+            else:
+                values[name] = given.pop(_name_of(option))
+        return self.kind(**values)
+
+
+def expanded(command: Callable[..., None]) -> Callable[..., None]:
+    """The command as typer takes it: with single options for each parameter that is a dataclass.
+
+    A leading `~` in a path becomes the home folder.
+    """
+    groups: dict[str, Flags] = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        flags = _flags_of(parameter.annotation)
+        if flags is None:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+        else:
+            groups[parameter.name] = flags
+            parameters += flags.parameters()
+
+    def run(**given: Any) -> None:
+        given = {name: _without_tilde(value) for name, value in given.items()}
+        command(**{name: flags.build(given) for name, flags in groups.items()}, **given)
+
+    # Not functools.wraps: typer follows `__wrapped__` for annotations and would see the dataclasses again.
+    run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def given_flags(context: typer.Context) -> dict[str, Any]:
+    """The values of the options that stand on the command line, by flag."""
+    return {
+        param.opts[0]: context.params[param.name]
+        for param in context.command.params
+        if param.name is not None and context.get_parameter_source(param.name).name == "COMMANDLINE"  # type: ignore[union-attr]
+    }
+
+
+def preset_flag(names: str, about: str, **values: Any) -> OptionInfo:
+    """A switch that sets several options at once: by parameter name, these values, unless the user gives others."""
+
+    def apply(context: typer.Context, is_on: bool) -> bool:
+        if is_on:
+            preset(context, values)
+        return is_on
+
+    # Eager: before the others look for their defaults.
+    return flag(names, about, is_eager=True, callback=apply)
+
+
+def preset(context: typer.Context, values: Mapping[str, Any]) -> None:
+    """Give options other defaults, by parameter name: for the callback of an eager option."""
+    context.default_map = {**(context.default_map or {}), **values}
+
+
+def _flags_of(annotation: Any) -> Flags | None:
+    found = [each for each in get_args(annotation)[1:] if isinstance(each, Flags)]
+    if found:
+        return found[0]
+    return Flags.of(annotation) if isinstance(annotation, type) and is_dataclass(annotation) else None
+
+
+def _plain_type(hint: Any) -> Any:
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+
+
+def _name_of(option: OptionInfo) -> str:
+    # In `Annotated`, typer has the first name where the default is otherwise.
+    return _parameter_name(str(option.default))
+
+
+def _parameter_name(option: str) -> str:
+    return option.lstrip("-").replace("-", "_")
+
+
+def _without_tilde(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_tilde(each) for each in value]
+    return value.expanduser() if isinstance(value, Path) else value

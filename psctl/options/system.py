@@ -1,0 +1,94 @@
+"""The system that serves: one option sets engine, policy and cache; single options override it."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ...serving.scheduling.policies import POLICY_NAMES
+from ...serving.scheduling.systems import FORMER_POLICIES, SYSTEMS, System, get_system
+from .flags import flag, preset
+
+if TYPE_CHECKING:
+    from ...serving.engine.stepper import EngineOptions
+    from ..output import Output
+    from .target import Target
+
+_HELP = "; ".join(f"{name}: {system.about}" for name, system in SYSTEMS.items())
+
+
+def _set_engine(context: typer.Context, name: str) -> str:
+    preset(context, {"engine": get_system(name, is_simulated=True).engine})
+    return name
+
+
+def _set_system(context: typer.Context, policy: str | None) -> str | None:
+    if policy in SYSTEMS:
+        preset(context, {"system": policy})
+    return policy
+
+
+# Both before the options that they set, and the policy, which may still be the name of a system, before the system: a
+# command takes its parameters in this order.
+PolicyName = Annotated[
+    str | None,
+    flag(
+        "--policy",
+        f"Which requests join the batch, and when: {', '.join(POLICY_NAMES)}. Default: the system's.",
+        is_eager=True,
+        callback=_set_system,
+    ),
+]
+SystemName = Annotated[
+    str,
+    flag(
+        "--system",
+        f"What serves; sets engine, policy and cache, which --engine, --policy and --cache override. {_HELP}.",
+        metavar="NAME",
+        is_eager=True,
+        callback=_set_engine,
+    ),
+]
+
+
+def chosen_system(
+    name: str, policy: str | None, engine: "EngineOptions", out: "Output", *, is_simulated: bool = False
+) -> System:
+    """The system with the engine and the policy that were chosen singly.
+
+    Before there were systems, `--policy` took the names of some of them: these still work, with a note.
+
+    Raises:
+        UsageError: there is no such system, or no such policy.
+    """
+    if policy is not None and policy in SYSTEMS:
+        out.note(f"--policy {policy} is called --system {policy} now; the old name works until the next release.")
+        policy = SYSTEMS[policy].policy
+    return get_system(name, is_simulated=is_simulated).overridden(engine=engine.engine, policy=policy)
+
+
+def systems_of_policies(names: str, out: "Output") -> str:
+    """The systems, separated by commas, that `bench slo --policies` names."""
+    systems = ",".join(FORMER_POLICIES.get(name.strip(), name.strip()) for name in names.split(","))
+    out.note(f"--policies is called --systems {systems} now; the old name works until the next release.")
+    return systems
+
+
+def with_cache_of(
+    systems: list[System], engine: "EngineOptions", given: dict[str, object], target: "Target", out: "Output"
+) -> "EngineOptions":
+    """The engine's options with the cache of the systems, unless the user chose one or the engine cannot have it.
+
+    That cache asks the predictor of the workspace; where there is none, a note says so, and nothing is cached.
+    """
+    modes = {system.cache for system in systems if system.cache != "off" and system.engine == "patched"}
+    if "--cache" in given or engine.cache.is_on or not modes or engine.engine == "plain":
+        return engine
+    if engine.compile or engine.cuda_graphs:
+        out.note("With --compile or --cuda-graphs no patch is reused: the system runs without its cache.")
+        return engine
+    options = replace(engine.cache, mode=modes.pop())
+    if not target.cache_predictor(options.predictor).is_file():
+        out.note("No patch is reused: the workspace has no cache predictor (psctl profile && psctl train-predictor).")
+        return engine
+    return replace(engine, cache=options)

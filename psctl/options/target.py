@@ -1,0 +1,75 @@
+"""What a command works on: a model, where it runs, and the workspace."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from ...data.workspace import DEFAULT_WORKSPACE, ModelWorkspace, Workspace
+from .flags import Flags, flag
+
+if TYPE_CHECKING:
+    from ...serving.engine.stepper import EngineOptions
+    from ...serving.models.defaults import ModelDefaults
+    from ...serving.models.served import ServedModel
+    from ..output import Output
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The model, where and in which number format it runs, and the folder for what commands hand on."""
+
+    model: Annotated[
+        str,
+        flag(
+            "--model -m",
+            "Bundled model name, local diffusers folder, or hub id.",
+            is_shared=True,
+            metavar="NAME|DIR|ID",
+        ),
+    ] = "emoji-xl"
+    device: Annotated[
+        str, flag("--device", "auto, cpu, cuda or cuda:N; auto takes a GPU if there is one.", is_shared=True)
+    ] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        flag("--dtype", "Number format of the denoising; auto suits the device.", is_shared=True),
+    ] = "auto"
+    workspace: Annotated[
+        Path,
+        flag(
+            "--workspace -w",
+            "Folder that holds what commands hand on: tables, predictors, runs.",
+            is_shared=True,
+            file_okay=False,
+        ),
+    ] = Path(DEFAULT_WORKSPACE)
+
+    @property
+    def root(self) -> Workspace:
+        return Workspace(self.workspace)
+
+    def defaults(self) -> "ModelDefaults":
+        """The model's own settings, read without loading it. Raises UsageError: there is no such model."""
+        from ...serving.models.loading import model_defaults
+
+        return model_defaults(self.model)
+
+    def cache_predictor(self, chosen: Path | None = None) -> Path:
+        """Where the cache predictor is, or would be. Raises UsageError: there is no such device."""
+        from ...serving.cache.options import CACHE_PREDICTOR_FILE
+        from ...serving.models.loading import resolve_device
+
+        place = self.root.for_model(self.model, str(resolve_device(self.device)))
+        return chosen or place.root / "predictors" / CACHE_PREDICTOR_FILE
+
+    def load(self, out: "Output", options: "EngineOptions | None" = None) -> "tuple[ServedModel, ModelWorkspace]":
+        """Load the model; return it with its part of the workspace. Raises as `load_model`."""
+        with out.status(f"Loading {self.model} ..."):
+            from ...serving.models.loading import load_model
+
+            served = load_model(self.model, self.device, self.dtype, options, workspace=self.root)
+        return served, self.root.for_model(self.model, str(served.device))
+
+
+WHERE = Flags.of(Target)
+"""Its options, for commands that need not all of them."""

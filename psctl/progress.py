@@ -1,0 +1,122 @@
+"""How far long work has come: bars on a terminal; in a pipe one line when a phase starts and one when it ends."""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+_SAMPLE_SHARE, _MAX_SAMPLE = 20, 5
+"""The time of a phase is estimated from a twentieth of its units, but no more than 5."""
+
+
+class Phase:
+    """One phase of the work. Call it with the number of units that are done.
+
+    Args:
+        what: the units, in the plural.
+        total: how many there are.
+        done: how many an earlier run has done.
+        expected_s: seconds that the rest takes, where that is known; None: told by the first units.
+        bars: shows the phase on a terminal.
+        tell: prints a line in a pipe.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        total: int,
+        *,
+        done: int = 0,
+        expected_s: float | None = None,
+        bars: "Progress",
+        tell: Callable[[str], None] | None,
+    ) -> None:
+        self._what, self._left, self._done = what, total - done, 0
+        self._bars, self._tell = bars, tell if self._left > 0 else None
+        self._bar = bars.add_task(what, total=total, completed=done)
+        self._started_s = time.monotonic()
+        self._sample = max(1, min(_MAX_SAMPLE, self._left // _SAMPLE_SHARE))
+        self._reached: int | None = None
+        self._is_announced = False
+        if expected_s is not None:
+            self._announce(expected_s)
+
+    def __call__(self, count: int = 1) -> None:
+        self._done += count
+        self._bars.advance(self._bar, count)
+        if not self._is_announced and self._done >= self._sample:
+            self._announce((time.monotonic() - self._started_s) / self._done * self._left)
+        if self._done >= self._left:
+            self.end()
+
+    def reach(self, number: int) -> None:
+        """Say that unit `number`, from 1, is done. Those before the first that is said were done by an earlier run."""
+        if self._reached is None:
+            self._left -= number - 1
+            self._bars.advance(self._bar, number - 1)
+        self(1 if self._reached is None else number - self._reached)
+        self._reached = number
+
+    def show(self, what: str) -> None:
+        """Say beside the bar what is under way."""
+        self._bars.update(self._bar, description=what)
+
+    def end(self) -> None:
+        """Say what is done; more calls say nothing more."""
+        if self._tell is not None and self._is_announced:
+            part = "" if self._done >= self._left else f" of {self._left:,}"
+            self._tell(f"{self._what}: {self._done:,}{part} done in {_duration(time.monotonic() - self._started_s)}")
+        self._tell = None
+
+    def _announce(self, expected_s: float) -> None:
+        self._is_announced = True
+        if self._tell is not None:
+            minutes = "less than a minute" if expected_s < 45 else f"about {round(expected_s / 60) or 1} min"
+            self._tell(f"{self._what}: {self._left:,} to do, {minutes} ...")
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"
+
+
+class Phases(AbstractContextManager["Phases"]):
+    """Phases of one command, at the same time or one after the other; call it to start one.
+
+    Args:
+        console: of stderr.
+        tell: prints a line.
+        is_quiet: whether nothing shall be shown.
+    """
+
+    def __init__(self, console: "Console", tell: Callable[[str], None], *, is_quiet: bool) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        is_shown = console.is_terminal and not is_quiet
+        self._bars = Progress(*columns, console=console, transient=True, disable=not is_shown)
+        self._tell = None if is_shown else tell
+        self._phases: list[Phase] = []
+
+    def __call__(self, what: str, total: int, *, done: int = 0, expected_s: float | None = None) -> Phase:
+        """Start a phase; the arguments are those of `Phase`."""
+        phase = Phase(what, total, done=done, expected_s=expected_s, bars=self._bars, tell=self._tell)
+        self._phases.append(phase)
+        return phase
+
+    def last(self) -> Phase:
+        """The phase that was started last."""
+        return self._phases[-1]
+
+    def __enter__(self) -> "Phases":
+        self._bars.start()
+        return self
+
+    def __exit__(self, kind: Any, *details: object) -> None:
+        self._bars.stop()
+        if kind is None:
+            for phase in self._phases:
+                phase.end()

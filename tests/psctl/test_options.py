@@ -1,0 +1,133 @@
+"""Options made from dataclasses: types and defaults are the fields', and every command gets what was given by name."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import typer
+
+from patchedserve.data.errors import UsageError
+from patchedserve.eval.options import EvalOptions
+from patchedserve.profiling.runs.trace_settings import TraceSettings
+from patchedserve.psctl.options.flags import Flags, expanded, flag, given_flags, preset_flag
+from patchedserve.psctl.options.groups import CACHE, DRAW, ENGINE, TRACE, JudgeFlags
+from patchedserve.psctl.options.system import with_cache_of
+from patchedserve.psctl.options.target import WHERE, Target
+from patchedserve.psctl.output import Output
+from patchedserve.serving.cache.options import CacheOptions
+from patchedserve.serving.engine.stepper import EngineOptions
+from patchedserve.serving.scheduling.systems import get_system
+
+
+def run(command: Any, *arguments: str, **environment: str) -> None:
+    app = typer.Typer(context_settings={"auto_envvar_prefix": "PSCTL"})
+    app.callback()(lambda: None)
+    app.command("try")(expanded(command))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        typer.main.get_command(app).main(["try", *arguments], standalone_mode=False)
+
+
+@pytest.mark.parametrize("kind", [CACHE, ENGINE, TRACE, DRAW, WHERE, Flags.of(JudgeFlags)])
+def test_defaults_are_those_of_the_dataclass(kind: Flags) -> None:
+    given = {parameter.name: parameter.default for parameter in kind.parameters()}
+    assert kind.build(given) == kind.kind()
+    assert given == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [(CACHE, {"full_above"}), (ENGINE, set()), (TRACE, set()), (DRAW, {"metrics"}), (WHERE, set())],
+)
+def test_every_field_has_an_option(kind: Flags, fields: set[str]) -> None:
+    assert {each.name for each in dataclasses.fields(kind.kind)} - set(kind.options) == fields
+
+
+def test_a_command_gets_what_was_given_by_name() -> None:
+    seen: list[Any] = []
+
+    def command(
+        *,
+        trace: Annotated[TraceSettings, TRACE.without("seed").using(num_prompts=flag("--count", "How many."))],
+        engine: Annotated[EngineOptions, ENGINE],
+        drawing: Annotated[EvalOptions, DRAW.only("max_bad", "seed").fixing(metrics=("clip",), num_prompts=1)],
+        judges: JudgeFlags,
+        target: Annotated[Target, WHERE.only("model")],
+        files: Annotated[list[Path] | None, flag("--file", "Some.")] = None,
+        amount: Annotated[int, flag("--amount -a", "Much.", is_shared=True)] = 3,
+    ) -> None:
+        seen.append((trace, engine, drawing, judges, target, files, amount))
+
+    run(command)
+    nothing = (TraceSettings(), EngineOptions(), EvalOptions(("clip",), num_prompts=1), JudgeFlags(), Target(), None, 3)
+    assert seen.pop() == nothing
+    options = ["--period", "5", "--count", "7", "--duration", "2", "--arrivals", "~/a.csv", "--order", "patch"]
+    options += ["--cache", "interval", "--cache-interval", "6", "--cache-patch-size", "4", "--patch-size", "2"]
+    options += ["--max-bad", "1", "--seed", "9", "--fid-weights", "w", "-m", "emoji-3", "--file", "~/x", "--file", "y"]
+    run(command, *options, PSCTL_AMOUNT="4", PSCTL_TRY_CV="2.5", PSCTL_WARMUP_STEPS="8", PSCTL_CLIP_MODEL="judge")
+    home = Path.home()
+    assert seen.pop() == (
+        TraceSettings(cv=2.5, period_s=5, num_prompts=7, duration_s=2, arrivals=home / "a.csv"),
+        EngineOptions(
+            order="patch", patch_size=2, cache=CacheOptions("interval", interval=6, patch_size=4, warmup_steps=8)
+        ),
+        EvalOptions(("clip",), num_prompts=1, max_bad=1, seed=9),
+        JudgeFlags("judge", Path("w")),
+        Target("emoji-3"),
+        [home / "x", Path("y")],
+        4,
+    )
+    with pytest.raises(UsageError, match="--order: only for --engine patched"):
+        run(command, "--engine", "plain", "--order", "patch")
+
+
+def test_a_system_brings_its_cache_where_there_is_a_predictor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = Target(device="cpu", workspace=tmp_path)
+    ours, plain = [get_system("patchedserve")], [get_system("bucketed")]
+    assert with_cache_of(ours, EngineOptions(), {}, target, Output()) == EngineOptions()
+    assert capsys.readouterr().err.startswith("No patch is reused: the workspace has no cache predictor")
+    file = target.cache_predictor()
+    file.parent.mkdir(parents=True)
+    file.touch()
+    cached = EngineOptions(cache=CacheOptions("patch"))
+    assert with_cache_of(ours, EngineOptions(), {}, target, Output()) == cached
+    # Not where the user says otherwise, where graphs are made, or where no system has a cache.
+    for engine in (EngineOptions("plain"), EngineOptions(cache=CacheOptions("interval"))):
+        assert with_cache_of(ours, engine, {}, target, Output()) == engine
+    assert with_cache_of(ours, EngineOptions(), {"--cache": "off"}, target, Output()) == EngineOptions()
+    assert with_cache_of(plain, EngineOptions(), {}, target, Output()) == EngineOptions()
+    assert capsys.readouterr().err == ""
+    compiled = EngineOptions(compile=True)
+    assert with_cache_of(ours, compiled, {}, target, Output()) == compiled
+    assert "runs without its cache" in capsys.readouterr().err
+
+
+def test_given_flags_are_those_of_the_command_line() -> None:
+    seen: list[Any] = []
+
+    def command(*, context: typer.Context, target: Target, depth: Annotated[int, flag("--depth", "Deep.")] = 1) -> None:
+        seen.append(given_flags(context))
+
+    run(command, "--depth", "1", PSCTL_DEVICE="cpu")
+    assert seen == [{"--depth": 1}]
+
+
+def test_a_switch_gives_other_defaults() -> None:
+    seen: list[tuple[int, int]] = []
+
+    def command(
+        *,
+        first: Annotated[int, flag("--first", "One.")] = 10,
+        second: Annotated[int, flag("--second", "Two.")] = 20,
+        quick: Annotated[bool, preset_flag("--quick", "Less.", first=1, second=2)] = False,
+    ) -> None:
+        seen.append((first, second))
+
+    run(command)
+    run(command, "--second", "5", "--quick")
+    run(command, "--quick", PSCTL_TRY_FIRST="7")
+    assert seen == [(10, 20), (1, 5), (7, 2)]
