@@ -8,9 +8,9 @@ and `ms`. This module imports no torch.
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +18,7 @@ import pyarrow as pa
 from ..errors import UsageError
 from ..records import read_records
 from ..resolution import Resolution, format_batch, parse, parse_batch
+from ..run_facts import RunFacts
 from .schemas import TableSchema, about_of, column, name_of, parquet_file, read_table, write_table
 
 _I, _F, _S = pa.int64(), pa.float64(), pa.string()
@@ -40,70 +41,6 @@ LATENCIES = TableSchema(
 TABLE_PATTERN = "latency-*.parquet"
 """Names of measured tables in a workspace."""
 FOREIGN_COLUMNS = ("combination", "ms")
-
-
-@dataclass(frozen=True, slots=True)
-class Circumstances:
-    """What the latency of a step depends on besides the batch.
-
-    Attributes:
-        model: what the user called it.
-        fingerprint: of the model's files.
-        device, device_name: as torch names it ("cpu", "cuda:0"), and the processor in words.
-        dtype: of the denoising model.
-        engine, order, patch_size, strategy, kernels, compile, cuda_graphs: of `serving.engine.stepper.EngineOptions`;
-            the order as it was chosen.
-        threads: CPU threads of torch.
-        cpu: the processor that drives the device.
-        torch: its version.
-        guidance_scale, is_guided: of the requests.
-    """
-
-    model: str
-    fingerprint: str
-    device: str
-    device_name: str
-    dtype: str
-    engine: str
-    order: str
-    patch_size: int | None
-    strategy: str
-    kernels: str
-    threads: int
-    cpu: str
-    torch: str
-    guidance_scale: float
-    is_guided: bool
-    compile: bool = False
-    cuda_graphs: bool = False
-
-    @classmethod
-    def from_json(cls, data: Any) -> Self:
-        """Raises ValueError if it is not what `dataclasses.asdict` makes of one."""
-        # Tables of before there were `compile` and `cuda_graphs` were measured without.
-        known = {field.name for field in fields(cls)}
-        if not isinstance(data, dict) or not known - {"compile", "cuda_graphs"} <= set(data) <= known:
-            raise ValueError("its circumstances are incomplete")
-        return cls(**data)
-
-    def difference(self, served: "Circumstances") -> str | None:
-        """Say in one line what makes latencies of these circumstances useless for `served`, None if nothing does.
-
-        Another version of torch, and another guidance scale that is also on, do not.
-        """
-        names = ["fingerprint", "device_name", "dtype", "engine", "order", "patch_size", "strategy", "kernels"]
-        names += ["compile", "cuda_graphs", "is_guided"] + (["threads"] if served.device == "cpu" else [])
-        for name in names:
-            own, other = getattr(self, name), getattr(served, name)
-            if own == other:
-                continue
-            if name == "fingerprint":
-                if self.model == served.model:
-                    return f"is for other files of the model {self.model} than those that are served now"
-                return f"is for the model {self.model}, but {served.model} is served"
-            word = {"device_name": "device", "is_guided": "guidance"}.get(name, name.replace("_", " "))
-            return f"is for {word} {_word(own)}, but {_word(other)} is served"
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +91,7 @@ class LatencyTable:
     """
 
     rows: tuple[LatencyRow, ...]
-    circumstances: Circumstances | None = None
+    circumstances: RunFacts | None = None
     settings: Mapping[str, Any] | None = None
 
     @property
@@ -184,7 +121,7 @@ def write_latencies(path: str | Path, table: LatencyTable) -> None:
         }
         for row in table.rows
     ]
-    circumstances = None if table.circumstances is None else asdict(table.circumstances)
+    circumstances = None if table.circumstances is None else table.circumstances.to_json()
     write_table(path, LATENCIES, rows, about={"circumstances": circumstances, "settings": dict(table.settings or {})})
 
 
@@ -211,7 +148,7 @@ def _read_own(path: Path) -> LatencyTable:
     about = about_of(table.schema, path)
     try:
         circumstances, settings = about["circumstances"], about["settings"]
-        known = None if circumstances is None else Circumstances.from_json(circumstances)
+        known = None if circumstances is None else RunFacts.from_json(circumstances)
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path}: the latencies table is damaged ({error}); delete it to measure again") from error
     rows = []
@@ -268,9 +205,3 @@ def _unique(path: Path, rows: Iterable[LatencyRow]) -> tuple[LatencyRow, ...]:
         if found.setdefault(frozenset(row.counts.items()), row) is not row:
             raise UsageError(f"{path}: the latencies table is damaged: {row.label} occurs twice")
     return tuple(found.values())
-
-
-def _word(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return "auto" if value is None else str(value)

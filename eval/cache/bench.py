@@ -15,7 +15,7 @@ from ...data.files import atomic_write, write_bytes
 from ...data.prompts.captions import load_prompts
 from ...data.requests import Request
 from ...data.workspace import ModelWorkspace
-from ...profiling.measure.machine import circumstances
+from ...profiling.measure.machine import run_facts
 from ...profiling.report.grid import image_grid
 from ...profiling.steps.combinations import Combination
 from ...profiling.steps.rows import BenchOutcome, measure_rows, name_of
@@ -107,7 +107,7 @@ def run_cache_bench(
         if was_cut:
             raise KeyboardInterrupt
 
-    head = circumstances(model) | {
+    head = run_facts(model).to_json() | {
         "settings": asdict(settings),
         "quality": asdict(quality),
         "clip_judge": judges.clip_name if quality.clip else None,

@@ -47,8 +47,7 @@ def table_of(verdicts: Sequence[GateVerdict]) -> Table:
     columns = ("gate", "verdict", "metric", "bound", "why", "value", "95 % interval", "n")
     rows = [
         (
-            # A line break would end the row in Markdown.
-            " ".join(each.name.split()),
+            each.name,
             f"{_MARKS[each.verdict]} {each.verdict}",
             each.metric,
             "; ".join(each.bounds),

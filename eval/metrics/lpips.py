@@ -39,6 +39,9 @@ class Lpips(nn.Module):
         heads: the channel weights (1, channels, 1, 1) of the five depths.
     """
 
+    mean: torch.Tensor
+    std: torch.Tensor
+
     def __init__(self, trunk: Sequence[Mapping[str, torch.Tensor]], heads: Sequence[torch.Tensor]) -> None:
         super().__init__()
         frozen = partial(nn.Parameter, requires_grad=False)

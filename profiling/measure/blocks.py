@@ -1,8 +1,8 @@
 """How much every block of a model changes from step to step, patch by patch (PatchedServe section 3.2, figure 4).
 
-Requests are served as ever, with a cache that keeps everything and reuses nothing. Whenever a block has run, its input
+Requests are served as usual, with a cache that keeps everything and reuses nothing. Whenever a block has run, its input
 and output are compared with those of the steps before. Every batch of requests becomes a part of its own, so that an
-interrupted profile goes on with the next part.
+interrupted profile continues with the next part.
 """
 
 import json

@@ -3,7 +3,7 @@
 What is timed is the step of the engine that serves, guidance and sampler included, while the batch stays the same.
 Every round visits all combinations in another random order, so that whatever else the machine does, and its drift, meet
 all of them alike; in every visit two steps pass before the first timing. What is measured is kept in the workspace
-every few seconds, and the same profile goes on from there.
+every few seconds, and the same profile continues from there.
 """
 
 import hashlib
@@ -18,9 +18,9 @@ from typing import Any
 from ...data.errors import UsageError
 from ...data.files import write_bytes
 from ...data.resolution import Resolution
+from ...data.run_facts import RunFacts
 from ...data.tables.latency import (
     TABLE_PATTERN,
-    Circumstances,
     LatencyRow,
     LatencyTable,
     read_latencies,
@@ -28,13 +28,12 @@ from ...data.tables.latency import (
 )
 from ...data.workspace import ModelWorkspace
 from ...serving.models.served import ServedModel
-from ...serving.patched.stepper import PatchedStepper
 from ...training.latency.predictor import LatencyPredictor, load_workspace_predictor
 from ..report.latency_plots import plot_latencies
 from ..steps.bench import Lane
 from ..steps.combinations import Combination, single_combinations, stratified_combinations
 from ..steps.sides import EngineSide, RequestPool
-from .machine import circumstances
+from .machine import run_facts
 
 TIMINGS_PER_ROUND = 3
 """Timings of a combination in every round; a timing is one step, or several if they are short (`step_bench.Lane`)."""
@@ -72,7 +71,7 @@ class LatencySettings:
         timings = len(self.drawn()) * self.repeats * TIMINGS_PER_ROUND
         settings = asdict(self) | {"resolutions": list(map(str, self.resolutions)), "timings": timings}
         if not self.one_resolution:
-            # Tables that were begun before there was a choice are still gone on with.
+            # Tables that were begun before there was a choice can still be continued.
             del settings["one_resolution"]
         return settings
 
@@ -95,19 +94,11 @@ class LatencyOutcome:
     was_interrupted: bool
 
 
-def latency_circumstances(model: ServedModel) -> Circumstances:
-    """Return what the latency of this model's steps depends on; predictors are loaded with it."""
-    stepper = model.stepper
-    options = model.options.patch_options
-    options["order"] = stepper.model.order if isinstance(stepper, PatchedStepper) else "image"
-    return Circumstances(**circumstances(model), fingerprint=model.fingerprint, engine=stepper.name, **options)
-
-
 def workspace_predictor(
     model: ServedModel, workspace: ModelWorkspace, *, on_warning: Callable[[str], None]
 ) -> LatencyPredictor:
     """The latency predictor of a loaded model's workspace. Raises UsageError as `load_workspace_predictor`."""
-    return load_workspace_predictor(workspace, expect=latency_circumstances(model), on_warning=on_warning)
+    return load_workspace_predictor(workspace, expect=run_facts(model), on_warning=on_warning)
 
 
 def profile_latency(
@@ -145,7 +136,7 @@ def profile_latency(
     pool = RequestPool(model, settings.seed)
     for resolution in settings.resolutions:
         pool.check(resolution)
-    about, combinations = latency_circumstances(model), settings.drawn()
+    about, combinations = run_facts(model), settings.drawn()
     table_file = (folder or workspace.tables) / TABLE_PATTERN.replace("*", _key(about, settings))
     samples = {} if remeasure else _resume(table_file, about, settings)
     left = _visits_left(combinations, settings, samples)
@@ -193,12 +184,12 @@ _Samples = dict[tuple[int, ...], tuple[tuple[float, ...], tuple[float, ...]]]
 """Timings of steady and of first steps in milliseconds, by the counts of a combination."""
 
 
-def _key(about: Circumstances, settings: LatencySettings) -> str:
-    text = json.dumps([asdict(about), settings.to_json()], sort_keys=True)
+def _key(about: RunFacts, settings: LatencySettings) -> str:
+    text = json.dumps([about.key(), settings.to_json()], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def _resume(path: Path, about: Circumstances, settings: LatencySettings) -> _Samples:
+def _resume(path: Path, about: RunFacts, settings: LatencySettings) -> _Samples:
     """Read what is measured; nothing if there is no table."""
     if not path.exists():
         return {}
@@ -234,7 +225,7 @@ def _visit(model: ServedModel, pool: RequestPool, combination: Combination) -> t
 
 
 def _table(
-    combinations: tuple[Combination, ...], samples: _Samples, about: Circumstances, settings: LatencySettings
+    combinations: tuple[Combination, ...], samples: _Samples, about: RunFacts, settings: LatencySettings
 ) -> LatencyTable:
     rows = []
     for combination in combinations:

@@ -1,9 +1,11 @@
 """What a measurement was taken on: processor, device, threads and versions."""
 
 import platform
-from collections.abc import Mapping
+from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ...data.run_facts import RunFacts
 
 if TYPE_CHECKING:
     from ...serving.models.served import ServedModel
@@ -24,29 +26,28 @@ def cpu_name() -> str:
     return cpu_info().get("model name") or platform.processor() or platform.machine()
 
 
-def describe(result: Mapping[str, Any]) -> str:
-    """Say in a few words what a result with the fields of `circumstances` was measured on."""
-    threads = result["threads"]
-    count = f", {threads} thread{'s' if threads > 1 else ''}" if result["device"] == "cpu" else ""
-    # Of a path or a hub id the last part will do.
-    name = result["model"].rstrip("/").rpartition("/")[2]
-    return f"{name}, {result['dtype']}, {result['device_name']}{count}"
-
-
-def circumstances(model: "ServedModel") -> dict[str, Any]:
-    """Return what the speed of a model depends on, for the head of a table: names of JSON fields and their values."""
+def run_facts(model: "ServedModel") -> RunFacts:
+    """What the times of this model depend on; predictors are loaded with it."""
     import torch
 
+    from ...serving.patched.stepper import PatchedStepper
+
+    stepper, guidance_scale = model.stepper, model.defaults.guidance_scale
     is_cuda = model.device.type == "cuda"
-    guidance_scale = model.defaults.guidance_scale
-    return {
-        "model": model.name,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": str(model.device),
-        "device_name": torch.cuda.get_device_name(model.device) if is_cuda else cpu_name(),
-        "cpu": cpu_name(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "guidance_scale": guidance_scale,
-        "is_guided": model.family.uses_guidance(guidance_scale),
-    }
+    options = model.options.patch_options
+    options["order"] = stepper.model.order if isinstance(stepper, PatchedStepper) else "image"
+    return RunFacts(
+        model=model.name,
+        fingerprint=model.fingerprint,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+        device_name=torch.cuda.get_device_name(model.device) if is_cuda else cpu_name(),
+        cpu=cpu_name(),
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        guidance_scale=guidance_scale,
+        is_guided=model.family.uses_guidance(guidance_scale),
+        engine=stepper.name,
+        date=date.today().isoformat(),
+        **options,
+    )

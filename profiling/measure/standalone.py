@@ -158,10 +158,10 @@ def _write(path: Path, samples: dict[str, list[float]]) -> None:
 
 def _context(model: "ServedModel") -> dict[str, Any]:
     """Return what all measurements of this model share. Raises OSError: the cache's predictor cannot be read."""
-    from .latency import latency_circumstances
+    from .machine import run_facts
 
-    about = asdict(latency_circumstances(model))
-    # The model counts by its files; guidance is each request's own, and stands in its shape.
+    about = run_facts(model).key()
+    # The model counts by its files; guidance is each request's own, and part of its shape.
     for name in ("model", "guidance_scale", "is_guided"):
         del about[name]
     return about | {"cache": model.options.cache.identity()}

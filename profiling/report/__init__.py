@@ -1,11 +1,7 @@
-"""The report of one serve run: plots as PNG, an image grid, and one HTML file that needs nothing but itself.
+"""Results as people see them: tables, plots, and HTML reports that need nothing but themselves.
 
-`run_data` puts the tables in order once, `theme` holds the colours, `over_time` and `plots` draw, `grid` lays out
-images, `page` is what all HTML reports share, and `html` writes that of a run. Figures are built without pyplot, so no
+`table` is one table in three forms, `tables` those of the commands, `words` how figures are written. `run_data` puts a
+run's tables in order once, `theme` holds the colours, `over_time`, `plots` and the `*_plots` draw, `grid` lays out
+images, and `page` fills in the templates; `html` writes the report of a run. Figures are built without pyplot, so no
 global state is touched and any thread may draw.
 """
-
-from .grid import image_grid
-from .html import write_report
-
-__all__ = ["image_grid", "write_report"]

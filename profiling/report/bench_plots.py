@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..measure.machine import describe
+from ...data.run_facts import describe
 from ..steps.attribution import CATEGORIES
 from .theme import LIGHT, Theme, add_wide_legend, new_figure, style_axes, to_png
 

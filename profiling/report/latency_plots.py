@@ -1,12 +1,10 @@
 """Plots of step latencies, measured and predicted, in the style of `profiling.report`; every function returns a PNG."""
 
-from dataclasses import asdict
-
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from ...data.tables.latency import Circumstances, LatencyTable
+from ...data.run_facts import RunFacts, describe
+from ...data.tables.latency import LatencyTable
 from ...training.latency.predictor import LatencyPredictor
-from ..measure.machine import describe
 from .theme import (
     LIGHT,
     Theme,
@@ -110,8 +108,7 @@ def plot_predictions(table: LatencyTable, predictor: LatencyPredictor, theme: Th
     return to_png(figure)
 
 
-def _about(circumstances: Circumstances | None) -> str:
-    if circumstances is None:
+def _about(facts: RunFacts | None) -> str:
+    if facts is None:
         return "imported table"
-    engine = "" if circumstances.engine == "patched" else f", engine {circumstances.engine}"
-    return describe(asdict(circumstances)) + engine
+    return describe(facts.to_json()) + ("" if facts.engine == "patched" else f", engine {facts.engine}")

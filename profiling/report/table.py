@@ -3,10 +3,10 @@
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.table import Table as RichTable
 
 
@@ -58,25 +58,10 @@ class Table:
         return table
 
     def to_html(self) -> str:
-        """For a report page."""
-        kinds = ["" if index < self.num_words else ' class="number"' for index in range(len(self.columns))]
+        """For a report page; the title is the table's caption."""
+        from .page import render
 
-        def inner(cell: str | Cell) -> str:
-            if isinstance(cell, str):
-                return escape(cell)
-            mark = f"<sup>{escape(cell.mark)}</sup>" if cell.mark else ""
-            return f"<b>{escape(cell.text)}</b>{mark}" + "".join(
-                f"<small>{escape(each)}</small>" for each in cell.below
-            )
-
-        def line(cells: Iterable[str | Cell], tag: str) -> str:
-            inside = (f"<{tag}{kind}>{inner(cell)}</{tag}>" for cell, kind in zip(cells, kinds, strict=True))
-            return f"<tr>{''.join(inside)}</tr>"
-
-        title = f"<caption>{escape(self.title)}</caption>" if self.title else ""
-        body = "".join(line(row, "td") for row in self.rows)
-        note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
-        return f"<table>{title}<thead>{line(self.columns, 'th')}</thead><tbody>{body}</tbody></table>{note}"
+        return render("table.html", table=self)
 
     def to_markdown(self) -> str:
         """For documents and GitHub's summaries."""
@@ -98,3 +83,10 @@ class Table:
 def markdown_text(text: str) -> str:
     """Plain text as Markdown shows it unchanged, on one line."""
     return re.sub(r"([\\|<*_`\[])", r"\\\1", " ".join(text.split()))
+
+
+def to_rich(tables: Iterable[Table]) -> "RenderableType":
+    """Tables one below the other, for the terminal."""
+    from rich.console import Group
+
+    return Group(*(table.to_rich() for table in tables))

@@ -120,7 +120,7 @@ def to_png(figure: Figure) -> bytes:
     """The figure as PNG; the same figure gives the same bytes."""
     buffer = io.BytesIO()
     with warnings.catch_warnings():
-        # Of axes too small for their labels and of values too large to draw: nothing that a user could mend.
+        # About axes too small for their labels and values too large to draw: nothing that a user could fix.
         warnings.simplefilter("ignore", UserWarning)
         warnings.simplefilter("ignore", RuntimeWarning)
         figure.savefig(buffer, format="png", facecolor=figure.get_facecolor(), metadata={"Software": None})

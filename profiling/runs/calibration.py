@@ -10,12 +10,9 @@ stages are means. The run is one of its own, never one that is then simulated. T
 """
 
 import math
-import statistics
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from itertools import pairwise
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from scipy.optimize import nnls
@@ -128,18 +125,20 @@ def calibrate(
         raise RunError(
             f"the calibration run took {len(steps)} steps, but at least {_MIN_STEPS} are needed: give more requests"
         )
-    batches = [_batch(row) for row in steps]
-    changed = _changed(records, steps)
+    batches = [tuple(parse(name) for name, count in row.resolutions.items() for _ in range(count)) for row in steps]
+    span = _Spans.of(steps)
+    joined_s = _sorted(record.admitted_s for record in records)
+    left_s = _sorted(record.denoise_end_s for record in records)
     steady_s = np.array([steady.step_latency_s(batch) for batch in batches])
-    known = steady if first is None else first
-    profiled_s = np.array(
-        [
-            known.step_latency_s(batch) if is_new else usual
-            for batch, is_new, usual in zip(batches, changed, steady_s, strict=True)
-        ]
-    )
-    beside_s = np.array(_beside(records, steps))
-    measured_s = np.array([row.duration_s for row in steps])
+    profiled_s = steady_s.copy()
+    if first is not None:
+        # Who joined at the start of the step before was in it.
+        is_new = _num_within(joined_s, span.start_s[:-1] + 2 * _EQUAL_S, span.start_s[1:]) > 0
+        is_new |= _num_within(left_s, span.end_s[:-1], span.start_s[1:]) > 0
+        for index in (0, *(np.flatnonzero(is_new) + 1)):
+            profiled_s[index] = first.step_latency_s(batches[index])
+    beside_s = _beside(records, span)
+    measured_s = span.end_s - span.start_s
     # Divided by what was measured: a millisecond matters more to a short step.
     _, lost = nnls(np.stack([profiled_s, beside_s], 1) / measured_s[:, None], np.ones(len(steps)))[0]
     lost = min(float(lost), MAX_SLOWDOWN / (1 + MAX_SLOWDOWN))
@@ -148,12 +147,15 @@ def calibrate(
     if scale <= 0:
         lost, scale = 0.0, float(measured_s.sum() / profiled_s.sum())
     fitted_s = scale * profiled_s + lost * beside_s
-    gaps = _gaps(records, steps)
+    # Gaps count where the batch did not run empty.
+    active = np.array([row.active for row in steps[:-1]])
+    goes_on = _num_within(left_s, span.end_s[:-1], span.end_s[:-1]) < active
+    gaps_s = np.maximum(0.0, span.start_s[1:] - span.end_s[:-1])[goes_on]
     return Calibration(
         {str(size): time_s for size, time_s in times.prepare_s.items()},
         {str(size): time_s for size, time_s in times.postprocess_s.items()},
         scale,
-        statistics.fmean(gaps) if gaps else 0.0,
+        float(gaps_s.mean()) if len(gaps_s) else 0.0,
         lost / (1 - lost),
         float(measured_s.sum() / steady_s.sum()),
         len(steps),
@@ -161,59 +163,49 @@ def calibrate(
     )
 
 
-def _batch(row: StepRow) -> tuple[Resolution, ...]:
-    return tuple(parse(name) for name, count in row.resolutions.items() for _ in range(count))
+class _Spans(NamedTuple):
+    """When each step began and ended; (n,) each, rising."""
+
+    start_s: np.ndarray
+    end_s: np.ndarray
+
+    @classmethod
+    def of(cls, steps: Sequence[StepRow]) -> Self:
+        start_s = np.array([row.start_s for row in steps])
+        return cls(start_s, start_s + np.array([row.duration_s for row in steps]))
 
 
-def _changed(records: Sequence[RequestRecord], steps: Sequence[StepRow]) -> list[bool]:
-    """Whether the batch of each step is another than that of the step before."""
-    joined = sorted(record.admitted_s for record in records if record.admitted_s is not None)
-    left = sorted(record.denoise_end_s for record in records if record.denoise_end_s is not None)
-    found = [True]
-    for before, row in pairwise(steps):
-        end_s = before.start_s + before.duration_s
-        # Who joined at the start of the step before was in it.
-        found.append(
-            _any_within(joined, before.start_s + 2 * _EQUAL_S, row.start_s) or _any_within(left, end_s, row.start_s)
-        )
-    return found
+def _sorted(times_s: Iterable[float | None]) -> np.ndarray:
+    return np.sort([time_s for time_s in times_s if time_s is not None])
 
 
-def _any_within(times_s: Sequence[float], low_s: float, high_s: float) -> bool:
-    """Whether one of the sorted times is there, give or take a rounding error."""
-    place = bisect_left(times_s, low_s - _EQUAL_S)
-    return place < len(times_s) and times_s[place] <= high_s + _EQUAL_S
+def _num_within(times_s: np.ndarray, low_s: np.ndarray, high_s: np.ndarray) -> np.ndarray:
+    """How many of the sorted times are within each pair of bounds, give or take a rounding error."""
+    below = np.searchsorted(times_s, low_s - _EQUAL_S, side="left")
+    return np.searchsorted(times_s, high_s + _EQUAL_S, side="right") - below
 
 
-def _beside(records: Sequence[RequestRecord], steps: Sequence[StepRow]) -> list[float]:
+def _beside(records: Sequence[RequestRecord], steps: _Spans) -> np.ndarray:
     """Seconds that the stages worked beside each step, both added up."""
-    spans: list[tuple[float, float]] = []
+    starts: list[float] = []
+    ends: list[float] = []
     free_s = 0.0
     for record in sorted(records, key=lambda record: record.finish_s or 0.0):
         if record.prepare_start_s is not None and record.prepare_end_s is not None:
-            spans.append((record.prepare_start_s, record.prepare_end_s))
+            starts.append(record.prepare_start_s)
+            ends.append(record.prepare_end_s)
         if record.status == "completed" and record.denoise_end_s is not None and record.finish_s is not None:
             # Decoding starts when the image before is done.
-            spans.append((max(record.denoise_end_s, free_s), record.finish_s))
+            starts.append(max(record.denoise_end_s, free_s))
+            ends.append(record.finish_s)
             free_s = record.finish_s
-    spans.sort()
-    starts = [start_s for start_s, _ in spans]
-    longest_s = max((end_s - start_s for start_s, end_s in spans), default=0.0)
-    found = []
-    for row in steps:
-        end_s = row.start_s + row.duration_s
-        near = spans[bisect_left(starts, row.start_s - longest_s) : bisect_left(starts, end_s)]
-        found.append(sum(max(0.0, min(end_s, high_s) - max(row.start_s, low_s)) for low_s, high_s in near))
-    return found
 
+    def worked_until(times_s: np.ndarray) -> np.ndarray:
+        """Seconds of all stages up to a time: what has passed since the starts less what has since the ends."""
+        worked_s = np.zeros(len(times_s))
+        for sign, edges in ((1, np.sort(starts)), (-1, np.sort(ends))):
+            num = np.searchsorted(edges, times_s)
+            worked_s += sign * (times_s * num - np.concatenate([[0.0], np.cumsum(edges)])[num])
+        return worked_s
 
-def _gaps(records: Sequence[RequestRecord], steps: Sequence[StepRow]) -> list[float]:
-    """Seconds between steps of a batch that did not run empty."""
-    left = sorted(record.denoise_end_s for record in records if record.denoise_end_s is not None)
-    gaps = []
-    for before, row in pairwise(steps):
-        end_s = before.start_s + before.duration_s
-        num_left = bisect_left(left, end_s + _EQUAL_S) - bisect_left(left, end_s - _EQUAL_S)
-        if num_left < before.active:
-            gaps.append(max(0.0, row.start_s - end_s))
-    return gaps
+    return worked_until(steps.end_s) - worked_until(steps.start_s)

@@ -1,4 +1,4 @@
-"""Questions that reach beyond what was profiled: they are answered, told of once, and counted. No torch."""
+"""Predictions beyond what was profiled: they are made, warned of once, and counted. No torch."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -195,7 +195,7 @@ def _write(run_dir: Path, result: "RunResult", summary: dict[str, Any], save_dir
     write_json(run_dir / "summary.json", summary)
 
     from ...data.tables.schemas import read_frame
-    from ..report import write_report
+    from ..report.html import write_report
 
     images = [
         (Path(record.image_path), f"{record.prompt} ({record.resolution})")

@@ -1,42 +1,122 @@
-"""Simulated runs: a trace on the virtual clock, and the searches that plan a deployment. This module imports no torch.
+"""Simulated runs: a trace on the virtual clock. This module imports no torch.
 
 A run leaves in its folder of the workspace what a served one does: `trace.jsonl`, `records.parquet`, `steps.parquet`
 (of the first GPU), `summary.json`, `report.html`.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from ...data.errors import RunError, UsageError
+from ...data.errors import UsageError
 from ...data.figures import write_figures
 from ...data.files import write_json
 from ...data.requests import Request
-from ...data.resolution import Resolution
 from ...data.tables.latency import read_latencies
 from ...data.tables.schemas import RECORDS, STEPS, read_frame, read_rows, write_table
-from ...data.traces.traces import assign_slos, retime, save_trace
+from ...data.traces.traces import assign_slos, save_trace
 from ...data.workspace import ModelWorkspace
 from ...serving.core.metrics import slo_attainment_rate, summarize
 from ...serving.core.request_state import RequestRecord
+from ...serving.engine.stepper import EngineName
 from ...serving.scheduling.policies import StepLatencyPredictor, get_policy
-from ...serving.scheduling.step_latency import MemoisedLatency, PerResolutionLatency
+from ...serving.scheduling.step_latency import MemoisedLatency, PerResolutionLatency, ScaledLatency
 from ...serving.scheduling.systems import System
 from ...serving.simulator.simulator import SimulationResult, simulate
 from ...serving.simulator.stage_times import StageTimes, standalone_latency_s
 from ...serving.simulator.step_durations import StepDurations
 from ...training.latency.online_correction import OnlineCorrection
 from ...training.latency.predictor import LatencyPredictor
-from .calibration import step_sources
+from .calibration import Calibration, step_sources
 from .figures import run_figures
 from .outside_profile import predictions_outside
 
-MAX_GPUS = 4096
-"""Most GPUs that are looked for."""
-_RATE_PRECISION = 0.01
-_MAX_DOUBLINGS = 40
+
+@dataclass(frozen=True, slots=True)
+class SimulatedEngine:
+    """What the simulator knows of one engine.
+
+    Attributes:
+        told: step latencies as policies see them at the start; they learn on line, as on the engine.
+        durations: how long steps last.
+        times: of the other stages.
+        told_scale: what the correction of `told` starts with.
+    """
+
+    told: StepLatencyPredictor
+    durations: StepDurations
+    times: StageTimes
+    told_scale: float = 1.0
+
+    @classmethod
+    def of(
+        cls,
+        name: EngineName,
+        steady: StepLatencyPredictor,
+        first: StepLatencyPredictor | None = None,
+        calibration: Calibration | None = None,
+        times: StageTimes | None = None,
+    ) -> Self:
+        """An engine with these profiled latencies.
+
+        Args:
+            name: the plain engine takes a forward pass for each resolution, so that only latencies of batches of one
+                resolution are looked up, and packs nothing: it has no first steps.
+            steady, first: of batches that stay the same, and of those that have changed.
+            calibration: what a served run has told; None: steps last as long as the profile says.
+            times: of the other stages, where there is no calibration.
+        """
+        if name == "plain":
+            steady, first = PerResolutionLatency(steady), None
+        if calibration is None:
+            return cls(steady, StepDurations(steady, first), times or StageTimes())
+        return cls(steady, calibration.durations(steady, first), calibration.times, calibration.told_scale)
+
+    def standalone_s(self, request: Request) -> float:
+        """Latency of a request that is served alone."""
+        return standalone_latency_s(request, ScaledLatency(self.durations.steady, self.durations.scale), self.times)
+
+    def serve(
+        self,
+        system: System,
+        requests: Sequence[Request],
+        standalone_s: Callable[[Request], float],
+        *,
+        max_batch_size: int = 16,
+        num_gpus: int = 1,
+        keep_steps: bool = False,
+        on_finish: Callable[[RequestRecord], None] | None = None,
+    ) -> SimulationResult:
+        """Simulate a trace that has its SLOs.
+
+        Args:
+            system: whose policy, share of steps and allocation of GPUs are simulated; not its cache.
+            requests: as they were asked for.
+            standalone_s: latency of each when served alone, for policies that ask for it.
+            max_batch_size, num_gpus, keep_steps, on_finish: of `simulate`.
+
+        Raises:
+            UsageError: the latencies do not know a resolution.
+        """
+        policy = get_policy(system.policy)
+        told: StepLatencyPredictor = MemoisedLatency(self.told)
+        if policy.requires_predictor and self.durations != StepDurations(self.told):
+            told = OnlineCorrection(told, scale=self.told_scale)
+        alone_s = {request.request_id: standalone_s(request) for request in requests}
+        return simulate(
+            list(map(system.adapt, requests)),
+            policy,
+            told,
+            durations=self.durations,
+            max_batch_size=max_batch_size,
+            num_gpus=num_gpus,
+            spans_gpus=system.spans_gpus,
+            times=self.times,
+            standalone_s=lambda request: alone_s[request.request_id],
+            keep_steps=keep_steps,
+            on_finish=on_finish,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,34 +161,14 @@ class Deployment:
         """
         if not requests:
             raise UsageError("the trace is empty, but it must hold at least one request")
-        system, policy = self.system, get_policy(self.system.policy)
-        is_plain = system.engine == "plain"
-        latency = MemoisedLatency(PerResolutionLatency(self.predictor) if is_plain else self.predictor)
-        known: dict[tuple[Resolution, int], float] = {}
-
-        def alone_s(request: Request) -> float:
-            shape = (request.resolution, request.num_inference_steps)
-            if shape not in known:
-                known[shape] = standalone_latency_s(request, latency, self.times)
-            return known[shape]
-
-        promised = assign_slos(requests, alone_s, self.slo_scale)
-        by_id = {request.request_id: alone_s(request) for request in promised}
-        told: StepLatencyPredictor = latency
-        durations = None
-        if self.first is not None and not is_plain:
-            durations = StepDurations(latency, self.first)
-            told = OnlineCorrection(latency) if policy.requires_predictor else latency
-        result = simulate(
-            list(map(system.adapt, promised)),
-            policy,
-            told,
-            durations=durations,
+        engine = SimulatedEngine.of(self.system.engine, MemoisedLatency(self.predictor), self.first, times=self.times)
+        promised = assign_slos(requests, engine.standalone_s, self.slo_scale)
+        result = engine.serve(
+            self.system,
+            promised,
+            engine.standalone_s,
             max_batch_size=self.max_batch_size,
             num_gpus=self.num_gpus if num_gpus is None else num_gpus,
-            spans_gpus=system.spans_gpus,
-            times=self.times,
-            standalone_s=lambda request: by_id[request.request_id],
             keep_steps=keep_steps,
             on_finish=on_finish,
         )
@@ -158,28 +218,34 @@ def load_stage_times(run_dir: Path) -> StageTimes:
     return StageTimes.measured(RequestRecord.from_row(row) for row in rows)
 
 
+def loop_figures(result: SimulationResult) -> dict[str, Any]:
+    """Figures of the simulated denoise loops of all GPUs, as the engine has them (`serve.engine_figures`)."""
+    num_steps, num_decisions = result.num_steps, result.num_decisions
+    taken = sum(record.num_inference_steps for record in result.records if record.denoise_end_s is not None)
+    return {
+        "num_steps": num_steps,
+        "batch_size_mean": taken / num_steps if num_steps else None,
+        "step_latency_mean": sum(result.busy_s) / num_steps if num_steps else None,
+        "scheduling_mean": result.decision_s / num_decisions if num_decisions else None,
+        "max_prepared": result.max_prepared,
+    }
+
+
 def simulation_summary(
     result: SimulationResult, deployment: Deployment, *, model: str, dataset: str, config: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The figures of a simulated run: those of a served one (`serving.metrics.summarize`), and of its GPUs."""
     records = result.records
     summary = summarize(records, result.duration_s, slo_scale=deployment.slo_scale, model=model, dataset=dataset)
-    busy_s = sum(result.busy_s)
     requests_of = [0] * len(result.busy_s)
     for index in result.gpu_of.values():
         requests_of[index] += 1
-    num_steps = result.num_steps
-    steps_taken = sum(record.num_inference_steps for record in records if record.denoise_end_s is not None)
     summary |= {
         "num_gpus": deployment.num_gpus,
-        "num_steps": num_steps,
-        "batch_size_mean": steps_taken / num_steps if num_steps else None,
-        "step_latency_mean": busy_s / num_steps if num_steps else None,
+        **loop_figures(result),
         "denoise_busy_rate": [busy / result.duration_s if result.duration_s else None for busy in result.busy_s],
         "requests_per_gpu": requests_of,
         "num_decisions": result.num_decisions,
-        "scheduling_mean": result.decision_s / result.num_decisions if result.num_decisions else None,
-        "max_prepared": result.max_prepared,
         "predictions_outside": predictions_outside(deployment.predictor),
         "was_interrupted": False,
         "config": dict(config),
@@ -207,148 +273,8 @@ def write_simulation(
     write_table(run_dir / "steps.parquet", STEPS, (row.to_row() for row in result.steps))
     write_json(run_dir / "summary.json", summary)
     if with_report:
-        from ..report import write_report
+        from ..report.html import write_report
 
         records, steps = (run_dir / f"{name}.parquet" for name in ("records", "steps"))
         write_report(run_dir, summary, read_frame(records, RECORDS), read_frame(steps, STEPS))
     return run_dir
-
-
-@dataclass(frozen=True, slots=True)
-class SearchResult:
-    """What a search has found.
-
-    Attributes:
-        value: the highest rate in requests per second, or the smallest number of GPUs.
-        attainment: SLO attainment there.
-        tried: attainment by rate or number of GPUs, in rising order.
-    """
-
-    value: float
-    attainment: float
-    tried: dict[float, float]
-
-
-def at_rate(requests: Sequence[Request], rate: float) -> list[Request]:
-    """The same requests arriving faster or slower, with the shape kept, so that the mean gap is `1 / rate`.
-
-    Raises:
-        UsageError: fewer than two requests, or all at one time: they have no rate.
-    """
-    span_s = requests[-1].arrival_s - requests[0].arrival_s if requests else 0.0
-    if not span_s > 0:
-        raise UsageError(f"{len(requests)} requests of the trace span no time, so they cannot be scaled to a rate")
-    return retime(requests, speed=rate * span_s / (len(requests) - 1), from_zero=True)
-
-
-def highest_rate(
-    deployment: Deployment,
-    trace_at: Callable[[float], Sequence[Request]],
-    target: float,
-    *,
-    on_try: Callable[[float, float], None] | None = None,
-) -> SearchResult:
-    """Find the highest request rate at which the SLO attainment is at least `target`.
-
-    The rate is doubled until it is too high and then bisected to 1 %. Attainment falls with the rate, but not strictly
-    from one random trace to the next: what is found holds the target, and a rate at most 1 % above it does not.
-
-    Args:
-        deployment: what serves.
-        trace_at: the trace at a rate in requests per second.
-        target: share of the requests, above 0 and at most 1.
-        on_try: told each rate that was tried, and the attainment there.
-
-    Raises:
-        UsageError: the target is out of its range, or the trace or a number is.
-        RunError: the target is not met at any rate, or at every one.
-    """
-    _check_target(target)
-    tried: dict[float, float] = {}
-
-    def holds(rate: float) -> bool:
-        tried[rate] = deployment.attainment(trace_at(rate))
-        if on_try is not None:
-            on_try(rate, tried[rate])
-        return tried[rate] >= target
-
-    # What one GPU manages one by one, times the GPUs, is a scale for where to start.
-    example = trace_at(1.0)[0]
-    start = deployment.num_gpus / standalone_latency_s(example, deployment.predictor, deployment.times)
-    low = high = start
-    if holds(start):
-        for _ in range(_MAX_DOUBLINGS):
-            low, high = high, high * 2
-            if not holds(high):
-                break
-        else:
-            raise RunError(
-                f"the target of {target:.2%} is met at {high:.3g} requests a second and still is: give more "
-                "requests (--num-prompts), so that they last long enough to queue up"
-            )
-    else:
-        for _ in range(_MAX_DOUBLINGS):
-            low, high = low / 2, low
-            if holds(low):
-                break
-            if low < start / 1024:
-                raise RunError(
-                    _infeasible(target, tried[low], f"{low:.3g} requests a second on {deployment.num_gpus} GPUs")
-                )
-    while high / low > 1 + _RATE_PRECISION:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return SearchResult(low, tried[low], dict(sorted(tried.items())))
-
-
-def gpus_needed(
-    deployment: Deployment,
-    requests: Sequence[Request],
-    target: float,
-    *,
-    on_try: Callable[[float, float], None] | None = None,
-) -> SearchResult:
-    """Find the smallest number of GPUs with which a trace's SLO attainment is at least `target`, by bisection.
-
-    Args:
-        deployment: what serves; its own number of GPUs does not matter.
-        requests: the trace.
-        target: share of the requests, above 0 and at most 1.
-        on_try: told each number that was tried, and the attainment with it.
-
-    Raises:
-        UsageError: the target is out of its range, or the trace or a number is.
-        RunError: not even one GPU for each request (or `MAX_GPUS`) meets the target.
-    """
-    _check_target(target)
-    tried: dict[float, float] = {}
-
-    def holds(num_gpus: int) -> bool:
-        tried[num_gpus] = deployment.attainment(requests, num_gpus=num_gpus)
-        if on_try is not None:
-            on_try(num_gpus, tried[num_gpus])
-        return tried[num_gpus] >= target
-
-    choices = [1, 2, 4, 8] if deployment.system.spans_gpus else list(range(1, min(len(requests), MAX_GPUS) + 1))
-    # Doubling first: simulations of very many GPUs are the slow ones.
-    low, high = -1, 0
-    while not holds(choices[high]):
-        if high == len(choices) - 1:
-            raise RunError(_infeasible(target, tried[choices[high]], f"{choices[high]} GPUs"))
-        low, high = high, min(2 * high + 1, len(choices) - 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(choices[middle]) else (middle, high)
-    return SearchResult(choices[high], tried[choices[high]], dict(sorted(tried.items())))
-
-
-def _check_target(target: float) -> None:
-    if not 0 < target <= 1:
-        raise UsageError(f"SLO target is {target:g}, but it must be a share above 0 and at most 1, such as 0.99")
-
-
-def _infeasible(target: float, reached: float, where: str) -> str:
-    return (
-        f"the target of {target:.2%} cannot be met: at {where} it is {reached:.2%}; the SLO (--slo-scale) is too short "
-        "or the policy cannot do it"
-    )

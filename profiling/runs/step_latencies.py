@@ -49,9 +49,10 @@ def latencies_for_serving(
     Raises:
         RunError, KeyboardInterrupt, OSError: as `profile_latency`.
     """
-    from ..measure.latency import LatencySettings, latency_circumstances, profile_latency
+    from ..measure.latency import LatencySettings, profile_latency
+    from ..measure.machine import run_facts
 
-    about, wanted = latency_circumstances(model), tuple(sorted(set(resolutions)))
+    about, wanted = run_facts(model), tuple(sorted(set(resolutions)))
     fitted = workspace.find_predictor(PREDICTOR_FILE)
     if fitted is not None:
         try:
@@ -62,7 +63,7 @@ def latencies_for_serving(
             on_note(f"The workspace's latency predictor is not used: {error}")
         else:
             return predictor
-    for path in _newest_first(workspace.root / "tables"):
+    for path in newest_first(workspace.root / "tables"):
         table = read_latencies(path)
         if table.circumstances == about and set(wanted) <= _measured_alone(table):
             on_note(f"Step latencies: {path}")
@@ -91,7 +92,7 @@ def table_for_simulation(workspace: Workspace, model: str, resolutions: Sequence
     """
     wanted = set(resolutions)
     folder = workspace.for_model(model, "any").root.parent
-    tables = [path for device in sorted(folder.glob("*/tables")) for path in _newest_first(device)]
+    tables = [path for device in sorted(folder.glob("*/tables")) for path in newest_first(device)]
     published = published_table(model)
     for path in (*tables, *([] if published is None else [published])):
         if wanted <= _measured_alone(read_latencies(path)):
@@ -103,7 +104,7 @@ def table_for_simulation(workspace: Workspace, model: str, resolutions: Sequence
     )
 
 
-def _newest_first(folder: Path) -> list[Path]:
+def newest_first(folder: Path) -> list[Path]:
     """Latency tables of a folder."""
     return sorted(folder.glob(TABLE_PATTERN), key=lambda path: path.stat().st_mtime_ns, reverse=True)
 

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,14 +21,14 @@ from ...data.files import write_bytes
 from ...data.workspace import ModelWorkspace
 from ...serving.core.timing import synchronize
 from ...serving.models.served import ServedModel
-from ..measure.machine import circumstances
+from ..measure.machine import run_facts
+from ..report.bench_plots import plot_steps
 from .combinations import Combination, letters_of
 from .matrix_peak import count_operations, matrix_peak
 from .rows import BenchOutcome, Row, measure_rows, median_interval, name_of
 from .sides import EngineSide, Format, PlainSide, RequestPool, Side, patched_stepper, plain_denoisers
 
 RUN_KIND = "bench-steps"
-STEPS_FILE, STEPS_PLOT = "steps.json", "steps.png"
 SHORTEST_TIMING_S = 0.005
 """Steps that are shorter are repeated within one timing until it takes this long."""
 _MOST_STEPS = 100
@@ -40,7 +40,7 @@ class BenchSettings:
 
     Attributes:
         repeats: timings of every side.
-        warmup: rounds before them, each of a step that starts anew and one that goes on.
+        warmup: rounds before them, each of a step of a new batch and one of the same batch.
         seed: of the first request's noise.
     """
 
@@ -194,7 +194,25 @@ class StepBench:
         return batch.is_plain
 
 
-def run_step_bench(
+@dataclass(frozen=True, slots=True)
+class BenchKind:
+    """What is measured of every combination.
+
+    Attributes:
+        name: of the files, which get `.json` and `.png`.
+        measure: returns the row of a combination.
+        summarize: what the rows say together, for the head of the file.
+        plot: a PNG of the result.
+    """
+
+    name: str
+    measure: Callable[[StepBench, Combination], Row]
+    summarize: Callable[[Sequence[Row]], dict[str, Any]]
+    plot: Callable[[dict[str, Any]], bytes]
+
+
+def run_bench(
+    kind: BenchKind,
     model: ServedModel,
     combinations: Sequence[Combination],
     workspace: ModelWorkspace,
@@ -203,9 +221,10 @@ def run_step_bench(
     on_start: Callable[[Combination], None] | None = None,
     on_row: Callable[[], None] | None = None,
 ) -> BenchOutcome:
-    """Measure every combination; the run's folder gets `steps.json`, after each of them, and `steps.png`.
+    """Measure every combination; the run's folder gets the rows, after each of them, and a plot.
 
     Args:
+        kind: `STEPS`, or `breakdown.BREAKDOWN`.
         model: the loaded model, on the patch engine; its strategies are measured first where the workspace has none.
         combinations: at least one, all of the same resolutions.
         workspace: the model's part of the workspace.
@@ -218,25 +237,6 @@ def run_step_bench(
         KeyboardInterrupt: on Ctrl-C before the first row is finished; later the outcome says so.
         OSError: if results cannot be written.
     """
-    from ..report.bench_plots import plot_steps
-
-    bench, run_dir, head = prepare_run(model, combinations, workspace, settings)
-    result = measure_rows(
-        combinations,
-        bench.measure,
-        run_dir / STEPS_FILE,
-        lambda rows: head | summarize(rows),
-        on_start=on_start,
-        on_row=on_row,
-    )
-    write_bytes(run_dir / STEPS_PLOT, plot_steps(result))
-    return BenchOutcome(result, run_dir)
-
-
-def prepare_run(
-    model: ServedModel, combinations: Sequence[Combination], workspace: ModelWorkspace, settings: BenchSettings
-) -> tuple[StepBench, Path, dict[str, Any]]:
-    """Check the resolutions, tune the engine, and return the bench, the run's new folder and the head of its result."""
     bench = StepBench(model, settings)
     resolutions = combinations[0].resolutions
     for resolution in resolutions:
@@ -244,9 +244,7 @@ def prepare_run(
     model.tune(resolutions, workspace.tables)
     run_dir = workspace.new_run(RUN_KIND)
     patched = patched_stepper(model).model
-    head = circumstances(model) | {
-        **model.options.patch_options,
-        "order": patched.order,
+    head = run_facts(model).to_json() | {
         "patch_size": patched.patch_size,
         "resolutions": list(map(str, resolutions)),
         "letters": {letter: str(resolution) for resolution, letter in letters_of(resolutions).items()},
@@ -255,7 +253,16 @@ def prepare_run(
         "warmup": settings.warmup,
         "run_dir": str(run_dir),
     }
-    return bench, run_dir, head
+    result = measure_rows(
+        combinations,
+        partial(kind.measure, bench),
+        run_dir / f"{kind.name}.json",
+        lambda rows: head | kind.summarize(rows),
+        on_start=on_start,
+        on_row=on_row,
+    )
+    write_bytes(run_dir / f"{kind.name}.png", kind.plot(result))
+    return BenchOutcome(result, run_dir)
 
 
 def summarize(rows: Sequence[Row]) -> dict[str, Any]:
@@ -269,3 +276,6 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
         summary[f"min_{key}"] = min(row[key] for row in rows)
     summary["is_plain_for_one_resolution"] = all(single) if single else None
     return summary
+
+
+STEPS = BenchKind("steps", StepBench.measure, summarize, plot_steps)

@@ -9,7 +9,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,17 +17,14 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ...data.errors import RunError
-from ...data.files import write_bytes
-from ...data.workspace import ModelWorkspace
 from ...serving.core.timing import synchronize
-from ...serving.models.served import ServedModel
+from ..report.bench_plots import plot_breakdown
 from .attribution import CATEGORIES, MODEL_SCOPE, SCOPE_PREFIX, STEP_SCOPE, Kernel, Span, attribute
-from .bench import BenchSettings, Lane, StepBench, prepare_run, time_lanes
+from .bench import BenchKind, Lane, StepBench, time_lanes
 from .combinations import Combination
-from .rows import BenchOutcome, Row, measure_rows, name_of
+from .rows import Row, name_of
 from .sides import Format, patched_stepper
 
-BREAKDOWN_FILE, BREAKDOWN_PLOT = "breakdown.json", "breakdown.png"
 # Parts of module class names: the leaves of diffusers and those of the patch engine.
 _MODULES = {
     "GroupNorm": "group_norm",
@@ -191,26 +187,4 @@ def measure_breakdown(bench: StepBench, combination: Combination) -> Row:
     return {**name_of(combination), "same_resolution_format": best, "sides": sides, "repeats": bench.settings.repeats}
 
 
-def run_breakdown(
-    model: ServedModel,
-    combinations: Sequence[Combination],
-    workspace: ModelWorkspace,
-    settings: BenchSettings,
-    *,
-    on_start: Callable[[Combination], None] | None = None,
-    on_row: Callable[[], None] | None = None,
-) -> BenchOutcome:
-    """As `step_bench.run_step_bench`, for `breakdown.json` and `breakdown.png`."""
-    from ..report.bench_plots import plot_breakdown
-
-    bench, run_dir, head = prepare_run(model, combinations, workspace, settings)
-    result = measure_rows(
-        combinations,
-        partial(measure_breakdown, bench),
-        run_dir / BREAKDOWN_FILE,
-        lambda _: head | {"categories": CATEGORIES},
-        on_start=on_start,
-        on_row=on_row,
-    )
-    write_bytes(run_dir / BREAKDOWN_PLOT, plot_breakdown(result))
-    return BenchOutcome(result, run_dir)
+BREAKDOWN = BenchKind("breakdown", measure_breakdown, lambda rows: {"categories": CATEGORIES}, plot_breakdown)

@@ -237,7 +237,7 @@ def _start(prepared: PreparedRequest) -> Tensor:
 
 
 def _scheduler_at(prepared: PreparedRequest, steps_done: int) -> Any:
-    """A copy of the request's scheduler that goes on after so many steps."""
+    """A copy of the request's scheduler, set to continue after so many steps."""
     scheduler = copy.deepcopy(prepared.state.scheduler)
     if hasattr(scheduler, "set_begin_index"):
         scheduler.set_begin_index(steps_done)

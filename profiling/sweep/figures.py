@@ -1,11 +1,11 @@
-"""Figures of a sweep of policies and request rates (figure 11 of PatchedServe), from the records of its runs. No torch.
+"""Figures of a sweep over systems and request rates (PatchedServe figure 11), from the records of its runs. No torch.
 
-Runs of one policy and rate with different seeds are pooled: attainment is the share of all their requests that came in
-time, with its 95 % interval: over the seeds where there are three, else over the requests (`slo_seeds`).
+Runs of one system and rate with different seeds are pooled: attainment is the share of all their requests that came in
+time; `held` says how sure that is.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, Literal
@@ -13,12 +13,10 @@ from typing import Any, Literal
 import numpy as np
 
 from ...data.statistics import Estimate
-from .held import RATIO_TARGET, TARGETS, HeldRates, best_held, held_rates, ratio_over_seeds
-from .seeds import share_interval
+from .held import RATIO_TARGET, TARGETS, HeldRates, best_held, share_interval
 
-BASELINES = ("diffusers-fcfs", "diffusers", "bucketed")
-"""Policies whose best is what others are compared with."""
-
+BASELINES = ("diffusers", "diffusers-fcfs", "bucketed")
+"""Systems whose best is what others are compared with."""
 _EXTRAS = {
     "batch_size_mean": ("batch_size_mean",),
     "step_latency_mean": ("step_latency_mean",),
@@ -37,7 +35,7 @@ class FinishedRun:
 
     Attributes:
         engine: which served it.
-        policy, request_rate, seed: its place in the sweep.
+        system, request_rate, seed: its place in the sweep.
         num_met: requests whose image came within the SLO.
         statuses: number of requests by how they ended.
         reasons: number of discarded requests by reason.
@@ -47,7 +45,7 @@ class FinishedRun:
     """
 
     engine: EngineKind
-    policy: str
+    system: str
     request_rate: float
     seed: int
     num_met: int
@@ -68,16 +66,18 @@ class FinishedRun:
 
 
 def point_figures(runs: Sequence[FinishedRun]) -> dict[str, Any]:
-    """Figures of the runs of one policy at one rate, pooled over their seeds. All requests must have an SLO."""
+    """Figures of the runs of one system at one rate, pooled over their seeds. All requests must have an SLO."""
     num_met, num_requests = sum(run.num_met for run in runs), sum(run.num_requests for run in runs)
     latencies = np.concatenate([run.latencies_s for run in runs])
     interval = share_interval([run.num_met for run in runs], [run.num_requests for run in runs])
-    duration_s = sum(run.duration_s for run in runs)
     p50, p95 = np.percentile(latencies, [50, 95]).tolist() if len(latencies) else (None, None)
-    statuses, reasons = _total(run.statuses for run in runs), _total(run.reasons for run in runs)
+    statuses, reasons = Counter[str](), Counter[str | None]()
+    for run in runs:
+        statuses.update(run.statuses)
+        reasons.update(run.reasons)
     return {
         "engine": runs[0].engine,
-        "policy": runs[0].policy,
+        "policy": runs[0].system,
         "request_rate": runs[0].request_rate,
         "num_runs": len(runs),
         "num_requests": num_requests,
@@ -87,24 +87,17 @@ def point_figures(runs: Sequence[FinishedRun]) -> dict[str, Any]:
         "interval_high": interval.high,
         "interval_over": interval.over,
         "attainment_by_seed": {str(run.seed): run.attainment for run in runs},
-        "goodput_qps": num_met / duration_s,
+        "goodput_qps": num_met / sum(run.duration_s for run in runs),
         "latency_mean": float(latencies.mean()) if len(latencies) else None,
         "latency_p50": p50,
         "latency_p95": p95,
         **{f"{name}_requests": statuses[name] for name in ("completed", "discarded", "failed")},
         "discarded_by_reason": dict(reasons.most_common()),
-        **{name: _mean_of(runs, *path) for name, path in _EXTRAS.items()},
+        **{name: _mean_of(runs, path) for name, path in _EXTRAS.items()},
     }
 
 
-def _total(counts: Iterable[Mapping[Any, int]]) -> Counter[Any]:
-    total: Counter[Any] = Counter()
-    for each in counts:
-        total.update(each)
-    return total
-
-
-def _mean_of(runs: Sequence[FinishedRun], *path: str) -> float | None:
+def _mean_of(runs: Sequence[FinishedRun], path: Sequence[str]) -> float | None:
     """Mean of a figure over the runs that have it."""
     values: list[float] = []
     for run in runs:
@@ -120,27 +113,26 @@ def sweep_figures(runs: Sequence[FinishedRun]) -> dict[str, Any]:
     """All figures of the runs of one engine.
 
     Returns:
-        `points`: `point_figures` of every policy and rate; `policies`: for each its mean attainment over its rates,
-        the rates that it holds `TARGETS` up to, and `ratio_at_95` to the best of `BASELINES` (None without one).
-        Policies and rates are in the order in which they first occur, and rising.
+        `points`: `point_figures` of every system and rate; `policies`: for each system its mean attainment over its
+        rates, the rates that it holds `TARGETS` up to, and `ratio_at_95` to the best of `BASELINES` (None without one).
+        Systems and rates are in the order in which they first occur, and rising. (The keys say `policy` where they
+        mean a system, as they did before the two were told apart.)
     """
-    names = list(dict.fromkeys(run.policy for run in runs))
     points: list[dict[str, Any]] = []
-    for name in names:
-        mine = [run for run in runs if run.policy == name]
-        rates = sorted({run.request_rate for run in mine})
-        points += [point_figures([run for run in mine if run.request_rate == rate]) for rate in rates]
-    policies: list[dict[str, Any]] = []
+    systems: list[dict[str, Any]] = []
     held_at: dict[str, HeldRates] = {}
-    for name in names:
-        shares = {point["request_rate"]: point["slo_attainment_rate"] for point in points if point["policy"] == name}
+    for name in dict.fromkeys(run.system for run in runs):
+        mine = [run for run in runs if run.system == name]
+        rates = sorted({run.request_rate for run in mine})
+        own = [point_figures([run for run in mine if run.request_rate == rate]) for rate in rates]
+        points += own
+        shares = {point["request_rate"]: point["slo_attainment_rate"] for point in own}
         by_seed: dict[int, dict[float, float]] = {}
-        for run in runs:
-            if run.policy == name:
-                by_seed.setdefault(run.seed, {})[run.request_rate] = run.attainment
-        held = {target: held_rates(shares, by_seed, target) for target in TARGETS}
+        for run in mine:
+            by_seed.setdefault(run.seed, {})[run.request_rate] = run.attainment
+        held = {target: HeldRates.of(shares, by_seed, target) for target in TARGETS}
         held_at[name] = held[RATIO_TARGET]
-        policies.append(
+        systems.append(
             {
                 "policy": name,
                 "mean_attainment": fmean(shares.values()),
@@ -148,33 +140,36 @@ def sweep_figures(runs: Sequence[FinishedRun]) -> dict[str, Any]:
                 "held_rates": {f"{target:.2f}": each.to_json() for target, each in held.items()},
             }
         )
-    baselines = [name for name in names if name in BASELINES]
+    baselines = [name for name in held_at if name in BASELINES]
     best = best_held(held_at[name].pooled for name in baselines) if baselines else None
     base = next((held_at[name] for name in baselines if held_at[name].pooled == best), None)
-    for policy in policies:
-        policy["ratio_at_95"] = None if base is None else ratio_over_seeds(held_at[policy["policy"]], base)
-    return {"points": points, "policies": policies, "baselines": baselines}
+    for system in systems:
+        system["ratio_at_95"] = None if base is None else held_at[system["policy"]].ratio_to(base)
+    return {"points": points, "policies": systems, "baselines": baselines}
 
 
 def agreement(runs: Sequence[FinishedRun]) -> dict[str, Any]:
-    """How far the simulator is from the engine: points of both at the same policy and rate, over the same seeds.
+    """How far the simulator is from the engine: points of both at the same system and rate, over the same seeds.
 
     Returns:
         `rows`: attainment and mean latency of both, the difference of attainments in percentage points and that of
         mean latencies (of completed requests) as a share of the engine's; the largest and mean absolute ones of all.
     """
-    real = {(run.policy, run.request_rate, run.seed): run for run in runs if run.engine == "real"}
-    simulated = {(run.policy, run.request_rate, run.seed): run for run in runs if run.engine == "simulator"}
+    real, simulated = (
+        {(run.system, run.request_rate, run.seed): run for run in runs if run.engine == kind}
+        for kind in ("real", "simulator")
+    )
+    names = list(dict.fromkeys(run.system for run in runs))
     rows = []
-    for policy, rate in dict.fromkeys(key[:2] for key in real):
-        keys = [key for key in real if key[:2] == (policy, rate) and key in simulated]
+    for name, rate in sorted({key[:2] for key in real}, key=lambda key: (names.index(key[0]), key[1])):
+        keys = [key for key in real if key[:2] == (name, rate) and key in simulated]
         if not keys:
             continue
         ours, theirs = (point_figures([each[key] for key in keys]) for each in (real, simulated))
         latencies = ours["latency_mean"], theirs["latency_mean"]
         rows.append(
             {
-                "policy": policy,
+                "policy": name,
                 "request_rate": rate,
                 "num_requests": ours["num_requests"],
                 "real_attainment": ours["slo_attainment_rate"],
@@ -188,16 +183,11 @@ def agreement(runs: Sequence[FinishedRun]) -> dict[str, Any]:
                 "latency_difference": None if None in latencies else latencies[1] / latencies[0] - 1,
             }
         )
-    rows.sort(key=lambda row: (list(dict.fromkeys(key[0] for key in real)).index(row["policy"]), row["request_rate"]))
-    points = [abs(row["attainment_difference_points"]) for row in rows]
-    shares = [abs(row["latency_difference"]) for row in rows if row["latency_difference"] is not None]
-    return {
-        "rows": rows,
-        "max_attainment_difference_points": max(points, default=None),
-        "mean_attainment_difference_points": fmean(points) if points else None,
-        "max_latency_difference": max(shares, default=None),
-        "mean_latency_difference": fmean(shares) if shares else None,
-    }
+    found: dict[str, Any] = {"rows": rows}
+    for name in ("attainment_difference_points", "latency_difference"):
+        sizes = [abs(row[name]) for row in rows if row[name] is not None]
+        found |= {f"max_{name}": max(sizes, default=None), f"mean_{name}": fmean(sizes) if sizes else None}
+    return found
 
 
 def estimates(engines: Mapping[str, Mapping[str, Any]], agreed: Mapping[str, Any] | None) -> dict[str, Estimate]:
@@ -215,7 +205,8 @@ def estimates(engines: Mapping[str, Mapping[str, Any]], agreed: Mapping[str, Any
             n, goodput = point["num_requests"], point["goodput_qps"]
             ends = (point["interval_low"], point["interval_high"]) if point["interval_over"] == "seeds" else None
             found[f"{name}slo_attainment"] = Estimate(share, *(ends or (None, None)), n)
-            low, high = [end * goodput / share for end in ends] if ends and share else (None, None)
+            scale = goodput / share if ends and share else None
+            low, high = (None, None) if ends is None or scale is None else (ends[0] * scale, ends[1] * scale)
             found[f"{name}goodput"] = Estimate(goodput, low, high, n)
             for key in ("latency_mean", "latency_p50", "latency_p95"):
                 if point[key] is not None:

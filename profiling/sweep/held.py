@@ -1,24 +1,75 @@
-"""Up to which request rate a policy holds an SLO attainment, and how many times that of another. No torch."""
+"""How sure the figures of a sweep are, and up to which request rate a system holds an SLO attainment. No torch.
 
-from collections.abc import Iterable, Mapping
+Requests of one run queue behind each other, so that they are late together: as evidence they count less than their
+number. Runs with different seeds are independent. From three seeds on, intervals are therefore Student's over the
+seeds; with one or two there is only Wilson's over the requests, which is too narrow and labelled as what it is.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Self
 
-from .seeds import positive_interval
+from ...data.statistics import student_interval, wilson_interval
 
+MIN_SEEDS = 3
 TARGETS = (0.99, 0.95, 0.90)
 """SLO attainments that the paper looks at, section 8.1."""
 RATIO_TARGET = 0.95
 
-Where = Literal["between", "below", "beyond"]
 Shares = Mapping[float, float]
 """SLO attainment at every measured rate."""
 
 
+class ShareInterval(NamedTuple):
+    """95 % interval of a share, and over what: `seeds`, or `requests` as if they were independent."""
+
+    low: float
+    high: float
+    over: Literal["seeds", "requests"]
+
+
+def share_interval(met: Sequence[int], num: Sequence[int]) -> ShareInterval:
+    """95 % interval of sum(met) / sum(num).
+
+    Over seeds it is Student's of the ratio of two sums, linearised (Cochran, Sampling Techniques, 1977, section 6.3):
+    for runs of equal length that of the mean of their shares. It is never narrower than Wilson's over the requests,
+    which are at best independent (where all seeds agree, as at 100 %, Student's would be a point), and stays within 0
+    and 1.
+
+    Args:
+        met: requests in time, by seed.
+        num: all requests, by seed.
+
+    Raises:
+        ValueError: there are no requests.
+    """
+    total = sum(num)
+    low, high = wilson_interval(sum(met), total)
+    if len(met) < MIN_SEEDS:
+        return ShareInterval(low, high, "requests")
+    share, mean_num = sum(met) / total, total / len(num)
+    interval = student_interval([share + (own - share * count) / mean_num for own, count in zip(met, num, strict=True)])
+    assert interval is not None
+    return ShareInterval(max(0.0, min(low, interval[0])), min(1.0, max(high, interval[1])), "seeds")
+
+
+def _positive_interval(value: float, by_seed: Sequence[float]) -> tuple[float, float] | tuple[None, None]:
+    """95 % interval of a rate or ratio over seeds: Student's of the logarithms, so that it stays above 0.
+
+    The figure of all seeds together is not the mean of those of the seeds; the interval is widened to hold it. There is
+    none with fewer than `MIN_SEEDS`.
+    """
+    interval = student_interval([math.log(each) for each in by_seed]) if len(by_seed) >= MIN_SEEDS else None
+    if interval is None:
+        return None, None
+    return min(value, math.exp(interval[0])), max(value, math.exp(interval[1]))
+
+
 @dataclass(frozen=True, slots=True)
 class HeldRate:
-    """Up to which request rate a policy holds an attainment.
+    """Up to which request rate a system holds an attainment.
 
     Attributes:
         where: `between`: interpolated between two measured rates; `below`: not even at the lowest; `beyond`: still at
@@ -26,11 +77,11 @@ class HeldRate:
         rate: the rate; the lowest measured one where it is below, the highest where it is beyond.
     """
 
-    where: Where
+    where: Literal["between", "below", "beyond"]
     rate: float
 
 
-def held_rate(attainments: Mapping[float, float], target: float) -> HeldRate:
+def held_rate(attainments: Shares, target: float) -> HeldRate:
     """Up to which rate an attainment is held, given that at each measured rate.
 
     Looking from the lowest rate up, it ends where the attainment first falls below the target, at the point where a
@@ -55,18 +106,14 @@ def ratio(held: HeldRate, base: HeldRate) -> dict[str, Any]:
 
     A rate that is only known to be higher or lower makes it a bound; two of the same kind leave it `unknown`.
     """
-    value = held.rate / base.rate
-    kinds = {
-        ("between", "between"): "exact",
-        ("beyond", "between"): "least",
-        ("between", "below"): "least",
-        ("beyond", "below"): "least",
-        ("below", "between"): "most",
-        ("between", "beyond"): "most",
-        ("below", "beyond"): "most",
-    }
-    kind = kinds.get((held.where, base.where), "unknown")
-    return {"value": None if kind == "unknown" else value, "kind": kind}
+    kind = "unknown"
+    if held.where == base.where == "between":
+        kind = "exact"
+    elif held.where != "below" and base.where != "beyond":
+        kind = "least"
+    elif held.where != "beyond" and base.where != "below":
+        kind = "most"
+    return {"value": None if kind == "unknown" else held.rate / base.rate, "kind": kind}
 
 
 def best_held(held: Iterable[HeldRate]) -> HeldRate:
@@ -77,7 +124,7 @@ def best_held(held: Iterable[HeldRate]) -> HeldRate:
 
 @dataclass(frozen=True, slots=True)
 class HeldRates:
-    """The rate that a policy holds an attainment up to.
+    """The rate that a system holds an attainment up to.
 
     Attributes:
         pooled: by the attainments of all seeds together.
@@ -87,33 +134,32 @@ class HeldRates:
     pooled: HeldRate
     by_seed: Mapping[int, HeldRate]
 
-    def to_json(self) -> dict[str, Any]:
-        """The rate, those of the seeds, and its 95 % interval over them; null with fewer than three seeds.
+    @classmethod
+    def of(cls, shares: Shares, by_seed: Mapping[int, Shares], target: float) -> Self:
+        """From the attainments of all seeds together, and of each."""
+        whole = {seed: own for seed, own in by_seed.items() if set(own) == set(shares)}
+        return cls(held_rate(shares, target), {seed: held_rate(own, target) for seed, own in whole.items()})
 
-        It is null as well where the rate of a seed is only known to be higher or lower than those that were measured.
+    def to_json(self) -> dict[str, Any]:
+        """The rate, those of the seeds, and its 95 % interval over them.
+
+        It is null with fewer than three seeds, or where the rate of a seed is only known to be higher or lower than
+        those that were measured.
         """
-        rates = [held.rate for held in self.by_seed.values() if held.where == "between"]
-        is_known = self.pooled.where == "between" and len(rates) == len(self.by_seed)
-        low, high = (positive_interval(self.pooled.rate, rates) if is_known else None) or (None, None)
+        is_known = {"between"} == {held.where for held in (self.pooled, *self.by_seed.values())}
+        rates = [held.rate for held in self.by_seed.values()] if is_known else []
+        low, high = _positive_interval(self.pooled.rate, rates)
         seeds = {str(seed): {"where": held.where, "rate": held.rate} for seed, held in self.by_seed.items()}
         return {"where": self.pooled.where, "rate": self.pooled.rate, "low": low, "high": high, "by_seed": seeds}
 
+    def ratio_to(self, base: Self) -> dict[str, Any]:
+        """`ratio` of the pooled rates with its 95 % interval over the seeds that both have.
 
-def held_rates(shares: Shares, by_seed: Mapping[int, Shares], target: float) -> HeldRates:
-    """Up to which rate a policy holds an attainment, over all seeds and in each that was run at every rate."""
-    whole = {seed: own for seed, own in by_seed.items() if set(own) == set(shares)}
-    return HeldRates(held_rate(shares, target), {seed: held_rate(own, target) for seed, own in whole.items()})
-
-
-def ratio_over_seeds(held: HeldRates, base: HeldRates) -> dict[str, Any]:
-    """`ratio` of the pooled rates with its 95 % interval over the seeds that both have.
-
-    The traces of a seed are the same for both, so what is hard about them cancels. The interval is null with fewer than
-    three seeds, or where the ratio or that of a seed is a bound or unknown.
-    """
-    found = ratio(held.pooled, base.pooled)
-    seeds = [ratio(own, base.by_seed[seed]) for seed, own in held.by_seed.items() if seed in base.by_seed]
-    is_known = all(each["kind"] == "exact" for each in (found, *seeds))
-    interval = positive_interval(found["value"], [each["value"] for each in seeds]) if is_known else None
-    low, high = interval or (None, None)
-    return found | {"low": low, "high": high}
+        The traces of a seed are the same for both, so what is hard about them cancels. The interval is null with fewer
+        than three seeds, or where the ratio or that of a seed is a bound or unknown.
+        """
+        found = ratio(self.pooled, base.pooled)
+        seeds = [ratio(own, base.by_seed[seed]) for seed, own in self.by_seed.items() if seed in base.by_seed]
+        is_known = all(each["kind"] == "exact" for each in (found, *seeds))
+        low, high = _positive_interval(found["value"], [each["value"] for each in seeds] if is_known else [])
+        return found | {"low": low, "high": high}

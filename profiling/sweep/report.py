@@ -1,20 +1,38 @@
-"""What a sweep leaves for people and programs: `result.json`, plots, and one HTML page."""
+"""What a sweep leaves for people and programs: `result.json`, plots of attainment and goodput, and one HTML page."""
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from matplotlib.ticker import PercentFormatter
 
 from ...data.files import write_bytes, write_json, write_text
-from ..measure.machine import describe
-from ..report.page import figure, header, page, pairs, table
-from ..report.theme import DARK, LIGHT
+from ...data.run_facts import describe
+from ..report.page import plots_of, render
+from ..report.table import Table
+from ..report.theme import DARK, LIGHT, Theme, add_wide_legend, new_figure, series_colours, style_axes, to_png
+from ..report.words import DASH, plain, seconds, share
 from .figures import FinishedRun, agreement, estimates, sweep_figures
-from .plots import PLOTS
-from .sweep import RESULT_FILE, SweepSettings
-from .tables import tables_of
+from .held import RATIO_TARGET, TARGETS
+from .settings import SweepSettings
 
-REPORT_FILE = "report.html"
+RESULT_FILE, REPORT_FILE = "result.json", "report.html"
+_INTERVAL_NOTES = {
+    "seeds": "Intervals over seeds are Student's 95 %, never narrower than Wilson's over their requests.",
+    "requests": "Intervals over requests are Wilson's 95 %, as if requests were independent; they queue behind each "
+    "other, so another run may lie further off. Three seeds give intervals over seeds.",
+}
+_BANDS = {"seeds": "seeds (Student)", "requests": "requests, as if independent (Wilson)"}
+_HELD_NOTE = (
+    "A rate is held up to where the attainment first falls below the target, on a straight line between two measured "
+    "rates; below or beyond: not even at the lowest rate of the sweep, or still at its highest. In brackets: 95 % over "
+    "three seeds or more (Student's, of logarithms), where each of them fell below the target within the sweep."
+)
+_PLOTS = {
+    "attainment": "SLO attainment over the request rate, a line for every system",
+    "goodput": "Requests in time per second over the request rate, a line for every system",
+}
+_MARKERS = "osD^vPXh"
 
 
 def sweep_result(
@@ -43,7 +61,8 @@ def sweep_result(
         "described": describe(about) if "device_name" in about else f"{about['model']}, simulated",
         "settings": {
             **head["settings"],
-            "policies": list(settings.policies),
+            "systems": list(settings.systems),
+            "policies": list(settings.systems),
             "request_rates": list(settings.rates),
             "seeds": list(settings.seeds),
         },
@@ -62,35 +81,169 @@ def sweep_result(
 def write_sweep(result: Mapping[str, Any], run_dir: Path) -> Path:
     """Write result, plots (light colours) and page into the sweep's folder; returns the page. Raises OSError."""
     write_json(run_dir / RESULT_FILE, dict(result))
-    pictures = []
-    for name, (plot, alt) in PLOTS.items():
-        light = plot(result, LIGHT)
+    drawn = {name: (_plot(result, name, LIGHT), _plot(result, name, DARK)) for name in _PLOTS}
+    for name, (light, _) in drawn.items():
         write_bytes(run_dir / f"{name}.png", light)
-        pictures.append(figure(light, plot(result, DARK), alt))
-    settings = result["settings"]
-    title = f"SLO attainment of {result['model']}"
-    facts = [result["described"], f"SLO scale {settings['slo_scale']:g}", f"{result['num_finished']} runs"]
-    parts = [header(title, facts)]
-    if result["num_finished"] < result["num_runs"]:
-        missing = result["num_runs"] - result["num_finished"]
-        parts.append(f'<p class="note">{missing} of {result["num_runs"]} runs are not finished.</p>')
-    parts.append(f'<h2>Over the request rate</h2><section class="plots">{"".join(pictures)}</section>')
-    for each in tables_of(result):
-        parts.append(f"<h2>{escape(each.title)}</h2>")
-        parts.append(table(each.columns, each.rows, num_words=each.num_words))
-        if each.note:
-            parts.append(f"<p><small>{escape(each.note)}</small></p>")
+    settings = {name: value for name, value in result["settings"].items() if name != "policies"}
     standalone = ", ".join(f"{size}: {time_s:.3g} s" for size, time_s in result["standalone_s"].items())
-    rows = [(name, _plain(value)) for name, value in settings.items()]
-    parts.append(f"<h2>Settings</h2>{pairs([*rows, ('standalone latencies', standalone)])}")
-    parts.append("<footer>All policies of one rate and seed served the same requests. Made by psctl.</footer>")
-    write_text(run_dir / REPORT_FILE, page(title, parts))
+    text = render(
+        "sweep.html",
+        title=f"SLO attainment of {result['model']}",
+        facts=[result["described"], f"SLO scale {settings['slo_scale']:g}", f"{result['num_finished']} runs"],
+        result=result,
+        plots=plots_of(drawn, _PLOTS),
+        tables=tables_of(result),
+        settings=[*((name, plain(value)) for name, value in settings.items()), ("standalone latencies", standalone)],
+    )
+    write_text(run_dir / REPORT_FILE, text)
     return run_dir / REPORT_FILE
 
 
-def _plain(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(_plain(item) for item in value)
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name}: {_plain(item)}" for name, item in value.items())
-    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+def _plot(result: Mapping[str, Any], name: Literal["attainment", "goodput"] | str, theme: Theme) -> bytes:
+    """SLO attainment with its intervals, or goodput; the second engine is dotted."""
+    is_share = name == "attainment"
+    key = "slo_attainment_rate" if is_share else "goodput_qps"
+    figure = new_figure(7.2, 4.6, theme)
+    ax = figure.subplots()
+    first = next(iter(result["engines"].values()))
+    names = [system["policy"] for system in first["policies"]]
+    colours = series_colours(names, theme)
+    top = right = 0.0
+    for figures in result["engines"].values():
+        is_first = figures is first
+        for index, system in enumerate(names):
+            points = [point for point in figures["points"] if point["policy"] == system]
+            if not points:
+                continue
+            rates, values = ([point[each] for point in points] for each in ("request_rate", key))
+            top, right = max(top, *values), max(right, *rates)
+            ax.plot(
+                rates,
+                values,
+                color=colours[system],
+                marker=_MARKERS[index % len(_MARKERS)] if is_first else None,
+                markersize=5,
+                linewidth=1.8 if is_first else 1.3,
+                linestyle="-" if is_first else ":",
+                label=system if is_first else None,
+                zorder=3,
+            )
+            if is_share and is_first:
+                low, high = ([point[end] for point in points] for end in ("interval_low", "interval_high"))
+                ax.fill_between(rates, low, high, color=colours[system], alpha=0.10, linewidth=0)
+    x_label = f"requests per second\n{result['described']}" + "; dotted: simulator" * (len(result["engines"]) > 1)
+    if is_share:
+        ax.axhline(RATIO_TARGET, color=theme.muted, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+        ax.set_ylim(-0.02, 1.03)
+        ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+        x_label += f"\n{band_of(result)}"
+        title, y_label = "SLO attainment", "share of requests in time"
+    else:
+        # The grey line is every request in time.
+        ax.plot([0, right], [0, right], color=theme.muted, linewidth=1, zorder=1)
+        ax.set_xlim(left=0)
+        ax.set_ylim(0, top * 1.12 or 1.0)
+        title, y_label = "Goodput", "requests in time per second"
+    style_axes(ax, theme, title=title, x_label=x_label, y_label=y_label, grid_axis="both")
+    add_wide_legend(figure, ax, theme)
+    return to_png(figure)
+
+
+def band_of(result: Mapping[str, Any]) -> str:
+    """What the shaded intervals are."""
+    kinds = {point["interval_over"] for point in next(iter(result["engines"].values()))["points"]}
+    return "shaded: 95 % over " + " or ".join(name for kind, name in _BANDS.items() if kind in kinds)
+
+
+def tables_of(result: Mapping[str, Any]) -> list[Table]:
+    """All tables of a sweep's result."""
+    found = []
+    for engine, figures in result["engines"].items():
+        where = f" ({engine})" if len(result["engines"]) > 1 else ""
+        found += [_held_table(figures, where), _points_table(figures, where)]
+    if result["agreement"] is not None:
+        found.append(_agreement_table(result["agreement"]))
+    return found
+
+
+def _held_table(figures: Mapping[str, Any], where: str) -> Table:
+    *others, last = figures["baselines"] or [""]
+    baselines = f"{', '.join(others)} and {last}" if others else last
+    against = f"at {RATIO_TARGET:.0%}, against best of {baselines}" if figures["baselines"] else "ratio"
+    rows = [
+        (
+            system["policy"],
+            share(system["mean_attainment"]),
+            *(_rate(system["held_rates"][f"{target:.2f}"]) for target in TARGETS),
+            _ratio(system["ratio_at_95"]),
+        )
+        for system in figures["policies"]
+    ]
+    columns = ("system", "mean attainment", *(f"holds {target:.0%} up to" for target in TARGETS), against)
+    return Table(f"Highest request rate{where}", columns, rows, note=_HELD_NOTE)
+
+
+def _points_table(figures: Mapping[str, Any], where: str) -> Table:
+    rows = []
+    for point in figures["points"]:
+        seeds = [each for each in point["attainment_by_seed"].values() if each is not None]
+        lost = [f"{count} {reason}" for reason, count in point["discarded_by_reason"].items()]
+        lost += [f"{point['failed_requests']} failed"] if point["failed_requests"] else []
+        rows.append(
+            (
+                point["policy"],
+                f"{point['request_rate']:g}/s",
+                share(point["slo_attainment_rate"]),
+                f"{share(point['interval_low'])} to {share(point['interval_high'])}",
+                f"{point['num_runs']} seeds" if point["interval_over"] == "seeds" else "requests (Wilson)",
+                f"{min(seeds):.0%} to {max(seeds):.0%}" if len(seeds) > 1 else DASH,
+                str(point["num_requests"]),
+                f"{point['goodput_qps']:.3g}/s",
+                seconds(point["latency_p50"]),
+                seconds(point["latency_p95"]),
+                "; ".join(lost) or DASH,
+            )
+        )
+    kinds = {point["interval_over"] for point in figures["points"]}
+    columns = ("system", "rate", "SLO attainment", "95 % interval", "over", "seeds", "requests", "goodput")
+    note = " ".join(note for over, note in _INTERVAL_NOTES.items() if over in kinds)
+    return Table(f"Every rate{where}", (*columns, "p50", "p95", "lost"), rows, note=note)
+
+
+def _agreement_table(found: Mapping[str, Any]) -> Table:
+    rows = [
+        (
+            row["policy"],
+            f"{row['request_rate']:g}/s",
+            share(row["real_attainment"]),
+            share(row["simulated_attainment"]),
+            f"{row['attainment_difference_points']:+.1f}",
+            seconds(row["real_latency_mean"]),
+            seconds(row["simulated_latency_mean"]),
+            DASH if row["latency_difference"] is None else f"{row['latency_difference']:+.1%}",
+        )
+        for row in found["rows"]
+    ]
+    note = ""
+    if rows and found["max_latency_difference"] is not None:
+        note = (
+            f"Attainment within {found['max_attainment_difference_points']:.1f} points "
+            f"(mean {found['mean_attainment_difference_points']:.1f}), mean latency within "
+            f"{found['max_latency_difference']:.1%} (mean {found['mean_latency_difference']:.1%})."
+        )
+    columns = ("system", "rate", "attainment", "simulated", "points", "mean latency", "simulated", "difference")
+    return Table("Simulator against engine", columns, rows, note=note)
+
+
+def _rate(held: Mapping[str, Any]) -> str:
+    rate = f"{held['rate']:.3g}/s"
+    if held["low"] is not None:
+        rate += f" ({held['low']:.3g} to {held['high']:.3g})"
+    return {"between": rate, "below": f"below {rate}", "beyond": f"beyond {rate}"}[held["where"]]
+
+
+def _ratio(found: Mapping[str, Any] | None) -> str:
+    if found is None or found["value"] is None:
+        return DASH
+    interval = "" if found["low"] is None else f" ({found['low']:.2f} to {found['high']:.2f})"
+    return {"exact": "", "least": "at least ", "most": "at most "}[found["kind"]] + f"{found['value']:.2f}x{interval}"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from ...data.errors import UsageError
 from ...data.files import require_places
 from ...data.resolution import parse_list
-from ...profiling.measure.machine import describe
+from ...data.run_facts import describe
 from ...serving.cache.options import CacheOptions
 from ...serving.engine.stepper import EngineOptions
 from ..options.common import OutputFile, Resolutions, Seed, numbers_of

@@ -1,10 +1,9 @@
 """`psctl bench slo`: SLO attainment of every system over the request rate, on the engine or in the simulator."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -12,7 +11,7 @@ from ...data.errors import UsageError
 from ...data.files import require_places
 from ...profiling.runs.trace_settings import TraceSettings
 from ...serving.engine.stepper import EngineOptions
-from ...serving.scheduling.systems import SYSTEMS, get_system
+from ...serving.scheduling.systems import SYSTEMS
 from ..options.common import Gpus, MaxBatchSize, OutputFile, Seed, SloScale, StageTimesRun, numbers_of
 from ..options.flags import flag, given_flags
 from ..options.groups import ENGINE, TRACE
@@ -21,10 +20,8 @@ from ..options.target import Target
 from ..output import Output
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from ...profiling.sweep.bench import SweepOutcome
-    from ...profiling.sweep.sweep import SweepEngine
+    from ...profiling.sweep.runner import Side
+    from ...profiling.sweep.settings import SweepEngine
 
 _DEFAULT_SYSTEMS = "diffusers,bucketed,nirvana,patched-fcfs,patchedserve"
 _DEFAULT_NUM_PROMPTS = {"engine": 60, "both": 60, "simulator": 1000}
@@ -112,8 +109,8 @@ def bench_slo(
     """Serve the same traces under every system and request rate, and compare their SLO attainment.
 
     SLOs are multiples of the standalone latency on plain diffusers, the same for all systems. Every finished run is
-    kept at once: Ctrl-C ends the sweep early, and the same command with --resume continues. Table, plots and HTML report
-    go to the workspace.
+    kept at once: Ctrl-C ends the sweep early, and the same command with --resume continues. Table, plots and HTML
+    report go to the workspace.
 
     Examples:
 
@@ -123,8 +120,10 @@ def bench_slo(
         psctl bench slo --on simulator --latency h200.csv --resolutions 512,768,1024 --rates 5,10,15,20 --gpus 4
         psctl bench slo --resume psctl-workspace/emoji-xl/cpu/runs/slo-20260131T094500Z --num-seeds 2
     """
-    from ...profiling.sweep.bench import WarmUp, examples_of
-    from ...profiling.sweep.sweep import RUN_KIND, SweepSettings, check_resumed
+    # Everything that can be wrong is looked at before torch is imported and the model loaded.
+    from ...profiling.report.table import to_rich
+    from ...profiling.sweep.runner import WarmUp, examples_of, sweep
+    from ...profiling.sweep.settings import RUN_KIND, SweepSettings, check_resumed
 
     if engine is not None:
         out.note("--engine of bench slo is called --on now; the old name works until the next release.")
@@ -140,7 +139,7 @@ def bench_slo(
         num_prompts = _DEFAULT_NUM_PROMPTS[on]
     serves: SweepEngine = "real" if on == "engine" else on
     settings = SweepSettings(
-        policies=tuple(name.strip() for name in systems.split(",") if name.strip()),
+        systems=tuple(name.strip() for name in systems.split(",") if name.strip()),
         rates=tuple(numbers_of("--rates", rates)),
         seeds=tuple(range(seed, seed + num_seeds)),
         engine=serves,
@@ -155,24 +154,14 @@ def bench_slo(
         check_resumed(resume, settings)
     require_places(target.workspace, file=output_file)
 
-    def folder_on(device_name: str) -> Path:
-        return resume or target.root.for_model(target.model, device_name).new_run(RUN_KIND)
-
-    sweep: Callable[..., SweepOutcome]
+    side: Side
     if is_simulated:
         assert latency is not None, "looked at above"
-        from ...profiling.sweep.bench_simulator import SimulatorFiles, bench_in_simulator
+        from ...profiling.sweep.simulator_side import SimulatorFiles, SimulatorSide
 
         files = SimulatorFiles(latency, plain_latency, calibration, stage_times)
-        sweep = partial(
-            bench_in_simulator,
-            settings,
-            target.model,
-            defaults,
-            files.engines(max_batch_size, out.warn),
-            lambda: folder_on("simulated"),
-            files.sources(),
-        )
+        side = SimulatorSide(settings, files.engines(max_batch_size, out.warn), target.model, files.sources())
+        place = target.root.for_model(target.model, "simulated")
     else:
         from ...profiling.runs.outside_profile import warn_of_small_table
         from ...profiling.runs.simulate import load_step_latency
@@ -182,35 +171,41 @@ def bench_slo(
         if predictor is not None:
             step_latency = load_step_latency(predictor, on_warning=out.warn)
             warn_of_small_table(step_latency, predictor, max_batch_size, out.warn)
-        swept = [get_system(name) for name in settings.policies]
-        patched = with_cache_of(swept, patched, given_flags(context), target, out)
+        patched = with_cache_of(list(settings.presets), patched, given_flags(context), target, out)
         served, place = target.load(out, patched)
-        if step_latency is None and any(get_policy(each.policy).requires_predictor for each in swept):
+        if step_latency is None and any(get_policy(each.policy).requires_predictor for each in settings.presets):
             from ...profiling.measure.latency import workspace_predictor
             from ...training.latency.predictor import PREDICTOR_FILE
 
             step_latency = workspace_predictor(served, place, on_warning=out.warn)
             predictor = place.find_predictor(PREDICTOR_FILE)
-        from ...profiling.sweep.bench_engine import bench_on_engine
+        from ...profiling.sweep.engine_side import EngineSide
 
-        sweep = partial(
-            bench_on_engine,
+        side = EngineSide(
             settings,
             served,
             place,
-            lambda: folder_on(str(served.device)),
             predictor=step_latency,
             predictor_file=predictor,
             warm_up=WarmUp(warmup_requests, combinations),
             on_note=out.note,
         )
+    from ...profiling.sweep.report import tables_of
+
     with out.phases() as start:
         # Runs on an engine last as long as their traces do.
         arrivals_s = [settings.trace.duration_s or (num_prompts or 0) / rate for rate in settings.rates]
-        expected_s = sum(arrivals_s) * len(settings.policies) * num_seeds
+        expected_s = sum(arrivals_s) * len(settings.systems) * num_seeds
         runs = cache(lambda: start("runs", settings.num_runs, expected_s=None if is_simulated else expected_s or None))
-        outcome = sweep(on_run=lambda text: runs().show(text), on_done=lambda: runs()())
-    out.data(outcome.result, table=lambda: result_tables(outcome.result), file=output_file)
+        outcome = sweep(
+            settings,
+            side,
+            defaults,
+            lambda: resume or place.new_run(RUN_KIND),
+            on_run=lambda text: runs().show(text),
+            on_done=lambda: runs()(),
+        )
+    out.data(outcome.result, table=lambda: to_rich(tables_of(outcome.result)), file=output_file)
     out.note(f"Report: {outcome.report}")
     if outcome.was_interrupted:
         out.note(f"The same command with --resume {outcome.run_dir} continues from here.")
@@ -223,14 +218,3 @@ def _check_side(context: typer.Context, on: str) -> None:
         misplaced = [name for name in given_flags(context) if name in names]
         if misplaced and on not in sides.split(" or "):
             raise UsageError(f"{misplaced[0]} belongs to --on {sides}, not {on}")
-
-
-def result_tables(result: dict[str, Any]) -> "RenderableType":
-    """What people see of `result.json`."""
-    from rich.console import Group
-
-    from ...profiling.report.table import Table
-    from ...profiling.sweep.tables import tables_of
-
-    tables = (Table(each.title, each.columns, each.rows, each.num_words, each.note) for each in tables_of(result))
-    return Group(*(table.to_rich() for table in tables))

@@ -1,19 +1,15 @@
 """`psctl bench steps`: how long one denoising step takes, and where its time goes."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 from ...data.errors import UsageError
 from ...data.files import require_places
 from ...data.resolution import parse_list
-from ...profiling.measure.machine import describe
 from ..options.common import OutputFile, Resolutions, Seed
 from ..options.flags import flag
 from ..options.groups import PatchFlags
 from ..options.target import Target
 from ..output import Output
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 
 def bench_steps(
@@ -75,13 +71,15 @@ def bench_steps(
     require_places(target.workspace, file=output_file)
 
     served, place = target.load(out, patched)
-    from ...profiling.steps.bench import BenchSettings, run_step_bench
-    from ...profiling.steps.breakdown import run_breakdown
+    from ...profiling.report.table import to_rich
+    from ...profiling.report.tables import breakdown_tables, step_tables
+    from ...profiling.steps.bench import STEPS, BenchSettings, run_bench
+    from ...profiling.steps.breakdown import BREAKDOWN
 
-    run = run_breakdown if breakdown else run_step_bench
     with out.phases() as start:
         advance = start("combinations", len(chosen))
-        outcome = run(
+        outcome = run_bench(
+            BREAKDOWN if breakdown else STEPS,
             served,
             chosen,
             place,
@@ -89,85 +87,8 @@ def bench_steps(
             on_start=lambda combination: advance.show(combination.label),
             on_row=advance,
         )
-    out.data(
-        outcome.result, table=lambda: (breakdown_tables if breakdown else step_table)(outcome.result), file=output_file
-    )
+    tables = breakdown_tables if breakdown else step_tables
+    out.data(outcome.result, table=lambda: to_rich(tables(outcome.result)), file=output_file)
     out.note(f"Results and plot: {outcome.run_dir}")
     if outcome.was_interrupted:
         raise KeyboardInterrupt
-
-
-def step_table(result: dict[str, Any]) -> "RenderableType":
-    """What people see of `steps.json`: a row for every combination, and what they say together."""
-    from rich.console import Group
-
-    from ...profiling.report.table import Table
-
-    columns = ("requests", "one by one", "same resolution", "patched", "p10 to p90", "of peak", "vs one by one")
-    rows = [
-        (
-            row["label"],
-            _ms(row["one_by_one_ms"]),
-            # In the default memory format unless it says otherwise.
-            _ms(row["same_resolution_ms"]) + (" cl" if row["same_resolution_format"] == "channels-last" else ""),
-            _ms(row["patched_ms"]),
-            f"{_plain(row['patched_p10_ms'])} to {_ms(row['patched_p90_ms'])}",
-            f"{row['patched_share_of_peak']:.0%}",
-            f"{row['ratio_one_by_one']:.2f}x",
-            f"{row['ratio_same_resolution']:.2f}x",
-        )
-        for row in result["rows"]
-    ]
-    each = Table(describe(result), (*columns, "vs same resolution"), rows, note=_caption(result))
-    overall = []
-    for label, key in (("mixed, geometric mean", "mean_ratio_{}_mixed"), ("all, minimum", "min_ratio_{}")):
-        ratios = [result[key.format(side)] for side in ("one_by_one", "same_resolution")]
-        overall.append((label, *("-" if ratio is None else f"{ratio:.2f}x" for ratio in ratios)))
-    whole = Table("patched is so many times as fast as", ("", "one by one", "same resolution"), overall)
-    return Group(each.to_rich(), whole.to_rich())
-
-
-def breakdown_tables(result: dict[str, Any]) -> "RenderableType":
-    """What people see of `breakdown.json`: a table for every combination."""
-    from rich.console import Group
-
-    from ...profiling.report.table import Table
-
-    tables = []
-    for row in result["rows"]:
-        sides = [row["sides"][name] for name in ("patched", "same_resolution")]
-        rows = [
-            (
-                category.replace("_", "-"),
-                *(
-                    cell
-                    for side in sides
-                    for cell in (_ms(side["ms"][category]), f"{side['ms'][category] / side['step_ms']:.0%}")
-                ),
-            )
-            for category in result["categories"]
-        ]
-        rows.append(("step", *(cell for side in sides for cell in (_ms(side["step_ms"]), ""))))
-        columns = ("where a step's time goes", "patched", "", "same resolution", "")
-        tables.append(Table(f"{row['label']}: {describe(result)}", columns, rows).to_rich())
-    return Group(*tables)
-
-
-def _caption(result: dict[str, Any]) -> str:
-    sizes = ", ".join(f"{letter} {size}" for letter, size in result["letters"].items())
-    parts = [sizes] if sizes else []
-    if any(row["same_resolution_format"] == "channels-last" for row in result["rows"]):
-        parts.append("cl: faster in channels-last memory format")
-    parts.append(f"of peak: share of {result['matrix_peak_gflops']:.0f} GFLOP/s, measured in large products")
-    if result["is_plain_for_one_resolution"]:
-        parts.append("patched hands batches of one resolution to plain diffusers")
-    return "; ".join(parts)
-
-
-def _ms(value: float) -> str:
-    return f"{_plain(value)} ms"
-
-
-def _plain(value: float) -> str:
-    """Three digits, and no exponent for long times."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -6,6 +6,8 @@ from ..output import Output
 def models_list(*, out: Output) -> None:
     """List the bundled models: sizes, steps and guidance that they take by default.
 
+    emoji-xl and emoji-3 draw; emoji-clip judges how well images fit their prompts.
+
     Examples:
 
         psctl models list

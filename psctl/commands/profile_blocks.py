@@ -1,7 +1,7 @@
 """`psctl profile blocks`: how much every block changes from step to step, which the cache predictor learns from."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 from ...data.files import require_folder, write_bytes
 from ...data.resolution import parse_list
@@ -12,9 +12,6 @@ from ..options.flags import flag, preset_flag
 from ..options.groups import CACHE, ENGINE
 from ..options.target import Target
 from ..output import Output
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 
 def profile_blocks(
@@ -56,6 +53,7 @@ def profile_blocks(
     from ...data.prompts.captions import load_prompts
     from ...profiling.measure.blocks import BlockProfileSettings, run_block_profile
     from ...profiling.report.block_plots import plot_block_changes, summarize_block_changes
+    from ...profiling.report.tables import block_table
 
     settings = BlockProfileSettings(num_prompts, batch_size, max_lag, seed)
     defaults = target.defaults()
@@ -80,18 +78,5 @@ def profile_blocks(
         plot = table.with_suffix(".png")
         write_bytes(plot, plot_block_changes(result))
     result |= {"table": str(table), "plot": str(plot), "model": target.model}
-    out.data(result, table=lambda: _table(result))
+    out.data(result, table=lambda: block_table(result).to_rich())
     out.note(f"Table: {table}, plot: {plot}")
-
-
-def _table(result: dict[str, Any]) -> "RenderableType":
-    """Share of patches that change little from one step to the next, by block and resolution."""
-    from ...profiling.report.table import Table
-
-    sizes, threshold = list(result["by_block"]), result["table_threshold"]
-    return Table(
-        f"{result['model']}: share of patches whose output changes by less than {threshold:g} in a step",
-        ("block", *sizes),
-        [(block, *(f"{result['by_block'][size][block]:.0%}" for size in sizes)) for block in result["blocks"]],
-        note=f"mean squared change relative to the mean square; {result['num_rows']:,} rows",
-    ).to_rich()

@@ -13,8 +13,6 @@ from ..options.target import Target
 from ..output import Output
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from ...profiling.measure.latency import LatencyOutcome
 
 
@@ -77,6 +75,7 @@ def profile_latency(
     served, place = target.load(out, engine)
     from ...profiling.measure.latency import LatencySettings
     from ...profiling.measure.latency import profile_latency as run_profile
+    from ...profiling.report.tables import profile_table
 
     with out.phases() as start:
         phases = []
@@ -89,7 +88,7 @@ def profile_latency(
             on_visit=lambda: phases[0](),
         )
     result = _result(outcome)
-    out.data(result, table=lambda: _table(result), file=output_file)
+    out.data(result, table=lambda: profile_table(result).to_rich(), file=output_file)
     if not outcome.num_visits:
         out.note("Everything was measured before; --remeasure starts over.")
     out.note(f"Table: {outcome.table_file}")
@@ -101,12 +100,10 @@ def profile_latency(
 
 def _result(outcome: "LatencyOutcome") -> dict[str, Any]:
     """What `--json` prints: what was measured on, the settings, and a row for every combination."""
-    from dataclasses import asdict
-
     table = outcome.table
     assert table.circumstances is not None, "our own tables say what they were measured on"
     return {
-        **asdict(table.circumstances),
+        **table.circumstances.to_json(),
         "settings": dict(table.settings or {}),
         "table": str(outcome.table_file),
         "plot": str(outcome.plot_file),
@@ -126,20 +123,3 @@ def _result(outcome: "LatencyOutcome") -> dict[str, Any]:
             for row in table.rows
         ],
     }
-
-
-def _table(result: dict[str, Any]) -> "RenderableType":
-    """What people see: how far the combinations of every batch size lie apart."""
-    from ...profiling.measure.machine import describe
-    from ...profiling.report.table import Table
-
-    by_size: dict[int, list[float]] = {}
-    for row in result["rows"]:
-        by_size.setdefault(row["requests"], []).append(row["median_ms"])
-    rows = []
-    for size, times in sorted(by_size.items()):
-        times.sort()
-        cells = (f"{ms:.3g} ms" for ms in (times[0], times[len(times) // 2], times[-1]))
-        rows.append((str(size), str(len(times)), *cells, f"{times[-1] / times[0]:.2f}x"))
-    columns = ("requests", "combinations", "fastest", "median", "slowest", "slowest / fastest")
-    return Table(describe(result), columns, rows, num_words=0).to_rich()

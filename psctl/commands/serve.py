@@ -2,7 +2,7 @@
 
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -15,9 +15,6 @@ from ..options.groups import EngineFlags, TraceFlags
 from ..options.system import PolicyName, SystemName, chosen_system, with_cache_of
 from ..options.target import Target
 from ..output import Output
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 
 def serve(
@@ -54,6 +51,8 @@ def serve(
         psctl serve --trace requests.jsonl --json --output-file summary.json
     """
     # Everything that can be wrong is looked at before torch is imported and the model loaded.
+    from ...profiling.report.table import to_rich
+    from ...profiling.report.tables import run_tables
     from ...profiling.runs.outside_profile import warn_of_small_table
     from ...profiling.runs.serve import run_serve
     from ...profiling.runs.simulate import load_step_latency
@@ -104,7 +103,7 @@ def serve(
             on_start=lambda: arrivals().show("requests"),
             on_finish=lambda record: arrivals()(),
         )
-    out.data(outcome.summary, table=lambda: summary_tables(outcome.summary), file=output_file)
+    out.data(outcome.summary, table=lambda: to_rich(run_tables(outcome.summary)), file=output_file)
     out.note(f"Report: {outcome.run_dir / 'report.html'}")
     if outcome.was_interrupted:
         raise KeyboardInterrupt
@@ -116,54 +115,3 @@ def serve(
         if len(failed) == len(outcome.records):
             raise RunError(f"all {len(failed)} requests failed; {first}")
         out.warn(f"{len(failed)} of {len(outcome.records)} requests failed; {first}")
-
-
-def summary_tables(summary: dict[str, Any]) -> "RenderableType":
-    """What people see of the summary of a served or simulated run."""
-    from rich.console import Group
-
-    from ...profiling.report.table import Table
-
-    counts = ("total", "completed", "failed", "discarded", "cancelled")
-    shown = [name for name in counts if name in ("total", "completed") or summary[f"{name}_requests"]]
-    rows = [(f"{name} requests", str(summary[f"{name}_requests"])) for name in shown]
-    rows += [(f"  {reason}", str(count)) for reason, count in summary["discarded_by_reason"].items()]
-    for label, key, unit in (
-        ("duration", "duration", "s"),
-        ("throughput", "throughput_qps", "images/s"),
-        ("goodput", "goodput_qps", "images/s"),
-        ("latency mean", "latency_mean", "s"),
-        ("latency p50", "latency_p50", "s"),
-        ("latency p95", "latency_p95", "s"),
-        ("latency p99", "latency_p99", "s"),
-        ("queueing mean", "queueing_mean", "s"),
-        ("mean batch size", "batch_size_mean", ""),
-    ):
-        rows.append((label, _number(summary[key], unit)))
-    decision_s = summary["scheduling_mean"]
-    rows.append(("scheduling mean", _number(None if decision_s is None else decision_s * 1e3, "ms")))
-    rows.append((f"SLO attainment ({summary['slo_scale']:g}x standalone)", _share(summary["slo_attainment_rate"])))
-    each = Table(
-        "by resolution",
-        ("resolution", "requests", "completed", "SLO attainment", "latency mean", "latency p95", "queueing mean"),
-        [
-            (
-                resolution,
-                str(figures["requests"]),
-                str(figures["completed"]),
-                _share(figures["slo_attainment_rate"]),
-                *(_number(figures[key], "s") for key in ("latency_mean", "latency_p95", "queueing_mean")),
-            )
-            for resolution, figures in summary["per_resolution"].items()
-        ],
-    )
-    title = f"{summary['model']}, {summary['config']['system']}"
-    return Group(Table(title, ("figure", "value"), rows).to_rich(), each.to_rich())
-
-
-def _number(value: float | None, unit: str) -> str:
-    return "-" if value is None else f"{value:.3g} {unit}".strip()
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"

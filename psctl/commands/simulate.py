@@ -17,15 +17,12 @@ from ..options.groups import ENGINE, TRACE
 from ..options.system import PolicyName, SystemName, chosen_system
 from ..options.target import WHERE, Target
 from ..output import Output
-from .serve import summary_tables
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rich.console import RenderableType
-
     from ...data.requests import Request
-    from ...profiling.runs.simulate import SearchResult
+    from ...profiling.runs.planning import SearchResult
 
 _DEFAULT_NUM_PROMPTS = 1000
 _MAX_REPORTED = 20_000
@@ -86,12 +83,12 @@ def simulate(
         psctl simulate --latency table.csv --trace azure --arrivals splitwise_code.csv --request-rate 5 --json
     """
     from ...data.traces.traces import TRACE_KINDS
+    from ...profiling.report.table import to_rich
+    from ...profiling.report.tables import run_tables, search_table
     from ...profiling.runs.outside_profile import warn_of_small_table
+    from ...profiling.runs.planning import at_rate, gpus_needed, highest_rate
     from ...profiling.runs.simulate import (
         Deployment,
-        at_rate,
-        gpus_needed,
-        highest_rate,
         load_first_steps,
         load_stage_times,
         load_step_latency,
@@ -172,7 +169,7 @@ def simulate(
             "tried_gpus": None if needed is None else _tried(needed, "gpus"),
             "config": config,
         }
-        out.data(found, table=lambda: _search_table(found), file=output_file)
+        out.data(found, table=lambda: search_table(found).to_rich(), file=output_file)
         return
 
     require_places(target.workspace)
@@ -184,22 +181,10 @@ def simulate(
     run_dir = write_simulation(
         target.root.for_model(target.model, "simulated"), promised, result, summary, with_report=with_report
     )
-    out.data(summary, table=lambda: summary_tables(summary), file=output_file)
+    out.data(summary, table=lambda: to_rich(run_tables(summary)), file=output_file)
     more = "" if with_report else f" (no report for more than {_MAX_REPORTED} requests)"
     out.note(f"Results: {run_dir / 'report.html' if with_report else run_dir}{more}")
 
 
 def _tried(search: "SearchResult", name: Literal["request_rate", "gpus"]) -> list[dict[str, float]]:
     return [{name: value, "slo_attainment_rate": share} for value, share in search.tried.items()]
-
-
-def _search_table(found: dict[str, Any]) -> "RenderableType":
-    from ...profiling.report.table import Table
-
-    rate, gpus = f"{found['highest_request_rate']:.3g}", str(found["gpus"])
-    rows = [("highest rate", rate, gpus, f"{found['attainment_at_highest_rate']:.2%}")]
-    if found["gpus_needed"] is not None:
-        needed, attainment = str(found["gpus_needed"]), f"{found['attainment_with_gpus_needed']:.2%}"
-        rows.append(("GPUs needed", str(found["request_rate"]), needed, attainment))
-    title = f"SLO attainment of at least {found['slo_target']:.2%}"
-    return Table(title, ("", "requests/s", "GPUs", "attainment"), rows).to_rich()

@@ -1,7 +1,7 @@
 """`psctl train-predictor cache`: the forest that decides which patches may use the cached output of a block."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from ...data.errors import UsageError
 from ...data.files import require_folder, write_bytes
@@ -9,9 +9,6 @@ from ..options.common import Seed
 from ..options.flags import flag
 from ..options.target import WHERE, Target
 from ..output import Output
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 _TREE_S = 4e-6
 """About what a tree takes for each row to train on, held-out judgement included."""
@@ -99,6 +96,7 @@ def train_predictor_cache(
         trained(len(samples))
     predictor.save(file)
     from ...profiling.report.cache_plots import plot_cache_training
+    from ...profiling.report.tables import cache_training_table
 
     report = dict(predictor.report)
     plot = file.with_suffix(".png")
@@ -110,28 +108,5 @@ def train_predictor_cache(
         "max_lag": predictor.max_lag,
         **{name: value for name, value in report.items() if name != "curve"},
     }
-    out.data(result, table=lambda: report_table(result))
+    out.data(result, table=lambda: cache_training_table(result).to_rich())
     out.note(f"Predictor: {file}, plot: {plot}")
-
-
-def report_table(result: dict[str, Any]) -> "RenderableType":
-    """What people see of the training's report."""
-    from ...profiling.report.table import Table
-
-    test, baseline = result["test"], result["baseline"]
-    cut = "-" if baseline["cut"] is None else f"{baseline['cut']:.3g}"
-    rows = [
-        (label, *(_percent(figures[name]) for name in ("precision", "recall", "f1", "reuse_share")))
-        for label, figures in (("random forest", result), (f"input changed by at most {cut}", baseline))
-    ]
-    return Table(
-        f"{result['model']}, {result['scheduler']}, threshold {result['threshold']:g}",
-        ("", "precision", "recall", "F1", "reuses"),
-        rows,
-        note=f"{test['rows']:,} rows of {test['requests']} held-out requests, {_percent(test['share_within'])} of "
-        f"them within the threshold; trained on {result['train']['rows']:,} rows of {result['train']['requests']}",
-    ).to_rich()
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"

@@ -1,7 +1,7 @@
 """`psctl train-predictor latency`: fit the predictor of step latencies to what was profiled."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from ...data.errors import UsageError
 from ...data.files import require_folder, write_bytes
@@ -11,12 +11,8 @@ from ..options.target import WHERE, Target
 from ..output import Output
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from ...data.tables.latency import LatencyTable
 
-_CV_NAME = "cross_validated_mape"
-_NAMES = {"svr": "SVR", "linear": "linear baseline", "pixels": "look-up by pixels"}
 _FIT_S = 0.02
 """About what fitting takes for each combination, on one core."""
 
@@ -68,11 +64,13 @@ def train_predictor_latency(
         _check_owner(measured, table_file, target.model, device_name)
     if measured.share_done < 1:
         out.warn(
-            f"{table_file} is {measured.share_done:.0%} measured; the psctl profile latency command that began it will finish it"
+            f"{table_file} is {measured.share_done:.0%} measured; the psctl profile latency command that began it will "
+            "finish it"
         )
     place = part.predictors / PREDICTOR_FILE if output_file is None else output_file
     require_folder(place.absolute().parent)
     from ...profiling.report.latency_plots import plot_predictions
+    from ...profiling.report.tables import latency_training_table
     from ...training.latency.fitting import fit_latency_predictor, time_predictions
 
     with out.phases() as start:
@@ -89,7 +87,7 @@ def train_predictor_latency(
         "predictor": str(place),
         "plot": str(plot_file),
     }
-    out.data(result, table=lambda: _table(result))
+    out.data(result, table=lambda: latency_training_table(result).to_rich())
     out.note(f"Predictor: {place}")
     out.note(f"Plot: {plot_file}")
 
@@ -114,23 +112,3 @@ def _check_owner(measured: "LatencyTable", table_file: Path, model: str, device_
             f"{table_file} is of {owner.model} on {owner.device}, not of {model} on {device_name}; give "
             f"--model {owner.model} --device {owner.device}, or --output-file for its predictor"
         )
-
-
-def _table(result: dict[str, Any]) -> "RenderableType":
-    from ...profiling.measure.machine import describe
-    from ...profiling.report.table import Table
-
-    fit = result["fit"]
-    title = "imported table" if result["circumstances"] is None else describe(result["circumstances"])
-    parameters = ", ".join(f"{name} {value:g}" for name, value in fit["parameters"].items() if name != _CV_NAME)
-    caption = (
-        f"fitted to {fit['num_train']} combinations, errors on {len(fit['held_out'])} others; SVR of log ms: "
-        f"{parameters}, {fit['num_support_vectors']} support vectors; one prediction takes "
-        f"{result['prediction_us']:.0f} us"
-    )
-    rows = []
-    for name, label in _NAMES.items():
-        errors = fit["errors"][name]
-        r2 = "-" if errors["r2"] is None else f"{errors['r2']:.4f}"
-        rows.append((label, f"{errors['mape']:.2%}", r2, f"{errors['mse_ms2']:.3g} ms2"))
-    return Table(title, ("held out", "MAPE", "R2", "MSE"), rows, note=caption).to_rich()

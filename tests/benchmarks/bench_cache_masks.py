@@ -20,7 +20,7 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import parse_list
 from patchedserve.data.workspace import Workspace
 from patchedserve.eval.cache.sides import Setting, make_side
-from patchedserve.profiling.measure.machine import circumstances
+from patchedserve.profiling.measure.machine import run_facts
 from patchedserve.profiling.steps.combinations import Combination, parse_combinations
 from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.cache.rules import Imposed
@@ -75,7 +75,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             row |= {"saved_computation": saved, "ideal_ms": statistics.median(times[0]) * (1 - saved)}
             row["cache_overhead_ms"] = side.cache.stats.overhead_s * 1e3 / (arguments.warmup + arguments.repeats)
         rows.append(row)
-    return circumstances(model) | {"combination": batch.by_resolution, "label": batch.label, "rows": rows}
+    return run_facts(model).to_json() | {"combination": batch.by_resolution, "label": batch.label, "rows": rows}
 
 
 def main() -> None:

@@ -154,7 +154,7 @@ def run_overload(simulated: Simulated, minutes: float) -> dict[str, Any]:
 
 def run_real(options: argparse.Namespace, sizes: Sequence[Resolution], steps: int) -> dict[str, Any]:
     """Overload on the engine: the same policy, real latencies, real memory."""
-    from patchedserve.profiling.measure.latency import latency_circumstances
+    from patchedserve.profiling.measure.machine import run_facts
     from patchedserve.profiling.measure.standalone import shape_of, standalone_latencies
     from patchedserve.serving.engine.engine import Engine
     from patchedserve.serving.engine.replay import replay
@@ -164,7 +164,7 @@ def run_real(options: argparse.Namespace, sizes: Sequence[Resolution], steps: in
 
     model = load_model(options.model, options.device)
     workspace = Workspace(options.workspace).for_model(options.model, str(model.device))
-    predictor = load_workspace_predictor(workspace, expect=latency_circumstances(model))
+    predictor = load_workspace_predictor(workspace, expect=run_facts(model))
     model.tune(sizes, workspace.tables)
     scale = model.defaults.guidance_scale
     examples = [Request(index, "a hat", size, steps, guidance_scale=scale) for index, size in enumerate(sizes)]

@@ -67,6 +67,7 @@ def test_figures_are_those_of_the_records(bench: Call, folder: Path) -> None:
     run_dir = Path(result["run_dir"])
     assert json.loads((folder / "r.json").read_text()) == json.loads((run_dir / "result.json").read_text()) == result
     assert (result["num_runs"], result["num_finished"]) == (12, 12)
+    assert result["settings"]["systems"] == result["settings"]["policies"] == list(policies)
     points = result["engines"]["simulator"]["points"]
     assert [(point["policy"], point["request_rate"]) for point in points] == [
         (policy, rate) for policy in policies for rate in (1.0, 4.0)
@@ -105,17 +106,10 @@ def test_figures_are_those_of_the_records(bench: Call, folder: Path) -> None:
         assert Image.open(run_dir / f"{name}.png").width > 800
 
 
-def test_policies_share_requests_and_slos(bench: Call) -> None:
-    options = (
-        "--systems",
-        "diffusers-fcfs,nirvana,patchedserve",
-        "--rates",
-        "2",
-        "--num-prompts",
-        "12",
-        "--resolutions",
-        "128,256",
-    )
+def test_systems_share_requests_and_slos(bench: Call) -> None:
+    options = ("--rates", "2", "--num-prompts", "12", "--resolutions", "128,256")
+    # By the names that systems had while they were policies.
+    options += ("--policies", "fcfs,nirvana,slack")
     run_dir = Path(result_of(bench(*SIMULATED, *options))["run_dir"])
     asked = ("request_id", "prompt", "width", "height", "seed", "arrival_s", "slo_s")
     runs = {
@@ -147,7 +141,7 @@ def test_resumed_sweep_is_the_same(bench: Call, folder: Path, monkeypatch: pytes
         calls.append(1)
         return simulate(*arguments, **keywords)
 
-    monkeypatch.setattr("patchedserve.profiling.sweep.simulated.simulate", counted)
+    monkeypatch.setattr("patchedserve.profiling.runs.simulate.simulate", counted)
     second = result_of(bench(*options, "--num-seeds", "2", "--resume", first["run_dir"]))
     assert len(calls) == 4
     assert second["run_dir"] == first["run_dir"]
@@ -175,7 +169,7 @@ def test_resumed_sweep_is_the_same(bench: Call, folder: Path, monkeypatch: pytes
         (("--max-batch-size", "8"), "was begun with settings max_batch_size 16"),
     ],
 )
-def test_another_sweep_is_not_gone_on_with(bench: Call, folder: Path, change: tuple[str, str], message: str) -> None:
+def test_another_sweep_is_not_continued(bench: Call, folder: Path, change: tuple[str, str], message: str) -> None:
     (folder / "other.csv").write_text(TABLE.replace("20", "21", 1))
     base = (*SIMULATED, *FAST, "--systems", "diffusers-fcfs")
     run_dir = result_of(bench(*base))["run_dir"]
@@ -197,13 +191,13 @@ def test_a_sweep_of_another_engine_is_refused_before_a_model_is_loaded(bench: Ca
     ("arguments", "message"),
     [
         (["--systems", "magic"], "system is 'magic'"),
-        (["--systems", ""], "no policies are given"),
-        (["--systems", "diffusers-fcfs,diffusers-fcfs"], "diffusers-fcfs stands twice among the policies"),
+        (["--systems", ""], "no systems are given"),
+        (["--systems", "nirvana,nirvana"], "nirvana is given twice among the systems"),
         (["--rates", "1,x"], "--rates is '1,x'"),
         (["--rates", ""], "no rates are given"),
         (["--rates", "0,1"], "a request rate is 0"),
         (["--rates", "inf"], "a request rate is inf"),
-        (["--rates", "2,1,2"], "2.0 stands twice"),
+        (["--rates", "2,1,2"], "2.0 is given twice"),
         (["--num-seeds", "0"], "num-seeds"),
         (["--slo-scale", "-1"], "SLO scale is -1"),
         (["--trace", "trace.jsonl"], "a sweep draws its own"),
@@ -224,7 +218,7 @@ def test_a_sweep_of_another_engine_is_refused_before_a_model_is_loaded(bench: Ca
         (["--calibration", "x.json", "--stage-times", "."], "not both"),
         (["--stage-times", "."], "records.parquet"),
         (["--systems", "distrifusion-fcfs", "--gpus", "3"], "speedups only for 1, 2, 4, 8"),
-        (["--resume", "."], "is no folder of psctl bench slo"),
+        (["--resume", "."], "is not a folder of psctl bench slo"),
         (["--on", "engine"], "--latency belongs to --on simulator, not engine"),
         (["--engine", "real"], "--latency belongs to --on simulator, not engine"),
     ],
@@ -234,17 +228,8 @@ def test_bad_usage_is_one_line(bench: Call, folder: Path, arguments: list[str], 
 
     write_latencies(folder / "patched.parquet", LatencyTable(tuple(law_rows(20)), CIRCUMSTANCES, {}))
     latency = () if "--latency" in arguments else ("--latency", "table.csv")
-    base = (
-        "--on",
-        "simulator",
-        *latency,
-        "--resolutions",
-        "128,256",
-        "--num-prompts",
-        "5",
-        "--systems",
-        "diffusers-fcfs",
-    )
+    base = ("--on", "simulator", *latency, "--resolutions", "128,256", "--num-prompts", "5")
+    base += ("--systems", "diffusers-fcfs")
     code, out, err = bench(*base, "--quiet", *arguments)
     lines = errors_of(err)
     assert (code, out) == (2, ""), err
@@ -290,9 +275,8 @@ def test_batches_larger_than_a_table_are_warned_of(bench: Call, folder: Path) ->
 
 
 def test_people_see_tables(bench: Call) -> None:
-    code, out, err = bench(
-        "--on", "simulator", "--latency", "table.csv", *FAST, "--systems", "diffusers-fcfs,patchedserve"
-    )
+    options = ("--on", "simulator", "--latency", "table.csv", *FAST, "--systems", "diffusers-fcfs,patchedserve")
+    code, out, err = bench(*options)
     assert code == 0
     for word in ("Highest request rate", "against best of diffusers-fcfs", "Every rate", "patchedserve"):
         assert word in out

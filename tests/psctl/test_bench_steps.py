@@ -5,17 +5,15 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from patchedserve.data.errors import UsageError
 from patchedserve.data.resolution import parse_list
 from patchedserve.data.workspace import ModelWorkspace
-from patchedserve.profiling.steps.bench import run_step_bench
-from patchedserve.profiling.steps.breakdown import run_breakdown
+from patchedserve.profiling.steps.bench import STEPS, BenchKind, run_bench
+from patchedserve.profiling.steps.breakdown import BREAKDOWN
 from patchedserve.profiling.steps.combinations import Combination
 from patchedserve.serving.engine.stepper import EngineOptions
 from patchedserve.serving.models.served import ServedModel
@@ -54,15 +52,15 @@ def test_bad_usage_is_one_line(
     assert not list(Path(environment["PSCTL_WORKSPACE"]).glob("*/cpu/runs/*"))
 
 
-@pytest.mark.parametrize("run", [run_step_bench, run_breakdown])
-def test_what_does_not_fit_the_model_leaves_no_run(run: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [STEPS, BREAKDOWN], ids=lambda kind: kind.name)
+def test_what_does_not_fit_the_model_leaves_no_run(kind: BenchKind, tmp_path: Path) -> None:
     workspace = ModelWorkspace(tmp_path)
     model = ServedModel(tiny_sd3(), name="tiny", options=EngineOptions(order="patch", patch_size=3))
     with pytest.raises(UsageError, match="patch size 3 does not fit"):
-        run(model, [squares(1, 1, 1)], workspace, FAST)
+        run_bench(kind, model, [squares(1, 1, 1)], workspace, FAST)
     model = ServedModel(tiny_sd3(), name="tiny")
     with pytest.raises(UsageError, match="24x24: width and height must be multiples of 16"):
-        run(model, [Combination(parse_list("32,24"), (1, 0))], workspace, FAST)
+        run_bench(kind, model, [Combination(parse_list("32,24"), (1, 0))], workspace, FAST)
     assert workspace.latest_run("bench-steps") is None
 
 

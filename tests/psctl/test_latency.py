@@ -18,7 +18,8 @@ from patchedserve.data.resolution import Resolution, parse_list
 from patchedserve.data.tables.latency import LatencyRow, LatencyTable, read_latencies, write_latencies
 from patchedserve.data.workspace import ModelWorkspace, Workspace
 from patchedserve.profiling.measure import latency
-from patchedserve.profiling.measure.latency import LatencySettings, latency_circumstances, profile_latency
+from patchedserve.profiling.measure.latency import LatencySettings, profile_latency
+from patchedserve.profiling.measure.machine import run_facts
 from patchedserve.profiling.steps.combinations import count_combinations, single_combinations, stratified_combinations
 from patchedserve.profiling.steps.sides import EngineSide, PlainSide, RequestPool
 from patchedserve.serving.engine.stepper import EngineOptions
@@ -144,7 +145,7 @@ def test_profile_measures_every_combination(sdxl: ServedModel, tmp_path: Path) -
     table = read_latencies(outcome.table_file)
     assert table == outcome.table
     assert table.share_done == 1
-    assert table.circumstances == latency_circumstances(sdxl)
+    assert table.circumstances == run_facts(sdxl)
     assert table.circumstances is not None
     assert (table.circumstances.engine, table.circumstances.order) == ("patched", "image")
     drawn = FEW.drawn()

@@ -13,7 +13,8 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.data.tables.schemas import RECORDS, STEPS, read_rows
 from patchedserve.data.traces.traces import TraceConfig, generate_trace
-from patchedserve.profiling.runs.simulate import Deployment, at_rate, gpus_needed, highest_rate, load_step_latency
+from patchedserve.profiling.runs.planning import at_rate, gpus_needed, highest_rate
+from patchedserve.profiling.runs.simulate import Deployment, load_step_latency
 from patchedserve.psctl.app import main
 from patchedserve.serving.scheduling.systems import get_system
 from patchedserve.serving.simulator.stage_times import StageTimes

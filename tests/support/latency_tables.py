@@ -5,11 +5,12 @@ import random
 from collections.abc import Mapping
 
 from patchedserve.data.resolution import Resolution, parse_list
-from patchedserve.data.tables.latency import Circumstances, LatencyRow
+from patchedserve.data.run_facts import RunFacts
+from patchedserve.data.tables.latency import LatencyRow
 from patchedserve.profiling.steps.combinations import stratified_combinations
 
 SIZES = parse_list("128,192,256")
-CIRCUMSTANCES = Circumstances(
+CIRCUMSTANCES = RunFacts(
     model="emoji-xl",
     fingerprint="abc",
     device="cpu",

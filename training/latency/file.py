@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,7 +18,7 @@ from safetensors.numpy import save
 from ...data.errors import UsageError
 from ...data.files import write_bytes
 from ...data.resolution import Resolution, parse
-from ...data.tables.latency import Circumstances
+from ...data.run_facts import RunFacts
 
 _VERSION = 1
 _ABOUT_KEY, _CHECKSUM_KEY = "psctl.latency_predictor", "psctl.sha256"
@@ -64,7 +64,7 @@ class PredictorAbout:
     resolutions: tuple[Resolution, ...]
     largest_counts: tuple[int, ...]
     max_batch_size: int
-    circumstances: Circumstances | None = None
+    circumstances: RunFacts | None = None
     fit: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -88,7 +88,7 @@ class PredictorAbout:
             "resolutions": list(map(str, self.resolutions)),
             "largest_counts": list(self.largest_counts),
             "max_batch_size": self.max_batch_size,
-            "circumstances": None if self.circumstances is None else asdict(self.circumstances),
+            "circumstances": None if self.circumstances is None else self.circumstances.to_json(),
             "fit": dict(self.fit),
         }
 
@@ -102,7 +102,7 @@ class PredictorAbout:
             tuple(parse(size) for size in data["resolutions"]),
             tuple(data["largest_counts"]),
             data["max_batch_size"],
-            None if circumstances is None else Circumstances.from_json(circumstances),
+            None if circumstances is None else RunFacts.from_json(circumstances),
             data["fit"],
         )
 

@@ -18,7 +18,8 @@ import numpy as np
 
 from ...data.errors import UsageError
 from ...data.resolution import Resolution
-from ...data.tables.latency import Circumstances, LatencyRow
+from ...data.run_facts import RunFacts
+from ...data.tables.latency import LatencyRow
 from .file import PredictorAbout, SupportVectors
 from .predictor import LatencyPredictor
 
@@ -35,7 +36,7 @@ latencies of emoji-xl with 2 % noise the best lay inside of these; a C of 300 to
 
 
 def fit_latency_predictor(
-    rows: Sequence[LatencyRow], *, seed: int = 0, circumstances: Circumstances | None = None
+    rows: Sequence[LatencyRow], *, seed: int = 0, circumstances: RunFacts | None = None
 ) -> LatencyPredictor:
     """Fit the predictor; its `about.fit` says how well.
 

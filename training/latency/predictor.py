@@ -17,7 +17,7 @@ import numpy as np
 
 from ...data.errors import UsageError
 from ...data.resolution import Resolution
-from ...data.tables.latency import Circumstances
+from ...data.run_facts import RunFacts
 from ...data.workspace import ModelWorkspace
 from .file import PredictorAbout, SupportVectors, read_predictor, write_predictor
 
@@ -134,12 +134,12 @@ class LatencyPredictor:
         write_predictor(path, self.vectors, self.about)
 
     @classmethod
-    def load(cls, path: str | Path, *, expect: Circumstances | None = None, on_warning: Warn | None = None) -> Self:
+    def load(cls, path: str | Path, *, expect: RunFacts | None = None, on_warning: Warn | None = None) -> Self:
         """Read a predictor.
 
         Args:
             path: the file.
-            expect: what will be served (`profiling.measure.latency.latency_circumstances`); None takes any.
+            expect: what will be served (`profiling.measure.machine.run_facts`); None takes any.
             on_warning: see the class.
 
         Raises:
@@ -160,7 +160,7 @@ class LatencyPredictor:
 
 
 def load_workspace_predictor(
-    workspace: ModelWorkspace, *, expect: Circumstances | None = None, on_warning: Warn | None = None
+    workspace: ModelWorkspace, *, expect: RunFacts | None = None, on_warning: Warn | None = None
 ) -> LatencyPredictor:
     """Read the latency predictor of a model's workspace.
 

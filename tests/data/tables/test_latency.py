@@ -12,9 +12,9 @@ import pytest
 
 from patchedserve.data.errors import UsageError
 from patchedserve.data.resolution import Resolution, format_batch, parse_batch
+from patchedserve.data.run_facts import RunFacts
 from patchedserve.data.tables.latency import (
     LATENCIES,
-    Circumstances,
     LatencyRow,
     LatencyTable,
     read_latencies,
@@ -204,7 +204,7 @@ def test_our_own_tables_are_checked(
 
 def test_circumstances_say_what_differs() -> None:
     assert CIRCUMSTANCES.difference(CIRCUMSTANCES) is None
-    assert Circumstances.from_json(json.loads(json.dumps(asdict(CIRCUMSTANCES)))) == CIRCUMSTANCES
+    assert RunFacts.from_json(json.loads(json.dumps(asdict(CIRCUMSTANCES)))) == CIRCUMSTANCES
     for change, message in (
         ({"model": "emoji-3", "fingerprint": "def"}, "is for the model emoji-xl, but emoji-3 is served"),
         ({"fingerprint": "def"}, "is for other files of the model emoji-xl than those that are served now"),

@@ -63,7 +63,7 @@ def test_a_set_is_what_plain_diffusers_draws_and_goes_on_where_it_stopped(model:
 def test_another_set_is_refused(model: ServedModel, tmp_path: Path) -> None:
     manifest = manifest_of(model)
     assert [item.file for item in open_set(tmp_path, manifest)] == [f"00{i}.png" for i in range(5)]
-    with pytest.raises(UsageError, match=r"holds another set of images: policy is 'fcfs', but .* with 'bucketed'"):
+    with pytest.raises(UsageError, match=r"holds another set of images: policy is 'fcfs', but .* with 'continuous'"):
         open_set(tmp_path, manifest_of(model, policy="fcfs"))
     with pytest.raises(UsageError, match=r"cache is 0\.3, but .* None"):
         open_set(tmp_path, manifest_of(model, cache=0.3))

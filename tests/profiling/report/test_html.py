@@ -17,8 +17,8 @@ from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.data.tables.schemas import RECORDS, STEPS, read_frame, write_table
-from patchedserve.profiling.report import image_grid, write_report
-from patchedserve.profiling.report.grid import CAPTION_LINES, GAP_PX, _font, wrap
+from patchedserve.profiling.report.grid import CAPTION_LINES, GAP_PX, _font, image_grid, wrap
+from patchedserve.profiling.report.html import write_report
 from patchedserve.profiling.report.plots import PLOTS
 from patchedserve.profiling.report.run_data import RunData, count_open
 from patchedserve.profiling.report.theme import LIGHT, series_colours
@@ -119,7 +119,7 @@ def test_report_is_one_file_without_scripts_and_network(tmp_path: Path) -> None:
     light = base64.b64decode(page.links[1].removeprefix("data:image/png;base64,"))
     assert (tmp_path / "run" / "plots" / "arrivals.png").read_bytes() == light
 
-    assert "&lt;b&gt;&quot;quoted&quot; &amp; bold&lt;/b&gt;" in text
+    assert "&lt;b&gt;&#34;quoted&#34; &amp; bold&lt;/b&gt;" in text
     assert "no.png cannot be read" in text
     assert "cannot meet its deadline &lt;3 s&gt;" in text
     assert re.search(r"<small>1 (failed|discarded)", text)

@@ -13,8 +13,8 @@ from patchedserve.data.resolution import Resolution
 from patchedserve.data.tables.latency import LatencyRow, LatencyTable, write_latencies
 from patchedserve.data.traces.traces import TraceConfig, assign_slos, generate_trace
 from patchedserve.profiling.runs.calibration import Calibration, calibrate, step_sources
-from patchedserve.profiling.runs.simulate import Deployment, load_first_steps, load_step_latency
-from patchedserve.profiling.sweep.simulated import SimulatedEngine, read_calibrations
+from patchedserve.profiling.runs.simulate import Deployment, SimulatedEngine, load_first_steps, load_step_latency
+from patchedserve.profiling.sweep.simulator_side import read_calibrations
 from patchedserve.serving.scheduling.policies import get_policy
 from patchedserve.serving.scheduling.systems import get_system
 from patchedserve.serving.simulator.simulator import SimulationResult, simulate

@@ -12,7 +12,7 @@ from diffusers import DDIMScheduler, DPMSolverMultistepScheduler, EulerAncestral
 from PIL import Image
 
 from patchedserve.data.workspace import ModelWorkspace
-from patchedserve.profiling.steps.bench import BenchSettings, StepBench, ratios_of, run_step_bench, summarize
+from patchedserve.profiling.steps.bench import STEPS, BenchSettings, StepBench, ratios_of, run_bench, summarize
 from patchedserve.profiling.steps.sides import EngineSide, PlainSide, RequestPool, plain_denoisers
 from patchedserve.serving.models.served import ServedModel
 
@@ -85,7 +85,8 @@ def test_requests_start_anew_when_their_schedule_ends(scheduler: Any) -> None:
 
 def test_rows_and_summary(sdxl: ServedModel, tmp_path: Path) -> None:
     seen: list[str] = []
-    outcome = run_step_bench(
+    outcome = run_bench(
+        STEPS,
         sdxl,
         [squares(2, 0, 0), squares(1, 1, 1), squares(2, 0, 1)],
         ModelWorkspace(tmp_path),

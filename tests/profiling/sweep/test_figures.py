@@ -10,15 +10,13 @@ import pytest
 
 from patchedserve.data.statistics import wilson_interval
 from patchedserve.profiling.sweep.figures import FinishedRun, agreement, point_figures, sweep_figures
-from patchedserve.profiling.sweep.held import HeldRate, best_held, held_rate, ratio
-from patchedserve.profiling.sweep.plots import _band
-from patchedserve.profiling.sweep.seeds import share_interval
-from patchedserve.profiling.sweep.tables import tables_of
+from patchedserve.profiling.sweep.held import HeldRate, best_held, held_rate, ratio, share_interval
+from patchedserve.profiling.sweep.report import band_of, tables_of
 
 
 def run(
     latencies: Sequence[float | None],
-    policy: str = "patchedserve",
+    system: str = "patchedserve",
     rate: float = 1.0,
     seed: int = 0,
     duration_s: float = 10.0,
@@ -29,7 +27,7 @@ def run(
     lost = len(latencies) - len(done)
     statuses = {"completed": len(done), "discarded": lost}
     return FinishedRun(
-        engine, policy, rate, seed, int((done <= 2.0).sum()), statuses, {"too late": lost}, done, duration_s
+        engine, system, rate, seed, int((done <= 2.0).sum()), statuses, {"too late": lost}, done, duration_s
     )
 
 
@@ -161,7 +159,7 @@ def shares(*by_rate: float, policy: str, seed: int) -> list[FinishedRun]:
 
 
 def three_seeds(last: float = 0.85) -> list[FinishedRun]:
-    """Two policies; `last` is what patchedserve reaches at the highest rate with the third seed."""
+    """Two systems; `last` is what patchedserve reaches at the highest rate with the third seed."""
     return [
         *shares(1.0, 0.90, 0.5, policy="bucketed", seed=0),
         *shares(1.0, 0.95, 0.5, policy="bucketed", seed=1),
@@ -197,8 +195,8 @@ def test_three_seeds_give_intervals_over_seeds() -> None:
     assert (slack["ratio_at_95"]["low"], slack["ratio_at_95"]["high"]) == pytest.approx((low, high), rel=1e-4)
     assert (bucketed["ratio_at_95"]["low"], bucketed["ratio_at_95"]["high"]) == (1.0, 1.0)
     held_table, points_table = tables_of({"engines": {"real": found}, "agreement": None})
-    assert f"({at_95['low']:.3g} to {at_95['high']:.3g})" in held_table.rows[0][3]
-    assert f"({low:.2f} to {high:.2f})" in held_table.rows[1][-1]
+    assert f"({at_95['low']:.3g} to {at_95['high']:.3g})" in str(held_table.rows[0][3])
+    assert f"({low:.2f} to {high:.2f})" in str(held_table.rows[1][-1])
     assert {row[4] for row in points_table.rows} == {"3 seeds"}
     assert "Student" in points_table.note
     assert "independent" not in points_table.note
@@ -243,5 +241,5 @@ def test_seeds_of_different_lengths_weigh_by_their_requests() -> None:
 
 def test_the_picture_says_what_is_shaded() -> None:
     found = {"engines": {"real": sweep_figures(three_seeds())}}
-    assert _band(found) == "shaded: 95 % over seeds (Student)"
-    assert "(Wilson)" in _band({"engines": {"real": sweep_figures(three_seeds()[:3])}})
+    assert band_of(found) == "shaded: 95 % over seeds (Student)"
+    assert "(Wilson)" in band_of({"engines": {"real": sweep_figures(three_seeds()[:3])}})

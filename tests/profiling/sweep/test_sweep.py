@@ -13,8 +13,10 @@ import pytest
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.profiling.runs.trace_settings import TraceSettings
-from patchedserve.profiling.sweep.sweep import Served, SweepFolder, SweepSettings, read_head, run_sweep
+from patchedserve.profiling.sweep.runner import run_sweep
+from patchedserve.profiling.sweep.settings import Served, SweepFolder, SweepSettings, read_head
 from patchedserve.serving.models.defaults import ModelDefaults
+from patchedserve.serving.scheduling.systems import System
 
 
 def settings(**fields: Any) -> SweepSettings:
@@ -29,14 +31,14 @@ class Stop:
         self.after, self.by_signal = after, by_signal
         self.served: list[tuple[str, int]] = []
 
-    def run(self, policy: str, requests: Sequence[Request], standalone_s: Callable[[Request], float]) -> Served:
+    def run(self, system: System, requests: Sequence[Request], standalone_s: Callable[[Request], float]) -> Served:
         from patchedserve.serving.core.request_state import RequestRecord
 
         if len(self.served) == self.after:
             if self.by_signal:
                 raise KeyboardInterrupt
             return Served([], 1.0, {}, was_interrupted=True)
-        self.served.append((policy, len(requests)))
+        self.served.append((system.name, len(requests)))
         records = [RequestRecord.of(request) for request in requests]
         for record in records:
             record.close("completed", record.arrival_s + 1.0)
@@ -45,11 +47,11 @@ class Stop:
 
 @pytest.mark.parametrize("by_signal", [True, False])
 def test_interrupted_sweep_goes_on(tmp_path: Path, by_signal: bool) -> None:
-    wanted = settings(policies=("diffusers-fcfs", "patchedserve", "patched-edf"), rates=(1.0, 2.0), seeds=(3,))
+    wanted = settings(systems=("diffusers", "patchedserve", "patched-edf"), rates=(1.0, 2.0), seeds=(3,))
     head = {"settings": wanted.fixed(), "circumstances": {"model": "m"}, "standalone_s": {"128x128": 1.0}}
     first, rest = Stop(2, by_signal=by_signal), Stop(99, by_signal=by_signal)
     assert run_sweep(wanted, {"simulator": first}, SweepFolder(tmp_path, head), lambda request: 1.0, ModelDefaults())
-    assert first.served == [("diffusers-fcfs", 4), ("patchedserve", 4)]
+    assert first.served == [("diffusers", 4), ("patchedserve", 4)]
     folder = SweepFolder(tmp_path, head)
     assert len(folder.finished(wanted)) == folder.num_finished(wanted) == 2
     done: list[int] = []
@@ -57,12 +59,12 @@ def test_interrupted_sweep_goes_on(tmp_path: Path, by_signal: bool) -> None:
         wanted, {"simulator": rest}, folder, lambda request: 1.0, ModelDefaults(), on_done=lambda: done.append(1)
     )
     assert not again
-    # The second rate begins with another policy.
-    assert [policy for policy, _ in rest.served] == ["patched-edf", "patchedserve", "patched-edf", "diffusers-fcfs"]
+    # The second rate begins with another system.
+    assert [name for name, _ in rest.served] == ["patched-edf", "patchedserve", "patched-edf", "diffusers"]
     assert len(done) == 6
     runs = folder.finished(wanted)
-    assert [(run.policy, run.request_rate) for run in runs] == [
-        (policy, rate) for policy in ("diffusers-fcfs", "patchedserve", "patched-edf") for rate in (1.0, 2.0)
+    assert [(run.system, run.request_rate) for run in runs] == [
+        (system, rate) for system in ("diffusers", "patchedserve", "patched-edf") for rate in (1.0, 2.0)
     ]
     assert all(
         run.figures == {"note": 1} and run.duration_s == 10.0 and run.statuses == {"completed": 4} for run in runs
@@ -107,7 +109,7 @@ def test_a_finished_run_is_read_as_what_figures_need(tmp_path: Path) -> None:
     from patchedserve.data.resolution import Resolution
     from patchedserve.serving.core.request_state import RequestRecord
 
-    wanted = settings(policies=("patchedserve",), rates=(1.0,))
+    wanted = settings(systems=("patchedserve",), rates=(1.0,))
     folder = SweepFolder(tmp_path, {"settings": wanted.fixed()})
     records = []
     for index in range(20_000):
@@ -136,16 +138,16 @@ def test_a_finished_run_is_read_as_what_figures_need(tmp_path: Path) -> None:
 
 
 def test_orders_rotate_and_seeds_come_last() -> None:
-    wanted = settings(policies=("diffusers-fcfs", "patched-edf"), rates=(1.0, 2.0, 3.0), seeds=(0, 1))
+    wanted = settings(systems=("bucketed", "nirvana"), rates=(1.0, 2.0, 3.0), seeds=(0, 1))
     assert list(wanted.order())[:4] == [
-        (1.0, 0, ("diffusers-fcfs", "patched-edf")),
-        (2.0, 0, ("patched-edf", "diffusers-fcfs")),
-        (3.0, 0, ("diffusers-fcfs", "patched-edf")),
-        (1.0, 1, ("patched-edf", "diffusers-fcfs")),
+        (1.0, 0, ("bucketed", "nirvana")),
+        (2.0, 0, ("nirvana", "bucketed")),
+        (3.0, 0, ("bucketed", "nirvana")),
+        (1.0, 1, ("nirvana", "bucketed")),
     ]
 
 
-@pytest.mark.parametrize("module", ["simulated", "bench_simulator"])
+@pytest.mark.parametrize("module", ["simulator_side", "runner"])
 def test_sweeps_of_the_simulator_import_no_torch(module: str) -> None:
     code = f"import sys, patchedserve.profiling.sweep.{module}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

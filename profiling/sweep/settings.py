@@ -1,22 +1,23 @@
-"""The sweep of figure 11 of PatchedServe: policies x request rates x seeds, on the engine or in the simulator.
+"""What is swept, and the folder that keeps it (PatchedServe figure 11: systems x request rates x seeds). No torch.
 
-All policies of one rate and seed serve the same requests with the same SLOs, one right after the other; which goes
+All systems of one rate and seed serve the same requests with the same SLOs, one right after the other; which goes
 first changes from one rate to the next, so that drift of the machine meets all alike. Every run is written down as soon
-as it has ended, and a later call goes on from there. This module imports no torch. What a run folder holds:
+as it has ended, and a later call continues from there. What a run folder holds:
 
     sweep.json              what was measured, and the standalone latencies that SLOs are multiples of
-    runs/ENGINE-POLICY-RATE-SEED.parquet   the requests of one finished run
+    runs/ENGINE-SYSTEM-RATE-SEED.parquet   the requests of one finished run
     calibration.json, tables/              what drives the simulator (`--on both`)
     result.json, *.png, report.html        the figures of all finished runs
 """
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import pyarrow as pa
 
@@ -25,23 +26,23 @@ from ...data.files import named_by_content, write_json
 from ...data.requests import Request
 from ...data.resolution import Resolution
 from ...data.tables.schemas import RECORDS, about_of, read_table, write_table
-from ...data.traces.traces import TRACE_KINDS, assign_slos
+from ...data.traces.traces import TRACE_KINDS
 from ...serving.core.request_state import RequestRecord
 from ...serving.engine.stepper import EngineName
 from ...serving.models.defaults import ModelDefaults
-from ...serving.scheduling.systems import get_system
+from ...serving.scheduling.systems import System, get_system
 from ...serving.simulator.distrifusion import speedup
 from ..runs.trace_settings import TraceSettings, check_slo_scale, draw_requests
 from .figures import EngineKind, FinishedRun
 
 SweepEngine = Literal["real", "simulator", "both"]
-SWEEP_FILE, RESULT_FILE = "sweep.json", "result.json"
+SWEEP_FILE = "sweep.json"
 RUN_KIND = "slo"
-DEFAULT_POLICIES = ("diffusers", "bucketed", "nirvana", "patched-fcfs", "patchedserve")
-_VERSION = 3  # version 2 had policies in place of systems; version 1 told files by their path alone
+DEFAULT_SYSTEMS = ("diffusers", "bucketed", "nirvana", "patched-fcfs", "patchedserve")
+_VERSION = 2  # version 1 told files by their path alone, and nothing of the latency predictor
 _GROWING = ("standalone_s", "predictor")
-"""Parts of a head that grow: other rates and seeds may ask for resolutions that nobody has asked for before, and other
-policies for the latency predictor."""
+"""Parts of a head that grow: other rates and seeds may ask for resolutions that were not asked for before, and other
+systems for the latency predictor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class SweepSettings:
     """What is swept.
 
     Attributes:
-        policies, rates, seeds: every combination of them is a run; rates in requests per second.
+        systems, rates, seeds: every combination of them is a run; rates in requests per second.
         engine: what serves.
         trace: what requests ask for; its own rate and seed do not count.
         slo_scale: SLO of a request: this many times its standalone latency on plain diffusers.
@@ -60,7 +61,7 @@ class SweepSettings:
         UsageError: a value is not allowed, is given twice, or does not fit another.
     """
 
-    policies: tuple[str, ...] = DEFAULT_POLICIES
+    systems: tuple[str, ...] = DEFAULT_SYSTEMS
     rates: tuple[float, ...] = (1.0, 2.0, 3.0, 4.0)
     seeds: tuple[int, ...] = (0,)
     engine: SweepEngine = "real"
@@ -72,14 +73,14 @@ class SweepSettings:
     def __post_init__(self) -> None:
         if self.engine not in get_args(SweepEngine):
             raise UsageError(f"engine is {self.engine!r}, but it must be one of {', '.join(get_args(SweepEngine))}")
-        for name, given in (("policies", self.policies), ("rates", self.rates), ("seeds", self.seeds)):
+        for name, given in (("systems", self.systems), ("rates", self.rates), ("seeds", self.seeds)):
             if not given:
                 raise UsageError(f"no {name} are given, but there must be at least one")
             for value in given:
                 if list(given).count(value) > 1:
-                    raise UsageError(f"{value} stands twice among the {name}")
-        for policy in self.policies:
-            get_system(policy, is_simulated=self.engine == "simulator")
+                    raise UsageError(f"{value} is given twice among the {name}")
+        for name in self.systems:
+            get_system(name, is_simulated=self.engine == "simulator")
         for rate in self.rates:
             if not 0 < rate < math.inf:
                 raise UsageError(f"a request rate is {rate:g}, but it must be more than 0 and finite")
@@ -91,7 +92,7 @@ class SweepSettings:
                 f"trace is {self.trace.trace!r}, but a sweep draws its own at every rate and seed: one of {kinds}"
             )
         check_slo_scale(self.slo_scale)
-        if any(get_system(name, is_simulated=True).spans_gpus for name in self.policies):
+        if any(system.spans_gpus for system in self.presets):
             speedup(Resolution(1024, 1024), self.num_gpus)
         if self.num_gpus > 1 and self.engine != "simulator":
             raise UsageError(f"--gpus is {self.num_gpus}, but only --on simulator serves on more than one")
@@ -102,33 +103,38 @@ class SweepSettings:
         return ("real", "simulator") if self.engine == "both" else (self.engine,)
 
     @property
+    def presets(self) -> tuple[System, ...]:
+        """The systems."""
+        return tuple(get_system(name, is_simulated=True) for name in self.systems)
+
+    @property
     def engine_names(self) -> tuple[EngineName, ...]:
-        """The engines that the policies run on."""
-        return tuple(dict.fromkeys(get_system(policy, is_simulated=True).engine for policy in self.policies))
+        """The engines that the systems run on."""
+        return tuple(dict.fromkeys(system.engine for system in self.presets))
 
     def requests(self, rate: float, seed: int, defaults: ModelDefaults) -> list[Request]:
         """The trace of a rate and a seed, without SLOs. Raises UsageError as `draw_requests`."""
         return draw_requests(replace(self.trace, request_rate=rate, seed=seed), defaults)
 
     def order(self) -> Iterator[tuple[float, int, tuple[str, ...]]]:
-        """Rate, seed and the policies in the order in which they run; all rates of a seed come before the next."""
+        """Rate, seed and the systems in the order in which they run; all rates of a seed come before the next."""
         cell = 0
         for seed in self.seeds:
             for rate in self.rates:
-                first = cell % len(self.policies)
-                yield rate, seed, (*self.policies[first:], *self.policies[:first])
+                first = cell % len(self.systems)
+                yield rate, seed, (*self.systems[first:], *self.systems[:first])
                 cell += 1
 
     def runs(self) -> Iterator[tuple[EngineKind, str, float, int]]:
-        """Engine, policy, rate and seed of all runs, as figures are told: by engine, policy, rate and seed."""
-        return product(self.engines, self.policies, self.rates, self.seeds)
+        """Engine, system, rate and seed of all runs, in the order of the figures."""
+        return product(self.engines, self.systems, self.rates, self.seeds)
 
     @property
     def num_runs(self) -> int:
-        return len(self.policies) * len(self.rates) * len(self.seeds) * len(self.engines)
+        return len(self.systems) * len(self.rates) * len(self.seeds) * len(self.engines)
 
     def fixed(self) -> dict[str, Any]:
-        """What must be the same for runs that are compared: everything but policies, rates and seeds. Files count by
+        """What must be the same for runs that are compared: everything but systems, rates and seeds. Files count by
         their content. Raises OSError: one cannot be read.
         """
         trace = self.trace.to_config()
@@ -153,14 +159,6 @@ class Served:
     was_interrupted: bool = False
 
 
-class Runner(Protocol):
-    """Serves traces under any policy of the sweep."""
-
-    def run(self, policy: str, requests: Sequence[Request], standalone_s: Callable[[Request], float]) -> Served:
-        """Serve a trace whose requests have SLOs."""
-        ...
-
-
 class SweepFolder:
     """The folder of a sweep.
 
@@ -183,7 +181,12 @@ class SweepFolder:
         self.head = json.loads(json.dumps({"version": _VERSION, **head}))
         stored = read_head(path) if (path / SWEEP_FILE).exists() else None
         if stored is not None:
-            known = dict(stored)
+            known = deepcopy(stored)
+            own, other = self.head["settings"], known["settings"]
+            for cache, found in ((own, other), (other, own)):
+                # A sweep that has not used the patch engine yet does not say how its cache is set.
+                if "cache" in cache and cache["cache"] is None:
+                    cache["cache"] = found.get("cache")
             for name in _GROWING:
                 old, new = known.get(name, {}), self.head.get(name, {})
                 known[name], self.head[name] = new | old, old | new
@@ -192,40 +195,40 @@ class SweepFolder:
             write_json(path / SWEEP_FILE, self.head)
         self.runs.mkdir(exist_ok=True)
 
-    def _file(self, engine: EngineKind, policy: str, rate: float, seed: int) -> Path:
-        return self.runs / f"{engine}-{policy}-{rate:.10g}-{seed}.parquet"
+    def _file(self, engine: EngineKind, system: str, rate: float, seed: int) -> Path:
+        return self.runs / f"{engine}-{system}-{rate:.10g}-{seed}.parquet"
 
-    def has(self, engine: EngineKind, policy: str, rate: float, seed: int) -> bool:
+    def has(self, engine: EngineKind, system: str, rate: float, seed: int) -> bool:
         """Whether a run is finished."""
-        return self._file(engine, policy, rate, seed).exists()
+        return self._file(engine, system, rate, seed).exists()
 
-    def save(self, engine: EngineKind, policy: str, rate: float, seed: int, served: Served) -> None:
+    def save(self, engine: EngineKind, system: str, rate: float, seed: int, served: Served) -> None:
         """Keep a finished run. Raises OSError."""
         about = {
             "engine": engine,
-            "policy": policy,
+            "policy": system,
             "request_rate": rate,
             "seed": seed,
             "duration_s": served.duration_s,
             "figures": dict(served.figures),
         }
-        path = self._file(engine, policy, rate, seed)
+        path = self._file(engine, system, rate, seed)
         write_table(path, RECORDS, [record.to_row() for record in served.records], about=about)
 
-    def load(self, engine: EngineKind, policy: str, rate: float, seed: int) -> FinishedRun:
+    def load(self, engine: EngineKind, system: str, rate: float, seed: int) -> FinishedRun:
         """Read what figures need of a finished run. Raises UsageError: the file is damaged or of another run."""
-        path = self._file(engine, policy, rate, seed)
+        path = self._file(engine, system, rate, seed)
         table = read_table(path, RECORDS, ["slo_met", "latency_s", "status", "reason"])
         about = about_of(table.schema, path)
         ends = table.group_by(["status", "reason"], use_threads=False).aggregate([([], "count_all")]).to_pylist()
         try:
-            if (about["engine"], about["policy"], about["request_rate"], about["seed"]) != (engine, policy, rate, seed):
-                raise ValueError("it is of another run")
+            if (about["engine"], about["policy"], about["request_rate"], about["seed"]) != (engine, system, rate, seed):
+                raise ValueError("it belongs to another run")
             if not len(table):
                 raise ValueError("it holds no request")
             return FinishedRun(
                 engine,
-                policy,
+                system,
                 rate,
                 seed,
                 num_met=_counts(table["slo_met"]).get(True, 0),
@@ -239,7 +242,7 @@ class SweepFolder:
             raise UsageError(f"{path}: the finished run is damaged ({error}); delete it to serve it again") from error
 
     def finished(self, settings: SweepSettings) -> list[FinishedRun]:
-        """All finished runs of a sweep: by policy, rate and seed. Raises as `load`."""
+        """All finished runs of a sweep: by system, rate and seed. Raises as `load`."""
         return [self.load(*key) for key in settings.runs() if self.has(*key)]
 
     def num_finished(self, settings: SweepSettings) -> int:
@@ -255,7 +258,7 @@ def read_head(path: Path) -> dict[str, Any]:
     """Read what the runs of a sweep's folder have in common. Raises UsageError: there is no sweep, or it is damaged."""
     file = path / SWEEP_FILE
     if not file.is_file():
-        raise UsageError(f"{path} is no folder of psctl bench slo: it has no {SWEEP_FILE}")
+        raise UsageError(f"{path} is not a folder of psctl bench slo: it has no {SWEEP_FILE}")
     try:
         head = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
@@ -266,7 +269,7 @@ def read_head(path: Path) -> dict[str, Any]:
 
 
 def check_resumed(path: Path, settings: SweepSettings) -> None:
-    """Say early, before a model is loaded, that the sweep of a folder cannot be gone on with. Raises UsageError."""
+    """Say early, before a model is loaded, that the sweep of a folder cannot be continued. Raises UsageError."""
     known, fixed = read_head(path)["settings"], settings.fixed()
     _check_same(path, {name: known.get(name) for name in fixed}, json.loads(json.dumps(fixed)), "settings ")
 
@@ -279,54 +282,5 @@ def _check_same(path: Path, known: Mapping[str, Any], head: Mapping[str, Any], w
         elif old != new:
             raise UsageError(
                 f"{path} was begun with {where}{name} {json.dumps(old)}, but it is {json.dumps(new)} now: only "
-                "policies, rates and seeds may change"
+                "systems, rates and seeds may change"
             )
-
-
-def run_sweep(
-    settings: SweepSettings,
-    runners: Mapping[EngineKind, Runner],
-    folder: SweepFolder,
-    standalone_s: Callable[[Request], float],
-    defaults: ModelDefaults,
-    *,
-    on_run: Callable[[str], None] | None = None,
-    on_done: Callable[[], None] | None = None,
-) -> bool:
-    """Serve all runs that are not finished, and keep each as it ends.
-
-    Args:
-        settings: what is swept.
-        runners: for every engine of it.
-        folder: where runs are kept.
-        standalone_s: latency of a request when served alone, the same for all policies.
-        defaults: of the model.
-        on_run: told what is served, before each run.
-        on_done: called after each, and for each that was finished before.
-
-    Returns:
-        Whether Ctrl-C ended it; the run under way then is not kept.
-
-    Raises:
-        UsageError: a trace cannot be drawn or served.
-    """
-    try:
-        for rate, seed, policies in settings.order():
-            requests: list[Request] | None = None
-            for policy in policies:
-                for engine in settings.engines:
-                    if not folder.has(engine, policy, rate, seed):
-                        if requests is None:
-                            drawn = settings.requests(rate, seed, defaults)
-                            requests = assign_slos(drawn, standalone_s, settings.slo_scale)
-                        if on_run is not None:
-                            on_run(f"{policy} at {rate:g}/s, seed {seed}")
-                        served = runners[engine].run(policy, requests, standalone_s)
-                        if served.was_interrupted:
-                            return True
-                        folder.save(engine, policy, rate, seed, served)
-                    if on_done is not None:
-                        on_done()
-    except KeyboardInterrupt:
-        return True
-    return False

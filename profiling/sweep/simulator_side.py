@@ -1,24 +1,81 @@
-"""`psctl bench slo` in the simulator: what files tell of both engines, and a sweep on the virtual clock. No torch."""
+"""Sweeps on the virtual clock, with latencies of their own for the plain and the patch engine. No torch."""
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ...data.errors import UsageError
 from ...data.files import named_by_content
-from ...data.tables.latency import Circumstances, read_latencies
+from ...data.requests import Request
+from ...data.run_facts import RunFacts
+from ...data.tables.latency import read_latencies
 from ...serving.engine.stepper import EngineName
-from ...serving.models.defaults import ModelDefaults
 from ...serving.scheduling.policies import StepLatencyPredictor
+from ...serving.scheduling.systems import System
 from ...training.latency.predictor import LatencyPredictor
-from ..runs.calibration import step_sources
+from ..runs.calibration import Calibration, step_sources
 from ..runs.outside_profile import warn_of_small_table
-from ..runs.simulate import load_stage_times
-from .bench import SweepOutcome, examples_of, sweep_and_report
-from .simulated import SimulatedEngine, SimulatedRunner, read_calibrations
-from .sweep import SweepFolder, SweepSettings
+from ..runs.simulate import SimulatedEngine, load_stage_times, loop_figures
+from .figures import EngineKind
+from .runner import Runner, Standalone
+from .settings import Served, SweepFolder, SweepSettings
 
 _Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatorSide:
+    """Serves the runs of a sweep on the virtual clock.
+
+    Attributes:
+        settings: what is swept.
+        engines: by name; every system's must be there. SLOs are those of the plain one.
+        model: name of the model whose defaults are taken.
+        sources: what the engines were made of, as `SimulatorFiles.sources` gives it.
+    """
+
+    settings: SweepSettings
+    engines: Mapping[EngineName, SimulatedEngine]
+    model: str = ""
+    sources: Mapping[str, str] | None = None
+
+    @property
+    def others(self) -> Sequence[Request]:
+        """None: nothing is to be warmed up."""
+        return ()
+
+    def check(self, examples: Sequence[Request]) -> None:
+        """See `Side`."""
+        for request in examples:
+            for name in self.settings.engine_names:
+                self.engines[name].durations.steady.step_latency_s((request.resolution,))
+
+    def head(self, examples: Sequence[Request], known_s: Mapping[str, float]) -> dict[str, Any]:
+        """See `Side`."""
+        plain = self.engines["plain"]
+        return {
+            "settings": self.settings.fixed(),
+            "circumstances": {"model": self.model, "device": "simulated", **(self.sources or {})},
+            "standalone_s": {str(request.resolution): plain.standalone_s(request) for request in examples},
+        }
+
+    def begin(self, folder: SweepFolder, standalone_s: Standalone) -> Mapping[EngineKind, Runner]:
+        """See `Side`."""
+        return {"simulator": self}
+
+    def run(self, system: System, requests: Sequence[Request], standalone_s: Standalone) -> Served:
+        """See `Runner`."""
+        result = self.engines[system.engine].serve(
+            system,
+            requests,
+            standalone_s,
+            max_batch_size=self.settings.max_batch_size,
+            num_gpus=self.settings.num_gpus,
+        )
+        busy_rate = [busy_s / result.duration_s for busy_s in result.busy_s]
+        return Served(result.records, result.duration_s, loop_figures(result) | {"busy_rate": busy_rate})
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +129,7 @@ class SimulatorFiles:
         known = {} if self.calibration is None else read_calibrations(self.calibration)
         if self.plain_latency is None:
             on_warning(
-                f"no --plain-latency is given: policies of the plain engine take the times that {self.latency} has for "
+                f"no --plain-latency is given: systems of the plain engine take the times that {self.latency} has for "
                 "batches of one resolution"
             )
         files: dict[EngineName, tuple[Path, bool]] = {
@@ -95,51 +152,26 @@ class SimulatorFiles:
         return engines
 
 
-def bench_in_simulator(
-    settings: SweepSettings,
-    model_name: str,
-    defaults: ModelDefaults,
-    engines: Mapping[EngineName, SimulatedEngine],
-    open_folder: Callable[[], Path],
-    sources: Mapping[str, str],
-    *,
-    on_run: _Tell = lambda text: None,
-    on_done: Callable[[], None] = lambda: None,
-) -> SweepOutcome:
-    """Sweep on the virtual clock.
-
-    Args:
-        settings: what is swept.
-        model_name: whose defaults are taken.
-        defaults: of the model.
-        engines: what is known of both engines; SLOs are those of the plain one.
-        open_folder: as of `bench_on_engine`.
-        sources: what `engines` were made of, as `SimulatorFiles.sources` gives it.
-        on_run, on_done: of `run_sweep`.
+def read_calibrations(path: Path) -> dict[str, Calibration]:
+    """Read `calibration.json` of a sweep with `--on both`: calibrations by engine.
 
     Raises:
-        UsageError: the latencies do not know a resolution, or the folder is of another sweep.
-        RunError: no run was finished.
-        OSError: results cannot be written.
+        UsageError: the file cannot be read or is damaged.
     """
-    examples = examples_of(settings, defaults)
-    alone = {str(request.resolution): engines["plain"].standalone_s(request) for request in examples}
-    for request in examples:
-        for name in settings.engine_names:
-            engines[name].durations.steady.step_latency_s((request.resolution,))
-    head = {
-        "settings": settings.fixed(),
-        "circumstances": {"model": model_name, "device": "simulated", **sources},
-        "standalone_s": alone,
-    }
-    runner = SimulatedRunner(engines, max_batch_size=settings.max_batch_size, num_gpus=settings.num_gpus)
-    folder = SweepFolder(open_folder(), head)
-    return sweep_and_report(settings, {"simulator": runner}, folder, defaults, on_run=on_run, on_done=on_done)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path}: cannot read the calibration: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UsageError(f"{path}: the calibration is damaged: {error}") from error
+    if not isinstance(content, dict) or not content:
+        raise UsageError(f"{path}: the calibration is damaged: it names no engine")
+    return {name: Calibration.from_json(data, f"{path}, {name}") for name, data in content.items()}
 
 
 def _read_source(
     path: Path, on_warning: _Tell
-) -> tuple[Circumstances | None, StepLatencyPredictor, StepLatencyPredictor | None]:
+) -> tuple[RunFacts | None, StepLatencyPredictor, StepLatencyPredictor | None]:
     """What step latencies were measured on, and those of steady and of first steps."""
     if path.suffix.lower() == ".safetensors":
         predictor = LatencyPredictor.load(path, on_warning=on_warning)

@@ -1,0 +1,184 @@
+"""Results of commands as tables: what people see where `--json` gives everything. No torch, no matplotlib."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...data.run_facts import describe
+from .table import Table
+from .words import DASH, number, share
+
+_SUMMARY_ROWS = (
+    ("duration", "duration", "s"),
+    ("throughput", "throughput_qps", "images/s"),
+    ("goodput", "goodput_qps", "images/s"),
+    ("latency mean", "latency_mean", "s"),
+    ("latency p50", "latency_p50", "s"),
+    ("latency p95", "latency_p95", "s"),
+    ("latency p99", "latency_p99", "s"),
+    ("queueing mean", "queueing_mean", "s"),
+    ("mean batch size", "batch_size_mean", ""),
+)
+_SIDES = ("one_by_one", "same_resolution")
+
+
+def run_tables(summary: Mapping[str, Any]) -> list[Table]:
+    """The summary of a served or simulated run."""
+    rows = [
+        (f"{name} requests", str(summary[f"{name}_requests"]))
+        for name in ("total", "completed", "failed", "discarded", "cancelled")
+        if name in ("total", "completed") or summary[f"{name}_requests"]
+    ]
+    rows += [(f"  {reason}", str(count)) for reason, count in summary["discarded_by_reason"].items()]
+    rows += [(label, number(summary[key], unit)) for label, key, unit in _SUMMARY_ROWS]
+    decision_s = summary["scheduling_mean"]
+    rows += [
+        ("scheduling mean", number(None if decision_s is None else decision_s * 1e3, "ms")),
+        (f"SLO attainment ({summary['slo_scale']:g}x standalone)", share(summary["slo_attainment_rate"])),
+    ]
+    config = summary["config"]
+    whole = Table(f"{summary['model']}, {config.get('system') or config['policy']}", ("figure", "value"), rows)
+    return [whole, resolution_table(summary["per_resolution"])]
+
+
+def resolution_table(per_resolution: Mapping[str, Mapping[str, Any]]) -> Table:
+    """The figures of every resolution in a summary."""
+    rows = [
+        (
+            resolution,
+            str(figures["requests"]),
+            str(figures["completed"]),
+            share(figures["slo_attainment_rate"]),
+            *(number(figures[key], "s") for key in ("latency_mean", "latency_p95", "queueing_mean")),
+        )
+        for resolution, figures in per_resolution.items()
+    ]
+    columns = ("resolution (px)", "requests", "completed", "SLO attainment")
+    return Table("By resolution", (*columns, "mean latency", "p95 latency", "mean queueing"), rows)
+
+
+def search_table(found: Mapping[str, Any]) -> Table:
+    """What a search for a rate, or for a number of GPUs, has found."""
+    rate, reached = found["highest_request_rate"], found["attainment_at_highest_rate"]
+    rows = [("highest rate", f"{rate:.3g}", str(found["gpus"]), share(reached, 2))]
+    if found["gpus_needed"] is not None:
+        reached = share(found["attainment_with_gpus_needed"], 2)
+        rows.append(("GPUs needed", str(found["request_rate"]), str(found["gpus_needed"]), reached))
+    title = f"SLO attainment of at least {found['slo_target']:.2%}"
+    return Table(title, ("", "requests/s", "GPUs", "attainment"), rows)
+
+
+def step_tables(result: Mapping[str, Any]) -> list[Table]:
+    """`steps.json`: a row for every combination, and what they say together."""
+    rows = [
+        (
+            row["label"],
+            number(row["one_by_one_ms"], "ms"),
+            # In the default memory format unless it says otherwise.
+            number(row["same_resolution_ms"], "ms") + " cl" * (row["same_resolution_format"] == "channels-last"),
+            number(row["patched_ms"], "ms"),
+            f"{number(row['patched_p10_ms'])} to {number(row['patched_p90_ms'], 'ms')}",
+            share(row["patched_share_of_peak"], 0),
+            f"{row['ratio_one_by_one']:.2f}x",
+            f"{row['ratio_same_resolution']:.2f}x",
+        )
+        for row in result["rows"]
+    ]
+    notes = [", ".join(f"{letter} {size}" for letter, size in result["letters"].items())]
+    if any(row["same_resolution_format"] == "channels-last" for row in result["rows"]):
+        notes.append("cl: faster in channels-last memory format")
+    notes.append(f"of peak: share of {result['matrix_peak_gflops']:.0f} GFLOP/s, measured in large products")
+    if result["is_plain_for_one_resolution"]:
+        notes.append("patched hands batches of one resolution to plain diffusers")
+    columns = ("requests", "one by one", "same resolution", "patched", "p10 to p90", "of peak")
+    columns += ("vs one by one", "vs same resolution")
+    means = [
+        (label, *(_times(result[key.format(side)]) for side in _SIDES))
+        for label, key in (("mixed, geometric mean", "mean_ratio_{}_mixed"), ("all, minimum", "min_ratio_{}"))
+    ]
+    return [
+        Table(describe(result), columns, rows, note="; ".join(filter(None, notes))),
+        Table("patched is so many times as fast as", ("", "one by one", "same resolution"), means),
+    ]
+
+
+def breakdown_tables(result: Mapping[str, Any]) -> list[Table]:
+    """`breakdown.json`: a table for every combination."""
+    tables = []
+    for row in result["rows"]:
+        sides = [row["sides"][name] for name in ("patched", "same_resolution")]
+        rows = []
+        for category in result["categories"]:
+            cells: list[str] = []
+            for side in sides:
+                ms = side["ms"][category]
+                cells += [number(ms, "ms"), share(ms / side["step_ms"], 0)]
+            rows.append((category.replace("_", "-"), *cells))
+        rows.append(("step", number(sides[0]["step_ms"], "ms"), "", number(sides[1]["step_ms"], "ms"), ""))
+        columns = ("where a step's time goes", "patched", "", "same resolution", "")
+        tables.append(Table(f"{row['label']}: {describe(result)}", columns, rows))
+    return tables
+
+
+def profile_table(result: Mapping[str, Any]) -> Table:
+    """A latency profile: how far apart the combinations of every batch size are."""
+    by_size: dict[int, list[float]] = {}
+    for row in result["rows"]:
+        by_size.setdefault(row["requests"], []).append(row["median_ms"])
+    rows = []
+    for size, times in sorted(by_size.items()):
+        times.sort()
+        cells = (times[0], times[len(times) // 2], times[-1])
+        rows.append((str(size), str(len(times)), *(number(ms, "ms") for ms in cells), _times(times[-1] / times[0])))
+    columns = ("requests", "combinations", "fastest", "median", "slowest", "slowest / fastest")
+    return Table(describe(result), columns, rows, num_words=0)
+
+
+def block_table(result: Mapping[str, Any]) -> Table:
+    """A block profile: the share of patches that change little from one step to the next, by block and resolution."""
+    sizes = result["by_block"]
+    return Table(
+        f"{result['model']}: share of patches whose output changes by less than {result['table_threshold']:g} in a "
+        "step",
+        ("block", *sizes),
+        [(block, *(share(sizes[size][block], 0) for size in sizes)) for block in result["blocks"]],
+        note=f"mean squared change relative to the mean square; {result['num_rows']:,} rows",
+    )
+
+
+def latency_training_table(result: Mapping[str, Any]) -> Table:
+    """The held-out errors of a latency predictor, beside those of simpler ones."""
+    fit, about = result["fit"], result["circumstances"]
+    parameters = [f"{name} {value:g}" for name, value in fit["parameters"].items() if name != "cross_validated_mape"]
+    rows = []
+    for name, label in (("svr", "SVR"), ("linear", "linear baseline"), ("pixels", "look-up by pixels")):
+        errors = fit["errors"][name]
+        r2 = DASH if errors["r2"] is None else f"{errors['r2']:.4f}"
+        rows.append((label, f"{errors['mape']:.2%}", r2, f"{errors['mse_ms2']:.3g} ms2"))
+    note = (
+        f"fitted to {fit['num_train']} combinations, errors on {len(fit['held_out'])} others; SVR of log ms: "
+        f"{', '.join(parameters)}, {fit['num_support_vectors']} support vectors; one prediction takes "
+        f"{result['prediction_us']:.0f} us"
+    )
+    title = "imported table" if about is None else describe(about)
+    return Table(title, ("held out", "MAPE", "R2", "MSE"), rows, note=note)
+
+
+def cache_training_table(result: Mapping[str, Any]) -> Table:
+    """How a cache predictor judges held-out requests, beside the best plain threshold."""
+    test, baseline = result["test"], result["baseline"]
+    cut = DASH if baseline["cut"] is None else f"{baseline['cut']:.3g}"
+    rows = [
+        (label, *(share(figures[name]) for name in ("precision", "recall", "f1", "reuse_share")))
+        for label, figures in (("random forest", result), (f"input changed by at most {cut}", baseline))
+    ]
+    return Table(
+        f"{result['model']}, {result['scheduler']}, threshold {result['threshold']:g}",
+        ("", "precision", "recall", "F1", "reuses"),
+        rows,
+        note=f"{test['rows']:,} rows of {test['requests']} held-out requests, {share(test['share_within'])} of them "
+        f"within the threshold; trained on {result['train']['rows']:,} rows of {result['train']['requests']}",
+    )
+
+
+def _times(ratio: float | None) -> str:
+    return DASH if ratio is None else f"{ratio:.2f}x"

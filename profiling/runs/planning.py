@@ -1,0 +1,150 @@
+"""Searches that plan a deployment: the rate that GPUs can take, and the GPUs that a rate needs. No torch."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ...data.errors import RunError, UsageError
+from ...data.requests import Request
+from ...data.traces.traces import retime
+from ...serving.simulator.stage_times import standalone_latency_s
+from .simulate import Deployment
+
+MAX_GPUS = 4096
+"""Most GPUs that are looked for."""
+_RATE_PRECISION = 0.01
+_MAX_DOUBLINGS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """What a search has found.
+
+    Attributes:
+        value: the highest rate in requests per second, or the smallest number of GPUs.
+        attainment: SLO attainment there.
+        tried: attainment by rate or number of GPUs, in rising order.
+    """
+
+    value: float
+    attainment: float
+    tried: dict[float, float]
+
+
+def at_rate(requests: Sequence[Request], rate: float) -> list[Request]:
+    """The same requests arriving faster or slower, with the shape kept, so that the mean gap is `1 / rate`.
+
+    Raises:
+        UsageError: fewer than two requests, or all at one time: they have no rate.
+    """
+    span_s = requests[-1].arrival_s - requests[0].arrival_s if requests else 0.0
+    if not span_s > 0:
+        raise UsageError(f"{len(requests)} requests of the trace span no time, so they cannot be scaled to a rate")
+    return retime(requests, speed=rate * span_s / (len(requests) - 1), from_zero=True)
+
+
+def highest_rate(
+    deployment: Deployment,
+    trace_at: Callable[[float], Sequence[Request]],
+    target: float,
+    *,
+    on_try: Callable[[float, float], None] | None = None,
+) -> SearchResult:
+    """Find the highest request rate at which the SLO attainment is at least `target`.
+
+    The rate is doubled until it is too high and then bisected to 1 %. Attainment falls with the rate, but not strictly
+    from one random trace to the next: what is found holds the target, and a rate at most 1 % above it does not.
+
+    Args:
+        deployment: what serves.
+        trace_at: the trace at a rate in requests per second.
+        target: share of the requests, above 0 and at most 1.
+        on_try: told each rate that was tried, and the attainment there.
+
+    Raises:
+        UsageError: the target is out of its range, or the trace or a number is.
+        RunError: the target is not met at any rate, or at every one.
+    """
+    search = _Search(lambda rate: deployment.attainment(trace_at(rate)), target, on_try)
+    # What one GPU manages one by one, times the GPUs, is a scale for where to start.
+    example = trace_at(1.0)[0]
+    low = high = start = deployment.num_gpus / standalone_latency_s(example, deployment.predictor, deployment.times)
+    if search.holds(start):
+        high = 2 * start
+        while search.holds(high):
+            low, high = high, 2 * high
+            if low >= start * 2**_MAX_DOUBLINGS:
+                raise RunError(
+                    f"the target of {target:.2%} is met at {low:.3g} requests a second and still is: give more "
+                    "requests (--num-prompts), so that they last long enough to queue up"
+                )
+    else:
+        low = start / 2
+        while not search.holds(low):
+            if low < start / 1024:
+                raise search.infeasible(low, f"{low:.3g} requests a second on {deployment.num_gpus} GPUs")
+            low, high = low / 2, low
+    while high / low > 1 + _RATE_PRECISION:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if search.holds(middle) else (low, middle)
+    return search.result(low)
+
+
+def gpus_needed(
+    deployment: Deployment,
+    requests: Sequence[Request],
+    target: float,
+    *,
+    on_try: Callable[[float, float], None] | None = None,
+) -> SearchResult:
+    """Find the smallest number of GPUs with which a trace's SLO attainment is at least `target`, by bisection.
+
+    Args:
+        deployment: what serves; its own number of GPUs does not matter.
+        requests: the trace.
+        target: share of the requests, above 0 and at most 1.
+        on_try: told each number that was tried, and the attainment with it.
+
+    Raises:
+        UsageError: the target is out of its range, or the trace or a number is.
+        RunError: not even one GPU for each request (or `MAX_GPUS`) meets the target.
+    """
+    search = _Search(lambda num_gpus: deployment.attainment(requests, num_gpus=int(num_gpus)), target, on_try)
+    choices = [1, 2, 4, 8] if deployment.system.spans_gpus else list(range(1, min(len(requests), MAX_GPUS) + 1))
+    # Doubling first: simulations of very many GPUs are the slow ones.
+    low, high = -1, 0
+    while not search.holds(choices[high]):
+        if high == len(choices) - 1:
+            raise search.infeasible(choices[high], f"{choices[high]} GPUs")
+        low, high = high, min(2 * high + 1, len(choices) - 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if search.holds(choices[middle]) else (middle, high)
+    return search.result(choices[high])
+
+
+class _Search:
+    """Tries values until the attainment is found that holds the target."""
+
+    def __init__(
+        self, attainment: Callable[[float], float], target: float, on_try: Callable[[float, float], None] | None
+    ) -> None:
+        if not 0 < target <= 1:
+            raise UsageError(f"SLO target is {target:g}, but it must be a share above 0 and at most 1, such as 0.99")
+        self._attainment, self._target, self._on_try = attainment, target, on_try
+        self._tried: dict[float, float] = {}
+
+    def holds(self, value: float) -> bool:
+        self._tried[value] = self._attainment(value)
+        if self._on_try is not None:
+            self._on_try(value, self._tried[value])
+        return self._tried[value] >= self._target
+
+    def result(self, value: float) -> SearchResult:
+        return SearchResult(value, self._tried[value], dict(sorted(self._tried.items())))
+
+    def infeasible(self, value: float, where: str) -> RunError:
+        return RunError(
+            f"the target of {self._target:.2%} cannot be met: at {where} it is {self._tried[value]:.2%}; the SLO "
+            "(--slo-scale) is too short or the policy cannot do it"
+        )
