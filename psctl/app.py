@@ -36,7 +36,7 @@ from .commands.serve import serve
 from .commands.simulate import simulate
 from .commands.train_predictor_cache import train_predictor_cache
 from .commands.train_predictor_latency import train_predictor_latency
-from .options.flags import expanded
+from .flags import expanded
 from .output import Output
 
 # Name and function of every command, in the order of the help; "bench steps" is `steps` in the group `bench`. The

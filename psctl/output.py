@@ -11,14 +11,17 @@ from datetime import date
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ..data.files import write_json
-from .options.common import Json, Quiet
+from .flags import flag
 from .progress import Phases
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+
+Json = Annotated[bool, flag("--json", "Print the result as JSON.", is_shared=True)]
+Quiet = Annotated[bool, flag("--quiet -q", "No progress and no notes on stderr.", is_shared=True)]
 
 # A pipe has no width; 80 columns would cut the cells of wide tables in what people grep.
 _PIPE_WIDTH = 160

@@ -1,5 +1,7 @@
 """Settings and fixtures that all tests share."""
 
+import contextlib
+import io
 import os
 import shutil
 import signal
@@ -46,10 +48,10 @@ def psctl_script() -> str:
 
 
 @pytest.fixture
-def run_psctl(psctl_script: str, tmp_path: Path) -> RunPsctl:
+def spawn_psctl(psctl_script: str, tmp_path: Path) -> RunPsctl:
     """A function that runs `psctl ARGUMENTS...` as a process in an empty folder and returns the finished process.
 
-    Keyword arguments are added to the environment.
+    Keyword arguments are added to the environment. Most tests are as good with `run_psctl`, which starts no process.
     """
 
     def run(*arguments: str | Path, timeout_s: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -62,5 +64,31 @@ def run_psctl(psctl_script: str, tmp_path: Path) -> RunPsctl:
             timeout=timeout_s,
             check=False,
         )
+
+    return run
+
+
+@pytest.fixture
+def run_psctl(tmp_path: Path) -> RunPsctl:
+    """As `spawn_psctl`, but in this process: importing torch and diffusers anew takes seconds.
+
+    What runs is `main`, the function of the console script, with its output in a pipe's place, its own environment and
+    folder.
+    """
+
+    def run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+        from patchedserve.psctl.app import main
+
+        out, err = io.StringIO(), io.StringIO()
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
+            patch.chdir(tmp_path)
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            code = main([str(argument) for argument in arguments])
+        return subprocess.CompletedProcess(["psctl", *map(str, arguments)], code, out.getvalue(), err.getvalue())
 
     return run

@@ -13,7 +13,7 @@ import pytest
 
 import patchedserve
 
-NOT_PACKAGES = {"tests", "build", "dist", "psctl-workspace", "__pycache__"}
+NOT_PACKAGES = {"docs", "tests", "build", "dist", "psctl-workspace", "__pycache__"}
 
 
 @pytest.fixture(scope="module")

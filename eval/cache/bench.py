@@ -15,7 +15,7 @@ from ...data.files import atomic_write, write_bytes
 from ...data.prompts.captions import load_prompts
 from ...data.requests import Request
 from ...data.workspace import ModelWorkspace
-from ...profiling.measure.machine import run_facts
+from ...profiling.machine import run_facts
 from ...profiling.report.grid import image_grid
 from ...profiling.steps.combinations import Combination
 from ...profiling.steps.rows import BenchOutcome, measure_rows, name_of

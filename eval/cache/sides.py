@@ -13,9 +13,9 @@ from ...data.resolution import Resolution
 from ...data.workspace import ModelWorkspace
 from ...serving.cache.options import CacheOptions
 from ...serving.cache.patch_cache import CacheStats, PatchCache
-from ...serving.cache.rules import Predicted, ReuseRule, facts_of
+from ...serving.cache.rules import Predicted, ReuseRule
 from ...serving.core.timing import synchronize
-from ...serving.engine.stepper import build_stepper
+from ...serving.models.build import build_stepper
 from ...serving.models.served import ServedModel
 from ...serving.patched.stepper import PatchedStepper
 
@@ -99,7 +99,7 @@ def make_side(
         UsageError: the options do not suit the model.
     """
     options = replace(model.options, cache=CacheOptions() if setting.rule is not None else setting.options)
-    stepper = build_stepper(model, options)
+    stepper = build_stepper(model.pipe, model.family, options, model.block_facts)
     assert isinstance(stepper, PatchedStepper)
     if setting.rule is not None:
         stepper.model.use_cache(setting.options, setting.rule)
@@ -141,7 +141,7 @@ def settings_of(
         from ...training.cache.samples import load_samples
 
         facts, samples = load_samples(table, max_rows=max_rows, seed=seed)
-        facts.check_fits(facts_of(model, base.patch_size), source=str(table))
+        facts.check_fits(model.block_facts(base.patch_size), source=str(table))
         for threshold in wanted:
             predictor = fit_cache_predictor(samples, facts, FitSettings(threshold=threshold, seed=seed))
             rule = Predicted(predictor, base.max_reuse)

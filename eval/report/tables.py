@@ -9,7 +9,7 @@ from typing import Any
 
 from ...profiling.report.page import DASH
 from ...profiling.report.table import Cell, Table
-from ...serving.engine.stepper import PATCH_OPTIONS
+from ...serving.options import PATCH_OPTIONS
 from ..compare.comparison import FID_TO_FIRST
 from ..results import MetricResult
 from .gather import ORIGINAL, OURS, ReportedSide, Subject

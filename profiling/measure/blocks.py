@@ -23,7 +23,7 @@ from ...data.tables.block_facts import BlockFacts
 from ...data.tables.schemas import BLOCKS
 from ...data.tables.streams import TableWriter
 from ...serving.cache.patch_cache import PatchCache, Tokens
-from ...serving.cache.rules import NeverReuse, facts_of
+from ...serving.cache.rules import NeverReuse
 from ...serving.cache.store import LEAST_SQUARE, mean_square
 from ...serving.models.served import ServedModel
 from ..steps.sides import patched_stepper
@@ -81,7 +81,7 @@ def run_block_profile(
     cache = patched_stepper(model).model.cache
     assert cache is not None, "a profile is taken with the cache on"
     cache.rule = NeverReuse()
-    facts = facts_of(model, cache.options.patch_size)
+    facts = model.block_facts(cache.options.patch_size)
     requests = [
         Request(
             number,

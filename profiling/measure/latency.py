@@ -29,11 +29,11 @@ from ...data.tables.latency import (
 from ...data.workspace import ModelWorkspace
 from ...serving.models.served import ServedModel
 from ...training.latency.predictor import LatencyPredictor, load_workspace_predictor
+from ..machine import run_facts
 from ..report.latency_plots import plot_latencies
 from ..steps.bench import Lane
 from ..steps.combinations import Combination, single_combinations, stratified_combinations
 from ..steps.sides import EngineSide, RequestPool
-from .machine import run_facts
 
 TIMINGS_PER_ROUND = 3
 """Timings of a combination in every round; a timing is one step, or several if they are short (`step_bench.Lane`)."""

@@ -158,7 +158,7 @@ def _write(path: Path, samples: dict[str, list[float]]) -> None:
 
 def _context(model: "ServedModel") -> dict[str, Any]:
     """Return what all measurements of this model share. Raises OSError: the cache's predictor cannot be read."""
-    from .machine import run_facts
+    from ..machine import run_facts
 
     about = run_facts(model).key()
     # The model counts by its files; guidance is each request's own, and part of its shape.

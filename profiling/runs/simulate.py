@@ -19,7 +19,7 @@ from ...data.traces.traces import assign_slos, save_trace
 from ...data.workspace import ModelWorkspace
 from ...serving.core.metrics import slo_attainment_rate, summarize
 from ...serving.core.request_state import RequestRecord
-from ...serving.engine.stepper import EngineName
+from ...serving.options import EngineName
 from ...serving.scheduling.policies import StepLatencyPredictor, get_policy
 from ...serving.scheduling.step_latency import MemoisedLatency, PerResolutionLatency, ScaledLatency
 from ...serving.scheduling.systems import System

@@ -49,8 +49,8 @@ def latencies_for_serving(
     Raises:
         RunError, KeyboardInterrupt, OSError: as `profile_latency`.
     """
+    from ..machine import run_facts
     from ..measure.latency import LatencySettings, profile_latency
-    from ..measure.machine import run_facts
 
     about, wanted = run_facts(model), tuple(sorted(set(resolutions)))
     fitted = workspace.find_predictor(PREDICTOR_FILE)

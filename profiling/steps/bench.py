@@ -21,10 +21,10 @@ from ...data.files import write_bytes
 from ...data.workspace import ModelWorkspace
 from ...serving.core.timing import synchronize
 from ...serving.models.served import ServedModel
-from ..measure.machine import run_facts
-from ..report.bench_plots import plot_steps
+from ..machine import run_facts
 from .combinations import Combination, letters_of
 from .matrix_peak import count_operations, matrix_peak
+from .plots import plot_steps
 from .rows import BenchOutcome, Row, measure_rows, median_interval, name_of
 from .sides import EngineSide, Format, PlainSide, RequestPool, Side, patched_stepper, plain_denoisers
 

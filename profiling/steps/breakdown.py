@@ -18,10 +18,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ...data.errors import RunError
 from ...serving.core.timing import synchronize
-from ..report.bench_plots import plot_breakdown
 from .attribution import CATEGORIES, MODEL_SCOPE, SCOPE_PREFIX, STEP_SCOPE, Kernel, Span, attribute
 from .bench import BenchKind, Lane, StepBench, time_lanes
 from .combinations import Combination
+from .plots import plot_breakdown
 from .rows import Row, name_of
 from .sides import Format, patched_stepper
 

@@ -19,11 +19,10 @@ from ...data.requests import Request
 from ...data.resolution import Resolution
 from ...serving.core.denoiser import denoise
 from ...serving.core.prepared import PreparedRequest
-from ...serving.engine.plain_stepper import group_by_resolution
 from ...serving.models.served import ServedModel
-from ...serving.patched.compiled import compile_whole
-from ...serving.patched.plain_models import channels_last_copy
 from ...serving.patched.stepper import PatchedStepper
+from ...serving.plain.formats import channels_last_copy, compile_whole
+from ...serving.plain.stepper import group_by_resolution
 from .combinations import Combination
 
 Format = Literal["default", "channels-last"]

@@ -16,14 +16,15 @@ from ...serving.cache.patch_cache import CacheStats
 from ...serving.engine.engine import Engine
 from ...serving.engine.replay import replay
 from ...serving.engine.run_result import RunResult
-from ...serving.engine.stepper import EngineName, EngineOptions
+from ...serving.models.build import build_model
 from ...serving.models.served import ServedModel
+from ...serving.options import EngineName, EngineOptions
 from ...serving.patched.stepper import PatchedStepper
 from ...serving.scheduling.policies import StepLatencyPredictor, get_policy, require_predictor
 from ...serving.scheduling.systems import System, get_system
 from ...training.latency.online_correction import OnlineCorrection
+from ..machine import run_facts
 from ..measure.latency import LatencySettings, profile_latency
-from ..measure.machine import run_facts
 from ..measure.standalone import shape_of, standalone_latencies
 from ..runs.calibration import Calibration, calibrate, step_sources
 from ..runs.outside_profile import predictions_outside
@@ -204,7 +205,7 @@ class EngineSide:
 
 def with_engine(model: ServedModel, options: EngineOptions) -> ServedModel:
     """The same loaded model, sharing its weights, served by another engine."""
-    return ServedModel(
+    return build_model(
         model.pipe, name=model.name, fingerprint=model.fingerprint, defaults=model.defaults, options=options
     )
 

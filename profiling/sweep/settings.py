@@ -28,8 +28,8 @@ from ...data.resolution import Resolution
 from ...data.tables.schemas import RECORDS, about_of, read_table, write_table
 from ...data.traces.traces import TRACE_KINDS
 from ...serving.core.request_state import RequestRecord
-from ...serving.engine.stepper import EngineName
 from ...serving.models.defaults import ModelDefaults
+from ...serving.options import EngineName
 from ...serving.scheduling.systems import System, get_system
 from ...serving.simulator.distrifusion import speedup
 from ..runs.trace_settings import TraceSettings, check_slo_scale, draw_requests

@@ -11,7 +11,7 @@ from ...data.files import named_by_content
 from ...data.requests import Request
 from ...data.run_facts import RunFacts
 from ...data.tables.latency import read_latencies
-from ...serving.engine.stepper import EngineName
+from ...serving.options import EngineName
 from ...serving.scheduling.policies import StepLatencyPredictor
 from ...serving.scheduling.systems import System
 from ...training.latency.predictor import LatencyPredictor

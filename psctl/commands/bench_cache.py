@@ -8,9 +8,9 @@ from ...data.files import require_places
 from ...data.resolution import parse_list
 from ...data.run_facts import describe
 from ...serving.cache.options import CacheOptions
-from ...serving.engine.stepper import EngineOptions
+from ...serving.options import EngineOptions
+from ..flags import flag
 from ..options.common import OutputFile, Resolutions, Seed, numbers_of
-from ..options.flags import flag
 from ..options.groups import CACHE, ENGINE
 from ..options.target import Target
 from ..output import Output

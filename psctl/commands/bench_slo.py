@@ -10,10 +10,10 @@ import typer
 from ...data.errors import UsageError
 from ...data.files import require_places
 from ...profiling.runs.trace_settings import TraceSettings
-from ...serving.engine.stepper import EngineOptions
+from ...serving.options import EngineOptions
 from ...serving.scheduling.systems import SYSTEMS
+from ..flags import flag, given_flags
 from ..options.common import Gpus, MaxBatchSize, OutputFile, Seed, SloScale, StageTimesRun, numbers_of
-from ..options.flags import flag, given_flags
 from ..options.groups import ENGINE, TRACE
 from ..options.system import systems_of_policies, with_cache_of
 from ..options.target import Target

@@ -5,8 +5,8 @@ from typing import Annotated
 from ...data.errors import UsageError
 from ...data.files import require_places
 from ...data.resolution import parse_list
+from ..flags import flag
 from ..options.common import OutputFile, Resolutions, Seed
-from ..options.flags import flag
 from ..options.groups import PatchFlags
 from ..options.target import Target
 from ..output import Output

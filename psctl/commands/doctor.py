@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...data.workspace import Workspace
-from ...profiling.measure.machine import cpu_info, cpu_name
+from ...profiling.machine import cpu_info, cpu_name
 from ..options.target import WHERE, Target
 from ..output import Output
 

@@ -9,8 +9,8 @@ import typer
 from ...data.errors import UsageError
 from ...data.files import require_places, write_json
 from ...eval.options import METRICS, EvalOptions, plan_eval
+from ..flags import flag, given_flags
 from ..options.common import OutputFile
-from ..options.flags import flag, given_flags
 from ..options.groups import DRAW, ENGINE, EngineFlags, JudgeFlags
 from ..options.target import Target
 from ..output import Output

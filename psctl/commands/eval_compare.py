@@ -9,9 +9,9 @@ import typer
 from ...data.errors import UsageError
 from ...data.files import require_places
 from ...eval.options import FEATURES_DIR, SAMPLES_DIR, EvalOptions, plan_eval
-from ...serving.engine.stepper import EngineOptions
+from ...serving.options import EngineOptions
+from ..flags import flag
 from ..options.common import OutputFile
-from ..options.flags import flag
 from ..options.groups import DRAW, ENGINE, JudgeFlags
 from ..options.target import Target
 from ..output import Output

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..options.flags import flag
+from ..flags import flag
 from ..options.target import WHERE, Target
 from ..output import Output
 

@@ -8,7 +8,7 @@ import typer
 
 from ...data.errors import UsageError
 from ...data.files import require_places, write_text
-from ..options.flags import flag
+from ..flags import flag
 from ..output import Output
 
 EXIT_FAIL, EXIT_NOT_ENOUGH = 1, 3

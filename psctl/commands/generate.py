@@ -9,8 +9,8 @@ from ...data.errors import RunError, UsageError
 from ...data.files import require_folder
 from ...data.requests import MAX_SEED, Request
 from ...data.resolution import Resolution, parse
+from ..flags import flag
 from ..options.common import GuidanceScale, MaxBatchSize, NumInferenceSteps, Seed
-from ..options.flags import flag
 from ..options.groups import EngineFlags
 from ..options.target import Target
 from ..output import Output

@@ -5,8 +5,8 @@ from typing import Annotated, Any
 import typer
 
 from ...data.errors import UsageError
+from ..flags import flag, given_flags
 from ..options.common import Seed
-from ..options.flags import flag, given_flags
 from ..options.target import WHERE, Target
 from ..output import Output
 

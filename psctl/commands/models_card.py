@@ -7,8 +7,8 @@ import typer
 
 from ...data.errors import UsageError
 from ...data.models.bundled import MODELS_DIR
+from ..flags import flag
 from ..options.common import Seed
-from ..options.flags import flag
 from ..options.target import WHERE, Target
 from ..output import Output
 

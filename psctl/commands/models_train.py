@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from ..flags import flag
 from ..options.common import Seed
-from ..options.flags import flag
 from ..options.target import WHERE, Target
 from ..output import Output
 

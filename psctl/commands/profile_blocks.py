@@ -6,9 +6,9 @@ from typing import Annotated
 from ...data.files import require_folder, write_bytes
 from ...data.resolution import parse_list
 from ...serving.cache.options import CacheOptions
-from ...serving.engine.stepper import EngineOptions
+from ...serving.options import EngineOptions
+from ..flags import flag, preset_flag
 from ..options.common import GuidanceScale, Prompts, Resolutions, Seed
-from ..options.flags import flag, preset_flag
 from ..options.groups import CACHE, ENGINE
 from ..options.target import Target
 from ..output import Output

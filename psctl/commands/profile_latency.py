@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from ...data.errors import UsageError
 from ...data.files import require_places
 from ...data.resolution import parse_list
-from ...serving.engine.stepper import EngineOptions
+from ...serving.options import EngineOptions
+from ..flags import flag, preset_flag
 from ..options.common import OutputFile, Resolutions, Seed
-from ..options.flags import flag, preset_flag
 from ..options.groups import ENGINE
 from ..options.target import Target
 from ..output import Output

@@ -9,8 +9,8 @@ import typer
 from ...data.errors import RunError
 from ...data.files import require_places
 from ...serving.scheduling.systems import DEFAULT_SYSTEM
+from ..flags import flag, given_flags
 from ..options.common import MaxBatchSize, OutputFile, SloScale
-from ..options.flags import flag, given_flags
 from ..options.groups import EngineFlags, TraceFlags
 from ..options.system import PolicyName, SystemName, chosen_system, with_cache_of
 from ..options.target import Target

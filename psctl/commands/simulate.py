@@ -9,10 +9,10 @@ from ...data.errors import UsageError
 from ...data.files import require_places
 from ...data.resolution import parse_list
 from ...profiling.runs.trace_settings import TraceSettings
-from ...serving.engine.stepper import EngineOptions
+from ...serving.options import EngineOptions
 from ...serving.scheduling.systems import DEFAULT_SYSTEM
+from ..flags import flag
 from ..options.common import Gpus, MaxBatchSize, OutputFile, SloScale, StageTimesRun
-from ..options.flags import flag
 from ..options.groups import ENGINE, TRACE
 from ..options.system import PolicyName, SystemName, chosen_system
 from ..options.target import WHERE, Target

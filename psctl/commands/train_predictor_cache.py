@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from ...data.errors import UsageError
 from ...data.files import require_folder, write_bytes
+from ..flags import flag
 from ..options.common import Seed
-from ..options.flags import flag
 from ..options.target import WHERE, Target
 from ..output import Output
 

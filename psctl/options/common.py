@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from ...data.errors import UsageError
-from .flags import flag
+from ..flags import flag
 
 
 def _json_file(path: Path | None) -> Path | None:
@@ -21,8 +21,6 @@ def _json_file(path: Path | None) -> Path | None:
     return path
 
 
-Json = Annotated[bool, flag("--json", "Print the result as JSON.", is_shared=True)]
-Quiet = Annotated[bool, flag("--quiet -q", "No progress and no notes on stderr.", is_shared=True)]
 Seed = Annotated[int, flag("--seed", "Seed of everything random in the run.", is_shared=True, min=0)]
 OutputFile = Annotated[
     Path | None,

@@ -8,9 +8,9 @@ from ...data.datasets.spec import spec_options_help
 from ...eval.options import EvalOptions
 from ...profiling.runs.trace_settings import TraceSettings
 from ...serving.cache.options import CacheOptions
-from ...serving.engine.stepper import EngineOptions
+from ...serving.options import EngineOptions
+from ..flags import Flags, flag
 from .common import GuidanceScale, MaxBatchSize, NumInferenceSteps, Prompts, Resolutions, Seed
-from .flags import Flags, flag
 
 if TYPE_CHECKING:
     import torch

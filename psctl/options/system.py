@@ -7,10 +7,10 @@ import typer
 
 from ...serving.scheduling.policies import POLICY_NAMES
 from ...serving.scheduling.systems import FORMER_POLICIES, SYSTEMS, System, get_system
-from .flags import flag, preset
+from ..flags import flag, preset
 
 if TYPE_CHECKING:
-    from ...serving.engine.stepper import EngineOptions
+    from ...serving.options import EngineOptions
     from ..output import Output
     from .target import Target
 

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from ...data.workspace import DEFAULT_WORKSPACE, ModelWorkspace, Workspace
-from .flags import Flags, flag
+from ..flags import Flags, flag
 
 if TYPE_CHECKING:
-    from ...serving.engine.stepper import EngineOptions
     from ...serving.models.defaults import ModelDefaults
     from ...serving.models.served import ServedModel
+    from ...serving.options import EngineOptions
     from ..output import Output
 
 

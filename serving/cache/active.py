@@ -14,13 +14,13 @@ from .cells import CellTables, Integers
 class QueryGroup:
     """The rows of one resolution that have active cells.
 
-    Rows may have different numbers of active cells; the shorter ones are filled up with cells whose result is dropped.
+    Rows may have different numbers of active cells; the shorter ones are padded with cells whose result is dropped.
 
     Attributes:
         rows: (R,) rows of the batch.
         local: the same rows among the active rows.
         index: (R * most,) place among the active cells.
-        valid: (n,) which of these are no filling, in order; None if all.
+        valid: (n,) which of these are not padding, in order; None if all.
         context: (R * cells of a row,) all cells of these rows.
     """
 
@@ -127,7 +127,7 @@ class ActiveSet:
             most = int(counts.max())
             before = np.cumsum(counts) - counts
             place = np.arange(most)
-            # Filling repeats the first active cell of the row.
+            # Padding repeats the first active cell of the row.
             index = first + before[:, None] + np.where(place < counts[:, None], place, 0)
             valid = None
             if (counts < most).any():

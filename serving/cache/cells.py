@@ -2,7 +2,7 @@
 
 Cells are numbered by row, then by their place in the image, line by line, whatever order the tokens of the packing
 have. A cell has a slot, which it keeps as long as its request is served; slots index what operators keep as context.
-Slot 0 belongs to nobody and holds zeros: what lies beyond the edge of an image is read from there.
+Slot 0 belongs to no cell and holds zeros, which is what is read beyond the edge of an image.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ from ..layout.packing import Group, Level, Packing
 Integers = NDArray[np.int64]
 
 _SAMPLE_EVERY = 4
-"""How a cell's input has changed is told from every fourth token where its lines are that long: comparing all of them
+"""The change of a cell's input is estimated from every fourth token, where lines are that long: comparing all of them
 took half of the cache's time."""
 
 

@@ -1,9 +1,9 @@
-"""The cache of one model: whose patches are in the batch, which of them go through a block, and what that has saved."""
+"""The cache of one model: which patches are in the batch, which of them go through a block, and what that has saved."""
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -11,11 +11,10 @@ from torch import Tensor
 
 from ...data.errors import UsageError
 from ..layout.packing import Packing
-from ..patched.leaves import PatchContext
 from .active import ActiveSet
 from .cells import CellTables, Integers, SlotTable
 from .options import CacheOptions
-from .rules import Accumulated, Booleans, PatchView, ReuseRule
+from .rules import Booleans, PatchView, ReuseRule
 from .slots import SlotBuffer
 from .store import BlockStore, mean_square
 
@@ -91,13 +90,25 @@ class CachedRequest:
     pixels: int
 
 
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Which cells go through a block.
+
+    Attributes:
+        kind: `whole` for all of them, `skipped` for none, `masked` for some.
+        active: these, where it is masked.
+    """
+
+    kind: Literal["whole", "masked", "skipped"]
+    active: ActiveSet | None = None
+
+
 class PatchCache:
     """Decides and keeps for all blocks of one patched model. One thread at a time.
 
     Args:
         options: how.
-        rule: who decides.
-        context: of the patched model.
+        rule: which patches may be reused.
         unit: latent pixels on the side of the model's smallest token.
         num_levels: levels of the model.
 
@@ -110,15 +121,13 @@ class PatchCache:
         UsageError: the patch size of the cache does not suit the model.
     """
 
-    def __init__(
-        self, options: CacheOptions, rule: ReuseRule, context: PatchContext, *, unit: int, num_levels: int
-    ) -> None:
+    def __init__(self, options: CacheOptions, rule: ReuseRule, *, unit: int, num_levels: int) -> None:
         multiple = unit << (num_levels - 1)
         if options.patch_size % multiple:
             raise UsageError(
                 f"the cache's patch size is {options.patch_size}, but this model needs a multiple of {multiple}"
             )
-        self.options, self.rule, self.context, self.unit = options, rule, context, unit
+        self.options, self.rule, self.unit = options, rule, unit
         self.stats = CacheStats()
         self.on_computed: OnComputed | None = None
         self.names: list[str] = []
@@ -129,6 +138,7 @@ class PatchCache:
         self._bytes: list[int] = []
         self._bytes_per_cell: dict[int, float] = {}
         self._batch: PatchBatch | None = None
+        self._is_first_block = False
 
     @property
     def tables(self) -> CellTables:
@@ -140,7 +150,7 @@ class PatchCache:
         return self._batch
 
     def check_sizes(self, sizes: Sequence[tuple[int, int]]) -> None:
-        """Raise UsageError if a latent size (height, width) is no multiple of the cache's patch size."""
+        """Raise UsageError if a latent size (height, width) is not a multiple of the cache's patch size."""
         for height, width in sizes:
             if height % self.options.patch_size or width % self.options.patch_size:
                 raise UsageError(
@@ -158,7 +168,7 @@ class PatchCache:
 
     @property
     def is_used(self) -> bool:
-        """Whether the batch has requests; a batch of rows that belong to nobody, as for measurements, has none."""
+        """Whether the batch has requests; a batch of rows for measurements alone has none."""
         return self._batch is not None
 
     def begin(self, packing: Packing, requests: Sequence[CachedRequest]) -> None:
@@ -170,20 +180,20 @@ class PatchCache:
 
     def begin_step(self, steps_done: Sequence[int]) -> None:
         """Say how far each request is, before every step."""
-        batch = self.batch
-        batch.start_step(np.asarray(steps_done), self.options.warmup_steps)
-        self._needs_observation = isinstance(self.rule, Accumulated)
+        self.batch.start_step(np.asarray(steps_done), self.options.warmup_steps)
+        self._is_first_block = True
 
-    def decide(self, block: int, inputs: tuple[Tensor, ...]) -> "ActiveSet | bool":
-        """Which cells go through a block: True for all, False for none, else some.
+    def decide(self, block: int, inputs: Tokens) -> Decision:
+        """Say which cells go through a block that is handed these tokens.
 
         The cells of new, first and last steps are always among them, and so are those which were reused too often.
         """
         started = time.perf_counter()
         batch, store = self.batch, self.stores[block]
         store.move_to(batch.tables, batch.keys)
-        if self._needs_observation:
+        if self._is_first_block and self.rule.observes:
             self._observe(batch, inputs)
+        self._is_first_block = False
         must = (
             batch.is_forced
             | ~store.is_known[batch.first_cell]
@@ -205,21 +215,14 @@ class PatchCache:
         self.stats.overhead_s += time.perf_counter() - started
         if num_active == batch.num_patches:
             self.stats.whole += 1
-            return True
+            return Decision("whole")
         if num_active == 0:
             self.stats.skipped_blocks += 1
-            return False
+            return Decision("skipped")
         self.stats.masked += 1
-        return ActiveSet(batch.tables, np.flatnonzero(~is_reused))
+        return Decision("masked", ActiveSet(batch.tables, np.flatnonzero(~is_reused)))
 
-    def keep(
-        self,
-        block: int,
-        inputs: tuple[Tensor, ...],
-        outputs: tuple[Tensor, ...],
-        row_outputs: tuple[Tensor, ...],
-        active: ActiveSet | None,
-    ) -> None:
+    def keep(self, block: int, inputs: Tokens, outputs: Tokens, row_outputs: Tokens, active: ActiveSet | None) -> None:
         """Keep what a block has computed, if there is room."""
         started = time.perf_counter()
         store = self.stores[block]
@@ -259,7 +262,7 @@ class PatchCache:
         """What all blocks keep."""
         return sum(self._bytes)
 
-    def _ask(self, block: int, store: BlockStore, inputs: tuple[Tensor, ...], batch: "PatchBatch") -> Booleans:
+    def _ask(self, block: int, store: BlockStore, inputs: Tokens, batch: "PatchBatch") -> Booleans:
         change = None
         if self.rule.needs_change:
             by_cell = store.change(inputs)
@@ -276,11 +279,9 @@ class PatchCache:
         )
         return self.rule.may_reuse(view)
 
-    def _observe(self, batch: "PatchBatch", inputs: tuple[Tensor, ...]) -> None:
-        """Tell an accumulating rule how far every request's input has moved since the last step."""
-        self._needs_observation = False
-        rule, store, tables = self.rule, self._previous, batch.tables
-        assert isinstance(rule, Accumulated)
+    def _observe(self, batch: "PatchBatch", inputs: Tokens) -> None:
+        """Let the rule see how far every request's input has moved since the last step."""
+        store, tables = self._previous, batch.tables
         store.move_to(tables, batch.keys)
         changes = np.full(len(batch.request_keys), np.inf)
         if store.inputs:
@@ -291,9 +292,7 @@ class PatchCache:
             sums = np.add.reduceat(sums[:, batch.first_cell] + sums[:, batch.last_cell], batch.request_start, axis=1)
             changes = np.where(store.is_known[first], np.sqrt(sums[0] / sums[1]), np.inf)
         store.put(inputs, (), (), None)
-        rule.observe(batch.request_keys, changes)
-        for place in np.flatnonzero(batch.is_forced[batch.request_start]):
-            rule.restart(batch.request_keys[place])
+        self.rule.observe(batch.request_keys, changes, batch.is_forced[batch.request_start])
 
 
 class PatchBatch:

@@ -1,11 +1,12 @@
-"""Who decides which patches are reused.
+"""The rules by which patches are reused.
 
 A rule sees the patches of requests, not of rows: both rows of a guided request do the same, because guidance multiplies
 their difference.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,13 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...data.errors import UsageError
+from ...data.tables.block_facts import BlockFacts
+from ...training.cache.predictor import CachePredictor, features_of
 from .cells import Integers
 from .options import CacheOptions
-
-if TYPE_CHECKING:
-    from ...data.tables.block_facts import BlockFacts
-    from ...training.cache.predictor import CachePredictor
-    from ..models.served import ServedModel
 
 Booleans = NDArray[np.bool_]
 
@@ -49,28 +47,39 @@ class PatchView:
 
 
 class ReuseRule(Protocol):
-    """Says before each block which patches may be reused; new ones, first and last steps are not up to it."""
+    """Says before each block which patches may be reused; new ones, first and last steps are not up to it.
 
-    @property
-    def needs_change(self) -> bool:
-        """Whether it wants `PatchView.change`."""
-        ...
+    Attributes:
+        needs_change: whether it wants `PatchView.change`.
+        observes: whether it wants `observe` before the first block of every step.
+    """
+
+    needs_change: bool = False
+    observes: bool = False
+
+    def observe(self, keys: Sequence[int], changes: NDArray[np.float64], is_forced: Booleans) -> None:
+        """Take note of how the input of a step has changed.
+
+        Args:
+            keys: of the requests of the batch.
+            changes: (requests,) root of the mean squared difference of the first block's input to the step before,
+                relative to that step; infinite for a new request.
+            is_forced: (requests,) whether all of a request is computed at this step, whatever the rule says.
+        """
 
     def may_reuse(self, view: PatchView) -> Booleans:
         """(patches,) True where the output of the last computation still serves."""
         ...
 
 
-class NeverReuse:
+class NeverReuse(ReuseRule):
     """Computes everything, and lets everything be kept: for profiles and tests."""
-
-    needs_change = False
 
     def may_reuse(self, view: PatchView) -> Booleans:
         return np.zeros(len(view.request), bool)
 
 
-class InputThreshold:
+class InputThreshold(ReuseRule):
     """Reuses what has changed less than a threshold; at 0 nothing, since the comparison is strict."""
 
     needs_change = True
@@ -83,7 +92,7 @@ class InputThreshold:
         return (view.change < self.threshold).cpu().numpy()
 
 
-class Predicted:
+class Predicted(ReuseRule):
     """Asks the trained predictor (PatchedServe sections 5.1 and 7).
 
     Args:
@@ -97,29 +106,25 @@ class Predicted:
 
     needs_change = True
 
-    def __init__(self, predictor: "CachePredictor", max_reuse: int, kernels: str = "auto") -> None:
-        from ...training.cache.predictor import features_of
-
+    def __init__(self, predictor: CachePredictor, max_reuse: int, kernels: str = "auto") -> None:
         if max_reuse > predictor.max_lag:
             raise UsageError(
                 f"--max-reuse is {max_reuse}, but the predictor has learnt from {predictor.max_lag} steps in a row; "
                 f"give at most that, or profile again with psctl profile blocks --max-lag {max_reuse}"
             )
-        self.predictor, self._features_of, self._kernels = predictor, features_of, kernels
+        self.predictor, self._kernels = predictor, kernels
 
     def may_reuse(self, view: PatchView) -> Booleans:
         assert view.change is not None
         device = view.change.device
         others = np.stack([view.steps_done / view.num_steps, view.reuses, view.pixels]).astype(np.float32)
         fraction, reuses, pixels = torch.from_numpy(others).to(device)
-        features = self._features_of(view.change, view.block, fraction, reuses, pixels)
+        features = features_of(view.change, view.block, fraction, reuses, pixels)
         return self.predictor.may_reuse(features, kernels=self._kernels).cpu().numpy()
 
 
-class Interval:
+class Interval(ReuseRule):
     """Computes all blocks at every n-th step of a request, and only the outermost two at the others (DeepCache)."""
-
-    needs_change = False
 
     def __init__(self, interval: int) -> None:
         self.interval = interval
@@ -130,10 +135,8 @@ class Interval:
         return view.steps_done % self.interval != 0
 
 
-class Imposed:
+class Imposed(ReuseRule):
     """Reuses a given share of the patches, drawn anew for each block: for measurements of speed alone."""
-
-    needs_change = False
 
     def __init__(self, share: float, seed: int = 0) -> None:
         self.share, self._rng = share, np.random.default_rng(seed)
@@ -143,36 +146,34 @@ class Imposed:
         return np.isin(np.arange(len(view.request)), self._rng.permutation(len(view.request))[:count])
 
 
-class Accumulated:
-    """A request skips all blocks until the changes of its input add up to more than a threshold (TeaCache).
+class Accumulated(ReuseRule):
+    """A request skips all blocks until the changes of its input add up to more than a threshold (TeaCache)."""
 
-    The change of a step is the root of the mean squared difference to the step before, relative to that step, of the
-    first block's input. The engine hands it in before the first block (`observe`).
-    """
-
-    needs_change = False
+    observes = True
 
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
         self._sums: dict[int, float] = {}
         self._skips: Booleans = np.empty(0, bool)
 
-    def observe(self, keys: list[int], changes: NDArray[np.float64]) -> None:
-        """Add this step's change of each request (infinite for a new one), and decide for the step."""
-        sums = {key: self._sums.get(key, 0.0) + float(change) for key, change in zip(keys, changes, strict=True)}
-        self._skips = np.array([total < self.threshold for total in sums.values()])
-        self._sums = {key: total if total < self.threshold else 0.0 for key, total in sums.items()}
-
-    def restart(self, key: int) -> None:
-        """A request was computed for another reason: its changes count from here."""
-        self._sums[key] = 0.0
+    def observe(self, keys: Sequence[int], changes: NDArray[np.float64], is_forced: Booleans) -> None:
+        """Add the changes up, and decide for the step; what is computed counts from 0 again."""
+        sums = np.array([self._sums.get(key, 0.0) for key in keys]) + changes
+        self._skips = sums < self.threshold
+        self._sums = dict(zip(keys, np.where(self._skips & ~is_forced, sums, 0.0).tolist(), strict=True))
 
     def may_reuse(self, view: PatchView) -> Booleans:
         return self._skips[view.request]
 
 
-def load_rule(options: CacheOptions, model: "ServedModel") -> ReuseRule:
+def load_rule(options: CacheOptions, facts: BlockFacts, device: torch.device, kernels: str = "auto") -> ReuseRule:
     """The rule that the options ask for.
+
+    Args:
+        options: of the cache.
+        facts: what a predictor must have been trained for.
+        device: of the model.
+        kernels: one of `kernels.launch.KERNELS`.
 
     Raises:
         UsageError: no predictor was given, its file is damaged, or it was trained for another model, scheduler or patch
@@ -190,18 +191,5 @@ def load_rule(options: CacheOptions, model: "ServedModel") -> ReuseRule:
             "--cache needs a trained predictor (psctl profile blocks, then psctl train-predictor cache) or "
             "--cache-threshold"
         )
-    from ...training.cache.predictor import CachePredictor
-
-    facts = facts_of(model, options.patch_size)
-    predictor = CachePredictor.load(options.predictor, expect=facts, device=model.device)
-    return Predicted(predictor, options.max_reuse, model.options.kernels)
-
-
-def facts_of(model: "ServedModel", patch_size: int) -> "BlockFacts":
-    """What a block profile of this model holds for, and a predictor must have been trained for."""
-    from ...data.tables.block_facts import BlockFacts
-    from ..patched.cached_block import blocks_of
-
-    scheduler = type(model.pipe.scheduler).__name__
-    names = tuple(name for name, _ in blocks_of(model.denoiser))
-    return BlockFacts(model.name, model.fingerprint, scheduler, patch_size, names)
+    predictor = CachePredictor.load(options.predictor, expect=facts, device=device)
+    return Predicted(predictor, options.max_reuse, kernels)

@@ -1,7 +1,7 @@
 """What operators keep of their input for the patches that are not computed: PatchedServe section 5.1, DESIGN.md.
 
 A computed patch refreshes its place, a reused one leaves it stale. What a full pass has seen is kept as it is, and only
-put into slots when some patches are computed without the others, so a full pass costs nothing more.
+sorted into slots when some patches are computed without the others, so a full pass costs nothing more.
 """
 
 from collections.abc import Callable
@@ -55,7 +55,7 @@ class SlotBuffer:
         return old
 
     def bytes_per_cell(self, num_cells: int) -> float:
-        """What is held for each of the cells of the batch; the rows of slots that nobody has now do not count."""
+        """What is held for each of the cells of the batch; the rows of free slots do not count."""
         rows = 0.0 if self._rows is None else self._rows.nbytes * self._per_slot / len(self._rows)
         return rows + (0 if self._pending is None else self._pending[0].untyped_storage().nbytes()) / num_cells
 

@@ -11,7 +11,7 @@ from .active import ActiveSet
 from .cells import CellTables, Integers, match_keys
 
 LEAST_SQUARE = 1e-12
-"""Of an input that is zero everywhere, so that changes of it can be told relative to it."""
+"""Mean square of an input that is zero everywhere, so that relative changes of it are finite."""
 
 
 class BlockStore:
@@ -21,7 +21,7 @@ class BlockStore:
         compares: whether `change` will be asked for; if not, inputs are not kept.
 
     Attributes:
-        keys: (cells,) whose they are, in the order of `tables`.
+        keys: (cells,) of the cells, in the order of `tables`.
         inputs, outputs: tokens [tokens, channels], of any levels.
         row_outputs: tensors with one entry per row (SD3's text tokens).
         square: (cells,) mean square of the inputs, float32, never 0.
@@ -154,7 +154,7 @@ class BlockStore:
 
 
 def mean_square(tensors: Sequence[Tensor], tables: CellTables, minus: Sequence[Tensor] | None = None) -> Tensor:
-    """Mean square of each cell's values, told from every n-th token (`CellTables.sample`).
+    """Mean square of each cell's values, estimated from every n-th token (`CellTables.sample`).
 
     Args:
         tensors: tokens [tokens, channels] of any levels.

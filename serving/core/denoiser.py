@@ -1,8 +1,18 @@
-"""How diffusers' denoising models are called: the same way for U-Nets and transformers."""
+"""How diffusers' denoising models are found, called and copied: the same way for U-Nets and transformers."""
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+
+Conditions = Callable[[dict[str, Tensor]], dict[str, Any]]
+"""Names conditioning tensors (rows, ...) as the denoising model's own forward does."""
+
+
+def denoiser_of(pipe: Any) -> Any:
+    """The denoising model of a diffusers pipeline."""
+    return pipe.unet if hasattr(pipe, "unet") else pipe.transformer
 
 
 def denoise(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
@@ -15,3 +25,8 @@ def denoise(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str
         conditions: named as the model's own forward names them, see `Family.conditions`.
     """
     return model(latents, timestep=timesteps, return_dict=False, **conditions)[0]
+
+
+def copy_modules(model: nn.Module) -> nn.Module:
+    """A copy of a model whose modules are its own and whose tensors are the same."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})

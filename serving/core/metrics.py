@@ -1,7 +1,7 @@
 """Figures of one run, from its request records. Key names follow the benchmark clients of vllm-omni and SGLang."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,8 +40,10 @@ def summarize(
     pending = [record.request_id for record in records if record.status == "pending"]
     if pending:
         raise RuntimeError(f"requests {pending} have not ended, so the run cannot be summarized")
-    latencies = _values(records, lambda record: record.latency_s)
-    queueing = _values(records, lambda record: record.queueing_s)
+    latencies = _known(record.latency_s for record in records)
+    queueing = _known(record.queueing_s for record in records)
+    ended = Counter(record.status for record in records)
+    reasons = Counter(record.reason or "no reason given" for record in records if record.status == "discarded")
     num_met = sum(record.slo_met is True for record in records)
     has_slos = any(record.slo_s is not None for record in records)
     return {
@@ -49,11 +51,11 @@ def summarize(
         "dataset": dataset,
         "duration": duration_s,
         "total_requests": len(records),
-        "completed_requests": _count(records, "completed"),
-        "failed_requests": _count(records, "failed"),
-        "discarded_requests": _count(records, "discarded"),
-        "discarded_by_reason": _by_reason(records),
-        "cancelled_requests": _count(records, "cancelled"),
+        "completed_requests": ended["completed"],
+        "failed_requests": ended["failed"],
+        "discarded_requests": ended["discarded"],
+        "discarded_by_reason": dict(reasons.most_common()),
+        "cancelled_requests": ended["cancelled"],
         "throughput_qps": _per_second(len(latencies), duration_s),
         "goodput_qps": _per_second(num_met, duration_s) if has_slos else None,
         "latency_mean": _mean(latencies),
@@ -80,30 +82,20 @@ def _per_resolution(records: Sequence[RequestRecord]) -> dict[str, dict[str, Any
     figures: dict[str, dict[str, Any]] = {}
     for resolution in sorted({record.resolution for record in records}, key=lambda size: (size.pixels, size)):
         mine = [record for record in records if record.resolution == resolution]
-        latencies = _values(mine, lambda record: record.latency_s)
+        latencies = _known(record.latency_s for record in mine)
         figures[str(resolution)] = {
             "requests": len(mine),
-            "completed": _count(mine, "completed"),
+            "completed": len(latencies),
             "slo_attainment_rate": slo_attainment_rate(mine),
             "latency_mean": _mean(latencies),
             "latency_p95": _percentile(latencies, 95),
-            "queueing_mean": _mean(_values(mine, lambda record: record.queueing_s)),
+            "queueing_mean": _mean(_known(record.queueing_s for record in mine)),
         }
     return figures
 
 
-def _by_reason(records: Iterable[RequestRecord]) -> dict[str, int]:
-    """Number of discarded requests by the policy's reason, the commonest first."""
-    counts = Counter(record.reason or "no reason given" for record in records if record.status == "discarded")
-    return dict(counts.most_common())
-
-
-def _values(records: Iterable[RequestRecord], get: Callable[[RequestRecord], float | None]) -> list[float]:
-    return [value for record in records if (value := get(record)) is not None]
-
-
-def _count(records: Iterable[RequestRecord], status: str) -> int:
-    return sum(record.status == status for record in records)
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
 
 
 def _per_second(count: int, duration_s: float) -> float | None:

@@ -1,8 +1,9 @@
-"""The life of a request: what a policy sees of it, what the engine keeps of it, what is written down at its end.
+"""The life of a request: what a policy sees of it, where it is while it is open, what is written down about it.
 
 Every time here is in seconds from the start of the trace, on the engine's (or the simulator's) clock.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, get_args
 
@@ -11,6 +12,8 @@ from ...data.resolution import Resolution
 
 Status = Literal["pending", "completed", "failed", "discarded", "cancelled"]
 FINAL_STATUSES: tuple[str, ...] = tuple(status for status in get_args(Status) if status != "pending")
+Stage = Literal["waiting", "joining", "active", "decoding"]
+"""Where an open request is: not admitted yet, admitted but not prepared, taking steps, done with its steps."""
 _DERIVED = ("deadline_s", "queueing_s", "latency_s", "slo_met")
 
 
@@ -144,28 +147,73 @@ class RequestRecord:
         return cls(**{field.name: row[field.name] for field in fields(cls)})
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RequestState:
-    """A request inside the engine or the simulator: what was asked, its record and its progress. No tensors."""
+    """An open request: what was asked, its record, and where it is. Only the `Scheduler` changes it. No tensors.
+
+    Attributes:
+        request: what was asked.
+        record: what has been written down about it.
+        view: what policies see of it before its first step.
+        num_iterations: steps that it takes; other than what was asked for with a sampler of second order.
+        stage: where it is.
+        is_prepared: whether its text is encoded and its latents are drawn.
+        first_step: how many steps the scheduler had counted when it became active.
+    """
 
     request: Request
     record: RequestRecord
-    steps_done: int = 0
-    standalone_s: float | None = None
+    view: RequestView
+    num_iterations: int
+    stage: Stage = "waiting"
+    is_prepared: bool = False
+    first_step: int = 0
 
     @classmethod
     def of(cls, request: Request, standalone_s: float | None = None) -> Self:
-        """The state of a request that has just arrived."""
-        return cls(request, RequestRecord.of(request), standalone_s=standalone_s)
-
-    def view(self) -> RequestView:
-        """What policies may see of it, as of now."""
-        return RequestView(
-            request_id=self.request.request_id,
-            resolution=self.request.resolution,
-            arrival_s=self.request.arrival_s,
-            deadline_s=self.request.deadline_s,
-            num_steps=self.request.num_inference_steps,
-            steps_done=self.steps_done,
-            standalone_s=self.standalone_s,
+        """The state of a request that has just arrived; `standalone_s` is its latency when served alone, if known."""
+        view = RequestView(
+            request.request_id,
+            request.resolution,
+            request.arrival_s,
+            request.deadline_s,
+            request.num_inference_steps,
+            0,
+            standalone_s,
         )
+        return cls(request, RequestRecord.of(request), view, request.num_inference_steps)
+
+    def view_at(self, step: int) -> RequestView:
+        """What policies may see of it when the scheduler has counted `step` steps."""
+        view = self.view
+        if self.stage != "active" or step == self.first_step:
+            return view
+        steps_done = (step - self.first_step) * view.num_steps // self.num_iterations
+        return RequestView(
+            view.request_id,
+            view.resolution,
+            view.arrival_s,
+            view.deadline_s,
+            view.num_steps,
+            steps_done,
+            view.standalone_s,
+        )
+
+
+class ActiveViews(Sequence[RequestView]):
+    """What policies see of admitted requests when `step` steps are counted; made only if one looks at them."""
+
+    __slots__ = ("_states", "_step")
+
+    def __init__(self, states: Sequence[RequestState], step: int) -> None:
+        self._states = states
+        self._step = step
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __iter__(self) -> Iterator[RequestView]:
+        return (state.view_at(self._step) for state in self._states)
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]

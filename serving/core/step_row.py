@@ -1,7 +1,11 @@
 """One denoising iteration, as it is written down."""
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Self
+
+from ...data.resolution import Resolution
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,20 @@ class StepRow:
     waiting: int
     resolutions: dict[str, int]
     schedule_s: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        step: int,
+        start_s: float,
+        duration_s: float,
+        batch: Sequence[Resolution],
+        num_waiting: int,
+        schedule_s: float = 0.0,
+    ) -> Self:
+        """The row of a step of `batch`, while `num_waiting` requests had arrived and were not in it."""
+        resolutions = dict(Counter(map(str, batch)))
+        return cls(step, start_s, duration_s, len(batch), num_waiting, resolutions, schedule_s)
 
     def to_row(self) -> dict[str, Any]:
         """One row of the steps table."""

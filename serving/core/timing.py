@@ -23,7 +23,7 @@ def finish_stream(device: torch.device) -> None:
 
 
 def medians_us(runs: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
-    """Median times in microseconds, by name; the runs take turns, so that whatever else happens meets all of them."""
+    """Median times in microseconds, to a tenth, by name; the runs take turns, so that disturbances meet all of them."""
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(_WARMUP + _REPEATS):
         for name, run in runs.items():
@@ -32,4 +32,4 @@ def medians_us(runs: Mapping[str, Callable[[], object]], device: torch.device) -
             synchronize(device)
             if repeat >= _WARMUP:
                 samples[name].append((time.perf_counter() - start) * 1e6)
-    return {name: statistics.median(times) for name, times in samples.items()}
+    return {name: round(statistics.median(times), 1) for name, times in samples.items()}

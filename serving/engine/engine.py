@@ -3,14 +3,14 @@
     submit -> waiting -> (policy) -> joining -> active -> [postprocess thread] -> record
                  `-- [prepare thread] --^          `-- one step of all active requests, again and again
 
-The thread that calls `Engine.run` denoises. Between any two steps it asks the policy who joins; requests leave as soon
-as their own last step is done (PatchedServe sections 6.1.1 and 7; the iteration level of ORCA). Text encoding and image
-decoding run in two threads beside it. A request that fails in any stage ends as "failed" with its reason, and the
-others go on.
+The thread that calls `Engine.run` denoises. Between any two steps the `Scheduler` asks the policy which requests join;
+a request leaves as soon as its own last step is done (PatchedServe sections 6.1.1 and 7; the iteration level of ORCA).
+Text encoding and image decoding run in two threads beside it. A request that fails in any stage ends as "failed" with
+its reason, and the others continue.
 
-The policy sees every request that has arrived, prepared or not. Only a few requests that wait are prepared ahead
-(`PrepareOrder`); an admitted one that is not keeps its place in the batch and is prepared next. So memory does not grow
-with the queue, and discarded requests mostly cost no text encoding.
+The policy sees every request that has arrived, prepared or not. Only a few waiting requests are prepared ahead
+(see `Scheduler`); one that is admitted before keeps its place in the batch and is prepared next. So memory does not
+grow with the queue, and discarded requests mostly cost no text encoding.
 
 The policy is asked between two steps, not beside one: on a CPU it would take the cores of the step, and on a GPU the
 decision would be about a batch that no longer exists when the step ends. What that costs is measured
@@ -18,25 +18,18 @@ decision would be about a batch that no longer exists when the step ends. What t
 """
 
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from ...data.checks import require_counts
+from ...data.errors import UsageError
 from ...data.requests import Request
-from ..core.request_state import RequestRecord, RequestState
+from ..core.prepared import PreparedRequest
+from ..core.request_state import RequestRecord
 from ..core.step_row import StepRow
 from ..models.served import ServedModel
-from ..scheduling.policies import (
-    LearningPredictor,
-    Policy,
-    StepLatencyPredictor,
-    WaitingQueue,
-    check_decision,
-    require_predictor,
-)
+from ..scheduling.policies import Policy, StepLatencyPredictor
+from ..scheduling.scheduler import Scheduler
 from .run_result import RunResult
-from .side_stages import Entry, ImagePath, SideStages
-from .step_log import StepLog
+from .side_stages import ImagePath, SideStages
 
 
 class Engine:
@@ -44,19 +37,14 @@ class Engine:
 
     Args:
         model: the loaded model.
-        policy: asked between steps who joins and who is dropped.
-        predictor: step latencies, for policies that ask for them. If it can learn (`LearningPredictor`), it is told
-            how long every step has taken.
-        max_batch_size: largest number of requests in the denoise batch.
-        max_prepared_ahead: largest number of waiting requests that are prepared; None for twice `max_batch_size`.
+        policy, predictor, max_batch_size, max_prepared_ahead: as for `Scheduler`.
         image_path: says where to save each image (atomically; the suffix says the format), or None not to save it.
         keep_images, keep_latents: whether the result holds the images and the final latents.
         on_finish: called with each record when it becomes final, from the thread where that happens.
         on_step: called after each denoising iteration.
 
     Raises:
-        UsageError: if `max_batch_size` or `max_prepared_ahead` is below 1, or the policy needs a predictor and there is
-            none.
+        UsageError: as `Scheduler`.
     """
 
     def __init__(
@@ -73,31 +61,31 @@ class Engine:
         on_finish: Callable[[RequestRecord], None] | None = None,
         on_step: Callable[[StepRow], None] | None = None,
     ) -> None:
-        require_counts({"max batch size": max_batch_size, "max prepared ahead": max_prepared_ahead})
-        if policy.requires_predictor:
-            require_predictor(policy, predictor)
         self._model = model
-        self._policy = policy
-        self._predictor = predictor
-        self._max_batch_size = max_batch_size
+        self._on_step = on_step
+        self._result = RunResult()
+        self._num_decisions_noted = 0
+        self._scheduler = Scheduler(
+            policy,
+            predictor,
+            max_batch_size=max_batch_size,
+            max_prepared_ahead=max_prepared_ahead,
+            on_decision=self._result.decision_times_s.append,
+        )
         self._stages = SideStages(
             model,
+            self._scheduler,
+            self._result,
             self.now_s,
-            max_prepared_ahead=max_prepared_ahead or 2 * max_batch_size,
             image_path=image_path,
             keep_images=keep_images,
             keep_latents=keep_latents,
             on_finish=on_finish,
         )
-        # Guards `_arrived` and `_is_closed`, too.
+        # Guards the scheduler, and what follows.
         self._changed = self._stages.changed
-        self._arrived: deque[Entry] = deque()
+        self._records: dict[int, RequestRecord] = {}
         self._is_closed = False
-        # Of the denoising thread alone. Joining: admitted, and not prepared yet.
-        self._waiting = WaitingQueue()
-        self._joining: dict[int, Entry] = {}
-        self._active: dict[int, Entry] = {}
-        self._log = StepLog(predictor if isinstance(predictor, LearningPredictor) else None, on_step)
         self._zero: float | None = None
 
     def start(self) -> None:
@@ -128,12 +116,13 @@ class Engine:
             RuntimeError: if the engine is closed.
         """
         self._model.check_request(request)
-        entry = Entry(RequestState.of(request, standalone_s))
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("the engine is closed: no more requests can be submitted")
-            self._stages.add(entry)
-            self._arrived.append(entry)
+            if request.request_id in self._records:
+                raise UsageError(f"request id {request.request_id} is used twice")
+            self._records[request.request_id] = self._scheduler.add(request, standalone_s).record
+            self._stages.prepare_next()
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -150,127 +139,59 @@ class Engine:
         """
         if self._zero is None:
             self.start()
-        was_interrupted = False
+        result = self._result
         try:
             self._denoise_until_closed()
         except KeyboardInterrupt:
-            was_interrupted = True
+            result.was_interrupted = True
         finally:
             self.close()
-            was_interrupted |= self._stages.stop()
-        stages, log = self._stages, self._log
-        if stages.error is not None:
-            raise stages.error
-        records = [stages.entries[request_id].state.record for request_id in sorted(stages.entries)]
-        duration_s = max((record.finish_s for record in records if record.finish_s is not None), default=self.now_s())
-        return RunResult(
-            records,
-            log.rows,
-            duration_s,
-            was_interrupted,
-            stages.images,
-            stages.latents,
-            log.decision_times_s,
-            stages.max_prepared,
-        )
+            result.was_interrupted |= self._stages.stop()
+        if self._stages.error is not None:
+            raise self._stages.error
+        result.records = [self._records[request_id] for request_id in sorted(self._records)]
+        ends_s = [record.finish_s for record in result.records if record.finish_s is not None]
+        result.duration_s = max(ends_s, default=self.now_s())
+        result.max_prepared = self._scheduler.max_prepared
+        return result
 
     # What follows is the denoise stage: the thread that called `run`.
 
     def _denoise_until_closed(self) -> None:
-        while self._take_news():
-            self._ask_policy()
-            if self._can_step():
-                self._step()
-
-    def _can_step(self) -> bool:
-        """Whether somebody can take a step; a batch of one resolution takes its first step together."""
-        return bool(self._active) and not (self._joining and self._policy.requires_one_resolution)
-
-    def _is_idle(self) -> bool:
-        """Whether somebody waits although nobody is in the batch or on the way there: the policy must be asked."""
-        return bool(self._waiting) and not (self._active or self._joining)
-
-    def _take_news(self) -> bool:
-        """Take note of who has arrived or was prepared; sleep while there is nothing to do. False: all is done."""
-        stages = self._stages
-        with self._changed:
-            if stages.error is not None:
-                return False
-            while not (self._arrived or stages.prepared_ids or self._can_step() or self._is_idle()):
-                if self._is_closed and not (self._waiting or self._joining or self._active):
-                    return False
+        scheduler, stages = self._scheduler, self._stages
+        while True:
+            with self._changed:
+                while stages.error is None and not scheduler.is_due:
+                    if self._is_closed and scheduler.is_idle:
+                        return
+                    self._changed.wait()
                 if stages.error is not None:
-                    return False
-                self._changed.wait()
-            while self._arrived:
-                self._waiting.add(self._arrived.popleft().state.view())
-            while stages.prepared_ids:
-                request_id = stages.prepared_ids.popleft()
-                entry = stages.entries[request_id]
-                if entry.state.record.status != "pending":
-                    # Preparing it has failed: nobody is to admit it, or to wait for it.
-                    self._joining.pop(request_id, None)
-                    if self._waiting.get(request_id) is not None:
-                        self._waiting.remove(request_id)
-                elif self._joining.pop(request_id, None) is not None:
-                    self._activate(entry)
-        return True
+                    return
+                dropped = scheduler.decide(self.now_s())
+                stages.prepare_next()
+                num_waiting = scheduler.num_waiting
+                batch = [stages.prepared[state.request.request_id] for state in scheduler.active]
+                can_step = scheduler.can_step
+            for state in dropped:
+                stages.let_go(state)
+            if can_step:
+                self._step(batch, num_waiting)
 
-    def _activate(self, entry: Entry) -> None:
-        entry.state.record.admitted_s = self.now_s()
-        self._active[entry.state.request.request_id] = entry
-
-    def _ask_policy(self) -> None:
-        if not self._waiting:
-            return
-        now_s = self.now_s()
-        active = [entry.state.view() for entry in (*self._active.values(), *self._joining.values())]
-        decision = self._policy.decide(now_s, self._waiting, active, self._max_batch_size, self._predictor)
-        check_decision(
-            decision,
-            self._waiting,
-            active,
-            self._max_batch_size,
-            requires_one_resolution=self._policy.requires_one_resolution,
-        )
-        with self._changed:
-            for request_id in decision.admit:
-                self._waiting.remove(request_id)
-                entry = self._stages.demand(request_id)
-                if entry.prepared is not None:
-                    self._activate(entry)
-                elif entry.state.record.status == "pending":
-                    self._joining[request_id] = entry
-            for request_id, _ in decision.drop:
-                self._waiting.remove(request_id)
-                self._stages.forget(request_id)
-            self._stages.prepare_next()
-        for request_id, reason in decision.drop:
-            self._stages.end(self._stages.entries[request_id], "discarded", reason)
-        self._log.note_decision(self.now_s() - now_s)
-
-    def _step(self) -> None:
-        batch = [entry.prepared for entry in self._active.values() if entry.prepared is not None]
+    def _step(self, batch: Sequence[PreparedRequest], num_waiting: int) -> None:
         start_s = self.now_s()
         failures = self._model.stepper.step(batch)
         end_s = self.now_s()
-        self._log.note_step(
-            start_s,
-            end_s - start_s,
-            [prepared.request.resolution for prepared in batch],
-            num_waiting=len(self._waiting) + len(self._joining),
-            has_failed=bool(failures),
-        )
-        for request_id, entry in list(self._active.items()):
-            if request_id in failures:
-                del self._active[request_id]
-                self._stages.end(entry, "failed", failures[request_id])
-                continue
-            assert entry.prepared is not None
-            progress = entry.prepared.state
-            # In the steps that were asked for: a scheduler of second order takes nearly twice as many.
-            entry.state.steps_done = progress.steps_done * entry.state.request.num_inference_steps // progress.num_steps
-            if progress.is_finished:
-                entry.state.record.denoise_end_s = end_s
-                del self._active[request_id]
-                self._stages.postprocess(entry)
+        steps, decision_times_s = self._result.steps, self._result.decision_times_s
+        decided_s = sum(decision_times_s[self._num_decisions_noted :])
+        self._num_decisions_noted = len(decision_times_s)
+        row = StepRow.of(len(steps), start_s, end_s - start_s, self._scheduler.batch, num_waiting, decided_s)
+        steps.append(row)
+        with self._changed:
+            left = self._scheduler.stepped(end_s, row.duration_s, failures)
+        if self._on_step is not None:
+            self._on_step(row)
+        for state in left:
+            if state.stage == "decoding":
+                self._stages.postprocess(state)
+            else:
+                self._stages.let_go(state)

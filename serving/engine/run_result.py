@@ -26,10 +26,10 @@ class RunResult:
         max_prepared: largest number of requests that held encoded text and latents at the same time, before decoding.
     """
 
-    records: list[RequestRecord]
-    steps: list[StepRow]
-    duration_s: float
-    was_interrupted: bool
+    records: list[RequestRecord] = field(default_factory=list)
+    steps: list[StepRow] = field(default_factory=list)
+    duration_s: float = 0.0
+    was_interrupted: bool = False
     images: "dict[int, Image]" = field(default_factory=dict)
     latents: "dict[int, torch.Tensor]" = field(default_factory=dict)
     decision_times_s: list[float] = field(default_factory=list)

@@ -1,83 +1,63 @@
-"""The two stages beside the denoise loop, prepare and postprocess, and the requests that all three share."""
+"""The two stages beside the denoise loop: prepare and postprocess."""
 
 import threading
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from ...data.errors import UsageError
 from ...data.files import atomic_write
 from ...data.requests import Request
 from ..core.prepared import PreparedRequest, describe
-from ..core.request_state import RequestRecord, RequestState, Status
+from ..core.request_state import RequestRecord, RequestState
 from ..models.served import ServedModel
-from ..scheduling.prepare_order import PrepareOrder
+from ..scheduling.scheduler import Scheduler
+from .run_result import RunResult
 from .stages import StageThread
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
 ImagePath = Callable[[Request], Path | None]
-
-
-@dataclass(slots=True)
-class Entry:
-    """A submitted request with its tensors; these are dropped as soon as they are of no more use."""
-
-    state: RequestState
-    prepared: PreparedRequest | None = None
-    latents: torch.Tensor | None = None
 
 
 class SideStages:
     """Prepares requests in one thread, and decodes and saves their images in another.
 
-    A request that fails in either ends as "failed" with its reason, and the others go on.
+    A request that fails in either ends as "failed" with its reason, and the others continue.
 
     Args:
         model: the loaded model.
+        scheduler: says what is prepared next, and is told what has happened.
+        result: takes the images and latents that are kept.
         now_s: the engine's clock.
-        max_prepared_ahead: largest number of waiting requests that are prepared.
         image_path, keep_images, keep_latents, on_finish: of `Engine`.
 
     Attributes:
-        changed: guards `entries`, `prepared_ids`, the order and state of preparing, and the closing of records; it is
-            notified whenever the denoise loop may have something to do.
-        entries: all requests, by id.
-        prepared_ids: of requests whose preparing has ended, well or not, for the denoise loop to take.
-        images, latents: of completed requests, by id, as far as they are kept.
-        num_prepared, max_prepared: requests that hold encoded text and latents before decoding, now and at the most.
+        changed: guards the scheduler and `prepared`; it is notified whenever the denoise loop may have something to do.
+        prepared: encoded text and latents by request id, from the end of preparing until the last step.
     """
 
     def __init__(
         self,
         model: ServedModel,
+        scheduler: Scheduler,
+        result: RunResult,
         now_s: Callable[[], float],
         *,
-        max_prepared_ahead: int,
         image_path: ImagePath | None,
         keep_images: bool,
         keep_latents: bool,
         on_finish: Callable[[RequestRecord], None] | None,
     ) -> None:
         self.changed = threading.Condition()
-        self.entries: dict[int, Entry] = {}
-        self.prepared_ids: deque[int] = deque()
-        self.images: dict[int, Image] = {}
-        self.latents: dict[int, torch.Tensor] = {}
-        self.num_prepared = self.max_prepared = 0
+        self.prepared: dict[int, PreparedRequest] = {}
         self._model = model
+        self._scheduler = scheduler
+        self._result = result
         self._now_s = now_s
         self._image_path = image_path
         self._keep_images = keep_images
         self._keep_latents = keep_latents
         self._on_finish = on_finish
-        self._order = PrepareOrder(max_prepared_ahead)
-        self._is_preparing = self._is_stopping = False
+        self._is_running = False
         self._prepare = StageThread("psctl-prepare", self._prepare_one, device=model.device, on_error=self._wake)
         self._postprocess = StageThread(
             "psctl-postprocess", self._postprocess_one, device=model.device, on_error=self._wake
@@ -89,59 +69,33 @@ class SideStages:
         return self._prepare.error or self._postprocess.error
 
     def start(self) -> None:
-        """Start both threads."""
+        """Start both threads, and to prepare what was submitted before."""
         self._prepare.start()
         self._postprocess.start()
-
-    def add(self, entry: Entry) -> None:
-        """Take in a request, to be prepared when its turn comes; the lock is held.
-
-        Raises:
-            UsageError: its id was used before.
-        """
-        request_id = entry.state.request.request_id
-        if request_id in self.entries:
-            raise UsageError(f"request id {request_id} is used twice")
-        self.entries[request_id] = entry
-        self._order.add(request_id)
-        self.prepare_next()
-
-    def demand(self, request_id: int) -> Entry:
-        """A request was admitted: it is prepared before those that wait. The lock is held; `prepare_next` follows."""
-        self._order.demand(request_id)
-        return self.entries[request_id]
-
-    def forget(self, request_id: int) -> None:
-        """A request need not be prepared any more. The lock is held; `prepare_next` follows."""
-        self._order.forget(request_id)
+        with self.changed:
+            self._is_running = True
+            self.prepare_next()
 
     def prepare_next(self) -> None:
-        """Give the prepare thread its next request, if it has none. The lock is held."""
-        if self._is_preparing or self._is_stopping:
-            return
-        request_id = self._order.take()
-        if request_id is not None:
-            self._is_preparing = True
-            self._prepare.put(self.entries[request_id])
+        """Give the prepare thread its next request, if one is due. The lock is held."""
+        state = self._scheduler.next_to_prepare(self._now_s()) if self._is_running else None
+        if state is not None:
+            self._prepare.put(state.request)
 
-    def postprocess(self, entry: Entry) -> None:
+    def postprocess(self, state: RequestState) -> None:
         """Queue a denoised request for its image."""
-        assert entry.prepared is not None
-        # All that decoding needs. The rest, mostly the encoded text, would wait with it.
-        entry.latents = entry.prepared.latents
-        self._release(entry)
-        self._postprocess.put(entry)
-
-    def end(self, entry: Entry, status: Status, reason: str | None = None) -> None:
-        """Close the record of a request and let go of its tensors, unless it has ended before; any thread may."""
         with self.changed:
-            if entry.state.record.status != "pending":
-                return
-            entry.state.record.close(status, self._now_s(), reason)
-            self._release(entry)
-            entry.latents = None
+            prepared = self.prepared.pop(state.request.request_id)
+        assert prepared.state.is_finished, "the stepper and the scheduler count steps differently"
+        # The latents are all that decoding needs; the rest, mostly the encoded text, would wait with them.
+        self._postprocess.put((state, prepared.latents))
+
+    def let_go(self, state: RequestState) -> None:
+        """Release the tensors of a request that has ended, and report its record; any thread may."""
+        with self.changed:
+            self.prepared.pop(state.request.request_id, None)
         if self._on_finish is not None:
-            self._on_finish(entry.state.record)
+            self._on_finish(state.record)
 
     def stop(self) -> bool:
         """End both threads and close every open record. Returns whether Ctrl-C came meanwhile.
@@ -149,7 +103,7 @@ class SideStages:
         Images whose denoising is done are still written, unless Ctrl-C comes.
         """
         with self.changed:
-            self._is_stopping = True
+            self._is_running = False
         self._prepare.discard_queued()
         was_interrupted = False
         for stage in (self._prepare, self._postprocess):
@@ -159,57 +113,55 @@ class SideStages:
                 was_interrupted = True
                 self._postprocess.discard_queued()
         with self.changed:
-            open_entries = [entry for entry in self.entries.values() if entry.state.record.status == "pending"]
-        for entry in open_entries:
-            self.end(entry, "cancelled", "the run was stopped before it had finished")
+            reason = "the run was stopped before it had finished"
+            cancelled = self._scheduler.end_all("cancelled", self._now_s(), reason)
+        for state in cancelled:
+            self.let_go(state)
         return was_interrupted
 
-    def _prepare_one(self, entry: Entry) -> None:
-        record = entry.state.record
-        record.prepare_start_s = self._now_s()
-        prepared = None
+    def _prepare_one(self, request: Request) -> None:
+        prepared = failure = None
         try:
-            prepared = self._model.prepare(entry.state.request)
+            prepared = self._model.prepare(request)
         except Exception as error:  # noqa: BLE001  one failing request must not take down the others
-            self.end(entry, "failed", describe("preparing", error))
-        record.prepare_end_s = self._now_s()
+            failure = describe("preparing", error)
         with self.changed:
-            self._is_preparing = False
-            if record.status == "pending":
-                entry.prepared = prepared
-                self.num_prepared += 1
-                self.max_prepared = max(self.max_prepared, self.num_prepared)
-            else:
-                self._order.forget(record.request_id)
-            self.prepared_ids.append(record.request_id)
+            if not self._is_running:  # it is about to be cancelled
+                return
+            assert prepared is not None or failure is not None, "the model has prepared nothing"
+            num_iterations = None if prepared is None else prepared.state.num_steps
+            state = self._scheduler.prepared(
+                request.request_id, self._now_s(), num_iterations=num_iterations, failure=failure
+            )
+            if state is not None and prepared is not None:
+                self.prepared[request.request_id] = prepared
             self.prepare_next()
             self.changed.notify_all()
+        if state is not None and prepared is None:
+            self.let_go(state)
 
-    def _postprocess_one(self, entry: Entry) -> None:
-        assert entry.latents is not None
-        request, latents = entry.state.request, entry.latents
+    def _postprocess_one(self, item: tuple[RequestState, torch.Tensor]) -> None:
+        state, latents = item
+        request, failure = state.request, None
         try:
             image = self._model.decode(latents)
             path = None if self._image_path is None else self._image_path(request)
             if path is not None:
                 with atomic_write(path) as temporary:
                     image.save(temporary)  # the format by the suffix
-                entry.state.record.image_path = str(path)
+                state.record.image_path = str(path)
         except Exception as error:  # noqa: BLE001  as above
-            self.end(entry, "failed", describe("postprocessing", error))
-            return
-        if self._keep_images:
-            self.images[request.request_id] = image
-        if self._keep_latents:
-            self.latents[request.request_id] = latents
-        self.end(entry, "completed")
-
-    def _release(self, entry: Entry) -> None:
-        """Let go of the tensors of the prepare stage."""
+            failure = describe("postprocessing", error)
+        else:
+            if self._keep_images:
+                self._result.images[request.request_id] = image
+            if self._keep_latents:
+                self._result.latents[request.request_id] = latents
+        status = "completed" if failure is None else "failed"
         with self.changed:
-            if entry.prepared is not None:
-                entry.prepared = None
-                self.num_prepared -= 1
+            ended = self._scheduler.end(request.request_id, status, self._now_s(), failure)
+        if ended is not None:  # a second Ctrl-C may have cancelled it meanwhile
+            self.let_go(ended)
 
     def _wake(self) -> None:
         with self.changed:

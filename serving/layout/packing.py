@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ from .patch_layout import PatchLayout, patch_size_of
 from .tensors import PatchTensors
 
 Order = Literal["image", "patch"]
-ORDERS: tuple[str, ...] = get_args(Order)
 _KEPT = 16  # packings of recent batches; one of 16 guided requests of 128 to 256 px has 2.6 MB of indices
 
 
@@ -57,7 +56,7 @@ class Level:
     Attributes:
         index: number of halvings.
         side: side of a patch in the tensors of this level.
-        grain: tokens on a side of a patch; less than `side` only where a token stands for several latent pixels (SD3).
+        grain: tokens on a side of a patch; less than `side` only where a token covers several latent pixels (SD3).
         groups: rows by resolution, in order.
         num_patches: P.
         row_index: (P,) row of each patch.

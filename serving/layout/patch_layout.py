@@ -8,7 +8,7 @@ No torch: `serving.layout.tensors` holds the tensors that the kernels read.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Self
 
 import numpy as np
@@ -118,8 +118,9 @@ class PatchLayout:
             col=col,
             neighbours=neighbours,
         )
-        for array in layout._arrays():
-            array.flags.writeable = False
+        for each in fields(layout):
+            if isinstance(array := getattr(layout, each.name), np.ndarray):
+                array.flags.writeable = False
         return layout
 
     @property
@@ -134,76 +135,10 @@ class PatchLayout:
     def num_patches(self) -> int:
         return len(self.request_index)
 
-    def check(self) -> None:
-        """Verify what every reader relies on, independently of how `build` computes it.
-
-        Raises:
-            RuntimeError: the layout contradicts itself; the message says where.
-        """
-        requests = np.arange(self.num_requests)
-        patches = np.arange(self.num_patches)
-        request_resolution = np.repeat(np.arange(self.num_resolutions), np.diff(self.resolution_offset))
-        _require(np.array_equal(np.sort(self.order), requests), "order is not a permutation of the requests")
-        _require(self.resolutions == tuple(sorted(set(self.resolutions), key=by_size)), "resolutions are not sorted")
-        for name, offset, end in (
-            ("resolution_offset", self.resolution_offset, self.num_requests),
-            ("resolution_patch_offset", self.resolution_patch_offset, self.num_patches),
-            ("request_offset", self.request_offset, self.num_patches),
-        ):
-            is_rising = offset[0] == 0 and offset[-1] == end and bool((np.diff(offset) > 0).all())
-            _require(is_rising, f"{name} does not rise from 0 to {end}")
-        sizes = np.array(self.resolutions)[request_resolution]
-        _require(np.array_equal(self.grid * self.patch_size, sizes), "grid and patch_size do not make the resolutions")
-        _require(
-            np.array_equal(np.diff(self.request_offset), self.grid.prod(axis=1)), "request_offset contradicts grid"
-        )
-        _require(
-            np.array_equal(self.request_offset[self.resolution_offset], self.resolution_patch_offset),
-            "resolution_patch_offset contradicts request_offset",
-        )
-        found = np.searchsorted(self.request_offset, patches, side="right") - 1
-        _require(np.array_equal(self.request_index, found), "request_index contradicts request_offset")
-        rows, cols = self.grid[self.request_index].T
-        is_in_grid = (self.row >= 0) & (self.row < rows) & (self.col >= 0) & (self.col < cols)
-        _require(bool(is_in_grid.all()), "a patch lies outside the grid of its request")
-        place = self.request_offset[self.request_index] + self.row * cols + self.col
-        _require(np.array_equal(place, patches), "row and col contradict the order of the patches")
-        self._check_neighbours(rows, cols)
-
-    def _check_neighbours(self, rows: Integers, cols: Integers) -> None:
-        above, left = self.row == 0, self.col == 0
-        below, right = self.row == rows - 1, self.col == cols - 1
-        is_edge = np.stack(
-            [above | left, above, above | right, left, right, below | left, below, below | right], axis=1
-        )
-        is_right = np.where(is_edge, self.neighbours == -1, self.neighbours >= 0)
-        _require(bool(is_right.all()), "neighbours is not -1 exactly at the image edge")
-        _require(bool((self.neighbours < self.num_patches).all()), "neighbours names a patch that is not there")
-        here, k = np.nonzero(~is_edge)
-        there = self.neighbours[here, k]
-        _require(
-            np.array_equal(self.neighbours[there, 7 - k], here)
-            and np.array_equal(self.request_index[there], self.request_index[here])
-            and np.array_equal(self.row[there], self.row[here] + _DOWN[k])
-            and np.array_equal(self.col[there], self.col[here] + _RIGHT[k]),
-            "neighbours names a patch that does not lie there",
-        )
-
-    def _arrays(self) -> tuple[Integers, ...]:
-        return (
-            *(self.order, self.resolution_offset, self.resolution_patch_offset, self.request_offset),
-            *(self.grid, self.request_index, self.row, self.col, self.neighbours),
-        )
-
 
 def by_size(size: tuple[int, int]) -> tuple[int, int, int]:
     """Sort key of latent sizes (height, width): fewest pixels first, then height, then width."""
     return (size[0] * size[1], *size)
-
-
-def _require(is_true: bool, otherwise: str) -> None:
-    if not is_true:
-        raise RuntimeError(f"patch layout is broken: {otherwise}")
 
 
 def _checked_sizes(latent_sizes: Sequence[tuple[int, int]]) -> Integers:

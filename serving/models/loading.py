@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ...data.errors import RunError, UsageError
 from ...data.models.bundled import GENERATORS, bundled_model_path
 from ...data.workspace import Workspace
-from ..engine.stepper import EngineOptions
+from ..options import EngineOptions
 from .checkpoint import check_directory, fingerprint, read_index, weight_components, weight_files
 from .defaults import ModelDefaults, read_defaults
 
@@ -59,7 +59,7 @@ def load_model(
     check_directory(model_dir, index)
     defaults = read_defaults(model_dir)
 
-    from .served import ServedModel
+    from .build import build_model
 
     torch_device = resolve_device(device)
     torch_dtype = _resolve_dtype(dtype, torch_device)
@@ -73,7 +73,7 @@ def load_model(
         pipe.to(torch_device)
     except RuntimeError as error:  # out of device memory
         raise RunError(f"model {spec} does not fit on {torch_device}: {_first_line(error)}") from error
-    return ServedModel(pipe, name=spec, fingerprint=fingerprint(model_dir), defaults=defaults, options=options)
+    return build_model(pipe, name=spec, fingerprint=fingerprint(model_dir), defaults=defaults, options=options)
 
 
 def resolve_model(spec: str) -> Path:

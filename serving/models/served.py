@@ -16,12 +16,16 @@ from diffusers.utils.torch_utils import randn_tensor
 from ...data.errors import RunError, UsageError
 from ...data.requests import Request
 from ...data.resolution import Resolution
+from ...data.tables.block_facts import BlockFacts
+from ..core.denoiser import denoiser_of
 from ..core.prepared import PreparedRequest
+from ..core.stepper import Stepper, Tuning
 from ..core.timing import finish_stream
-from ..engine.stepper import EngineOptions, Stepper, Tuning, build_stepper
+from ..options import EngineOptions
+from ..patched.cached_block import block_facts
 from ..samplers.single import PerRequestSampler, SamplerState
 from .defaults import ModelDefaults
-from .families import build_family
+from .families import Family
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -32,42 +36,38 @@ MAX_TIMES_PIXELS = 64
 
 
 class ServedModel:
-    """One loaded model, ready to be driven by the engine.
+    """One loaded model, ready to be driven by the engine. `build_model` puts it together.
 
     `prepare`, `stepper.step` and `decode` use disjoint parts of the pipeline (text encoders, denoising model,
     autoencoder), so three threads may call them at the same time, but no two threads the same one.
 
     Args:
         pipe: a diffusers pipeline of a supported class, already on its device and in its dtype.
+        family: how it is served.
+        stepper: denoises.
         name: what the user called the model; used for tables and reports.
         fingerprint: changes when the model's files change; part of the key of cached measurements.
         defaults: steps, guidance scale and resolutions that suit the model.
         options: which engine denoises, and how.
-
-    Raises:
-        UsageError: if that engine cannot run the model or its scheduler.
     """
 
     def __init__(
         self,
         pipe: Any,
+        family: Family,
+        stepper: Stepper,
         *,
         name: str,
-        fingerprint: str = "",
-        defaults: ModelDefaults | None = None,
-        options: EngineOptions | None = None,
+        fingerprint: str,
+        defaults: ModelDefaults,
+        options: EngineOptions,
     ) -> None:
-        self.pipe = pipe
-        self.name = name
-        self.fingerprint = fingerprint
-        self.defaults = defaults or ModelDefaults()
-        self.family = build_family(pipe, max_sequence_length=self.defaults.max_sequence_length)
-        self.sampler = PerRequestSampler(pipe.scheduler, pass_step_kwargs=self.family.pass_step_kwargs)
-        self.denoiser: Any = pipe.unet if hasattr(pipe, "unet") else pipe.transformer
+        self.pipe, self.family, self.stepper = pipe, family, stepper
+        self.name, self.fingerprint, self.defaults, self.options = name, fingerprint, defaults, options
+        self.sampler = PerRequestSampler(pipe.scheduler, pass_step_kwargs=family.pass_step_kwargs)
+        self.denoiser = denoiser_of(pipe)
         self.device: torch.device = self.denoiser.device
         self.dtype: torch.dtype = self.denoiser.dtype
-        self.options = options or EngineOptions()
-        self.stepper: Stepper = build_stepper(self, self.options)
         self._known_schedules: set[tuple[int, Resolution]] = set()
 
     def check_resolution(self, resolution: Resolution) -> None:
@@ -130,8 +130,12 @@ class ServedModel:
                 if failures:
                     raise RunError(f"--compile: {next(iter(failures.values()))}")
 
+    def block_facts(self, patch_size: int) -> BlockFacts:
+        """What a block profile of this model holds for, and a cache predictor must have been trained for."""
+        return block_facts(self.pipe, self.name, self.fingerprint, patch_size)
+
     def tuning(self, resolutions: Sequence[Resolution], folder: Path) -> Tuning:
-        """What a stepper of this model is told to be fast for these resolutions."""
+        """What a stepper of this model needs to know to be fast for these resolutions."""
         sizes = [self.family.latent_size(resolution) for resolution in resolutions]
         return Tuning(sizes, folder, self.fingerprint, lambda: self.examples(resolutions))
 

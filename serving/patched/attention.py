@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from ..cache.active import ActiveSet, QueryGroup
 from ..cache.slots import TokenSlots
-from ..layout.packing import Level
-from .leaves import PatchContext, joined
+from ..layout.packing import Group, Level
+from .context import Derived, PatchContext, joined
 
 
 class FusedLinear(nn.Module):
@@ -24,16 +24,16 @@ class FusedLinear(nn.Module):
     def __init__(self, *layers: nn.Linear) -> None:
         super().__init__()
         self._layers = layers
-        self._fused: tuple[Tensor, Tensor | None] | None = None
+        self._fused = Derived(self._fuse)
+
+    def _fuse(self) -> tuple[Tensor, Tensor | None]:
+        has_bias = self._layers[0].bias is not None
+        bias = torch.cat(tuple(layer.bias for layer in self._layers)) if has_bias else None
+        return torch.cat(tuple(layer.weight for layer in self._layers)), bias
 
     def fuse(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of all layers, put together where that has not been done for this dtype and device."""
-        weight: Tensor = self._layers[0].weight
-        if self._fused is None or self._fused[0].dtype != weight.dtype or self._fused[0].device != weight.device:
-            has_bias = self._layers[0].bias is not None
-            bias = torch.cat(tuple(layer.bias for layer in self._layers)) if has_bias else None
-            self._fused = torch.cat(tuple(layer.weight for layer in self._layers)), bias
-        return self._fused
+        return self._fused.of(self._layers[0].weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, *self.fuse())
@@ -51,29 +51,14 @@ class PatchedSelfAttention(nn.Module):
     def forward(self, hidden_states: Tensor, encoder_hidden_states: None = None, **unused: object) -> Tensor:
         """[P, tokens, channels] -> the same."""
         attention, context = self.attention, self.context
-        assert context.level is not None
         assert encoder_hidden_states is None
         _check_unused(unused)
-        heads = attention.heads
-        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        qkv = self.qkv(tokens).view(len(tokens), 3, heads, -1)
+        qkv = _heads_of(self.qkv(hidden_states.flatten(0, 1)), 3, attention.heads)
         qkv = _normed(qkv, attention.norm_q, attention.norm_k)
-        if context.active is not None:
-            active, level, parts = context.active, context.level, []
-            kept = self.slots.write(qkv[:, 1:], active, level.index)
-            for group in active.queries:
-                query = _queries(qkv[:, 0], group, active, level)
-                key, value = _kept_of(kept, group, active, level).unbind(2)
-                attended = _attend(query, key.transpose(1, 2), value.transpose(1, 2), attention.scale)
-                parts.append(_without_filling(attended, group, active, level))
-            return attention.to_out[0](joined(parts)).view(hidden_states.shape)
-        _keep(self.slots, qkv[:, 1:], context)
-        parts = []
-        for group in context.level.groups:
-            # [rows, tokens, 3, heads, width] -> three of [rows, heads, tokens, width]
-            part = qkv[group.start : group.end].view(group.rows, -1, 3, heads, qkv.shape[-1])
-            query, key, value = part.transpose(1, 3).unbind(2)
-            parts.append(_attend(query, key, value, attention.scale).reshape(group.end - group.start, -1))
+        kept, parts = _keep(self.slots, qkv[:, 1:], context), []
+        for images in _resolutions(context):
+            key, value = images.keys_values(kept).unbind(2)
+            parts.append(images.pack(_attend(images.queries(qkv[:, 0]), key, value, attention.scale)))
         return attention.to_out[0](joined(parts)).view(hidden_states.shape)
 
 
@@ -89,37 +74,22 @@ class PatchedCrossAttention(nn.Module):
     def read(self, text: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [rows, heads, length, width each] of text [rows, length, width]; `text` takes them."""
         attention = self.attention
-        both = self.keys_values(text)
-        both = both.view(*both.shape[:2], 2, attention.heads, -1)
-        key, value = both.transpose(1, 3).unbind(2)
+        key, value = _heads_of(self.keys_values(text), 2, attention.heads).transpose(1, 3).unbind(2)
         if attention.norm_k is not None:
             key = attention.norm_k(key)
         return key.contiguous(), value.contiguous()
 
     def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor, **unused: object) -> Tensor:
         """[P, tokens, channels] -> the same. The text itself is not looked at, but what `read` has made of it."""
-        attention, context = self.attention, self.context
-        assert context.level is not None
+        attention, parts = self.attention, []
         assert self.text is not None
         _check_unused(unused)
-        heads = attention.heads
-        key, value = self.text
-        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        query = attention.to_q(tokens).view(len(tokens), heads, -1)
+        query = _heads_of(attention.to_q(hidden_states.flatten(0, 1)), 1, attention.heads)[:, 0]
         if attention.norm_q is not None:
             query = attention.norm_q(query)
-        parts = []
-        if context.active is not None:
-            active, level = context.active, context.level
-            for group in active.queries:
-                own_key, own_value = key.index_select(0, group.rows), value.index_select(0, group.rows)
-                attended = _attend(_queries(query, group, active, level), own_key, own_value, attention.scale)
-                parts.append(_without_filling(attended, group, active, level))
-            return attention.to_out[0](joined(parts)).view(hidden_states.shape)
-        for group in context.level.groups:
-            part = query[group.start : group.end].view(group.rows, -1, heads, query.shape[-1]).transpose(1, 2)
-            attended = _attend(part, key[group.row_slice], value[group.row_slice], attention.scale)
-            parts.append(attended.reshape(group.end - group.start, -1))
+        for images in _resolutions(self.context):
+            key, value = (images.of_rows(each).transpose(1, 2) for each in self.text)
+            parts.append(images.pack(_attend(images.queries(query), key, value, attention.scale)))
         return attention.to_out[0](joined(parts)).view(hidden_states.shape)
 
 
@@ -140,61 +110,28 @@ class PatchedJointAttention(nn.Module):
     def forward(
         self, hidden_states: Tensor, encoder_hidden_states: Tensor, **unused: object
     ) -> tuple[Tensor, Tensor | None]:
-        """Image [P, tokens, channels] and text [rows, length, channels] -> the same two."""
+        """Image [P, tokens, channels] and text [rows, length, channels] -> the same two.
+
+        Where only some cells are active, the text is that of the rows which have such cells.
+        """
         attention, context = self.attention, self.context
-        assert context.level is not None
         _check_unused(unused)
-        heads, (num_rows, length, _) = attention.heads, encoder_hidden_states.shape
-        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        image = self.image_qkv(tokens).view(len(tokens), 3, heads, -1)
+        image = _heads_of(self.image_qkv(hidden_states.flatten(0, 1)), 3, attention.heads)
         image = _normed(image, attention.norm_q, attention.norm_k)
-        text = self.text_qkv(encoder_hidden_states).view(num_rows, length, 3, heads, -1)
+        text = _heads_of(self.text_qkv(encoder_hidden_states), 3, attention.heads)
         text = _normed(text, attention.norm_added_q, attention.norm_added_k)
-        images, texts = self._masked(image, text) if context.active is not None else self._whole(image, text)
-        out = attention.to_out[0](joined(images)).view(hidden_states.shape)
-        if attention.context_pre_only:
-            return out, None
-        return out, attention.to_add_out(joined(texts))
-
-    def _whole(self, image: Tensor, text: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Attend with all tokens [tokens, 3, heads, width] and text [rows, length, 3, heads, width]."""
-        attention, context, heads = self.attention, self.context, self.attention.heads
-        assert context.level is not None
-        _keep(self.slots, image[:, 1:], context)
-        images, texts = [], []
-        for group, bias in zip(context.level.groups, context.biases, strict=True):
-            part = image[group.start : group.end].view(group.rows, -1, 3, heads, image.shape[-1])
-            joint = torch.cat([part, text[group.row_slice]], 1)
-            query, key, value = joint.transpose(1, 3).unbind(2)
-            count = part.shape[1]
-            if attention.context_pre_only:
-                query = query[:, :, :count]
-            attended = _attend(query, key, value, attention.scale, bias).flatten(2)
-            images.append(attended[:, :count].reshape(group.end - group.start, -1))
-            texts.append(attended[:, count:])
-        return images, texts
-
-    def _masked(self, image: Tensor, text: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Attend with the tokens of the active cells, and the text of the rows that have such cells."""
-        attention, active, level = self.attention, self.context.active, self.context.level
-        assert active is not None
-        assert level is not None
-        kept = self.slots.write(image[:, 1:], active, level.index)
-        images, texts = [], []
-        for group in active.queries:
-            own_text = text[group.local]
-            query = _queries(image[:, 0], group, active, level)
-            count = query.shape[2]
+        kept, image_parts, text_parts = _keep(self.slots, image[:, 1:], context), [], []
+        for images in _resolutions(context):
+            own_text, query = text[images.text_rows], images.queries(image[:, 0])
+            num_queries = query.shape[1]
             if not attention.context_pre_only:
-                query = torch.cat([query, own_text[:, :, 0].transpose(1, 2)], 2)
-            keys_values = torch.cat([_kept_of(kept, group, active, level), own_text[:, :, 1:]], 1)
-            key, value = keys_values.transpose(1, 3).unbind(2)
-            # Groups of active cells may leave out resolutions.
-            bias = next(bias for bias in self.context.biases if bias is None or bias.shape[3] == key.shape[2])
-            attended = _attend(query, key, value, attention.scale, bias)
-            images.append(_without_filling(attended[:, :count], group, active, level))
-            texts.append(attended[:, count:].flatten(2))
-        return images, texts
+                query = torch.cat([query, own_text[:, :, 0]], 1)
+            key, value = torch.cat([images.keys_values(kept), own_text[:, :, 1:]], 1).unbind(2)
+            attended = _attend(query, key, value, attention.scale, images.bias(key.shape[1]))
+            image_parts.append(images.pack(attended[:, :num_queries]))
+            text_parts.append(attended[:, num_queries:].flatten(2))
+        out = attention.to_out[0](joined(image_parts)).view(hidden_states.shape)
+        return out, None if attention.context_pre_only else attention.to_add_out(joined(text_parts))
 
 
 def biases_of(level: Level, length: int, repeats: int, like: Tensor) -> tuple[Tensor | None, ...]:
@@ -212,37 +149,100 @@ def biases_of(level: Level, length: int, repeats: int, like: Tensor) -> tuple[Te
     return tuple(F.pad(last, (group.height * group.width + length - 1, 0)) for group in level.groups)
 
 
+class _Images:
+    """The images of one resolution when all their tokens are computed.
+
+    Attributes:
+        text_rows: of these images among the rows of the text that is computed.
+    """
+
+    def __init__(self, group: Group, bias: Tensor | None) -> None:
+        self._group, self._bias = group, bias
+        self.text_rows = group.row_slice
+
+    def queries(self, packed: Tensor) -> Tensor:
+        """Of packed tokens [tokens, ...] their own: [rows, tokens of a row, ...]."""
+        group = self._group
+        return packed[group.start : group.end].view(group.rows, -1, *packed.shape[1:])
+
+    def keys_values(self, kept: Tensor) -> Tensor:
+        """Of what `_keep` has returned their own: [rows, tokens of an image, ...]."""
+        return self.queries(kept)
+
+    def of_rows(self, values: Tensor) -> Tensor:
+        """Of values [rows, ...] those of their rows."""
+        return values[self._group.row_slice]
+
+    def pack(self, attended: Tensor) -> Tensor:
+        """[rows, tokens of a row, heads, width] -> packed tokens [tokens, heads * width]."""
+        return attended.reshape(-1, attended.shape[2] * attended.shape[3])
+
+    def bias(self, num_keys: int) -> Tensor | None:
+        """What is added to the scores of so many keys."""
+        return self._bias
+
+
+class _ActiveImages:
+    """The images of one resolution of which only some cells are computed; shorter rows are padded. See `_Images`."""
+
+    def __init__(self, group: QueryGroup, active: ActiveSet, level: Level, biases: tuple[Tensor | None, ...]) -> None:
+        self._group, self._biases = group, biases
+        self._area, self._places = active.tables.side(level.index) ** 2, active.tables.slot_tokens(level.index)
+        self.text_rows = group.local
+
+    def queries(self, packed: Tensor) -> Tensor:
+        taken = packed.view(-1, self._area, *packed.shape[1:]).index_select(0, self._group.index)
+        return taken.view(len(self._group.rows), -1, *packed.shape[1:])
+
+    def keys_values(self, kept: Tensor) -> Tensor:
+        places = self._places.index_select(0, self._group.context).flatten()
+        return kept.index_select(0, places).view(len(self._group.rows), -1, *kept.shape[1:])
+
+    def of_rows(self, values: Tensor) -> Tensor:
+        return values.index_select(0, self._group.rows)
+
+    def pack(self, attended: Tensor) -> Tensor:
+        valid, width = self._group.valid, attended.shape[2] * attended.shape[3]
+        if valid is None:
+            return attended.reshape(-1, width)
+        return attended.reshape(-1, self._area, width).index_select(0, valid).view(-1, width)
+
+    def bias(self, num_keys: int) -> Tensor | None:
+        # Resolutions without active cells are left out, so places do not match.
+        return next((bias for bias in self._biases if bias is not None and bias.shape[3] == num_keys), None)
+
+
+def _resolutions(context: PatchContext) -> list[_Images] | list[_ActiveImages]:
+    """The images of every resolution that has tokens to compute."""
+    active, level = context.active, context.level
+    if active is not None:
+        return [_ActiveImages(group, active, level, context.biases) for group in active.queries]
+    biases = context.biases or (None,) * len(level.groups)
+    return [_Images(group, bias) for group, bias in zip(level.groups, biases, strict=True)]
+
+
+def _keep(slots: TokenSlots, keys_values: Tensor, context: PatchContext) -> Tensor:
+    """Keep keys and values [tokens, 2, heads, width] if the patch cache asks for it.
+
+    Returns:
+        Those of all tokens: the given ones, or where only some cells are active what is kept of all, by slots.
+    """
+    if context.active is not None:
+        return slots.write(keys_values, context.active, context.level.index)
+    if context.cells is not None:
+        slots.buffer.keep(keys_values, context.cells, context.level.index)
+    return keys_values
+
+
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
-    """Attention [rows, heads, tokens, width] -> [rows, tokens, heads, width], contiguous where torch gives it so."""
+    """Attention of [rows, tokens, heads, width] -> the same, contiguous where torch gives it so."""
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale).transpose(1, 2)
 
 
-def _keep(slots: TokenSlots, keys_values: Tensor, context: PatchContext) -> None:
-    """Keep keys and values of a full pass, if the patch cache asks for it."""
-    if context.cells is not None:
-        assert context.level is not None
-        slots.buffer.keep(keys_values, context.cells, context.level.index)
-
-
-def _queries(query: Tensor, group: QueryGroup, active: ActiveSet, level: Level) -> Tensor:
-    """Queries of the active cells [tokens, heads, width] -> [rows, heads, tokens, width], rows filled up."""
-    area = active.tables.side(level.index) ** 2
-    taken = query.view(-1, area, *query.shape[1:]).index_select(0, group.index)
-    return taken.view(len(group.rows), -1, *query.shape[1:]).transpose(1, 2)
-
-
-def _without_filling(attended: Tensor, group: QueryGroup, active: ActiveSet, level: Level) -> Tensor:
-    """[rows, tokens, heads, width] -> tokens of the group's active cells [tokens, heads * width]."""
-    area, width = active.tables.side(level.index) ** 2, attended.shape[2] * attended.shape[3]
-    if group.valid is None:
-        return attended.reshape(-1, width)
-    return attended.reshape(-1, area, width).index_select(0, group.valid).view(-1, width)
-
-
-def _kept_of(kept: Tensor, group: QueryGroup, active: ActiveSet, level: Level) -> Tensor:
-    """Of kept keys and values [places, 2, heads, width] those of the group's rows: [rows, tokens, 2, heads, width]."""
-    places = active.tables.slot_tokens(level.index).index_select(0, group.context).flatten()
-    return kept.index_select(0, places).view(len(group.rows), -1, *kept.shape[1:])
+def _heads_of(packed: Tensor, count: int, heads: int) -> Tensor:
+    """[..., count * heads * width] -> [..., count, heads, width]."""
+    return packed.view(*packed.shape[:-1], count, heads, -1)
 
 
 def _normed(qkv: Tensor, norm_q: nn.Module | None, norm_k: nn.Module | None) -> Tensor:

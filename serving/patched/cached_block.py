@@ -5,14 +5,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...data.tables.block_facts import BlockFacts
 from ..cache.active import ActiveSet
 from ..cache.patch_cache import PatchCache
 from ..cache.slots import NormSlots, TokenSlots
-from .leaves import PatchContext, to_patches, to_tokens
+from ..core.denoiser import denoiser_of
+from .context import PatchContext, to_patches, to_tokens
 
 
-def install(model: Any, cache: PatchCache) -> None:
-    """Wrap the blocks of a patched model.
+def install(model: Any, cache: PatchCache, context: PatchContext) -> None:
+    """Wrap the blocks of a patched model, whose leaves share a context.
 
     A U-Net has its down blocks, its middle and its up blocks; SD3 its joint transformer blocks.
     """
@@ -21,7 +23,7 @@ def install(model: Any, cache: PatchCache) -> None:
         kept = [slots.buffer for slots in leaves if isinstance(slots, TokenSlots | NormSlots)]
         number = cache.add_block(name, kept)
         wrapper = _CachedTransformerBlock if name.startswith("transformer") else _CachedUNetBlock
-        module.forward = wrapper(module, number, cache)
+        module.forward = wrapper(module, number, cache, context)
 
 
 def blocks_of(model: Any) -> Iterator[tuple[str, Any]]:
@@ -35,14 +37,25 @@ def blocks_of(model: Any) -> Iterator[tuple[str, Any]]:
     yield from ((f"up{index}", block) for index, block in enumerate(model.up_blocks))
 
 
+def block_facts(pipe: Any, name: str, fingerprint: str, patch_size: int) -> BlockFacts:
+    """What a block profile of a pipeline holds for, and a cache predictor must have been trained for.
+
+    Args:
+        pipe: a diffusers pipeline.
+        name, fingerprint: of the model.
+        patch_size: of the cache.
+    """
+    blocks = tuple(block for block, _ in blocks_of(denoiser_of(pipe)))
+    return BlockFacts(name, fingerprint, type(pipe.scheduler).__name__, patch_size, blocks)
+
+
 class _Wrapper:
     """What both kinds of blocks share: the block, its number in the cache, and the run with the context set."""
 
     forward: Callable[..., Any]
 
-    def __init__(self, block: nn.Module, number: int, cache: PatchCache) -> None:
-        self.run, self.number, self.cache = block.forward, number, cache
-        self.context: PatchContext = cache.context
+    def __init__(self, block: nn.Module, number: int, cache: PatchCache, context: PatchContext) -> None:
+        self.run, self.number, self.cache, self.context = block.forward, number, cache, context
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return (self.forward if self.cache.is_used else self.run)(*arguments, **named)
@@ -75,21 +88,20 @@ class _CachedUNetBlock(_Wrapper):
     ) -> Any:
         context, given = self.context, (hidden_states, *res_hidden_states_tuple)
         inputs = tuple(to_tokens(tensor) for tensor in given)
-        chosen = self.cache.decide(self.number, inputs)
-        if isinstance(chosen, ActiveSet):
+        decision = self.cache.decide(self.number, inputs)
+        if (active := decision.active) is not None:
             taken = [
-                to_patches(tokens.index_select(0, chosen.tokens(self._level_of(tokens))), tensor.shape[2])
+                to_patches(tokens.index_select(0, active.tokens(self._level_of(tokens))), tensor.shape[2])
                 for tokens, tensor in zip(inputs, given, strict=True)
             ]
             if res_hidden_states_tuple:
                 others["res_hidden_states_tuple"] = tuple(taken[1:])
-            out = self.masked(chosen, taken[0], temb=temb.index_select(0, chosen.rows), **others)
-            self.cache.keep(self.number, inputs, self._tokens(out), (), chosen)
-        elif chosen:
+            out = self.masked(active, taken[0], temb=temb.index_select(0, active.rows), **others)
+            self.cache.keep(self.number, inputs, self._tokens(out), (), active)
+        elif decision.kind == "whole":
             if res_hidden_states_tuple:
                 others["res_hidden_states_tuple"] = res_hidden_states_tuple
             out = self.whole(hidden_states, temb=temb, **others)
-            assert context.level is not None
             self._out_level, self._has_skips = context.level.index, isinstance(out, tuple)
             self.cache.keep(self.number, inputs, self._tokens(out), (), None)
             return out
@@ -118,30 +130,24 @@ class _CachedTransformerBlock(_Wrapper):
         self, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, **others: Any
     ) -> tuple[Tensor | None, Tensor]:
         tokens = hidden_states.reshape(-1, hidden_states.shape[2])
-        chosen = self.cache.decide(self.number, (tokens,))
-        if isinstance(chosen, ActiveSet):
-            rows = chosen.rows
+        decision = self.cache.decide(self.number, (tokens,))
+        if decision.kind == "skipped":
+            return self._kept(hidden_states)
+        if (active := decision.active) is not None:
             text, out = self.masked(
-                chosen,
-                hidden_states=tokens.index_select(0, chosen.tokens(0)).view(-1, *hidden_states.shape[1:]),
-                encoder_hidden_states=encoder_hidden_states.index_select(0, rows),
-                temb=temb.index_select(0, rows),
+                active,
+                hidden_states=tokens.index_select(0, active.tokens(0)).view(-1, *hidden_states.shape[1:]),
+                encoder_hidden_states=encoder_hidden_states.index_select(0, active.rows),
+                temb=temb.index_select(0, active.rows),
                 **others,
             )
-        elif chosen:
+        else:
             text, out = self.whole(
                 hidden_states=hidden_states, encoder_hidden_states=encoder_hidden_states, temb=temb, **others
             )
-        else:
-            return self._kept(hidden_states)
-        self.cache.keep(
-            self.number,
-            (tokens,),
-            (out.reshape(-1, out.shape[2]),),
-            () if text is None else (text,),
-            chosen if isinstance(chosen, ActiveSet) else None,
-        )
-        return self._kept(hidden_states) if isinstance(chosen, ActiveSet) else (text, out)
+        row_outputs = () if text is None else (text,)
+        self.cache.keep(self.number, (tokens,), (out.reshape(-1, out.shape[2]),), row_outputs, active)
+        return (text, out) if active is None else self._kept(hidden_states)
 
     def _kept(self, like: Tensor) -> tuple[Tensor | None, Tensor]:
         store = self.cache.stores[self.number]

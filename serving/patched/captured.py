@@ -127,7 +127,7 @@ class CapturedPasses:
             kept: what the batch keeps from pass to pass; the first pass fills it.
             forward: the pass, of inputs and `kept`. It must not wait for the device.
             inputs: tensors by name, or dicts of such.
-            held: what a recorded pass reads and nobody else may keep alive (index tensors of the layout).
+            held: what a recorded pass reads and nothing else may keep alive (index tensors of the layout).
 
         Returns:
             The result; it stays as it is when other passes run.

@@ -18,11 +18,6 @@ _MOST_GRAPHS = 64
 """Of a class of blocks: kinds of blocks times numbers of resolutions. More run uncompiled; torch says so."""
 
 
-def compile_whole(model: nn.Module) -> None:
-    """Let an unmodified model compile when it first runs, once for all resolutions and batch sizes."""
-    model.compile(dynamic=True)
-
-
 def compiler_settings() -> AbstractContextManager[object]:
     """What the compiler must know whenever blocks run; each thread has settings of its own.
 

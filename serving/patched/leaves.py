@@ -1,12 +1,10 @@
-"""What takes the place of a model's leaf modules so that it computes on patches: convolutions, norms, up-sampling.
+"""Replacements of a model's leaf modules that compute on patches: convolutions, norms, up-sampling.
 
-Tensors are [P, channels, side, side], channels-last. Each leaf keeps the module that it stands for, with its weights.
+Each leaf holds the module that it replaces, with its weights.
 Sources: PatchedServe sections 4.2.1 (convolution) and 4.2.2 (GroupNorm and stitching).
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,95 +13,13 @@ from torch.nn import functional as F
 from ...kernels.group_norm_stats import group_norm_stats
 from ...kernels.group_norm_stitch import group_norm_apply, group_norm_silu_stitch
 from ...kernels.halo import halo_gather
-from ...kernels.patch import patch_join, patch_split
 from ..cache.active import ActiveSet
-from ..cache.cells import CellTables
 from ..cache.slots import NormSlots, TokenSlots
-from ..layout.packing import Level, Packing
+from ..layout.packing import Level
+from .context import Derived, Fused, PatchContext, Strategy, images_of, joined, to_patches, to_tokens, tokens_of
 
-Strategy = Literal["stitch", "regroup"]
 _NATIVE_FROM_SIDE = 4
 """Active cells of at least this many outputs on a side are convolved natively, smaller ones as a product over taps."""
-Choose = Callable[["PatchedConv", Level, Level], Strategy]
-"""Says how a convolution from one level to another sees beyond a patch."""
-
-
-@dataclass(slots=True, eq=False)
-class PatchContext:
-    """What the leaves of one patched model share while it runs. Not for two threads at a time.
-
-    Attributes:
-        packing: where the rows of the current batch lie.
-        choose: which strategy a convolution uses at an output level.
-        kernels: one of `kernels.launch.KERNELS`.
-        timesteps: (rows,) timestep of every row, for this forward pass.
-        level: the level of the norm or convolution that ran last.
-        is_activated: whether the norm that ran last has applied SiLU too; the activation behind it does nothing then.
-        is_padded: whether that norm has stitched too; the convolution behind it takes the tensor as it is then.
-        kept: what stays the same while the batch has the same rows (text keys and values, positions).
-        biases: for every resolution, what is added to the scores of SD3's joint attention.
-        cells: set while a block runs in full whose operators shall keep what they read, for the patch cache.
-        active: set while only some cells go through a block; all tensors then hold the tokens of these, cell by cell.
-    """
-
-    choose: "Choose"
-    kernels: str = "auto"
-    packing: Packing | None = None
-    timesteps: Tensor | None = None
-    level: Level | None = None
-    is_activated: bool = False
-    is_padded: bool = False
-    kept: dict[Any, Any] = field(default_factory=dict)
-    biases: tuple[Tensor | None, ...] = ()
-    cells: CellTables | None = None
-    active: ActiveSet | None = None
-
-    def at(self, x: Tensor) -> Level:
-        """The level of a leaf's input: that of the leaf before, as only convolutions and up-sampling change it.
-
-        Its shape would not tell: where every image is one position, all deeper levels look the same.
-        """
-        assert self.packing is not None, "a patched model runs inside PatchedModel only"
-        if self.level is None:
-            self.level = self.packing.levels[0]
-        assert x.shape[2] == self.level.side
-        assert self.active is not None or x.shape[0] == self.level.num_patches
-        return self.level
-
-
-def to_tokens(x: Tensor) -> Tensor:
-    """[P, channels, side, side], channels-last -> [P * side * side, channels]; a view."""
-    return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
-
-
-def to_patches(tokens: Tensor, side: int) -> Tensor:
-    """The inverse of `to_tokens`; a view."""
-    return tokens.view(-1, side, side, tokens.shape[1]).permute(0, 3, 1, 2)
-
-
-def images_of(tokens: Tensor, level: Level, kernels: str = "auto") -> list[Tensor]:
-    """Images [rows, channels, height, width], channels-last, of every resolution. Copies only in patch order."""
-    images, grain = [], level.grain
-    for group in level.groups:
-        part = tokens[group.start : group.end]
-        if grain > 1:
-            patches = to_patches(part, grain)
-            images.append(patch_join(patches, group.height // grain, group.width // grain, kernels=kernels))
-        else:
-            images.append(part.view(group.rows, group.height, group.width, -1).permute(0, 3, 1, 2))
-    return images
-
-
-def tokens_of(images: list[Tensor], level: Level, kernels: str = "auto") -> Tensor:
-    """The inverse of `images_of`; a copy where there are several resolutions or in patch order."""
-    if level.grain > 1:
-        return to_tokens(patch_split(images, level.grain, kernels=kernels))
-    return joined([to_tokens(image) for image in images])
-
-
-def joined(parts: list[Tensor]) -> Tensor:
-    """The tokens of all resolutions, one after the other."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class PatchedConv(nn.Module):
@@ -121,21 +37,19 @@ class PatchedConv(nn.Module):
         self.out_channels = conv.out_channels
         self.slots = TokenSlots()
         self.keeps_input = True
-        self._taps: Tensor | None = None
+        self._taps = Derived(lambda: conv.weight.detach().contiguous(memory_format=torch.channels_last))
 
     def forward(self, x: Tensor) -> Tensor:
-        context, packing = self.context, self.context.packing
-        assert packing is not None
+        context = self.context
         if self.is_pointwise:
             weight = self.conv.weight.view(self.out_channels, -1)
             return to_patches(F.linear(to_tokens(x), weight, self.conv.bias), x.shape[2])
-        if context.is_padded:
-            context.is_padded = False
+        if context.take_fused("stitching"):
             self._keep(x[:, :, 1:-1, 1:-1])
             return self._valid(x)
         level = context.at(x)
         self._keep(x)
-        out_level = context.level = packing.levels[level.index + self.stride - 1]
+        out_level = context.level = context.packing.levels[level.index + self.stride - 1]
         if context.active is None:
             return self.run(x, level, out_level, context.choose(self, level, out_level))
         return self.masked(to_tokens(x), level, out_level)
@@ -154,10 +68,8 @@ class PatchedConv(nn.Module):
         return to_patches(to_tokens(self._valid(window)), out_level.side)
 
     def _keep(self, x: Tensor) -> None:
-        cells, level = self.context.cells, self.context.level
-        if cells is not None and self.keeps_input:
-            assert level is not None
-            self.slots.buffer.keep(to_tokens(x), cells, level.index)
+        if self.context.cells is not None and self.keeps_input:
+            self.slots.buffer.keep(to_tokens(x), self.context.cells, self.context.level.index)
 
     def shape_key(self, side: int) -> str:
         """What decides how long the convolution takes, apart from the number of positions."""
@@ -186,10 +98,7 @@ class PatchedConv(nn.Module):
 
     def channels_last_weight(self) -> Tensor:
         """The weight in channels-last format, which is also the matrix of a product over taps; copied at first use."""
-        weight = self.conv.weight
-        if self._taps is None or self._taps.dtype != weight.dtype or self._taps.device != weight.device:
-            self._taps = weight.detach().contiguous(memory_format=torch.channels_last)
-        return self._taps
+        return self._taps.of(self.conv.weight)
 
 
 class PatchedGroupNorm(nn.Module):
@@ -199,23 +108,24 @@ class PatchedGroupNorm(nn.Module):
     and the result is padded.
 
     Args:
-        norm: the module that this one stands for.
+        norm: the module that this one replaces.
         context: of the model.
         conv: the convolution that follows with nothing but an `ActivationUnlessDone` between, if so.
     """
 
-    def __init__(self, norm: nn.GroupNorm, context: PatchContext, conv: "PatchedConv | None" = None) -> None:
+    def __init__(self, norm: nn.GroupNorm, context: PatchContext, conv: PatchedConv | None = None) -> None:
         super().__init__()
         self.norm, self.context = norm, context
         # In a tuple, so that the convolution is not a child of two modules.
         self._conv = (conv,)
         self.slots = NormSlots(norm.num_groups)
-        self._affine: tuple[Tensor, Tensor] | None = None
+        self._fused: tuple[Fused, ...] = () if conv is None else ("activation",)
+        self._affine = Derived(lambda: [part.float().view(norm.num_groups, -1) for part in (norm.weight, norm.bias)])
 
     def forward(self, x: Tensor) -> Tensor:
         context, conv = self.context, self._conv[0]
         level = context.at(x)
-        context.is_activated = conv is not None
+        context.put_fused(*self._fused)
         if context.active is not None:
             return to_patches(self._masked(to_tokens(x), context.active), level.side)
         if context.cells is not None:
@@ -225,12 +135,11 @@ class PatchedGroupNorm(nn.Module):
             norm_tokens = self._by_sums if is_slow else self._by_resolution
             return to_patches(norm_tokens(to_tokens(x), level), level.side)
         norm, kernels = self.norm, context.kernels
-        assert context.packing is not None
         num_rows = context.packing.num_rows
         mean, rstd = group_norm_stats(x, level.row_index, num_rows, norm.num_groups, norm.eps, kernels=kernels)
         known = (x, mean, rstd, norm.weight, norm.bias, level.row_index)
         if conv is not None and context.choose(conv, level, level) == "stitch":
-            context.is_padded = True
+            context.put_fused("activation", "stitching")
             return group_norm_silu_stitch(*known, level.neighbours, kernels=kernels)
         return group_norm_apply(*known, activation=conv is not None, kernels=kernels)
 
@@ -243,7 +152,7 @@ class PatchedGroupNorm(nn.Module):
             part = F.group_norm(part, norm.num_groups, norm.weight, norm.bias, norm.eps)
             parts.append(part.permute(0, 2, 3, 1).reshape(-1, channels))
         out = joined(parts)
-        return F.silu(out, inplace=True) if self.context.is_activated else out
+        return F.silu(out, inplace=True) if self._fused else out
 
     def _by_sums(self, tokens: Tensor, level: Level) -> Tensor:
         """From sums of the values and of their squares, in float32.
@@ -267,7 +176,7 @@ class PatchedGroupNorm(nn.Module):
         for group in level.groups:
             part = values[group.start : group.end].view(group.rows, -1, channels)
             torch.addcmul(shift[group.row_slice], part, scale[group.row_slice], out=part)
-        if self.context.is_activated:
+        if self._fused:
             F.silu(values, inplace=True)
         return values.to(tokens.dtype)
 
@@ -277,19 +186,14 @@ class PatchedGroupNorm(nn.Module):
         mean, rstd = self.slots.statistics(values, active, self.norm.eps)
         scale, shift = (part.index_select(0, active.row_of_cell) for part in self._scale_shift(mean, rstd))
         values = torch.addcmul(shift, values, scale)
-        if self.context.is_activated:
+        if self._fused:
             F.silu(values, inplace=True)
         return values.to(tokens.dtype).view(tokens.shape)
 
     def _scale_shift(self, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
         """What (rows, groups) statistics come to: a factor and a summand, both [rows, 1, channels], float32."""
         norm = self.norm
-        if self._affine is None:
-            self._affine = (
-                norm.weight.float().view(norm.num_groups, -1),
-                norm.bias.float().view(norm.num_groups, -1),
-            )
-        weight, bias = self._affine
+        weight, bias = self._affine.of(norm.weight)
         scale = rstd[:, :, None] * weight
         shift = torch.addcmul(bias, mean[:, :, None], scale, value=-1)
         return scale.view(-1, 1, norm.num_channels), shift.view(-1, 1, norm.num_channels)
@@ -304,10 +208,7 @@ class ActivationUnlessDone(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # Timestep embeddings pass through the same module.
-        if self.context.is_activated and x.dim() == 4:
-            self.context.is_activated = False
-            return x
-        return self.activation(x)
+        return x if x.dim() == 4 and self.context.take_fused("activation") else self.activation(x)
 
 
 class PatchedUpsample(nn.Module):
@@ -321,16 +222,14 @@ class PatchedUpsample(nn.Module):
 
     def forward(self, hidden_states: Tensor, output_size: object = None) -> Tensor:
         """`output_size` is what diffusers asks for when sides are odd; the finer level has the same."""
-        level = self.context.at(hidden_states)
         context = self.context
-        assert context.packing is not None
+        level = context.at(hidden_states)
         finer = context.packing.levels[level.index - 1]
+        context.level = finer
         if context.active is not None:
-            context.level = finer
             return self.conv.masked(to_tokens(hidden_states), level, finer)
         if context.cells is not None:
             self.conv.slots.buffer.keep(to_tokens(hidden_states), context.cells, level.index)
-        context.level = finer
         if level.neighbours is not None:
             return self.conv(F.interpolate(hidden_states, scale_factor=2.0, mode="nearest"))
         tokens = to_tokens(hidden_states).index_select(0, level.sources_of(finer))
@@ -346,8 +245,6 @@ class RowsToPatches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         context = self.context
-        assert context.level is not None
-        assert context.packing is not None
         row_index = context.level.row_index
         if context.active is not None:
             row_index = context.active.row_index(context.level.index, context.packing.order == "image")
@@ -362,7 +259,7 @@ class RowTimesteps(nn.Module):
         self.embedding, self.context = embedding, context
 
     def forward(self, timesteps: Tensor) -> Tensor:
-        assert self.context.timesteps is not None
+        assert self.context.timesteps is not None, "a patched model runs inside PatchedModel only"
         return self.embedding(self.context.timesteps)
 
 

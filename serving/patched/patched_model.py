@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -14,16 +13,17 @@ from ...data.errors import UsageError
 from ..cache.options import CacheOptions
 from ..cache.patch_cache import CachedRequest, PatchCache
 from ..cache.rules import ReuseRule
-from ..core.denoiser import denoise
+from ..core.denoiser import copy_modules, denoise
 from ..layout.packing import Order, Packing, check_patch_size, pack_rows
-from ..layout.patch_layout import by_size, patch_size_of
+from ..layout.patch_layout import patch_size_of
 from .attention import PatchedCrossAttention, biases_of
 from .cached_block import install
 from .captured import PATIENCE, CapturedPasses, Recorder
 from .compiled import compile_blocks, compiler_settings
-from .leaves import Choose, PatchContext, PatchedConv, Strategy
-from .strategy import StrategyTable, strategy_table
-from .swap import Swap, copy_modules
+from .context import Choose, PatchContext, Strategy
+from .leaves import PatchedConv
+from .strategy import StrategyTable
+from .swap import Swap
 
 
 class PatchedModel:
@@ -40,7 +40,7 @@ class PatchedModel:
         order: see `packing`.
         patch_size: side of a patch in latent pixels; None for the largest common divisor of each batch.
         kernels: one of `kernels.launch.KERNELS`.
-        strategy: what every convolution uses; auto asks `table`, which is empty until it is measured (`tune`).
+        strategy: what every convolution uses; auto asks `table`, which is empty until it is measured (`use_table`).
 
     Raises:
         UsageError: if the model has a module that is not known to work on patches.
@@ -58,7 +58,7 @@ class PatchedModel:
         self.model: Any = copy_modules(model)
         self.table = StrategyTable()
         self._is_measured = strategy == "auto"
-        # The table is looked up at each call: `tune` replaces it.
+        # The table is looked up at each call: `use_table` replaces it.
         choose: Choose = (lambda *place: self.table.choose(*place)) if strategy == "auto" else lambda *_: strategy
         self.context = PatchContext(choose, kernels)
         self.swap = Swap(self.model, self.context)
@@ -94,7 +94,7 @@ class PatchedModel:
         Raises:
             UsageError: if its patch size does not suit the model, or differs from that of `patch` order.
         """
-        cache = PatchCache(options, rule, self.context, unit=self.unit, num_levels=self.num_levels)
+        cache = PatchCache(options, rule, unit=self.unit, num_levels=self.num_levels)
         if self.order == "patch":
             if self.patch_size not in (None, options.patch_size):
                 raise UsageError(
@@ -102,13 +102,13 @@ class PatchedModel:
                     "with --order patch they must be the same"
                 )
             self.patch_size = options.patch_size
-        install(self.model, cache)
+        install(self.model, cache, self.context)
         self.cache = cache
         return cache
 
     @property
     def is_tuned(self) -> bool:
-        """Whether `tune` measures: transformers have no convolutions, and a given strategy leaves no choice."""
+        """Whether `table` is worth measuring: transformers have no convolutions, a given strategy leaves no choice."""
         return self.is_unet and self._is_measured
 
     @property
@@ -143,24 +143,11 @@ class PatchedModel:
             kernels=self.context.kernels,
         )
 
-    def tune(self, sizes: Sequence[tuple[int, int]], folder: Path, *, fingerprint: str) -> None:
-        """Choose the strategy of each convolution by measurement, for batches of these latent sizes.
-
-        Args:
-            sizes: (height, width) of the served latents.
-            folder: where the measurements are kept.
-            fingerprint: of the model's files.
-
-        Raises:
-            UsageError: if the patch size does not fit the sizes.
-            RunError: if the file is damaged.
-        """
-        self.pack(sorted(sizes, key=by_size))  # refuses a patch size that does not fit
-        if self.is_tuned:
-            self.table = strategy_table(self, sizes, folder, fingerprint=fingerprint)
-            if self.captured is not None:
-                # They run what the old table chose.
-                self.captured.clear()
+    def use_table(self, table: StrategyTable) -> None:
+        """Let measurements choose the strategy of each convolution from now on."""
+        self.table = table
+        if self.captured is not None:
+            self.captured.clear()  # recorded passes run what the old table chose
 
     @cached_property
     def convolutions(self) -> list[tuple[PatchedConv, int]]:
@@ -182,10 +169,9 @@ class PatchedModel:
         Args:
             packing: from `pack`.
             repeats: how many times the last text token of every row counts (see `PatchedJointAttention`).
-            requests: whose rows they are, in order, for the patch cache if there is one; without it is not used.
+            requests: the owners of the rows, in order, for the patch cache if there is one; without, it is not used.
         """
-        self.context.packing = packing
-        self.context.kept.clear()
+        self.context.begin(packing)
         self.context.kept["repeats"] = repeats
         if self.cache is not None:
             self.cache.begin(packing, requests)
@@ -209,15 +195,12 @@ class PatchedModel:
         context = self.context
         if self.captured is None:
             return self._forward(inputs, context.kept)
-        assert context.packing is not None
         key = context.packing.sizes, context.kept["repeats"]
         return self.captured.run(key, context.kept, self._forward, inputs, held=context.packing)
 
     def _forward(self, inputs: dict[str, Any], kept: dict[Any, Any]) -> Tensor:
         context, timesteps, conditions = self.context, inputs["timesteps"], inputs["conditions"]
-        # A pass that failed half way may have left its state behind.
-        context.is_padded, context.is_activated, context.level = False, False, None
-        context.timesteps = timesteps
+        context.begin_pass(timesteps)
         before, context.kept = context.kept, kept
         try:
             self._read_text(conditions["encoder_hidden_states"], kept)
@@ -236,7 +219,6 @@ class PatchedModel:
             leaf.text = kept[leaf]
         if not self.is_unet:
             if "biases" not in kept:
-                assert self.context.packing is not None
                 kept["biases"] = biases_of(self.context.packing.levels[0], text.shape[1], kept["repeats"], text)
             self.context.biases = kept["biases"]
 

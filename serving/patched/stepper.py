@@ -14,18 +14,18 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from ..cache.patch_cache import CachedRequest
+from ..core.denoiser import Conditions
 from ..core.prepared import PreparedRequest, describe
+from ..core.stepper import Tuning
 from ..core.timing import finish_stream
-from ..engine.stepper import Tuning
 from ..layout.packing import Packing, WholeImages
 from ..layout.patch_layout import by_size
-from ..models.families import Family
+from ..plain.formats import PlainModels
 from ..samplers.batched import BatchedSampler, SamplerBatch
 from ..samplers.single import SamplerState
 from .captured import RecordingError
 from .patched_model import PatchedModel
-from .plain_models import PlainModels
-from .strategy import circumstances_of
+from .tuning import circumstances_of, strategy_table
 
 
 class PatchedStepper:
@@ -34,33 +34,37 @@ class PatchedStepper:
     Args:
         model: the patched model.
         plain: the unmodified model that it was made of.
-        family: how conditions are named for it.
+        conditions: names conditioning tensors for it.
         sampler: the update rule of the pipeline's scheduler.
 
     Attributes:
         batch: the requests of the last step, unless one has finished or failed.
-        batch_failures: why steps of whole batches failed, even if all their requests went on one by one.
+        batch_failures: why steps of whole batches failed, even if all requests then took them in smaller ones.
     """
 
     name = "patched"
 
-    def __init__(self, model: PatchedModel, plain: PlainModels, family: Family, sampler: BatchedSampler) -> None:
-        self.model, self.plain, self.family, self.sampler = model, plain, family, sampler
+    def __init__(
+        self, model: PatchedModel, plain: PlainModels, conditions: Conditions, sampler: BatchedSampler
+    ) -> None:
+        self.model, self.plain, self.conditions, self.sampler = model, plain, conditions, sampler
         self.batch: PackedBatch | None = None
         self._cache_keys = count()
         self.batch_failures: list[str] = []
 
     def tune(self, target: Tuning) -> None:
-        """See `PatchedModel.tune`; the memory format of batches of one resolution is measured, too.
+        """Measure the strategies of convolutions, and the memory format for batches of one resolution.
 
-        Where the strategy of convolutions is given, nothing is measured: then images do not depend on timings.
+        Where a strategy is given, nothing is measured: then images do not depend on timings.
         """
         model, sizes, fingerprint = self.model, target.sizes, target.fingerprint
         if model.cache is not None:
             model.cache.check_sizes(sizes)
-        model.tune(sizes, target.folder, fingerprint=fingerprint)
-        if model.is_tuned and not model.always_packs:
-            self.plain.tune(target, self.family, circumstances_of(model, sizes, fingerprint))
+        model.pack(sorted(sizes, key=by_size))  # refuses a patch size that does not fit
+        if model.is_tuned:
+            model.use_table(strategy_table(model, sizes, target.folder, fingerprint=fingerprint))
+            if not model.always_packs:
+                self.plain.tune(target, self.conditions, circumstances_of(model, sizes, fingerprint))
 
     def check(self, state: SamplerState, size: tuple[int, int]) -> None:
         """Raise UsageError if the schedule has a step without finite coefficients, or patches cannot cut the size."""
@@ -141,7 +145,7 @@ class PackedBatch:
 
     def __init__(self, stepper: PatchedStepper, active: Sequence[PreparedRequest], *, may_be_plain: bool) -> None:
         self._given = tuple(active)
-        model, family = stepper.model, stepper.family
+        model = stepper.model
         batch = sorted(active, key=lambda prepared: by_size(_latent_size(prepared)))
         self._batch = batch
         self._model, self._plain = model, stepper.plain
@@ -155,7 +159,7 @@ class PackedBatch:
         repeats = 1
         if not model.is_unet:
             conditioning["text"], repeats = _without_repeats(conditioning["text"])
-        self._conditions: dict[str, Any] = family.conditions(conditioning)
+        self._conditions: dict[str, Any] = stepper.conditions(conditioning)
         # A batch of one resolution needs no patches: plain diffusers is as fast, unless equal text tokens are left out.
         self.is_plain = may_be_plain and len(set(sizes)) == 1 and repeats == 1 and not model.always_packs
         if self.is_plain:

@@ -4,7 +4,6 @@ Only leaves are swapped; the model's own `forward` runs. Every module must be of
 that could read beyond a patch without our knowing is refused by name.
 """
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +12,9 @@ from torch import nn
 
 from ...data.errors import UsageError
 from .attention import PatchedCrossAttention, PatchedJointAttention, PatchedSelfAttention
+from .context import PatchContext
 from .leaves import (
     ActivationUnlessDone,
-    PatchContext,
     PatchedConv,
     PatchedGroupNorm,
     PatchedPatchEmbed,
@@ -34,11 +33,6 @@ _POINTWISE = {
     *("SD35AdaLayerNormZeroX", "JointTransformerBlock", "SD3Transformer2DModel"),
 }
 _SWAPPED = {"Conv2d", "GroupNorm", "Attention", "Upsample2D", "PatchEmbed", "Timesteps"}
-
-
-def copy_modules(model: nn.Module) -> nn.Module:
-    """A copy of a model whose modules are its own and whose tensors are the same."""
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
 
 
 class Swap:

@@ -199,7 +199,7 @@ class BatchedSampler:
 class SamplerBatch:
     """The sampler's side of a packed batch: the latents of all requests in patches, advanced together.
 
-    Built anew whenever a request joins or leaves; in between, nobody else may change the states' `steps_done`.
+    Built anew whenever a request joins or leaves; in between, nothing else may change the states' `steps_done`.
     The tensors that it is given, and those that it hands out, are never written to.
 
     Args:

@@ -2,7 +2,7 @@
 
 A step lasts as long as a predictor says, preparing and decoding as long as `StageTimes` says; nothing else takes time,
 unless `StepDurations` tells more than the predictor that policies are given.
-Every GPU has its own prepare stage, denoise loop and postprocess stage, which follow `Engine` rule by rule. Several
+Every GPU has its own prepare stage, denoise loop and postprocess stage under a `Scheduler`, as an `Engine` has. Several
 GPUs serve in data parallel: a request goes, when it arrives, to the GPU with the fewest pixels under way (PatchedServe
 section 8.1), counted in pixel-steps: pixels times remaining steps, over all requests that were sent there and have not
 left the denoise stage. Equal ones: to the first GPU. It stays there.
@@ -20,12 +20,12 @@ from ...data.requests import Request
 from ..core.request_state import RequestRecord
 from ..core.step_row import StepRow
 from ..scheduling.policies import LearningPredictor, Policy, StepLatencyPredictor
+from ..scheduling.scheduler import Scheduler
 from ..scheduling.step_latency import MemoisedLatency
-from .clock import PREPARED, SimulationClock
 from .distrifusion import DistriFusionLatency
 from .stage_times import StageTimes
 from .step_durations import StepDurations
-from .worker import SimulatedWorker
+from .worker import PREPARED, SimulatedWorker, SimulationClock
 
 
 @dataclass(slots=True)
@@ -94,11 +94,9 @@ def simulate(
     """
     if not requests:
         raise UsageError("the trace is empty, but it must hold at least one request")
-    ahead = 2 * max_batch_size if max_prepared_ahead is None else max_prepared_ahead
-    require_counts({"max batch size": max_batch_size, "number of GPUs": num_gpus, "requests prepared ahead": ahead})
+    require_counts({"number of GPUs": num_gpus})
     # One that learns changes, so that nothing it says is remembered.
-    learner = predictor if isinstance(predictor, LearningPredictor) else None
-    latency: StepLatencyPredictor = learner or MemoisedLatency(predictor)
+    latency = predictor if isinstance(predictor, LearningPredictor) else MemoisedLatency(predictor)
     if durations is None:
         durations = StepDurations(latency)
     else:
@@ -109,21 +107,26 @@ def simulate(
         )
     num_workers = num_gpus
     if spans_gpus:
-        latency, learner, num_workers = MemoisedLatency(DistriFusionLatency(predictor, num_gpus)), None, 1
+        latency, num_workers = MemoisedLatency(DistriFusionLatency(predictor, num_gpus)), 1
         durations = replace(
             durations, steady=MemoisedLatency(DistriFusionLatency(durations.steady, num_gpus)), first=None
         )
-    clock = SimulationClock(
-        policy,
-        latency,
-        learner,
-        durations,
-        max_batch_size,
-        times or StageTimes(),
-        ahead,
-        on_finish,
-    )
-    workers = [SimulatedWorker(index, clock, keep_steps=keep_steps and index == 0) for index in range(num_workers)]
+    clock = SimulationClock(durations, times or StageTimes(), on_finish)
+    workers = [
+        SimulatedWorker(
+            index,
+            clock,
+            Scheduler(
+                policy,
+                latency,
+                max_batch_size=max_batch_size,
+                max_prepared_ahead=max_prepared_ahead,
+                on_decision=clock.note_decision,
+            ),
+            keep_steps=keep_steps and index == 0,
+        )
+        for index in range(num_workers)
+    ]
     gpu_of: dict[int, int] = {}
     events = clock.events
     place, last_s = 0, 0.0
@@ -139,7 +142,7 @@ def simulate(
             if request.request_id in gpu_of:
                 raise UsageError(f"request id {request.request_id} is used twice")
             last_s = request.arrival_s
-            worker = min(workers, key=lambda worker: worker.pixel_steps)
+            worker = min(workers, key=lambda worker: worker.scheduler.pixel_steps)
             gpu_of[request.request_id] = worker.index
             worker.arrive(request, None if standalone_s is None else standalone_s(request), now_s)
             touched.add(worker.index)
@@ -149,15 +152,15 @@ def simulate(
             (workers[index].prepared if kind == PREPARED else workers[index].stepped)(request_id, now_s)
             touched.add(index)
         for index in sorted(touched):
-            workers[index].go_on(now_s)
+            workers[index].proceed(now_s)
     return SimulationResult(
         records=sorted(clock.records, key=lambda record: record.request_id),
         duration_s=max(record.finish_s or 0.0 for record in clock.records),
         steps=workers[0].rows,
         gpu_of=gpu_of,
         busy_s=[worker.busy_s for worker in workers],
-        num_steps=sum(worker.num_steps for worker in workers),
-        max_prepared=max(worker.max_prepared for worker in workers),
+        num_steps=sum(worker.scheduler.num_steps for worker in workers),
+        max_prepared=max(worker.scheduler.max_prepared for worker in workers),
         num_decisions=clock.num_decisions,
         decision_s=clock.decision_s,
     )

@@ -58,7 +58,7 @@ class StepDurations:
     def stretched_s(self, undisturbed_s: float, *busy_s: float) -> float:
         """Seconds of a step beside stages that are busy for so many seconds from its start on.
 
-        While n stages work, the step goes on at 1 / (1 + n slowdown) of its speed.
+        While n stages work, the step runs at 1 / (1 + n slowdown) of its speed.
         """
         if not self.slowdown:
             return undisturbed_s

@@ -20,13 +20,13 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import parse_list
 from patchedserve.data.workspace import Workspace
 from patchedserve.eval.cache.sides import Setting, make_side
-from patchedserve.profiling.measure.machine import run_facts
+from patchedserve.profiling.machine import run_facts
 from patchedserve.profiling.steps.combinations import Combination, parse_combinations
 from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.cache.rules import Imposed
 from patchedserve.serving.core.timing import synchronize
-from patchedserve.serving.engine.stepper import EngineOptions
 from patchedserve.serving.models.loading import load_model
+from patchedserve.serving.options import EngineOptions
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -11,7 +11,7 @@ Three parts, each with what issue 5 asks for:
 
 Capacity is what a full batch of an equal mix finishes per second. The simulator's step latencies are those of --latency
 (a table of psctl profile latency, or a fitted predictor). Results: Markdown on stdout, and all figures in
-tests/benchmarks/results/simulator-scale-MODEL.json.
+tests/benchmarks/results/simulator-scale-MODEL.json, or in --output-file.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.data.traces.traces import TraceConfig, assign_slos, generate_trace
 from patchedserve.data.workspace import DEFAULT_WORKSPACE, Workspace
-from patchedserve.profiling.measure.machine import cpu_name
+from patchedserve.profiling.machine import cpu_name
 from patchedserve.profiling.runs.simulate import load_step_latency
 from patchedserve.serving.core.request_state import RequestRecord
 from patchedserve.serving.models.loading import model_defaults
@@ -154,7 +154,7 @@ def run_overload(simulated: Simulated, minutes: float) -> dict[str, Any]:
 
 def run_real(options: argparse.Namespace, sizes: Sequence[Resolution], steps: int) -> dict[str, Any]:
     """Overload on the engine: the same policy, real latencies, real memory."""
-    from patchedserve.profiling.measure.machine import run_facts
+    from patchedserve.profiling.machine import run_facts
     from patchedserve.profiling.measure.standalone import shape_of, standalone_latencies
     from patchedserve.serving.engine.engine import Engine
     from patchedserve.serving.engine.replay import replay
@@ -239,6 +239,7 @@ def main() -> None:
     parser.add_argument("--real", action="store_true", help="overload the engine, too")
     parser.add_argument("--real-minutes", type=float, default=1.0)
     parser.add_argument("--profile", action="store_true", help="show where the simulator's time goes")
+    parser.add_argument("--output-file", type=Path, help="write the figures as JSON here instead")
     options = parser.parse_args()
     defaults = model_defaults(options.model)
     steps = options.steps or defaults.num_inference_steps
@@ -260,7 +261,7 @@ def main() -> None:
         )
     found: dict[str, Any] = {
         "machine": cpu_name(),
-        "options": {k: str(v) for k, v in vars(options).items()},
+        "options": {k: str(v) for k, v in vars(options).items() if k != "output_file"},
         "scale": scale,
     }
     found["overload"] = run_overload(simulated, options.minutes)
@@ -270,8 +271,8 @@ def main() -> None:
         print_overload(
             f"Overload on the engine, {OVERLOAD} times capacity for {options.real_minutes:g} minutes", found["real"]
         )
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"simulator-scale-{options.model}.json").write_text(json.dumps(found, indent=1) + "\n")
+    target = options.output_file or RESULTS / f"simulator-scale-{options.model}.json"
+    target.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ from patchedserve.eval.options import EvalOptions, plan_eval
 from patchedserve.eval.result_files import EvalResults
 from patchedserve.eval.run import evaluate_folders, evaluate_model
 from patchedserve.eval.sets.generate import generate_set
-from patchedserve.serving.engine.stepper import EngineOptions
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.options import EngineOptions
 
 from ..support.eval_cases import image_folder, manifest_of, save_eval_model
 

@@ -15,8 +15,8 @@ from patchedserve.data.workspace import ModelWorkspace
 from patchedserve.profiling.steps.bench import STEPS, BenchKind, run_bench
 from patchedserve.profiling.steps.breakdown import BREAKDOWN
 from patchedserve.profiling.steps.combinations import Combination
-from patchedserve.serving.engine.stepper import EngineOptions
-from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.models.build import build_model
+from patchedserve.serving.options import EngineOptions
 
 from ..conftest import RunPsctl
 from ..support.bench_cases import FAST, ROW, squares
@@ -55,10 +55,10 @@ def test_bad_usage_is_one_line(
 @pytest.mark.parametrize("kind", [STEPS, BREAKDOWN], ids=lambda kind: kind.name)
 def test_what_does_not_fit_the_model_leaves_no_run(kind: BenchKind, tmp_path: Path) -> None:
     workspace = ModelWorkspace(tmp_path)
-    model = ServedModel(tiny_sd3(), name="tiny", options=EngineOptions(order="patch", patch_size=3))
+    model = build_model(tiny_sd3(), name="tiny", options=EngineOptions(order="patch", patch_size=3))
     with pytest.raises(UsageError, match="patch size 3 does not fit"):
         run_bench(kind, model, [squares(1, 1, 1)], workspace, FAST)
-    model = ServedModel(tiny_sd3(), name="tiny")
+    model = build_model(tiny_sd3(), name="tiny")
     with pytest.raises(UsageError, match="24x24: width and height must be multiples of 16"):
         run_bench(kind, model, [Combination(parse_list("32,24"), (1, 0))], workspace, FAST)
     assert workspace.latest_run("bench-steps") is None

@@ -20,8 +20,8 @@ from patchedserve.eval.metrics.judges import Judges
 from patchedserve.profiling.measure.blocks import BlockProfileSettings, run_block_profile
 from patchedserve.profiling.steps.combinations import Combination
 from patchedserve.serving.cache.options import CacheOptions
-from patchedserve.serving.engine.stepper import EngineOptions
 from patchedserve.serving.models.loading import load_model
+from patchedserve.serving.options import EngineOptions
 
 from ..conftest import RunPsctl
 from ..support.tiny_models import save_tiny, tiny_sd3, tiny_sdxl

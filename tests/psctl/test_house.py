@@ -31,8 +31,7 @@ PROGRAM = """
 import sys
 from patchedserve.data.errors import RunError, UsageError
 from patchedserve.psctl.app import app, main
-from patchedserve.psctl.options.common import Json, Quiet
-from patchedserve.psctl.output import Output
+from patchedserve.psctl.output import Json, Output, Quiet
 
 @app.command("try")
 def try_it(json: Json = False, quiet: Quiet = False) -> None:
@@ -158,29 +157,29 @@ def test_only_our_own_bugs_are_unknown() -> None:
         (["doctor", "extra"], "Got unexpected extra argument"),
     ],
 )
-def test_wrong_usage_exits_with_2(run_psctl: RunPsctl, arguments: list[str], message: str) -> None:
-    done = run_psctl(*arguments)
+def test_wrong_usage_exits_with_2(spawn_psctl: RunPsctl, arguments: list[str], message: str) -> None:
+    done = spawn_psctl(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"Error: {message}")
     assert "--help')" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_without_a_command_the_help_is_shown(run_psctl: RunPsctl) -> None:
-    done = run_psctl()
+def test_without_a_command_the_help_is_shown(spawn_psctl: RunPsctl) -> None:
+    done = spawn_psctl()
     assert done.returncode == 2
     assert "doctor" in done.stdout
 
 
-def test_version(run_psctl: RunPsctl) -> None:
+def test_version(spawn_psctl: RunPsctl) -> None:
     # PSCTL_VERSION is a likely name in an image; it must not be taken for the option.
-    done = run_psctl("--version", PSCTL_VERSION="3")
+    done = spawn_psctl("--version", PSCTL_VERSION="3")
     assert (done.returncode, done.stdout) == (0, f"psctl {patchedserve.__version__}\n")
 
 
 @pytest.mark.parametrize("name", [name for name, _ in COMMANDS])
-def test_every_command_has_examples_and_the_common_options(run_psctl: RunPsctl, name: str) -> None:
-    done = run_psctl(*name.split(), "--help", COLUMNS="200")
+def test_every_command_has_examples_and_the_common_options(spawn_psctl: RunPsctl, name: str) -> None:
+    done = spawn_psctl(*name.split(), "--help", COLUMNS="200")
     assert done.returncode == 0
     assert "Examples:" in done.stdout
     assert f"  psctl {name}" in done.stdout
@@ -274,18 +273,18 @@ def test_on_a_terminal_there_are_bars_with_the_time_left() -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), [("train-model", "models train"), ("model-card", "models card")])
-def test_old_names_work_and_say_the_new_one(run_psctl: RunPsctl, old: str, new: str) -> None:
-    assert old not in run_psctl("--help", COLUMNS="200").stdout
-    done = run_psctl(old, "nothing-such")
+def test_old_names_work_and_say_the_new_one(spawn_psctl: RunPsctl, old: str, new: str) -> None:
+    assert old not in spawn_psctl("--help", COLUMNS="200").stdout
+    done = spawn_psctl(old, "nothing-such")
     assert done.returncode == 2
     assert "Invalid value for" in done.stderr
-    wanted, options = run_psctl(*new.split(), "--help"), run_psctl(old, "--help")
+    wanted, options = spawn_psctl(*new.split(), "--help"), spawn_psctl(old, "--help")
     assert options.returncode == wanted.returncode == 0
     assert "--seed" in options.stdout
 
 
-def test_help_has_the_commands_as_a_day_goes(run_psctl: RunPsctl) -> None:
-    shown = run_psctl("--help", COLUMNS="120").stdout
+def test_help_has_the_commands_as_a_day_goes(spawn_psctl: RunPsctl) -> None:
+    shown = spawn_psctl("--help", COLUMNS="120").stdout
     names = ["serve", "generate", "profile", "train-predictor", "simulate", "bench", "eval", "gate", "models", "doctor"]
     commands = [line.split()[1] for line in shown.splitlines() if line.startswith("│ ") and line[2].isalpha()]
     assert commands == names
@@ -298,11 +297,11 @@ def test_help_waits_for_nothing_heavy() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_bundled_models_are_listed(run_psctl: RunPsctl) -> None:
-    models = json.loads(run_psctl("models", "list", "--json").stdout)
+def test_bundled_models_are_listed(spawn_psctl: RunPsctl) -> None:
+    models = json.loads(spawn_psctl("models", "list", "--json").stdout)
     assert list(models) == ["emoji-xl", "emoji-3", "emoji-clip"]
     assert models["emoji-xl"]["resolutions"] == ["128x128", "192x192", "256x256"]
-    lines = run_psctl("models", "list").stdout.splitlines()
+    lines = spawn_psctl("models", "list").stdout.splitlines()
     assert [line.partition(":")[0] for line in lines] == list(models)
 
 
@@ -378,16 +377,16 @@ def test_bad_threads_are_a_usage_error(threads: str) -> None:
         apply_thread_settings({"PSCTL_THREADS": threads})
 
 
-def test_bad_threads_exit_with_2(run_psctl: RunPsctl) -> None:
-    done = run_psctl("doctor", PSCTL_THREADS="many")
+def test_bad_threads_exit_with_2(spawn_psctl: RunPsctl) -> None:
+    done = spawn_psctl("doctor", PSCTL_THREADS="many")
     assert (done.returncode, done.stderr) == (
         2,
         "Error: PSCTL_THREADS is 'many'; it must be a whole number of at least 1\n",
     )
 
 
-def test_doctor_reports_the_machine(run_psctl: RunPsctl, tmp_path: Path) -> None:
-    done = run_psctl("doctor", "--json", "--quiet", "--workspace", tmp_path / "not" / "there")
+def test_doctor_reports_the_machine(spawn_psctl: RunPsctl, tmp_path: Path) -> None:
+    done = spawn_psctl("doctor", "--json", "--quiet", "--workspace", tmp_path / "not" / "there")
     report = json.loads(done.stdout)
     assert done.returncode == (1 if report["problems"] else 0)
     assert report["is_ok"] == (not report["problems"])
@@ -405,7 +404,7 @@ def test_doctor_reports_the_machine(run_psctl: RunPsctl, tmp_path: Path) -> None
     assert not (tmp_path / "not").exists()
 
 
-def test_doctor_shows_people_the_same(run_psctl: RunPsctl) -> None:
-    done = run_psctl("doctor", "--quiet")
+def test_doctor_shows_people_the_same(spawn_psctl: RunPsctl) -> None:
+    done = spawn_psctl("doctor", "--quiet")
     for word in ("libraries", "devices", "extras", "models", "workspace", "psctl[ray]", "emoji-xl"):
         assert word in done.stdout

@@ -17,13 +17,14 @@ from patchedserve.data.errors import UsageError
 from patchedserve.data.resolution import Resolution, parse_list
 from patchedserve.data.tables.latency import LatencyRow, LatencyTable, read_latencies, write_latencies
 from patchedserve.data.workspace import ModelWorkspace, Workspace
+from patchedserve.profiling.machine import run_facts
 from patchedserve.profiling.measure import latency
 from patchedserve.profiling.measure.latency import LatencySettings, profile_latency
-from patchedserve.profiling.measure.machine import run_facts
 from patchedserve.profiling.steps.combinations import count_combinations, single_combinations, stratified_combinations
 from patchedserve.profiling.steps.sides import EngineSide, PlainSide, RequestPool
-from patchedserve.serving.engine.stepper import EngineOptions
+from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.options import EngineOptions
 from patchedserve.training.latency.predictor import LatencyPredictor, load_workspace_predictor
 
 from ..conftest import RunPsctl
@@ -36,7 +37,7 @@ FEW = LatencySettings(SIZES, combinations=12, max_batch_size=4, repeats=2)
 
 @pytest.fixture(scope="module")
 def sdxl() -> ServedModel:
-    return ServedModel(tiny_sdxl(), name="tiny")
+    return build_model(tiny_sdxl(), name="tiny")
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +108,7 @@ def test_combinations_of_one_resolution(count: int, largest: int, numbers: list[
 
 
 def test_both_engines_take_the_same_steps(sdxl: ServedModel) -> None:
-    plain_model = ServedModel(sdxl.pipe, name="tiny", options=EngineOptions(engine="plain"))
+    plain_model = build_model(sdxl.pipe, name="tiny", options=EngineOptions(engine="plain"))
     combination = stratified_combinations(SIZES, 12, 4, seed=0)[-1]
     sides = []
     for model in (sdxl, plain_model):
@@ -230,7 +231,7 @@ def test_table_of_another_profile_is_not_gone_on_with(sdxl: ServedModel, tmp_pat
 
 def test_plain_engine_and_what_does_not_fit(tmp_path: Path) -> None:
     workspace = ModelWorkspace(tmp_path)
-    model = ServedModel(tiny_sd3(), name="tiny", options=EngineOptions(engine="plain"))
+    model = build_model(tiny_sd3(), name="tiny", options=EngineOptions(engine="plain"))
     outcome = profile_latency(model, LatencySettings(SIZES, 4, 2, 1), workspace)
     assert outcome.table.circumstances is not None
     assert outcome.table.circumstances.engine == "plain"

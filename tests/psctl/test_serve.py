@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from diffusers import DDIMScheduler
 from PIL import Image
 
 from patchedserve.data.tables.schemas import RECORDS, STEPS, read_rows
+from patchedserve.psctl.app import main
+from patchedserve.serving.patched.patched_model import PatchedModel
 
 from ..conftest import RunPsctl
 from ..support.tiny_models import save_tiny, tiny_sdxl
@@ -134,6 +137,26 @@ def test_batches_larger_than_the_latency_table_are_told_and_counted(serve: RunPs
     assert summary_of(small)["predictions_outside"]["too_large"] == 0
     assert "largest batch" not in small.stderr
     assert "predictions_outside" not in summary_of(serve("--policy", "fcfs", *options))
+
+
+def test_batches_that_fail_are_halved_and_told(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = PatchedModel.__call__
+
+    def fails_if_large(self: PatchedModel, patches: torch.Tensor, timesteps: torch.Tensor, **rest: Any) -> torch.Tensor:
+        if len(timesteps) > 2:  # guided: two rows a request
+            raise torch.OutOfMemoryError("too large")
+        return original(self, patches, timesteps, **rest)
+
+    monkeypatch.setattr(PatchedModel, "__call__", fails_if_large)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(["serve", "--num-prompts", "6", "--request-rate", "inf", "--policy", "continuous", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["completed_requests"] == 6
+    count = json.loads(out)["batch_failures"]["count"]
+    assert f"{count} steps of whole batches failed and were repeated in halves; denoising: OutOfMemoryError" in err
 
 
 def test_trace_file_keeps_its_timestamps(serve: RunPsctl, tmp_path: Path) -> None:

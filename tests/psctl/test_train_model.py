@@ -93,11 +93,11 @@ def test_text_gives_json_and_finished_folders(trained: Trained) -> None:
     assert not list(folder.rglob(".*")), "temporary files are left"
 
 
-def test_a_finished_training_is_not_done_again(run_psctl: RunPsctl, workspace: Path) -> None:
+def test_a_finished_training_is_not_done_again(spawn_psctl: RunPsctl, workspace: Path) -> None:
     run = workspace / "training" / "text" / "large"
     weights = workspace / "training" / "text" / "large-model" / "model.safetensors"
     before = weights.read_bytes()
-    done = run_psctl(
+    done = spawn_psctl(
         "models", "train", "text", "--steps", BASE_STEPS, "-w", workspace, "--json", "-q", timeout_s=TIMEOUT_S
     )
     assert (done.returncode, done.stderr) == (0, "")
@@ -106,8 +106,8 @@ def test_a_finished_training_is_not_done_again(run_psctl: RunPsctl, workspace: P
     assert weights.read_bytes() == before
 
 
-def test_more_steps_go_on_from_before_the_decay(run_psctl: RunPsctl, workspace: Path) -> None:
-    done = run_psctl("models", "train", "text", "--steps", 45, "-w", workspace, timeout_s=TIMEOUT_S)
+def test_more_steps_go_on_from_before_the_decay(spawn_psctl: RunPsctl, workspace: Path) -> None:
+    done = spawn_psctl("models", "train", "text", "--steps", 45, "-w", workspace, timeout_s=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     for name in ("small", "large"):
         run = workspace / "training" / "text" / name
@@ -124,18 +124,18 @@ def test_more_steps_go_on_from_before_the_decay(run_psctl: RunPsctl, workspace: 
     ],
 )
 def test_a_finished_training_is_not_spoilt(
-    run_psctl: RunPsctl, workspace: Path, options: list[str], words: list[str]
+    spawn_psctl: RunPsctl, workspace: Path, options: list[str], words: list[str]
 ) -> None:
     before = {path: path.read_bytes() for path in workspace.rglob("*") if path.is_file()}
-    done = run_psctl("models", "train", "text", *options, "-w", workspace, timeout_s=TIMEOUT_S)
+    done = spawn_psctl("models", "train", "text", *options, "-w", workspace, timeout_s=TIMEOUT_S)
     assert_one_error_line(done, 2, *words)
     assert {path: path.read_bytes() for path in workspace.rglob("*") if path.is_file()} == before
 
 
-def test_a_generator_names_the_part_it_lacks(run_psctl: RunPsctl, workspace: Path) -> None:
-    done = run_psctl("models", "train", "emoji-xl", "-w", "empty", timeout_s=TIMEOUT_S)
+def test_a_generator_names_the_part_it_lacks(spawn_psctl: RunPsctl, workspace: Path) -> None:
+    done = spawn_psctl("models", "train", "emoji-xl", "-w", "empty", timeout_s=TIMEOUT_S)
     assert_one_error_line(done, 2, "psctl models train text")
-    done = run_psctl("models", "train", "emoji-3", "-w", workspace, timeout_s=TIMEOUT_S)
+    done = spawn_psctl("models", "train", "emoji-3", "-w", workspace, timeout_s=TIMEOUT_S)
     assert_one_error_line(done, 2, "psctl models train autoencoder")
 
 
@@ -148,16 +148,18 @@ def test_a_generator_names_the_part_it_lacks(run_psctl: RunPsctl, workspace: Pat
         ([], ["Missing argument 'part'", "emoji-xl"]),
     ],
 )
-def test_wrong_usage_exits_with_2(run_psctl: RunPsctl, tmp_path: Path, arguments: list[str], words: list[str]) -> None:
-    assert_one_error_line(run_psctl("models", "train", *arguments), 2, *words)
+def test_wrong_usage_exits_with_2(
+    spawn_psctl: RunPsctl, tmp_path: Path, arguments: list[str], words: list[str]
+) -> None:
+    assert_one_error_line(spawn_psctl("models", "train", *arguments), 2, *words)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("num_bytes", [0, 5000])
-def test_a_truncated_checkpoint_is_named(run_psctl: RunPsctl, workspace: Path, num_bytes: int) -> None:
+def test_a_truncated_checkpoint_is_named(spawn_psctl: RunPsctl, workspace: Path, num_bytes: int) -> None:
     checkpoint = workspace / "training" / "text" / "small" / "last.safetensors"
     os.truncate(checkpoint, num_bytes)
-    done = run_psctl("models", "train", "text", "--steps", BASE_STEPS, "-w", workspace, timeout_s=TIMEOUT_S)
+    done = spawn_psctl("models", "train", "text", "--steps", BASE_STEPS, "-w", workspace, timeout_s=TIMEOUT_S)
     assert_one_error_line(done, 1, f"{checkpoint} is not a whole checkpoint", "delete it to start again")
     assert checkpoint.stat().st_size == num_bytes
 

@@ -16,7 +16,8 @@ from diffusers import SD3Transformer2DModel, UNet2DConditionModel
 from torch import Tensor, nn
 
 from patchedserve.serving.layout.packing import Level, Order
-from patchedserve.serving.patched.leaves import PatchedConv, Strategy
+from patchedserve.serving.patched.context import Strategy
+from patchedserve.serving.patched.leaves import PatchedConv
 from patchedserve.serving.patched.patched_model import PatchedModel
 
 Size = tuple[int, int]

@@ -139,7 +139,7 @@ class LatencyPredictor:
 
         Args:
             path: the file.
-            expect: what will be served (`profiling.measure.machine.run_facts`); None takes any.
+            expect: what will be served (`profiling.machine.run_facts`); None takes any.
             on_warning: see the class.
 
         Raises:

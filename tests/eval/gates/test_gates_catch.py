@@ -24,10 +24,10 @@ from patchedserve.eval.sets.image_sets import set_of
 from patchedserve.psctl.app import main
 from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.core.request_state import RequestView
-from patchedserve.serving.engine.stepper import EngineOptions
 from patchedserve.serving.layout import packing
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.patched import leaves
 from patchedserve.serving.patched.stepper import PackedBatch
 from patchedserve.serving.samplers.batched import SamplerBatch

@@ -19,10 +19,9 @@ from patchedserve.eval.sets.generate import differing_settings
 from patchedserve.psctl.app import main
 from patchedserve.psctl.options.groups import CACHE as CACHE_FLAGS
 from patchedserve.serving.cache.options import CacheOptions
-from patchedserve.serving.cache.rules import facts_of
-from patchedserve.serving.engine.stepper import EngineOptions
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.options import EngineOptions
 from patchedserve.training.cache.fitting import FitSettings, fit_cache_predictor
 from patchedserve.training.cache.predictor import CachePredictor
 from patchedserve.training.cache.samples import load_samples
@@ -149,7 +148,7 @@ def test_another_predictor_under_the_same_name_starts_anew(
 ) -> None:
     file = tmp_path / "cache.safetensors"
     cache = replace(CACHE, threshold=None, predictor=file)
-    facts = facts_of(served(model_dir), 4)
+    facts = served(model_dir).block_facts(4)
     outcomes = []
     # A vote is from 0 to 1: the first predictor always reuses, the second never does.
     for confidence in (-1.0, 1.0):

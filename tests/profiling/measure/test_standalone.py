@@ -12,9 +12,10 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.profiling.measure.standalone import TABLE_FILE, read_standalone, standalone_latencies
 from patchedserve.serving.cache.options import CacheOptions
-from patchedserve.serving.engine.stepper import EngineOptions
+from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.defaults import ModelDefaults
 from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.options import EngineOptions
 
 from ...support.tiny_models import tiny_sdxl
 
@@ -27,7 +28,7 @@ def pipe() -> Any:
 
 
 def served(pipe: Any, options: EngineOptions, **about: str) -> ServedModel:
-    return ServedModel(pipe, **{"name": "tiny", "fingerprint": "f"} | about, defaults=ModelDefaults(), options=options)
+    return build_model(pipe, **{"name": "tiny", "fingerprint": "f"} | about, defaults=ModelDefaults(), options=options)
 
 
 def num_measured(model: ServedModel, tables: Path) -> int:

@@ -14,6 +14,7 @@ from PIL import Image
 from patchedserve.data.workspace import ModelWorkspace
 from patchedserve.profiling.steps.bench import STEPS, BenchSettings, StepBench, ratios_of, run_bench, summarize
 from patchedserve.profiling.steps.sides import EngineSide, PlainSide, RequestPool, plain_denoisers
+from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
 
 from ...support.bench_cases import FAST, ROW, squares
@@ -33,7 +34,7 @@ def with_scheduler(pipe: Any, scheduler: Any, **config: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def sdxl() -> ServedModel:
-    return ServedModel(tiny_sdxl(), name="tiny")
+    return build_model(tiny_sdxl(), name="tiny")
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def sdxl() -> ServedModel:
     ids=["sdxl-euler", "sd-ddim", "sd3-flow", "sdxl-ddim"],
 )
 def test_all_sides_take_the_same_steps(make: Callable[[], Any]) -> None:
-    model = ServedModel(make(), name="tiny")
+    model = build_model(make(), name="tiny")
     requests = RequestPool(model).take(squares(2, 1, 2))
     # Grouped by resolution, as they are given: so the latents of all sides come in one order.
     plain = [PlainSide(model, requests, batched=False)]
@@ -77,7 +78,7 @@ def test_channels_last_copy_shares_what_has_no_layout(sdxl: ServedModel) -> None
 @pytest.mark.parametrize("scheduler", [DDIMScheduler, DPMSolverMultistepScheduler, EulerAncestralDiscreteScheduler])
 def test_requests_start_anew_when_their_schedule_ends(scheduler: Any) -> None:
     # Ten steps, of which five are left in the middle.
-    model = ServedModel(with_scheduler(tiny_sdxl(), scheduler, num_train_timesteps=20), name="tiny")
+    model = build_model(with_scheduler(tiny_sdxl(), scheduler, num_train_timesteps=20), name="tiny")
     row = StepBench(model, BenchSettings(repeats=8, warmup=2)).measure(squares(1, 1, 0))
     assert row["repeats"] == 8
     assert min(row["one_by_one_ms"], row["same_resolution_ms"], row["patched_ms"]) > 0

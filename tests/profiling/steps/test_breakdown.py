@@ -15,7 +15,7 @@ from patchedserve.profiling.steps.attribution import CATEGORIES, Kernel, Span, a
 from patchedserve.profiling.steps.bench import run_bench
 from patchedserve.profiling.steps.breakdown import BREAKDOWN
 from patchedserve.psctl.output import Output
-from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.models.build import build_model
 
 from ...support.bench_cases import FAST, squares
 from ...support.tiny_models import tiny_sd3, tiny_sdxl
@@ -23,7 +23,7 @@ from ...support.tiny_models import tiny_sd3, tiny_sdxl
 
 @pytest.mark.parametrize("make", [tiny_sdxl, tiny_sd3])
 def test_breakdown_adds_up(make: Callable[[], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = ServedModel(make(), name="tiny")
+    model = build_model(make(), name="tiny")
     chosen = [squares(1, 1, 1), squares(0, 0, 2)]
     outcome = run_bench(BREAKDOWN, model, chosen, ModelWorkspace(tmp_path), FAST)
     result = outcome.result

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from patchedserve.profiling.steps.bench import operations_of
 from patchedserve.profiling.steps.matrix_peak import count_operations, matrix_peak
 from patchedserve.profiling.steps.sides import EngineSide, PlainSide, RequestPool
-from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.models.build import build_model
 
 from ...support.bench_cases import squares
 from ...support.tiny_models import tiny_sdxl
@@ -33,7 +33,7 @@ def test_operations_of_single_operators(bias: bool) -> None:
 
 
 def test_all_sides_of_a_unet_do_the_same_operations() -> None:
-    model = ServedModel(tiny_sdxl(), name="tiny")
+    model = build_model(tiny_sdxl(), name="tiny")
     requests = RequestPool(model).take(squares(2, 1, 2))
     alone, batched = (PlainSide(model, requests, batched=batched) for batched in (False, True))
     assert operations_of(alone) == operations_of(batched) > 1e6

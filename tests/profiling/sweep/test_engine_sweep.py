@@ -16,9 +16,9 @@ from patchedserve.data.tables.schemas import RECORDS, read_rows
 from patchedserve.data.workspace import Workspace
 from patchedserve.profiling.measure.latency import LatencySettings, profile_latency
 from patchedserve.profiling.sweep.engine_side import latency_table
-from patchedserve.serving.engine.stepper import EngineOptions
+from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.defaults import ModelDefaults
-from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.options import EngineOptions
 
 from ...conftest import RunPsctl
 from ...support.tiny_models import save_tiny, tiny_sdxl
@@ -125,7 +125,7 @@ def test_another_content_of_a_file_is_another_sweep(run_psctl: RunPsctl, tiny: d
 
 def test_a_table_of_smaller_batches_is_not_taken(tmp_path: Path) -> None:
     options = EngineOptions("plain")
-    model = ServedModel(tiny_sdxl(), name="tiny", fingerprint="f", defaults=ModelDefaults(), options=options)
+    model = build_model(tiny_sdxl(), name="tiny", fingerprint="f", defaults=ModelDefaults(), options=options)
     workspace = Workspace(tmp_path / "ws").for_model("tiny", "cpu")
     two = LatencySettings((Resolution(32, 32),), 2, 2, 1, one_resolution=True)
     known = profile_latency(model, two, workspace).table_file

@@ -6,13 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from patchedserve.data.errors import UsageError
 from patchedserve.serving.cache.cells import SlotTable, match_keys
 from patchedserve.serving.cache.options import CacheOptions
-from patchedserve.serving.cache.patch_cache import CachedRequest, PatchCache
-from patchedserve.serving.cache.rules import Booleans, Imposed, InputThreshold, NeverReuse, PatchView
+from patchedserve.serving.cache.patch_cache import CachedRequest, Decision, PatchCache
+from patchedserve.serving.cache.rules import Booleans, Imposed, InputThreshold, NeverReuse, PatchView, ReuseRule
 from patchedserve.serving.cache.slots import SlotBuffer
 from patchedserve.serving.cache.store import BlockStore, mean_square
 from patchedserve.serving.patched.patched_model import PatchedModel
@@ -24,7 +25,7 @@ OPTIONS = CacheOptions("patch", threshold=0.0, patch_size=8, warmup_steps=1, max
 STEPS = 20
 
 
-class ByPlace:
+class ByPlace(ReuseRule):
     """Reuses a patch depending on nothing but its request's step and its own place, so never on its neighbours.
 
     It asks for changes without looking at them, so that stores keep inputs, too.
@@ -39,10 +40,8 @@ class ByPlace:
         return mixed / 2**32 < 0.5
 
 
-class Switch:
+class Switch(ReuseRule):
     """Reuses a random share once it is switched on."""
-
-    needs_change = False
 
     def __init__(self, share: float) -> None:
         self.imposed, self.is_on = Imposed(share, seed=3), False
@@ -218,6 +217,68 @@ def test_reuse_is_bounded_and_first_and_last_steps_are_computed() -> None:
         computed.append(cache.stats.whole > before)
     # One first step, then three reuses in a row at most, and the last step.
     assert computed == [done % 4 == 0 or done == STEPS - 1 for done in range(STEPS)]
+
+
+class Witness(ReuseRule):
+    """Reuses nothing, and writes down what it is shown of the steps."""
+
+    observes = True
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[list[int], list[float], list[bool]]] = []
+
+    def observe(self, keys: Sequence[int], changes: NDArray[np.float64], is_forced: Booleans) -> None:
+        self.seen.append((list(keys), changes.tolist(), is_forced.tolist()))
+
+    def may_reuse(self, view: PatchView) -> Booleans:
+        return np.zeros(len(view.request), bool)
+
+
+def test_any_rule_may_observe_how_the_input_of_a_step_has_changed() -> None:
+    rule = Witness()
+    model, patched, cache = cached_model("sdxl", "image", rule)
+    rows = draw_rows(model, [(16, 16), (24, 24)])
+    begin(patched, rows, [3, 8])
+    inputs = [tokens.clone() for tokens in observed_inputs(patched, cache, rows, [1, 1])]
+    moved = [Row(1.5 * row.latents, row.timestep, row.conditions) for row in rows]
+    after = observed_inputs(patched, cache, moved, [2, STEPS - 1])
+    assert [keys for keys, _, _ in rule.seen] == [[3, 8]] * 2, "once a step, not once a block"
+    assert rule.seen[0][1] == [float("inf")] * 2
+    places = [slice(0, 16 * 16), slice(16 * 16, None)]
+    expected = [
+        float((after[0][own] - inputs[0][own]).square().mean().sqrt() / inputs[0][own].square().mean().sqrt())
+        for own in places
+    ]
+    assert rule.seen[1][1] == pytest.approx(expected, rel=0.2)  # the cache looks at every fourth token
+    assert rule.seen[1][2] == [False, True]
+
+
+def observed_inputs(
+    patched: PatchedModel, cache: PatchCache, rows: Sequence[Row], steps_done: Sequence[int]
+) -> tuple[Tensor, ...]:
+    """Take a step; returns the tokens that its first block was handed."""
+    found: list[tuple[Tensor, ...]] = []
+    cache.on_computed = lambda block, inputs, _: found.append(inputs) if block == 0 else None
+    step(patched, rows, steps_done)
+    return found[0]
+
+
+def test_a_decision_says_which_of_three_things_is_done() -> None:
+    rule = Imposed(0.0)
+    model, patched, cache = cached_model("sd3", "image", rule)
+    rows = draw_rows(model, SIZES)
+    begin(patched, rows)
+    step(patched, rows, [3] * len(rows))
+    inputs = cache.stores[0].outputs
+    found = []
+    for rule.share in (0.0, 0.5, 1.0):
+        cache.begin_step([4] * len(rows))
+        found.append(cache.decide(0, inputs))
+    whole, masked, skipped = found
+    assert (whole, skipped) == (Decision("whole"), Decision("skipped"))
+    assert masked.kind == "masked"
+    assert masked.active is not None
+    assert 0 < len(masked.active) < cache.tables.num_cells
 
 
 def test_image_mode_skips_only_where_all_agree() -> None:

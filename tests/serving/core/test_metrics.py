@@ -161,9 +161,11 @@ def test_requests_that_have_not_ended_are_our_fault() -> None:
 
 def test_views_tell_progress_and_are_frozen() -> None:
     state = RequestState.of(Request(3, "p", LARGE, num_inference_steps=5, arrival_s=1.0, slo_s=2.0), standalone_s=0.4)
-    before = state.view()
-    state.steps_done = 2
-    after = state.view()
+    before = state.view_at(7)
+    state.stage, state.first_step = "active", 5
+    after = state.view_at(7)
+    state.num_iterations = 10  # of second order: 7 of 10 steps of the sampler are 3 of the 5 that were asked for
+    assert state.view_at(12).steps_done == 3
     assert (before.steps_done, before.steps_remaining, after.steps_remaining) == (0, 5, 3)
     assert (after.deadline_s, after.standalone_s, after.resolution, after.num_steps) == (3.0, 0.4, LARGE, 5)
     with pytest.raises(AttributeError):

@@ -21,11 +21,12 @@ from patchedserve.data.resolution import Resolution
 from patchedserve.serving.core.prepared import PreparedRequest
 from patchedserve.serving.core.request_state import RequestView
 from patchedserve.serving.engine.engine import Engine
-from patchedserve.serving.engine.plain_stepper import group_by_resolution
 from patchedserve.serving.engine.run_result import RunResult
 from patchedserve.serving.engine.stages import StageThread
-from patchedserve.serving.engine.stepper import EngineOptions
+from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.options import EngineOptions
+from patchedserve.serving.plain.stepper import group_by_resolution
 from patchedserve.serving.scheduling.policies import Decision, get_policy
 from patchedserve.serving.scheduling.policies.slack import TOO_LATE
 from patchedserve.serving.scheduling.systems import get_system
@@ -44,7 +45,7 @@ def pipe() -> Any:
 
 @pytest.fixture
 def model(pipe: Any) -> ServedModel:
-    return ServedModel(pipe, name="tiny")
+    return build_model(pipe, name="tiny")
 
 
 def requests_of(count: int, steps: int = 3) -> list[Request]:
@@ -154,7 +155,9 @@ def test_one_failing_request_takes_down_no_other(pipe: Any, engine: Any) -> None
     if engine == "plain":  # only there is a request advanced by itself
         bad[13] = ("fail in step", SMALL, "denoising: IndexError: step failed")
     requests = [*good, *(Request(i, prompt, size, 3) for i, (prompt, size, _) in bad.items())]
-    failing = _FailingModel(pipe, name="tiny", options=EngineOptions(engine=engine))
+    made = build_model(pipe, name="tiny", options=EngineOptions(engine=engine))
+    about: dict[str, Any] = {name: getattr(made, name) for name in ("name", "fingerprint", "defaults", "options")}
+    failing = _FailingModel(pipe, made.family, made.stepper, **about)
     result = serve(failing, requests, keep_latents=True)
     assert sorted(result.latents) == [0, 1]
     found = [result.latents[request.request_id][0] for request in good]
@@ -228,6 +231,20 @@ def test_nirvana_draws_with_fewer_steps(model: ServedModel) -> None:
     assert largest_error([result.latents[0][0]], [expected]) < 1e-3
 
 
+def test_what_is_checked_is_what_is_served() -> None:
+    """The engine changes no request, so the model checks the steps that it is going to take."""
+    from diffusers import DDIMScheduler
+
+    pipe = tiny_sdxl()
+    pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config)
+    nirvana = get_system("nirvana")
+    engine = Engine(build_model(pipe, name="ddim"), get_policy(nirvana.policy))
+    asked = Request(0, "a", SMALL, 1200)  # 948 with nirvana's share; DDIM takes at most 1000
+    with pytest.raises(UsageError, match="cannot take 1200 steps"):
+        engine.submit(asked)
+    engine.submit(nirvana.adapt(asked))
+
+
 @pytest.mark.parametrize("policy", ["continuous", "static", "edf"])
 def test_few_are_prepared_however_many_wait(model: ServedModel, policy: str) -> None:
     # Far more than can be served: 2 places, 30 requests at once.
@@ -271,6 +288,22 @@ def test_a_faulty_policy_ends_the_run_with_its_error(model: ServedModel) -> None
     with pytest.raises(RuntimeError, match="99"):
         serve(model, requests_of(2), faulty)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("psctl-")]
+
+
+def test_a_model_that_prepares_nothing_ends_the_run(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+
+    def step(batch: Sequence[PreparedRequest]) -> dict[int, str]:
+        steps.append(len(batch))
+        if len(steps) == 10:
+            raise RuntimeError("the engine takes steps of nothing for ever")
+        return {}
+
+    monkeypatch.setattr(model, "prepare", lambda request: None)
+    monkeypatch.setattr(model.stepper, "step", step)
+    with pytest.raises(AssertionError, match="the model has prepared nothing"):
+        serve(model, requests_of(1))
+    assert steps == []
 
 
 def test_a_faulty_callback_ends_the_run_with_its_error(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,7 +389,7 @@ def test_stages_keep_to_one_thread(model: ServedModel) -> None:
 def test_forward_passes_of_the_plain_model(
     pipe: Any, engine: Any, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = ServedModel(pipe, name="tiny", options=EngineOptions(engine=engine))
+    model = build_model(pipe, name="tiny", options=EngineOptions(engine=engine))
     prepared = [model.prepare(request) for request in requests_of(5)]
     assert [len(group) for group in group_by_resolution(prepared).values()] == [3, 2]
     rows: list[int] = []
@@ -388,7 +421,7 @@ def test_wrong_use(model: ServedModel) -> None:
 
 
 def test_requests_that_the_model_cannot_serve(model: ServedModel) -> None:
-    sd3 = ServedModel(tiny_sd3(), name="tiny-3")
+    sd3 = build_model(tiny_sd3(), name="tiny-3")
     with pytest.raises(UsageError, match=r"40x32: .*multiples of 16 pixels"):
         sd3.check_request(Request(0, "a", Resolution(40, 32), 2))
     with pytest.raises(UsageError, match=r"208x32: .*at most 192 pixels"):
@@ -399,4 +432,4 @@ def test_requests_that_the_model_cannot_serve(model: ServedModel) -> None:
     pipe = tiny_sdxl()
     pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config)
     with pytest.raises(UsageError, match="DDIMScheduler cannot take 1001 steps"):
-        ServedModel(pipe, name="ddim").check_request(Request(0, "a", SMALL, 1001))
+        build_model(pipe, name="ddim").check_request(Request(0, "a", SMALL, 1001))

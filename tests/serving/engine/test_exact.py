@@ -22,9 +22,9 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.engine.engine import Engine
 from patchedserve.serving.engine.run_result import RunResult
-from patchedserve.serving.engine.stepper import EngineOptions
+from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.loading import load_model
-from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.scheduling.policies import get_policy
 
 from ...support.patched_models import relative_error
@@ -66,7 +66,7 @@ def serve(
 ) -> RunResult:
     """Serve the requests; with `all_at_once`, the first step waits until every request is prepared."""
     engine = Engine(
-        ServedModel(pipe, name="tiny", options=options),
+        build_model(pipe, name="tiny", options=options),
         get_policy(policy),
         max_batch_size=max_batch_size,
         keep_images=True,
@@ -76,7 +76,7 @@ def serve(
         engine.submit(request)
     engine.close()
     engine.start()
-    while all_at_once and engine._stages.num_prepared < len(requests):
+    while all_at_once and len(engine._stages.prepared) < len(requests):
         time.sleep(0.001)
     result = engine.run()
     assert [record.reason for record in result.records] == [None] * len(requests)

@@ -13,6 +13,8 @@ from patchedserve.data.errors import MissingExtraError, UsageError
 from patchedserve.serving.layout.patch_layout import DIRECTIONS, PatchLayout, patch_size_of
 from patchedserve.serving.layout.tensors import PatchTensors, check_kernels
 
+from ...support.layout_check import check_layout
+
 Sizes = list[tuple[int, int]]
 
 
@@ -62,7 +64,7 @@ def _random_mix(seed: int) -> tuple[Sizes, int]:
 def test_random_mixes(seed: int) -> None:
     sizes, patch_size = _random_mix(seed)
     layout = PatchLayout.build(sizes, patch_size)
-    layout.check()
+    check_layout(layout)
     expected = _by_hand(sizes, patch_size)
     assert expected.keys() == {field.name for field in fields(layout)}
     for name, value in expected.items():
@@ -126,7 +128,7 @@ def test_check_finds_every_contradiction(name: str, index: Any, value: int, mess
     broken = getattr(layout, name).copy()
     broken[index] = value
     with pytest.raises(RuntimeError, match=message):
-        replace(layout, **{name: broken}).check()
+        check_layout(replace(layout, **{name: broken}))
 
 
 def test_patch_size_is_the_greatest_common_divisor() -> None:

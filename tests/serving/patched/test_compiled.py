@@ -19,8 +19,9 @@ from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.engine.engine import Engine
-from patchedserve.serving.engine.stepper import EngineOptions
+from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.patched.captured import CapturedPasses, CudaRecorder, Recorder, RecordingError
 from patchedserve.serving.patched.stepper import PatchedStepper
 from patchedserve.serving.scheduling.policies import get_policy
@@ -68,7 +69,7 @@ def test_a_graph_serves_all_batches_of_as_many_resolutions(name: str, way: Way) 
 def test_compiled_kernels_give_the_images_of_plain_diffusers(tmp_path: Path) -> None:
     """Served with --compile through inductor's kernels: one resolution (the plain model) and two (patches)."""
     pipe = tiny_sd3()
-    compiled = ServedModel(pipe, name="tiny", options=EngineOptions(compile=True))
+    compiled = build_model(pipe, name="tiny", options=EngineOptions(compile=True))
     compiled.tune([Resolution(32, 32), Resolution(64, 64)], tmp_path)
     assert counters["stats"]["unique_graphs"] >= 2
     made = counters["stats"]["unique_graphs"]
@@ -86,7 +87,7 @@ def _denoised(model: ServedModel, requests: list[Request]) -> list[Tensor]:
 
 
 def _alone(pipe: Any, requests: list[Request]) -> list[Tensor]:
-    plain = ServedModel(pipe, name="tiny", options=EngineOptions("plain"))
+    plain = build_model(pipe, name="tiny", options=EngineOptions("plain"))
     # The modules are shared with a model that was compiled; here nothing is.
     with torch.compiler.set_stance("force_eager"):
         return [latents for request in requests for latents in _denoised(plain, [request])]
@@ -185,7 +186,7 @@ class NotOnThisDevice(Rerun):
 
 def test_a_pass_that_cannot_be_recorded_ends_the_run() -> None:
     """Served on quietly, every step would fail once and be repeated."""
-    model = ServedModel(tiny_sdxl(), name="tiny")
+    model = build_model(tiny_sdxl(), name="tiny")
     assert isinstance(model.stepper, PatchedStepper)
     model.stepper.model.use_graphs(NotOnThisDevice(), patience=1)
     active = [model.prepare(Request(n, "a cat", Resolution(32, 32 * n + 32), 4)) for n in range(2)]
@@ -206,7 +207,7 @@ def test_served_images_are_those_of_eager_passes(make: Callable[[], Any]) -> Non
     """CUDA graphs where there is a GPU."""
     has_gpu = torch.cuda.is_available()
     pipe = make().to("cuda" if has_gpu else "cpu")
-    eager, recorded = (ServedModel(pipe, name="tiny") for _ in range(2))
+    eager, recorded = (build_model(pipe, name="tiny") for _ in range(2))
     assert isinstance(recorded.stepper, PatchedStepper)
     recorder: Recorder = CudaRecorder(pipe.device) if has_gpu else Rerun()
     recorded.stepper.model.use_graphs(recorder, patience=1)
@@ -238,4 +239,4 @@ def test_options_that_do_not_go_together(given: dict[str, Any], message: str) ->
 
 def test_cuda_graphs_need_a_gpu() -> None:
     with pytest.raises(UsageError, match="--cuda-graphs needs a CUDA device, but the model is on cpu"):
-        ServedModel(tiny_sdxl(), name="tiny", options=EngineOptions(cuda_graphs=True))
+        build_model(tiny_sdxl(), name="tiny", options=EngineOptions(cuda_graphs=True))

@@ -11,7 +11,7 @@ from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
 
 from patchedserve.data.errors import UsageError
-from patchedserve.serving.patched.leaves import PatchContext
+from patchedserve.serving.patched.context import PatchContext
 from patchedserve.serving.patched.patched_model import PatchedModel
 from patchedserve.serving.patched.swap import Swap
 

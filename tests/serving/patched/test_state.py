@@ -11,7 +11,7 @@ from torch import Tensor
 
 from patchedserve.serving.patched import leaves
 from patchedserve.serving.patched.attention import PatchedCrossAttention
-from patchedserve.serving.patched.leaves import PatchContext
+from patchedserve.serving.patched.context import PatchContext
 from patchedserve.serving.patched.patched_model import unet_level
 from patchedserve.serving.patched.swap import Swap
 

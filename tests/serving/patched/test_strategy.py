@@ -1,6 +1,7 @@
-"""serving/patched/strategy.py: what is measured, kept and chosen; and what the patch engine's stepper relies on."""
+"""Strategies of convolutions: what is measured, kept and chosen; and what the patch engine's stepper relies on."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +12,13 @@ import torch
 from patchedserve.data.errors import RunError, UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.serving.engine.stepper import EngineOptions
-from patchedserve.serving.models.served import ServedModel
-from patchedserve.serving.patched import leaves, strategy
+from patchedserve.serving.models.build import build_model
+from patchedserve.serving.options import EngineOptions
+from patchedserve.serving.patched import leaves, tuning
 from patchedserve.serving.patched.patched_model import PatchedModel
 from patchedserve.serving.patched.stepper import PatchedStepper, _without_repeats
-from patchedserve.serving.patched.strategy import MEASURED_ROWS, Point, StrategyTable
+from patchedserve.serving.patched.strategy import Point, StrategyTable
+from patchedserve.serving.patched.tuning import MEASURED_ROWS
 
 from ...support.tiny_models import tiny_sdxl
 
@@ -34,7 +36,8 @@ def place(groups: int, tokens: int) -> Any:
 
 def test_the_nearest_measurement_decides(model: PatchedModel) -> None:
     conv, _ = model.convolutions[0]
-    table = StrategyTable({conv.shape_key(1): [Point(2, 100, 5.0, 9.0), Point(2, 10_000, 50.0, 9.0)]})
+    shape = conv.shape_key(1)
+    table = StrategyTable([Point(shape, 2, 100, 5.0, 9.0), Point(shape, 2, 10_000, 50.0, 9.0)])
     assert [table.choose(conv, place(2, n), place(2, n)) for n in (90, 900, 1100, 9000)] == [
         *("stitch", "stitch", "regroup", "regroup")
     ]
@@ -42,7 +45,8 @@ def test_the_nearest_measurement_decides(model: PatchedModel) -> None:
 
 def test_more_resolutions_count_as_much_as_more_tokens(model: PatchedModel) -> None:
     conv, _ = model.convolutions[0]
-    table = StrategyTable({conv.shape_key(1): [Point(1, 800, 9.0, 5.0), Point(8, 100, 5.0, 9.0)]})
+    shape = conv.shape_key(1)
+    table = StrategyTable([Point(shape, 1, 800, 9.0, 5.0), Point(shape, 8, 100, 5.0, 9.0)])
     assert table.choose(conv, place(7, 400), place(7, 400)) == "stitch"
 
 
@@ -52,35 +56,35 @@ def test_what_was_never_measured_regroups(model: PatchedModel) -> None:
 
 
 def test_every_convolution_shape_is_measured_both_ways(model: PatchedModel) -> None:
-    table = strategy.measure(model, SIZES)
-    assert set(table.points) == {conv.shape_key(1) for conv, _ in model.convolutions}
-    for points in table.points.values():
-        assert len(points) >= len(MEASURED_ROWS)
-        assert all(point.groups == 2 and point.stitch_us > 0 and point.regroup_us > 0 for point in points)
-    assert strategy.measure(model, [(8, 8), (8, 8)]).points == {}  # one resolution needs no patches
+    points = tuning.measure(model, SIZES)
+    counts = Counter(point.shape for point in points)
+    assert counts.keys() == {conv.shape_key(1) for conv, _ in model.convolutions}
+    assert min(counts.values()) >= len(MEASURED_ROWS)
+    assert all(point.resolutions == 2 and point.stitch_us > 0 and point.regroup_us > 0 for point in points)
+    assert tuning.measure(model, [(8, 8), (8, 8)]) == []  # one resolution needs no patches
 
 
 def test_measurements_are_kept_for_the_same_circumstances_only(
     model: PatchedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = strategy.strategy_table(model, SIZES, tmp_path, fingerprint="a")
+    first = tuning.strategy_table(model, SIZES, tmp_path, fingerprint="a")
     (path,) = tmp_path.glob("convolutions-*.json")
     assert json.loads(path.read_text())["context"]["fingerprint"] == "a"
     with monkeypatch.context() as patch:
-        patch.setattr(strategy, "measure", lambda *_: pytest.fail("measured again"))
-        again = strategy.strategy_table(model, list(reversed(SIZES)), tmp_path, fingerprint="a")
-    assert again.points.keys() == first.points.keys()
-    strategy.strategy_table(model, SIZES, tmp_path, fingerprint="b")
+        patch.setattr(tuning, "measure", lambda *_: pytest.fail("measured again"))
+        again = tuning.strategy_table(model, list(reversed(SIZES)), tmp_path, fingerprint="a")
+    assert again.points == first.points != []
+    tuning.strategy_table(model, SIZES, tmp_path, fingerprint="b")
     assert len(list(tmp_path.glob("convolutions-*.json"))) == 2
 
     path.write_text(path.read_text()[:200])
     with pytest.raises(RunError, match=f"{path.name} is damaged"):
-        strategy.strategy_table(model, SIZES, tmp_path, fingerprint="a")
+        tuning.strategy_table(model, SIZES, tmp_path, fingerprint="a")
 
 
 def test_tuning_refuses_a_patch_size_that_does_not_fit(tmp_path: Path) -> None:
     for options in (EngineOptions(patch_size=3), EngineOptions(order="patch", patch_size=2)):
-        served = ServedModel(tiny_sdxl(), name="tiny", options=options)
+        served = build_model(tiny_sdxl(), name="tiny", options=options)
         with pytest.raises(UsageError, match=f"patch size {options.patch_size} does not"):
             served.tune([Resolution(32, 32), Resolution(64, 64)], tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -112,7 +116,7 @@ def test_equal_text_tokens_at_the_end_are_left_out_only_if_all_rows_have_them() 
 
 
 def test_a_fault_of_the_patched_model_is_not_hidden_by_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    served = ServedModel(tiny_sdxl(), name="tiny")
+    served = build_model(tiny_sdxl(), name="tiny")
 
     def fail(self: PatchedModel, *_: Any, **__: Any) -> torch.Tensor:
         raise RuntimeError("no patches today")
@@ -126,7 +130,7 @@ def test_a_fault_of_the_patched_model_is_not_hidden_by_the_plain_one(monkeypatch
 
 
 def test_a_batch_too_large_goes_on_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
-    served = ServedModel(tiny_sdxl(), name="tiny")
+    served = build_model(tiny_sdxl(), name="tiny")
     original, tried = PatchedModel.__call__, []
 
     def fails_if_large(self: PatchedModel, patches: torch.Tensor, timesteps: torch.Tensor, **rest: Any) -> torch.Tensor:
@@ -157,25 +161,27 @@ def test_norm_and_stitching_are_measured_as_they_run(monkeypatch: pytest.MonkeyP
         return original(x, *args, **rest)
 
     monkeypatch.setattr(leaves, "group_norm_silu_stitch", noted)
-    strategy.measure(patched, SIZES)
+    tuning.measure(patched, SIZES)
     assert channels == {conv.conv.in_channels for conv in patched.swap.norms}
     context = patched.context
     assert context.choose is choose
-    assert (context.level, context.is_activated, context.is_padded) == (None, False, False)
+    assert context.level is context.packing.levels[0]
+    assert not context.take_fused("activation")
+    assert not context.take_fused("stitching")
 
 
 def test_sizes_that_no_patch_fits_are_refused_before_they_are_served() -> None:
     options = EngineOptions(order="patch")
-    served = ServedModel(tiny_sdxl(), name="tiny", options=options)
+    served = build_model(tiny_sdxl(), name="tiny", options=options)
     served.check_request(Request(0, "a car", Resolution(64, 32), 2))
     odd = Resolution(72, 72)  # 9 x 9 latents, where two levels need an even patch
     with pytest.raises(UsageError, match=r"patch size 9 does not fit.*use --order image"):
         served.check_request(Request(0, "a car", odd, 2))
-    ServedModel(tiny_sdxl(), name="tiny").check_request(Request(0, "a car", odd, 2))
+    build_model(tiny_sdxl(), name="tiny").check_request(Request(0, "a car", odd, 2))
 
 
 def test_resolutions_far_beyond_the_model_are_refused() -> None:
-    served = ServedModel(tiny_sdxl(), name="tiny")
+    served = build_model(tiny_sdxl(), name="tiny")
     largest = max(served.defaults.resolutions)
     served.check_resolution(Resolution(4 * largest.width, 4 * largest.height))
     with pytest.raises(

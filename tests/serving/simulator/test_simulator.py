@@ -14,7 +14,6 @@ from patchedserve.data.traces.traces import TraceConfig, assign_slos, generate_t
 from patchedserve.serving.core.request_state import RequestRecord, RequestView
 from patchedserve.serving.scheduling.policies import POLICY_NAMES, Decision, get_policy
 from patchedserve.serving.scheduling.policies.slack import TOO_LATE
-from patchedserve.serving.scheduling.prepare_order import PrepareOrder
 from patchedserve.serving.scheduling.systems import SYSTEMS
 from patchedserve.serving.simulator.simulator import SimulationResult, simulate
 from patchedserve.serving.simulator.stage_times import StageTimes, standalone_latency_s
@@ -272,24 +271,6 @@ def test_few_are_prepared_however_long_the_queue(name: str) -> None:
 def test_none_prepared_ahead_is_refused(ahead: int) -> None:
     with pytest.raises(UsageError, match=f"requests prepared ahead is {ahead}"):
         run("fcfs", trace(2, 1.0), max_prepared_ahead=ahead)
-
-
-def test_prepare_order() -> None:
-    order = PrepareOrder(2)
-    for request_id in range(5):
-        order.add(request_id)
-    assert [order.take(), order.take(), order.take()] == [0, 1, None]  # two ahead, and no more
-    order.demand(3)
-    assert (order.take(), order.take()) == (3, None)  # admitted: prepared at once
-    order.demand(0)
-    assert (order.num_ahead, order.take(), order.take()) == (1, 2, None)  # it left a place ahead
-    order.forget(4)
-    order.forget(1)
-    assert (order.take(), order.num_ahead) == (None, 1)
-    order.add(6)
-    assert order.take() == 6
-    with pytest.raises(ValueError, match="max_ahead is 0"):
-        PrepareOrder(0)
 
 
 def test_what_a_policy_sees() -> None:

@@ -10,10 +10,11 @@ import torch
 from patchedserve.data.errors import RunError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.serving.engine.stepper import EngineOptions
+from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
-from patchedserve.serving.patched.plain_models import PlainModels, Point, channels_last_copy
+from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.patched.stepper import PatchedStepper
+from patchedserve.serving.plain.formats import PlainModels, Point, channels_last_copy
 
 from ...support.patched_cases import model_of
 from ...support.tiny_models import tiny_sd3, tiny_sdxl
@@ -23,7 +24,7 @@ SIZES = [Resolution(32, 32), Resolution(64, 64)]
 
 @pytest.fixture(scope="module")
 def served() -> ServedModel:
-    return ServedModel(tiny_sdxl(), name="tiny", fingerprint="a")
+    return build_model(tiny_sdxl(), name="tiny", fingerprint="a")
 
 
 def stepper_of(model: ServedModel) -> PatchedStepper:
@@ -57,7 +58,7 @@ def test_the_format_that_was_faster_for_such_batches_runs(monkeypatch: pytest.Mo
     model = model_of("sdxl")
     models, used = PlainModels(model), []
     monkeypatch.setattr(PlainModels, "_in_channels_last", lambda *_: used.append("channels-last"))
-    monkeypatch.setattr("patchedserve.serving.patched.plain_models.denoise", lambda given, *_: used.append("default"))
+    monkeypatch.setattr("patchedserve.serving.plain.formats.denoise", lambda given, *_: used.append("default"))
     models.points = [Point((8, 8), 2, 10.0, 20.0), Point((8, 8), 8, 40.0, 30.0), Point((16, 16), 2, 20.0, 15.0)]
     for rows, side in ((1, 8), (4, 8), (6, 8), (40, 8), (40, 16), (2, 32)):
         models.predict(torch.zeros(rows, 4, side, side), torch.zeros(rows), {})
@@ -102,11 +103,11 @@ def test_it_is_measured_once_for_the_same_circumstances(
 
 def test_a_transformer_has_one_format(tmp_path: Path) -> None:
     options: dict[str, Any] = {"name": "tiny", "fingerprint": "b"}
-    ServedModel(tiny_sd3(), **options).tune(SIZES, tmp_path)
+    build_model(tiny_sd3(), **options).tune(SIZES, tmp_path)
     assert list(tmp_path.glob("plain-*.json")) == []
 
 
 def test_nothing_is_measured_where_the_strategy_is_given(tmp_path: Path) -> None:
-    model = ServedModel(tiny_sdxl(), name="tiny", fingerprint="a", options=EngineOptions(strategy="regroup"))
+    model = build_model(tiny_sdxl(), name="tiny", fingerprint="a", options=EngineOptions(strategy="regroup"))
     model.tune(SIZES, tmp_path)
     assert list(tmp_path.iterdir()) == []

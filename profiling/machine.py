@@ -5,10 +5,10 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...data.run_facts import RunFacts
+from ..data.run_facts import RunFacts
 
 if TYPE_CHECKING:
-    from ...serving.models.served import ServedModel
+    from ..serving.models.served import ServedModel
 
 
 def cpu_info() -> dict[str, str]:
@@ -30,7 +30,7 @@ def run_facts(model: "ServedModel") -> RunFacts:
     """What the times of this model depend on; predictors are loaded with it."""
     import torch
 
-    from ...serving.patched.stepper import PatchedStepper
+    from ..serving.patched.stepper import PatchedStepper
 
     stepper, guidance_scale = model.stepper, model.defaults.guidance_scale
     is_cuda = model.device.type == "cuda"

@@ -3,8 +3,8 @@
 from typing import Any
 
 from ...data.run_facts import describe
-from ..steps.attribution import CATEGORIES
-from .theme import LIGHT, Theme, add_wide_legend, new_figure, style_axes, to_png
+from ..report.theme import LIGHT, Theme, add_wide_legend, new_figure, style_axes, to_png
+from .attribution import CATEGORIES
 
 _WIDTH_IN = 8.0
 _ROW_IN = 0.27

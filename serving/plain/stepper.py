@@ -1,27 +1,30 @@
 """The denoise stage without patches: one forward pass of plain diffusers for each resolution among the requests."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
-from ..core.denoiser import denoise
+from ...data.resolution import Resolution
+from ..core.denoiser import Conditions, denoise
 from ..core.prepared import PreparedRequest, describe
-from ..samplers.single import SamplerState
-from .stepper import Tuning
-
-if TYPE_CHECKING:
-    from ...data.resolution import Resolution
-    from ..models.served import ServedModel
+from ..core.stepper import Tuning
+from ..samplers.single import PerRequestSampler, SamplerState
 
 
 class PlainStepper:
-    """The exact, strong baseline: same-resolution batches of plain diffusers, with any of its schedulers."""
+    """The exact, strong baseline: same-resolution batches of plain diffusers, with any of its schedulers.
+
+    Args:
+        denoiser: the model as diffusers loads it.
+        conditions: names conditioning tensors for it.
+        sampler: of the pipeline's scheduler.
+    """
 
     name = "plain"
 
-    def __init__(self, model: "ServedModel") -> None:
-        self._denoiser, self._family, self._sampler = model.denoiser, model.family, model.sampler
+    def __init__(self, denoiser: Any, conditions: Conditions, sampler: PerRequestSampler) -> None:
+        self._denoiser, self._conditions, self._sampler = denoiser, conditions, sampler
 
     def tune(self, target: Tuning) -> None:
         """There is nothing to choose."""
@@ -85,11 +88,11 @@ class PlainStepper:
         conditioning = {
             key: torch.cat([prepared.conditioning[key] for prepared in batch]) for key in batch[0].conditioning
         }
-        predictions = denoise(self._denoiser, latents, timesteps, self._family.conditions(conditioning)).split(rows)
+        predictions = denoise(self._denoiser, latents, timesteps, self._conditions(conditioning)).split(rows)
         return [_guide(prepared, part) for prepared, part in zip(batch, predictions, strict=True)]
 
 
-def group_by_resolution(active: Sequence[PreparedRequest]) -> "dict[Resolution, list[PreparedRequest]]":
+def group_by_resolution(active: Sequence[PreparedRequest]) -> dict[Resolution, list[PreparedRequest]]:
     """Group requests by resolution, both in order of first appearance."""
     groups: dict[Resolution, list[PreparedRequest]] = {}
     for prepared in active:

@@ -1,4 +1,4 @@
-"""Batches of one resolution need no patches: plain diffusers takes them, in the memory format that is faster for them.
+"""The memory format in which plain diffusers takes a batch of one resolution: whichever is faster.
 
 A U-Net has a second form whose convolutions are channels-last in memory. Which one is faster depends on the size of the
 batch, the dtype and the machine, so it is measured, as the strategies of convolutions are.
@@ -12,14 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.denoiser import denoise
+from ..core.denoiser import Conditions, copy_modules, denoise
+from ..core.kept import load_or_measure
 from ..core.prepared import PreparedRequest
+from ..core.stepper import Tuning
 from ..core.timing import medians_us
-from ..engine.stepper import Tuning
-from ..models.families import Family
-from .compiled import compile_whole
-from .kept import load_or_measure
-from .swap import copy_modules
 
 _MEASURED_REQUESTS = (1, 4)
 _NO_WEIGHTS: Mapping[str, Tensor] = {}
@@ -34,18 +31,8 @@ class Point:
     default_us: float
     channels_last_us: float
 
-    @classmethod
-    def from_json(cls, row: dict[str, Any]) -> "Point":
-        height, width = row["size"]
-        return cls((height, width), row["rows"], row["default_us"], row["channels_last_us"])
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "size": list(self.size),
-            "rows": self.rows,
-            "default_us": round(self.default_us, 1),
-            "channels_last_us": round(self.channels_last_us, 1),
-        }
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", tuple(self.size))  # JSON has lists only
 
 
 class PlainModels:
@@ -53,7 +40,7 @@ class PlainModels:
 
     Args:
         model: the unmodified model.
-        weights: of convolutions in channels-last format, by the module's name, where somebody has them already.
+        weights: of convolutions in channels-last format, by the module's name, as far as they exist already.
         is_compiled: whether the model runs through torch.compile; the other form does then, too.
 
     Attributes:
@@ -70,8 +57,7 @@ class PlainModels:
 
     def predict(self, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
         """Predict for latents [rows, channels, height, width] in the faster format, see `denoise`."""
-        height, width = latents.shape[2:]
-        points = [point for point in self.points if point.size == (height, width)]
+        points = [point for point in self.points if point.size == latents.shape[2:]]
         if points:
             nearest = min(points, key=lambda point: abs(point.rows - len(latents)))
             if nearest.channels_last_us < nearest.default_us:
@@ -85,40 +71,42 @@ class PlainModels:
                 compile_whole(self.channels_last)
         return denoise(self.channels_last, latents.contiguous(memory_format=torch.channels_last), timesteps, conditions)
 
-    def tune(self, target: Tuning, family: Family, context: dict[str, Any]) -> None:
+    def tune(self, target: Tuning, conditions: Conditions, circumstances: dict[str, Any]) -> None:
         """Measure both formats on batches of one resolution, or read it from the folder.
 
         Args:
             target: what will run.
-            family: of the model.
-            context: all that the times depend on.
+            conditions: names conditioning tensors for the model.
+            circumstances: all that the times depend on.
 
         Raises:
             RunError: if a file in the folder is damaged.
         """
 
-        def measure() -> list[dict[str, Any]]:
+        def measure() -> list[Point]:
             examples = target.examples()
-            return [
-                self._measure(example, count, family).to_json() for example in examples for count in _MEASURED_REQUESTS
-            ]
+            return [self._measure(example, count, conditions) for example in examples for count in _MEASURED_REQUESTS]
 
-        def parse(rows: list[dict[str, Any]]) -> list[Point]:
-            return [Point.from_json(row) for row in rows]
-
-        everything = context | {"compile": self._is_compiled}
-        self.points = load_or_measure(target.folder, "plain", everything, measure, parse)
+        everything = circumstances | {"compile": self._is_compiled}
+        self.points = load_or_measure(target.folder, "plain", everything, Point, measure)
 
     @torch.inference_mode()
-    def _measure(self, example: PreparedRequest, count: int, family: Family) -> Point:
+    def _measure(self, example: PreparedRequest, count: int, conditions: Conditions) -> Point:
         num_rows = example.num_rows * count
-        conditions = family.conditions({key: torch.cat([part] * count) for key, part in example.conditioning.items()})
+        given = conditions({key: torch.cat([part] * count) for key, part in example.conditioning.items()})
         dtype = example.conditioning["text"].dtype
         latents = example.latents.to(dtype).repeat(num_rows, 1, 1, 1)
         timesteps = example.state.timesteps[:1].expand(num_rows)
-        forms = {"default": partial(denoise, self._model), "channels_last": self._in_channels_last}
-        runs = {f"{name}_us": partial(run, latents, timesteps, conditions) for name, run in forms.items()}
-        return Point((latents.shape[2], latents.shape[3]), num_rows, **medians_us(runs, latents.device))
+        forms = {"default_us": partial(denoise, self._model), "channels_last_us": self._in_channels_last}
+        times = medians_us(
+            {name: partial(run, latents, timesteps, given) for name, run in forms.items()}, latents.device
+        )
+        return Point((latents.shape[2], latents.shape[3]), num_rows, **times)
+
+
+def compile_whole(model: nn.Module) -> None:
+    """Let an unmodified model compile when it first runs, once for all resolutions and batch sizes."""
+    model.compile(dynamic=True)
 
 
 def channels_last_copy(model: nn.Module, weights: Mapping[str, Tensor] = _NO_WEIGHTS) -> nn.Module:

@@ -1,0 +1,61 @@
+"""The seam between the engine and whatever denoises: plain diffusers, patches, and the systems to come."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ..samplers.single import SamplerState
+from .prepared import PreparedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What a denoise stage is to be fast for.
+
+    Attributes:
+        sizes: (height, width) of the latents.
+        folder: where measurements are kept.
+        fingerprint: of the model's files.
+        examples: prepares a request of each size.
+    """
+
+    sizes: Sequence[tuple[int, int]]
+    folder: Path
+    fingerprint: str
+    examples: Callable[[], Sequence[PreparedRequest]]
+
+
+class Stepper(Protocol):
+    """The denoise stage. One instance serves one model; one thread at a time calls `step`."""
+
+    @property
+    def name(self) -> str: ...
+
+    def tune(self, target: Tuning) -> None:
+        """Measure what is faster for such requests, or read what was measured before.
+
+        Raises:
+            UsageError: if the engine's options do not fit the sizes.
+            RunError: if a file in the folder is damaged.
+        """
+        ...
+
+    def check(self, state: SamplerState, size: tuple[int, int]) -> None:
+        """Raise UsageError if the engine cannot take the steps of this schedule, or latents of this (height, width)."""
+        ...
+
+    def prepare(self, prepared: PreparedRequest) -> None:
+        """Get a request ready for its first `step`; called from the prepare stage, beside the denoise loop."""
+        ...
+
+    def step(self, active: Sequence[PreparedRequest]) -> dict[int, str]:
+        """Take one denoising step of every active request, each at its own timestep; moves their states on.
+
+        The latents of a request are up to date in its `latents` once it has finished, failed, or left the active set
+        and another step was taken.
+
+        Returns:
+            The requests that failed, by id, with the reason. The others have taken their step.
+        """
+        ...

@@ -1,0 +1,76 @@
+"""Which engine denoises, and with what: the patch engine, or plain diffusers as the baseline.
+
+This module imports no torch, so that options are checked before anything heavy is loaded.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from ..data.checks import require_counts
+from ..data.errors import UsageError
+from .cache.options import CacheOptions
+
+EngineName = Literal["patched", "plain"]
+OrderName = Literal["auto", "image", "patch"]
+StrategyName = Literal["auto", "stitch", "regroup"]
+KernelsName = Literal["auto", "torch", "triton"]
+PATCH_OPTIONS = ("order", "patch_size", "strategy", "kernels", "compile", "cuda_graphs")
+"""Names of what `EngineOptions` says beside the engine and the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How a served model denoises; all but `engine` and `compile` are for the patch engine only.
+
+    Attributes:
+        engine: `patched`, or `plain`: one forward pass of unmodified diffusers per resolution.
+        order: how tokens are packed (see `serving.layout.packing`); auto is image on a CPU and patch on CUDA.
+        patch_size: side of a patch in latent pixels; None for the largest common divisor of the sizes in a batch.
+        strategy: how convolutions see beyond a patch; auto uses what was measured, and else regroups.
+        kernels: one of `kernels.launch.KERNELS`.
+        compile: run transformer blocks through torch.compile; the plain engine, the whole model.
+        cuda_graphs: record the launches of a pass for each batch composition, and play them back.
+        cache: whether patches reuse what blocks gave at earlier steps, and how.
+
+    Raises:
+        UsageError: if a value is not allowed, or an option of the patch engine is given for the plain one.
+    """
+
+    engine: EngineName = "patched"
+    order: OrderName = "auto"
+    patch_size: int | None = None
+    strategy: StrategyName = "auto"
+    kernels: KernelsName = "auto"
+    compile: bool = False
+    cuda_graphs: bool = False
+    cache: CacheOptions = field(default_factory=CacheOptions)
+
+    def __post_init__(self) -> None:
+        choices = {"engine": EngineName, "order": OrderName, "strategy": StrategyName, "kernels": KernelsName}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in get_args(allowed):
+                raise UsageError(
+                    f"{name} is {getattr(self, name)!r}, but it must be one of {', '.join(get_args(allowed))}"
+                )
+        require_counts({"patch size": self.patch_size})
+        given = {
+            "--order": self.order != "auto",
+            "--patch-size": self.patch_size is not None,
+            "--strategy": self.strategy != "auto",
+            "--kernels": self.kernels != "auto",
+            "--cuda-graphs": self.cuda_graphs,
+            "--cache": self.cache.is_on,
+        }
+        if self.engine == "plain" and any(given.values()):
+            raise UsageError(
+                f"{', '.join(name for name, is_given in given.items() if is_given)}: only for --engine patched"
+            )
+        if self.compile and self.cache.is_on:
+            raise UsageError("--compile makes graphs of whole blocks, but with --cache each step takes other patches")
+        if self.cuda_graphs and self.cache.is_on:
+            raise UsageError("--cuda-graphs records whole passes, but with --cache each step computes other patches")
+
+    @property
+    def patch_options(self) -> dict[str, Any]:
+        """All but the engine and the cache, by name."""
+        return {name: getattr(self, name) for name in PATCH_OPTIONS}

@@ -1,0 +1,144 @@
+"""What the leaves of a patched model share: where they are in a pass, and how tokens, patches and images turn into each
+other.
+
+Patches are [P, channels, side, side], channels-last, so that they are also the tokens [P * side * side, channels].
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...kernels.patch import patch_join, patch_split
+from ..cache.active import ActiveSet
+from ..cache.cells import CellTables
+from ..layout.packing import Level, Packing
+
+Strategy = Literal["stitch", "regroup"]
+Fused = Literal["activation", "stitching"]
+"""Work of the leaves behind a norm that the norm's own kernel may do."""
+Choose = Callable[[Any, Level, Level], Strategy]
+"""Says how a convolution from one level to another sees beyond a patch."""
+Made = TypeVar("Made")
+
+
+@dataclass(slots=True, eq=False)
+class PatchContext:
+    """What the leaves of one patched model share while it runs. Not for two threads at a time.
+
+    Attributes:
+        choose: which strategy a convolution uses.
+        kernels: one of `kernels.launch.KERNELS`.
+        timesteps: (rows,) timestep of every row, for this forward pass.
+        kept: what stays the same while the batch has the same rows (text keys and values, positions).
+        biases: for every resolution, what is added to the scores of SD3's joint attention; empty for nothing.
+        cells: set while a block runs in full whose operators shall keep what they read, for the patch cache.
+        active: set while only some cells go through a block; all tensors then hold the tokens of these, cell by cell.
+    """
+
+    choose: Choose
+    kernels: str = "auto"
+    timesteps: Tensor | None = None
+    kept: dict[Any, Any] = field(default_factory=dict)
+    biases: tuple[Tensor | None, ...] = ()
+    cells: CellTables | None = None
+    active: ActiveSet | None = None
+    _packing: Packing | None = None
+    _level: Level | None = None
+    _fused: set[Fused] = field(default_factory=set)
+
+    @property
+    def packing(self) -> Packing:
+        """Where the rows of the current batch lie."""
+        assert self._packing is not None, "a patched model runs inside PatchedModel only"
+        return self._packing
+
+    @property
+    def level(self) -> Level:
+        """The level of the leaf that ran last, as only convolutions and up-sampling change it.
+
+        Shapes would not show it: where every image is one position, all deeper levels look the same.
+        """
+        return self.packing.levels[0] if self._level is None else self._level
+
+    @level.setter
+    def level(self, level: Level) -> None:
+        self._level = level
+
+    def begin(self, packing: Packing) -> None:
+        """Start a batch: nothing is kept of the one before."""
+        self._packing = packing
+        self.kept.clear()
+
+    def begin_pass(self, timesteps: Tensor | None = None, level: Level | None = None) -> None:
+        """Start a forward pass at a level, the latents' by default; a pass that failed leaves nothing behind."""
+        self.timesteps, self._level = timesteps, level
+        self._fused.clear()
+
+    def at(self, x: Tensor) -> Level:
+        """The level of a leaf's input."""
+        level = self.level
+        assert x.shape[2] == level.side
+        assert self.active is not None or x.shape[0] == level.num_patches
+        return level
+
+    def put_fused(self, *work: Fused) -> None:
+        """For a norm to say what it has done of the work of the leaves behind it."""
+        self._fused = set(work)
+
+    def take_fused(self, work: Fused) -> bool:
+        """Whether the norm before this leaf has done its work already. It is said once."""
+        is_done = work in self._fused
+        self._fused.discard(work)
+        return is_done
+
+
+class Derived(Generic[Made]):
+    """Something made from a weight: at first use, and anew when the weight's dtype or device has changed."""
+
+    def __init__(self, make: Callable[[], Made]) -> None:
+        self._make = make
+        self._made: tuple[torch.dtype, torch.device, Made] | None = None
+
+    def of(self, weight: Tensor) -> Made:
+        """What is made, for the weight as it is now."""
+        if self._made is None or self._made[0] != weight.dtype or self._made[1] != weight.device:
+            self._made = weight.dtype, weight.device, self._make()
+        return self._made[2]
+
+
+def to_tokens(x: Tensor) -> Tensor:
+    """[P, channels, side, side], channels-last -> [P * side * side, channels]; a view."""
+    return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
+
+
+def to_patches(tokens: Tensor, side: int) -> Tensor:
+    """The inverse of `to_tokens`; a view."""
+    return tokens.view(-1, side, side, tokens.shape[1]).permute(0, 3, 1, 2)
+
+
+def images_of(tokens: Tensor, level: Level, kernels: str = "auto") -> list[Tensor]:
+    """Images [rows, channels, height, width], channels-last, of every resolution. Copies only in patch order."""
+    images, grain = [], level.grain
+    for group in level.groups:
+        part = tokens[group.start : group.end]
+        if grain > 1:
+            patches = to_patches(part, grain)
+            images.append(patch_join(patches, group.height // grain, group.width // grain, kernels=kernels))
+        else:
+            images.append(part.view(group.rows, group.height, group.width, -1).permute(0, 3, 1, 2))
+    return images
+
+
+def tokens_of(images: list[Tensor], level: Level, kernels: str = "auto") -> Tensor:
+    """The inverse of `images_of`; a copy where there are several resolutions or in patch order."""
+    if level.grain > 1:
+        return to_tokens(patch_split(images, level.grain, kernels=kernels))
+    return joined([to_tokens(image) for image in images])
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """The tokens of all resolutions, one after the other."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,101 @@
+"""Measures both ways of convolving, at start: for every shape (channels, stride, side of a patch), in mixed batches."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...kernels.launch import use_triton
+from ..core.kept import load_or_measure
+from ..core.timing import medians_us
+from ..layout.packing import Level
+from ..layout.patch_layout import by_size
+from .context import Strategy
+from .leaves import PatchedConv, PatchedGroupNorm
+from .patched_model import PatchedModel
+from .strategy import Point, StrategyTable
+
+MEASURED_ROWS = (2, 6, 16)
+"""Rows of every resolution in the batches that are measured: one, three and eight guided requests."""
+_STRATEGIES: tuple[Strategy, Strategy] = ("stitch", "regroup")
+
+
+def strategy_table(
+    model: PatchedModel, sizes: Sequence[tuple[int, int]], folder: Path, *, fingerprint: str
+) -> StrategyTable:
+    """The table of this model for batches of these latent sizes, from `folder` if it was measured there before.
+
+    Args:
+        model: what will run; its choice of strategy is not changed.
+        sizes: (height, width) of the latents of the served resolutions.
+        folder: where tables are kept, one JSON file for each set of circumstances.
+        fingerprint: of the model's files.
+
+    Raises:
+        RunError: if the table's file is damaged.
+    """
+    circumstances = circumstances_of(model, sizes, fingerprint)
+    return StrategyTable(load_or_measure(folder, "convolutions", circumstances, Point, lambda: measure(model, sizes)))
+
+
+def circumstances_of(model: PatchedModel, sizes: Sequence[tuple[int, int]], fingerprint: str) -> dict[str, Any]:
+    """What the times of a model's operators depend on."""
+    return {
+        "fingerprint": fingerprint,
+        "sizes": sorted([list(size) for size in set(sizes)]),
+        "order": model.order,
+        "patch_size": model.patch_size,
+        "kernels": "triton" if use_triton(model.context.kernels, model.device) else "torch",
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+@torch.inference_mode()
+def measure(model: PatchedModel, sizes: Sequence[tuple[int, int]]) -> list[Point]:
+    """Time both strategies of every convolution shape on batches of all these latent sizes together."""
+    distinct = sorted(set(sizes), key=by_size)
+    if len(distinct) < 2:
+        return []  # one resolution needs no patches
+    points: dict[tuple[str, int, int], Point] = {}
+    choices = [distinct] if len(distinct) == 2 else [distinct, [distinct[0], distinct[-1]]]
+    for chosen in choices:
+        for rows in MEASURED_ROWS:
+            packing = model.pack([size for size in chosen for _ in range(rows)])
+            model.begin(packing)
+            for conv, index in model.convolutions:
+                level, out_level = packing.levels[index], packing.levels[index + conv.stride - 1]
+                key = conv.shape_key(level.side), len(out_level.groups), out_level.num_tokens
+                if key not in points:
+                    points[key] = Point(*key, **_time_both(model, conv, level, out_level))
+    return list(points.values())
+
+
+def _time_both(model: PatchedModel, conv: PatchedConv, level: Level, out_level: Level) -> dict[str, float]:
+    shape = level.num_patches, level.side, level.side, conv.conv.in_channels
+    x = torch.zeros(shape, device=model.device, dtype=model.dtype).permute(0, 3, 1, 2)
+    norm = model.swap.norms.get(conv)
+    if norm is None or level.neighbours is None:
+        runs = {f"{name}_us": partial(conv.run, x, level, out_level, name) for name in _STRATEGIES}
+    else:
+        # One kernel of norm, SiLU and stitching replaces a norm and stitching by itself.
+        runs = {f"{name}_us": partial(_norm_and_conv, model, norm, conv, x, level, name) for name in _STRATEGIES}
+    return medians_us(runs, model.device)
+
+
+def _norm_and_conv(
+    model: PatchedModel, norm: PatchedGroupNorm, conv: PatchedConv, x: torch.Tensor, level: Level, strategy: Strategy
+) -> torch.Tensor:
+    context = model.context
+    choose = context.choose
+    context.choose = lambda *_: strategy
+    context.begin_pass(level=level)
+    try:
+        return conv(norm(x))
+    finally:
+        context.choose = choose
+        context.begin_pass()

@@ -1,0 +1,360 @@
+"""The scheduler: the one state machine of requests. The engine drives it with real time, the simulator with virtual."""
+
+import time
+from bisect import insort
+from collections.abc import Callable, Mapping, Sequence
+from typing import get_args
+
+from ...data.checks import require_counts
+from ...data.requests import Request
+from ...data.resolution import Resolution
+from ..core.request_state import ActiveViews, RequestState, Stage, Status
+from .policies import (
+    LearningPredictor,
+    Policy,
+    StepLatencyPredictor,
+    WaitingQueue,
+    check_decision,
+    require_predictor,
+)
+
+
+class Scheduler:
+    """Knows every open request of one denoise loop, and makes every transition between its stages.
+
+        add -> waiting -> (policy) -> joining -> active -> decoding -> end
+                            `-> dropped             `-> failed
+
+    Active requests take their steps together, and each leaves the batch when its own last step is done. One request is
+    prepared at a time. Those that the policy has admitted come first, as they hold a place in the batch (they are
+    joining until they are prepared); beyond them, up to `max_prepared_ahead` waiting requests are prepared in order of
+    arrival, so that policies which admit in that order find theirs ready. So never more than these, and one batch, hold
+    tensors, however long the queue is.
+
+    The contract. The driver says what has happened, the scheduler what follows:
+
+    * One call at a time: the scheduler has no lock. It reads no clock, except to measure how long the policy takes;
+      the driver states the time in seconds, and times do not decrease.
+    * `add`, `prepared` and `end` may be called at any time, also during a step. After each of them, and after `decide`,
+      the driver calls `next_to_prepare`.
+    * `decide` is called only between two steps. If then `can_step`, the driver takes one step of all `active` requests
+      and calls `stepped`, with no `decide` between.
+    * It changes its own state, and the states and records that it has made; nobody else changes these (but for
+      `image_path`) while they are open. Of a request whose record is closed it keeps nothing.
+    * `UsageError` is raised by the constructor alone. Whatever else is raised is a defect of the policy or the driver;
+      afterwards only `end_all` may be called.
+
+    Args:
+        policy: asked between steps which requests join the batch and which are dropped.
+        predictor: step latencies, for policies that ask for them. If it can learn (`LearningPredictor`), it is told
+            how long every step has taken.
+        max_batch_size: largest number of requests that are active or joining.
+        max_prepared_ahead: largest number of waiting requests that are prepared or being prepared; None for twice
+            `max_batch_size`.
+        on_decision: told after each decision how many seconds of real time the policy took.
+
+    Attributes:
+        batch: resolutions of the active requests, sorted.
+        has_changed: whether the batch is another than in the last step.
+        num_steps: steps that were taken.
+        num_prepared, max_prepared: prepared requests that still have steps to take, now and at the most.
+        pixel_steps: what is still to be denoised: pixels times remaining steps, over all requests.
+
+    Raises:
+        UsageError: a number is below 1, or the policy needs a predictor and there is none.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        predictor: StepLatencyPredictor | None = None,
+        *,
+        max_batch_size: int = 16,
+        max_prepared_ahead: int | None = None,
+        on_decision: Callable[[float], None] | None = None,
+    ) -> None:
+        require_counts({"max batch size": max_batch_size, "requests prepared ahead": max_prepared_ahead})
+        if policy.requires_predictor:
+            require_predictor(policy, predictor)
+        self.batch: list[Resolution] = []
+        self.has_changed = False
+        self.num_steps = self.num_prepared = self.max_prepared = self.pixel_steps = 0
+        self._policy = policy
+        self._predictor = predictor
+        self._learner = predictor if isinstance(predictor, LearningPredictor) else None
+        self._max_batch_size = max_batch_size
+        self._max_ahead = max_prepared_ahead or 2 * max_batch_size
+        self._on_decision = on_decision
+        self._open: dict[int, RequestState] = {}
+        self._waiting = WaitingQueue()
+        # Of the waiting requests: those that are not being prepared yet (a dict as an ordered set), and how many are.
+        self._untouched: dict[int, None] = {}
+        self._num_ahead = 0
+        self._joining: dict[int, RequestState] = {}
+        # Of the joining requests: those that have been prepared since the last decision.
+        self._ready: list[RequestState] = []
+        self._active: list[RequestState] = []
+        # Of the active requests: their pixels, and the count of steps at which the next of them leaves.
+        self._batch_pixels = self._next_leave = 0
+        self._preparing_id: int | None = None
+        self._has_news = False
+
+    @property
+    def active(self) -> Sequence[RequestState]:
+        """The requests that take the next step, in the order in which they became active. Not to be changed."""
+        return self._active
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests that have arrived and not become active."""
+        return len(self._waiting) + len(self._joining)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request waits, joins or is active."""
+        return not (self._waiting or self._joining or self._active)
+
+    @property
+    def can_step(self) -> bool:
+        """Whether there is a step to take. A batch that must be of one resolution takes its first step together."""
+        return bool(self._active) and not (self._joining and self._policy.requires_one_resolution)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `decide` may change anything or a step can be taken; if not, the driver waits for news."""
+        return self._has_news or self.can_step
+
+    def add(self, request: Request, standalone_s: float | None = None) -> RequestState:
+        """A request has arrived; `standalone_s` is its latency when served alone, for policies that ask for it.
+
+        Raises:
+            ValueError: an open request has this id.
+        """
+        if request.request_id in self._open:
+            raise ValueError(f"request {request.request_id} is open already")
+        state = RequestState.of(request, standalone_s)
+        self._open[request.request_id] = state
+        self._waiting.add(state.view)
+        self._untouched[request.request_id] = None
+        self.pixel_steps += request.resolution.pixels * state.num_iterations
+        self._has_news = True
+        return state
+
+    def next_to_prepare(self, now_s: float) -> RequestState | None:
+        """Start to prepare a request: the one to prepare from now on; None if one is being prepared or none is due."""
+        if self._preparing_id is not None:
+            return None
+        state = None
+        if self._joining:
+            state = next((joining for joining in self._joining.values() if not joining.is_prepared), None)
+        if state is None:
+            if not self._untouched or self._num_ahead >= self._max_ahead:
+                return None
+            state = self._open[next(iter(self._untouched))]
+            del self._untouched[state.request.request_id]
+            self._num_ahead += 1
+        self._preparing_id = state.request.request_id
+        state.record.prepare_start_s = now_s
+        return state
+
+    def prepared(
+        self, request_id: int, now_s: float, *, num_iterations: int | None = None, failure: str | None = None
+    ) -> RequestState | None:
+        """The request that `next_to_prepare` returned is prepared, or could not be.
+
+        Args:
+            request_id: its id.
+            now_s: the time.
+            num_iterations: steps that its sampler takes, where these are not those that were asked for.
+            failure: why it could not be prepared, which ends it as "failed"; None if it is prepared.
+
+        Returns:
+            Its state; None if it has ended meanwhile, so that what was prepared is of no use.
+        """
+        assert request_id == self._preparing_id, "this request is not being prepared"
+        self._preparing_id = None
+        self._has_news = True
+        state = self._open.get(request_id)
+        if state is None:
+            return None
+        state.record.prepare_end_s = now_s
+        if failure is not None:
+            return self.end(request_id, "failed", now_s, failure)
+        if num_iterations is not None:
+            self.pixel_steps += state.request.resolution.pixels * (num_iterations - state.num_iterations)
+            state.num_iterations = num_iterations
+        state.is_prepared = True
+        self.num_prepared += 1
+        self.max_prepared = max(self.max_prepared, self.num_prepared)
+        if state.stage == "joining":
+            self._ready.append(state)
+        return state
+
+    def decide(self, now_s: float) -> Sequence[RequestState]:
+        """Make active the joining requests that are ready, then ask the policy about those that wait, if any do.
+
+        Returns:
+            The requests that the policy has dropped; their records are closed as "discarded".
+
+        Raises:
+            RuntimeError: the policy has broken its contract.
+        """
+        self._has_news = False
+        for state in self._ready:
+            del self._joining[state.request.request_id]
+            self._activate(state, now_s)
+        self._ready.clear()
+        if not self._waiting:
+            return ()
+        policy, max_batch_size = self._policy, self._max_batch_size
+        admitted = [*self._active, *self._joining.values()] if self._joining else self._active
+        views = ActiveViews(admitted, self.num_steps)
+        start = time.perf_counter()
+        decision = policy.decide(now_s, self._waiting, views, max_batch_size, self._predictor)
+        if self._on_decision is not None:
+            self._on_decision(time.perf_counter() - start)
+        is_one_size = policy.requires_one_resolution
+        check_decision(decision, self._waiting, views, max_batch_size, requires_one_resolution=is_one_size)
+        for request_id in decision.admit:
+            self._stop_waiting(request_id)
+            state = self._open[request_id]
+            if state.is_prepared:
+                self._activate(state, now_s)
+            else:
+                state.stage = "joining"
+                self._joining[request_id] = state
+        dropped = [self._open[request_id] for request_id, _ in decision.drop]
+        for request_id, reason in decision.drop:
+            self.end(request_id, "discarded", now_s, reason)
+        return dropped
+
+    def stepped(self, end_s: float, step_s: float, failures: Mapping[int, str] | None = None) -> Sequence[RequestState]:
+        """A step of all active requests, which took `step_s` seconds, has ended.
+
+        Args:
+            end_s: when it ended.
+            step_s: how long it took.
+            failures: by id, why requests could not take it, which ends them as "failed"; the others have taken it.
+
+        Returns:
+            The requests that have left the batch, in its order: those that failed, and those that have taken their
+            last step, which are decoding until the driver calls `end`.
+        """
+        self.num_steps += 1
+        self.pixel_steps -= self._batch_pixels
+        self.has_changed = False
+        self._has_news = True
+        # A step that failed is repeated in parts, so how long it took says nothing about other steps.
+        if self._learner is not None and not failures:
+            self._learner.observe(self.batch, step_s)
+        if not failures and self.num_steps < self._next_leave:
+            return ()
+        failures = failures or {}
+        left: list[RequestState] = []
+        for state in tuple(self._active):
+            request_id = state.request.request_id
+            if request_id in failures:
+                self.end(request_id, "failed", end_s, failures[request_id])
+            elif self.num_steps == state.first_step + state.num_iterations:
+                state.record.denoise_end_s = end_s
+                self._leave(state)
+                state.stage = "decoding"
+            else:
+                continue
+            left.append(state)
+        return left
+
+    def end(self, request_id: int, status: Status, now_s: float, reason: str | None = None) -> RequestState | None:
+        """Close the record of a request, whatever stage it is in; of an active one only between two steps.
+
+        Returns:
+            Its state; None if there is no open request of this id.
+        """
+        state = self._open.pop(request_id, None)
+        if state is None:
+            return None
+        state.record.close(status, now_s, reason)
+        if state.stage != "decoding":
+            self._leave(state)
+        self._has_news = True
+        return state
+
+    def end_all(self, status: Status, now_s: float, reason: str) -> list[RequestState]:
+        """Close all open records, wherever an interrupt or an error has left the scheduler; nothing may follow.
+
+        Returns:
+            The states of the requests that were open.
+        """
+        states = list(self._open.values())
+        self._open.clear()
+        for state in states:
+            state.record.close(status, now_s, reason)
+        return states
+
+    def check(self) -> None:
+        """Check that all that is known of the open requests agrees. For tests: it looks at every one of them.
+
+        Raises:
+            AssertionError: it does not, which is a defect of the scheduler.
+        """
+        of = {stage: {one for one in self._open.values() if one.stage == stage} for stage in get_args(Stage)}
+        waiting = {one.request.request_id: one for one in of["waiting"]}
+        assert {view.request_id for view in self._waiting} == set(waiting)
+        ahead = {i for i, one in waiting.items() if one.is_prepared or i == self._preparing_id}
+        assert set(self._untouched) == set(waiting) - ahead
+        assert self._num_ahead == len(ahead) <= self._max_ahead
+        assert set(self._joining.values()) == of["joining"]
+        assert set(self._ready) == {one for one in of["joining"] if one.is_prepared}
+        assert set(self._active) == of["active"]
+        assert len(self._active) + len(self._joining) <= self._max_batch_size
+        assert all(one.is_prepared for one in self._active)
+        assert all(one.record.status == "pending" for one in self._open.values())
+        assert self.batch == sorted(one.request.resolution for one in self._active)
+        assert self._batch_pixels == sum(size.pixels for size in self.batch)
+        ends = [one.first_step + one.num_iterations for one in self._active]
+        assert self._next_leave == min(ends, default=0)
+        assert all(end > self.num_steps for end in ends)
+        to_denoise = set(self._open.values()) - of["decoding"]
+        assert self.num_prepared == sum(one.is_prepared for one in to_denoise)
+        assert self.pixel_steps == sum(map(self._pixel_steps_of, to_denoise))
+
+    def _activate(self, state: RequestState, now_s: float) -> None:
+        assert state.is_prepared, "a request without latents would stay in the batch for ever"
+        state.stage = "active"
+        state.record.admitted_s = now_s
+        state.first_step = self.num_steps
+        last_step = self.num_steps + state.num_iterations
+        self._next_leave = min(self._next_leave, last_step) if self._active else last_step
+        self._active.append(state)
+        self._batch_pixels += state.request.resolution.pixels
+        insort(self.batch, state.request.resolution)
+        self.has_changed = True
+
+    def _stop_waiting(self, request_id: int) -> None:
+        self._waiting.remove(request_id)
+        if request_id in self._untouched:
+            del self._untouched[request_id]
+        else:
+            self._num_ahead -= 1
+
+    def _leave(self, state: RequestState) -> None:
+        """Take a request out of the stage that it is in, which is not decoding."""
+        request_id, resolution = state.request.request_id, state.request.resolution
+        self.pixel_steps -= self._pixel_steps_of(state)
+        self.num_prepared -= state.is_prepared
+        if state.stage == "waiting":
+            self._stop_waiting(request_id)
+        elif state.stage == "joining":
+            del self._joining[request_id]
+            if state.is_prepared:
+                self._ready.remove(state)
+        else:
+            self._active.remove(state)
+            self.batch.remove(resolution)
+            self._batch_pixels -= resolution.pixels
+            self._next_leave = min((one.first_step + one.num_iterations for one in self._active), default=0)
+            self.has_changed = True
+
+    def _pixel_steps_of(self, state: RequestState) -> int:
+        steps_done = self.num_steps - state.first_step if state.stage == "active" else 0
+        return state.request.resolution.pixels * (state.num_iterations - steps_done)

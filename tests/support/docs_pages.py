@@ -1,0 +1,58 @@
+"""What README and docs print: fenced blocks, the commands in them, and links."""
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PAGES = (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")))
+SHELL_LANGUAGES = ("sh", "bash", "shell", "console")
+NOT_RUN = ("json", "toml", "csv", "text")
+"""Languages of blocks that are files or examples of data. Any other language is executed."""
+
+_FENCE = re.compile(
+    r"^```(?P<language>\w*)(?:[ \t]+title=\"(?P<title>[^\"]+)\")?[ \t]*\n(?P<body>.*?)^```$", re.M | re.S
+)
+_SPAN = re.compile(r"`(psctl(?: [^`]*)?)`")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A fenced block: its language, the file that its title names (or None), its text, and its first line's number."""
+
+    language: str
+    title: str | None
+    body: str
+    line: int
+
+
+def blocks_of(text: str) -> list[Block]:
+    """The fenced blocks of a page, in order. Raises ValueError where a fence has no language or is not closed."""
+    found = [
+        Block(match["language"], match["title"], match["body"], text.count("\n", 0, match.start()) + 2)
+        for match in _FENCE.finditer(text)
+    ]
+    if 2 * len(found) != len(re.findall(r"^```", text, re.M)):
+        raise ValueError("a fence is not closed, or its head is not understood")
+    for block in found:
+        if not block.language:
+            raise ValueError(f"line {block.line}: the block has no language, so nobody can tell whether to run it")
+    return found
+
+
+def commands_of(block: Block) -> list[list[str]]:
+    """The commands of a shell block as lists of words: comments and prompts left out, lines joined, `&&` split."""
+    commands = []
+    for line in block.body.replace("\\\n", " ").splitlines():
+        words = shlex.split(line.removeprefix("$ "), comments=True)
+        while words:
+            end = words.index("&&") if "&&" in words else len(words)
+            commands.append(words[:end])
+            words = words[end + 1 :]
+    return commands
+
+
+def spans_of(text: str) -> list[list[str]]:
+    """The words of every inline `psctl ...`, blocks left out."""
+    return [shlex.split(match[1]) for match in _SPAN.finditer(_FENCE.sub("", text))]
