@@ -111,8 +111,11 @@ def row_figures(head: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Estim
     for row in rows:
         if "sides" not in row:
             found |= _of_row(f"{row['label']}.", row, row.get("repeats"))
-        for side in row.get("sides", ()):
-            found |= _of_row(f"{row['label']}.{side['label']}.", side, side.get("num_images"))
+        sides = row.get("sides", ())
+        # A breakdown has its sides by name.
+        named = sides if isinstance(sides, Mapping) else {side["label"]: side for side in sides}
+        for name, side in named.items():
+            found |= _of_row(f"{row['label']}.{name}.", side, side.get("num_images"))
     return found
 
 
