@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from ...data.figures import write_figures
 from ...data.files import atomic_write, write_json
 from ...data.requests import Request
 from ...data.tables.schemas import RECORDS, STEPS, write_table
@@ -24,6 +25,7 @@ from ...serving.scheduling.policies import StepLatencyPredictor, get_policy, req
 from ...serving.scheduling.systems import System
 from ...training.latency.online_correction import OnlineCorrection
 from ..measure.standalone import RequestShape, shape_of, standalone_latencies
+from .figures import run_figures
 from .outside_profile import predictions_outside
 
 if TYPE_CHECKING:
@@ -122,6 +124,7 @@ def run_serve(
     }
     summary["config"] = config
     summary["run_dir"] = str(run_dir)
+    write_figures(summary, run_figures(summary, result.records))
     _write(run_dir, result, summary, save_dir)
     return ServeOutcome(summary, result.records, run_dir, result.was_interrupted)
 
