@@ -144,7 +144,7 @@ def _plot(result: Mapping[str, Any], name: Literal["attainment", "goodput"] | st
         ax.set_xlim(left=0)
         ax.set_ylim(0, top * 1.12 or 1.0)
         title, y_label = "Goodput", "requests in time per second"
-    style_axes(ax, theme, title=title, x_label=x_label, y_label=y_label, grid_axis="both")
+    style_axes(ax, theme, title, x_label, y_label, grid_axis="both")
     add_wide_legend(figure, ax, theme)
     return to_png(figure)
 
