@@ -19,13 +19,7 @@ from ...data.errors import UsageError
 from ...data.files import write_bytes
 from ...data.resolution import Resolution
 from ...data.run_facts import RunFacts
-from ...data.tables.latency import (
-    TABLE_PATTERN,
-    LatencyRow,
-    LatencyTable,
-    read_latencies,
-    write_latencies,
-)
+from ...data.tables.latency import TABLE_PATTERN, LatencyRow, LatencyTable, read_latencies, write_latencies
 from ...data.workspace import ModelWorkspace
 from ...serving.models.served import ServedModel
 from ...training.latency.predictor import LatencyPredictor, load_workspace_predictor
@@ -109,8 +103,8 @@ def profile_latency(
     remeasure: bool = False,
     budget_s: float | None = None,
     folder: Path | None = None,
-    on_start: Callable[[int, int], None] | None = None,
-    on_visit: Callable[[], None] | None = None,
+    on_start: Callable[[int, int], None] = lambda num_all, num_done: None,
+    on_visit: Callable[[], None] = lambda: None,
 ) -> LatencyOutcome:
     """Measure the combinations, or what an interrupted run of the same profile has left.
 
@@ -141,15 +135,19 @@ def profile_latency(
     samples = {} if remeasure else _resume(table_file, about, settings)
     left = _visits_left(combinations, settings, samples)
     num_all = len(combinations) * settings.repeats
-    if on_start is not None:
-        on_start(num_all, num_all - len(left))
+    on_start(num_all, num_all - len(left))
     was_interrupted, num_visits = False, 0
+
+    def measured() -> LatencyTable:
+        rows = (LatencyRow(each.present, *samples[each.counts]) for each in combinations if each.counts in samples)
+        return LatencyTable(tuple(rows), about, settings.to_json())
+
     try:
         if left:
             model.tune(settings.resolutions, workspace.tables)
             if budget_s is None:
                 # The machine gets going on what needs most memory.
-                _visit(model, pool, max(combinations, key=_pixels))
+                _visit(model, pool, max(combinations, key=lambda each: each.num_pixels))
             else:
                 left.sort(key=combinations.index)
         start_s = saved_s = time.monotonic()
@@ -162,10 +160,9 @@ def profile_latency(
             before = samples.get(combination.counts, ((), ()))
             samples[combination.counts] = (before[0] + steady_ms, before[1] + first_ms)
             num_visits += 1
-            if on_visit is not None:
-                on_visit()
+            on_visit()
             if time.monotonic() - saved_s > _SAVE_EVERY_S:
-                write_latencies(table_file, _table(combinations, samples, about, settings))
+                write_latencies(table_file, measured())
                 saved_s = time.monotonic()
     except KeyboardInterrupt:
         if not samples:
@@ -173,8 +170,8 @@ def profile_latency(
         was_interrupted = True
     finally:
         if num_visits:
-            write_latencies(table_file, _table(combinations, samples, about, settings))
-    table = _table(combinations, samples, about, settings)
+            write_latencies(table_file, measured())
+    table = measured()
     plot_file = table_file.with_suffix(".png")
     write_bytes(plot_file, plot_latencies(table))
     return LatencyOutcome(table, table_file, plot_file, num_visits, was_interrupted)
@@ -222,20 +219,3 @@ def _visit(model: ServedModel, pool: RequestPool, combination: Combination) -> t
     for _ in range(TIMINGS_PER_ROUND):
         lane.measure()
     return tuple(lane.samples_ms), tuple(lane.first_ms)
-
-
-def _table(
-    combinations: tuple[Combination, ...], samples: _Samples, about: RunFacts, settings: LatencySettings
-) -> LatencyTable:
-    rows = []
-    for combination in combinations:
-        if combination.counts in samples:
-            pairs = zip(combination.resolutions, combination.counts, strict=True)
-            counts = {resolution: count for resolution, count in pairs if count}
-            rows.append(LatencyRow(counts, *samples[combination.counts]))
-    return LatencyTable(tuple(rows), about, settings.to_json())
-
-
-def _pixels(combination: Combination) -> int:
-    pairs = zip(combination.resolutions, combination.counts, strict=True)
-    return sum(resolution.pixels * count for resolution, count in pairs)

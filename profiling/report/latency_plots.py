@@ -17,8 +17,8 @@ def plot_latencies(table: LatencyTable) -> bytes:
     ax = figure.subplots()
     mixed = [row for row in table.rows if len(row.counts) > 1]
     if mixed:
-        pairs = zip(*((row.num_requests, row.median_ms) for row in mixed), strict=True)
-        ax.scatter(*pairs, 16, color=LIGHT.muted, alpha=0.55, linewidths=0, label="mixed", zorder=2)
+        sizes, times = zip(*((row.num_requests, row.median_ms) for row in mixed), strict=True)
+        ax.scatter(sizes, times, 16, color=LIGHT.muted, alpha=0.55, linewidths=0, label="mixed", zorder=2)
     colours = series_colours(list(map(str, table.resolutions)), LIGHT)
     for resolution in table.resolutions:
         alone = sorted((row.num_requests, row.median_ms) for row in table.rows if set(row.counts) == {resolution})

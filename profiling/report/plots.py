@@ -8,7 +8,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from . import over_time
 from .over_time import HEIGHT_IN, WIDTH_IN
-from .run_data import RunData, latencies_of, mix_of, of_resolution
+from .run_data import RunData, latencies_of, of_resolution
 from .theme import DARK, LIGHT, Theme, add_legend, new_figure, series_colours, style_axes, to_png
 
 MAX_STEP_POINTS = 4000
@@ -89,7 +89,7 @@ def step_latency(data: RunData, theme: Theme) -> Figure | None:
     if not len(data.step_active):
         return None
     active, step_ms = data.step_active, data.step_duration_s * 1e3
-    mixes = np.array([mix_of(counts) for counts in data.step_counts])
+    mixes = np.array(["mixed" if len(counts) > 1 else next(iter(counts)) for counts in data.step_counts])
     figure = new_figure(WIDTH_IN, HEIGHT_IN, theme)
     ax = figure.subplots()
     colours = series_colours(data.resolutions, theme) | {"mixed": theme.muted}
@@ -110,8 +110,8 @@ def step_latency(data: RunData, theme: Theme) -> Figure | None:
     num_above = int((step_ms > high).sum())
     ax.set_ylim(0, max(high, 1e-3))
     if num_above:
-        text, place = f"{num_above} of {len(step_ms)} steps above", {"ha": "right", "va": "top"}
-        ax.annotate(text, (0.99, 0.97), xycoords="axes fraction", fontsize=8.5, color=theme.muted, **place)
+        text = f"{num_above} of {len(step_ms)} steps above"
+        ax.text(0.99, 0.97, text, transform=ax.transAxes, ha="right", va="top", fontsize=8.5, color=theme.muted)
     ax.set_xlim(0.5, int(active.max()) + 0.5)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     add_legend(ax, theme)

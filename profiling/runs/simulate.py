@@ -1,7 +1,6 @@
 """Simulated runs: a trace on the virtual clock. This module imports no torch.
 
-A run leaves in its folder of the workspace what a served one does: `trace.jsonl`, `records.parquet`, `steps.parquet`
-(of the first GPU), `summary.json`, `report.html`.
+A run leaves in its folder of the workspace what a served one does; the steps are those of the first GPU.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,10 +9,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from ...data.errors import UsageError
-from ...data.files import write_json
 from ...data.requests import Request
 from ...data.tables.latency import read_latencies
-from ...data.tables.schemas import RECORDS, STEPS, read_frame, read_rows, write_table
+from ...data.tables.schemas import RECORDS, read_rows
 from ...data.traces.traces import assign_slos, save_trace
 from ...data.workspace import ModelWorkspace
 from ...serving.core.metrics import slo_attainment_rate, summarize
@@ -29,6 +27,7 @@ from ...training.latency.online_correction import OnlineCorrection
 from ...training.latency.predictor import LatencyPredictor
 from .calibration import Calibration, step_sources
 from .outside_profile import predictions_outside
+from .run_folder import write_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,12 +265,5 @@ def write_simulation(
     run_dir = workspace.new_run("simulate")
     summary["run_dir"] = str(run_dir)
     save_trace(run_dir / "trace.jsonl", requests)
-    write_table(run_dir / "records.parquet", RECORDS, (record.to_row() for record in result.records))
-    write_table(run_dir / "steps.parquet", STEPS, (row.to_row() for row in result.steps))
-    write_json(run_dir / "summary.json", summary)
-    if with_report:
-        from ..report.html import write_report
-
-        records, steps = (run_dir / f"{name}.parquet" for name in ("records", "steps"))
-        write_report(run_dir, summary, read_frame(records, RECORDS), read_frame(steps, STEPS))
+    write_run(run_dir, result.records, result.steps, summary, with_report=with_report)
     return run_dir
