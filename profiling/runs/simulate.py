@@ -6,10 +6,11 @@ A run leaves in its folder of the workspace what a served one does; the steps ar
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from ...data.errors import UsageError
 from ...data.requests import Request
+from ...data.run_facts import RunFacts
 from ...data.tables.latency import read_latencies
 from ...data.tables.schemas import RECORDS, read_rows
 from ...data.traces.traces import assign_slos, save_trace
@@ -178,39 +179,32 @@ class Deployment:
         return rate
 
 
-def load_step_latency(path: Path, *, on_warning: Callable[[str], None] | None = None) -> StepLatencyPredictor:
-    """Load step latencies: a fitted predictor (safetensors of `psctl train-predictor latency`) or a table.
+class StepFile(NamedTuple):
+    """Step latencies of a file: of batches that stay the same and, where they were measured, of first steps; and what
+    they were measured on, where that is known.
+    """
 
-    A table is parquet of `psctl profile latency`, or CSV or parquet of another program.
+    steady: StepLatencyPredictor
+    first: StepLatencyPredictor | None
+    facts: RunFacts | None
 
-    Args:
-        path: the file.
-        on_warning: of `LatencyPredictor`.
+
+def load_step_file(path: Path, *, on_warning: Callable[[str], None] | None = None) -> StepFile:
+    """Load a fitted predictor (safetensors of `psctl train-predictor latency`) or a table (parquet of `psctl profile
+    latency`, CSV or parquet of another program); `on_warning` as of `LatencyPredictor`.
 
     Raises:
         UsageError: the file is neither; the message says why.
     """
     if path.suffix.lower() == ".safetensors":
-        return LatencyPredictor.load(path, on_warning=on_warning)
-    return step_sources(read_latencies(path))[0]
-
-
-def load_first_steps(path: Path) -> StepLatencyPredictor | None:
-    """First steps of a batch, which `psctl profile latency` measures, too; None where a file does not tell them.
-
-    Raises:
-        UsageError: as `load_step_latency`.
-    """
-    return None if path.suffix.lower() == ".safetensors" else step_sources(read_latencies(path))[1]
+        predictor = LatencyPredictor.load(path, on_warning=on_warning)
+        return StepFile(predictor, None, predictor.about.circumstances)
+    table = read_latencies(path)
+    return StepFile(*step_sources(table), table.circumstances)
 
 
 def load_stage_times(run_dir: Path) -> StageTimes:
-    """The mean prepare and postprocess times of a served run.
-
-    Raises:
-        UsageError: the folder has no table of records.
-        RunError: no request of the run was completed.
-    """
+    """The mean times of the stages of a served run. Raises UsageError (it has no records), RunError (no image)."""
     rows = read_rows(run_dir / "records.parquet", RECORDS)
     return StageTimes.measured(RequestRecord.from_row(row) for row in rows)
 
@@ -255,12 +249,10 @@ def write_simulation(
     result: SimulationResult,
     summary: dict[str, Any],
     *,
-    with_report: bool = True,
+    with_report: bool,
 ) -> Path:
-    """Write a simulated run into a new folder of the workspace and return it; the summary gets its `run_dir`.
-
-    Raises:
-        OSError: something cannot be written.
+    """Write a simulated run into a new folder of the workspace and return it; the summary gets its `run_dir`. Raises
+    OSError.
     """
     run_dir = workspace.new_run("simulate")
     summary["run_dir"] = str(run_dir)

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -140,7 +140,7 @@ class EngineSide:
         if file.exists():
             # Runs that were simulated before and those to come must agree with each other.
             calibrations |= read_calibrations(file)
-        write_json(file, {name: each.to_json() for name, each in calibrations.items()})
+        write_json(file, {name: asdict(each) for name, each in calibrations.items()})
         engines: dict[EngineName, SimulatedEngine] = {
             name: SimulatedEngine.of(name, *sources[name], calibrations[name]) for name in self._models
         }

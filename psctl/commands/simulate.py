@@ -89,9 +89,8 @@ def simulate(
     from ...profiling.runs.planning import at_rate, gpus_needed, highest_rate
     from ...profiling.runs.simulate import (
         Deployment,
-        load_first_steps,
         load_stage_times,
-        load_step_latency,
+        load_step_file,
         simulation_summary,
         write_simulation,
     )
@@ -121,7 +120,7 @@ def simulate(
         return at_rate(drawn, rate) if is_file and rate is not None else drawn
 
     requests = trace_at(request_rate)
-    predictor = load_step_latency(latency, on_warning=out.warn)
+    predictor, first, _ = load_step_file(latency, on_warning=out.warn)
     warn_of_small_table(predictor, latency, max_batch_size, out.warn)
     sizes = defaults.resolutions if trace.resolutions is None else parse_list(trace.resolutions)
     sizes = tuple(dict.fromkeys((*sizes, *(request.resolution for request in requests))))
@@ -134,7 +133,7 @@ def simulate(
         num_gpus=gpus,
         max_batch_size=max_batch_size,
         slo_scale=slo_scale,
-        first=load_first_steps(latency),
+        first=first,
     )
     require_places(file=output_file)
     config = {
