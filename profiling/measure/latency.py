@@ -109,16 +109,14 @@ def profile_latency(
     """Measure the combinations, or what an interrupted run of the same profile has left.
 
     Args:
-        model: the loaded model with the engine that serves; its strategies are measured first where the workspace has
-            none.
+        model: with the engine that serves; its strategies are measured first where the workspace has none.
         settings: what is profiled.
-        workspace: the model's part of the workspace; its tables get `latency-<key of the profile>.parquet` and `.png`.
+        workspace: of the model; its tables get `latency-<key of the profile>.parquet` and `.png`.
         remeasure: forget what the table holds.
         budget_s: seconds after which no further visit begins; None measures everything. Visits then come in the order
             of the draw, the corners first, and the machine is not warmed up on the largest batch.
         folder: where table and plot go instead.
-        on_start: called with the number of all visits, and of those that were made before.
-        on_visit: called after each.
+        on_start: called with the number of all visits, and of those that were made before; on_visit: after each.
 
     Raises:
         UsageError: if the model or the engine's options do not fit a resolution, or the table is damaged or of another
@@ -131,7 +129,9 @@ def profile_latency(
     for resolution in settings.resolutions:
         pool.check(resolution)
     about, combinations = run_facts(model), settings.drawn()
-    table_file = (folder or workspace.tables) / TABLE_PATTERN.replace("*", _key(about, settings))
+    key = json.dumps([about.key(), settings.to_json()], sort_keys=True)
+    digest = hashlib.sha256(key.encode()).hexdigest()[:8]
+    table_file = (folder or workspace.tables) / TABLE_PATTERN.replace("*", digest)
     samples = {} if remeasure else _resume(table_file, about, settings)
     left = _visits_left(combinations, settings, samples)
     num_all = len(combinations) * settings.repeats
@@ -179,11 +179,6 @@ def profile_latency(
 
 _Samples = dict[tuple[int, ...], tuple[tuple[float, ...], tuple[float, ...]]]
 """Timings of steady and of first steps in milliseconds, by the counts of a combination."""
-
-
-def _key(about: RunFacts, settings: LatencySettings) -> str:
-    text = json.dumps([about.key(), settings.to_json()], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _resume(path: Path, about: RunFacts, settings: LatencySettings) -> _Samples:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...data.errors import RunError, UsageError
 from ...data.requests import Request
@@ -95,7 +95,7 @@ def gpus_needed(deployment: Deployment, requests: Sequence[Request], target: flo
         UsageError: the target is out of its range, or the trace or a number is.
         RunError: not even one GPU for each request (or `MAX_GPUS`) meets the target.
     """
-    search = _Search(lambda num_gpus: deployment.attainment(requests, num_gpus=int(num_gpus)), target)
+    search = _Search(lambda num_gpus: replace(deployment, num_gpus=int(num_gpus)).attainment(requests), target)
     choices = [1, 2, 4, 8] if deployment.system.spans_gpus else list(range(1, min(len(requests), MAX_GPUS) + 1))
     # Doubling first: simulations of very many GPUs are the slow ones.
     low, high = -1, 0

@@ -30,6 +30,8 @@ from .calibration import Calibration, step_sources
 from .outside_profile import predictions_outside
 from .run_folder import write_run
 
+OnFinish = Callable[[RequestRecord], None] | None
+
 
 @dataclass(frozen=True, slots=True)
 class SimulatedEngine:
@@ -56,14 +58,11 @@ class SimulatedEngine:
         calibration: Calibration | None = None,
         times: StageTimes | None = None,
     ) -> Self:
-        """An engine with these profiled latencies.
+        """An engine with these profiled latencies of steady and first steps.
 
-        Args:
-            name: the plain engine takes a forward pass for each resolution, so that only latencies of batches of one
-                resolution are looked up, and packs nothing: it has no first steps.
-            steady, first: of batches that stay the same, and of those that have changed.
-            calibration: what a served run has told; None: steps last as long as the profile says.
-            times: of the other stages, where there is no calibration.
+        The plain engine takes a forward pass for each resolution, so that only latencies of batches of one resolution
+        are looked up, and packs nothing: it has no first steps. Without a calibration, steps last as long as the
+        profile says, and the other stages as `times` does.
         """
         if name == "plain":
             steady, first = PerResolutionLatency(steady), None
@@ -80,11 +79,11 @@ class SimulatedEngine:
         system: System,
         requests: Sequence[Request],
         standalone_s: Callable[[Request], float],
+        max_batch_size: int,
+        num_gpus: int,
         *,
-        max_batch_size: int = 16,
-        num_gpus: int = 1,
         keep_steps: bool = False,
-        on_finish: Callable[[RequestRecord], None] | None = None,
+        on_finish: OnFinish = None,
     ) -> SimulationResult:
         """Simulate a trace that has its SLOs.
 
@@ -140,19 +139,9 @@ class Deployment:
     first: StepLatencyPredictor | None = None
 
     def run(
-        self,
-        requests: Sequence[Request],
-        *,
-        num_gpus: int | None = None,
-        keep_steps: bool = False,
-        on_finish: Callable[[RequestRecord], None] | None = None,
+        self, requests: Sequence[Request], *, keep_steps: bool = False, on_finish: OnFinish = None
     ) -> tuple[list[Request], SimulationResult]:
-        """Simulate a trace; return it with its SLOs, and the result.
-
-        Args:
-            requests: the trace, in order of arrival.
-            num_gpus: instead of the deployment's own.
-            keep_steps, on_finish: of `simulate`.
+        """Simulate a trace, which is in order of arrival; return it with its SLOs, and the result. See `simulate`.
 
         Raises:
             UsageError: the trace is empty, a number is out of its range, or the predictor does not know a resolution.
@@ -161,20 +150,12 @@ class Deployment:
             raise UsageError("the trace is empty, but it must hold at least one request")
         engine = SimulatedEngine.of(self.system.engine, MemoisedLatency(self.predictor), self.first, times=self.times)
         promised = assign_slos(requests, engine.standalone_s, self.slo_scale)
-        result = engine.serve(
-            self.system,
-            promised,
-            engine.standalone_s,
-            max_batch_size=self.max_batch_size,
-            num_gpus=self.num_gpus if num_gpus is None else num_gpus,
-            keep_steps=keep_steps,
-            on_finish=on_finish,
-        )
-        return promised, result
+        given = self.system, promised, engine.standalone_s, self.max_batch_size, self.num_gpus
+        return promised, engine.serve(*given, keep_steps=keep_steps, on_finish=on_finish)
 
-    def attainment(self, requests: Sequence[Request], *, num_gpus: int | None = None) -> float:
+    def attainment(self, requests: Sequence[Request]) -> float:
         """SLO attainment of a trace, from 0 to 1. Raises as `run`."""
-        rate = slo_attainment_rate(self.run(requests, num_gpus=num_gpus)[1].records)
+        rate = slo_attainment_rate(self.run(requests)[1].records)
         assert rate is not None, "every request has an SLO"
         return rate
 

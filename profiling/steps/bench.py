@@ -128,12 +128,7 @@ def time_lanes(lanes: Iterable[Lane], settings: BenchSettings) -> None:
 
 
 class StepBench:
-    """Measures combinations on one model.
-
-    Args:
-        model: served by the patch engine.
-        settings: how much is measured.
-    """
+    """Measures combinations on one model, which the patch engine serves."""
 
     def __init__(self, model: ServedModel, settings: BenchSettings) -> None:
         self.model, self.settings = model, settings
@@ -144,10 +139,7 @@ class StepBench:
         """Return the same-resolution lane of every memory format, and the patched lane."""
         requests, device = self.pool.take(combination), self.model.device
         plain: dict[Format, Lane] = {
-            name: Lane(
-                PlainSide(self.model, requests, batched=True, denoiser=denoiser, memory_format=name),
-                device,
-            )
+            name: Lane(PlainSide(self.model, requests, batched=True, denoiser=denoiser, memory_format=name), device)
             for name, denoiser in self.denoisers.items()
         }
         return plain, Lane(EngineSide(self.model, requests), device)
@@ -196,13 +188,8 @@ class StepBench:
 
 @dataclass(frozen=True, slots=True)
 class BenchKind:
-    """What is measured of every combination.
-
-    Attributes:
-        name: of the files, which get `.json` and `.png`.
-        measure: returns the row of a combination.
-        summarize: what the rows say together, for the head of the file.
-        plot: a PNG of the result.
+    """What is measured of every combination, what its rows say together, and a PNG of the result; `name` is that of
+    the files, which get `.json` and `.png`.
     """
 
     name: str
@@ -225,9 +212,9 @@ def run_bench(
 
     Args:
         kind: `STEPS`, or `breakdown.BREAKDOWN`.
-        model: the loaded model, on the patch engine; its strategies are measured first where the workspace has none.
+        model: on the patch engine; its strategies are measured first where the workspace has none.
         combinations: at least one, all of the same resolutions.
-        workspace: the model's part of the workspace.
+        workspace: of the model.
         settings: how much is measured.
         on_start, on_row: called before each combination, and after it.
 

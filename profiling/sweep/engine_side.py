@@ -32,7 +32,7 @@ from ..runs.serve import engine_figures, what_was_learnt
 from ..runs.simulate import SimulatedEngine
 from ..runs.step_latencies import newest_first
 from .figures import EngineKind
-from .runner import Runner, Standalone, WarmUp
+from .runner import Serve, Standalone, WarmUp
 from .settings import Served, SweepFolder, SweepSettings
 from .simulator_side import SimulatorSide, read_calibrations
 
@@ -118,12 +118,8 @@ class EngineSide:
             "predictor": {} if self._predictor_file is None else {"file": named_by_content(self._predictor_file)},
         }
 
-    def begin(self, folder: SweepFolder, standalone_s: Standalone) -> Mapping[EngineKind, Runner]:
-        """Warm the engines up, and calibrate the simulator by them where it serves, too.
-
-        Raises:
-            KeyboardInterrupt: on Ctrl-C.
-        """
+    def begin(self, folder: SweepFolder, standalone_s: Standalone) -> Mapping[EngineKind, Serve]:
+        """Warm the engines up, and calibrate the simulator by them where it serves, too. Raises KeyboardInterrupt."""
         is_both = self._settings.engine == "both"
         sources = {name: step_sources(self._table(name, folder.path)) for name in self._models} if is_both else {}
         calibrations: dict[str, Calibration] = {}
@@ -135,7 +131,7 @@ class EngineSide:
                 result = self._serve_warm_up(name, standalone_s)
                 calibrations[name] = calibrate(result.records, result.steps, *sources[name])
         if not is_both:
-            return {"real": self}
+            return {"real": self.run}
         file = folder.path / CALIBRATION_FILE
         if file.exists():
             # Runs that were simulated before and those to come must agree with each other.
@@ -144,10 +140,10 @@ class EngineSide:
         engines: dict[EngineName, SimulatedEngine] = {
             name: SimulatedEngine.of(name, *sources[name], calibrations[name]) for name in self._models
         }
-        return {"real": self, "simulator": SimulatorSide(self._settings, engines)}
+        return {"real": self.run, "simulator": SimulatorSide(self._settings, engines).run}
 
     def run(self, system: System, requests: Sequence[Request], standalone_s: Standalone) -> Served:
-        """See `Runner`."""
+        """See `Serve`."""
         predictor = self._predictor if get_policy(system.policy).requires_predictor else None
         before = predictions_outside(predictor)
         result = self._replay(system, requests, standalone_s, predictor)
@@ -184,12 +180,9 @@ class EngineSide:
     def _table(self, name: EngineName, run_dir: Path) -> LatencyTable:
         """Latencies of an engine; the table is kept in the sweep's folder."""
         folder, warm_up = run_dir / "tables" / name, self._warm_up
+        largest = self._settings.max_batch_size
         wanted = LatencySettings(
-            self._sizes,
-            warm_up.combinations,
-            self._settings.max_batch_size,
-            warm_up.repeats,
-            one_resolution=name == "plain",
+            self._sizes, warm_up.combinations, largest, warm_up.repeats, one_resolution=name == "plain"
         )
 
         def on_start(num_all: int, num_done: int) -> None:
@@ -216,7 +209,7 @@ def latency_table(
     settings: LatencySettings,
     folder: Path,
     *,
-    on_start: Callable[[int, int], None] | None = None,
+    on_start: Callable[[int, int], None] = lambda num_all, num_done: None,
 ) -> tuple[LatencyTable, Path]:
     """The latency table of a model's engine: the workspace's newest that fits and is whole, else measured now.
 

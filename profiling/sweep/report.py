@@ -43,15 +43,7 @@ def sweep_result(
     *,
     was_interrupted: bool,
 ) -> dict[str, Any]:
-    """All figures of a sweep, of the runs that are finished.
-
-    Args:
-        settings: what was to be swept.
-        head: what its runs have in common (`SweepFolder.head`).
-        runs: the finished ones.
-        run_dir: their folder.
-        was_interrupted: whether Ctrl-C ended the sweep.
-    """
+    """All figures of a sweep: of its finished runs, whose `head` is that of their `SweepFolder`."""
     by_engine = {name: [run for run in runs if run.engine == name] for name in settings.engines}
     engines = {name: sweep_figures(mine) for name, mine in by_engine.items() if mine}
     agreed = agreement(runs) if settings.engine == "both" else None

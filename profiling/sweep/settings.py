@@ -2,12 +2,7 @@
 
 All systems of one rate and seed serve the same requests with the same SLOs, one right after the other; which goes
 first changes from one rate to the next, so that drift of the machine meets all alike. Every run is written down as soon
-as it has ended, and a later call continues from there. What a run folder holds:
-
-    sweep.json              what was measured, and the standalone latencies that SLOs are multiples of
-    runs/ENGINE-SYSTEM-RATE-SEED.parquet   the requests of one finished run
-    calibration.json, tables/              what drives the simulator (`--on both`)
-    result.json, *.png, report.html        the figures of all finished runs
+as it has ended, and a later call continues from there.
 """
 
 import json
@@ -160,7 +155,8 @@ class Served:
 
 
 class SweepFolder:
-    """The folder of a sweep.
+    """The folder of a sweep: `sweep.json` (its head), `runs/ENGINE-SYSTEM-RATE-SEED.parquet` (the requests of every
+    finished run), what drives the simulator (`calibration.json`, `tables/`), and the figures of all finished runs.
 
     Args:
         path: an existing folder.

@@ -15,7 +15,7 @@ from ..runs.calibration import Calibration
 from ..runs.outside_profile import warn_of_small_table
 from ..runs.simulate import SimulatedEngine, load_stage_times, load_step_file, loop_figures
 from .figures import EngineKind
-from .runner import Runner, Standalone
+from .runner import Serve, Standalone
 from .settings import Served, SweepFolder, SweepSettings
 
 _Tell = Callable[[str], None]
@@ -57,19 +57,14 @@ class SimulatorSide:
             "standalone_s": {str(request.resolution): plain.standalone_s(request) for request in examples},
         }
 
-    def begin(self, folder: SweepFolder, standalone_s: Standalone) -> Mapping[EngineKind, Runner]:
+    def begin(self, folder: SweepFolder, standalone_s: Standalone) -> Mapping[EngineKind, Serve]:
         """See `Side`."""
-        return {"simulator": self}
+        return {"simulator": self.run}
 
     def run(self, system: System, requests: Sequence[Request], standalone_s: Standalone) -> Served:
-        """See `Runner`."""
-        result = self.engines[system.engine].serve(
-            system,
-            requests,
-            standalone_s,
-            max_batch_size=self.settings.max_batch_size,
-            num_gpus=self.settings.num_gpus,
-        )
+        """See `Serve`."""
+        engine, limits = self.engines[system.engine], (self.settings.max_batch_size, self.settings.num_gpus)
+        result = engine.serve(system, requests, standalone_s, *limits)
         busy_rate = [busy_s / result.duration_s for busy_s in result.busy_s]
         return Served(result.records, result.duration_s, loop_figures(result) | {"busy_rate": busy_rate})
 
@@ -137,9 +132,8 @@ class SimulatorFiles:
                 option = "--latency" if name == "patched" else "--plain-latency"
                 raise UsageError(f"{path} is of the {about.engine} engine, but {option} must be of the {name} one")
             if self.calibration is not None and name not in known:
-                raise UsageError(
-                    f"{self.calibration} has no calibration of the {name} engine, but of {', '.join(known)}"
-                )
+                engines_of = ", ".join(known)
+                raise UsageError(f"{self.calibration} has no calibration of the {name} engine, but of {engines_of}")
             engines[name] = SimulatedEngine.of(name, steady, first, known.get(name), times)
         return engines
 
