@@ -34,13 +34,8 @@ _PARTS, _SETTINGS_FILE = "blocks.parts", "settings.json"
 
 @dataclass(frozen=True, slots=True)
 class BlockProfileSettings:
-    """What is profiled.
-
-    Attributes:
-        num_prompts: requests.
-        batch_size: of them at a time.
-        max_lag: a step is compared with this many before it.
-        seed: of the first request; the others count up.
+    """How many requests are profiled, how many of them at a time, with how many steps before it each step is compared,
+    and the seed of the first request; the others count up.
     """
 
     num_prompts: int = 48

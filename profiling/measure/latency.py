@@ -39,13 +39,11 @@ class LatencySettings:
     """What is profiled.
 
     Attributes:
-        resolutions: in any order.
         combinations: how many; all that there are if there are not so many.
         max_batch_size: requests of the largest.
         repeats: rounds over all combinations.
         seed: of the draw, of the order of visits and of the first request's noise.
-        one_resolution: whether only batches of one resolution are measured: all that the passes of the plain engine
-            are made of.
+        one_resolution: only batches of one resolution, of which the passes of the plain engine are made.
     """
 
     resolutions: tuple[Resolution, ...]
@@ -72,13 +70,8 @@ class LatencySettings:
 
 @dataclass(frozen=True, slots=True)
 class LatencyOutcome:
-    """What a profile gives.
-
-    Attributes:
-        table: what is measured by now, by this run and by those before it.
-        table_file, plot_file: where it is.
-        num_visits: visits of this run; 0 if everything was measured before.
-        was_interrupted: whether Ctrl-C ended it.
+    """What a profile gives: the table of what this run and those before it have measured, the files, the number of this
+    run's visits (0 if everything was measured before), and whether Ctrl-C ended it.
     """
 
     table: LatencyTable

@@ -53,9 +53,8 @@ def standalone_latencies(
     """Return the standalone latency in seconds of every shape among the requests, measuring those not yet known.
 
     Args:
-        model: the model that will serve them.
+        model, tables: what will serve them, and the workspace's folder of tables for it.
         requests: a trace; its first request of each shape is what is measured.
-        tables: the workspace's folder of tables for this model and device.
         remeasure: measure again what is known.
         on_measure: called before each shape that is measured.
 

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from matplotlib import font_manager
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from ...data.errors import UsageError
 
@@ -95,16 +95,10 @@ def to_png(image: Image.Image, largest_side_px: int) -> bytes:
 
 def _fit(image: Image.Image, cell_px: int) -> Image.Image:
     image = image.convert("RGB")
-    longest = max(image.size)
-    if longest > cell_px:
-        scale = cell_px / longest
-        return image.resize(
-            (max(1, round(image.width * scale)), max(1, round(image.height * scale))), Image.Resampling.LANCZOS
-        )
-    factor = cell_px // longest
-    return (
-        image if factor == 1 else image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
-    )
+    if factor := cell_px // max(image.size):
+        return ImageOps.scale(image, factor, Image.Resampling.NEAREST)
+    image.thumbnail((cell_px, cell_px), Image.Resampling.LANCZOS, reducing_gap=None)
+    return image
 
 
 @cache

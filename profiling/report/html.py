@@ -31,21 +31,19 @@ def write_report(
     """Write `report.html` and `plots/*.png` (light colours) into the folder of a run.
 
     Args:
-        run_dir: the run's folder; made if it does not exist.
+        run_dir: the run's folder; made if it does not exist. Existing files are replaced, each atomically.
         summary: figures as `serving.core.metrics.summarize` gives them. An entry `config`, a mapping, is shown as the
             configuration of the run; values may be nested.
-        records: one per request.
-        steps: one per denoising iteration.
+        records, steps: one per request, and one per denoising iteration.
         images: image or its file, with a caption; the first 96 are put into the page, at most 256 px wide and high.
             A file that cannot be read is named in its place.
 
     Returns:
-        The path of `report.html`. Existing files are replaced, each atomically.
+        The path of `report.html`.
 
     Raises:
         OSError: a file cannot be written.
     """
-    run_dir = Path(run_dir)
     data = RunData.of(summary.get("duration"), records, steps)
     plots = draw_all(data)
     for name, (light, _) in plots.items():

@@ -1,7 +1,6 @@
 """What the simulator needs to know of a machine besides its latency table: measured in one served run.
 
-A table holds steps of a batch that stays the same, with nothing beside them. In a served run requests join and leave,
-their texts are encoded and images decoded meanwhile, and the policy is asked. The durations of the run's steps,
+The durations of the run's steps,
 
     duration = scale * (steady or first step of the table) + share lost * (seconds of stages beside it),
 
@@ -104,11 +103,7 @@ def calibrate(
     steady: StepLatencyPredictor,
     first: StepLatencyPredictor | None,
 ) -> Calibration:
-    """Work out what a served run tells.
-
-    Args:
-        records, steps: of the run, with one denoise loop.
-        steady, first: step latencies as they were profiled.
+    """Work out what a served run with one denoise loop tells beyond the step latencies that were profiled.
 
     Raises:
         RunError: no request was completed, or there are fewer than 20 steps.

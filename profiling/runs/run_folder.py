@@ -19,19 +19,8 @@ def write_run(
     *,
     with_report: bool = True,
 ) -> Path:
-    """Write `records.parquet`, `steps.parquet`, `summary.json` and `report.html`.
-
-    Args:
-        run_dir: the run's folder.
-        records, steps, summary: of the run.
-        images: with captions, for the report.
-        with_report: whether there is one.
-
-    Returns:
-        The report's path.
-
-    Raises:
-        OSError: something cannot be written.
+    """Write `records.parquet`, `steps.parquet`, `summary.json` and, with the images and their captions, `report.html`,
+    whose path is returned. Raises OSError.
     """
     write_table(run_dir / "records.parquet", RECORDS, (record.to_row() for record in records))
     write_table(run_dir / "steps.parquet", STEPS, (row.to_row() for row in steps))

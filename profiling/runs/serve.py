@@ -64,12 +64,10 @@ def run_serve(
     """Serve a trace and write its results.
 
     Args:
-        model: the loaded model.
+        model, workspace: the loaded model, and its part of the workspace.
         requests: the trace, in order of arrival.
         system: whose policy and share of steps requests get; the model brings its engine and cache.
-        workspace: the model's part of the workspace.
-        dataset: name of the trace or prompt file, for the summary.
-        config: the user's settings, shown in the summary and the report.
+        dataset, config: name of the trace or prompt file, and the user's settings, for the summary and the report.
         predictor: step latencies for policies that look ahead; one that learns is told every step.
         slo_scale: SLO of each request without one: this many times its standalone latency.
         max_batch_size: largest number of requests in the denoise batch.

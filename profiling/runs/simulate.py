@@ -39,8 +39,7 @@ class SimulatedEngine:
 
     Attributes:
         told: step latencies as policies see them at the start; they learn on line, as on the engine.
-        durations: how long steps last.
-        times: of the other stages.
+        durations, times: how long steps and the other stages last.
         told_scale: what the correction of `told` starts with.
     """
 
@@ -90,8 +89,7 @@ class SimulatedEngine:
         Args:
             system: whose policy, share of steps and allocation of GPUs are simulated; not its cache.
             requests: as they were asked for.
-            standalone_s: latency of each when served alone, for policies that ask for it.
-            max_batch_size, num_gpus, keep_steps, on_finish: of `simulate`.
+            standalone_s, max_batch_size, num_gpus, keep_steps, on_finish: of `simulate`.
 
         Raises:
             UsageError: the latencies do not know a resolution.
@@ -122,9 +120,8 @@ class Deployment:
 
     Attributes:
         system: whose policy, engine, share of steps and allocation of GPUs are simulated; not its cache.
-        predictor: seconds of a step on one GPU.
-        first: seconds of a step after a request has joined or left, where that is known. Policies are not told, but
-            learn it on line as in `psctl serve`; the plain engine has none.
+        predictor, first: seconds of a step on one GPU and, where that is known, after a request has joined or left:
+            policies are not told, but learn it on line as in `psctl serve`.
         times: seconds of the other stages.
         num_gpus, max_batch_size: of `simulate`.
         slo_scale: SLO of each request without one: this many times its standalone latency.

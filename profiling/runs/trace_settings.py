@@ -69,17 +69,8 @@ def draw_requests(settings: TraceSettings, defaults: ModelDefaults) -> list[Requ
     """
     # Here, because the command line reads the settings' defaults, and its help must not wait for numpy.
     from ...data.prompts.captions import load_prompts
+    from ...data.traces import traces
     from ...data.traces.draws import parse_mix
-    from ...data.traces.traces import (
-        TRACE_KINDS,
-        TraceConfig,
-        TraceDefaults,
-        generate_trace,
-        limit_trace,
-        load_trace,
-        read_arrivals,
-        retime,
-    )
 
     resolutions = defaults.resolutions if settings.resolutions is None else parse_list(settings.resolutions)
     mix = None if settings.mix is None else parse_mix(settings.mix, resolutions)
@@ -94,16 +85,16 @@ def draw_requests(settings: TraceSettings, defaults: ModelDefaults) -> list[Requ
         if value is not None and settings.trace != wanted:
             raise UsageError(f"{option} is {value}, but it belongs to --trace {wanted}, not {settings.trace}")
     prompts = load_prompts(settings.prompts)
-    if settings.trace not in TRACE_KINDS:
-        file_defaults = TraceDefaults(prompts, resolutions, mix, steps, scale, settings.seed)
-        requests = load_trace(settings.trace, defaults=file_defaults)
+    if settings.trace not in traces.TRACE_KINDS:
+        file_defaults = traces.TraceDefaults(prompts, resolutions, mix, steps, scale, settings.seed)
+        requests = traces.load_trace(settings.trace, defaults=file_defaults)
         if settings.from_zero:
-            requests = retime(requests, from_zero=True)
-        return limit_trace(requests, num_prompts=settings.num_prompts, duration_s=settings.duration_s)
+            requests = traces.retime(requests, from_zero=True)
+        return traces.limit_trace(requests, num_prompts=settings.num_prompts, duration_s=settings.duration_s)
     is_unlimited = settings.num_prompts is None and settings.duration_s is None
     swing = {"amplitude": settings.amplitude, "period_s": settings.period_s}
     kind: TraceKind = settings.trace  # type: ignore[assignment]  it is one of them, and TraceConfig checks
-    config = TraceConfig(
+    config = traces.TraceConfig(
         kind=kind,
         request_rate=settings.request_rate,
         num_prompts=_DEFAULT_NUM_PROMPTS if is_unlimited and kind != "azure" else settings.num_prompts,
@@ -114,10 +105,10 @@ def draw_requests(settings: TraceSettings, defaults: ModelDefaults) -> list[Requ
         num_inference_steps=steps,
         guidance_scale=scale,
         seed=settings.seed,
-        arrivals_s=() if settings.arrivals is None else read_arrivals(settings.arrivals),
+        arrivals_s=() if settings.arrivals is None else traces.read_arrivals(settings.arrivals),
         **{name: value for name, value in swing.items() if value is not None},
     )
-    return generate_trace(config, prompts)
+    return traces.generate_trace(config, prompts)
 
 
 def check_slo_scale(slo_scale: float) -> None:

@@ -36,12 +36,8 @@ _MOST_STEPS = 100
 
 @dataclass(frozen=True, slots=True)
 class BenchSettings:
-    """How much is measured.
-
-    Attributes:
-        repeats: timings of every side.
-        warmup: rounds before them, each of a step of a new batch and one of the same batch.
-        seed: of the first request's noise.
+    """How much is measured: timings of every side, rounds before them (each of a step of a new batch and one of the
+    same batch), and the seed of the first request's noise.
     """
 
     repeats: int = 15
@@ -51,12 +47,8 @@ class BenchSettings:
 
 @dataclass(slots=True)
 class Lane:
-    """One side and what was measured of it.
-
-    Attributes:
-        first_ms: of the steps that start anew, in the order of the warm-up.
-        samples_ms: of the repeats.
-        steps_per_timing: so many that a timing is not too short for the clock.
+    """One side and what was measured of it: the steps that start anew (in the warm-up), and the repeats, each of so
+    many steps that it is not too short for the clock.
     """
 
     side: Side
@@ -148,7 +140,12 @@ class StepBench:
         """Measure one combination; returns its row."""
         plain, patched = self.lanes(combination)
         alone = Lane(PlainSide(self.model, self.pool.take(combination), batched=False), self.model.device)
-        is_plain = self._is_plain(patched.side)
+        # Whether the patch engine hands this batch to the unmodified model.
+        patched.side.begin()
+        patched.side.step()
+        batch = patched_stepper(self.model).batch
+        assert batch is not None, "requests of a benchmark do not finish in their first step"
+        is_plain = batch.is_plain
         time_lanes([alone, *plain.values(), patched], self.settings)
         best: Format = min(plain, key=lambda name: plain[name].median_ms)
         ratios = {
@@ -176,14 +173,6 @@ class StepBench:
             "intervals": {name: median_interval(values) for name, values in ratios.items()},
             "repeats": self.settings.repeats,
         }
-
-    def _is_plain(self, side: Side) -> bool:
-        """Whether the patch engine hands this batch to the unmodified model."""
-        side.begin()
-        side.step()
-        batch = patched_stepper(self.model).batch
-        assert batch is not None, "requests of a benchmark do not finish in their first step"
-        return batch.is_plain
 
 
 @dataclass(frozen=True, slots=True)

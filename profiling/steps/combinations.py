@@ -164,11 +164,7 @@ def stratified_combinations(
     numbers of different resolutions. An even draw among all ways to split a batch would hold next to no batch of a
     single resolution, which is what a policy that never mixes runs.
 
-    Args:
-        resolutions: at least one.
-        count: how many are wanted; all are returned if there are not so many, and the corners if it is less.
-        max_batch_size: largest number of requests.
-        seed: of the draw.
+    All are returned if there are not `count`, and the corners even if it is less.
     """
     generator = random.Random(seed)
     size = len(resolutions)
@@ -188,14 +184,9 @@ def stratified_combinations(
 def single_combinations(
     resolutions: tuple[Resolution, ...], count: int, max_batch_size: int
 ) -> tuple[Combination, ...]:
-    """Combinations of one resolution each, which are all that the passes of the plain engine are made of.
+    """Combinations of one resolution each, at most `count`: all that the passes of the plain engine are made of.
 
-    Every resolution gets the same numbers of requests, from 1 to the largest batch, denser among the small ones.
-
-    Args:
-        resolutions: at least one.
-        count: how many are wanted at most; one request and the largest batch of each are there even if it is less.
-        max_batch_size: largest number of requests.
+    Every resolution gets the same numbers of requests, denser among the small ones; 1 and the largest batch always.
     """
     wanted = min(max_batch_size, max(2, count // len(resolutions)))
     places = [max_batch_size ** (index / (wanted - 1)) for index in range(wanted)] if wanted > 1 else [1.0]

@@ -45,8 +45,8 @@ class EngineSide:
 
     Args:
         settings: what is swept.
-        model: loaded for the patch engine, with the cache of its systems; those of the plain engine share its weights.
-        workspace: of the model.
+        model, workspace: loaded for the patch engine, with the cache of its systems; those of the plain engine share
+            its weights.
         predictor: step latencies of the patch engine, for policies that look ahead; corrected by what is measured.
         predictor_file: where it was read from; runs with different ones are not compared.
         warm_up: what comes before.
@@ -211,21 +211,11 @@ def latency_table(
     *,
     on_start: Callable[[int, int], None] = lambda num_all, num_done: None,
 ) -> tuple[LatencyTable, Path]:
-    """The latency table of a model's engine: the workspace's newest that fits and is whole, else measured now.
+    """The latency table of a model's engine: the newest of `folder` or the workspace that is whole and has all
+    resolutions of the settings and batches as large, else measured now and kept in `folder`.
 
     Steps are profiled without the patch cache, which saves what depends on the requests; `calibration` scales them.
-
-    Args:
-        model: the loaded model.
-        workspace: of the model.
-        settings: what is measured, if it must be; a table of the workspace fits if it has all resolutions and
-            batches as large.
-        folder: where a table that is measured now is kept.
-        on_start: of `profile_latency`.
-
-    Raises:
-        KeyboardInterrupt: on Ctrl-C.
-        UsageError, RunError, OSError: as `profile_latency`.
+    Raises as `profile_latency`, and KeyboardInterrupt.
     """
     about = run_facts(model)
     for path in (*newest_first(folder), *newest_first(workspace.root / "tables")):

@@ -34,11 +34,9 @@ class FinishedRun:
     """What the figures need of one run of a sweep; a few bytes a request, because a sweep has hundreds of runs.
 
     Attributes:
-        engine: which served it.
-        system, request_rate, seed: its place in the sweep.
+        engine, system, request_rate, seed: what served it, and its place in the sweep.
         num_met: requests whose image came within the SLO.
-        statuses: number of requests by how they ended.
-        reasons: number of discarded requests by reason.
+        statuses, reasons: number of requests by how they ended, and of discarded ones by reason.
         latencies_s: (n,) float64, of the completed requests.
         duration_s: until the last request ended.
         figures: what else the engine tells, as JSON.
