@@ -20,7 +20,6 @@ _LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 8.5, "handlelength": 1.
 class Theme:
     """Colours of one scheme; `series` is handed out to resolutions from the smallest to the largest."""
 
-    name: str
     background: str
     ink: str
     muted: str
@@ -32,7 +31,6 @@ class Theme:
 
 # Neighbours differ in lightness as well as in hue, so that they stay apart for colour-blind eyes and in grey print.
 LIGHT = Theme(
-    name="light",
     background="#ffffff",
     ink="#1c2230",
     muted="#667085",
@@ -42,7 +40,6 @@ LIGHT = Theme(
     series=("#2f6fde", "#f0913a", "#1f9e89", "#8e5bd0", "#d1495b", "#7fb800", "#0fb5d6", "#a0703c"),
 )
 DARK = Theme(
-    name="dark",
     background="#161b26",
     ink="#e7ebf3",
     muted="#98a2b5",

@@ -18,12 +18,8 @@ _MAX_DOUBLINGS = 40
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """What a search has found.
-
-    Attributes:
-        value: the highest rate in requests per second, or the smallest number of GPUs.
-        attainment: SLO attainment there.
-        tried: attainment by rate or number of GPUs, in rising order.
+    """What a search has found: the highest rate in requests per second or the smallest number of GPUs, the SLO
+    attainment there, and that of all rates or numbers that were tried, in rising order.
     """
 
     value: float
@@ -55,7 +51,7 @@ def highest_rate(deployment: Deployment, trace_at: Callable[[float], Sequence[Re
         target: share of the requests, above 0 and at most 1.
 
     Raises:
-        UsageError: the target is out of its range, or the trace or a number is.
+        UsageError: the target, the trace or a number is out of its range.
         RunError: the target is not met at any rate, or at every one.
     """
     search = _Search(lambda rate: deployment.attainment(trace_at(rate)), target)
@@ -84,15 +80,11 @@ def highest_rate(deployment: Deployment, trace_at: Callable[[float], Sequence[Re
 
 
 def gpus_needed(deployment: Deployment, requests: Sequence[Request], target: float) -> SearchResult:
-    """Find the smallest number of GPUs with which a trace's SLO attainment is at least `target`, by bisection.
-
-    Args:
-        deployment: what serves; its own number of GPUs does not matter.
-        requests: the trace.
-        target: share of the requests, above 0 and at most 1.
+    """Find the smallest number of GPUs with which a trace's SLO attainment is at least `target`, by bisection; the
+    deployment's own number does not matter.
 
     Raises:
-        UsageError: the target is out of its range, or the trace or a number is.
+        UsageError: the target, the trace or a number is out of its range.
         RunError: not even one GPU for each request (or `MAX_GPUS`) meets the target.
     """
     search = _Search(lambda num_gpus: replace(deployment, num_gpus=int(num_gpus)).attainment(requests), target)

@@ -88,10 +88,8 @@ class Lane:
 
 
 def ratios_of(base_ms: Sequence[float], patched_ms: Sequence[float]) -> list[float]:
-    """How many times as long a side takes, in every repeat.
-
-    What slows the machine down meets both sides of a repeat alike, so that their ratios are as good as independent.
-    Times are not: medians of two sides may come from different moods of the machine.
+    """How many times as long a side takes, in every repeat: what slows the machine down meets both sides of one alike,
+    so that their ratios are as good as independent. Times are not.
     """
     return [own / ours for own, ours in zip(base_ms, patched_ms, strict=True)]
 

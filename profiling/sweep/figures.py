@@ -108,13 +108,12 @@ def _mean_of(runs: Sequence[FinishedRun], path: Sequence[str]) -> float | None:
 
 
 def sweep_figures(runs: Sequence[FinishedRun]) -> dict[str, Any]:
-    """All figures of the runs of one engine.
+    """All figures of the runs of one engine: systems in the order in which they first occur, rates rising.
 
     Returns:
         `points`: `point_figures` of every system and rate; `policies`: for each system its mean attainment over its
         rates, the rates that it holds `TARGETS` up to, and `ratio_at_95` to the best of `BASELINES` (None without one).
-        Systems and rates are in the order in which they first occur, and rising. (The keys say `policy` where they
-        mean a system, as they did before the two were told apart.)
+        The keys say `policy` where they mean a system, as they did before the two were told apart.
     """
     points: list[dict[str, Any]] = []
     systems: list[dict[str, Any]] = []
