@@ -4,6 +4,7 @@ import base64
 import io
 import re
 from collections import Counter
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -129,10 +130,8 @@ def test_report_of_tables_read_from_parquet_is_the_same(tmp_path: Path) -> None:
     write_table(tmp_path / "steps.parquet", STEPS, [row.to_row() for row in steps])
     summary = summarize(records, duration, slo_scale=4.0, model="m", dataset="d")
     stored = [RequestRecord.from_row(row) for row in read_rows(tmp_path / "records.parquet", RECORDS)]
-    rows = [
-        StepRow(**row | {"resolutions": dict(row["resolutions"])})
-        for row in read_rows(tmp_path / "steps.parquet", STEPS)
-    ]
+    rows = [StepRow(**row) for row in read_rows(tmp_path / "steps.parquet", STEPS)]
+    rows = [replace(row, resolutions=dict(row.resolutions)) for row in rows]
     first = write_report(tmp_path / "a", summary, stored, rows).read_bytes()
     again = write_report(tmp_path / "b", summary, records, steps).read_bytes()
     assert first == again
