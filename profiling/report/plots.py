@@ -89,7 +89,7 @@ def step_latency(data: RunData, theme: Theme) -> Figure | None:
     if not len(data.step_active):
         return None
     active, step_ms = data.step_active, data.step_duration_s * 1e3
-    mixes = np.array(["mixed" if len(counts) > 1 else next(iter(counts)) for counts in data.step_counts])
+    mixes = np.array(["mixed" if len(counts) != 1 else next(iter(counts)) for counts in data.step_counts])
     figure = new_figure(WIDTH_IN, HEIGHT_IN, theme)
     ax = figure.subplots()
     colours = series_colours(data.resolutions, theme) | {"mixed": theme.muted}
