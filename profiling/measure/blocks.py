@@ -34,13 +34,8 @@ _PARTS, _SETTINGS_FILE = "blocks.parts", "settings.json"
 
 @dataclass(frozen=True, slots=True)
 class BlockProfileSettings:
-    """What is profiled.
-
-    Attributes:
-        num_prompts: requests.
-        batch_size: of them at a time.
-        max_lag: a step is compared with this many before it.
-        seed: of the first request; the others count up.
+    """How many requests are profiled, how many of them at a time, with how many steps before it each step is compared,
+    and the seed of the first request; the others count up.
     """
 
     num_prompts: int = 48
@@ -67,8 +62,7 @@ def run_block_profile(
 
     Args:
         model: on the patch engine, with a cache (any mode: its rule is replaced here).
-        prompts: taken in order, and again from the first.
-        resolutions: request i has the i-th, and so on in turn.
+        prompts, resolutions: taken by turns.
         tables: folder of the table.
         settings: how much.
         num_inference_steps, guidance_scale: of every request.
@@ -159,11 +153,10 @@ def _changes(
         batch, before = cache.batch, history.setdefault(block, deque(maxlen=max_lag))
         outputs = tuple({id(tensor): tensor for tensor in outputs}.values())
         owners = [by_key[key] for key in batch.request_keys]
+        of_requests = np.array([(owner.request_id, *owner.resolution) for owner in owners]).T
         for lag, (old_inputs, old_outputs) in enumerate(reversed(before), 1):
             columns: dict[str, Any] = {
-                "request_id": np.array([owner.request_id for owner in owners])[batch.request],
-                "width": np.array([owner.resolution.width for owner in owners])[batch.request],
-                "height": np.array([owner.resolution.height for owner in owners])[batch.request],
+                **dict(zip(("request_id", "width", "height"), of_requests[:, batch.request], strict=True)),
                 "scheduler": scheduler,
                 "num_steps": batch.num_steps,
                 "step": step,
@@ -199,8 +192,6 @@ def _mean_squares(cache: PatchCache, new: Tokens, old: Tokens) -> tuple[np.ndarr
     tables, batch = cache.tables, cache.batch
     mse = mean_square(new, tables, minus=old)
     relative = mse / mean_square(old, tables).clamp_(min=LEAST_SQUARE)
-    larger = [
-        np.maximum(values[batch.first_cell], values[batch.last_cell])
-        for values in (mse.cpu().numpy(), relative.cpu().numpy())
-    ]
-    return larger[0], larger[1]
+    absolute, relative = mse.cpu().numpy(), relative.cpu().numpy()
+    first, last = batch.first_cell, batch.last_cell
+    return np.maximum(absolute[first], absolute[last]), np.maximum(relative[first], relative[last])

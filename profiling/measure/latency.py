@@ -19,13 +19,7 @@ from ...data.errors import UsageError
 from ...data.files import write_bytes
 from ...data.resolution import Resolution
 from ...data.run_facts import RunFacts
-from ...data.tables.latency import (
-    TABLE_PATTERN,
-    LatencyRow,
-    LatencyTable,
-    read_latencies,
-    write_latencies,
-)
+from ...data.tables.latency import TABLE_PATTERN, LatencyRow, LatencyTable, read_latencies, write_latencies
 from ...data.workspace import ModelWorkspace
 from ...serving.models.served import ServedModel
 from ...training.latency.predictor import LatencyPredictor, load_workspace_predictor
@@ -45,13 +39,11 @@ class LatencySettings:
     """What is profiled.
 
     Attributes:
-        resolutions: in any order.
         combinations: how many; all that there are if there are not so many.
         max_batch_size: requests of the largest.
         repeats: rounds over all combinations.
         seed: of the draw, of the order of visits and of the first request's noise.
-        one_resolution: whether only batches of one resolution are measured: all that the passes of the plain engine
-            are made of.
+        one_resolution: only batches of one resolution, of which the passes of the plain engine are made.
     """
 
     resolutions: tuple[Resolution, ...]
@@ -78,13 +70,8 @@ class LatencySettings:
 
 @dataclass(frozen=True, slots=True)
 class LatencyOutcome:
-    """What a profile gives.
-
-    Attributes:
-        table: what is measured by now, by this run and by those before it.
-        table_file, plot_file: where it is.
-        num_visits: visits of this run; 0 if everything was measured before.
-        was_interrupted: whether Ctrl-C ended it.
+    """What a profile gives: the table of what this run and those before it have measured, the files, the number of this
+    run's visits (0 if everything was measured before), and whether Ctrl-C ended it.
     """
 
     table: LatencyTable
@@ -109,22 +96,20 @@ def profile_latency(
     remeasure: bool = False,
     budget_s: float | None = None,
     folder: Path | None = None,
-    on_start: Callable[[int, int], None] | None = None,
-    on_visit: Callable[[], None] | None = None,
+    on_start: Callable[[int, int], None] = lambda num_all, num_done: None,
+    on_visit: Callable[[], None] = lambda: None,
 ) -> LatencyOutcome:
     """Measure the combinations, or what an interrupted run of the same profile has left.
 
     Args:
-        model: the loaded model with the engine that serves; its strategies are measured first where the workspace has
-            none.
+        model: with the engine that serves; its strategies are measured first where the workspace has none.
         settings: what is profiled.
-        workspace: the model's part of the workspace; its tables get `latency-<key of the profile>.parquet` and `.png`.
+        workspace: of the model; its tables get `latency-<key of the profile>.parquet` and `.png`.
         remeasure: forget what the table holds.
         budget_s: seconds after which no further visit begins; None measures everything. Visits then come in the order
             of the draw, the corners first, and the machine is not warmed up on the largest batch.
         folder: where table and plot go instead.
-        on_start: called with the number of all visits, and of those that were made before.
-        on_visit: called after each.
+        on_start: called with the number of all visits, and of those that were made before; on_visit: after each.
 
     Raises:
         UsageError: if the model or the engine's options do not fit a resolution, or the table is damaged or of another
@@ -137,19 +122,25 @@ def profile_latency(
     for resolution in settings.resolutions:
         pool.check(resolution)
     about, combinations = run_facts(model), settings.drawn()
-    table_file = (folder or workspace.tables) / TABLE_PATTERN.replace("*", _key(about, settings))
+    key = json.dumps([about.key(), settings.to_json()], sort_keys=True)
+    digest = hashlib.sha256(key.encode()).hexdigest()[:8]
+    table_file = (folder or workspace.tables) / TABLE_PATTERN.replace("*", digest)
     samples = {} if remeasure else _resume(table_file, about, settings)
     left = _visits_left(combinations, settings, samples)
     num_all = len(combinations) * settings.repeats
-    if on_start is not None:
-        on_start(num_all, num_all - len(left))
+    on_start(num_all, num_all - len(left))
     was_interrupted, num_visits = False, 0
+
+    def measured() -> LatencyTable:
+        rows = (LatencyRow(each.present, *samples[each.counts]) for each in combinations if each.counts in samples)
+        return LatencyTable(tuple(rows), about, settings.to_json())
+
     try:
         if left:
             model.tune(settings.resolutions, workspace.tables)
             if budget_s is None:
                 # The machine gets going on what needs most memory.
-                _visit(model, pool, max(combinations, key=_pixels))
+                _visit(model, pool, max(combinations, key=lambda each: each.num_pixels))
             else:
                 left.sort(key=combinations.index)
         start_s = saved_s = time.monotonic()
@@ -162,10 +153,9 @@ def profile_latency(
             before = samples.get(combination.counts, ((), ()))
             samples[combination.counts] = (before[0] + steady_ms, before[1] + first_ms)
             num_visits += 1
-            if on_visit is not None:
-                on_visit()
+            on_visit()
             if time.monotonic() - saved_s > _SAVE_EVERY_S:
-                write_latencies(table_file, _table(combinations, samples, about, settings))
+                write_latencies(table_file, measured())
                 saved_s = time.monotonic()
     except KeyboardInterrupt:
         if not samples:
@@ -173,8 +163,8 @@ def profile_latency(
         was_interrupted = True
     finally:
         if num_visits:
-            write_latencies(table_file, _table(combinations, samples, about, settings))
-    table = _table(combinations, samples, about, settings)
+            write_latencies(table_file, measured())
+    table = measured()
     plot_file = table_file.with_suffix(".png")
     write_bytes(plot_file, plot_latencies(table))
     return LatencyOutcome(table, table_file, plot_file, num_visits, was_interrupted)
@@ -182,11 +172,6 @@ def profile_latency(
 
 _Samples = dict[tuple[int, ...], tuple[tuple[float, ...], tuple[float, ...]]]
 """Timings of steady and of first steps in milliseconds, by the counts of a combination."""
-
-
-def _key(about: RunFacts, settings: LatencySettings) -> str:
-    text = json.dumps([about.key(), settings.to_json()], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _resume(path: Path, about: RunFacts, settings: LatencySettings) -> _Samples:
@@ -222,20 +207,3 @@ def _visit(model: ServedModel, pool: RequestPool, combination: Combination) -> t
     for _ in range(TIMINGS_PER_ROUND):
         lane.measure()
     return tuple(lane.samples_ms), tuple(lane.first_ms)
-
-
-def _table(
-    combinations: tuple[Combination, ...], samples: _Samples, about: RunFacts, settings: LatencySettings
-) -> LatencyTable:
-    rows = []
-    for combination in combinations:
-        if combination.counts in samples:
-            pairs = zip(combination.resolutions, combination.counts, strict=True)
-            counts = {resolution: count for resolution, count in pairs if count}
-            rows.append(LatencyRow(counts, *samples[combination.counts]))
-    return LatencyTable(tuple(rows), about, settings.to_json())
-
-
-def _pixels(combination: Combination) -> int:
-    pairs = zip(combination.resolutions, combination.counts, strict=True)
-    return sum(resolution.pixels * count for resolution, count in pairs)

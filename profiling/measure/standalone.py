@@ -9,7 +9,7 @@ content), and the same resolution, steps and kind of guidance.
 import json
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 TABLE_FILE = "standalone.json"
 _VERSION = 2  # version 1 did not say how the engine was set
-_WARMUP_STEPS = 2
+_WARMUP_STEPS, _REPEATS = 2, 3
+"""Steps that warm up, and measurements of every shape, of which the median counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +48,14 @@ def standalone_latencies(
     tables: Path,
     *,
     remeasure: bool = False,
-    num_repeats: int = 3,
     on_measure: Callable[[RequestShape], None] | None = None,
 ) -> dict[RequestShape, float]:
     """Return the standalone latency in seconds of every shape among the requests, measuring those not yet known.
 
     Args:
-        model: the model that will serve them.
+        model, tables: what will serve them, and the workspace's folder of tables for it.
         requests: a trace; its first request of each shape is what is measured.
-        tables: the workspace's folder of tables for this model and device.
         remeasure: measure again what is known.
-        num_repeats: measurements per shape, after a warm-up; the median counts.
         on_measure: called before each shape that is measured.
 
     Raises:
@@ -71,48 +69,28 @@ def standalone_latencies(
         examples.setdefault(shape_of(model, request), request)
     path = tables / TABLE_FILE
     known, context = read_standalone(path, or_empty=remeasure), _context(model)
-    missing = {_key(context, shape) for shape in examples} - (set() if remeasure else set(known))
     latencies: dict[RequestShape, float] = {}
     for shape in sorted(
         examples, key=lambda shape: (shape.resolution.pixels, shape.resolution, shape.num_inference_steps)
     ):
-        key = _key(context, shape)
-        if key in missing:
+        key = _encode(context | asdict(shape) | {"resolution": str(shape.resolution)})
+        if remeasure or key not in known:
             if on_measure is not None:
                 on_measure(shape)
-            known[key] = measure_alone(model, examples[shape], num_repeats=num_repeats)
+            _serve_alone(model, examples[shape], min(_WARMUP_STEPS, shape.num_inference_steps))
+            known[key] = [_serve_alone(model, examples[shape], shape.num_inference_steps) for _ in range(_REPEATS)]
             _write(path, known)
         latencies[shape] = statistics.median(known[key])
     return latencies
-
-
-def measure_alone(model: "ServedModel", request: Request, *, num_repeats: int = 3) -> list[float]:
-    """Serve a request alone `num_repeats` times, after a short warm-up; return the latencies in seconds.
-
-    Raises:
-        RunError: if it fails.
-        KeyboardInterrupt: on Ctrl-C.
-    """
-    _serve_alone(model, request, min(_WARMUP_STEPS, request.num_inference_steps))
-    return [_serve_alone(model, request, request.num_inference_steps) for _ in range(num_repeats)]
 
 
 def _serve_alone(model: "ServedModel", request: Request, num_steps: int) -> float:
     from ...serving.engine.engine import Engine
     from ...serving.scheduling.policies import get_policy
 
-    alone = Request(
-        request_id=0,
-        prompt=request.prompt,
-        resolution=request.resolution,
-        num_inference_steps=num_steps,
-        guidance_scale=request.guidance_scale,
-        seed=request.seed,
-        negative_prompt=request.negative_prompt,
-    )
     engine = Engine(model, get_policy("fcfs"), max_batch_size=1)
     engine.start()
-    engine.submit(alone)
+    engine.submit(replace(request, request_id=0, num_inference_steps=num_steps, arrival_s=0.0, slo_s=None))
     engine.close()
     result = engine.run()
     if result.was_interrupted:
@@ -126,12 +104,8 @@ def _serve_alone(model: "ServedModel", request: Request, num_steps: int) -> floa
 def read_standalone(path: Path, *, or_empty: bool = False) -> dict[str, list[float]]:
     """Read the table: samples in seconds by key; empty if there is none, or one of an earlier version.
 
-    Args:
-        path: the file.
-        or_empty: take a damaged table as an empty one, because it is about to be replaced.
-
     Raises:
-        UsageError: if it is damaged.
+        UsageError: it is damaged, unless `or_empty` says that it is about to be replaced.
     """
     if not path.exists():
         return {}
@@ -165,10 +139,6 @@ def _context(model: "ServedModel") -> dict[str, Any]:
     for name in ("model", "guidance_scale", "is_guided"):
         del about[name]
     return about | {"cache": model.options.cache.identity()}
-
-
-def _key(context: dict[str, Any], shape: RequestShape) -> str:
-    return _encode(context | asdict(shape) | {"resolution": str(shape.resolution)})
 
 
 def _encode(key: dict[str, Any]) -> str:

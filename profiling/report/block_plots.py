@@ -8,7 +8,7 @@ import numpy as np
 from ...data.tables.block_facts import BlockFacts
 from ...data.tables.schemas import BLOCKS
 from ...data.tables.streams import read_batches, read_facts
-from .theme import LIGHT, Theme, add_wide_legend, new_figure, series_colours, style_axes, to_png
+from .theme import LIGHT, add_wide_legend, new_figure, series_colours, style_axes, to_png
 
 THRESHOLDS = tuple(float(f"{value:.3g}") for value in np.geomspace(1e-4, 1.0, 41))
 TABLE_THRESHOLD = 0.01
@@ -35,11 +35,9 @@ def summarize_block_changes(table: Path) -> dict[str, Any]:
         for pair in np.unique(np.stack([width, height]), axis=1).T:
             chosen = (width == pair[0]) & (height == pair[1]) & (lag == 1)
             name = f"{pair[0]}x{pair[1]}"
-            shape = len(facts.blocks), len(THRESHOLDS)
-            below.setdefault(name, np.zeros(shape))
-            counts.setdefault(name, np.zeros(shape[0]))
-            is_below = change[chosen, None] < np.array(THRESHOLDS)
-            np.add.at(below[name], block[chosen], is_below)
+            below.setdefault(name, np.zeros((len(facts.blocks), len(THRESHOLDS))))
+            counts.setdefault(name, np.zeros(len(facts.blocks)))
+            np.add.at(below[name], block[chosen], change[chosen, None] < np.array(THRESHOLDS))
             np.add.at(counts[name], block[chosen], 1)
     names = sorted(below, key=lambda name: int(np.prod([int(side) for side in name.split("x")])))
     place = int(np.argmin(np.abs(np.array(THRESHOLDS) - TABLE_THRESHOLD)))
@@ -56,35 +54,30 @@ def summarize_block_changes(table: Path) -> dict[str, Any]:
     }
 
 
-def plot_block_changes(result: dict[str, Any], theme: Theme = LIGHT) -> bytes:
+def plot_block_changes(result: dict[str, Any]) -> bytes:
     """The summary as a PNG: shares by threshold, and by block at one threshold."""
-    figure = new_figure(10.5, 4.0, theme)
+    figure = new_figure(10.5, 4.0, LIGHT)
     left, right = figure.subplots(1, 2, width_ratios=(5, 6))
-    colours = series_colours(list(result["by_resolution"]), theme)
+    colours = series_colours(list(result["by_resolution"]), LIGHT)
     for name, shares in result["by_resolution"].items():
         left.plot(result["thresholds"], shares, label=name, color=colours[name])
     style_axes(
         left,
-        theme,
-        title="Patches that hardly change in a step",
-        x_label="threshold of the relative mean squared change (log scale)",
-        y_label="share below it, all blocks",
+        LIGHT,
+        "Patches that hardly change in a step",
+        "threshold of the relative mean squared change (log scale)",
+        "share below it, all blocks",
         grid_axis="both",
     )
     left.set_xscale("log")
     left.set_ylim(0, 1)
-    add_wide_legend(figure, left, theme)
+    add_wide_legend(figure, left, LIGHT)
     width = 0.8 / len(result["by_block"])
     for index, (name, shares) in enumerate(result["by_block"].items()):
         places = np.arange(len(shares)) + (index - (len(result["by_block"]) - 1) / 2) * width
         right.bar(places, list(shares.values()), width * 0.92, color=colours[name])
-    style_axes(
-        right,
-        theme,
-        title=f"The same by block, at {result['table_threshold']:g}",
-        x_label="block, in the order of a step",
-        y_label="",
-    )
+    title = f"The same by block, at {result['table_threshold']:g}"
+    style_axes(right, LIGHT, title, "block, in the order of a step")
     right.set_xticks(np.arange(len(result["blocks"])), result["blocks"], rotation=30, ha="right")
     right.set_ylim(0, 1)
     return to_png(figure)

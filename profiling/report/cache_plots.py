@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .theme import LIGHT, Theme, new_figure, style_axes, to_png
+from .theme import LIGHT, new_figure, style_axes, to_png
 
 _NAMES = {
     "log10_input_mse_normalised": "change of the input",
@@ -13,21 +13,17 @@ _NAMES = {
 }
 
 
-def plot_cache_training(report: dict[str, Any], model: str, theme: Theme = LIGHT) -> bytes:
-    """Precision against recall on held-out requests, and what each feature is worth; returns a PNG.
-
-    Args:
-        report: of a trained predictor (`training.cache_training.fit_cache_predictor`).
-        model: name of the model, for the caption.
-        theme: colours.
+def plot_cache_training(report: dict[str, Any], model: str) -> bytes:
+    """Precision against recall on held-out requests, and what each feature is worth, from the report of
+    `fit_cache_predictor`; returns a PNG.
     """
-    figure = new_figure(10.5, 4.2, theme)
+    figure = new_figure(10.5, 4.2, LIGHT)
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     sides = {
         "predictor": ("random forest", report),
         "baseline": ("threshold on the input's change", report["baseline"]),
     }
-    for (name, (label, figures)), colour in zip(sides.items(), theme.series, strict=False):
+    for (name, (label, figures)), colour in zip(sides.items(), LIGHT.series, strict=False):
         curve = report["curve"][name]
         left.plot(*zip(*curve, strict=True) if curve else ((), ()), color=colour, linewidth=1.8, label=label)
         if figures["recall"] is not None and figures["precision"] is not None:
@@ -35,25 +31,18 @@ def plot_cache_training(report: dict[str, Any], model: str, theme: Theme = LIGHT
     test = report["test"]
     style_axes(
         left,
-        theme,
-        title="Reuses that stay within the threshold",
-        x_label=f"recall\n{model}, threshold {report['threshold']:g}; {test['rows']:,} rows of {test['requests']} "
+        LIGHT,
+        "Reuses that stay within the threshold",
+        f"recall\n{model}, threshold {report['threshold']:g}; {test['rows']:,} rows of {test['requests']} "
         "held-out requests",
-        y_label="precision",
+        "precision",
         grid_axis="both",
     )
     left.set_xlim(0, 1.01)
     left.set_ylim(top=1.005)
-    left.legend(loc="lower left", frameon=False, fontsize=8.5, labelcolor=theme.ink)
+    left.legend(loc="lower left", frameon=False, fontsize=8.5, labelcolor=LIGHT.ink)
     importance = report["importance"]
-    right.barh([_NAMES.get(name, name) for name in importance], list(importance.values()), color=theme.series[0])
+    right.barh([_NAMES.get(name, name) for name in importance], list(importance.values()), color=LIGHT.series[0])
     right.invert_yaxis()
-    style_axes(
-        right,
-        theme,
-        title="What each feature is worth",
-        x_label="fall of F1 when it is shuffled",
-        y_label="",
-        grid_axis="x",
-    )
+    style_axes(right, LIGHT, "What each feature is worth", "fall of F1 when it is shuffled", grid_axis="x")
     return to_png(figure)

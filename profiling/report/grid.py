@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from matplotlib import font_manager
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from ...data.errors import UsageError
 
@@ -19,19 +19,15 @@ BACKGROUND, INK, CELL = "#ffffff", "#1c2230", "#f2f4f8"
 def image_grid(
     images: Sequence[Image.Image], captions: Sequence[str] | None = None, columns: int = 6, cell_px: int = 192
 ) -> Image.Image:
-    """Lay out images row by row in square cells.
+    """Lay out images, at least one, of any mode and size, row by row in square cells; returns an RGB image.
 
     An image is shrunk to its cell if it is larger, never enlarged beyond a whole factor, and keeps its aspect ratio;
     so images of one cell size show their true pixels and a 128 px image looks smaller than a 256 px one.
 
     Args:
-        images: at least one image; any mode and size.
         captions: one text per image, or None; each gets up to two lines, cut with an ellipsis.
-        columns: number of cells in a row.
+        columns: number of cells in a row, fewer if there are fewer images.
         cell_px: side of a cell in pixels.
-
-    Returns:
-        An RGB image; it has fewer columns if there are fewer images.
 
     Raises:
         UsageError: no image, numbers that do not match, or a column count or cell side out of range.
@@ -95,16 +91,10 @@ def to_png(image: Image.Image, largest_side_px: int) -> bytes:
 
 def _fit(image: Image.Image, cell_px: int) -> Image.Image:
     image = image.convert("RGB")
-    longest = max(image.size)
-    if longest > cell_px:
-        scale = cell_px / longest
-        return image.resize(
-            (max(1, round(image.width * scale)), max(1, round(image.height * scale))), Image.Resampling.LANCZOS
-        )
-    factor = cell_px // longest
-    return (
-        image if factor == 1 else image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
-    )
+    if factor := cell_px // max(image.size):
+        return ImageOps.scale(image, factor, Image.Resampling.NEAREST)
+    image.thumbnail((cell_px, cell_px), Image.Resampling.LANCZOS, reducing_gap=None)
+    return image
 
 
 @cache

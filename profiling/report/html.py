@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from PIL import Image
 
 from ...data.files import write_bytes, write_text
+from ...serving.core.request_state import RequestRecord
+from ...serving.core.step_row import StepRow
 from .page import plots_of, render
 from .plots import PLOTS, WIDE_PLOTS, draw_all
 from .run_data import RunData
@@ -22,29 +23,27 @@ MAX_PROBLEMS = 200
 def write_report(
     run_dir: Path,
     summary: Mapping[str, Any],
-    records: pd.DataFrame,
-    steps: pd.DataFrame,
+    records: Sequence[RequestRecord],
+    steps: Sequence[StepRow],
     *,
     images: Sequence[tuple[Path | Image.Image, str]] = (),
 ) -> Path:
     """Write `report.html` and `plots/*.png` (light colours) into the folder of a run.
 
     Args:
-        run_dir: the run's folder; made if it does not exist.
+        run_dir: the run's folder; made if it does not exist. Existing files are replaced, each atomically.
         summary: figures as `serving.core.metrics.summarize` gives them. An entry `config`, a mapping, is shown as the
             configuration of the run; values may be nested.
-        records: the records table, one row per request (`data.tables.schemas.RECORDS`).
-        steps: the steps table, one row per denoising iteration (`data.tables.schemas.STEPS`).
+        records, steps: one per request, and one per denoising iteration.
         images: image or its file, with a caption; the first 96 are put into the page, at most 256 px wide and high.
             A file that cannot be read is named in its place.
 
     Returns:
-        The path of `report.html`. Existing files are replaced, each atomically.
+        The path of `report.html`.
 
     Raises:
         OSError: a file cannot be written.
     """
-    run_dir = Path(run_dir)
     data = RunData.of(summary.get("duration"), records, steps)
     plots = draw_all(data)
     for name, (light, _) in plots.items():

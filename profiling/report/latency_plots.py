@@ -5,66 +5,46 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from ...data.run_facts import RunFacts, describe
 from ...data.tables.latency import LatencyTable
 from ...training.latency.predictor import LatencyPredictor
-from .theme import (
-    LIGHT,
-    Theme,
-    add_legend,
-    add_wide_legend,
-    new_figure,
-    series_colours,
-    style_axes,
-    to_png,
-)
+from .theme import LIGHT, add_legend, add_wide_legend, new_figure, series_colours, style_axes, to_png
 
 
-def plot_latencies(table: LatencyTable, theme: Theme = LIGHT) -> bytes:
+def plot_latencies(table: LatencyTable) -> bytes:
     """How much the latency of a step differs between combinations of one batch size (PatchedServe figure 5).
 
     Batches of one resolution are lines; a grey dot is a mixed batch.
     """
-    figure = new_figure(8.0, 4.8, theme)
+    figure = new_figure(8.0, 4.8, LIGHT)
     ax = figure.subplots()
     mixed = [row for row in table.rows if len(row.counts) > 1]
     if mixed:
-        sizes = [row.num_requests for row in mixed]
-        times = [row.median_ms for row in mixed]
-        ax.scatter(sizes, times, 16, color=theme.muted, alpha=0.55, linewidths=0, label="mixed", zorder=2)
-    colours = series_colours(list(map(str, table.resolutions)), theme)
+        sizes, times = zip(*((row.num_requests, row.median_ms) for row in mixed), strict=True)
+        ax.scatter(sizes, times, 16, color=LIGHT.muted, alpha=0.55, linewidths=0, label="mixed", zorder=2)
+    colours = series_colours(list(map(str, table.resolutions)), LIGHT)
     for resolution in table.resolutions:
         alone = sorted((row.num_requests, row.median_ms) for row in table.rows if set(row.counts) == {resolution})
         if alone:
-            ax.plot(
-                *zip(*alone, strict=True),
-                color=colours[str(resolution)],
-                marker="o",
-                markersize=4,
-                linewidth=1.6,
-                label=f"only {resolution}",
-                zorder=3,
-            )
+            line = {"marker": "o", "markersize": 4, "linewidth": 1.6, "zorder": 3}
+            colour = colours[str(resolution)]
+            ax.plot(*zip(*alone, strict=True), color=colour, label=f"only {resolution}", **line)
     style_axes(
         ax,
-        theme,
-        title="Same batch size, different combination",
-        x_label=f"requests in the batch\n{_about(table.circumstances)}",
-        y_label="denoising step, median (ms)",
+        LIGHT,
+        "Same batch size, different combination",
+        f"requests in the batch\n{_about(table.circumstances)}",
+        "denoising step, median (ms)",
     )
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set_xlim(0, max(row.num_requests for row in table.rows) + 0.7)
     ax.set_ylim(bottom=0)
-    add_wide_legend(figure, ax, theme)
+    add_wide_legend(figure, ax, LIGHT)
     return to_png(figure)
 
 
-def plot_predictions(table: LatencyTable, predictor: LatencyPredictor, theme: Theme = LIGHT) -> bytes:
-    """Predicted against measured step latency; combinations that the fit has not seen stand out.
-
-    Args:
-        table: what the predictor was fitted to.
-        predictor: the fitted predictor.
-        theme: colours.
+def plot_predictions(table: LatencyTable, predictor: LatencyPredictor) -> bytes:
+    """Predicted against measured step latency, for the table that the predictor was fitted to; combinations that the
+    fit has not seen stand out.
     """
-    figure = new_figure(6.4, 5.6, theme)
+    figure = new_figure(6.4, 5.6, LIGHT)
     ax = figure.subplots()
     unseen = set(predictor.about.fit["held_out"])
     counts = [[row.counts.get(size, 0) for size in predictor.about.resolutions] for row in table.rows]
@@ -73,17 +53,10 @@ def plot_predictions(table: LatencyTable, predictor: LatencyPredictor, theme: Th
         pairs[row.label in unseen].append((row.median_ms, ms))
     everything = [value for group in pairs.values() for pair in group for value in pair]
     low, high = min(everything) / 1.15, max(everything) * 1.15
-    ax.plot([low, high], [low, high], color=theme.ink, linewidth=0.9, zorder=1)
-    ax.fill_between(
-        [low, high],
-        [low * 0.9, high * 0.9],
-        [low * 1.1, high * 1.1],
-        color=theme.grid,
-        linewidth=0,
-        zorder=0,
-        label="within 10 %",
-    )
-    for held_out, label, colour in ((False, "fitted to", theme.muted), (True, "held out", theme.series[0])):
+    ax.plot([low, high], [low, high], color=LIGHT.ink, linewidth=0.9, zorder=1)
+    within = [low * 0.9, high * 0.9], [low * 1.1, high * 1.1]
+    ax.fill_between([low, high], *within, color=LIGHT.grid, linewidth=0, zorder=0, label="within 10 %")
+    for held_out, label, colour in ((False, "fitted to", LIGHT.muted), (True, "held out", LIGHT.series[0])):
         measured_ms, predicted_ms = zip(*pairs[held_out], strict=True)
         label = f"{label} ({len(measured_ms)})"
         ax.scatter(
@@ -91,10 +64,10 @@ def plot_predictions(table: LatencyTable, predictor: LatencyPredictor, theme: Th
         )
     style_axes(
         ax,
-        theme,
-        title="Predicted against measured",
-        x_label=f"measured, median (ms, log scale)\n{_about(table.circumstances)}",
-        y_label="predicted (ms, log scale)",
+        LIGHT,
+        "Predicted against measured",
+        f"measured, median (ms, log scale)\n{_about(table.circumstances)}",
+        "predicted (ms, log scale)",
         grid_axis="both",
     )
     for axis, scale in ((ax.xaxis, ax.set_xscale), (ax.yaxis, ax.set_yscale)):
@@ -104,7 +77,7 @@ def plot_predictions(table: LatencyTable, predictor: LatencyPredictor, theme: Th
         axis.set_minor_locator(NullLocator())
     ax.set_xlim(low, high)
     ax.set_ylim(low, high)
-    add_legend(ax, theme)
+    add_legend(ax, LIGHT)
     return to_png(figure)
 
 

@@ -37,7 +37,7 @@ def arrivals(data: RunData, theme: Theme) -> Figure | None:
         mean = len(data.records) / last_s
         label += f" (dashed: mean {mean:.3g})"
         ax.axhline(mean, color=theme.ink, linewidth=1, linestyle=(0, (4, 3)), alpha=0.75)
-    style_axes(ax, theme, title="Arrivals", x_label=_TIME, y_label=label)
+    style_axes(ax, theme, "Arrivals", _TIME, label)
     ax.set_xlim(0, data.duration_s)
     add_legend(ax, theme)
     return figure
@@ -57,7 +57,7 @@ def queue(data: RunData, theme: Theme) -> Figure | None:
         times, counts = count_open(each)
         ax.fill_between(times, counts, step="post", color=colour, alpha=0.18, linewidth=0)
         ax.step(times, counts, where="post", color=colour, linewidth=1.5, label=label)
-    style_axes(ax, theme, title="Queue and batch", x_label=_TIME, y_label="requests")
+    style_axes(ax, theme, "Queue and batch", _TIME, "requests")
     _count_axis(ax, data)
     add_legend(ax, theme)
     return figure
@@ -75,7 +75,7 @@ def composition(data: RunData, theme: Theme) -> Figure | None:
     for resolution, counts in curves.items():
         ax.fill_between(times, base, base + counts, step="post", color=colours[resolution], lw=0, label=resolution)
         base = base + counts
-    style_axes(ax, theme, title="Batch composition", x_label=_TIME, y_label="requests in the batch")
+    style_axes(ax, theme, "Batch composition", _TIME, "requests in the batch")
     _count_axis(ax, data)
     add_legend(ax, theme)
     return figure
@@ -92,7 +92,7 @@ def timeline(data: RunData, theme: Theme) -> Figure | None:
     colours = series_colours(data.resolutions, theme)
     for row, record in enumerate(records):
         _draw_request(ax, row, record, colours[str(record.resolution)], theme)
-    style_axes(ax, theme, title="Requests", x_label=_TIME, y_label="request, by arrival", grid_axis="x")
+    style_axes(ax, theme, "Requests", _TIME, "request, by arrival", grid_axis="x")
     ax.set_xlim(0, data.duration_s)
     ax.set_ylim(len(records) - 0.4, -0.6)
     ax.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=10, steps=[1, 2, 5, 10]))

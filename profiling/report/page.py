@@ -15,7 +15,6 @@ from . import words
 from .grid import to_png
 
 IMAGE_SIDE_PX = 256
-DASH = "\N{EN DASH}"
 _FOLDER = Path(__file__).parent
 
 

@@ -8,7 +8,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from . import over_time
 from .over_time import HEIGHT_IN, WIDTH_IN
-from .run_data import RunData, latencies_of, mix_of, of_resolution
+from .run_data import RunData, latencies_of, of_resolution
 from .theme import DARK, LIGHT, Theme, add_legend, new_figure, series_colours, style_axes, to_png
 
 MAX_STEP_POINTS = 4000
@@ -32,31 +32,20 @@ def latency(data: RunData, theme: Theme) -> Figure | None:
         left.bar(edges[:-1], counts, np.diff(edges) * 0.92, base, align="edge", color=colour, label=resolution)
         base += counts
         share = np.arange(1, len(mine) + 1) / len(mine)
-        right.step(
-            [0, *mine, top_s * 1.12], [0, *share, 1], where="post", color=colour, linewidth=1.8, label=resolution
-        )
+        right.step([0, *mine, top_s * 1.12], [0, *share, 1], where="post", color=colour, lw=1.8, label=resolution)
         slo_s = data.slo_of(resolution)
         if slo_s is not None and slo_s <= 1.12 * top_s:
             right.axvline(slo_s, color=colour, linewidth=1.2, linestyle=(0, (2, 2)))
     for percent, side in ((50, -1), (95, 1)):  # the labels stand on the outer sides, so that they never collide
         value = float(np.percentile(latencies, percent))
         left.axvline(value, color=theme.ink, linewidth=1, linestyle=(0, (4, 3)), alpha=0.75)
-        left.annotate(
-            f"p{percent} {value:.3g} s",
-            (value, 0.98),
-            xycoords=("data", "axes fraction"),
-            xytext=(3 * side, 0),
-            textcoords="offset points",
-            va="top",
-            ha="left" if side > 0 else "right",
-            fontsize=8.5,
-            color=theme.ink,
-        )
+        ha = "left" if side > 0 else "right"
+        place = {"xycoords": ("data", "axes fraction"), "xytext": (3 * side, 0), "textcoords": "offset points"}
+        text = f"p{percent} {value:.3g} s"
+        left.annotate(text, (value, 0.98), va="top", ha=ha, fontsize=8.5, color=theme.ink, **place)
     label = "latency from arrival to image (s)"
-    style_axes(left, theme, title="Latency of completed requests", x_label=label, y_label="requests")
-    style_axes(
-        right, theme, title="Share finished within", x_label=f"{label}; dotted: SLO", y_label="share of requests"
-    )
+    style_axes(left, theme, "Latency of completed requests", label, "requests")
+    style_axes(right, theme, "Share finished within", f"{label}; dotted: SLO", "share of requests")
     left.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=2))
     left.set_ylim(0, float(base.max()) * 1.15)
     right.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -86,7 +75,7 @@ def attainment(data: RunData, theme: Theme) -> Figure | None:
         ax.bar(i, share, 0.62, color=colour)
         ax.text(i, 1.09, f"{share:.1%}", ha="center", va="bottom", fontsize=11, fontweight="bold", color=theme.ink)
         ax.text(i, 1.02, f"{met} of {len(rows)}", ha="center", va="bottom", fontsize=8.5, color=theme.muted)
-    style_axes(ax, theme, title="SLO attainment", x_label="resolution (px)", y_label="share within the SLO")
+    style_axes(ax, theme, "SLO attainment", "resolution (px)", "share within the SLO")
     ax.set_xticks(range(len(groups)), [name for name, _, _ in groups])
     ax.set_xlim(-0.7, len(groups) - 0.3)
     ax.set_ylim(0, 1.22)
@@ -100,7 +89,7 @@ def step_latency(data: RunData, theme: Theme) -> Figure | None:
     if not len(data.step_active):
         return None
     active, step_ms = data.step_active, data.step_duration_s * 1e3
-    mixes = np.array([mix_of(counts) for counts in data.step_counts])
+    mixes = np.array(["mixed" if len(counts) != 1 else next(iter(counts)) for counts in data.step_counts])
     figure = new_figure(WIDTH_IN, HEIGHT_IN, theme)
     ax = figure.subplots()
     colours = series_colours(data.resolutions, theme) | {"mixed": theme.muted}
@@ -115,27 +104,14 @@ def step_latency(data: RunData, theme: Theme) -> Figure | None:
         sizes = np.unique(active[mine])
         medians = [float(np.median(step_ms[mine][active[mine] == size])) for size in sizes]
         ax.plot(sizes, medians, "o-", color=colour, linewidth=1.6, markersize=4, label=name, zorder=3)
-    style_axes(
-        ax,
-        theme,
-        title="Step latency",
-        x_label="requests in the batch (line: median)",
-        y_label="duration of a step (ms)",
-    )
+    style_axes(ax, theme, "Step latency", "requests in the batch (line: median)", "duration of a step (ms)")
     # The slowest steps of a run are warm-up; they would flatten all the others.
     high = float(np.percentile(step_ms, 99)) * 1.25
     num_above = int((step_ms > high).sum())
     ax.set_ylim(0, max(high, 1e-3))
     if num_above:
-        ax.annotate(
-            f"{num_above} of {len(step_ms)} steps above",
-            (0.99, 0.97),
-            xycoords="axes fraction",
-            ha="right",
-            va="top",
-            fontsize=8.5,
-            color=theme.muted,
-        )
+        text = f"{num_above} of {len(step_ms)} steps above"
+        ax.text(0.99, 0.97, text, transform=ax.transAxes, ha="right", va="top", fontsize=8.5, color=theme.muted)
     ax.set_xlim(0.5, int(active.max()) + 0.5)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     add_legend(ax, theme)

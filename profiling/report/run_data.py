@@ -1,13 +1,12 @@
 """The tables of one run, put in order once for all plots."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from ...serving.core.request_state import RequestRecord
+from ...serving.core.step_row import StepRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +30,11 @@ class RunData:
     step_counts: tuple[dict[str, int], ...]
 
     @classmethod
-    def of(cls, duration_s: float | None, records: pd.DataFrame, steps: pd.DataFrame) -> "RunData":
-        """Take tables as `data.tables.read_frame` gives them (columns of `RECORDS` and `STEPS`)."""
-        rows: list[dict[Any, Any]] = records.to_dict("records")
-        # pandas writes an empty cell as NaN or NaT, depending on the column.
-        each = [RequestRecord.from_row({k: None if pd.isna(v) else v for k, v in row.items()}) for row in rows]
-        each.sort(key=lambda record: (record.arrival_s, record.request_id))
+    def of(cls, duration_s: float | None, records: Iterable[RequestRecord], steps: Sequence[StepRow]) -> "RunData":
+        """Put the records and steps of a run in order; `duration_s` as in its summary."""
+        each = sorted(records, key=lambda record: (record.arrival_s, record.request_id))
         sizes = sorted({record.resolution for record in each}, key=lambda size: (size.pixels, size))
-        start, duration = (steps[name].to_numpy(dtype=float) for name in ("start_s", "duration_s"))
+        start, duration = (np.array([getattr(row, name) for row in steps], float) for name in ("start_s", "duration_s"))
         ends = [*(start + duration), *(record.finish_s or record.arrival_s for record in each), duration_s or 0.0]
         return cls(
             records=tuple(each),
@@ -46,8 +42,8 @@ class RunData:
             duration_s=max(float(max(ends)), 1e-3),
             step_start_s=start,
             step_duration_s=duration,
-            step_active=steps["active"].to_numpy(dtype=int),
-            step_counts=tuple(dict(counts) for counts in steps["resolutions"]),
+            step_active=np.array([row.active for row in steps], int),
+            step_counts=tuple(row.resolutions for row in steps),
         )
 
     @property
@@ -114,8 +110,3 @@ def phases_s(record: RequestRecord) -> tuple[float, float, float, float]:
     admitted = finish if record.admitted_s is None else record.admitted_s
     denoised = finish if record.denoise_end_s is None else record.denoise_end_s
     return record.arrival_s, admitted, denoised, finish
-
-
-def mix_of(counts: Mapping[str, int]) -> str:
-    """The only resolution of a step, or "mixed"."""
-    return next(iter(counts)) if len(counts) == 1 else "mixed"

@@ -4,7 +4,7 @@ import io
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from matplotlib import colormaps
 from matplotlib.artist import Artist
@@ -13,13 +13,13 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 DOTS_PER_INCH = 150
+_LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 8.5, "handlelength": 1.1, "columnspacing": 1.1}
 
 
 @dataclass(frozen=True, slots=True)
 class Theme:
     """Colours of one scheme; `series` is handed out to resolutions from the smallest to the largest."""
 
-    name: str
     background: str
     ink: str
     muted: str
@@ -31,7 +31,6 @@ class Theme:
 
 # Neighbours differ in lightness as well as in hue, so that they stay apart for colour-blind eyes and in grey print.
 LIGHT = Theme(
-    name="light",
     background="#ffffff",
     ink="#1c2230",
     muted="#667085",
@@ -41,7 +40,6 @@ LIGHT = Theme(
     series=("#2f6fde", "#f0913a", "#1f9e89", "#8e5bd0", "#d1495b", "#7fb800", "#0fb5d6", "#a0703c"),
 )
 DARK = Theme(
-    name="dark",
     background="#161b26",
     ink="#e7ebf3",
     muted="#98a2b5",
@@ -66,7 +64,7 @@ def new_figure(width_in: float, height_in: float, theme: Theme) -> Figure:
 
 
 def style_axes(
-    ax: Axes, theme: Theme, *, title: str, x_label: str, y_label: str, grid_axis: Literal["x", "y", "both"] = "y"
+    ax: Axes, theme: Theme, title: str, x_label: str, y_label: str = "", *, grid_axis: Literal["x", "y", "both"] = "y"
 ) -> None:
     """Title, labels and the common look: no box, light grid behind the data, room between ticks and labels."""
     ax.set_facecolor(theme.background)
@@ -93,27 +91,16 @@ def add_legend(ax: Axes, theme: Theme, *, handles: Sequence[Artist] | None = Non
         bbox_to_anchor=(1.0, 1.0),
         borderaxespad=0.35,
         ncols=min(len(handles), ncols),
-        frameon=False,
-        fontsize=8.5,
-        labelcolor=theme.ink,
-        handlelength=1.1,
         handletextpad=0.5,
-        columnspacing=1.1,
+        labelcolor=theme.ink,
+        **_LEGEND,
     )
 
 
 def add_wide_legend(figure: Figure, ax: Axes, theme: Theme) -> None:
     """A legend over the whole width, above the title."""
-    figure.legend(
-        *ax.get_legend_handles_labels(),
-        loc="outside upper left",
-        ncols=4,
-        frameon=False,
-        fontsize=8.5,
-        labelcolor=theme.ink,
-        handlelength=1.1,
-        columnspacing=1.1,
-    )
+    entries = ax.get_legend_handles_labels()
+    figure.legend(*entries, loc="outside upper left", ncols=4, labelcolor=theme.ink, **_LEGEND)
 
 
 def to_png(figure: Figure) -> bytes:

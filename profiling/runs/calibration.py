@@ -1,7 +1,6 @@
 """What the simulator needs to know of a machine besides its latency table: measured in one served run.
 
-A table holds steps of a batch that stays the same, with nothing beside them. In a served run requests join and leave,
-their texts are encoded and images decoded meanwhile, and the policy is asked. The durations of the run's steps,
+The durations of the run's steps,
 
     duration = scale * (steady or first step of the table) + share lost * (seconds of stages beside it),
 
@@ -11,8 +10,8 @@ stages are means. The run is one of its own, never one that is then simulated. T
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
 import numpy as np
 from scipy.optimize import nnls
@@ -56,29 +55,23 @@ class Calibration:
     @property
     def times(self) -> StageTimes:
         """Seconds of the stages beside the steps."""
-        return StageTimes(*({parse(name): time_s for name, time_s in each.items()} for each in self._stages))
-
-    @property
-    def _stages(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
-        return self.prepare_s, self.postprocess_s
+        stages = self.prepare_s, self.postprocess_s
+        return StageTimes(*({parse(name): time_s for name, time_s in each.items()} for each in stages))
 
     def durations(self, steady: StepLatencyPredictor, first: StepLatencyPredictor | None) -> StepDurations:
         """How long steps last where the table says `steady` and `first`."""
         return StepDurations(steady, first, self.scale, self.between_s, self.slowdown)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, data: Any, source: str) -> Self:
-        """Raises UsageError, which names `source`, if it is not what `to_json` gives."""
+        """Raises UsageError, which names `source`, if it is not what `asdict` gives."""
         names = {field.name for field in fields(cls)}
         if not isinstance(data, dict) or set(data) != names:
             raise UsageError(f"{source}: a calibration must have {', '.join(sorted(names))}")
         try:
             made = cls(**data)
             numbers = [made.scale, made.between_s, made.slowdown, made.told_scale, made.error]
-            numbers += [time_s for each in made._stages for time_s in each.values()]
+            numbers += [*made.prepare_s.values(), *made.postprocess_s.values()]
             if not all(math.isfinite(number) for number in numbers) or made.told_scale <= 0:
                 raise ValueError("a number is not finite")
             _ = made.times, made.durations(_Nothing(), None)
@@ -110,11 +103,7 @@ def calibrate(
     steady: StepLatencyPredictor,
     first: StepLatencyPredictor | None,
 ) -> Calibration:
-    """Work out what a served run tells.
-
-    Args:
-        records, steps: of the run, with one denoise loop.
-        steady, first: step latencies as they were profiled.
+    """Work out what a served run with one denoise loop tells beyond the step latencies that were profiled.
 
     Raises:
         RunError: no request was completed, or there are fewer than 20 steps.
@@ -126,19 +115,20 @@ def calibrate(
             f"the calibration run took {len(steps)} steps, but at least {_MIN_STEPS} are needed: give more requests"
         )
     batches = [tuple(parse(name) for name, count in row.resolutions.items() for _ in range(count)) for row in steps]
-    span = _Spans.of(steps)
+    start_s = np.array([row.start_s for row in steps])
+    end_s = start_s + np.array([row.duration_s for row in steps])
     joined_s = _sorted(record.admitted_s for record in records)
     left_s = _sorted(record.denoise_end_s for record in records)
     steady_s = np.array([steady.step_latency_s(batch) for batch in batches])
     profiled_s = steady_s.copy()
     if first is not None:
         # Who joined at the start of the step before was in it.
-        is_new = _num_within(joined_s, span.start_s[:-1] + 2 * _EQUAL_S, span.start_s[1:]) > 0
-        is_new |= _num_within(left_s, span.end_s[:-1], span.start_s[1:]) > 0
+        is_new = _num_within(joined_s, start_s[:-1] + 2 * _EQUAL_S, start_s[1:]) > 0
+        is_new |= _num_within(left_s, end_s[:-1], start_s[1:]) > 0
         for index in (0, *(np.flatnonzero(is_new) + 1)):
             profiled_s[index] = first.step_latency_s(batches[index])
-    beside_s = _beside(records, span)
-    measured_s = span.end_s - span.start_s
+    beside_s = _beside(records, start_s, end_s)
+    measured_s = end_s - start_s
     # Divided by what was measured: a millisecond matters more to a short step.
     _, lost = nnls(np.stack([profiled_s, beside_s], 1) / measured_s[:, None], np.ones(len(steps)))[0]
     lost = min(float(lost), MAX_SLOWDOWN / (1 + MAX_SLOWDOWN))
@@ -149,8 +139,8 @@ def calibrate(
     fitted_s = scale * profiled_s + lost * beside_s
     # Gaps count where the batch did not run empty.
     active = np.array([row.active for row in steps[:-1]])
-    goes_on = _num_within(left_s, span.end_s[:-1], span.end_s[:-1]) < active
-    gaps_s = np.maximum(0.0, span.start_s[1:] - span.end_s[:-1])[goes_on]
+    goes_on = _num_within(left_s, end_s[:-1], end_s[:-1]) < active
+    gaps_s = np.maximum(0.0, start_s[1:] - end_s[:-1])[goes_on]
     return Calibration(
         {str(size): time_s for size, time_s in times.prepare_s.items()},
         {str(size): time_s for size, time_s in times.postprocess_s.items()},
@@ -163,18 +153,6 @@ def calibrate(
     )
 
 
-class _Spans(NamedTuple):
-    """When each step began and ended; (n,) each, rising."""
-
-    start_s: np.ndarray
-    end_s: np.ndarray
-
-    @classmethod
-    def of(cls, steps: Sequence[StepRow]) -> Self:
-        start_s = np.array([row.start_s for row in steps])
-        return cls(start_s, start_s + np.array([row.duration_s for row in steps]))
-
-
 def _sorted(times_s: Iterable[float | None]) -> np.ndarray:
     return np.sort([time_s for time_s in times_s if time_s is not None])
 
@@ -185,8 +163,8 @@ def _num_within(times_s: np.ndarray, low_s: np.ndarray, high_s: np.ndarray) -> n
     return np.searchsorted(times_s, high_s + _EQUAL_S, side="right") - below
 
 
-def _beside(records: Sequence[RequestRecord], steps: _Spans) -> np.ndarray:
-    """Seconds that the stages worked beside each step, both added up."""
+def _beside(records: Sequence[RequestRecord], start_s: np.ndarray, end_s: np.ndarray) -> np.ndarray:
+    """Seconds that the stages worked beside each step (from `start_s` to `end_s`, (n,) each, rising), both added up."""
     starts: list[float] = []
     ends: list[float] = []
     free_s = 0.0
@@ -208,4 +186,4 @@ def _beside(records: Sequence[RequestRecord], steps: _Spans) -> np.ndarray:
             worked_s += sign * (times_s * num - np.concatenate([[0.0], np.cumsum(edges)])[num])
         return worked_s
 
-    return worked_until(steps.end_s) - worked_until(steps.start_s)
+    return worked_until(end_s) - worked_until(start_s)

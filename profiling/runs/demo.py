@@ -9,7 +9,6 @@ from ...data.errors import RunError
 from ...data.requests import Request
 from ...data.resolution import Resolution
 from ...data.run_facts import describe
-from ...data.tables.schemas import RECORDS, STEPS, read_frame
 from ...data.traces.traces import assign_slos
 from ...data.workspace import ModelWorkspace
 from ...serving.models.build import with_engine
@@ -143,11 +142,7 @@ def run_demo(
                 name,
                 system.about,
                 outcome.summary,
-                RunData.of(
-                    outcome.summary.get("duration"),
-                    read_frame(outcome.run_dir / "records.parquet", RECORDS),
-                    read_frame(outcome.run_dir / "steps.parquet", STEPS),
-                ),
+                RunData.of(outcome.summary.get("duration"), outcome.records, outcome.steps),
                 {
                     record.request_id: Path(record.image_path)
                     for record in outcome.records

@@ -10,9 +10,8 @@ from ...training.latency.predictor import LatencyPredictor
 
 
 def predictions_outside(predictor: object, before: Mapping[str, int] | None = None) -> dict[str, int] | None:
-    """How many questions of a run a predictor of step latencies has answered by more than what was profiled.
-
-    The engine asks anew each time, the simulator once about every batch.
+    """How many questions of a run a predictor of step latencies has answered by more than what was profiled. The engine
+    asks anew each time, the simulator once about every batch.
 
     Args:
         predictor: a latency predictor or a table, perhaps within an `OnlineCorrection`.

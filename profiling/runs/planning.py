@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...data.errors import RunError, UsageError
 from ...data.requests import Request
@@ -18,12 +18,8 @@ _MAX_DOUBLINGS = 40
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """What a search has found.
-
-    Attributes:
-        value: the highest rate in requests per second, or the smallest number of GPUs.
-        attainment: SLO attainment there.
-        tried: attainment by rate or number of GPUs, in rising order.
+    """What a search has found: the highest rate in requests per second or the smallest number of GPUs, the SLO
+    attainment there, and that of all rates or numbers that were tried, in rising order.
     """
 
     value: float
@@ -43,13 +39,7 @@ def at_rate(requests: Sequence[Request], rate: float) -> list[Request]:
     return retime(requests, speed=rate * span_s / (len(requests) - 1), from_zero=True)
 
 
-def highest_rate(
-    deployment: Deployment,
-    trace_at: Callable[[float], Sequence[Request]],
-    target: float,
-    *,
-    on_try: Callable[[float, float], None] | None = None,
-) -> SearchResult:
+def highest_rate(deployment: Deployment, trace_at: Callable[[float], Sequence[Request]], target: float) -> SearchResult:
     """Find the highest request rate at which the SLO attainment is at least `target`.
 
     The rate is doubled until it is too high and then bisected to 1 %. Attainment falls with the rate, but not strictly
@@ -59,13 +49,12 @@ def highest_rate(
         deployment: what serves.
         trace_at: the trace at a rate in requests per second.
         target: share of the requests, above 0 and at most 1.
-        on_try: told each rate that was tried, and the attainment there.
 
     Raises:
-        UsageError: the target is out of its range, or the trace or a number is.
+        UsageError: the target, the trace or a number is out of its range.
         RunError: the target is not met at any rate, or at every one.
     """
-    search = _Search(lambda rate: deployment.attainment(trace_at(rate)), target, on_try)
+    search = _Search(lambda rate: deployment.attainment(trace_at(rate)), target)
     # What one GPU manages one by one, times the GPUs, is a scale for where to start.
     example = trace_at(1.0)[0]
     low = high = start = deployment.num_gpus / standalone_latency_s(example, deployment.predictor, deployment.times)
@@ -90,26 +79,15 @@ def highest_rate(
     return search.result(low)
 
 
-def gpus_needed(
-    deployment: Deployment,
-    requests: Sequence[Request],
-    target: float,
-    *,
-    on_try: Callable[[float, float], None] | None = None,
-) -> SearchResult:
-    """Find the smallest number of GPUs with which a trace's SLO attainment is at least `target`, by bisection.
-
-    Args:
-        deployment: what serves; its own number of GPUs does not matter.
-        requests: the trace.
-        target: share of the requests, above 0 and at most 1.
-        on_try: told each number that was tried, and the attainment with it.
+def gpus_needed(deployment: Deployment, requests: Sequence[Request], target: float) -> SearchResult:
+    """Find the smallest number of GPUs with which a trace's SLO attainment is at least `target`, by bisection; the
+    deployment's own number does not matter.
 
     Raises:
-        UsageError: the target is out of its range, or the trace or a number is.
+        UsageError: the target, the trace or a number is out of its range.
         RunError: not even one GPU for each request (or `MAX_GPUS`) meets the target.
     """
-    search = _Search(lambda num_gpus: deployment.attainment(requests, num_gpus=int(num_gpus)), target, on_try)
+    search = _Search(lambda num_gpus: replace(deployment, num_gpus=int(num_gpus)).attainment(requests), target)
     choices = [1, 2, 4, 8] if deployment.system.spans_gpus else list(range(1, min(len(requests), MAX_GPUS) + 1))
     # Doubling first: simulations of very many GPUs are the slow ones.
     low, high = -1, 0
@@ -126,18 +104,14 @@ def gpus_needed(
 class _Search:
     """Tries values until the attainment is found that holds the target."""
 
-    def __init__(
-        self, attainment: Callable[[float], float], target: float, on_try: Callable[[float, float], None] | None
-    ) -> None:
+    def __init__(self, attainment: Callable[[float], float], target: float) -> None:
         if not 0 < target <= 1:
             raise UsageError(f"SLO target is {target:g}, but it must be a share above 0 and at most 1, such as 0.99")
-        self._attainment, self._target, self._on_try = attainment, target, on_try
+        self._attainment, self._target = attainment, target
         self._tried: dict[float, float] = {}
 
     def holds(self, value: float) -> bool:
         self._tried[value] = self._attainment(value)
-        if self._on_try is not None:
-            self._on_try(value, self._tried[value])
         return self._tried[value] >= self._target
 
     def result(self, value: float) -> SearchResult:

@@ -1,7 +1,7 @@
 """One serve run from end to end: draw the trace, measure standalone latencies, replay, write the results.
 
-What a run leaves in its folder of the workspace: `trace.jsonl` (the requests with their SLOs), `records.parquet`,
-`steps.parquet`, `summary.json`, `report.html`, and some images. All of it is written for an interrupted run as well.
+It leaves in its folder of the workspace `trace.jsonl` (the requests with their SLOs), what `write_run` writes, and some
+images. All of it is written for an interrupted run as well.
 """
 
 import math
@@ -13,13 +13,13 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ...data.figures import write_figures
-from ...data.files import atomic_write, write_json
+from ...data.files import atomic_write
 from ...data.requests import Request
-from ...data.tables.schemas import RECORDS, STEPS, write_table
 from ...data.traces.traces import assign_slos, save_trace
 from ...data.workspace import ModelWorkspace
 from ...serving.core.metrics import summarize
 from ...serving.core.request_state import RequestRecord
+from ...serving.core.step_row import StepRow
 from ...serving.options import EngineOptions
 from ...serving.scheduling.policies import StepLatencyPredictor, get_policy, require_predictor
 from ...serving.scheduling.systems import System
@@ -27,6 +27,7 @@ from ...training.latency.online_correction import OnlineCorrection
 from ..measure.standalone import RequestShape, shape_of, standalone_latencies
 from .figures import run_figures
 from .outside_profile import predictions_outside
+from .run_folder import write_run
 
 if TYPE_CHECKING:
     from ...serving.engine.run_result import RunResult
@@ -37,10 +38,11 @@ _MAX_REPORT_IMAGES = 24
 
 @dataclass(frozen=True, slots=True)
 class ServeOutcome:
-    """What a serve run gives: the summary as in `summary.json`, the records, the folder, and how it ended."""
+    """What a serve run gives: the summary as in `summary.json`, records and steps, the folder, and how it ended."""
 
     summary: dict[str, Any]
     records: list[RequestRecord]
+    steps: list[StepRow]
     run_dir: Path
     was_interrupted: bool
 
@@ -65,12 +67,10 @@ def run_serve(
     """Serve a trace and write its results.
 
     Args:
-        model: the loaded model.
+        model, workspace: the loaded model, and its part of the workspace.
         requests: the trace, in order of arrival.
         system: whose policy and share of steps requests get; the model brings its engine and cache.
-        workspace: the model's part of the workspace.
-        dataset: name of the trace or prompt file, for the summary.
-        config: the user's settings, shown in the summary and the report.
+        dataset, config: name of the trace or prompt file, and the user's settings, for the summary and the report.
         predictor: step latencies for policies that look ahead; one that learns is told every step.
         slo_scale: SLO of each request without one: this many times its standalone latency on plain diffusers.
         max_batch_size: largest number of requests in the denoise batch.
@@ -126,7 +126,7 @@ def run_serve(
     summary["run_dir"] = str(run_dir)
     write_figures(summary, run_figures(summary, result.records))
     _write(run_dir, result, summary, save_dir)
-    return ServeOutcome(summary, result.records, run_dir, result.was_interrupted)
+    return ServeOutcome(summary, result.records, result.steps, run_dir, result.was_interrupted)
 
 
 def _image_paths(requests: Sequence[Request], save_dir: Path | None, run_dir: Path) -> Callable[[Request], Path | None]:
@@ -144,14 +144,19 @@ def _image_paths(requests: Sequence[Request], save_dir: Path | None, run_dir: Pa
 
 
 def engine_figures(result: "RunResult") -> dict[str, Any]:
-    """Figures of the denoise loop: how many steps, how full the batch was, how much of the time it was busy."""
+    """Figures of the denoise loop: how many steps, how full the batch was, how much of the time it was busy, how often
+    a policy was asked and what a decision cost, in seconds.
+    """
     busy_s = sum(row.duration_s for row in result.steps)
-    num_steps = len(result.steps)
+    num_steps, ranked = len(result.steps), sorted(result.decision_times_s)
     return {
         "num_steps": num_steps,
         "batch_size_mean": sum(row.active for row in result.steps) / num_steps if num_steps else None,
         "step_latency_mean": busy_s / num_steps if num_steps else None,
-        **scheduling_figures(result.decision_times_s),
+        "num_decisions": len(ranked),
+        "scheduling_mean": fmean(ranked) if ranked else None,
+        # The smallest time that at least 95 % of the decisions did not exceed.
+        "scheduling_p95": ranked[math.ceil(0.95 * len(ranked)) - 1] if ranked else None,
         "max_prepared": result.max_prepared,
         "denoise_busy_rate": busy_s / result.duration_s if result.duration_s > 0 else None,
         "was_interrupted": result.was_interrupted,
@@ -181,37 +186,13 @@ def what_was_learnt(
     return found
 
 
-def scheduling_figures(decision_times_s: Sequence[float]) -> dict[str, Any]:
-    """How often a policy was asked and what a decision cost, in seconds."""
-    ranked = sorted(decision_times_s)
-    return {
-        "num_decisions": len(ranked),
-        "scheduling_mean": fmean(ranked) if ranked else None,
-        # The smallest time that at least 95 % of the decisions did not exceed.
-        "scheduling_p95": ranked[math.ceil(0.95 * len(ranked)) - 1] if ranked else None,
-    }
-
-
 def _write(run_dir: Path, result: "RunResult", summary: dict[str, Any], save_dir: Path | None) -> None:
-    write_table(run_dir / "records.parquet", RECORDS, [record.to_row() for record in result.records])
-    write_table(run_dir / "steps.parquet", STEPS, [row.to_row() for row in result.steps])
-    write_json(run_dir / "summary.json", summary)
-
-    from ...data.tables.schemas import read_frame
-    from ..report.html import write_report
-
     images = [
         (Path(record.image_path), f"{record.prompt} ({record.resolution})")
         for record in result.records
         if record.image_path is not None
     ]
-    report = write_report(
-        run_dir,
-        summary,
-        read_frame(run_dir / "records.parquet", RECORDS),
-        read_frame(run_dir / "steps.parquet", STEPS),
-        images=images,
-    )
+    report = write_run(run_dir, result.records, result.steps, summary, images)
     if save_dir is not None:
         with atomic_write(save_dir / report.name) as temporary:
             shutil.copyfile(report, temporary)

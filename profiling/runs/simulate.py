@@ -1,20 +1,19 @@
 """Simulated runs: a trace on the virtual clock. This module imports no torch.
 
-A run leaves in its folder of the workspace what a served one does: `trace.jsonl`, `records.parquet`, `steps.parquet`
-(of the first GPU), `summary.json`, `report.html`.
+A run leaves in its folder of the workspace what a served one does; the steps are those of the first GPU.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from ...data.errors import UsageError
 from ...data.figures import write_figures
-from ...data.files import write_json
 from ...data.requests import Request
+from ...data.run_facts import RunFacts
 from ...data.tables.latency import read_latencies
-from ...data.tables.schemas import RECORDS, STEPS, read_frame, read_rows, write_table
+from ...data.tables.schemas import RECORDS, read_rows
 from ...data.traces.traces import assign_slos, save_trace
 from ...data.workspace import ModelWorkspace
 from ...serving.core.metrics import slo_attainment_rate, summarize
@@ -31,6 +30,9 @@ from ...training.latency.predictor import LatencyPredictor
 from .calibration import Calibration, step_sources
 from .figures import run_figures
 from .outside_profile import predictions_outside
+from .run_folder import write_run
+
+OnFinish = Callable[[RequestRecord], None] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,7 @@ class SimulatedEngine:
 
     Attributes:
         told: step latencies as policies see them at the start; they learn on line, as on the engine.
-        durations: how long steps last.
-        times: of the other stages.
+        durations, times: how long steps and the other stages last.
         told_scale: what the correction of `told` starts with.
     """
 
@@ -58,14 +59,11 @@ class SimulatedEngine:
         calibration: Calibration | None = None,
         times: StageTimes | None = None,
     ) -> Self:
-        """An engine with these profiled latencies.
+        """An engine with these profiled latencies of steady and first steps.
 
-        Args:
-            name: the plain engine takes a forward pass for each resolution, so that only latencies of batches of one
-                resolution are looked up, and packs nothing: it has no first steps.
-            steady, first: of batches that stay the same, and of those that have changed.
-            calibration: what a served run has told; None: steps last as long as the profile says.
-            times: of the other stages, where there is no calibration.
+        The plain engine takes a forward pass for each resolution, so that only latencies of batches of one resolution
+        are looked up, and packs nothing: it has no first steps. Without a calibration, steps last as long as the
+        profile says, and the other stages as `times` does.
         """
         if name == "plain":
             steady, first = PerResolutionLatency(steady), None
@@ -82,19 +80,18 @@ class SimulatedEngine:
         system: System,
         requests: Sequence[Request],
         standalone_s: Callable[[Request], float],
+        max_batch_size: int,
+        num_gpus: int,
         *,
-        max_batch_size: int = 16,
-        num_gpus: int = 1,
         keep_steps: bool = False,
-        on_finish: Callable[[RequestRecord], None] | None = None,
+        on_finish: OnFinish = None,
     ) -> SimulationResult:
         """Simulate a trace that has its SLOs.
 
         Args:
             system: whose policy, share of steps and allocation of GPUs are simulated; not its cache.
             requests: as they were asked for.
-            standalone_s: latency of each when served alone, for policies that ask for it.
-            max_batch_size, num_gpus, keep_steps, on_finish: of `simulate`.
+            standalone_s, max_batch_size, num_gpus, keep_steps, on_finish: of `simulate`.
 
         Raises:
             UsageError: the latencies do not know a resolution.
@@ -125,9 +122,8 @@ class Deployment:
 
     Attributes:
         system: whose policy, engine, share of steps and allocation of GPUs are simulated; not its cache.
-        predictor: seconds of a step on one GPU.
-        first: seconds of a step after a request has joined or left, where that is known. Policies are not told, but
-            learn it on line as in `psctl serve`; the plain engine has none.
+        predictor, first: seconds of a step on one GPU and, where that is known, after a request has joined or left:
+            policies are not told, but learn it on line as in `psctl serve`.
         times: seconds of the other stages.
         num_gpus, max_batch_size: of `simulate`.
         slo_scale: SLO of each request without one: this many times its standalone latency.
@@ -142,19 +138,9 @@ class Deployment:
     first: StepLatencyPredictor | None = None
 
     def run(
-        self,
-        requests: Sequence[Request],
-        *,
-        num_gpus: int | None = None,
-        keep_steps: bool = False,
-        on_finish: Callable[[RequestRecord], None] | None = None,
+        self, requests: Sequence[Request], *, keep_steps: bool = False, on_finish: OnFinish = None
     ) -> tuple[list[Request], SimulationResult]:
-        """Simulate a trace; return it with its SLOs, and the result.
-
-        Args:
-            requests: the trace, in order of arrival.
-            num_gpus: instead of the deployment's own.
-            keep_steps, on_finish: of `simulate`.
+        """Simulate a trace, which is in order of arrival; return it with its SLOs, and the result. See `simulate`.
 
         Raises:
             UsageError: the trace is empty, a number is out of its range, or the predictor does not know a resolution.
@@ -163,57 +149,42 @@ class Deployment:
             raise UsageError("the trace is empty, but it must hold at least one request")
         engine = SimulatedEngine.of(self.system.engine, MemoisedLatency(self.predictor), self.first, times=self.times)
         promised = assign_slos(requests, engine.standalone_s, self.slo_scale)
-        result = engine.serve(
-            self.system,
-            promised,
-            engine.standalone_s,
-            max_batch_size=self.max_batch_size,
-            num_gpus=self.num_gpus if num_gpus is None else num_gpus,
-            keep_steps=keep_steps,
-            on_finish=on_finish,
-        )
-        return promised, result
+        given = self.system, promised, engine.standalone_s, self.max_batch_size, self.num_gpus
+        return promised, engine.serve(*given, keep_steps=keep_steps, on_finish=on_finish)
 
-    def attainment(self, requests: Sequence[Request], *, num_gpus: int | None = None) -> float:
+    def attainment(self, requests: Sequence[Request]) -> float:
         """SLO attainment of a trace, from 0 to 1. Raises as `run`."""
-        rate = slo_attainment_rate(self.run(requests, num_gpus=num_gpus)[1].records)
+        rate = slo_attainment_rate(self.run(requests)[1].records)
         assert rate is not None, "every request has an SLO"
         return rate
 
 
-def load_step_latency(path: Path, *, on_warning: Callable[[str], None] | None = None) -> StepLatencyPredictor:
-    """Load step latencies: a fitted predictor (safetensors of `psctl train-predictor latency`) or a table.
+class StepFile(NamedTuple):
+    """Step latencies of a file: of batches that stay the same and, where they were measured, of first steps; and what
+    they were measured on, where that is known.
+    """
 
-    A table is parquet of `psctl profile latency`, or CSV or parquet of another program.
+    steady: StepLatencyPredictor
+    first: StepLatencyPredictor | None
+    facts: RunFacts | None
 
-    Args:
-        path: the file.
-        on_warning: of `LatencyPredictor`.
+
+def load_step_file(path: Path, *, on_warning: Callable[[str], None] | None = None) -> StepFile:
+    """Load a fitted predictor (safetensors of `psctl train-predictor latency`) or a table (parquet of `psctl profile
+    latency`, CSV or parquet of another program); `on_warning` as of `LatencyPredictor`.
 
     Raises:
         UsageError: the file is neither; the message says why.
     """
     if path.suffix.lower() == ".safetensors":
-        return LatencyPredictor.load(path, on_warning=on_warning)
-    return step_sources(read_latencies(path))[0]
-
-
-def load_first_steps(path: Path) -> StepLatencyPredictor | None:
-    """First steps of a batch, which `psctl profile latency` measures, too; None where a file does not tell them.
-
-    Raises:
-        UsageError: as `load_step_latency`.
-    """
-    return None if path.suffix.lower() == ".safetensors" else step_sources(read_latencies(path))[1]
+        predictor = LatencyPredictor.load(path, on_warning=on_warning)
+        return StepFile(predictor, None, predictor.about.circumstances)
+    table = read_latencies(path)
+    return StepFile(*step_sources(table), table.circumstances)
 
 
 def load_stage_times(run_dir: Path) -> StageTimes:
-    """The mean prepare and postprocess times of a served run.
-
-    Raises:
-        UsageError: the folder has no table of records.
-        RunError: no request of the run was completed.
-    """
+    """The mean times of the stages of a served run. Raises UsageError (it has no records), RunError (no image)."""
     rows = read_rows(run_dir / "records.parquet", RECORDS)
     return StageTimes.measured(RequestRecord.from_row(row) for row in rows)
 
@@ -259,22 +230,13 @@ def write_simulation(
     result: SimulationResult,
     summary: dict[str, Any],
     *,
-    with_report: bool = True,
+    with_report: bool,
 ) -> Path:
-    """Write a simulated run into a new folder of the workspace and return it; the summary gets its `run_dir`.
-
-    Raises:
-        OSError: something cannot be written.
+    """Write a simulated run into a new folder of the workspace and return it; the summary gets its `run_dir`. Raises
+    OSError.
     """
     run_dir = workspace.new_run("simulate")
     summary["run_dir"] = str(run_dir)
     save_trace(run_dir / "trace.jsonl", requests)
-    write_table(run_dir / "records.parquet", RECORDS, (record.to_row() for record in result.records))
-    write_table(run_dir / "steps.parquet", STEPS, (row.to_row() for row in result.steps))
-    write_json(run_dir / "summary.json", summary)
-    if with_report:
-        from ..report.html import write_report
-
-        records, steps = (run_dir / f"{name}.parquet" for name in ("records", "steps"))
-        write_report(run_dir, summary, read_frame(records, RECORDS), read_frame(steps, STEPS))
+    write_run(run_dir, result.records, result.steps, summary, with_report=with_report)
     return run_dir

@@ -1,7 +1,7 @@
 """What trace the user asked for, and the requests that it stands for. This module imports no torch."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 _DEFAULT_NUM_PROMPTS = 32
 _DEFAULT_GAMMA_CV = 2.0
-_DEFAULT_AMPLITUDE = 0.8
-_DEFAULT_PERIOD_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +55,10 @@ class TraceSettings:
 
     def to_config(self) -> dict[str, Any]:
         """What was asked for, by the names of the options, as JSON: for summaries and reports."""
-        return {
-            "trace": self.trace,
-            # Infinity is no number in JSON.
-            "request_rate": self.request_rate if math.isfinite(self.request_rate) else "inf",
-            "cv": self.cv,
-            "amplitude": self.amplitude,
-            "period": self.period_s,
-            "arrivals": None if self.arrivals is None else str(self.arrivals),
-            "num_prompts": self.num_prompts,
-            "duration": self.duration_s,
-            "resolutions": self.resolutions,
-            "mix": self.mix,
-            "prompts": None if self.prompts is None else str(self.prompts),
-            "num_inference_steps": self.num_inference_steps,
-            "guidance_scale": self.guidance_scale,
-            "seed": self.seed,
-        }
+        given = {name.removesuffix("_s"): value for name, value in asdict(self).items() if name != "from_zero"}
+        given |= {name: str(given[name]) for name in ("arrivals", "prompts") if given[name] is not None}
+        # Infinity is no number in JSON.
+        return given | {"request_rate": self.request_rate if math.isfinite(self.request_rate) else "inf"}
 
 
 def draw_requests(settings: TraceSettings, defaults: ModelDefaults) -> list[Request]:
@@ -84,17 +69,8 @@ def draw_requests(settings: TraceSettings, defaults: ModelDefaults) -> list[Requ
     """
     # Here, because the command line reads the settings' defaults, and its help must not wait for numpy.
     from ...data.prompts.captions import load_prompts
+    from ...data.traces import traces
     from ...data.traces.draws import parse_mix
-    from ...data.traces.traces import (
-        TRACE_KINDS,
-        TraceConfig,
-        TraceDefaults,
-        generate_trace,
-        limit_trace,
-        load_trace,
-        read_arrivals,
-        retime,
-    )
 
     resolutions = defaults.resolutions if settings.resolutions is None else parse_list(settings.resolutions)
     mix = None if settings.mix is None else parse_mix(settings.mix, resolutions)
@@ -109,15 +85,16 @@ def draw_requests(settings: TraceSettings, defaults: ModelDefaults) -> list[Requ
         if value is not None and settings.trace != wanted:
             raise UsageError(f"{option} is {value}, but it belongs to --trace {wanted}, not {settings.trace}")
     prompts = load_prompts(settings.prompts)
-    if settings.trace not in TRACE_KINDS:
-        file_defaults = TraceDefaults(prompts, resolutions, mix, steps, scale, settings.seed)
-        requests = load_trace(settings.trace, defaults=file_defaults)
+    if settings.trace not in traces.TRACE_KINDS:
+        file_defaults = traces.TraceDefaults(prompts, resolutions, mix, steps, scale, settings.seed)
+        requests = traces.load_trace(settings.trace, defaults=file_defaults)
         if settings.from_zero:
-            requests = retime(requests, from_zero=True)
-        return limit_trace(requests, num_prompts=settings.num_prompts, duration_s=settings.duration_s)
+            requests = traces.retime(requests, from_zero=True)
+        return traces.limit_trace(requests, num_prompts=settings.num_prompts, duration_s=settings.duration_s)
     is_unlimited = settings.num_prompts is None and settings.duration_s is None
+    swing = {"amplitude": settings.amplitude, "period_s": settings.period_s}
     kind: TraceKind = settings.trace  # type: ignore[assignment]  it is one of them, and TraceConfig checks
-    config = TraceConfig(
+    config = traces.TraceConfig(
         kind=kind,
         request_rate=settings.request_rate,
         num_prompts=_DEFAULT_NUM_PROMPTS if is_unlimited and kind != "azure" else settings.num_prompts,
@@ -128,11 +105,10 @@ def draw_requests(settings: TraceSettings, defaults: ModelDefaults) -> list[Requ
         num_inference_steps=steps,
         guidance_scale=scale,
         seed=settings.seed,
-        amplitude=_DEFAULT_AMPLITUDE if settings.amplitude is None else settings.amplitude,
-        period_s=_DEFAULT_PERIOD_S if settings.period_s is None else settings.period_s,
-        arrivals_s=() if settings.arrivals is None else read_arrivals(settings.arrivals),
+        arrivals_s=() if settings.arrivals is None else traces.read_arrivals(settings.arrivals),
+        **{name: value for name, value in swing.items() if value is not None},
     )
-    return generate_trace(config, prompts)
+    return traces.generate_trace(config, prompts)
 
 
 def check_slo_scale(slo_scale: float) -> None:

@@ -36,12 +36,8 @@ _MOST_STEPS = 100
 
 @dataclass(frozen=True, slots=True)
 class BenchSettings:
-    """How much is measured.
-
-    Attributes:
-        repeats: timings of every side.
-        warmup: rounds before them, each of a step of a new batch and one of the same batch.
-        seed: of the first request's noise.
+    """How much is measured: timings of every side, rounds before them (each of a step of a new batch and one of the
+    same batch), and the seed of the first request's noise.
     """
 
     repeats: int = 15
@@ -51,12 +47,8 @@ class BenchSettings:
 
 @dataclass(slots=True)
 class Lane:
-    """One side and what was measured of it.
-
-    Attributes:
-        first_ms: of the steps that start anew, in the order of the warm-up.
-        samples_ms: of the repeats.
-        steps_per_timing: so many that a timing is not too short for the clock.
+    """One side and what was measured of it: the steps that start anew (in the warm-up), and the repeats, each of so
+    many steps that it is not too short for the clock.
     """
 
     side: Side
@@ -96,10 +88,8 @@ class Lane:
 
 
 def ratios_of(base_ms: Sequence[float], patched_ms: Sequence[float]) -> list[float]:
-    """How many times as long a side takes, in every repeat.
-
-    What slows the machine down meets both sides of a repeat alike, so that their ratios are as good as independent.
-    Times are not: medians of two sides may come from different moods of the machine.
+    """How many times as long a side takes, in every repeat: what slows the machine down meets both sides of one alike,
+    so that their ratios are as good as independent. Times are not.
     """
     return [own / ours for own, ours in zip(base_ms, patched_ms, strict=True)]
 
@@ -128,12 +118,7 @@ def time_lanes(lanes: Iterable[Lane], settings: BenchSettings) -> None:
 
 
 class StepBench:
-    """Measures combinations on one model.
-
-    Args:
-        model: served by the patch engine.
-        settings: how much is measured.
-    """
+    """Measures combinations on one model, which the patch engine serves."""
 
     def __init__(self, model: ServedModel, settings: BenchSettings) -> None:
         self.model, self.settings = model, settings
@@ -144,10 +129,7 @@ class StepBench:
         """Return the same-resolution lane of every memory format, and the patched lane."""
         requests, device = self.pool.take(combination), self.model.device
         plain: dict[Format, Lane] = {
-            name: Lane(
-                PlainSide(self.model, requests, batched=True, denoiser=denoiser, memory_format=name),
-                device,
-            )
+            name: Lane(PlainSide(self.model, requests, batched=True, denoiser=denoiser, memory_format=name), device)
             for name, denoiser in self.denoisers.items()
         }
         return plain, Lane(EngineSide(self.model, requests), device)
@@ -156,7 +138,12 @@ class StepBench:
         """Measure one combination; returns its row."""
         plain, patched = self.lanes(combination)
         alone = Lane(PlainSide(self.model, self.pool.take(combination), batched=False), self.model.device)
-        is_plain = self._is_plain(patched.side)
+        # Whether the patch engine hands this batch to the unmodified model.
+        patched.side.begin()
+        patched.side.step()
+        batch = patched_stepper(self.model).batch
+        assert batch is not None, "requests of a benchmark do not finish in their first step"
+        is_plain = batch.is_plain
         time_lanes([alone, *plain.values(), patched], self.settings)
         best: Format = min(plain, key=lambda name: plain[name].median_ms)
         ratios = {
@@ -185,24 +172,11 @@ class StepBench:
             "repeats": self.settings.repeats,
         }
 
-    def _is_plain(self, side: Side) -> bool:
-        """Whether the patch engine hands this batch to the unmodified model."""
-        side.begin()
-        side.step()
-        batch = patched_stepper(self.model).batch
-        assert batch is not None, "requests of a benchmark do not finish in their first step"
-        return batch.is_plain
-
 
 @dataclass(frozen=True, slots=True)
 class BenchKind:
-    """What is measured of every combination.
-
-    Attributes:
-        name: of the files, which get `.json` and `.png`.
-        measure: returns the row of a combination.
-        summarize: what the rows say together, for the head of the file.
-        plot: a PNG of the result.
+    """What is measured of every combination, what its rows say together, and a PNG of the result; `name` is that of
+    the files, which get `.json` and `.png`.
     """
 
     name: str
@@ -225,9 +199,9 @@ def run_bench(
 
     Args:
         kind: `STEPS`, or `breakdown.BREAKDOWN`.
-        model: the loaded model, on the patch engine; its strategies are measured first where the workspace has none.
+        model: on the patch engine; its strategies are measured first where the workspace has none.
         combinations: at least one, all of the same resolutions.
-        workspace: the model's part of the workspace.
+        workspace: of the model.
         settings: how much is measured.
         on_start, on_row: called before each combination, and after it.
 

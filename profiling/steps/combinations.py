@@ -7,10 +7,10 @@ short names are those of its figure 5.
 import math
 import random
 import re
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations as choose
-from itertools import cycle, pairwise
+from itertools import cycle, pairwise, product
 
 from ...data.errors import UsageError
 from ...data.resolution import Resolution, format_batch
@@ -54,7 +54,17 @@ class Combination:
     @property
     def is_mixed(self) -> bool:
         """Whether there are requests of more than one resolution."""
-        return sum(count > 0 for count in self.counts) > 1
+        return len(self.present) > 1
+
+    @property
+    def present(self) -> dict[Resolution, int]:
+        """Number of requests of every resolution that has any."""
+        pairs = zip(self.resolutions, self.counts, strict=True)
+        return {resolution: count for resolution, count in pairs if count}
+
+    @property
+    def num_pixels(self) -> int:
+        return sum(resolution.pixels * count for resolution, count in self.present.items())
 
     @property
     def by_resolution(self) -> dict[str, int]:
@@ -64,11 +74,10 @@ class Combination:
     @property
     def label(self) -> str:
         """A short name: letters for up to three squares ("SML", "4S 4M 4L"), else sizes ("2*128x192 + 256x256")."""
-        letters = letters_of(self.resolutions)
-        counts = dict(zip(self.resolutions, self.counts, strict=True))
+        letters, counts = letters_of(self.resolutions), self.present
         if not letters:
             return format_batch(counts)
-        named = [(letter, counts[resolution]) for resolution, letter in letters.items() if counts[resolution]]
+        named = [(letter, counts[resolution]) for resolution, letter in letters.items() if resolution in counts]
         if self.num_requests <= _MAX_LETTERS:
             return "".join(letter * count for letter, count in named)
         return " ".join(f"{count}{letter}" for letter, count in named)
@@ -155,20 +164,11 @@ def stratified_combinations(
     numbers of different resolutions. An even draw among all ways to split a batch would hold next to no batch of a
     single resolution, which is what a policy that never mixes runs.
 
-    Args:
-        resolutions: at least one.
-        count: how many are wanted; all are returned if there are not so many, and the corners if it is less.
-        max_batch_size: largest number of requests.
-        seed: of the draw.
+    All are returned if there are not `count`, and the corners even if it is less.
     """
     generator = random.Random(seed)
     size = len(resolutions)
-    corners = [
-        tuple(number if index == other else 0 for other in range(size))
-        for number in dict.fromkeys((1, max_batch_size))
-        for index in range(size)
-    ]
-    chosen = dict.fromkeys(corners)
+    chosen = dict.fromkeys(_pure(size, dict.fromkeys((1, max_batch_size))))
     strata = [_splits(total, size, generator, chosen) for total in range(1, max_batch_size + 1)]
     while strata and len(chosen) < count:
         generator.shuffle(strata)
@@ -184,14 +184,9 @@ def stratified_combinations(
 def single_combinations(
     resolutions: tuple[Resolution, ...], count: int, max_batch_size: int
 ) -> tuple[Combination, ...]:
-    """Combinations of one resolution each, which are all that the passes of the plain engine are made of.
+    """Combinations of one resolution each, at most `count`: all that the passes of the plain engine are made of.
 
-    Every resolution gets the same numbers of requests, from 1 to the largest batch, denser among the small ones.
-
-    Args:
-        resolutions: at least one.
-        count: how many are wanted at most; one request and the largest batch of each are there even if it is less.
-        max_batch_size: largest number of requests.
+    Every resolution gets the same numbers of requests, denser among the small ones; 1 and the largest batch always.
     """
     wanted = min(max_batch_size, max(2, count // len(resolutions)))
     places = [max_batch_size ** (index / (wanted - 1)) for index in range(wanted)] if wanted > 1 else [1.0]
@@ -200,11 +195,13 @@ def single_combinations(
         # Rounding may give a number twice; then it is the next free one, and there is room for those to come.
         low = numbers[-1] + 1 if numbers else 1
         numbers.append(min(max(low, round(place)), max_batch_size - (wanted - 1 - index)))
-    return tuple(
-        Combination(resolutions, tuple(number if index == other else 0 for other in range(len(resolutions))))
-        for number in numbers
-        for index in range(len(resolutions))
-    )
+    return tuple(Combination(resolutions, row) for row in _pure(len(resolutions), numbers))
+
+
+def _pure(size: int, numbers: Iterable[int]) -> Iterator[tuple[int, ...]]:
+    """The counts of batches of one resolution: of each number, one for every resolution."""
+    for number, index in product(numbers, range(size)):
+        yield tuple(number if index == other else 0 for other in range(size))
 
 
 def _splits(

@@ -42,20 +42,13 @@ class Side(Protocol):
         ...
 
     def step(self) -> None:
-        """Take one step of every request. Work may still be under way on a CUDA device.
-
-        Raises:
-            RunError: a request failed.
-        """
+        """Take one step of every request. Work may still be under way on a CUDA device. Raises RunError."""
         ...
 
 
 class RequestPool:
-    """Prepared requests of one model, made when they are first needed and shared by all combinations.
-
-    Args:
-        model: what prepares them, with its own guidance scale.
-        seed: of the first request; the others count up.
+    """Prepared requests of one model with its own guidance scale, made when they are first needed and shared by all
+    combinations; `seed` is that of the first request, and the others count up.
     """
 
     def __init__(self, model: ServedModel, seed: int = 0) -> None:
@@ -123,8 +116,7 @@ class PlainSide:
     """Plain diffusers: its batches are stepped one after the other.
 
     Args:
-        model: the served model.
-        requests: in any order.
+        model, requests: the served model, and its requests in any order.
         batched: all requests of a resolution in one batch; else each is a batch of its own.
         denoiser: the unmodified model; None for the served model's own.
         memory_format: of the denoiser's convolutions and its input.

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -32,7 +32,7 @@ from ..runs.serve import engine_figures, what_was_learnt
 from ..runs.simulate import SimulatedEngine
 from ..runs.step_latencies import newest_first
 from .figures import EngineKind
-from .runner import Runner, Standalone, WarmUp
+from .runner import Serve, Standalone, WarmUp
 from .settings import Served, SweepFolder, SweepSettings
 from .simulator_side import SimulatorSide, read_calibrations
 
@@ -45,8 +45,8 @@ class EngineSide:
 
     Args:
         settings: what is swept.
-        model: loaded for the patch engine, with the cache of its systems; those of the plain engine share its weights.
-        workspace: of the model.
+        model, workspace: loaded for the patch engine, with the cache of its systems; those of the plain engine share
+            its weights.
         predictor: step latencies of the patch engine, for policies that look ahead; corrected by what is measured.
         predictor_file: where it was read from; runs with different ones are not compared.
         warm_up: what comes before.
@@ -118,12 +118,8 @@ class EngineSide:
             "predictor": {} if self._predictor_file is None else {"file": named_by_content(self._predictor_file)},
         }
 
-    def begin(self, folder: SweepFolder, standalone_s: Standalone) -> Mapping[EngineKind, Runner]:
-        """Warm the engines up, and calibrate the simulator by them where it serves, too.
-
-        Raises:
-            KeyboardInterrupt: on Ctrl-C.
-        """
+    def begin(self, folder: SweepFolder, standalone_s: Standalone) -> Mapping[EngineKind, Serve]:
+        """Warm the engines up, and calibrate the simulator by them where it serves, too. Raises KeyboardInterrupt."""
         is_both = self._settings.engine == "both"
         sources = {name: step_sources(self._table(name, folder.path)) for name in self._models} if is_both else {}
         calibrations: dict[str, Calibration] = {}
@@ -135,19 +131,19 @@ class EngineSide:
                 result = self._serve_warm_up(name, standalone_s)
                 calibrations[name] = calibrate(result.records, result.steps, *sources[name])
         if not is_both:
-            return {"real": self}
+            return {"real": self.run}
         file = folder.path / CALIBRATION_FILE
         if file.exists():
             # Runs that were simulated before and those to come must agree with each other.
             calibrations |= read_calibrations(file)
-        write_json(file, {name: each.to_json() for name, each in calibrations.items()})
+        write_json(file, {name: asdict(each) for name, each in calibrations.items()})
         engines: dict[EngineName, SimulatedEngine] = {
             name: SimulatedEngine.of(name, *sources[name], calibrations[name]) for name in self._models
         }
-        return {"real": self, "simulator": SimulatorSide(self._settings, engines)}
+        return {"real": self.run, "simulator": SimulatorSide(self._settings, engines).run}
 
     def run(self, system: System, requests: Sequence[Request], standalone_s: Standalone) -> Served:
-        """See `Runner`."""
+        """See `Serve`."""
         predictor = self._predictor if get_policy(system.policy).requires_predictor else None
         before = predictions_outside(predictor)
         result = self._replay(system, requests, standalone_s, predictor)
@@ -184,12 +180,9 @@ class EngineSide:
     def _table(self, name: EngineName, run_dir: Path) -> LatencyTable:
         """Latencies of an engine; the table is kept in the sweep's folder."""
         folder, warm_up = run_dir / "tables" / name, self._warm_up
+        largest = self._settings.max_batch_size
         wanted = LatencySettings(
-            self._sizes,
-            warm_up.combinations,
-            self._settings.max_batch_size,
-            warm_up.repeats,
-            one_resolution=name == "plain",
+            self._sizes, warm_up.combinations, largest, warm_up.repeats, one_resolution=name == "plain"
         )
 
         def on_start(num_all: int, num_done: int) -> None:
@@ -209,23 +202,13 @@ def latency_table(
     settings: LatencySettings,
     folder: Path,
     *,
-    on_start: Callable[[int, int], None] | None = None,
+    on_start: Callable[[int, int], None] = lambda num_all, num_done: None,
 ) -> tuple[LatencyTable, Path]:
-    """The latency table of a model's engine: the workspace's newest that fits and is whole, else measured now.
+    """The latency table of a model's engine: the newest of `folder` or the workspace that is whole and has all
+    resolutions of the settings and batches as large, else measured now and kept in `folder`.
 
     Steps are profiled without the patch cache, which saves what depends on the requests; `calibration` scales them.
-
-    Args:
-        model: the loaded model.
-        workspace: of the model.
-        settings: what is measured, if it must be; a table of the workspace fits if it has all resolutions and
-            batches as large.
-        folder: where a table that is measured now is kept.
-        on_start: of `profile_latency`.
-
-    Raises:
-        KeyboardInterrupt: on Ctrl-C.
-        UsageError, RunError, OSError: as `profile_latency`.
+    Raises as `profile_latency`, and KeyboardInterrupt.
     """
     about = run_facts(model)
     for path in (*newest_first(folder), *newest_first(workspace.root / "tables")):

@@ -34,11 +34,9 @@ class FinishedRun:
     """What the figures need of one run of a sweep; a few bytes a request, because a sweep has hundreds of runs.
 
     Attributes:
-        engine: which served it.
-        system, request_rate, seed: its place in the sweep.
+        engine, system, request_rate, seed: what served it, and its place in the sweep.
         num_met: requests whose image came within the SLO.
-        statuses: number of requests by how they ended.
-        reasons: number of discarded requests by reason.
+        statuses, reasons: number of requests by how they ended, and of discarded ones by reason.
         latencies_s: (n,) float64, of the completed requests.
         duration_s: until the last request ended.
         figures: what else the engine tells, as JSON.
@@ -110,13 +108,12 @@ def _mean_of(runs: Sequence[FinishedRun], path: Sequence[str]) -> float | None:
 
 
 def sweep_figures(runs: Sequence[FinishedRun]) -> dict[str, Any]:
-    """All figures of the runs of one engine.
+    """All figures of the runs of one engine: systems in the order in which they first occur, rates rising.
 
     Returns:
         `points`: `point_figures` of every system and rate; `policies`: for each system its mean attainment over its
         rates, the rates that it holds `TARGETS` up to, and `ratio_at_95` to the best of `BASELINES` (None without one).
-        Systems and rates are in the order in which they first occur, and rising. (The keys say `policy` where they
-        mean a system, as they did before the two were told apart.)
+        The keys say `policy` where they mean a system, as they did before the two were told apart.
     """
     points: list[dict[str, Any]] = []
     systems: list[dict[str, Any]] = []

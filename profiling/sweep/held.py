@@ -82,13 +82,10 @@ class HeldRate:
 
 
 def held_rate(attainments: Shares, target: float) -> HeldRate:
-    """Up to which rate an attainment is held, given that at each measured rate.
+    """Up to which rate an attainment is held, given that at each measured rate. Raises ValueError: there is none.
 
     Looking from the lowest rate up, it ends where the attainment first falls below the target, at the point where a
     straight line between the two measured rates meets it. What a higher rate reaches by chance does not count.
-
-    Raises:
-        ValueError: nothing was measured.
     """
     points = sorted(attainments.items())
     if not points:
@@ -141,10 +138,8 @@ class HeldRates:
         return cls(held_rate(shares, target), {seed: held_rate(own, target) for seed, own in whole.items()})
 
     def to_json(self) -> dict[str, Any]:
-        """The rate, those of the seeds, and its 95 % interval over them.
-
-        It is null with fewer than three seeds, or where the rate of a seed is only known to be higher or lower than
-        those that were measured.
+        """The rate, those of the seeds, and its 95 % interval over them: null with fewer than three seeds, or where a
+        seed's rate is only known to be higher or lower than those that were measured.
         """
         is_known = {"between"} == {held.where for held in (self.pooled, *self.by_seed.values())}
         rates = [held.rate for held in self.by_seed.values()] if is_known else []

@@ -43,15 +43,7 @@ def sweep_result(
     *,
     was_interrupted: bool,
 ) -> dict[str, Any]:
-    """All figures of a sweep, of the runs that are finished.
-
-    Args:
-        settings: what was to be swept.
-        head: what its runs have in common (`SweepFolder.head`).
-        runs: the finished ones.
-        run_dir: their folder.
-        was_interrupted: whether Ctrl-C ended the sweep.
-    """
+    """All figures of a sweep: of its finished runs, whose `head` is that of their `SweepFolder`."""
     by_engine = {name: [run for run in runs if run.engine == name] for name in settings.engines}
     engines = {name: sweep_figures(mine) for name, mine in by_engine.items() if mine}
     agreed = agreement(runs) if settings.engine == "both" else None
@@ -144,7 +136,7 @@ def _plot(result: Mapping[str, Any], name: Literal["attainment", "goodput"] | st
         ax.set_xlim(left=0)
         ax.set_ylim(0, top * 1.12 or 1.0)
         title, y_label = "Goodput", "requests in time per second"
-    style_axes(ax, theme, title=title, x_label=x_label, y_label=y_label, grid_axis="both")
+    style_axes(ax, theme, title, x_label, y_label, grid_axis="both")
     add_wide_legend(figure, ax, theme)
     return to_png(figure)
 

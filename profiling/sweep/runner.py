@@ -36,20 +36,14 @@ class WarmUp:
         require_counts({"num requests": self.num_requests, "combinations": self.combinations, "repeats": self.repeats})
 
 
-class Runner(Protocol):
-    """Serves traces under any system of the sweep."""
-
-    def run(self, system: System, requests: Sequence[Request], standalone_s: Standalone) -> Served:
-        """Serve a trace whose requests have SLOs, as they were asked for; the system adapts them.
-
-        Raises:
-            UsageError: a request cannot be served.
-        """
-        ...
+Serve = Callable[[System, Sequence[Request], Standalone], Served]
+"""Serves a trace whose requests have SLOs, as they were asked for; the system adapts them."""
 
 
-class Side(Runner, Protocol):
-    """What a sweep is served by. The runner calls `check`, `head` and `begin` once each, in this order."""
+class Side(Protocol):
+    """What a sweep is served by. `sweep` calls `check`, `head` and `begin` once each, in this order, the first two with
+    a request of every resolution.
+    """
 
     @property
     def others(self) -> Sequence[Request]:
@@ -57,26 +51,16 @@ class Side(Runner, Protocol):
         ...
 
     def check(self, examples: Sequence[Request]) -> None:
-        """Look at all that can be wrong before anything is written.
-
-        Args:
-            examples: a request of every resolution.
-
-        Raises:
-            UsageError: a request cannot be served, or a system lacks what it needs.
-        """
+        """Raise UsageError if a request cannot be served or a system lacks what it needs; nothing is written yet."""
         ...
 
     def head(self, examples: Sequence[Request], known_s: Mapping[str, float]) -> dict[str, Any]:
-        """What the runs have in common (`SweepFolder`), with standalone latencies by resolution.
-
-        Args:
-            examples: a request of every resolution.
-            known_s: standalone latencies of an earlier call, which stay.
+        """What the runs have in common (`SweepFolder`), with standalone latencies by resolution, of which those that
+        are known from an earlier call stay.
         """
         ...
 
-    def begin(self, folder: SweepFolder, standalone_s: Standalone) -> Mapping[EngineKind, Runner]:
+    def begin(self, folder: SweepFolder, standalone_s: Standalone) -> Mapping[EngineKind, Serve]:
         """Get ready (warm up, calibrate), and say what serves the runs of every kind of engine."""
         ...
 
@@ -103,9 +87,7 @@ def sweep(
     """Serve the runs that the folder does not have yet, and write what all of them tell.
 
     Args:
-        settings: what is swept.
-        side: what serves.
-        defaults: of the model.
+        settings, side, defaults: what is swept, what serves, and the model's defaults.
         open_folder: gives an empty folder, or that of the sweep to continue; called once all is checked.
         on_run, on_done: of `run_sweep`.
 
@@ -140,15 +122,8 @@ def sweep(
 
 
 def examples_of(settings: SweepSettings, defaults: ModelDefaults, others: Iterable[Request] = ()) -> list[Request]:
-    """A request of every resolution that occurs in the sweep, from small to large; draws all traces once.
-
-    Args:
-        settings: what is swept.
-        defaults: of the model.
-        others: requests that are served beside the sweep's.
-
-    Raises:
-        UsageError: a trace cannot be drawn.
+    """A request of every resolution that occurs in the sweep or among others, from small to large. Draws all traces
+    once, and raises UsageError if one cannot be drawn.
     """
     found: dict[Any, Request] = {}
     traces = (settings.requests(rate, seed, defaults) for rate, seed, _ in settings.order())
@@ -160,7 +135,7 @@ def examples_of(settings: SweepSettings, defaults: ModelDefaults, others: Iterab
 
 def run_sweep(
     settings: SweepSettings,
-    runners: Mapping[EngineKind, Runner],
+    runners: Mapping[EngineKind, Serve],
     folder: SweepFolder,
     standalone_s: Standalone,
     defaults: ModelDefaults,
@@ -171,11 +146,10 @@ def run_sweep(
     """Serve all runs that are not finished, and keep each as it ends.
 
     Args:
-        settings: what is swept.
-        runners: for every engine of it; none are needed where all runs are finished.
+        settings, defaults: what is swept, and the model's defaults.
+        runners: for every engine; none are needed where all runs are finished.
         folder: where runs are kept.
         standalone_s: what SLOs are multiples of.
-        defaults: of the model.
         on_run: told what is served, before each run.
         on_done: called after each, and for each that was finished before.
 
@@ -196,7 +170,7 @@ def run_sweep(
                             requests = assign_slos(drawn, standalone_s, settings.slo_scale)
                         on_run(f"{name} at {rate:g}/s, seed {seed}")
                         system = get_system(name, is_simulated=engine == "simulator")
-                        served = runners[engine].run(system, requests, standalone_s)
+                        served = runners[engine](system, requests, standalone_s)
                         if served.was_interrupted:
                             return True
                         folder.save(engine, name, rate, seed, served)

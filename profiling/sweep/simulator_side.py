@@ -9,17 +9,13 @@ from typing import Any
 from ...data.errors import UsageError
 from ...data.files import named_by_content
 from ...data.requests import Request
-from ...data.run_facts import RunFacts
-from ...data.tables.latency import read_latencies
 from ...serving.options import EngineName
-from ...serving.scheduling.policies import StepLatencyPredictor
 from ...serving.scheduling.systems import System
-from ...training.latency.predictor import LatencyPredictor
-from ..runs.calibration import Calibration, step_sources
+from ..runs.calibration import Calibration
 from ..runs.outside_profile import warn_of_small_table
-from ..runs.simulate import SimulatedEngine, load_stage_times, loop_figures
+from ..runs.simulate import SimulatedEngine, load_stage_times, load_step_file, loop_figures
 from .figures import EngineKind
-from .runner import Runner, Standalone
+from .runner import Serve, Standalone
 from .settings import Served, SweepFolder, SweepSettings
 
 _Tell = Callable[[str], None]
@@ -61,19 +57,14 @@ class SimulatorSide:
             "standalone_s": {str(request.resolution): plain.standalone_s(request) for request in examples},
         }
 
-    def begin(self, folder: SweepFolder, standalone_s: Standalone) -> Mapping[EngineKind, Runner]:
+    def begin(self, folder: SweepFolder, standalone_s: Standalone) -> Mapping[EngineKind, Serve]:
         """See `Side`."""
-        return {"simulator": self}
+        return {"simulator": self.run}
 
     def run(self, system: System, requests: Sequence[Request], standalone_s: Standalone) -> Served:
-        """See `Runner`."""
-        result = self.engines[system.engine].serve(
-            system,
-            requests,
-            standalone_s,
-            max_batch_size=self.settings.max_batch_size,
-            num_gpus=self.settings.num_gpus,
-        )
+        """See `Serve`."""
+        engine, limits = self.engines[system.engine], (self.settings.max_batch_size, self.settings.num_gpus)
+        result = engine.serve(system, requests, standalone_s, *limits)
         busy_rate = [busy_s / result.duration_s for busy_s in result.busy_s]
         return Served(result.records, result.duration_s, loop_figures(result) | {"busy_rate": busy_rate})
 
@@ -115,11 +106,7 @@ class SimulatorFiles:
     def engines(
         self, max_batch_size: int = 16, on_warning: _Tell = lambda text: None
     ) -> dict[EngineName, SimulatedEngine]:
-        """What the files say of both engines.
-
-        Args:
-            max_batch_size: of what will be simulated.
-            on_warning: told what may be inexact.
+        """What the files say of both engines, for batches of up to `max_batch_size`.
 
         Raises:
             UsageError: a file cannot be read, is damaged, or is of the wrong engine.
@@ -138,16 +125,15 @@ class SimulatorFiles:
         }
         engines: dict[EngineName, SimulatedEngine] = {}
         for name, (path, is_own) in files.items():
-            about, steady, first = _read_source(path, on_warning)
+            steady, first, about = load_step_file(path, on_warning=on_warning)
             if is_own:
                 warn_of_small_table(steady, path, max_batch_size, on_warning)
             if is_own and about is not None and about.engine != name:
                 option = "--latency" if name == "patched" else "--plain-latency"
                 raise UsageError(f"{path} is of the {about.engine} engine, but {option} must be of the {name} one")
             if self.calibration is not None and name not in known:
-                raise UsageError(
-                    f"{self.calibration} has no calibration of the {name} engine, but of {', '.join(known)}"
-                )
+                engines_of = ", ".join(known)
+                raise UsageError(f"{self.calibration} has no calibration of the {name} engine, but of {engines_of}")
             engines[name] = SimulatedEngine.of(name, steady, first, known.get(name), times)
         return engines
 
@@ -167,14 +153,3 @@ def read_calibrations(path: Path) -> dict[str, Calibration]:
     if not isinstance(content, dict) or not content:
         raise UsageError(f"{path}: the calibration is damaged: it names no engine")
     return {name: Calibration.from_json(data, f"{path}, {name}") for name, data in content.items()}
-
-
-def _read_source(
-    path: Path, on_warning: _Tell
-) -> tuple[RunFacts | None, StepLatencyPredictor, StepLatencyPredictor | None]:
-    """What step latencies were measured on, and those of steady and of first steps."""
-    if path.suffix.lower() == ".safetensors":
-        predictor = LatencyPredictor.load(path, on_warning=on_warning)
-        return predictor.about.circumstances, predictor, None
-    table = read_latencies(path)
-    return table.circumstances, *step_sources(table)

@@ -171,12 +171,12 @@ def bench_slo(
         place = target.root.for_model(target.model, "simulated")
     else:
         from ...profiling.runs.outside_profile import warn_of_small_table
-        from ...profiling.runs.simulate import load_step_latency
+        from ...profiling.runs.simulate import load_step_file
         from ...serving.scheduling.policies import get_policy
 
         step_latency = None
         if predictor is not None:
-            step_latency = load_step_latency(predictor, on_warning=out.warn)
+            step_latency = load_step_file(predictor, on_warning=out.warn).steady
             warn_of_small_table(step_latency, predictor, max_batch_size, out.warn)
         patched = with_cache_of(list(settings.presets), patched, given_flags(context), target, out)
         served, place = target.load(out, patched)

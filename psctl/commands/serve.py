@@ -55,7 +55,7 @@ def serve(
     from ...profiling.report.tables import run_tables
     from ...profiling.runs.outside_profile import warn_of_small_table
     from ...profiling.runs.serve import run_serve
-    from ...profiling.runs.simulate import load_step_latency
+    from ...profiling.runs.simulate import load_step_file
     from ...profiling.runs.step_latencies import latencies_for_serving
     from ...profiling.runs.trace_settings import check_slo_scale, draw_requests
     from ...serving.scheduling.policies import get_policy
@@ -64,7 +64,7 @@ def serve(
     chosen = chosen_system(system, policy, engine, out)
     step_latency = None
     if predictor is not None:
-        step_latency = load_step_latency(predictor, on_warning=out.warn)
+        step_latency = load_step_file(predictor, on_warning=out.warn).steady
         warn_of_small_table(step_latency, predictor, max_batch_size, out.warn)
     requests = draw_requests(trace, target.defaults())
     check_slo_scale(slo_scale)

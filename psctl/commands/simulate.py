@@ -90,9 +90,8 @@ def simulate(
     from ...profiling.runs.planning import at_rate, gpus_needed, highest_rate
     from ...profiling.runs.simulate import (
         Deployment,
-        load_first_steps,
         load_stage_times,
-        load_step_latency,
+        load_step_file,
         simulation_summary,
         write_simulation,
     )
@@ -127,7 +126,7 @@ def simulate(
     sizes = tuple(dict.fromkeys((*sizes, *(request.resolution for request in requests))))
     if latency is None:
         latency = table_for_simulation(target.root, target.model, sizes, on_note=out.note)
-    predictor = load_step_latency(latency, on_warning=out.warn)
+    predictor, first, _ = load_step_file(latency, on_warning=out.warn)
     warn_of_small_table(predictor, latency, max_batch_size, out.warn)
     if chosen.cache != "off":
         out.note("The patch cache is not simulated: steps last as long as without it.")
@@ -140,7 +139,7 @@ def simulate(
         num_gpus=gpus,
         max_batch_size=max_batch_size,
         slo_scale=slo_scale,
-        first=load_first_steps(latency),
+        first=first,
     )
     require_places(file=output_file)
     config = {

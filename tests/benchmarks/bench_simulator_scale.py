@@ -30,7 +30,7 @@ from patchedserve.data.resolution import Resolution
 from patchedserve.data.traces.traces import TraceConfig, assign_slos, generate_trace
 from patchedserve.data.workspace import DEFAULT_WORKSPACE, Workspace
 from patchedserve.profiling.machine import cpu_name
-from patchedserve.profiling.runs.simulate import load_step_latency
+from patchedserve.profiling.runs.simulate import load_step_file
 from patchedserve.serving.core.request_state import RequestRecord
 from patchedserve.serving.models.loading import model_defaults
 from patchedserve.serving.scheduling.policies import StepLatencyPredictor, get_policy
@@ -244,7 +244,7 @@ def main() -> None:
     defaults = model_defaults(options.model)
     steps = options.steps or defaults.num_inference_steps
     path = table_of(options)
-    simulated = Simulated(load_step_latency(path), defaults.resolutions, steps)
+    simulated = Simulated(load_step_file(path).steady, defaults.resolutions, steps)
     if options.profile:
         profiler = cProfile.Profile()
         profiler.runcall(run_scale, simulated, options.num_prompts)

@@ -14,7 +14,7 @@ from patchedserve.data.resolution import Resolution
 from patchedserve.data.tables.schemas import RECORDS, STEPS, read_rows
 from patchedserve.data.traces.traces import TraceConfig, generate_trace
 from patchedserve.profiling.runs.planning import at_rate, gpus_needed, highest_rate
-from patchedserve.profiling.runs.simulate import Deployment, load_step_latency
+from patchedserve.profiling.runs.simulate import Deployment, load_step_file
 from patchedserve.psctl.app import main
 from patchedserve.serving.scheduling.systems import get_system
 from patchedserve.serving.simulator.stage_times import StageTimes
@@ -217,7 +217,7 @@ def test_infeasible_target_is_one_line(folder: Path, capsys: pytest.CaptureFixtu
 
 def deployment(folder: Path, system: str = "patchedserve", **fields: Any) -> Deployment:
     return Deployment(
-        get_system(system, is_simulated=True), load_step_latency(folder / "table.csv"), StageTimes(), **fields
+        get_system(system, is_simulated=True), load_step_file(folder / "table.csv").steady, StageTimes(), **fields
     )
 
 
@@ -228,8 +228,14 @@ def trace_at(rate: float) -> Sequence[Request]:
 
 def test_searches(folder: Path) -> None:
     seen: list[float] = []
-    found = highest_rate(deployment(folder), trace_at, 0.9, on_try=lambda rate, _: seen.append(rate))
-    assert sorted(seen) == list(found.tried)
+
+    def seen_at(rate: float) -> Sequence[Request]:
+        seen.append(rate)
+        return trace_at(rate)
+
+    found = highest_rate(deployment(folder), seen_at, 0.9)
+    # The first trace is an example of a request.
+    assert sorted(seen[1:]) == list(found.tried)
     assert deployment(folder).attainment(trace_at(found.value)) == found.attainment >= 0.9
     # Another policy, another limit: one by one is far behind.
     assert highest_rate(deployment(folder, "diffusers-fcfs"), trace_at, 0.9).value < 0.7 * found.value

@@ -4,19 +4,19 @@ import base64
 import io
 import re
 from collections import Counter
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from PIL import Image
 
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.data.tables.schemas import RECORDS, STEPS, read_frame, write_table
+from patchedserve.data.tables.schemas import RECORDS, STEPS, read_rows, write_table
 from patchedserve.profiling.report.grid import CAPTION_LINES, GAP_PX, _font, image_grid, wrap
 from patchedserve.profiling.report.html import write_report
 from patchedserve.profiling.report.plots import PLOTS
@@ -24,6 +24,7 @@ from patchedserve.profiling.report.run_data import RunData, count_open
 from patchedserve.profiling.report.theme import LIGHT, series_colours
 from patchedserve.serving.core.metrics import summarize
 from patchedserve.serving.core.request_state import RequestRecord
+from patchedserve.serving.core.step_row import StepRow
 
 SIZES = (Resolution(128, 128), Resolution(192, 192), Resolution(256, 256))
 STANDALONE_S = {SIZES[0]: 0.55, SIZES[1]: 0.8, SIZES[2]: 1.1}
@@ -54,7 +55,7 @@ def simulate(num_requests: int, *, rate: float = 4.0, steps: int = 20, seed: int
         cost = {str(size): value / steps for size, value in STANDALONE_S.items()}
         duration = sum(cost[name] * (0.6 + 0.4 * count) for name, count in counts.items()) * rng.uniform(0.95, 1.1)
         waiting = sum(record.arrival_s <= now for record in queue)
-        rows.append((len(rows), now, duration, len(active), waiting, dict(counts), 1e-4))
+        rows.append(StepRow(len(rows), now, duration, len(active), waiting, dict(counts), 1e-4))
         now += duration
         for item in list(active.values()):
             item[1] -= 1
@@ -62,19 +63,13 @@ def simulate(num_requests: int, *, rate: float = 4.0, steps: int = 20, seed: int
                 item[0].denoise_end_s = now
                 item[0].close("completed", now + 0.05)
                 del active[item[0].request_id]
-    return records, [dict(zip(STEPS.names, row, strict=True)) for row in rows], now
+    return records, rows, now
 
 
-def records_frame(records: list[RequestRecord]) -> pd.DataFrame:
-    return pd.DataFrame([record.to_row() for record in records], columns=list(RECORDS.names))
-
-
-def report_of(folder: Path, records: list[RequestRecord], steps: list[dict[str, Any]], images=(), **extra: Any) -> str:
+def report_of(folder: Path, records: list[RequestRecord], steps: list[StepRow], images=(), **extra: Any) -> str:
     duration = max((record.finish_s or 0.0 for record in records), default=0.0)
     summary = summarize(records, duration, slo_scale=4.0, model="emoji-xl", dataset="poisson") | extra
-    path = write_report(
-        folder, summary, records_frame(records), pd.DataFrame(steps, columns=list(STEPS.names)), images=images
-    )
+    path = write_report(folder, summary, records, steps, images=images)
     assert path == folder / "report.html"
     return path.read_text(encoding="utf-8")
 
@@ -132,11 +127,13 @@ def test_report_is_one_file_without_scripts_and_network(tmp_path: Path) -> None:
 def test_report_of_tables_read_from_parquet_is_the_same(tmp_path: Path) -> None:
     records, steps, duration = simulate(12)
     write_table(tmp_path / "records.parquet", RECORDS, [record.to_row() for record in records])
-    write_table(tmp_path / "steps.parquet", STEPS, steps)
+    write_table(tmp_path / "steps.parquet", STEPS, [row.to_row() for row in steps])
     summary = summarize(records, duration, slo_scale=4.0, model="m", dataset="d")
-    frames = read_frame(tmp_path / "records.parquet", RECORDS), read_frame(tmp_path / "steps.parquet", STEPS)
-    first = write_report(tmp_path / "a", summary, *frames).read_bytes()
-    again = write_report(tmp_path / "b", summary, records_frame(records), pd.DataFrame(steps)).read_bytes()
+    stored = [RequestRecord.from_row(row) for row in read_rows(tmp_path / "records.parquet", RECORDS)]
+    rows = [StepRow(**row) for row in read_rows(tmp_path / "steps.parquet", STEPS)]
+    rows = [replace(row, resolutions=dict(row.resolutions)) for row in rows]
+    first = write_report(tmp_path / "a", summary, stored, rows).read_bytes()
+    again = write_report(tmp_path / "b", summary, records, steps).read_bytes()
     assert first == again
 
 
@@ -163,19 +160,19 @@ def test_one_request_at_time_zero(tmp_path: Path) -> None:
     record = RequestRecord.of(Request(0, "a fox", SIZES[0], 1))
     record.admitted_s, record.denoise_end_s = 0.0, 0.0
     record.close("completed", 0.0)
-    step = dict(zip(STEPS.names, (0, 0.0, 0.0, 1, 0, {"128x128": 1}, 0.0), strict=True))
+    step = StepRow(0, 0.0, 0.0, 1, 0, {"128x128": 1})
     assert _Page(report_of(tmp_path, [record], [step])).tags["picture"] == len(PLOTS) - 1  # no SLO, no attainment
 
 
 def test_timeline_is_left_out_when_there_are_too_many_requests_for_it() -> None:
     records, steps, duration = simulate(201, steps=2)
-    data = RunData.of(duration, records_frame(records), pd.DataFrame(steps))
+    data = RunData.of(duration, records, steps)
     assert PLOTS["timeline"][0](data, LIGHT) is None
 
 
 def test_plots_show_the_numbers_of_the_tables() -> None:
     records, steps, duration = simulate(60)
-    data = RunData.of(duration, records_frame(records), pd.DataFrame(steps))
+    data = RunData.of(duration, records, steps)
 
     arrivals = PLOTS["arrivals"][0](data, LIGHT)
     assert arrivals is not None
@@ -191,20 +188,19 @@ def test_plots_show_the_numbers_of_the_tables() -> None:
     times, curves = data.composition()
     assert (np.diff(times) >= 0).all()
     for row in steps:  # in the middle of each step, the curves show its batch
-        place = np.searchsorted(times, row["start_s"] + row["duration_s"] / 2, side="right") - 1
-        assert {name: curve[place] for name, curve in curves.items() if curve[place]} == row["resolutions"]
+        place = np.searchsorted(times, row.start_s + row.duration_s / 2, side="right") - 1
+        assert {name: curve[place] for name, curve in curves.items() if curve[place]} == row.resolutions
 
 
 def test_composition_is_empty_in_pauses_but_not_between_steps() -> None:
-    values = [
-        (0, 0.0, 0.1, 2, 0, {"128x128": 2}, 0.0),
-        (1, 0.11, 0.1, 1, 0, {"128x128": 1}, 0.0),
-        (2, 5.0, 0.1, 1, 0, {"128x128": 1}, 0.0),
+    steps = [
+        StepRow(0, 0.0, 0.1, 2, 0, {"128x128": 2}),
+        StepRow(1, 0.11, 0.1, 1, 0, {"128x128": 1}),
+        StepRow(2, 5.0, 0.1, 1, 0, {"128x128": 1}),
     ]
     record = RequestRecord.of(Request(0, "", SIZES[0]))
     record.close("completed", 5.1)
-    frame = pd.DataFrame(values, columns=list(STEPS.names))
-    times, curves = RunData.of(5.1, records_frame([record]), frame).composition()
+    times, curves = RunData.of(5.1, [record], steps).composition()
     assert times == pytest.approx([0.0, 0.11, 0.21, 5.0, 5.1])
     assert curves["128x128"].tolist() == [2, 1, 0, 1, 0]
 

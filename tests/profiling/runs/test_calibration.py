@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +14,7 @@ from patchedserve.data.resolution import Resolution
 from patchedserve.data.tables.latency import LatencyRow, LatencyTable, write_latencies
 from patchedserve.data.traces.traces import TraceConfig, assign_slos, generate_trace
 from patchedserve.profiling.runs.calibration import Calibration, calibrate, step_sources
-from patchedserve.profiling.runs.simulate import Deployment, SimulatedEngine, load_first_steps, load_step_latency
+from patchedserve.profiling.runs.simulate import Deployment, SimulatedEngine, load_step_file
 from patchedserve.profiling.sweep.simulator_side import read_calibrations
 from patchedserve.serving.scheduling.policies import get_policy
 from patchedserve.serving.scheduling.systems import get_system
@@ -113,13 +114,12 @@ def test_deployments_know_first_steps(tmp_path: Path) -> None:
     rows = (LatencyRow({S: 1}, (10.0,), (30.0,)), LatencyRow({S: 2}, (14.0,), (40.0,)))
     write_latencies(tmp_path / "own.parquet", LatencyTable(rows))
     (tmp_path / "foreign.csv").write_text("combination,ms\n128x128,10\n2*128x128,14\n")
-    assert load_first_steps(tmp_path / "foreign.csv") is None
+    assert load_step_file(tmp_path / "foreign.csv").first is None
 
     def latency_of(name: str, engine: Literal["patched", "plain"]) -> float | None:
-        path = tmp_path / name
-        first = load_first_steps(path)
+        steady, first, _ = load_step_file(tmp_path / name)
         system = get_system("diffusers-fcfs").overridden(engine=engine)
-        deployment = Deployment(system, load_step_latency(path), StageTimes(), first=first)
+        deployment = Deployment(system, steady, StageTimes(), first=first)
         return deployment.run([request(0, steps=4)])[1].records[0].latency_s
 
     assert latency_of("foreign.csv", "patched") == pytest.approx(0.040)
@@ -142,7 +142,7 @@ def test_calibration_finds_what_was_put_in() -> None:
     assert 1.2 - 1e-9 < found.told_scale < 1.9
     # Without knowing of first steps and stages it must blame the scale.
     assert calibrate(result.records, result.steps, table, None).scale > 1.25
-    again = Calibration.from_json(json.loads(json.dumps(found.to_json())), "x")
+    again = Calibration.from_json(json.loads(json.dumps(asdict(found))), "x")
     assert again == found
     # What follows simulates as the truth did.
     other = serve(again.durations(table, first), rate=3.0)
@@ -199,10 +199,10 @@ def test_plain_and_patch_engine_have_latencies_of_their_own() -> None:
         ("{", "is damaged"),
         ("{}", "names no engine"),
         ('{"plain": {"scale": 1}}', "a calibration must have"),
-        (json.dumps({"plain": Calibration({"128x128": -1.0}, {}).to_json()}), "prepare_s of 128x128 is -1 s"),
-        (json.dumps({"plain": Calibration({"wide": 1.0}, {}).to_json()}), "resolution is 'wide'"),
-        (json.dumps({"plain": Calibration({}, {}, scale=0.0).to_json()}), "scale of step durations is 0"),
-        (json.dumps({"plain": Calibration({}, {}).to_json() | {"error": "x"}}), "is damaged"),
+        (json.dumps({"plain": asdict(Calibration({"128x128": -1.0}, {}))}), "prepare_s of 128x128 is -1 s"),
+        (json.dumps({"plain": asdict(Calibration({"wide": 1.0}, {}))}), "resolution is 'wide'"),
+        (json.dumps({"plain": asdict(Calibration({}, {}, scale=0.0))}), "scale of step durations is 0"),
+        (json.dumps({"plain": asdict(Calibration({}, {})) | {"error": "x"}}), "is damaged"),
     ],
 )
 def test_damaged_calibrations_are_one_line(tmp_path: Path, content: str, message: str) -> None:

@@ -50,13 +50,15 @@ def test_interrupted_sweep_goes_on(tmp_path: Path, by_signal: bool) -> None:
     wanted = settings(systems=("diffusers", "patchedserve", "patched-edf"), rates=(1.0, 2.0), seeds=(3,))
     head = {"settings": wanted.fixed(), "circumstances": {"model": "m"}, "standalone_s": {"128x128": 1.0}}
     first, rest = Stop(2, by_signal=by_signal), Stop(99, by_signal=by_signal)
-    assert run_sweep(wanted, {"simulator": first}, SweepFolder(tmp_path, head), lambda request: 1.0, ModelDefaults())
+    assert run_sweep(
+        wanted, {"simulator": first.run}, SweepFolder(tmp_path, head), lambda request: 1.0, ModelDefaults()
+    )
     assert first.served == [("diffusers", 4), ("patchedserve", 4)]
     folder = SweepFolder(tmp_path, head)
     assert len(folder.finished(wanted)) == folder.num_finished(wanted) == 2
     done: list[int] = []
     again = run_sweep(
-        wanted, {"simulator": rest}, folder, lambda request: 1.0, ModelDefaults(), on_done=lambda: done.append(1)
+        wanted, {"simulator": rest.run}, folder, lambda request: 1.0, ModelDefaults(), on_done=lambda: done.append(1)
     )
     assert not again
     # The second rate begins with another system.
