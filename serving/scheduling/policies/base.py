@@ -1,4 +1,4 @@
-"""What a policy is: which waiting requests join the denoise batch now, which are given up, and which go on waiting."""
+"""What a policy is: which waiting requests join the denoise batch now, which are dropped, and which keep waiting."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from .waiting import WaitingQueue
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a policy decided; whoever is named in neither field goes on waiting.
+    """What a policy decided; a request named in neither field keeps waiting.
 
     Attributes:
         admit: ids of waiting requests that join the active queue, in the order in which they join.
