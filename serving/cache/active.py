@@ -33,12 +33,7 @@ class QueryGroup:
 
 
 class ActiveSet:
-    """Some cells of a batch, in ascending order.
-
-    Args:
-        tables: of the batch.
-        cells: (n,) their numbers, ascending, at least one.
-    """
+    """Some cells of a batch: (n,) numbers, ascending, at least one."""
 
     def __init__(self, tables: CellTables, cells: Integers) -> None:
         self.tables, self._cells = tables, cells

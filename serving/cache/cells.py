@@ -38,13 +38,11 @@ def _kept_tensor(make: Callable[..., Integers]) -> Callable[..., Tensor]:
 class CellTables:
     """Index tables of one packing and one assignment of slots; built when the active set changes.
 
-    Args:
-        packing: where the tokens lie.
-        cell_size: side of a cell in latent pixels; it divides all sides and suits all levels.
-        unit: latent pixels on the side of a token of the finest level.
-        slots: (cells,) slot of every cell, from 1.
+    `cell_size` is the side of a cell in latent pixels, which divides all sides and suits all levels; `unit` that of a
+    token of the finest level.
 
     Attributes:
+        slots: (cells,) slot of every cell, from 1.
         num_cells: cells of all rows.
         row_of_cell: (cells,).
         row_start: (rows + 1,) first cell of each row, then the number of cells.

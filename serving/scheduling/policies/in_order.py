@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ...core.request_state import RequestView
 from .base import Decision, Policy, StepLatencyPredictor, free_places
-from .waiting import groups_by_deadline
+from .waiting import as_queue
 
 
 class InOrderPolicy(Policy):
@@ -84,4 +84,4 @@ class EdfPolicy(InOrderPolicy):
     name: ClassVar[str] = "edf"
 
     def queue(self, waiting: Sequence[RequestView]) -> Iterable[int]:
-        return (request_id for _, _, request_id, _ in merge(*groups_by_deadline(waiting)))
+        return (request_id for _, _, request_id, _ in merge(*as_queue(waiting).groups))
