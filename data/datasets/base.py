@@ -43,14 +43,8 @@ class CaptionEntry:
 
 @dataclass(frozen=True, slots=True)
 class CaptionedImage:
-    """One text-image pair of a sample.
-
-    Attributes:
-        id: name of the image within its data set.
-        caption: the one caption chosen, on one line.
-        location: where the image lies, for the data set; None without an image.
-        width, height: size of the image in pixels, None where it is not known (captions only).
-        seed: seed that the data set gives for generating the image, or None.
+    """One text-image pair of a sample: what its `CaptionEntry` says, with the one caption that was chosen. Only captions
+    without images have no `width` and `height`, in pixels.
     """
 
     id: str
@@ -101,12 +95,7 @@ class CaptionDataset(Protocol):
 
 
 class BadEntries:
-    """Names and counts what could not be used, up to a limit.
-
-    Args:
-        source: name of the data set or folder, for the message.
-        limit: how many bad entries are tolerated; one more is an error.
-    """
+    """Names and counts what could not be used in `source` (a name for messages); more than `limit` are an error."""
 
     def __init__(self, source: str, limit: int = 0) -> None:
         if limit < 0:
