@@ -48,8 +48,7 @@ class FolderPairs:
 def open_folder(path: str | Path) -> ImageFolder:
     """List the images of a folder and of those below it, by their suffix; hidden files are left out.
 
-    Raises:
-        UsageError: it is not a folder, or holds no image.
+    Raises UsageError: it is not a folder, or holds no image.
     """
     root = existing(path, "a folder of images")
     if not root.is_dir():
@@ -110,13 +109,3 @@ def _mismatch(
         if names:
             message += f"; only in {folder.root}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
     return message
-
-
-def _check_sizes(pairs: FolderPairs) -> None:
-    differing: list[str] = []
-    for stem, one, other in zip(pairs.stems, pairs.generated_ids, pairs.reference_ids, strict=True):
-        found, wanted = Resolution(*pairs.generated.image_size(one)), Resolution(*pairs.reference.image_size(other))
-        if found != wanted:
-            differing.append(f"{stem} is {found}, but its reference is {wanted}")
-    if differing:
-        raise UsageError(f"{len(differing)} of {len(pairs)} pairs differ in size; the first: {differing[0]}")

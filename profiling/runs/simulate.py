@@ -14,7 +14,8 @@ from ...data.files import write_json
 from ...data.requests import Request
 from ...data.tables.latency import read_latencies
 from ...data.tables.schemas import RECORDS, STEPS, read_frame, read_rows, write_table
-from ...data.traces.traces import assign_slos, save_trace
+from ...data.traces.files import save_trace
+from ...data.traces.traces import assign_slos
 from ...data.workspace import ModelWorkspace
 from ...serving.core.metrics import slo_attainment_rate, summarize
 from ...serving.core.request_state import RequestRecord

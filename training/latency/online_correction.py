@@ -84,8 +84,7 @@ class OnlineCorrection:
     def observe(self, active: Sequence[Resolution], measured_s: float) -> None:
         """Learn from a step of this batch (at least one request) that took this long.
 
-        Raises:
-            ValueError: there was no batch, or the time is not positive and finite.
+        Raises ValueError: there was no batch, or the time is not positive and finite.
         """
         if not active or not 0 < measured_s < math.inf:
             raise ValueError(f"a step of {len(active)} requests took {measured_s} s, but both must be positive")
