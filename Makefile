@@ -1,5 +1,5 @@
 # The commands of a working day. Each sets up `.venv` first if pyproject.toml or constraints.txt has changed.
-#   make demo     serve a Poisson trace on a bundled model and leave an HTML report
+#   make demo     one overloaded trace, served by bucketed diffusers and by psctl: about two minutes
 #   make test     the whole test suite
 #   make gate     quality gates on both bundled models, as CI judges them
 #   make docs     the documentation as a web site, in strict mode
@@ -39,10 +39,7 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 demo: setup
-	$(BIN)/psctl serve --trace poisson --model emoji-xl --num-prompts 24 --request-rate 1 \
-		--num-inference-steps 20 --seed 7 --save-dir $(DEMO_DIR)
-	@test -f $(DEMO_DIR)/report.html
-	@echo "Open the report in a browser: file://$(abspath $(DEMO_DIR))/report.html"
+	$(BIN)/psctl demo --output-dir $(DEMO_DIR)
 
 test: setup
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 $(PYTEST_ARGS)

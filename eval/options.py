@@ -32,7 +32,7 @@ class EvalOptions:
         seed: of the sample, of the first image, and of everything drawn in the metrics.
         resolutions: as text, such as "128,192"; taken in turn. None for the model's.
         num_inference_steps, guidance_scale: None for the model's.
-        policy: who joins the batch and when.
+        policy: which requests join the batch, and when.
         max_batch_size: of the engine.
         max_bad: how many images may be missing, damaged or fail.
 

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from ..data.errors import UsageError
+from ..data.figures import write_figures
 from ..data.files import write_json
+from ..data.parsing import parse
 from .results import MetricResult
 
 RESULTS_FILE = "results.json"
@@ -38,15 +40,16 @@ class EvalResults:
 
     def to_json(self) -> dict[str, Any]:
         """A mapping that JSON can hold."""
-        return {
+        content = {
             "kind": RESULTS_KIND,
             "version": VERSION,
             "settings": self.settings,
             **({} if self.cache_use is None else {"cache_use": self.cache_use}),
             "metrics": {name: metric.to_json() for name, metric in self.metrics.items()},
             "warnings": self.warnings,
-            "per_image": self.per_image,
         }
+        write_figures(content, {name: metric.estimate for name, metric in self.metrics.items()})
+        return content | {"per_image": self.per_image}
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all. Raises OSError."""
@@ -57,32 +60,23 @@ class EvalResults:
         """Read what `save` has written; a folder stands for its `results.json`.
 
         Raises:
-            UsageError: there is no such file, or it is no result of `psctl eval`.
+            UsageError: there is no such file, or it is not a result of `psctl eval`.
         """
         return cls.from_json(*read_result(path, RESULTS_FILE))
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], file: Path) -> Self:
         """The results in the content of a file, which is named in errors. Raises UsageError."""
-        if content.get("kind") != RESULTS_KIND:
-            raise UsageError(f"{file}: is no result of psctl eval (it has no kind {RESULTS_KIND!r})")
-        if content.get("version") != VERSION:
-            raise UsageError(f"{file}: is version {content.get('version')!r}, but this psctl reads version {VERSION}")
-        metrics: Any = content.get("metrics")
-        per_image: Any = content.get("per_image", {})
-        settings: Any = content.get("settings", {})
-        cache_use: Any = content.get("cache_use")
-        for name, value in (("metrics", metrics), ("per_image", per_image), ("settings", settings)):
-            if not isinstance(value, Mapping):
-                raise UsageError(f"{file}: {name} must be a mapping")
-        if cache_use is not None and not isinstance(cache_use, Mapping):
-            raise UsageError(f"{file}: cache_use must be a mapping or null")
-        try:
-            results = {str(name): MetricResult.from_json(each) for name, each in metrics.items()}
-        except UsageError as error:
-            raise UsageError(f"{file}: {error}") from error
-        warnings = list(content.get("warnings", []))
-        return cls(results, dict(per_image), dict(settings), warnings, None if cache_use is None else dict(cache_use))
+        require_kind(content, file, RESULTS_KIND, "psctl eval")
+        return parse(cls, content, str(file))
+
+
+def require_kind(content: Mapping[str, Any], file: Path, kind: str, command: str) -> None:
+    """Raise UsageError unless this is the content of a file that this version of a command writes."""
+    if content.get("kind") != kind:
+        raise UsageError(f"{file}: is not a result of {command} (its kind is not {kind!r})")
+    if content.get("version") != VERSION:
+        raise UsageError(f"{file}: is version {content.get('version')!r}, but this psctl reads version {VERSION}")
 
 
 def read_result(path: Path, file_name: str) -> tuple[dict[str, Any], Path]:

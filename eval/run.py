@@ -1,7 +1,7 @@
 """One evaluation from end to end: draw what is missing, read both sides, measure, write the results.
 
-An evaluation that was stopped goes on where it was when the same is asked again: images lie in a set named by what
-decides them, features by the content of their images.
+An evaluation that was stopped continues where it was when it is asked for again: images are kept in a set named by
+what decides them, features by the content of their images.
 """
 
 from collections.abc import Callable, Mapping

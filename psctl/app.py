@@ -20,6 +20,7 @@ from ..data.errors import PsctlError, UsageError
 from .commands.bench_cache import bench_cache
 from .commands.bench_slo import bench_slo
 from .commands.bench_steps import bench_steps
+from .commands.demo import demo
 from .commands.doctor import doctor
 from .commands.eval import eval_all, eval_clip, eval_fid, eval_kid, eval_lpips, eval_psnr, eval_ssim
 from .commands.eval_compare import eval_compare
@@ -41,6 +42,7 @@ from .output import Output
 COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("serve", serve),
     ("generate", generate),
+    ("demo", demo),
     ("profile latency", profile_latency),
     ("profile blocks", profile_blocks),
     ("train-predictor latency", train_predictor_latency),
@@ -65,7 +67,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("doctor", doctor),
 )
 _PANELS = {
-    "Serve": ("serve", "generate"),
+    "Serve": ("serve", "generate", "demo"),
     "Measure the machine, and learn from it": ("profile", "train-predictor"),
     "Plan and compare": ("simulate", "bench"),
     "Quality": ("eval", "gate"),

@@ -1,19 +1,21 @@
 """The JSON file of a comparison of two configurations: what `psctl gate` and `psctl eval report` read."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
 from ...data.errors import UsageError
+from ...data.figures import write_figures
 from ...data.files import write_json
-from ..result_files import COMPARE_FILE, COMPARE_KIND, read_result
+from ...data.parsing import parse
+from ...data.statistics import Estimate
+from ..result_files import COMPARE_FILE, COMPARE_KIND, VERSION, read_result, require_kind
 from ..results import MetricResult
 from .paired import PairedResult
 
 FID_TO_FIRST = "fid_to_first"
 """FID of the second side's images against the first's; `fid` is always to real images."""
-VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,24 +30,9 @@ class ComparedSide:
     """
 
     path: str
-    settings: dict[str, Any] = field(default_factory=dict)
-    metrics: dict[str, MetricResult] = field(default_factory=dict)
-    cache_use: dict[str, Any] | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """A mapping that JSON can hold."""
-        return {
-            "path": self.path,
-            "settings": self.settings,
-            "cache_use": self.cache_use,
-            "metrics": {name: each.to_json() for name, each in self.metrics.items()},
-        }
-
-    @classmethod
-    def from_json(cls, content: Any) -> Self:
-        """The side that `to_json` made `content` of. Raises UsageError, KeyError, TypeError, ValueError."""
-        metrics = {str(name): MetricResult.from_json(each) for name, each in content["metrics"].items()}
-        return cls(str(content["path"]), dict(content["settings"]), metrics, content["cache_use"])
+    settings: dict[str, Any]
+    metrics: dict[str, MetricResult]
+    cache_use: dict[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,21 +58,21 @@ class Comparison:
     prompts_digest: str | None = None
     per_image: dict[str, dict[str, float]] = field(default_factory=dict)
 
+    def figures(self) -> dict[str, Estimate]:
+        """Distances by the names of their metrics; differences as `clip[...].difference` and `clip[...].win_rate`."""
+        found = {name: each.estimate for name, each in self.metrics.items()}
+        for name, each in self.differences.items():
+            found[f"{name}.difference"] = each.estimate
+            if each.wins is not None:
+                found[f"{name}.win_rate"] = each.wins
+        return found
+
     def to_json(self) -> dict[str, Any]:
         """A mapping that JSON can hold, and that gates can read."""
-        return {
-            "kind": COMPARE_KIND,
-            "version": VERSION,
-            "first": self.first.path,
-            "second": self.second.path,
-            "prompts_digest": self.prompts_digest,
-            "changed": {name: list(values) for name, values in self.changed.items()},
-            "metrics": {name: each.to_json() for name, each in self.metrics.items()},
-            "differences": {name: each.to_json() for name, each in self.differences.items()},
-            "warnings": self.warnings,
-            "sides": [self.first.to_json(), self.second.to_json()],
-            "per_image": self.per_image,
-        }
+        content = {"kind": COMPARE_KIND, "version": VERSION, **asdict(self)}
+        sides = [content["first"], content["second"]]
+        content |= {"first": self.first.path, "second": self.second.path, "sides": sides}
+        return write_figures(content, self.figures())
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all. Raises OSError."""
@@ -96,30 +83,20 @@ class Comparison:
         """Read what `save` has written; a folder stands for its `compare.json`.
 
         Raises:
-            UsageError: there is no such file, or it is no result of `psctl eval compare`.
+            UsageError: there is no such file, or it is not a result of `psctl eval compare`.
         """
         return cls.from_json(*read_result(path, COMPARE_FILE))
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], file: Path) -> Self:
         """The comparison in the content of a file, which is named in errors. Raises UsageError."""
-        if content.get("kind") != COMPARE_KIND or content.get("version") != VERSION:
-            raise UsageError(f"{file}: is no result of psctl eval compare, version {VERSION}")
-        if "sides" not in content:
+        require_kind(content, file, COMPARE_KIND, "psctl eval compare")
+        sides = content.get("sides")
+        if sides is None:
             raise UsageError(f"{file}: was written by an older psctl, without its sides; run psctl eval compare again")
-        try:
-            first, second = (ComparedSide.from_json(each) for each in content["sides"])
-            return cls(
-                first,
-                second,
-                {str(name): MetricResult.from_json(each) for name, each in content["metrics"].items()},
-                {str(name): PairedResult(**each) for name, each in content["differences"].items()},
-                {str(name): (values[0], values[1]) for name, values in content["changed"].items()},
-                list(content["warnings"]),
-                content["prompts_digest"],
-                {str(name): dict(values) for name, values in content["per_image"].items()},
-            )
-        except UsageError as error:
-            raise UsageError(f"{file}: {error}") from error
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise UsageError(f"{file}: is damaged: {type(error).__name__}: {error}") from error
+        if not isinstance(sides, list) or len(sides) != 2:
+            raise UsageError(f"{file}: sides must be a list of two")
+        content = {**content, "first": sides[0], "second": sides[1]}
+        if missing := [each.name for each in fields(cls) if each.name not in content]:
+            raise UsageError(f"{file}: {missing[0]!r} is missing")
+        return parse(cls, content, str(file))

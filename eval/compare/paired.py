@@ -5,13 +5,13 @@ figures. Intervals of differences are bootstraps over pairs; those of win rates 
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...data.errors import UsageError
-from ...data.statistics import wilson_interval
+from ...data.statistics import Estimate, wilson_interval
 from ..metrics.bootstrap import bootstrap_centred, bootstrap_mean
 from ..results import Direction
 
@@ -52,9 +52,15 @@ class PairedResult:
     tie_rate: float | None = None
     seed: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        """A mapping that JSON can hold."""
-        return asdict(self)
+    @property
+    def estimate(self) -> Estimate:
+        """The difference and its interval."""
+        return Estimate(self.difference, self.low, self.high, self.n)
+
+    @property
+    def wins(self) -> Estimate | None:
+        """The win rate and its interval, where there is one."""
+        return None if self.win_rate is None else Estimate(self.win_rate, self.win_low, self.win_high, self.n)
 
 
 def compare_values(
@@ -73,14 +79,14 @@ def compare_values(
             f"{only[0]} is on the {side}"
         )
     if not first:
-        raise UsageError(f"{name}: there is no pair to compare")
+        raise UsageError(f"{name}: no pair to compare")
     one = np.array([first[key] for key in first], dtype=np.float64)
     other = np.array([second[key] for key in first], dtype=np.float64)
     differences = other - one
     better = differences > 0 if direction == "higher" else differences < 0
     wins = better + 0.5 * (differences == 0)
     difference = bootstrap_mean(differences, seed)
-    win_interval = wilson_interval(float(wins.sum()), len(wins))
+    win_low, win_high = wilson_interval(float(wins.sum()), len(wins))
     return PairedResult(
         name,
         float(one.mean()),
@@ -91,8 +97,8 @@ def compare_values(
         n=len(one),
         direction=direction,
         win_rate=float(wins.mean()),
-        win_low=win_interval[0],
-        win_high=win_interval[1],
+        win_low=win_low,
+        win_high=win_high,
         tie_rate=float((differences == 0).mean()),
         seed=seed,
     )

@@ -114,7 +114,7 @@ def _side(folder: Path, manifest: Manifest) -> ComparedSide:
     settings["resolutions"] = [
         f"{width}x{height}" for width, height in sorted(sizes, key=lambda size: size[0] * size[1])
     ]
-    return ComparedSide(str(folder.resolve()), settings, cache_use=cache_use_of(folder, settings, None)[0])
+    return ComparedSide(str(folder.resolve()), settings, {}, cache_use_of(folder, settings, None)[0])
 
 
 @dataclass(frozen=True, slots=True)

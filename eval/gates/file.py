@@ -6,23 +6,30 @@ baseline = "baseline.json"          # for relative bounds
 [[gate]]
 metric = "fid"
 max = 30                            # or min, max_ratio, min_ratio, max_increase, max_decrease
-min_samples = 256                   # optional, as are name, file and repeats
+min_samples = 256                   # optional, as are name, file, repeats and statistic
+
+[[gate]]
+metric = "psnr"
+statistic = "min"                   # the worst image, exactly; or max, p05; the default is the mean
+min = 75
 """
 
-import math
 import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from ...data.errors import UsageError
+from ...data.parsing import parse
 from .judging import ABSOLUTE, RELATIVE, Gate
+from .results import Statistic
 
-_GATE_KEYS = ("metric", "name", "file", "repeats", "min_samples", *ABSOLUTE, *RELATIVE)
-_FILE_KEYS = ("results", "baseline", "gate")
 _HEADER = re.compile(r"\s*\[\[\s*gate\s*\]\]")
 _EXAMPLE = '[[gate]] with metric = "fid" and max = 30, say'
+_Relative = Annotated[FiniteFloat, Field(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +42,59 @@ class GateFile:
     baseline: Path | None
 
 
+class _Content(BaseModel):
+    """The file as it is written."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    results: list[str] = []
+    baseline: str | None = None
+    gate: list[dict[str, Any]] = []
+
+
+class _Entry(BaseModel):
+    """One gate as it is written."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    metric: Annotated[str, Field(min_length=1)]
+    name: str | None = None
+    file: str | None = None
+    statistic: Statistic = "mean"
+    repeats: bool = False
+    min_samples: Annotated[int, Field(ge=0)] = 0
+    max: FiniteFloat | None = None
+    min: FiniteFloat | None = None
+    max_ratio: _Relative | None = None
+    min_ratio: _Relative | None = None
+    max_increase: _Relative | None = None
+    max_decrease: _Relative | None = None
+
+    @property
+    def bounds(self) -> dict[str, float]:
+        kinds = (*ABSOLUTE, *RELATIVE)
+        return {kind: getattr(self, kind) for kind in kinds if getattr(self, kind) is not None}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.bounds:
+            raise ValueError(f"the gate of {self.metric} has no bound; give one of {', '.join((*ABSOLUTE, *RELATIVE))}")
+        if self.repeats and self.statistic != "mean":
+            raise ValueError(f"statistic {self.statistic!r} is of the images of one file, so repeats must be false")
+        return self
+
+    def to_gate(self, folder: Path) -> Gate:
+        figure = self.metric if self.statistic == "mean" else f"{self.metric}.{self.statistic}"
+        name = self.name or " ".join([figure, *(f"{kind} {bound:g}" for kind, bound in self.bounds.items())])
+        file = None if self.file is None else folder / self.file
+        return Gate(self.metric, self.bounds, name, file, self.repeats, self.min_samples, self.statistic)
+
+
 def read_gates(path: Path) -> GateFile:
     """Read a gate file.
 
     Raises:
-        UsageError: it cannot be read, is no TOML (the line is named), or a gate has no metric, no bound, or a key or
+        UsageError: it cannot be read, is not TOML (the line is named), or a gate has no metric, no bound, or a key or
             value that is not allowed (the line of its header is named).
     """
     try:
@@ -49,60 +104,20 @@ def read_gates(path: Path) -> GateFile:
         raise UsageError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: is not valid TOML: {error}") from error
-    unknown = sorted(set(content) - set(_FILE_KEYS))
-    if unknown:
-        raise UsageError(f"{path}: unknown key {unknown[0]!r}; known: {', '.join(_FILE_KEYS)}")
-    folder = path.absolute().parent
-    entries = content.get("gate", [])
-    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
+    read = parse(_Content, content, str(path))
+    if not read.gate:
         raise UsageError(f"{path}: there is no gate; write {_EXAMPLE}")
-    results = content.get("results", [])
-    if not isinstance(results, list) or not all(isinstance(item, str) for item in results):
-        raise UsageError(f"{path}: results is {results!r}, but it must be a list of file names")
-    baseline = content.get("baseline")
-    if baseline is not None and not isinstance(baseline, str):
-        raise UsageError(f"{path}: baseline is {baseline!r}, but it must be a file name")
+    folder = path.absolute().parent
     lines = [number for number, line in enumerate(text.splitlines(), 1) if _HEADER.match(line)]
     gates = []
-    for index, entry in enumerate(entries):
+    for index, entry in enumerate(read.gate):
         # Gates may also be written as an inline list, which has no headers.
-        where = f"{path}, line {lines[index]}" if len(lines) == len(entries) else f"{path}, gate {index + 1}"
-        gates.append(_read_gate(entry, where, folder))
+        where = f"{path}, line {lines[index]}" if len(lines) == len(read.gate) else f"{path}, gate {index + 1}"
+        if not entry.get("metric"):
+            raise UsageError(f"{where}: a gate needs a metric, as in {_EXAMPLE}")
+        gates.append(parse(_Entry, entry, where).to_gate(folder))
     names = [gate.name for gate in gates]
-    twice = [name for i, name in enumerate(names) if name in names[:i]]
-    if twice:
+    if twice := [name for i, name in enumerate(names) if name in names[:i]]:
         raise UsageError(f"{path}: two gates are called {twice[0]!r}; give each its own name")
-    return GateFile(
-        path, tuple(gates), tuple(folder / item for item in results), None if baseline is None else folder / baseline
-    )
-
-
-def _read_gate(entry: dict[str, Any], where: str, folder: Path) -> Gate:
-    unknown = sorted(set(entry) - set(_GATE_KEYS))
-    if unknown:
-        raise UsageError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(_GATE_KEYS)}")
-    metric = entry.get("metric")
-    if not isinstance(metric, str) or not metric:
-        raise UsageError(f"{where}: a gate needs a metric, as in {_EXAMPLE}")
-    bounds = {kind: entry[kind] for kind in (*ABSOLUTE, *RELATIVE) if kind in entry}
-    if not bounds:
-        raise UsageError(f"{where}: the gate of {metric} has no bound; give one of {', '.join((*ABSOLUTE, *RELATIVE))}")
-    for kind, bound in bounds.items():
-        if not isinstance(bound, int | float) or isinstance(bound, bool) or not math.isfinite(bound):
-            raise UsageError(f"{where}: {kind} is {bound!r}, but it must be a finite number")
-        if kind in RELATIVE and bound < 0:
-            raise UsageError(f"{where}: {kind} is {bound!r}, but it must not be negative")
-    for key, kind, what in (("name", str, "text"), ("file", str, "a file name"), ("repeats", bool, "true or false")):
-        if key in entry and not isinstance(entry[key], kind):
-            raise UsageError(f"{where}: {key} is {entry[key]!r}, but it must be {what}")
-    least = entry.get("min_samples", 0)
-    if not isinstance(least, int) or isinstance(least, bool) or least < 0:
-        raise UsageError(f"{where}: min_samples is {least!r}, but it must be a whole number that is not negative")
-    return Gate(
-        metric,
-        {kind: float(bound) for kind, bound in bounds.items()},
-        entry.get("name") or " ".join([metric, *(f"{kind} {bound:g}" for kind, bound in bounds.items())]),
-        folder / entry["file"] if "file" in entry else None,
-        entry.get("repeats", False),
-        least,
-    )
+    baseline = None if read.baseline is None else folder / read.baseline
+    return GateFile(path, tuple(gates), tuple(folder / item for item in read.results), baseline)

@@ -1,8 +1,12 @@
-"""Quality gates: bounds on metrics, judged by intervals.
+"""Quality gates: bounds on figures, judged by intervals.
 
 A gate fails only where the whole 95 % interval lies beyond its bound, passes where the whole interval lies within, and
 says "not enough evidence" between. Bounds are absolute, or relative to a stored baseline, whose own interval counts
 as well.
+
+Exactness is a promise for every image, and a mean hides one wrong image among many. So a gate may look at a statistic
+of the values of single images instead: the worst image of those that were drawn is known exactly, whatever others
+would give, and such a gate passes or fails, unless there are fewer images than it asks for.
 """
 
 import math
@@ -12,11 +16,14 @@ from pathlib import Path
 from typing import Literal
 
 from ...data.errors import UsageError
+from ...data.figures import write_figures
 from ...data.files import write_json
-from .figures import Figure
-from .metrics import BASELINE_KIND, load_figures, repeated
+from ...data.statistics import Estimate
+from .results import BASELINE_KIND, ResultFile, Statistic, read_results
 
-Verdict = Literal["pass", "fail", "not enough evidence", "updated"]
+Verdict = Literal["fail", "not enough evidence", "pass", "updated"]
+_ORDER: tuple[Verdict, ...] = ("fail", "not enough evidence", "pass", "updated")
+"""The worst first."""
 
 ABSOLUTE = ("max", "min")
 RELATIVE = ("max_ratio", "min_ratio", "max_increase", "max_decrease")
@@ -34,6 +41,7 @@ class Gate:
         file: the result file to take it from; None for any that has it.
         repeats: whether several files are repeated runs of one configuration, whose spread gives the interval.
         min_samples: with fewer images, requests or runs there is not enough evidence, whatever the interval.
+        statistic: the mean, which is the figure itself, or what the values of single images give.
     """
 
     metric: str
@@ -42,6 +50,7 @@ class Gate:
     file: Path | None = None
     repeats: bool = False
     min_samples: int = 0
+    statistic: Statistic = "mean"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +58,9 @@ class GateVerdict:
     """What became of a gate.
 
     Attributes:
-        name, metric: of the gate; the metric by its full name.
+        name, metric: of the gate; the metric by its full name, with the statistic: `psnr.min`.
         verdict: pass, fail, not enough evidence; or updated, if the bound is relative to a baseline just written.
-        value, low, high, n, source: the figure.
+        value, low, high, n, source: the figure, and its files.
         bounds: the bounds in the metric's own units, such as "<= 30.5 (1.05 x baseline 29)".
         reason: why the verdict is what it is, one sentence.
     """
@@ -68,6 +77,18 @@ class GateVerdict:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A figure by its full name, and the files that it is from."""
+
+    name: str
+    figure: Estimate
+    source: str
+
+
+_Files = Mapping[Path, Sequence[ResultFile]]
+
+
 def judge(
     gates: Sequence[Gate], results: Sequence[Path], baseline: Path | None, *, is_new_baseline: bool = False
 ) -> list[GateVerdict]:
@@ -82,130 +103,113 @@ def judge(
     Raises:
         UsageError: a file is missing or malformed, a metric is in no file or in several, or a baseline lacks it.
     """
-    by_file = {path: load_figures(path) for path in dict.fromkeys((*results, *(g.file for g in gates if g.file)))}
-    has_relative = any(kind in RELATIVE for gate in gates for kind in gate.bounds)
-    if has_relative and baseline is None and not is_new_baseline:
-        raise UsageError(f"gates have relative bounds ({', '.join(RELATIVE)}), but no baseline is named")
-    stored = load_figures(baseline) if has_relative and baseline is not None and not is_new_baseline else {}
-    return [_judge_one(gate, _find(gate, by_file, results), stored, baseline, is_new_baseline) for gate in gates]
+    files = _read_all(gates, results)
+    stored: dict[str, Estimate] = {}
+    if not is_new_baseline and any(kind in RELATIVE for gate in gates for kind in gate.bounds):
+        if baseline is None:
+            raise UsageError(f"gates have relative bounds ({', '.join(RELATIVE)}), but no baseline is named")
+        stored = _figures_in(read_results(baseline))
+    verdicts = []
+    for gate in gates:
+        found = _find(gate, files, results)
+        judged: list[tuple[Verdict, str, str]] = []
+        for kind, bound in gate.bounds.items():
+            if kind in ABSOLUTE:
+                shown = f"{'<=' if kind in _UPPER else '>='} {bound:g}"
+                judged.append((*_verdict(gate, found.figure, kind, shown, Estimate.exact(bound)), shown))
+            elif is_new_baseline:
+                judged.append(("updated", "the baseline was written from this very figure", f"{kind} {bound:g}"))
+            elif found.name in stored:
+                shown, limit = _limit(gate, kind, bound, stored[found.name])
+                judged.append((*_verdict(gate, found.figure, kind, shown, limit), shown))
+            else:
+                there = ", ".join(sorted(stored)) or "-"
+                raise UsageError(f"gate {gate.name!r}: baseline {baseline} has no {found.name!r}; there: {there}")
+        verdict, reason, _ = min(judged, key=lambda each: _ORDER.index(each[0]))
+        verdicts.append(
+            GateVerdict(
+                gate.name,
+                found.name,
+                verdict,
+                **found.figure.to_json(),
+                source=found.source,
+                bounds=tuple(shown for *_, shown in judged),
+                reason=reason,
+            )
+        )
+    return verdicts
 
 
-def _find(gate: Gate, by_file: Mapping[Path, Mapping[str, Figure]], results: Sequence[Path]) -> Figure:
+def _read_all(gates: Sequence[Gate], results: Sequence[Path]) -> _Files:
+    return {path: read_results(path) for path in dict.fromkeys((*results, *(g.file for g in gates if g.file)))}
+
+
+def _figures_in(files: Sequence[ResultFile]) -> dict[str, Estimate]:
+    return {name: figure for each in files for name, figure in each.figures.items()}
+
+
+def _find(gate: Gate, files: _Files, results: Sequence[Path]) -> _Found:
     searched = [gate.file] if gate.file is not None else list(dict.fromkeys(results))
-    found = [figure for path in searched if (figure := _named(gate.metric, by_file[path])) is not None]
+    found: list[_Found] = []
+    for path in searched:
+        # Of several files in the folder of a run, the last one that has it.
+        mine = [(each, figure) for each in files[path] if (figure := each.find(gate.metric, gate.statistic))]
+        found += [_Found(*figure, str(each.file)) for each, figure in mine[-1:]]
     if not found:
-        there = sorted({name for path in searched for name in by_file[path]})
-        files = ", ".join(str(path) for path in searched) or "no result file"
-        raise UsageError(f"gate {gate.name!r}: no metric {gate.metric!r} in {files}; there: {', '.join(there) or '-'}")
+        read = [each for path in searched for each in files[path]]
+        there = {name for each in read for name in (each.figures if gate.statistic == "mean" else each.per_image)}
+        what = "no metric" if gate.statistic == "mean" else f"for {gate.statistic}, no values of single images of"
+        where = ", ".join(map(str, searched)) or "no result file"
+        names = ", ".join(sorted(there)) or "-"
+        raise UsageError(f"gate {gate.name!r}: {what} {gate.metric!r} in {where}; there: {names}")
+    sources = [each.source for each in found]
     if gate.repeats:
-        return repeated(found)
+        return _Found(found[0].name, Estimate.of_mean([each.figure.value for each in found]), ", ".join(sources))
     if len(found) > 1:
         raise UsageError(
-            f"gate {gate.name!r}: metric {gate.metric!r} is in {' and in '.join(each.source for each in found)}; "
+            f"gate {gate.name!r}: metric {gate.metric!r} is in {' and in '.join(sources)}; "
             "name one with file, or say repeats = true if they are runs of one configuration"
         )
     return found[0]
 
 
-def _named(metric: str, figures: Mapping[str, Figure]) -> Figure | None:
-    """The figure of that name, or the only one that has it before its judge in brackets."""
-    if metric in figures:
-        return figures[metric]
-    judged = [figure for name, figure in figures.items() if name.endswith("]") and name.partition("[")[0] == metric]
-    return judged[0] if len(judged) == 1 else None
-
-
-def _judge_one(
-    gate: Gate, figure: Figure, stored: Mapping[str, Figure], baseline: Path | None, is_new_baseline: bool
-) -> GateVerdict:
-    verdicts: list[tuple[Verdict, str, str]] = []
-    for kind, bound in gate.bounds.items():
-        if kind in RELATIVE and is_new_baseline:
-            verdicts.append(("updated", f"{kind} {bound:g}", "the baseline was written from this very figure"))
-            continue
-        if kind in ABSOLUTE:
-            shown, low, high = _against(figure, kind, 0.0, bound, None)
-        else:
-            base = stored.get(figure.name)
-            if base is None:
-                there = ", ".join(sorted(stored)) or "-"
-                raise UsageError(f"gate {gate.name!r}: baseline {baseline} has no {figure.name!r}; there: {there}")
-            shown, low, high = _against(figure, kind, *_factor_and_shift(gate, kind, bound, base), base)
-        verdicts.append(_verdict(gate, figure, kind, shown, low, high))
-    order: tuple[Verdict, ...] = ("fail", "not enough evidence", "pass", "updated")
-    worst = min(verdicts, key=lambda each: order.index(each[0]))
-    return GateVerdict(
-        gate.name,
-        figure.name,
-        worst[0],
-        figure.value,
-        figure.low,
-        figure.high,
-        figure.n,
-        figure.source,
-        tuple(shown for _, shown, _ in verdicts),
-        worst[2],
-    )
-
-
-def _factor_and_shift(gate: Gate, kind: str, bound: float, base: Figure) -> tuple[float, float]:
-    """A relative bound as factor * baseline + shift."""
-    if kind.endswith("_ratio"):
-        if base.value <= 0:
-            raise UsageError(f"gate {gate.name!r}: {kind} needs a positive baseline, but it is {base.value:g}")
-        return bound, 0.0
-    return 1.0, bound if kind == "max_increase" else -bound
-
-
-def _against(
-    figure: Figure, kind: str, factor: float, shift: float, base: Figure | None
-) -> tuple[str, float | None, float | None]:
-    """How the bound reads, and the interval of figure - bound; None if one side's interval is unknown.
-
-    For a relative bound the interval is that of a difference of two independent estimates, from the two intervals
-    (Zou and Donner, "Construction of confidence limits about effect measures", 2008), so a noisy baseline is as
-    unsure as a noisy figure.
-    """
+def _limit(gate: Gate, kind: str, bound: float, base: Estimate) -> tuple[str, Estimate]:
+    """A bound relative to a baseline: how it reads, and in the metric's own units with the baseline's uncertainty."""
+    if kind.endswith("_ratio") and base.value <= 0:
+        raise UsageError(f"gate {gate.name!r}: {kind} needs a positive baseline, but it is {base.value:g}")
+    factor, shift = (bound, 0.0) if kind.endswith("_ratio") else (1.0, bound if kind == "max_increase" else -bound)
+    low, high = (None, None) if base.interval is None else (factor * end + shift for end in base.interval)
+    limit = Estimate(factor * base.value + shift, low, high)
     sign = "<=" if kind in _UPPER else ">="
-    limit = shift if base is None else factor * base.value + shift
-    if base is None:
-        shown = f"{sign} {limit:g}"
-    else:
-        shown = f"{sign} {limit:.6g} (baseline {base.value:.6g}, {kind} {factor if shift == 0 else abs(shift):g})"
-    below, above = (0.0, 0.0)
-    for low, high, value, weight, is_flipped in (
-        (figure.low, figure.high, figure.value, 1.0, False),
-        *(() if base is None else ((base.low, base.high, base.value, factor, True),)),
-    ):
-        if low is None or high is None:
-            return shown, None, None
-        down, up = (weight * (value - low)) ** 2, (weight * (high - value)) ** 2
-        below, above = below + (up if is_flipped else down), above + (down if is_flipped else up)
-    difference = figure.value - limit
-    return shown, difference - math.sqrt(below), difference + math.sqrt(above)
+    return f"{sign} {limit.value:.6g} (baseline {base.value:.6g}, {kind} {bound:g})", limit
 
 
-def _verdict(
-    gate: Gate, figure: Figure, kind: str, shown: str, low: float | None, high: float | None
-) -> tuple[Verdict, str, str]:
+def _verdict(gate: Gate, figure: Estimate, kind: str, shown: str, limit: Estimate) -> tuple[Verdict, str]:
+    """The verdict on one bound, and why.
+
+    It goes by the interval of figure - limit, two independent estimates, from their two intervals (Zou and Donner,
+    "Construction of confidence limits about effect measures", 2008), so a noisy baseline is as unsure as a noisy
+    figure.
+    """
     if gate.min_samples and (figure.n is None or figure.n < gate.min_samples):
         count = "an unknown number of" if figure.n is None else figure.n
-        return "not enough evidence", shown, f"{count} samples, but min_samples is {gate.min_samples}"
-    if low is None or high is None:
-        return "not enough evidence", shown, "the sample is too small for an interval, or its file holds none"
+        return "not enough evidence", f"{count} samples, but min_samples is {gate.min_samples}"
+    if figure.interval is None or limit.interval is None:
+        return "not enough evidence", "the sample is too small for an interval, or its file holds none"
+    (low, high), (limit_low, limit_high) = figure.interval, limit.interval
+    difference = figure.value - limit.value
+    below = difference - math.hypot(figure.value - low, limit_high - limit.value)
+    above = difference + math.hypot(high - figure.value, limit.value - limit_low)
     if kind not in _UPPER:
         # A lower bound is an upper one of the negative.
-        low, high = -high, -low
+        below, above = -above, -below
     tolerance = 1e-12 * max(1.0, abs(figure.value))
-    if low > tolerance:
-        return "fail", shown, f"{figure.value:.6g} is beyond {shown}" + _interval_words(figure, "all of the interval")
-    if high <= tolerance:
-        return "pass", shown, f"{figure.value:.6g} is within {shown}" + _interval_words(figure, "all of the interval")
-    return "not enough evidence", shown, f"the interval of {figure.value:.6g} lies on both sides of {shown}"
-
-
-def _interval_words(figure: Figure, what: str) -> str:
-    return ", a figure without an interval" if figure.is_exact and not figure.n else f", and so is {what}"
+    interval = ", and so is all of the interval" if not figure.is_exact else ""
+    if below > tolerance:
+        return "fail", f"{figure.value:.6g} is beyond {shown}{interval}"
+    if above <= tolerance:
+        return "pass", f"{figure.value:.6g} is within {shown}{interval}"
+    return "not enough evidence", f"the interval of {figure.value:.6g} lies on both sides of {shown}"
 
 
 def write_baseline(path: Path, gates: Sequence[Gate], results: Sequence[Path]) -> list[str]:
@@ -219,24 +223,21 @@ def write_baseline(path: Path, gates: Sequence[Gate], results: Sequence[Path]) -
         UsageError: as `judge`, or bounds relative to the baseline are on such a metric; the baseline is then as it was.
         OSError: the file cannot be written.
     """
-    by_file = {each: load_figures(each) for each in dict.fromkeys((*results, *(g.file for g in gates if g.file)))}
-    figures = load_figures(path) if path.exists() else {}
-    new: dict[str, Figure] = {}
-    by_name: dict[str, list[tuple[Gate, Figure]]] = {}
+    files = _read_all(gates, results)
+    figures = _figures_in(read_results(path)) if path.exists() else {}
+    by_name: dict[str, list[tuple[Gate, _Found]]] = {}
     for gate in gates:
-        figure = _find(gate, by_file, results)
-        by_name.setdefault(figure.name, []).append((gate, figure))
-    for name, found in by_name.items():
-        if len({figure.source for _, figure in found}) == 1:
-            new[name] = found[0][1]
-        elif relative := [gate.name for gate, _ in found if set(gate.bounds) & set(RELATIVE)]:
+        found = _find(gate, files, results)
+        by_name.setdefault(found.name, []).append((gate, found))
+    new: dict[str, Estimate] = {}
+    for name, mine in by_name.items():
+        if len({found.source for _, found in mine}) == 1:
+            new[name] = mine[0][1].figure
+        elif relative := [gate.name for gate, _ in mine if set(gate.bounds) & set(RELATIVE)]:
             raise UsageError(
                 f"gate {relative[0]!r}: {name} is taken from several files by these gates, but a baseline holds one "
                 "figure of it; give each file a gate file and a baseline of its own"
             )
-    metrics = {
-        name: {"value": figure.value, "low": figure.low, "high": figure.high, "n": figure.n}
-        for name, figure in sorted({**figures, **new}.items())
-    }
-    write_json(path, {"kind": BASELINE_KIND, "version": 1, "metrics": metrics})
+    stored = dict(sorted({**figures, **new}.items()))
+    write_json(path, write_figures({"kind": BASELINE_KIND, "version": 1}, stored, "metrics"))
     return sorted(new)

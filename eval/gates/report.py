@@ -1,9 +1,10 @@
-"""Verdicts for machines and people: JUnit XML for CI servers, Markdown for GitHub's job summaries."""
+"""Verdicts for machines and people: JUnit XML for CI servers, a table for the terminal and GitHub's job summaries."""
 
 from collections import Counter
 from collections.abc import Sequence
 from xml.etree import ElementTree
 
+from ...profiling.report.table import Table
 from .judging import GateVerdict
 
 _MARKS = {"pass": "✅", "fail": "❌", "not enough evidence": "❔", "updated": "📌"}
@@ -26,7 +27,8 @@ def to_junit(verdicts: Sequence[GateVerdict]) -> str:
         if tag is not None:
             ElementTree.SubElement(case, tag, message=each.reason, type=each.verdict.replace(" ", "-"))
         output = ElementTree.SubElement(case, "system-out")
-        output.text = f"{each.metric} = {figure_text(each)} from {each.source}; {', '.join(each.bounds)}; {each.reason}"
+        figure = f"{each.metric} = {each.value:.5g} ({_interval(each)})"
+        output.text = f"{figure} from {each.source}; {', '.join(each.bounds)}; {each.reason}"
     root = ElementTree.Element("testsuites")
     root.append(suite)
     ElementTree.indent(root)
@@ -37,37 +39,29 @@ def to_markdown(verdicts: Sequence[GateVerdict]) -> str:
     """A heading that says how it went and a table with a row for every gate, in GitHub's Markdown."""
     counts = Counter(each.verdict for each in verdicts)
     summary = ", ".join(f"{counts[name]} {name}" for name in _MARKS if counts[name])
-    lines = [
-        f"### Quality gates: {summary}",
-        "",
-        "| | gate | metric | value | 95 % interval | n | bound | why |",
-        "|---|---|---|---:|---|---:|---|---|",
-    ]
-    for each in verdicts:
-        cells = (
-            f"{_MARKS[each.verdict]} {each.verdict}",
+    return f"### Quality gates: {summary}\n\n{table_of(verdicts).to_markdown()}\n"
+
+
+def table_of(verdicts: Sequence[GateVerdict]) -> Table:
+    """A row for every gate."""
+    columns = ("gate", "verdict", "metric", "bound", "why", "value", "95 % interval", "n")
+    rows = [
+        (
             each.name,
-            f"`{each.metric}`",
-            f"{each.value:.5g}",
-            interval_text(each),
-            "-" if each.n is None else str(each.n),
+            f"{_MARKS[each.verdict]} {each.verdict}",
+            each.metric,
             "; ".join(each.bounds),
             each.reason,
+            f"{each.value:.5g}",
+            _interval(each),
+            "-" if each.n is None else str(each.n),
         )
-        # A bar would end the cell, and a line break the table.
-        lines.append("| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
+        for each in verdicts
+    ]
+    return Table("", columns, rows, num_words=5)
 
 
-def figure_text(verdict: GateVerdict) -> str:
-    """The value with its interval: `31.2 (30.9 to 31.5)`."""
-    return f"{verdict.value:.5g} ({interval_text(verdict)})"
-
-
-def interval_text(verdict: GateVerdict) -> str:
-    """The interval in words."""
+def _interval(verdict: GateVerdict) -> str:
     if verdict.low is None or verdict.high is None:
         return "unknown"
-    if verdict.low == verdict.value == verdict.high and verdict.n is None:
-        return "none"
-    return f"{verdict.low:.5g} to {verdict.high:.5g}"
+    return "exact" if verdict.low == verdict.value == verdict.high else f"{verdict.low:.5g} to {verdict.high:.5g}"

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from ...data.figures import write_figures
 from ...data.files import atomic_write, write_json
 from ...data.requests import Request
 from ...data.tables.schemas import RECORDS, STEPS, write_table
@@ -20,10 +21,12 @@ from ...data.traces.traces import assign_slos
 from ...data.workspace import ModelWorkspace
 from ...serving.core.metrics import summarize
 from ...serving.core.request_state import RequestRecord
+from ...serving.options import EngineOptions
 from ...serving.scheduling.policies import StepLatencyPredictor, get_policy, require_predictor
 from ...serving.scheduling.systems import System
 from ...training.latency.online_correction import OnlineCorrection
 from ..measure.standalone import RequestShape, shape_of, standalone_latencies
+from .figures import run_figures
 from .outside_profile import predictions_outside
 
 if TYPE_CHECKING:
@@ -70,7 +73,7 @@ def run_serve(
         dataset: name of the trace or prompt file, for the summary.
         config: the user's settings, shown in the summary and the report.
         predictor: step latencies for policies that look ahead; one that learns is told every step.
-        slo_scale: SLO of each request without one: this many times its standalone latency.
+        slo_scale: SLO of each request without one: this many times its standalone latency on plain diffusers.
         max_batch_size: largest number of requests in the denoise batch.
         save_dir: where all images and a copy of the report go; None keeps a few images for the report only.
         remeasure: measure standalone latencies although the workspace knows them.
@@ -85,6 +88,7 @@ def run_serve(
     """
     from ...serving.engine.engine import Engine
     from ...serving.engine.replay import replay
+    from ...serving.models.build import with_engine
 
     policy = get_policy(system.policy)
     if policy.requires_predictor:
@@ -95,7 +99,8 @@ def run_serve(
     outside_before = predictions_outside(predictor)
     # Requests that bring their own SLO need no measurement.
     unmeasured = [request for request in requests if request.slo_s is None]
-    standalone = standalone_latencies(model, unmeasured, workspace.tables, remeasure=remeasure, on_measure=on_measure)
+    plain = model if model.options.engine == "plain" else with_engine(model, EngineOptions("plain"))
+    standalone = standalone_latencies(plain, unmeasured, workspace.tables, remeasure=remeasure, on_measure=on_measure)
     requests = assign_slos(requests, lambda request: standalone[shape_of(model, request)], slo_scale)
     run_dir = workspace.new_run("serve")
     save_trace(run_dir / "trace.jsonl", requests)
@@ -120,6 +125,7 @@ def run_serve(
     }
     summary["config"] = config
     summary["run_dir"] = str(run_dir)
+    write_figures(summary, run_figures(summary, result.records))
     _write(run_dir, result, summary, save_dir)
     return ServeOutcome(summary, result.records, run_dir, result.was_interrupted)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ...data.errors import UsageError
+from ...data.figures import write_figures
 from ...data.files import write_json
 from ...data.requests import Request
 from ...data.tables.latency import read_latencies
@@ -29,6 +30,7 @@ from ...serving.simulator.step_durations import StepDurations
 from ...training.latency.online_correction import OnlineCorrection
 from ...training.latency.predictor import LatencyPredictor
 from .calibration import Calibration, step_sources
+from .figures import run_figures
 from .outside_profile import predictions_outside
 
 
@@ -239,7 +241,7 @@ def simulation_summary(
     requests_of = [0] * len(result.busy_s)
     for index in result.gpu_of.values():
         requests_of[index] += 1
-    return summary | {
+    summary |= {
         "num_gpus": deployment.num_gpus,
         **loop_figures(result),
         "denoise_busy_rate": [busy / result.duration_s if result.duration_s else None for busy in result.busy_s],
@@ -249,6 +251,7 @@ def simulation_summary(
         "was_interrupted": False,
         "config": dict(config),
     }
+    return write_figures(summary, run_figures(summary, records))
 
 
 def write_simulation(

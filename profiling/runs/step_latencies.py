@@ -4,11 +4,13 @@ Nothing here imports torch before something is measured: simulations need none.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...data.errors import UsageError
 from ...data.resolution import Resolution
+from ...data.run_facts import describe
 from ...data.tables.latency import TABLE_PATTERN, LatencyTable, read_latencies
 from ...data.tables.published import published_table
 from ...data.workspace import ModelWorkspace, Workspace
@@ -49,6 +51,8 @@ def latencies_for_serving(
     Raises:
         RunError, KeyboardInterrupt, OSError: as `profile_latency`.
     """
+    from ...serving.cache.options import CacheOptions
+    from ...serving.models.build import with_engine
     from ..machine import run_facts
     from ..measure.latency import LatencySettings, profile_latency
 
@@ -65,13 +69,17 @@ def latencies_for_serving(
             return predictor
     for path in newest_first(workspace.root / "tables"):
         table = read_latencies(path)
-        if table.circumstances == about and set(wanted) <= _measured_alone(table):
+        fits = table.circumstances is not None and table.circumstances.difference(about) is None
+        if fits and set(wanted) <= _measured_alone(table):
             on_note(f"Step latencies: {path}")
             return step_sources(table)[0]
     on_note(
         f"No step latencies of this model, machine and engine are in {workspace.root}: measuring a coarse table, at "
         f"most {COARSE_BUDGET_S:.0f} s (psctl profile && psctl train-predictor make a better one) ..."
     )
+    if model.options.cache.is_on:
+        # What the cache saves depends on the requests; a correction learns it while serving.
+        model = with_engine(model, replace(model.options, cache=CacheOptions()))
     settings = LatencySettings(wanted, COARSE_COMBINATIONS, max_batch_size, repeats=1)
     outcome = profile_latency(model, settings, workspace, budget_s=COARSE_BUDGET_S)
     if outcome.was_interrupted:
@@ -79,13 +87,16 @@ def latencies_for_serving(
     return step_sources(outcome.table)[0]
 
 
-def table_for_simulation(workspace: Workspace, model: str, resolutions: Sequence[Resolution]) -> Path:
+def table_for_simulation(
+    workspace: Workspace, model: str, resolutions: Sequence[Resolution], *, on_note: _Tell
+) -> Path:
     """The latency table for a simulation that names none: the workspace's newest of the model, else a published one.
 
     Args:
         workspace: the whole workspace; any device of the model counts.
         model: name, path or hub id.
         resolutions: of the requests.
+        on_note: told in one line which table it is, and what it was measured on.
 
     Raises:
         UsageError: neither has a table of the model with all resolutions.
@@ -95,7 +106,11 @@ def table_for_simulation(workspace: Workspace, model: str, resolutions: Sequence
     tables = [path for device in sorted(folder.glob("*/tables")) for path in newest_first(device)]
     published = published_table(model)
     for path in (*tables, *([] if published is None else [published])):
-        if wanted <= _measured_alone(read_latencies(path)):
+        table = read_latencies(path)
+        if wanted <= _measured_alone(table):
+            origin = "the table in the box" if path == published else str(path)
+            measured = "" if table.circumstances is None else f" ({describe(table.circumstances.to_json())})"
+            on_note(f"Step latencies: {origin}{measured}")
             return path
     sizes = ", ".join(map(str, sorted(wanted)))
     raise UsageError(

@@ -1,13 +1,14 @@
 """The rows of a benchmark: one for every combination, in a file that is complete after each of them."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...data.figures import is_number, numbers_of, write_figures
 from ...data.files import write_json
-from ...data.statistics import CONFIDENCE
+from ...data.statistics import CONFIDENCE, Estimate
 from .combinations import Combination
 
 Row = dict[str, Any]
@@ -83,13 +84,47 @@ def measure_rows(
             if on_start is not None:
                 on_start(combination)
             rows.append(measure(combination))
-            write_json(path, head_of(rows) | {"rows": rows})
+            write_json(path, _with_figures(head_of(rows), rows))
             if on_row is not None:
                 on_row()
     except KeyboardInterrupt:
         if not rows:
             raise
         was_interrupted = True
-    result = head_of(rows) | {"was_interrupted": was_interrupted, "rows": rows}
+    result = _with_figures(head_of(rows) | {"was_interrupted": was_interrupted}, rows)
     write_json(path, result)
     return result
+
+
+def _with_figures(head: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
+    return write_figures({**head, "rows": list(rows)}, row_figures(head, rows))
+
+
+def row_figures(head: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Estimate]:
+    """The numbers above the rows, and those of every row behind its label.
+
+    They are called `SML.ratio_same_resolution`, or `SML.interval 3.speedup` where a row has sides. Intervals are those
+    of `intervals` in the row or side; a number that was measured and has none there is no evidence to gates.
+    """
+    # Above the rows only the means and minima of their ratios are measured; the rest are settings.
+    found = {name: Estimate(each.value) if "ratio_" in name else each for name, each in numbers_of(head).items()}
+    for row in rows:
+        if "sides" not in row:
+            found |= _of_row(f"{row['label']}.", row, row.get("repeats"))
+        sides = row.get("sides", ())
+        # A breakdown has its sides by name.
+        named = sides if isinstance(sides, Mapping) else {side["label"]: side for side in sides}
+        for name, side in named.items():
+            found |= _of_row(f"{row['label']}.{name}.", side, side.get("num_images"))
+    return found
+
+
+def _of_row(prefix: str, row: Row, count: int | None) -> dict[str, Estimate]:
+    found = {}
+    for name, value in row.items():
+        low, high = row.get("intervals", {}).get(name) or (None, None)
+        if isinstance(value, Mapping) and is_number(value.get("mean")):
+            value, low, high = value["mean"], value.get("low"), value.get("high")
+        if is_number(value):
+            found[prefix + name] = Estimate(float(value), low, high, count)
+    return found

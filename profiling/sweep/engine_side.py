@@ -16,7 +16,7 @@ from ...serving.cache.patch_cache import CacheStats
 from ...serving.engine.engine import Engine
 from ...serving.engine.replay import replay
 from ...serving.engine.run_result import RunResult
-from ...serving.models.build import build_model
+from ...serving.models.build import with_engine
 from ...serving.models.served import ServedModel
 from ...serving.options import EngineName, EngineOptions
 from ...serving.patched.stepper import PatchedStepper
@@ -201,13 +201,6 @@ class EngineSide:
             with atomic_write(folder / path.name) as temporary:
                 shutil.copyfile(path, temporary)
         return table
-
-
-def with_engine(model: ServedModel, options: EngineOptions) -> ServedModel:
-    """The same loaded model, sharing its weights, served by another engine."""
-    return build_model(
-        model.pipe, name=model.name, fingerprint=model.fingerprint, defaults=model.defaults, options=options
-    )
 
 
 def latency_table(

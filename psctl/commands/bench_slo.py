@@ -81,7 +81,13 @@ def bench_slo(
         int, flag("--combinations", "Of the latency tables that --on both measures if it finds none.", min=6)
     ] = 60,
     latency: Annotated[
-        Path | None, flag("--latency", "Simulator: step latencies of the patch engine.", metavar="FILE", dir_okay=False)
+        Path | None,
+        flag(
+            "--latency",
+            "Simulator: step latencies of the patch engine. Default: the workspace's table, else one in the box.",
+            metavar="FILE",
+            dir_okay=False,
+        ),
     ] = None,
     plain_latency: Annotated[
         Path | None, flag("--plain-latency", "Simulator: those of the plain engine.", metavar="FILE", dir_okay=False)
@@ -132,8 +138,6 @@ def bench_slo(
         systems = systems_of_policies(policies, out)
     _check_side(context, on)
     is_simulated = on == "simulator"
-    if is_simulated and latency is None:
-        raise UsageError("--on simulator needs --latency: step latencies of the patch engine")
     num_prompts = trace.num_prompts
     if num_prompts is None and trace.duration_s is None and trace.trace != "azure":
         num_prompts = _DEFAULT_NUM_PROMPTS[on]
@@ -156,9 +160,12 @@ def bench_slo(
 
     side: Side
     if is_simulated:
-        assert latency is not None, "looked at above"
+        from ...profiling.runs.step_latencies import table_for_simulation
         from ...profiling.sweep.simulator_side import SimulatorFiles, SimulatorSide
 
+        if latency is None:
+            sizes = [request.resolution for request in examples_of(settings, defaults)]
+            latency = table_for_simulation(target.root, target.model, sizes, on_note=out.note)
         files = SimulatorFiles(latency, plain_latency, calibration, stage_times)
         side = SimulatorSide(settings, files.engines(max_batch_size, out.warn), target.model, files.sources())
         place = target.root.for_model(target.model, "simulated")

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -10,11 +10,6 @@ from ...data.errors import UsageError
 from ...data.files import require_places, write_text
 from ..flags import flag
 from ..output import Output
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from ...eval.gates.judging import GateVerdict
 
 EXIT_FAIL, EXIT_NOT_ENOUGH = 1, 3
 
@@ -45,12 +40,14 @@ def gate(
     job's summary.
 
     A metric is the name of a figure: fid, clip of eval; throughput, slo_attainment, latency_p95 of serve and simulate;
-    slack@2.slo_attainment, slack.rate_at_95, slack.ratio_at_95 of bench slo; SML.ratio_same_resolution of bench steps;
-    SML.interval 3.speedup of bench cache. A name that is not there is answered with those that are. For example, a
-    gate with file = "slo-run", metric = "slack@2.slo_attainment" and min = 0.9.
+    patchedserve@2.slo_attainment, patchedserve.rate_at_95, patchedserve.ratio_at_95 of bench slo;
+    SML.ratio_same_resolution of bench steps; SML.interval 3.speedup of bench cache. If the file lacks a name, the error
+    lists those that it has. For example, a gate with file = "slo-run", metric = "patchedserve@2.slo_attainment" and
+    min = 0.9.
 
     What was measured needs a spread: a sweep three seeds, one served run some hundred requests and more the busier it
-    is, or several runs with repeats = true.
+    is, or several runs with repeats = true. With statistic = "min", "max" or "p05" a gate looks at the worst image
+    instead of the mean: that is exact for the images drawn, so such a gate passes or fails.
 
     Examples:
 
@@ -60,7 +57,7 @@ def gate(
     """
     from ...eval.gates.file import read_gates
     from ...eval.gates.judging import judge, write_baseline
-    from ...eval.gates.report import to_junit, to_markdown
+    from ...eval.gates.report import table_of, to_junit, to_markdown
 
     read = read_gates(gates)
     chosen = tuple(results) if results else read.results
@@ -84,29 +81,6 @@ def gate(
     found = {each.verdict for each in verdicts}
     code = EXIT_FAIL if "fail" in found else EXIT_NOT_ENOUGH if "not enough evidence" in found else 0
     whole = {0: "pass", EXIT_FAIL: "fail", EXIT_NOT_ENOUGH: "not enough evidence"}[code]
-    out.data({"verdict": whole, "gates": verdicts}, table=lambda: _table(verdicts))
+    out.data({"verdict": whole, "gates": verdicts}, table=lambda: table_of(verdicts).to_rich())
     if code:
         raise typer.Exit(code)
-
-
-def _table(verdicts: "list[GateVerdict]") -> "Table":
-    from rich.table import Table
-    from rich.text import Text
-
-    from ...eval.gates.report import interval_text
-
-    table = Table()
-    for name in ("gate", "verdict", "value", "95 % interval", "n", "bound"):
-        table.add_column(name, justify="right" if name in ("value", "n") else "left")
-    styles = {"pass": "green", "fail": "bold red", "not enough evidence": "yellow", "updated": "cyan"}
-    for each in verdicts:
-        # Text, because metric names hold brackets, which a plain string would give to rich as styles.
-        table.add_row(
-            Text(each.name),
-            Text(each.verdict, style=styles[each.verdict]),
-            f"{each.value:.5g}",
-            interval_text(each),
-            "-" if each.n is None else str(each.n),
-            Text("; ".join(each.bounds)),
-        )
-    return table

@@ -56,6 +56,7 @@ def serve(
     from ...profiling.runs.outside_profile import warn_of_small_table
     from ...profiling.runs.serve import run_serve
     from ...profiling.runs.simulate import load_step_latency
+    from ...profiling.runs.step_latencies import latencies_for_serving
     from ...profiling.runs.trace_settings import check_slo_scale, draw_requests
     from ...serving.scheduling.policies import get_policy
     from ...training.latency.online_correction import OnlineCorrection
@@ -72,9 +73,10 @@ def serve(
     engine = with_cache_of([chosen], engine, given_flags(context), target, out)
     served, place = target.load(out, engine)
     if step_latency is None and get_policy(chosen.policy).requires_predictor:
-        from ...profiling.measure.latency import workspace_predictor
-
-        step_latency = workspace_predictor(served, place, on_warning=out.warn)
+        sizes = [request.resolution for request in requests]
+        step_latency = latencies_for_serving(
+            served, place, sizes, max_batch_size, on_note=out.note, on_warning=out.warn
+        )
     with out.phases() as start:
         arrivals = cache(lambda: start("requests", len(requests), expected_s=requests[-1].arrival_s))
         outcome = run_serve(
@@ -99,7 +101,7 @@ def serve(
             max_batch_size=max_batch_size,
             save_dir=save_dir,
             remeasure=remeasure,
-            on_measure=lambda shape: out.note(f"Measuring {shape.resolution} alone ..."),
+            on_measure=lambda shape: out.note(f"Measuring {shape.resolution} alone on plain diffusers ..."),
             on_start=lambda: arrivals().show("requests"),
             on_finish=lambda record: arrivals()(),
         )

@@ -32,15 +32,16 @@ _NUM_PROMPTS = flag("--num-prompts", "Number of requests. Default: 1000, or with
 def simulate(
     *,
     latency: Annotated[
-        Path,
+        Path | None,
         flag(
             "--latency",
             "Step latencies: a fitted predictor, or a table (of psctl profile latency, or CSV: combination,ms with "
-            "combinations such as 2*512x512 + 1024x1024).",
+            "combinations such as 2*512x512 + 1024x1024). Default: the workspace's table of the model, else one in the "
+            "box.",
             metavar="FILE",
             dir_okay=False,
         ),
-    ],
+    ] = None,
     request_rate: Annotated[
         float | None,
         flag(
@@ -70,14 +71,14 @@ def simulate(
     target: Annotated[Target, WHERE.only("model", "workspace")],
     out: Output,
 ) -> None:
-    """Serve a trace on a virtual clock: no model is loaded, steps last as long as --latency says.
+    """Serve a trace on a virtual clock: no model is loaded, steps last as long as a table says.
 
     Records, steps, summary and HTML report go to the workspace, as those of psctl serve do. With --slo-target nothing
     is written but the result is printed: what the GPUs can take, and how many are needed.
 
     Examples:
 
-        psctl simulate --latency table.csv --request-rate 8 --num-prompts 100000 --system patchedserve
+        psctl simulate --request-rate 8 --num-prompts 100000
         psctl simulate --latency h200.csv --resolutions 512,768,1024 --gpus 4 --slo-target 0.99 --request-rate 20
         psctl simulate --latency table.csv --trace diurnal --amplitude 0.9 --period 3600 --duration 7200
         psctl simulate --latency table.csv --trace azure --arrivals splitwise_code.csv --request-rate 5 --json
@@ -95,6 +96,7 @@ def simulate(
         simulation_summary,
         write_simulation,
     )
+    from ...profiling.runs.step_latencies import table_for_simulation
     from ...profiling.runs.trace_settings import check_slo_scale, draw_requests
     from ...serving.simulator.stage_times import StageTimes
 
@@ -121,10 +123,14 @@ def simulate(
         return at_rate(drawn, rate) if is_file and rate is not None else drawn
 
     requests = trace_at(request_rate)
-    predictor = load_step_latency(latency, on_warning=out.warn)
-    warn_of_small_table(predictor, latency, max_batch_size, out.warn)
     sizes = defaults.resolutions if trace.resolutions is None else parse_list(trace.resolutions)
     sizes = tuple(dict.fromkeys((*sizes, *(request.resolution for request in requests))))
+    if latency is None:
+        latency = table_for_simulation(target.root, target.model, sizes, on_note=out.note)
+    predictor = load_step_latency(latency, on_warning=out.warn)
+    warn_of_small_table(predictor, latency, max_batch_size, out.warn)
+    if chosen.cache != "off":
+        out.note("The patch cache is not simulated: steps last as long as without it.")
     deployment = Deployment(
         chosen,
         predictor,

@@ -47,6 +47,13 @@ def build_model(
     return ServedModel(pipe, family, stepper, name=name, fingerprint=fingerprint, defaults=defaults, options=options)
 
 
+def with_engine(model: ServedModel, options: EngineOptions) -> ServedModel:
+    """The same loaded model, sharing its weights, served by another engine."""
+    return build_model(
+        model.pipe, name=model.name, fingerprint=model.fingerprint, defaults=model.defaults, options=options
+    )
+
+
 def build_stepper(pipe: Any, family: Family, options: EngineOptions, facts: Callable[[int], BlockFacts]) -> Stepper:
     """Make the denoise stage of a pipeline.
 

@@ -70,7 +70,7 @@ def test_people_see_a_table_and_a_bar_in_a_name_is_kept(run_psctl: RunPsctl, res
     assert "a|b [bold]" in done.stdout
     assert ">= 30" in done.stdout
     row = (tmp_path / "gates.md").read_text().splitlines()[-1]
-    assert "a\\|b [bold]" in row
+    assert "a\\|b \\[bold]" in row
     assert row.replace("\\|", "").count("|") == 9
 
 

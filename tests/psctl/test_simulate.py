@@ -59,6 +59,10 @@ def test_a_run_leaves_what_a_served_one_does(folder: Path, capsys: pytest.Captur
     assert sum(step["active"] for step in steps) == 5 * summary["completed_requests"]
     assert "data:image/png" in (run_dir / "report.html").read_text()
     again = summary_of(simulate(capsys, *options, "--json", "--postprocess-ms", "10"))
+    figure = summary["figures"]["slo_attainment"]
+    assert (figure["value"], figure["n"]) == (summary["slo_attainment_rate"], 60)
+    for each in (summary, again):
+        assert each["figures"].pop("scheduling_mean")["value"] == each["scheduling_mean"]
     differing = {key for key in summary if summary[key] != again[key]}
     assert differing <= {"run_dir", "scheduling_mean"}
     # Stage times can be taken from a run, also from this one.

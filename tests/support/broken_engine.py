@@ -13,9 +13,22 @@ import torch
 
 from patchedserve.serving.layout import packing
 from patchedserve.serving.patched import leaves
+from patchedserve.serving.patched.stepper import PackedBatch
 from patchedserve.serving.samplers.batched import SamplerBatch
 
-Fault = Literal["group norm per patch", "zeroed halos", "shuffled neighbours", "wrong timestep"]
+Fault = Literal[
+    "group norm per patch",
+    "zeroed halos",
+    "shuffled neighbours",
+    "wrong timestep",
+    "size of another request",
+    "text of another request",
+    "pooled text of another request",
+    "timestep of another request",
+    "sigma of another request",
+    "halo of one edge zeroed",
+    "statistics of another image",
+]
 FAULTS: tuple[Fault, ...] = get_args(Fault)
 
 
@@ -30,8 +43,9 @@ class Acted:
 def broken_engine(fault: Fault) -> Iterator[Acted]:
     """Let the patch engine work wrongly inside the block; models may be loaded before it or in it.
 
-    All but the wrong timestep need `order="patch"` and `strategy="stitch"`: only there do patches have norms, halos
-    and neighbours of their own.
+    Those of norms, halos and neighbours need `order="patch"` and `strategy="stitch"`: only there do patches have their
+    own. Those of another request take it from the next one in the batch, and need several requests, which must be at
+    different steps or of different sizes to differ at all.
     """
     acted = Acted()
     # Packings of other blocks hold neighbours that are right, or wrong.
@@ -86,20 +100,48 @@ def _zeroed_halos(patch: pytest.MonkeyPatch, acted: Acted) -> None:
     patch.setattr(leaves, "group_norm_silu_stitch", wrong_stitch)
 
 
-def _shuffled_neighbours(patch: pytest.MonkeyPatch, acted: Acted) -> None:
-    """The eight columns of the neighbour table in another order: what lies to the left is read above, and so on."""
-    build = packing._patch_level
+def _wrong_neighbours(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[pytest.MonkeyPatch, Acted], None]:
+    """The neighbour table of every level, changed."""
 
-    def wrong(*known: Any) -> packing.Level:
-        level = build(*known)
-        assert level.neighbours is not None
-        order = torch.randperm(8, generator=torch.Generator().manual_seed(0)).to(level.neighbours.device)
-        shuffled = level.neighbours[:, order]
-        acted.times += not torch.equal(shuffled, level.neighbours)
-        level.neighbours = shuffled
-        return level
+    def switch(patch: pytest.MonkeyPatch, acted: Acted) -> None:
+        build = packing._patch_level
 
-    patch.setattr(packing, "_patch_level", wrong)
+        def wrong(*known: Any) -> packing.Level:
+            level = build(*known)
+            assert level.neighbours is not None
+            changed = change(level.neighbours)
+            acted.times += not torch.equal(changed, level.neighbours)
+            level.neighbours = changed
+            return level
+
+        patch.setattr(packing, "_patch_level", wrong)
+
+    return switch
+
+
+def _shuffled(neighbours: torch.Tensor) -> torch.Tensor:
+    """The eight columns in another order: what lies to the left is read above, and so on."""
+    return neighbours[:, torch.randperm(8, generator=torch.Generator().manual_seed(0)).to(neighbours.device)]
+
+
+def _without_east(neighbours: torch.Tensor) -> torch.Tensor:
+    """Nothing lies to the right of a patch, as at the right edge of an image; the other seven are right."""
+    found = neighbours.clone()
+    found[:, 4] = -1
+    return found
+
+
+def _statistics_of_another(patch: pytest.MonkeyPatch, acted: Acted) -> None:
+    """Each image is normalised by the mean and deviation of the next request's."""
+    stats = leaves.group_norm_stats
+
+    def wrong(*known: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        mean, rstd = stats(*known, **options)
+        acted.times += len(mean) > 2
+        # With guidance a request has two rows.
+        return mean.roll(2, 0), rstd.roll(2, 0)
+
+    patch.setattr(leaves, "group_norm_stats", wrong)
 
 
 def _wrong_timestep(patch: pytest.MonkeyPatch, acted: Acted) -> None:
@@ -114,9 +156,68 @@ def _wrong_timestep(patch: pytest.MonkeyPatch, acted: Acted) -> None:
     patch.setattr(SamplerBatch, "timesteps", wrong)
 
 
+def _timestep_of_another(patch: pytest.MonkeyPatch, acted: Acted) -> None:
+    """The denoiser is told where the next request stands."""
+    right = SamplerBatch.timesteps
+
+    def wrong(batch: SamplerBatch) -> torch.Tensor:
+        found = right(batch)
+        acted.times += not torch.equal(found, found.roll(1))
+        return found.roll(1)
+
+    patch.setattr(SamplerBatch, "timesteps", wrong)
+
+
+def _sigma_of_another(patch: pytest.MonkeyPatch, acted: Acted) -> None:
+    """The sampler takes the step of the next request: from its noise level to its next."""
+    right = SamplerBatch._current
+
+    def wrong(batch: SamplerBatch) -> Any:
+        rows = batch._request_rows
+        request = (batch._patch_rows[:, None] == rows).int().argmax(1)
+        patch_rows, batch._patch_rows = batch._patch_rows, rows.roll(1)[request]
+        steps_done = [state.steps_done for state in batch._states]
+        acted.times += len(set(steps_done)) > 1
+        try:
+            return right(batch)
+        finally:
+            batch._patch_rows = patch_rows
+
+    patch.setattr(SamplerBatch, "_current", wrong)
+
+
+def _condition_of_another(key: str) -> Callable[[pytest.MonkeyPatch, Acted], None]:
+    """What is put into the batch as this condition of a request is that of the next."""
+
+    def switch(patch: pytest.MonkeyPatch, acted: Acted) -> None:
+        build = PackedBatch.__init__
+
+        def wrong(batch: PackedBatch, stepper: Any, active: Any, **options: Any) -> None:
+            own = [prepared.conditioning for prepared in active]
+            for prepared, mine, other in zip(active, own, [*own[1:], own[0]], strict=True):
+                acted.times += not torch.equal(mine[key], other[key])
+                prepared.conditioning = mine | {key: other[key]}
+            try:
+                build(batch, stepper, active, **options)
+            finally:
+                for prepared, mine in zip(active, own, strict=True):
+                    prepared.conditioning = mine
+
+        patch.setattr(PackedBatch, "__init__", wrong)
+
+    return switch
+
+
 _SWITCHES: dict[Fault, Callable[[pytest.MonkeyPatch, Acted], None]] = {
     "group norm per patch": _group_norm_per_patch,
     "zeroed halos": _zeroed_halos,
-    "shuffled neighbours": _shuffled_neighbours,
+    "shuffled neighbours": _wrong_neighbours(_shuffled),
     "wrong timestep": _wrong_timestep,
+    "size of another request": _condition_of_another("time_ids"),
+    "text of another request": _condition_of_another("text"),
+    "pooled text of another request": _condition_of_another("pooled"),
+    "timestep of another request": _timestep_of_another,
+    "sigma of another request": _sigma_of_another,
+    "halo of one edge zeroed": _wrong_neighbours(_without_east),
+    "statistics of another image": _statistics_of_another,
 }

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from patchedserve.data.statistics import Estimate
+from patchedserve.eval.gates.results import read_results
 from patchedserve.eval.result_files import EvalResults
 from patchedserve.eval.results import MetricResult
 
@@ -18,3 +20,8 @@ def write_usual_results(folder: Path) -> Path:
     return write_results(
         folder / "results.json", fid=(30.0, 28.0, 32.0), clip__=(31.0, 30.8, 31.2), kid=(-0.001, -0.003, 0.001)
     )
+
+
+def figures_in(path: Path) -> dict[str, Estimate]:
+    """The figures that gates see of a result file or the folder of a run."""
+    return {name: figure for each in read_results(path) for name, figure in each.figures.items()}

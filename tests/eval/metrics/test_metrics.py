@@ -428,12 +428,12 @@ def test_results_survive_json() -> None:
         ({"value": "3"}, "value is '3'"),
         ({"value": None}, "value is None"),
         ({"low": 5.0, "high": 4.0}, "ends exchanged"),
-        ({"low": None}, "both ends or none"),
+        ({"low": None}, "both ends or neither"),
         ({"n": 0}, "n is 0"),
         ({"n": True}, "n is True"),
         ({"direction": "up"}, "direction is 'up'"),
-        ({"name": ""}, "name is ''"),
-        ({"colour": 1}, "'colour' is missing or unknown"),
+        ({"name": ""}, "name is '', but it must not be empty"),
+        ({"colour": 1}, "unknown key 'colour'; known: name, value"),
     ],
 )
 def test_results_that_are_none(change: dict[str, Any], message: str) -> None:

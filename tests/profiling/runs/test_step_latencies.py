@@ -66,12 +66,15 @@ def test_a_budget_ends_the_profile_after_the_least_that_is_needed(model: ServedM
 def test_simulations_take_the_newest_table_of_the_workspace_that_has_all_sizes(tmp_path: Path) -> None:
     workspace = Workspace(tmp_path)
     small, large = SIZES
+    notes: list[str] = []
     for device, sizes in (("cpu", (small,)), ("cuda:0", (small, large))):
         rows = tuple(LatencyRow({size: count}, (10.0 * count,), ()) for size in sizes for count in (1, 2))
         write_latencies(workspace.for_model("some/model", device).tables / "latency-1.parquet", LatencyTable(rows))
-    assert table_for_simulation(workspace, "some/model", [small]).parts[-3:-1] == ("cpu", "tables")
-    assert table_for_simulation(workspace, "some/model", [large, small]).parts[-3:-1] == ("cuda-0", "tables")
+    for sizes, device in (([small], "cpu"), ([large, small], "cuda-0")):
+        table = table_for_simulation(workspace, "some/model", sizes, on_note=notes.append)
+        assert table.parts[-3:-1] == (device, "tables")
     with pytest.raises(UsageError, match=r"no table of step latencies has 96x96 for some/model, .* \(--latency\)"):
-        table_for_simulation(workspace, "some/model", [Resolution(96, 96)])
+        table_for_simulation(workspace, "some/model", [Resolution(96, 96)], on_note=notes.append)
     with pytest.raises(UsageError, match="no table of step latencies has"):
-        table_for_simulation(workspace, "another/model", [small])
+        table_for_simulation(workspace, "another/model", [small], on_note=notes.append)
+    assert [note.startswith("Step latencies: ") for note in notes] == [True, True]

@@ -33,7 +33,8 @@ def test_breakdown_adds_up(make: Callable[[], Any], tmp_path: Path, capsys: pyte
     is_unet = make is tiny_sdxl
     for row in result["rows"]:
         assert set(row["sides"]) == {"patched", "same_resolution"}
-        for side in row["sides"].values():
+        for name, side in row["sides"].items():
+            assert result["figures"][f"{row['label']}.{name}.step_ms"]["value"] == side["step_ms"]
             assert sum(side["ms"].values()) == pytest.approx(side["step_ms"], rel=0.01)
             assert set(side["ms"]) == set(CATEGORIES)
             for category, ms in side["ms"].items():

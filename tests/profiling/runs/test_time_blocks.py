@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from patchedserve.data.statistics import wilson_interval
-from patchedserve.eval.gates.time_blocks import (
+from patchedserve.profiling.runs.time_blocks import (
     autocorrelation_time,
     mean_interval,
     percentile_interval,

@@ -3,37 +3,49 @@
 import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from patchedserve.data.errors import UsageError
+from patchedserve.data.figures import write_figures
 from patchedserve.data.files import write_json
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.data.statistics import wilson_interval
-from patchedserve.data.tables.schemas import RECORDS, write_table
+from patchedserve.eval.compare.comparison import ComparedSide, Comparison
 from patchedserve.eval.compare.paired import compare_values
 from patchedserve.eval.gates.judging import Gate, judge
-from patchedserve.eval.gates.metrics import load_figures
+from patchedserve.eval.result_files import EvalResults
 from patchedserve.eval.results import MetricResult
+from patchedserve.profiling.runs.figures import run_figures
 from patchedserve.serving.core.metrics import summarize
 from patchedserve.serving.core.request_state import RequestRecord
 
+from ...support.gate_results import figures_in
 
-def _served(folder: Path, latencies: Sequence[float | None], slo_s: float = 2.0, gap_s: float = 0.25) -> Path:
-    """A run whose requests arrive in equal gaps; those without a latency fail."""
+
+def _run(
+    latencies: Sequence[float | None], slo_s: float = 2.0, gap_s: float = 0.25
+) -> tuple[dict[str, Any], list[RequestRecord]]:
+    """Summary and records of a run whose requests arrive in equal gaps; those without a latency fail."""
     records = []
     for i, latency in enumerate(latencies):
         record = RequestRecord.of(Request(i, "a hat", Resolution(64, 64), arrival_s=i * gap_s, slo_s=slo_s))
         record.admitted_s = i * gap_s + 0.1
         record.close("failed" if latency is None else "completed", i * gap_s + (latency or 1.0))
         records.append(record)
-    folder.mkdir()
     duration_s = max(record.finish_s or 0.0 for record in records)
     summary = summarize(records, duration_s, slo_scale=5.0, model="tiny", dataset="poisson")
-    write_json(folder / "summary.json", summary | {"config": {"seed": 3, "duration": 10.0}, "num_steps": 7})
-    write_table(folder / "records.parquet", RECORDS, [record.to_row() for record in records])
+    return summary | {"config": {"seed": 3, "duration": 10.0}, "num_steps": 7}, records
+
+
+def _served(folder: Path, latencies: Sequence[float | None]) -> Path:
+    """The folder that such a run leaves."""
+    folder.mkdir()
+    summary, records = _run(latencies)
+    write_json(folder / "summary.json", write_figures(summary, run_figures(summary, records)))
     return folder
 
 
@@ -41,7 +53,7 @@ def test_figures_of_a_serve_run_have_intervals_from_its_records(tmp_path: Path) 
     drawn = np.random.default_rng(0).uniform(0.5, 2.5, 1000).tolist()
     latencies: list[float | None] = [*drawn, None]
     run = _served(tmp_path / "serve-1", latencies)
-    figures = load_figures(run)
+    figures = figures_in(run)
     met = sum(1 for latency in drawn if latency <= 2.0)
     slo = figures["slo_attainment"]
     assert slo.value == pytest.approx(met / 1001)
@@ -75,25 +87,26 @@ def test_figures_of_a_serve_run_have_intervals_from_its_records(tmp_path: Path) 
         assert figures[name].is_exact
     assert figures["duration"].low is None
     assert "throughput_qps" not in figures
-    (run / "records.parquet").unlink()
-    for name in ("latency_p95", "throughput", "goodput", "slo_attainment", "queueing_mean"):
-        assert (load_figures(run)[name].low, load_figures(run)[name].high) == (None, None)
+    # Of a run by an earlier version nothing is known of how sure its figures are.
+    write_json(run / "summary.json", _run(latencies)[0])
+    with pytest.raises(UsageError, match=r"summary\.json: is of an older version .*; run psctl serve or"):
+        figures_in(run)
 
 
 def test_one_short_run_is_no_evidence_but_repeats_are(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     runs = [_served(tmp_path / f"serve-{i}", rng.uniform(0.5, 2.5, 60).tolist()) for i in range(4)]
     for metric in ("throughput", "goodput", "slo_attainment", "latency_p95", "latency_mean"):
-        assert load_figures(runs[0])[metric].low is None
+        assert figures_in(runs[0])[metric].low is None
         (one,) = judge([Gate(metric, {"min": 0.001}, "a gate")], runs[:1], None)
         (all_four,) = judge([Gate(metric, {"min": 0.001}, "a gate", repeats=True)], runs, None)
         assert (one.verdict, all_four.verdict) == ("not enough evidence", "pass")
 
 
-def test_a_run_of_many_requests_takes_little_memory(tmp_path: Path) -> None:
-    run = _served(tmp_path / "big", np.random.default_rng(2).uniform(0.5, 2.5, 100_000).tolist())
+def test_a_run_of_many_requests_takes_little_memory() -> None:
+    summary, records = _run(np.random.default_rng(2).uniform(0.5, 2.5, 100_000).tolist())
     tracemalloc.start()
-    figures = load_figures(run)
+    figures = run_figures(summary, records)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert figures["latency_p99"].low is not None
@@ -104,18 +117,15 @@ def test_a_run_of_many_requests_takes_little_memory(tmp_path: Path) -> None:
 def test_figures_of_comparisons_and_plain_files(tmp_path: Path) -> None:
     values = {"a": 1.0, "b": 2.0, "c": 3.0}
     paired = compare_values("clip[emoji-clip]", values, {"a": 2.0, "b": 2.0, "c": 2.5}, "higher")
-    content = {
-        "kind": "psctl-compare",
-        "metrics": {"psnr": MetricResult("psnr", 44.0, 43.0, 45.0, 3).to_json()},
-        "differences": {"clip[emoji-clip]": paired.to_json()},
-    }
-    write_json(tmp_path / "compare.json", content)
-    figures = load_figures(tmp_path)
+    side = ComparedSide("images", {}, {}, None)
+    distances = {"psnr": MetricResult("psnr", 44.0, 43.0, 45.0, 3)}
+    Comparison(side, side, distances, {"clip[emoji-clip]": paired}).save(tmp_path / "compare.json")
+    figures = figures_in(tmp_path)
     assert set(figures) == {"psnr", "clip[emoji-clip].difference", "clip[emoji-clip].win_rate"}
     assert figures["clip[emoji-clip].difference"].value == pytest.approx(0.5 / 3)
     assert figures["clip[emoji-clip].win_rate"].value == 0.5
     write_json(tmp_path / "steps.json", {"min_ratio": 1.25, "rows": [1], "is_fast": True, "name": "x", "none": None})
-    assert set(load_figures(tmp_path / "steps.json")) == {"min_ratio"}
+    assert set(figures_in(tmp_path / "steps.json")) == {"min_ratio"}
 
 
 @pytest.mark.parametrize(
@@ -123,23 +133,41 @@ def test_figures_of_comparisons_and_plain_files(tmp_path: Path) -> None:
     [
         ("{", "not valid JSON"),
         ("[1]", "must hold a JSON object"),
-        ('{"kind": "psctl-eval", "version": 9, "metrics": {}}', "version 9"),
-        ('{"kind": "psctl-eval", "version": 1, "metrics": [1]}', "must be a mapping"),
-        ('{"kind": "psctl-eval", "version": 1, "metrics": {"fid": {"name": "fid"}}}', "'high' is missing"),
-        ('{"kind": "psctl-baseline", "metrics": {"fid": {"value": "3"}}}', "must have a number"),
-        ('{"kind": "psctl-baseline", "metrics": {"fid": 3}}', "mapping of mappings"),
+        ('{"kind": "psctl-eval", "version": 9, "metrics": {}}', "of an older version .*; run psctl eval again"),
+        ('{"kind": "psctl-compare", "version": 1, "metrics": {}}', "run psctl eval compare again"),
+        ('{"figures": {}, "per_image": {"psnr": {"a": "3"}}}', "per_image: psnr.a is '3', but it must be a number"),
+        ('{"figures": {}, "per_image": [1]}', r"per_image: content is \[1\], but it must be a mapping"),
+        ('{"kind": "psctl-baseline", "metrics": {"fid": {"value": "3"}}}', "must be a finite number"),
+        ('{"kind": "psctl-baseline", "metrics": {"fid": [3]}}', r"fid: value is \[3\]"),
+        ('{"kind": "psctl-baseline", "metrics": 3}', "metrics must be a mapping of figures"),
     ],
 )
 def test_damaged_result_files_are_named(tmp_path: Path, content: str, message: str) -> None:
     file = tmp_path / "bad.json"
     file.write_text(content)
     with pytest.raises(UsageError, match=message) as caught:
-        load_figures(file)
+        figures_in(file)
     assert "bad.json" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"kind": "psctl-eval", "version": 9, "metrics": {}}, "version 9"),
+        ({"kind": "psctl-eval", "version": 1, "metrics": [1]}, r"metrics is \[1\], but it must be a mapping"),
+        ({"kind": "psctl-eval", "version": 1, "metrics": {"fid": {"name": "fid"}}}, "'metrics.fid.value' is missing"),
+        ({"kind": "psctl-eval", "version": 1}, "'metrics' is missing"),
+        ({"version": 1, "metrics": {}}, "is not a result of psctl eval"),
+    ],
+)
+def test_damaged_evaluations_are_named(tmp_path: Path, content: dict[str, Any], message: str) -> None:
+    write_json(tmp_path / "bad.json", content)
+    with pytest.raises(UsageError, match=rf"bad\.json: .*{message}"):
+        EvalResults.load(tmp_path / "bad.json")
 
 
 def test_missing_result_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"none\.json: cannot be read: no such file"):
-        load_figures(tmp_path / "none.json")
+        figures_in(tmp_path / "none.json")
     with pytest.raises(UsageError, match="holds no result file"):
-        load_figures(tmp_path)
+        figures_in(tmp_path)

@@ -1,0 +1,61 @@
+"""What people and other programs write, checked by pydantic against the types of a class; errors are one clear line."""
+
+import json
+import reprlib
+from functools import cache
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from .errors import UsageError
+
+T = TypeVar("T")
+
+_IN_OUR_WORDS = {
+    "be an object": "be a mapping",
+    "be a valid array": "be a list",
+    "be a valid string": "be text",
+    "be a valid boolean": "be true or false",
+    "be a valid number": "be a number",
+    "be a valid integer": "be a whole number",
+    "be greater than or equal to 0": "not be negative",
+    "have at least 1 character": "not be empty",
+}
+"""pydantic's words for what a value should be, in those of our other messages."""
+
+
+def parse(kind: type[T], content: Any, where: str = "") -> T:
+    """The content of a JSON or TOML file as an instance of a class, strictly: text is not taken for a number.
+
+    Args:
+        kind: a dataclass or a pydantic model.
+        content: mappings, lists, text, numbers.
+        where: begins messages, such as the name of the file.
+
+    Raises:
+        UsageError: a field is missing, unknown to a class that allows no others, or not of its type.
+    """
+    try:
+        return _adapter(kind).validate_json(json.dumps(content, default=str), strict=True)
+    except ValidationError as error:
+        raise UsageError(": ".join(filter(None, (where, _first_problem(error, kind))))) from error
+
+
+@cache
+def _adapter(kind: type[T]) -> TypeAdapter[T]:
+    return TypeAdapter(kind)
+
+
+def _first_problem(error: ValidationError, kind: type) -> str:
+    problem = error.errors(include_url=False)[0]
+    place = ".".join(map(str, problem["loc"]))
+    if problem["type"] == "value_error":
+        message = problem["msg"].removeprefix("Value error, ")
+        return f"{place}: {message}" if place else message
+    if problem["type"] == "missing":
+        return f"{place!r} is missing"
+    if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        fields = ", ".join(kind.__annotations__)
+        return f"unknown key {place!r}" + (f"; known: {fields}" if len(problem["loc"]) == 1 else "")
+    given, allowed = reprlib.repr(problem["input"]), problem["msg"].partition(" should ")[2]
+    return f"{place or 'content'} is {given}, but it must {_IN_OUR_WORDS.get(allowed, allowed)}"

@@ -1,0 +1,63 @@
+"""`psctl demo`: one overloaded trace served by bucketed diffusers and by PatchedServe, on one page."""
+
+from pathlib import Path
+from typing import Annotated
+
+from ...data.files import require_places
+from ..flags import flag
+from ..options.common import NumInferenceSteps, Seed
+from ..options.target import Target
+from ..output import Output
+
+
+def demo(
+    *,
+    duration: Annotated[float, flag("--duration", "Seconds in which requests arrive.", min=0.1)] = 15.0,
+    overload: Annotated[
+        float, flag("--overload", "Request rate over what full batches can take on this machine.", min=0.01)
+    ] = 1.5,
+    num_inference_steps: NumInferenceSteps = 20,
+    seed: Seed = 7,
+    output_dir: Annotated[Path, flag("--output-dir -o", "Where the page and the images go.", file_okay=False)] = Path(
+        "psctl-demo"
+    ),
+    target: Target,
+    out: Output,
+) -> None:
+    """Serve the same overloaded trace of mixed resolutions with bucketed diffusers and with PatchedServe.
+
+    Takes about two minutes on a laptop. One page shows for both which requests were in time, their latency, what was in
+    the batches, and the images.
+
+    Examples:
+
+        psctl demo
+        psctl demo --model emoji-3 --overload 2 --output-dir demo-emoji-3
+    """
+    require_places(output_dir, target.workspace)
+    served, place = target.load(out)
+    from ...profiling.runs.demo import DemoSettings, run_demo
+
+    settings = DemoSettings(duration, overload, num_inference_steps or DemoSettings.num_inference_steps, seed=seed)
+    with out.phases() as start:
+        outcome = run_demo(
+            served,
+            place,
+            output_dir,
+            settings,
+            on_note=out.note,
+            on_warning=out.warn,
+            on_start=lambda system, requests: start(
+                f"requests to {system}", len(requests), expected_s=requests[-1].arrival_s
+            ),
+        )
+    from ...profiling.report.comparison import figures_table
+
+    result = {
+        "systems": {run.name: run.summary for run in outcome.runs},
+        "headline": outcome.headline,
+        "page": str(outcome.page),
+    }
+    out.data(result, table=lambda: figures_table(outcome.runs).to_rich())
+    out.note(f"Open in a browser: file://{outcome.page.resolve()}")
+    out.note(outcome.headline)
