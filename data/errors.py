@@ -18,9 +18,7 @@ class RunError(PsctlError):
 
 
 class MissingExtraError(RunError):
-    """A package that an extra of pyproject.toml brings is not installed; the message holds the command that installs it."""
+    """A package that an extra of pyproject.toml brings is not installed; the message says how to install it."""
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f"{package} is not installed; install it with: pip install 'psctl[{extra}]'")
-        self.package = package
-        self.extra = extra
