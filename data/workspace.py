@@ -17,6 +17,7 @@ from .errors import UsageError
 DEFAULT_WORKSPACE = "psctl-workspace"
 
 _KIND = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+_RUN_NAME = re.compile(r"(?P<kind>.+)-(?P<stamp>\d{8}T\d{6}Z)(-(?P<number>\d+))?")
 _MAX_SLUG = 100
 
 
@@ -82,10 +83,7 @@ class ModelWorkspace:
             UsageError: if `kind` is anything but lower-case words with hyphens between.
             OSError: if the folder cannot be created.
         """
-        if not _KIND.fullmatch(kind):
-            raise UsageError(
-                f"run kind {kind!r} is not allowed; use lower-case words with hyphens between, such as 'serve'"
-            )
+        _check_kind(kind)
         name = f"{kind}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}"
         number = 1
         while True:
@@ -98,10 +96,36 @@ class ModelWorkspace:
             else:
                 return folder
 
+    def latest_run(self, kind: str, containing: str | None = None) -> Path | None:
+        """Return the newest run of a kind, or None if there is none. Creates nothing.
+
+        Args:
+            kind: as given to `new_run`.
+            containing: a file name that the run must hold; name the file that a run writes last to skip runs that
+                are unfinished.
+        """
+        _check_kind(kind)
+        found: list[tuple[str, int, Path]] = []
+        folder = self.root / "runs"
+        for run in folder.iterdir() if folder.is_dir() else ():
+            match = _RUN_NAME.fullmatch(run.name)
+            if match is None or match["kind"] != kind or not run.is_dir():
+                continue
+            if containing is None or (run / containing).exists():
+                found.append((match["stamp"], int(match["number"] or 1), run))
+        return max(found)[2] if found else None
+
     def _folder(self, name: str) -> Path:
         folder = self.root / name
         folder.mkdir(parents=True, exist_ok=True)
         return folder
+
+
+def _check_kind(kind: str) -> None:
+    if not _KIND.fullmatch(kind):
+        raise UsageError(
+            f"run kind {kind!r} is not allowed; use lower-case words with hyphens between, such as 'serve'"
+        )
 
 
 def _slug(name: str, what: str) -> str:

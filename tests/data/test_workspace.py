@@ -1,5 +1,6 @@
 """Where commands leave what other commands use."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -38,12 +39,21 @@ def test_empty_names_are_refused(tmp_path: Path) -> None:
         Workspace("")
 
 
-def test_runs_are_unique(tmp_path: Path) -> None:
+def test_runs_are_unique_and_the_latest_is_found(tmp_path: Path) -> None:
     part = Workspace(tmp_path).for_model("emoji-xl", "cpu")
+    assert part.latest_run("serve") is None
     assert not part.root.exists()
+    # More than ten within a second, because as text "-10" comes before "-9".
     runs = [part.new_run("serve") for _ in range(12)]
+    part.new_run("serve-sim")
+    (part.runs / "serve-notes.txt").touch()
     assert len(set(runs)) == 12
     assert all(run.is_dir() and run.parent == part.runs for run in runs)
+    assert part.latest_run("serve") == runs[-1]
+    for earlier, later in pairwise(runs[-3:]):
+        (earlier / "summary.json").touch()
+        assert part.latest_run("serve", containing="summary.json") == earlier
+        assert later.exists()
 
 
 @pytest.mark.parametrize("kind", ["", "a/b", "..", "Serve", "a b", "-a"])
@@ -51,3 +61,5 @@ def test_bad_kind_is_refused(tmp_path: Path, kind: str) -> None:
     part = Workspace(tmp_path).for_model("emoji-xl", "cpu")
     with pytest.raises(UsageError, match="run kind"):
         part.new_run(kind)
+    with pytest.raises(UsageError, match="run kind"):
+        part.latest_run(kind)
