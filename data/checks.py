@@ -8,8 +8,7 @@ from .errors import UsageError
 def require_counts(values: Mapping[str, int | None]) -> None:
     """Check numbers of things, which are given by what messages call them; None stands for no limit.
 
-    Raises:
-        UsageError: one is below 1; the first is named.
+    Raises UsageError: one is below 1; the first is named.
     """
     for name, value in values.items():
         if value is not None and value < 1:

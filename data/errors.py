@@ -16,18 +16,9 @@ class UsageError(PsctlError, ValueError):
 class RunError(PsctlError):
     """The input was fine but the run failed; the message says what failed and what to do."""
 
-    exit_code = 1
-
 
 class MissingExtraError(RunError):
-    """An optional dependency is not installed; the message holds the command that installs it.
-
-    Args:
-        package: what could not be imported, for example "torchmetrics".
-        extra: the extra of pyproject.toml that brings it, for example "eval".
-    """
+    """A package that an extra of pyproject.toml brings is not installed; the message says how to install it."""
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f"{package} is not installed; install it with: pip install 'psctl[{extra}]'")
-        self.package = package
-        self.extra = extra

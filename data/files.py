@@ -130,10 +130,7 @@ def require_folder(folder: Path) -> None:
 
 
 def require_places(*folders: Path | None, file: Path | None = None) -> None:
-    """Check, before a long run, that its results can be written: these folders, and the one that `file` is to lie in.
-
-    None is skipped, and `~` stands for the home folder. Raises as `require_folder`.
-    """
+    """`require_folder` for these folders and the one that `file` is to lie in; None is skipped, `~` is expanded."""
     for folder in (*folders, None if file is None else file.expanduser().absolute().parent):
         if folder is not None:
             require_folder(folder.expanduser())

@@ -80,15 +80,10 @@ def keys_given_twice(pairs: Pairs) -> list[str]:
 
 
 def read_json(path: Path, what: str, twice: set[str] | None = None) -> dict[str, Any]:
-    """Parse a JSON file that holds one object; the whole file is in memory meanwhile.
+    """Parse a JSON file that holds one object (`what`, in messages); the whole file is in memory meanwhile.
 
-    Args:
-        path: the file.
-        what: what it should hold, for messages.
-        twice: takes the keys that occur twice in one object, of which the parser silently keeps the last value.
-
-    Raises:
-        UsageError: the file cannot be read, is empty, half-written or otherwise not JSON, or not an object.
+    `twice` takes the keys that occur twice in one object, of which the parser silently keeps the last value. Raises
+    UsageError if the file cannot be read, is empty, half-written or otherwise not JSON, or not an object.
     """
 
     def noting(pairs: Pairs) -> dict[str, Any]:

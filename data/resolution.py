@@ -54,8 +54,7 @@ class Resolution(NamedTuple):
 def parse(text: str) -> Resolution:
     """Read `"192"` (a square) or `"128x192"` (WIDTHxHEIGHT).
 
-    Raises:
-        UsageError: the text has another form, or a side is not a multiple of `RESOLUTION_MULTIPLE` in its range.
+    Raises UsageError: the text has another form, or a side is not a multiple of `RESOLUTION_MULTIPLE` in its range.
     """
     match = _PATTERN.fullmatch(text.strip())
     if match is None:
@@ -67,8 +66,7 @@ def parse(text: str) -> Resolution:
 def parse_list(text: str) -> tuple[Resolution, ...]:
     """Read resolutions separated by commas, as `"128,192,128x256"`, in the order given.
 
-    Raises:
-        UsageError: an item is not a resolution, there is none, or one is given twice.
+    Raises UsageError: an item is not a resolution, there is none, or one is given twice.
     """
     resolutions = tuple(parse(item) for item in text.split(","))
     for i, resolution in enumerate(resolutions):
@@ -86,8 +84,7 @@ def format_batch(counts: Mapping[Resolution, int]) -> str:
 def parse_batch(text: str) -> dict[Resolution, int]:
     """Read a batch as `format_batch` writes it; `"2x128x192+1x256x256"` is the same.
 
-    Raises:
-        UsageError: the text has another form, or names a resolution twice or no requests of it.
+    Raises UsageError: the text has another form, or names a resolution twice or no requests of it.
     """
     counts: dict[Resolution, int] = {}
     for part in text.split("+"):

@@ -80,8 +80,7 @@ class Estimate:
     def from_json(cls, content: Any) -> Self:
         """The estimate in a result file; a bare number has no interval.
 
-        Raises:
-            UsageError: it is neither a number nor a mapping of `value`, `low`, `high` and `n`.
+        Raises UsageError: it is neither a number nor a mapping of `value`, `low`, `high` and `n`.
         """
         if not isinstance(content, Mapping):
             return cls(content)

@@ -28,15 +28,11 @@ from .commands.eval_report import eval_report
 from .commands.gate import gate
 from .commands.generate import generate
 from .commands.groups import profile, train_predictor
-from .commands.models_card import models_card
-from .commands.models_list import models_list
-from .commands.models_train import models_train
-from .commands.profile_blocks import profile_blocks
-from .commands.profile_latency import profile_latency
+from .commands.models import models_card, models_list, models_train
+from .commands.profile import profile_blocks, profile_latency
 from .commands.serve import serve
 from .commands.simulate import simulate
-from .commands.train_predictor_cache import train_predictor_cache
-from .commands.train_predictor_latency import train_predictor_latency
+from .commands.train_predictor import train_predictor_cache, train_predictor_latency
 from .flags import expanded
 from .output import Output
 

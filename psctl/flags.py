@@ -102,8 +102,7 @@ class Flags:
     def build(self, given: dict[str, Any]) -> Any:
         """Take the options' values out of `given` and make the dataclass of them.
 
-        Raises:
-            UsageError: as the dataclass, if a value is not allowed.
+        Raises UsageError: as the dataclass, if a value is not allowed.
         """
         values = dict(self.fixed)
         for name, option in self.options.items():

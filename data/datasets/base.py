@@ -43,14 +43,8 @@ class CaptionEntry:
 
 @dataclass(frozen=True, slots=True)
 class CaptionedImage:
-    """One text-image pair of a sample.
-
-    Attributes:
-        id: name of the image within its data set.
-        caption: the one caption chosen, on one line.
-        location: where the image lies, for the data set; None without an image.
-        width, height: size of the image in pixels, None where it is not known (captions only).
-        seed: seed that the data set gives for generating the image, or None.
+    """A text-image pair of a sample: what its `CaptionEntry` says, with the one caption that was chosen. `width` and
+    `height` are in pixels, and None only for captions without images.
     """
 
     id: str
@@ -101,12 +95,7 @@ class CaptionDataset(Protocol):
 
 
 class BadEntries:
-    """Names and counts what could not be used, up to a limit.
-
-    Args:
-        source: name of the data set or folder, for the message.
-        limit: how many bad entries are tolerated; one more is an error.
-    """
+    """Names and counts what could not be used in `source` (a name for messages); more than `limit` are an error."""
 
     def __init__(self, source: str, limit: int = 0) -> None:
         if limit < 0:
@@ -118,8 +107,7 @@ class BadEntries:
     def add(self, name: str, problem: object) -> None:
         """Count a bad entry; several problems of one entry count once.
 
-        Raises:
-            UsageError: it is one too many. The message holds the first bad entry and their number.
+        Raises UsageError: it is one too many. The message holds the first bad entry and their number.
         """
         self._found.setdefault(name, f"{name}: {problem}")
         count = len(self._found)
@@ -179,8 +167,7 @@ def clean_captions(texts: Iterable[object]) -> tuple[tuple[str, ...], str | None
 def whole_number(value: object) -> int | None:
     """A number that a file gives as a number or as text ("512", 512.0, "512.0"); None for an empty cell.
 
-    Raises:
-        ValueError: it is not a whole number.
+    Raises ValueError: it is not a whole number.
     """
     if isinstance(value, str):
         value = value.strip()
@@ -202,11 +189,7 @@ def shortened(text: str, length: int = 60) -> str:
 
 
 def existing(path: str | Path, what: str) -> Path:
-    """The path with ~ expanded.
-
-    Raises:
-        UsageError: nothing is there.
-    """
+    """The path with ~ expanded. Raises UsageError: nothing is there."""
     found = Path(path).expanduser()
     if not found.exists():
         raise UsageError(f"{path}: no such file or folder, but {what} is needed")
@@ -216,8 +199,7 @@ def existing(path: str | Path, what: str) -> Path:
 def choose_split(where: Path, found: Mapping[str, T], split: str | None) -> T:
     """What is found under the split that the user chose, or the only thing that is found.
 
-    Raises:
-        UsageError: none was chosen and there are several, or the one chosen is not there.
+    Raises UsageError: none was chosen and there are several, or the one chosen is not there.
     """
     names = ", ".join(sorted(filter(None, found))) or "none"
     if split is None and len(found) == 1:

@@ -50,15 +50,9 @@ class CaptionFile:
 
 
 def open_captions(path: str, *, caption_column: str | None = None, id_column: str | None = None) -> CaptionFile:
-    """Open a file of captions: .csv or .tsv with a header, or .jsonl of objects.
+    """Open a file of captions: .csv or .tsv with a header, or .jsonl of objects; options as of `spec.parse_spec`.
 
-    Args:
-        path: the file.
-        caption_column: by default the first of `record_entries.CAPTION_COLUMNS`.
-        id_column: by default the first of `record_entries.ID_COLUMNS`, otherwise records are numbered.
-
-    Raises:
-        UsageError: there is no such file, or it has another form.
+    Raises UsageError if there is no such file, or it has another form.
     """
     file = existing(path, "a file of captions")
     if not file.is_file() or file.suffix.lower() not in TABLE_SUFFIXES:

@@ -64,15 +64,9 @@ class CocoCaptions(ImageFiles):
 
 
 def open_coco(path: str, *, split: str | None = None, image_dir: str | Path | None = None) -> CocoCaptions:
-    """Open COCO captions.
+    """Open a folder with `annotations/captions_*.json` (or with these files themselves), or one such file.
 
-    Args:
-        path: a folder with `annotations/captions_*.json` (or with these files themselves), or one such file.
-        split: "val2017" for captions_val2017.json; needed where a folder holds several; not for a file.
-        image_dir: folder of the images. By default `SPLIT` or `images/SPLIT` beside the annotations.
-
-    Raises:
-        UsageError: something is missing, or several splits are there and none was chosen.
+    Options as of `spec.parse_spec`. Raises UsageError if something is missing, or a split must be chosen.
     """
     root = existing(path, "a folder of COCO or a captions_*.json")
     if split is not None and not root.is_dir():

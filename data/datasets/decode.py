@@ -37,8 +37,7 @@ def is_image_name(name: str) -> bool:
 def read_content(path: Path, name: str | None = None) -> bytes:
     """The bytes of an image file.
 
-    Raises:
-        BadImageError: it is missing or cannot be read; the message calls it `name`.
+    Raises BadImageError: it is missing or cannot be read; the message calls it `name`.
     """
     try:
         return path.read_bytes()

@@ -96,10 +96,7 @@ def open_diffusiondb(
             `diffusiondb-large-part-1` and `-2`, perhaps with `metadata.parquet` or `metadata-large.parquet`; such a
             metadata table itself (prompts without images); a folder written by `save_to_disk`; a parquet file or a
             folder of them with images; or "hub".
-        max_nsfw: leaves out images whose image or prompt score is higher (0 to 1; 2 means blurred). Needs scores.
-        split: of a saved or parquet data set that has several.
-        config: "hub" only: which of its subsets, by default `HUB_CONFIG`.
-        revision: "hub" only.
+        max_nsfw, split, config, revision: as of `spec.parse_spec`.
 
     Raises:
         UsageError: nothing of that is there, or scores are limited and there are none.

@@ -61,8 +61,7 @@ class Metadata:
     def facts(self, parts: Set[int]) -> ImageFacts:
         """Read the facts of the images of some parts, in one pass over six columns.
 
-        Raises:
-            UsageError: the file is damaged, or has other columns.
+        Raises UsageError: the file is damaged, or has other columns.
         """
         pieces = [np.empty(0, _FACTS)]
         columns = [_NAME, _PART, *(_FACTS.names or ())[1:]]

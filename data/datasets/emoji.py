@@ -54,16 +54,9 @@ class EmojiCaptions:
 def open_emoji(
     path: str = "", *, resolution: Resolution | str = "256", num_images: int = 10_000, data_seed: int = 0
 ) -> EmojiCaptions:
-    """Open held-out scenes of the bundled emoji world.
+    """Open held-out scenes of the bundled emoji world; scene i is the same whatever `num_images` is.
 
-    Args:
-        path: must be empty; the world is bundled.
-        resolution: at which they are drawn, in pixels.
-        num_images: how many scenes there are to draw from; scene i is the same whatever this number.
-        data_seed: of the scenes themselves.
-
-    Raises:
-        UsageError: a path was given, or a number is out of range.
+    Options as of `spec.parse_spec`. Raises UsageError if a path is given, or a number is out of range.
     """
     if path:
         raise UsageError(f"data set is 'emoji:{path}', but the emoji world takes no path: emoji")

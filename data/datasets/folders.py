@@ -44,15 +44,11 @@ class FolderPairs:
     generated_ids: tuple[str, ...]
     reference_ids: tuple[str, ...]
 
-    def __len__(self) -> int:
-        return len(self.stems)
-
 
 def open_folder(path: str | Path) -> ImageFolder:
     """List the images of a folder and of those below it, by their suffix; hidden files are left out.
 
-    Raises:
-        UsageError: it is not a folder, or holds no image.
+    Raises UsageError: it is not a folder, or holds no image.
     """
     root = existing(path, "a folder of images")
     if not root.is_dir():
@@ -66,9 +62,6 @@ def open_folder(path: str | Path) -> ImageFolder:
 def pair_folders(generated: ImageFolder, reference: ImageFolder) -> FolderPairs:
     """Pair images by their stems, `a/1.png` with `a/1.jpg`, and check by the headers that both have one size.
 
-    Args:
-        generated, reference: the two folders.
-
     Raises:
         UsageError: a stem occurs twice in one folder, the counts differ, names have no partner, or sizes differ.
         BadImageError: a header cannot be read.
@@ -77,11 +70,17 @@ def pair_folders(generated: ImageFolder, reference: ImageFolder) -> FolderPairs:
     if left.keys() != right.keys():
         raise UsageError(_mismatch(generated, reference, sorted(left.keys() - right), sorted(right.keys() - left)))
     stems = tuple(sorted(left))
-    pairs = FolderPairs(
+    differing: list[str] = []
+    for stem in stems:
+        found = Resolution(*generated.image_size(left[stem]))
+        wanted = Resolution(*reference.image_size(right[stem]))
+        if found != wanted:
+            differing.append(f"{stem} is {found}, but its reference is {wanted}")
+    if differing:
+        raise UsageError(f"{len(differing)} of {len(stems)} pairs differ in size; the first: {differing[0]}")
+    return FolderPairs(
         generated, reference, stems, tuple(left[stem] for stem in stems), tuple(right[stem] for stem in stems)
     )
-    _check_sizes(pairs)
-    return pairs
 
 
 def _by_stem(folder: ImageFolder) -> dict[str, str]:
@@ -110,13 +109,3 @@ def _mismatch(
         if names:
             message += f"; only in {folder.root}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
     return message
-
-
-def _check_sizes(pairs: FolderPairs) -> None:
-    differing: list[str] = []
-    for stem, one, other in zip(pairs.stems, pairs.generated_ids, pairs.reference_ids, strict=True):
-        found, wanted = Resolution(*pairs.generated.image_size(one)), Resolution(*pairs.reference.image_size(other))
-        if found != wanted:
-            differing.append(f"{stem} is {found}, but its reference is {wanted}")
-    if differing:
-        raise UsageError(f"{len(differing)} of {len(pairs)} pairs differ in size; the first: {differing[0]}")

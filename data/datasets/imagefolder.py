@@ -61,15 +61,9 @@ class ImageFolderCaptions(ImageFiles):
 
 
 def open_imagefolder(path: str, *, split: str | None = None, caption_column: str | None = None) -> ImageFolderCaptions:
-    """Open an image folder with captions.
+    """Open a folder with metadata.csv or metadata.jsonl at its top or in the folders below.
 
-    Args:
-        path: a folder with metadata.csv or metadata.jsonl at its top or in the folders below.
-        split: the folder of one split ("train"), directly below `path`.
-        caption_column: where the captions stand; by default the first of `record_entries.CAPTION_COLUMNS`.
-
-    Raises:
-        UsageError: there is no such folder, or it has no metadata or two of them in one place.
+    Options as of `spec.parse_spec`. Raises UsageError if there is none, or it has no metadata or two in one place.
     """
     root = existing(path, "an image folder")
     if split is not None:

@@ -144,17 +144,10 @@ def open_parquet(
     image_column: str | None = None,
     id_column: str | None = None,
 ) -> TableCaptions:
-    """Open local parquet files with images and captions.
+    """Open a parquet file, or a folder of them at any depth, with captions and with images: bytes, or structs of bytes
+    and path. Without an id column, that path is the id.
 
-    Args:
-        path: a file, or a folder with parquet files at any depth.
-        split: "train" for files whose path says so; needed where a folder holds several splits.
-        caption_column: by default the first of `record_entries.CAPTION_COLUMNS`.
-        image_column: bytes, or structs of bytes and path; by default "image" or the first such column.
-        id_column: by default the first of `record_entries.ID_COLUMNS`, otherwise the path in the image's struct.
-
-    Raises:
-        UsageError: a file is damaged, no file is there, or a column is missing.
+    Options as of `spec.parse_spec`. Raises UsageError if a file is damaged, none is there, or a column is missing.
     """
     columns = ColumnChoice(caption_column, image_column, id_column)
     return table_captions("parquet", parquet_rows(path, split), columns)

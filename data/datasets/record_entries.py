@@ -45,8 +45,7 @@ def choose_column(
 ) -> str | None:
     """The column that the user names, or the first usual name that is there, or None.
 
-    Raises:
-        UsageError: the column that the user names is not there.
+    Raises UsageError: the column that the user names is not there.
     """
     names = list(names)
     if wanted is None:
@@ -59,8 +58,7 @@ def choose_column(
 def find_columns(names: Iterable[str], choice: ColumnChoice, where: str) -> Columns:
     """Find what an entry is made of among the columns of a table.
 
-    Raises:
-        UsageError: there is no column of captions, or one that the user names is not there.
+    Raises UsageError: there is no column of captions, or one that the user names is not there.
     """
     names = list(names)
     caption = choose_column(names, choice.caption, CAPTION_COLUMNS, where, "captions")

@@ -33,8 +33,7 @@ class BlockFacts:
     def from_json(cls, content: Mapping[str, Any], *, source: str) -> "BlockFacts":
         """Read what `to_json` gave; other keys are left alone.
 
-        Raises:
-            UsageError: one of the facts is missing or of the wrong kind; `source` says in which file.
+        Raises UsageError: one of the facts is missing or of the wrong kind; `source` says in which file.
         """
         kinds = {"model": str, "fingerprint": str, "scheduler": str, "patch_size": int, "blocks": list}
         for field in fields(cls):

@@ -39,10 +39,8 @@ class TableSchema:
         return tuple(each.name for each in self.columns)
 
     def to_arrow(self, about: Mapping[str, Any] | None = None) -> pa.Schema:
-        """The Arrow schema; metadata hold units, meanings, this schema's name and version, and what is `about` a table.
-
-        Args:
-            about: what holds for a table as a whole, as JSON; `about_of` gives it back.
+        """The Arrow schema; metadata hold units, meanings, this schema's name and version, and what is `about` a table
+        as a whole, as JSON, which `about_of` gives back.
         """
         metadata = {_NAME_KEY: self.name.encode(), _VERSION_KEY: str(self.version).encode()}
         if about is not None:
@@ -136,13 +134,8 @@ def write_table(
     *,
     about: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write rows as parquet, atomically.
-
-    Args:
-        path: file to write.
-        schema: which table it is.
-        rows: one mapping per row, with exactly the schema's columns.
-        about: as of `TableSchema.to_arrow`.
+    """Write rows, mappings with exactly the schema's columns, as parquet, atomically; `about` as of
+    `TableSchema.to_arrow`.
 
     Raises:
         RuntimeError: a row does not fit the schema (a column is missing, unknown, empty, not finite or of another
@@ -161,8 +154,7 @@ def write_table(
 def read_table(path: str | Path, schema: TableSchema, columns: Sequence[str] | None = None) -> pa.Table:
     """Read a table that `write_table` has written, or some columns of it.
 
-    Raises:
-        UsageError: the file cannot be read, is damaged or no parquet, or is another table or another version of it.
+    Raises UsageError: the file cannot be read, is damaged or no parquet, or is another table or another version of it.
     """
     with opened(path, schema) as file:
         return file.read(columns=None if columns is None else list(columns), use_threads=False)
@@ -182,15 +174,10 @@ def opened(path: str | Path, schema: TableSchema) -> Iterator[pq.ParquetFile]:
 
 @contextmanager
 def parquet_file(path: str | Path, what: str, **options: Any) -> Iterator[pq.ParquetFile]:
-    """Open any parquet file; damage that the body meets while it reads is reported as well.
+    """Open any parquet file; `what` it should hold is for messages, options are of `pyarrow.parquet.ParquetFile`.
 
-    Args:
-        path: the file.
-        what: it should hold, for messages.
-        options: of `pyarrow.parquet.ParquetFile`.
-
-    Raises:
-        UsageError: it cannot be read, is damaged or is not parquet.
+    Raises UsageError if it cannot be read, is damaged (also if the body meets the damage while it reads) or is not
+    parquet.
     """
     try:
         # Opened here, not by Arrow, whose messages repeat the path; and as one file, so that no folder adds columns.
@@ -223,8 +210,7 @@ def name_of(found: pa.Schema) -> str:
 def about_of(found: pa.Schema, path: str | Path) -> dict[str, Any]:
     """What a table's file says about the table as a whole.
 
-    Raises:
-        UsageError: it says nothing, or its head is damaged; the message names the file.
+    Raises UsageError: it says nothing, or its head is damaged; the message names the file.
     """
     try:
         about = json.loads(_head(found, _ABOUT_KEY))

@@ -30,8 +30,7 @@ class TableWriter:
     On leaving without an error the file appears under its name; after an error there is none.
 
     Args:
-        path: file to write.
-        schema: which table it is.
+        path, schema: as of `schemas.write_table`.
         facts: what holds for the whole table: a mapping that is JSON.
         group_rows: rows that are kept in memory before they are written as a row group.
     """
@@ -98,8 +97,7 @@ class TableWriter:
     def append_from(self, path: str | Path) -> None:
         """Append all rows of another file of the same table, such as a part that an earlier run has finished.
 
-        Raises:
-            UsageError: as `read_batches`, or the file's facts are others.
+        Raises UsageError: as `read_batches`, or the file's facts are others.
         """
         if read_facts(path, self._schema) != about_of(self._arrow_schema, self.path):
             raise UsageError(f"{path}: was made under other circumstances than {self.path}; the two cannot be joined")
@@ -141,15 +139,9 @@ class TableWriter:
 def read_batches(
     path: str | Path, schema: TableSchema, columns: Sequence[str] | None = None, *, batch_rows: int = _BATCH_ROWS
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a table in order, at most `batch_rows` at a time.
+    """Yield the rows of a table in order, at most `batch_rows` at a time; `columns` are those to read, None for all.
 
-    Args:
-        path: a file that `TableWriter` or `schemas.write_table` has written.
-        schema: which table it must be.
-        columns: names of those to read; None for all.
-
-    Raises:
-        UsageError: as `schemas.read_table`, also for damage in the middle; or a number is NaN or infinite.
+    Raises UsageError: as `schemas.read_table`, also for damage in the middle; or a number is NaN or infinite.
     """
     first_row = 0
     with opened(path, schema) as file:
@@ -170,11 +162,7 @@ def count_rows(path: str | Path, schema: TableSchema) -> int:
 
 
 def read_facts(path: str | Path, schema: TableSchema) -> dict[str, Any]:
-    """The facts that hold for the whole table.
-
-    Raises:
-        UsageError: as `schemas.read_table`, or the file has no facts.
-    """
+    """The facts that hold for the whole table. Raises UsageError: as `schemas.read_table`, or the file has no facts."""
     with opened(path, schema) as file:
         return about_of(file.schema_arrow, path)
 

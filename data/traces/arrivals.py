@@ -58,8 +58,7 @@ def diurnal_arrivals(rng: np.random.Generator, rate: float, amplitude: float, pe
 def scaled_arrivals(arrivals_s: Sequence[float], rate: float) -> list[float]:
     """Recorded arrivals from 0 on, all gaps multiplied by one factor, so that the mean gap is `1 / rate`.
 
-    Raises:
-        UsageError: there are fewer than two, or all are at one time: they have no rate.
+    Raises UsageError: there are fewer than two, or all are at one time: they have no rate.
     """
     if len(arrivals_s) < 2 or arrivals_s[-1] <= arrivals_s[0]:
         raise UsageError(f"{len(arrivals_s)} recorded arrivals span no time, so they cannot be scaled to a rate")

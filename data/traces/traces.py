@@ -16,9 +16,8 @@ from ..checks import require_counts
 from ..errors import UsageError
 from ..requests import Request
 from ..resolution import Resolution
-from .arrivals import diurnal_arrivals, gamma_arrivals, read_arrivals, scaled_arrivals
+from .arrivals import diurnal_arrivals, gamma_arrivals, scaled_arrivals
 from .draws import RequestDraws, TraceDefaults
-from .files import load_trace, save_trace
 
 TraceKind = Literal["poisson", "gamma", "diurnal", "azure"]
 TRACE_KINDS: tuple[str, ...] = get_args(TraceKind)
@@ -35,12 +34,8 @@ class TraceConfig:
         num_prompts: number of requests, or None.
         duration_s: no request arrives later than this, or None. With both, whichever ends first; one is needed.
         cv: standard deviation of the gaps over their mean; above 1 is bursty. Always 1 but for gamma.
-        resolutions: what requests ask for.
-        mix: weight of each resolution; None: all alike (PatchedServe section 8).
-        num_inference_steps: number of denoising steps: one for all requests, or one for each of `resolutions`.
-        guidance_scale: guidance scale of all requests.
-        seed: seed of everything that is drawn.
-        slo_s: how long each request may take, or None (see `assign_slos`).
+        resolutions, mix, num_inference_steps, guidance_scale, seed, slo_s: as of `TraceDefaults`; all sizes alike by
+            default (PatchedServe section 8), and no SLOs (see `assign_slos`).
         amplitude: largest deviation of a diurnal trace's rate from its mean, as a share of it, up to 1.
         period_s: length of a diurnal trace's day in seconds.
         arrivals_s: the recorded arrivals of an azure trace in seconds, in order. The first `num_prompts` of them are
@@ -101,8 +96,7 @@ class TraceConfig:
 def generate_trace(config: TraceConfig, prompts: Sequence[str]) -> list[Request]:
     """Draw a trace. The mean gap is exactly `1 / request_rate`; recorded arrivals start at 0, others after one gap.
 
-    Raises:
-        UsageError: there are no prompts, or no request arrives within the duration.
+    Raises UsageError: there are no prompts, or no request arrives within the duration.
     """
     draws = config.draws(prompts)
     requests: list[Request] = []
@@ -132,8 +126,7 @@ def limit_trace(
 ) -> list[Request]:
     """The first `num_prompts` requests among those that arrive within `duration_s` seconds; None: no limit.
 
-    Raises:
-        UsageError: a limit is not positive, or nothing is left.
+    Raises UsageError: a limit is not positive, or nothing is left.
     """
     require_counts({"number of prompts": num_prompts})
     if duration_s is not None and not duration_s > 0:
@@ -145,15 +138,10 @@ def limit_trace(
 
 
 def retime(requests: Sequence[Request], *, speed: float = 1.0, from_zero: bool = False) -> list[Request]:
-    """The same requests arriving `speed` times as fast.
+    """The same requests, in order of arrival, arriving `speed` times as fast; SLOs stay as they are.
 
-    Args:
-        requests: a trace in order of arrival.
-        speed: 2 halves every gap, 0.5 doubles it. SLOs stay as they are.
-        from_zero: first shift the trace so that the first request arrives at 0, for traces stamped with clock time.
-
-    Raises:
-        UsageError: `speed` is not positive and finite.
+    With `from_zero` the first request arrives at 0, for traces stamped with clock time. Raises UsageError if `speed` is
+    not positive and finite.
     """
     if not 0 < speed < math.inf:
         raise UsageError(f"speed is {speed:g}, but it must be more than 0 and finite")
@@ -164,15 +152,8 @@ def retime(requests: Sequence[Request], *, speed: float = 1.0, from_zero: bool =
 def assign_slos(
     requests: Sequence[Request], standalone_s: Callable[[Request], float], slo_scale: float
 ) -> list[Request]:
-    """Give each request without an SLO `slo_scale` times its standalone latency (PatchedServe section 8: 5 times).
-
-    Args:
-        requests: a trace; SLOs that it brings along are kept.
-        standalone_s: seconds that the request takes when it is served alone.
-        slo_scale: what to multiply them by.
-
-    Raises:
-        UsageError: `slo_scale` is not positive and finite.
+    """Give each request without an SLO `slo_scale` times the seconds that it takes when served alone (PatchedServe
+    section 8: 5 times). Raises UsageError if `slo_scale` is not positive and finite.
     """
     if not 0 < slo_scale < math.inf:
         raise UsageError(f"SLO scale is {slo_scale:g}, but it must be more than 0 and finite")
@@ -180,18 +161,3 @@ def assign_slos(
         request if request.slo_s is not None else replace(request, slo_s=slo_scale * standalone_s(request))
         for request in requests
     ]
-
-
-__all__ = [
-    "TRACE_KINDS",
-    "TraceConfig",
-    "TraceDefaults",
-    "TraceKind",
-    "assign_slos",
-    "generate_trace",
-    "limit_trace",
-    "load_trace",
-    "read_arrivals",
-    "retime",
-    "save_trace",
-]

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from ...data.figures import write_figures
 from ...data.files import atomic_write
 from ...data.requests import Request
-from ...data.traces.traces import assign_slos, save_trace
+from ...data.traces.files import save_trace
+from ...data.traces.traces import assign_slos
 from ...data.workspace import ModelWorkspace
 from ...serving.core.metrics import summarize
 from ...serving.core.request_state import RequestRecord

@@ -14,7 +14,8 @@ from ...data.requests import Request
 from ...data.run_facts import RunFacts
 from ...data.tables.latency import read_latencies
 from ...data.tables.schemas import RECORDS, read_rows
-from ...data.traces.traces import assign_slos, save_trace
+from ...data.traces.files import save_trace
+from ...data.traces.traces import assign_slos
 from ...data.workspace import ModelWorkspace
 from ...serving.core.metrics import slo_attainment_rate, summarize
 from ...serving.core.request_state import RequestRecord

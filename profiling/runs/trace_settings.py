@@ -86,8 +86,8 @@ def draw_requests(settings: TraceSettings, defaults: ModelDefaults) -> list[Requ
             raise UsageError(f"{option} is {value}, but it belongs to --trace {wanted}, not {settings.trace}")
     prompts = load_prompts(settings.prompts)
     if settings.trace not in traces.TRACE_KINDS:
-        file_defaults = traces.TraceDefaults(prompts, resolutions, mix, steps, scale, settings.seed)
-        requests = traces.load_trace(settings.trace, defaults=file_defaults)
+        file_defaults = TraceDefaults(prompts, resolutions, mix, steps, scale, settings.seed)
+        requests = files.load_trace(settings.trace, defaults=file_defaults)
         if settings.from_zero:
             requests = traces.retime(requests, from_zero=True)
         return traces.limit_trace(requests, num_prompts=settings.num_prompts, duration_s=settings.duration_s)
@@ -105,7 +105,7 @@ def draw_requests(settings: TraceSettings, defaults: ModelDefaults) -> list[Requ
         num_inference_steps=steps,
         guidance_scale=scale,
         seed=settings.seed,
-        arrivals_s=() if settings.arrivals is None else traces.read_arrivals(settings.arrivals),
+        arrivals_s=() if settings.arrivals is None else read_arrivals(settings.arrivals),
         **{name: value for name, value in swing.items() if value is not None},
     )
     return traces.generate_trace(config, prompts)

@@ -16,8 +16,6 @@ from ..options.target import Target
 from ..output import Output
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from ...profiling.report.table import Table
 
 
@@ -89,6 +87,7 @@ def bench_cache(
     from ...eval.cache.sides import settings_of
     from ...eval.metrics.clip import DEFAULT_CLIP
     from ...eval.metrics.judges import Judges
+    from ...profiling.report.table import to_rich
 
     settings = CacheBenchSettings(rounds, num_inference_steps, seed)
     quality = QualityOptions(clip != "none", with_lpips, fid, num_real, seed)
@@ -114,16 +113,14 @@ def bench_cache(
             advance()
 
         outcome = run_cache_bench(served, batches, cached, place, settings, quality, judges, on_batch=on_batch)
-    out.data(outcome.result, table=lambda: _tables(outcome.result), file=output_file)
+    out.data(
+        outcome.result,
+        table=lambda: to_rich(_table(outcome.result, row) for row in outcome.result["rows"]),
+        file=output_file,
+    )
     out.note(f"Results, plots and images: {outcome.run_dir}")
     if outcome.was_interrupted:
         raise KeyboardInterrupt
-
-
-def _tables(result: dict[str, Any]) -> "RenderableType":
-    from rich.console import Group
-
-    return Group(*(_table(result, row).to_rich() for row in result["rows"]))
 
 
 def _table(result: dict[str, Any], row: dict[str, Any]) -> "Table":

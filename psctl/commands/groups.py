@@ -52,8 +52,7 @@ def train_predictor(
 def _run_all(context: typer.Context) -> None:
     """Run every command of the group with the options that were given to the group, unless one was named.
 
-    Raises:
-        UsageError: a command was named, and options stand before it.
+    Raises UsageError: a command was named, and options stand before it.
     """
     given = given_flags(context)
     if context.invoked_subcommand is not None:

@@ -196,5 +196,7 @@ def interrupt_when_logged(psctl_script: str, workspace: Path, num_lines: int) ->
         stdout, stderr = process.communicate(timeout=TIMEOUT_S)
     finally:
         process.kill()
-    assert (process.returncode, stdout, stderr) == (130, "", "Error: interrupted\n")
+    *told, last = stderr.splitlines()
+    assert (process.returncode, stdout, last) == (130, "", "Error: interrupted")
+    assert all(line.startswith("text encoder small: ") for line in told), told
     return step_of(run / "last.safetensors")

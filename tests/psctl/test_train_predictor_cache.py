@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from patchedserve.psctl.app import main
-from patchedserve.psctl.commands.train_predictor_cache import train_predictor_cache
+from patchedserve.psctl.commands.train_predictor import train_predictor_cache
 from patchedserve.training.cache.fitting import FitSettings
 from patchedserve.training.cache.predictor import CachePredictor
 

@@ -9,8 +9,8 @@ from diffusers import AutoencoderKL
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .images import random_crops, to_float
-from .loop import LoopConfig, OnStep, Task, ignore_step, train
+from .latents import random_crops, to_float
+from .loop import OnStep, Task, ignore_step, train
 from .optim import OptimConfig
 
 CROP_SIDES = (64, 96, 128, 192)
@@ -21,16 +21,13 @@ GRADIENT_WEIGHT = 0.4
 LATENT_NOISE = 0.05
 
 
-def new_autoencoder(channels: tuple[int, ...] = (16, 32, 64, 96)) -> AutoencoderKL:
+def new_autoencoder() -> AutoencoderKL:
     """A fresh autoencoder whose posterior starts narrow (log-variance near -6), so that it learns to code at once."""
     # diffusers annotates tuples of any length as tuples of one.
-    blocks: dict[str, Any] = {
-        "down_block_types": ("DownEncoderBlock2D",) * len(channels),
-        "up_block_types": ("UpDecoderBlock2D",) * len(channels),
-        "block_out_channels": channels,
-    }
     model = AutoencoderKL(
-        **blocks,
+        down_block_types=("DownEncoderBlock2D",) * 4,  # pyright: ignore[reportArgumentType]
+        up_block_types=("UpDecoderBlock2D",) * 4,  # pyright: ignore[reportArgumentType]
+        block_out_channels=(16, 32, 64, 96),  # pyright: ignore[reportArgumentType]
         layers_per_block=1,
         latent_channels=4,
         norm_num_groups=GROUPS,
@@ -74,8 +71,6 @@ def train_autoencoder(
     """Train on random crops of uint8 pools [n, 3, h, w]; returns the averaged model, latents normalised."""
     torch.manual_seed(task.seed)
     model = new_autoencoder()
-    nn.Module.to(model, device)  # diffusers' own `to` is annotated without its self
-    config = LoopConfig(task.steps, task.seed, optim=OptimConfig(muon_lr=4e-3, adam_lr=2e-3, weight_decay=0.0))
 
     def loss_of(step: int) -> tuple[Tensor, dict[str, float]]:
         rng = np.random.default_rng([task.seed, step])
@@ -85,7 +80,8 @@ def train_autoencoder(
         with torch.autocast(device.type, torch.bfloat16):
             return reconstruction_loss(model, to_float(crops).to(device), generator)
 
-    train(model, task, config, _is_outer, loss_of, on_step)
+    optim = OptimConfig(muon_lr=4e-3, adam_lr=2e-3, weight_decay=0.0)
+    train(model, task, device, loss_of, on_step, is_excluded=_is_outer, optim=optim)
     normalise_latents(model, pools)
     return model
 
@@ -95,13 +91,13 @@ def _is_outer(name: str) -> bool:
 
 
 @torch.no_grad()
-def normalise_latents(model: AutoencoderKL, pools: Sequence[Tensor], num_images: int = 256) -> None:
-    """Fold each latent channel's mean and standard deviation into the quantisation convolutions.
+def normalise_latents(model: AutoencoderKL, pools: Sequence[Tensor]) -> None:
+    """Fold each latent channel's mean and standard deviation over 256 pictures into the quantisation convolutions.
 
     Afterwards latents have mean 0 and deviation 1 a channel, and `scaling_factor` is 1 by construction.
     """
     device = next(model.parameters()).device
-    chunks = [chunk for pool in pools for chunk in pool[: num_images // len(pools)].split(16)]
+    chunks = [chunk for pool in pools for chunk in pool[: 256 // len(pools)].split(16)]
     codes = [model.encode(to_float(chunk).to(device), return_dict=False)[0].mean for chunk in chunks]
     values = torch.cat([code.transpose(0, 1).flatten(1) for code in codes], 1)
     mean, std = values.mean(1), values.std(1)

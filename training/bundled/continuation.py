@@ -52,8 +52,7 @@ def save_part(part: Any, folder: Path) -> None:
 def load_initial_weights(model: nn.Module, weights: Path) -> str:
     """Copy the weights of a finished model of the same architecture into `model`; returns their sha256.
 
-    Raises:
-        UsageError: if the file does not exist or belongs to another architecture.
+    Raises UsageError: if the file does not exist or belongs to another architecture.
     """
     if not weights.is_file():
         raise UsageError(f"{weights} does not exist; --from-models names a folder of finished models")

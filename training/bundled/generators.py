@@ -14,10 +14,9 @@ from transformers import CLIPTextModelWithProjection, CLIPTokenizer
 
 from ...data.emoji.scene import caption_of
 from ...data.resolution import Resolution
-from .continuation import load_initial_weights
 from .joint_attention import RepeatedTokenJointAttention
 from .latents import LatentSet
-from .loop import LoopConfig, OnStep, Task, ignore_step, train
+from .loop import OnStep, Task, ignore_step, train
 from .optim import OptimConfig
 from .text import tokenize
 
@@ -192,20 +191,8 @@ def train_generator(
 ) -> nn.Module:
     """Train on cached latents; returns the model with averaged weights.
 
-    Args:
-        objective: model and loss.
-        sets: latents, each batch from one of them.
-        weights: how often each set is drawn from.
-        task: see there.
-        device: where to train.
-        on_step: see there.
-        batch_pixels: latent positions in a batch.
+    Each batch of `batch_pixels` latent positions comes from one of the sets, drawn by their weights.
     """
-    started_from = load_initial_weights(objective.model, task.initial_weights) if task.initial_weights else ""
-    objective.model.to(device)
-    config = LoopConfig(
-        task.steps, task.seed, started_from, ema_decay=0.9985, optim=OptimConfig(muon_lr=2e-3, adam_lr=1.5e-3)
-    )
     chances = np.array(weights) / sum(weights)
 
     def loss_of(step: int) -> tuple[Tensor, dict[str, float]]:
@@ -218,7 +205,8 @@ def train_generator(
             loss = objective.loss(latents.to(device), captions, latent_set.resolution, rng)
         return loss, {f"loss_{latent_set.resolution}": float(loss.detach())}
 
-    train(objective.model, task, config, _is_outer, loss_of, on_step)
+    optim = OptimConfig(muon_lr=2e-3, adam_lr=1.5e-3)
+    train(objective.model, task, device, loss_of, on_step, is_excluded=_is_outer, ema_decay=0.9985, optim=optim)
     return objective.model
 
 

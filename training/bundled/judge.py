@@ -5,18 +5,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
 from ...data.emoji.dataset import EmojiDataset
 from ...data.emoji.scene import BACKGROUNDS, caption_of
 from ...data.resolution import Resolution
-from .continuation import load_initial_weights
-from .images import draw_pool, to_float
-from .loop import LoopConfig, OnStep, Task, ignore_step, train
+from .latents import draw_pool, to_float
+from .loop import OnStep, Task, ignore_step, train
 from .optim import OptimConfig
-from .text import MAX_TOKENS, tokenize
+from .text import MAX_TOKENS, is_outside_layers, tokenize
 
 IMAGE_SIDE = 96
 PATCH_SIDE = 12
@@ -131,10 +130,6 @@ def train_judge(
     """Train contrastively on what `draw_judge_pool` drew; returns the model with averaged weights."""
     torch.manual_seed(task.seed)
     model = new_judge(tokenizer)
-    started_from = load_initial_weights(model, task.initial_weights) if task.initial_weights else ""
-    nn.Module.to(model, device)  # transformers' own `to` is annotated without its self
-    optim = OptimConfig(muon_lr=2e-3, adam_lr=1.5e-3)
-    config = LoopConfig(task.steps, task.seed, started_from, ema_decay=0.995, optim=optim)
 
     def loss_of(step: int) -> tuple[Tensor, dict[str, float]]:
         rng = np.random.default_rng([task.seed, 4, step])
@@ -145,5 +140,6 @@ def train_judge(
             loss, accuracy = contrastive_loss(model, pixels, tokenize(tokenizer, words).to(device), words)
         return loss, {"accuracy": accuracy}
 
-    train(model, task, config, lambda name: "layers" not in name, loss_of, on_step)
+    optim = OptimConfig(muon_lr=2e-3, adam_lr=1.5e-3)
+    train(model, task, device, loss_of, on_step, is_excluded=is_outside_layers, ema_decay=0.995, optim=optim)
     return model

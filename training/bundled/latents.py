@@ -1,10 +1,11 @@
-"""Latents of training pictures, encoded once per resolution and kept on disk as safetensors."""
+"""Pictures as training tensors, and their latents, encoded once per resolution and kept on disk as safetensors."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from diffusers import AutoencoderKL
 from safetensors import SafetensorError, safe_open
@@ -16,7 +17,6 @@ from ...data.emoji.scene import Scene
 from ...data.errors import RunError
 from ...data.files import atomic_write
 from ...data.resolution import Resolution
-from .images import draw_pool, to_float
 
 ENCODE_CHUNK_PIXELS = 16 * 128 * 128
 
@@ -41,6 +41,35 @@ class LatentSet:
     resolution: Resolution
     latents: Tensor
     scenes: list[Scene]
+
+
+def draw_pool(dataset: EmojiDataset, on_image: Callable[[], None] = lambda: None) -> tuple[Tensor, list[Scene]]:
+    """All pictures of a dataset as uint8 [n, 3, height, width], and their scenes."""
+    resolution = dataset.resolution
+    pool = torch.empty(len(dataset), 3, resolution.height, resolution.width, dtype=torch.uint8)
+    scenes = []
+    for index, (scene, image) in enumerate(dataset):
+        pool[index] = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+        scenes.append(scene)
+        on_image()
+    return pool, scenes
+
+
+def to_float(images: Tensor) -> Tensor:
+    """uint8 [n, 3, h, w] to float32 in -1..1, the range of diffusers' autoencoders."""
+    return images.float().div_(127.5).sub_(1.0)
+
+
+def random_crops(pools: Sequence[Tensor], num_crops: int, side: int, rng: np.random.Generator) -> Tensor:
+    """Square crops of `side` pixels from random pictures of pools that are large enough, uint8 [n, 3, side, side]."""
+    usable = [pool for pool in pools if min(pool.shape[2:]) >= side]
+    crops = []
+    for _ in range(num_crops):
+        pool = usable[rng.integers(len(usable))]
+        top = int(rng.integers(pool.shape[2] - side + 1))
+        left = int(rng.integers(pool.shape[3] - side + 1))
+        crops.append(pool[int(rng.integers(len(pool))), :, top : top + side, left : left + side])
+    return torch.stack(crops)
 
 
 @torch.no_grad()

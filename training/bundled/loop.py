@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ...data.errors import RunError, UsageError
 from ...data.files import atomic_write
+from .continuation import load_initial_weights
 from .optim import MuonAdamW, OptimConfig, hidden_matrices
 
 Loss = Callable[[int], tuple[Tensor, dict[str, float]]]
@@ -219,9 +220,22 @@ class TrainingRun:
 
 
 def train(
-    model: nn.Module, task: Task, config: LoopConfig, is_excluded: Callable[[str], bool], loss_of: Loss, on_step: OnStep
+    model: nn.Module,
+    task: Task,
+    device: torch.device,
+    loss_of: Loss,
+    on_step: OnStep,
+    *,
+    is_excluded: Callable[[str], bool],
+    ema_decay: float = 0.998,
+    optim: OptimConfig,
 ) -> None:
-    """Train a model to the end of the schedule, then give it the averaged weights, for evaluation."""
+    """Train a model, or one with the task's initial weights, to the end of the schedule, then give it the averaged
+    weights, for evaluation. Arguments as of `TrainingRun` and `LoopConfig`; raises as `load_initial_weights`.
+    """
+    started_from = load_initial_weights(model, task.initial_weights) if task.initial_weights else ""
+    nn.Module.to(model, device)  # diffusers and transformers annotate their own `to` without its self
+    config = LoopConfig(task.steps, task.seed, started_from, ema_decay=ema_decay, optim=optim)
     run = TrainingRun(model, config, task.folder, is_excluded)
     run.run(loss_of, on_step=on_step)
     run.copy_ema_to(model)

@@ -23,9 +23,8 @@ from .autoencoder import train_autoencoder
 from .continuation import WEIGHT_FILES, adopt_parts, save_part
 from .export import export_emoji_3, export_emoji_clip, export_emoji_xl
 from .generators import TextTower, TransformerObjective, UNetObjective, train_generator
-from .images import draw_pool
 from .judge import SOURCES, draw_judge_pool, train_judge
-from .latents import TRAINING_SIZES, load_or_encode
+from .latents import TRAINING_SIZES, draw_pool, load_or_encode
 from .loop import OnStep, Task, ignore_step
 from .text import new_text_encoder, train_text_encoder, train_tokenizer
 

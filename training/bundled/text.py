@@ -18,7 +18,7 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokeni
 from ...data.emoji.art import object_names
 from ...data.emoji.scene import BACKGROUNDS, Scene, sample_scene
 from ...data.resolution import Resolution
-from .loop import LoopConfig, OnStep, Task, ignore_step, train
+from .loop import OnStep, Task, ignore_step, train
 from .optim import OptimConfig
 
 MAX_TOKENS = 24
@@ -76,6 +76,11 @@ def new_text_encoder(width: int, num_layers: int, tokenizer: CLIPTokenizer) -> C
     return CLIPTextModelWithProjection(config)
 
 
+def is_outside_layers(name: str) -> bool:
+    """Whether a weight of a CLIP model is an embedding or a projection, which Muon does not suit."""
+    return "layers" not in name
+
+
 def tokenize(tokenizer: CLIPTokenizer, captions: list[str]) -> Tensor:
     """Token ids int64 [n, MAX_TOKENS], padded and cut as diffusers' pipelines do."""
     encoded = tokenizer(captions, padding="max_length", max_length=MAX_TOKENS, truncation=True, return_tensors="pt")
@@ -122,8 +127,7 @@ def train_text_encoder(
     on_step: OnStep = ignore_step,
 ) -> CLIPTextModelWithProjection:
     """Teach an encoder to read captions; returns it with averaged weights."""
-    reader = CaptionReader(encoder).to(device)
-    config = LoopConfig(task.steps, task.seed, ema_decay=0.99, optim=OptimConfig(muon_lr=2e-3, adam_lr=2e-3))
+    reader = CaptionReader(encoder)
 
     def loss_of(step: int) -> tuple[Tensor, dict[str, float]]:
         rng = np.random.default_rng([task.seed, 5, step])
@@ -132,5 +136,6 @@ def train_text_encoder(
         loss, accuracy = reader(ids.to(device), scene_targets(scenes).to(device))
         return loss, {"accuracy": accuracy}
 
-    train(reader, task, config, lambda name: "layers" not in name, loss_of, on_step)
+    optim = OptimConfig(muon_lr=2e-3, adam_lr=2e-3)
+    train(reader, task, device, loss_of, on_step, is_excluded=is_outside_layers, ema_decay=0.99, optim=optim)
     return encoder

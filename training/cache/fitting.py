@@ -8,7 +8,7 @@ PatchedServe section 7 (random forest classifier on the similarities of inputs a
 import importlib.util
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -120,16 +120,13 @@ def fit_cache_predictor(samples: BlockSamples, facts: BlockFacts, settings: FitS
         "importance": _importance(predictor, test.features, truth, settings.seed),
         "curve": {"predictor": _curve(votes, truth), "baseline": _curve(-test.input_mse, truth)},
     }
-    return CachePredictor(
-        forest, facts, settings.threshold, settings.min_confidence, max_lag=predictor.max_lag, report=report
-    )
+    return replace(predictor, report=report)
 
 
 def split_by_request(samples: BlockSamples, seed: int) -> tuple[BlockSamples, BlockSamples]:
     """Return four fifths of the requests to train on and one fifth to judge by; rows of a request stay together.
 
-    Raises:
-        UsageError: there is one request only.
+    Raises UsageError: there is one request only.
     """
     from sklearn.model_selection import GroupShuffleSplit
 

@@ -88,23 +88,14 @@ class CachePredictor:
     max_lag: int
     report: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def feature_names(self) -> tuple[str, ...]:
-        """Columns of the features, in order."""
-        return FEATURES
-
     def may_reuse(self, features: torch.Tensor, *, kernels: str = "auto") -> torch.Tensor:
-        """Return which patches may use the cached output of a block.
+        """Return which patches may use the cached output of a block, (rows,) bool; nothing waits for the device.
 
         Args:
             features: (rows, 5) float32 from `features_of`, on the predictor's device.
             kernels: one of `kernels.launch.KERNELS`.
 
-        Returns:
-            (rows,) bool on the same device; nothing waits for the device.
-
-        Raises:
-            ValueError: as `kernels.forest.forest_proba`.
+        Raises ValueError as `kernels.forest.forest_proba`.
         """
         return forest_predict(features, self.forest, min_confidence=self.min_confidence, kernels=kernels)
 
@@ -135,12 +126,7 @@ class CachePredictor:
     def load(
         cls, path: str | Path, *, expect: BlockFacts | None = None, device: torch.device | str = "cpu"
     ) -> "CachePredictor":
-        """Read a predictor and check that it is whole and fits what is served.
-
-        Args:
-            path: file that `save` has written.
-            expect: what is served; None skips that check.
-            device: where the forest is to be.
+        """Read a predictor and check that it is whole and fits `expect`, what is served (None skips that check).
 
         Raises:
             UsageError: the file is missing, truncated, edited or another one; it was made for other features; or it

@@ -117,8 +117,7 @@ def write_predictor(path: str | Path, vectors: SupportVectors, about: PredictorA
 def read_predictor(path: Path) -> tuple[SupportVectors, PredictorAbout]:
     """Read what `write_predictor` has written.
 
-    Raises:
-        UsageError: the file cannot be read, is damaged, was edited, or is something else.
+    Raises UsageError: the file cannot be read, is damaged, was edited, or is something else.
     """
     try:
         with safe_open(path, framework="numpy") as file:

@@ -12,6 +12,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,7 @@ def fit_latency_predictor(
         "num_support_vectors": len(vectors.dual),
         "errors": {name: _errors(measured_ms[test], ms) for name, ms in predicted_ms.items()},
     }
-    return LatencyPredictor(vectors, PredictorAbout(resolutions, largest, about.max_batch_size, circumstances, fit))
+    return LatencyPredictor(vectors, replace(about, fit=fit))
 
 
 def features_of(about: PredictorAbout, row: LatencyRow) -> list[float]:

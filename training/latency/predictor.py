@@ -58,8 +58,7 @@ class LatencyPredictor:
     def step_latency_s(self, active: Sequence[Resolution]) -> float:
         """Seconds of one denoising step over one image of each resolution in `active`; 0 for none.
 
-        Raises:
-            UsageError: a resolution is smaller or larger than all that were profiled.
+        Raises UsageError: a resolution is smaller or larger than all that were profiled.
         """
         counts = [0] * len(self._index)
         try:
@@ -162,15 +161,7 @@ class LatencyPredictor:
 def load_workspace_predictor(
     workspace: ModelWorkspace, *, expect: RunFacts | None = None, on_warning: Warn | None = None
 ) -> LatencyPredictor:
-    """Read the latency predictor of a model's workspace.
-
-    Args:
-        workspace: the part of the served model and device.
-        expect, on_warning: as of `LatencyPredictor.load`.
-
-    Raises:
-        UsageError: there is none yet (the message says which commands make it), or as `LatencyPredictor.load`.
-    """
+    """`LatencyPredictor.load` from a model's workspace; UsageError, too, if there is none yet."""
     path = workspace.find_predictor(PREDICTOR_FILE)
     if path is None:
         raise UsageError(

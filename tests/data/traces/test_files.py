@@ -11,7 +11,9 @@ import pytest
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import MAX_SEED, Request
 from patchedserve.data.resolution import Resolution, parse_list
-from patchedserve.data.traces.traces import TraceConfig, TraceDefaults, generate_trace, load_trace, save_trace
+from patchedserve.data.traces.draws import TraceDefaults
+from patchedserve.data.traces.files import load_trace, save_trace
+from patchedserve.data.traces.traces import TraceConfig, generate_trace
 
 PROMPTS = ("a taco", "a cat", "a candle")
 DEFAULTS = TraceDefaults(prompts=PROMPTS, resolutions=parse_list("128,192"), num_inference_steps=9, seed=5)

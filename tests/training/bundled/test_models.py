@@ -23,10 +23,9 @@ from patchedserve.training.bundled.generators import (
     new_unet,
     train_generator,
 )
-from patchedserve.training.bundled.images import draw_pool, random_crops, to_float
 from patchedserve.training.bundled.joint_attention import RepeatedTokenJointAttention
 from patchedserve.training.bundled.judge import contrastive_loss, degraded, new_judge
-from patchedserve.training.bundled.latents import load_or_encode
+from patchedserve.training.bundled.latents import draw_pool, load_or_encode, random_crops, to_float
 from patchedserve.training.bundled.loop import Task
 from patchedserve.training.bundled.text import (
     MAX_TOKENS,

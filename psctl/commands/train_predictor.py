@@ -1,7 +1,7 @@
-"""`psctl train-predictor latency`: fit the predictor of step latencies to what was profiled."""
+"""`psctl train-predictor latency|cache`: what the scheduler and the cache decide by."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from ...data.errors import UsageError
 from ...data.files import require_folder, write_bytes
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 _FIT_S = 0.02
 """About what fitting takes for each combination, on one core."""
+_TREE_S = 4e-6
+"""About what a tree takes for each row to train on, held-out judgement included."""
 
 
 def train_predictor_latency(
@@ -112,3 +114,101 @@ def _check_owner(measured: "LatencyTable", table_file: Path, model: str, device_
             f"{table_file} is of {owner.model} on {owner.device}, not of {model} on {device_name}; give "
             f"--model {owner.model} --device {owner.device}, or --output-file for its predictor"
         )
+
+
+def train_predictor_cache(
+    *,
+    table: Annotated[
+        Path | None,
+        flag(
+            "--table",
+            "Block profile to train on. Default: tables/blocks.parquet of the model's workspace.",
+            dir_okay=False,
+        ),
+    ] = None,
+    threshold: Annotated[
+        float,
+        flag(
+            "--threshold",
+            "A cached output may be used if its mean square error, divided by its mean square, is at most this.",
+        ),
+    ] = 0.2,
+    trees: Annotated[int, flag("--trees", "Trees of the forest.", min=1, max=128)] = 16,
+    depth: Annotated[int, flag("--depth", "Most questions on the way to a leaf.", min=1, max=16)] = 8,
+    min_confidence: Annotated[
+        float, flag("--min-confidence", "Use the cached output where the vote is above this.", min=0, max=1)
+    ] = 0.5,
+    max_rows: Annotated[
+        int, flag("--max-rows", "Of larger profiles a random sample of about this many rows.", min=100)
+    ] = 400_000,
+    backend: Annotated[
+        Literal["sklearn", "cuml"], flag("--backend", "Library that grows the trees; cuml needs a GPU.")
+    ] = "sklearn",
+    output_file: Annotated[
+        Path | None,
+        flag(
+            "--output-file",
+            "Where the predictor goes. Default: predictors/cache.safetensors of the model's workspace.",
+            dir_okay=False,
+        ),
+    ] = None,
+    seed: Seed = 0,
+    target: Annotated[Target, WHERE.without("dtype")],
+    out: Output,
+) -> None:
+    """Train the cache predictor from a block profile, and judge it on requests that it has not seen.
+
+    It is a random forest that says whether the output of a block will stay within the threshold. The figures stand next
+    to those of the best plain threshold on the change of the input. A plot is saved beside the predictor.
+
+    Examples:
+
+        psctl train-predictor cache
+        psctl train-predictor cache --threshold 0.01 --min-confidence 0.7
+        psctl train-predictor cache --model emoji-3 --threshold 0.05 --output-file cache-0.05.safetensors --json
+    """
+    # What was given is looked at before anything is read, and torch is imported for the first time here.
+    from ...serving.cache.options import CACHE_PREDICTOR_FILE
+    from ...serving.models.loading import resolve_device
+    from ...training.cache.fitting import FitSettings, fit_cache_predictor, require_backend
+    from ...training.cache.samples import load_samples
+
+    settings = FitSettings(
+        threshold=threshold, trees=trees, depth=depth, min_confidence=min_confidence, seed=seed, backend=backend
+    )
+    require_backend(backend)
+    place = target.root.for_model(target.model, str(resolve_device(target.device)))
+    table = place.root / "tables" / "blocks.parquet" if table is None else table
+    if not table.is_file():
+        raise UsageError(
+            f"there is no block profile {table}; make one with: psctl profile blocks --model {target.model}"
+        )
+    file = output_file or place.root / "predictors" / CACHE_PREDICTOR_FILE
+    require_folder(file.absolute().parent)
+    with out.status(f"Reading {table} ..."):
+        facts, samples = load_samples(table, max_rows=max_rows, seed=seed)
+    if output_file is None and facts.model != target.model:
+        raise UsageError(
+            f"{table} is a profile of {facts.model}; train its predictor with --model {facts.model}, "
+            "or say with --output-file where it is to go"
+        )
+    with out.phases() as start:
+        trained = start("rows to train on", len(samples), expected_s=len(samples) * trees * _TREE_S)
+        predictor = fit_cache_predictor(samples, facts, settings)
+        trained(len(samples))
+    predictor.save(file)
+    from ...profiling.report.cache_plots import plot_cache_training
+    from ...profiling.report.tables import cache_training_table
+
+    report = dict(predictor.report)
+    plot = file.with_suffix(".png")
+    write_bytes(plot, plot_cache_training(report, facts.model))
+    result = {
+        "predictor": file,
+        "plot": plot,
+        **facts.to_json(),
+        "max_lag": predictor.max_lag,
+        **{name: value for name, value in report.items() if name != "curve"},
+    }
+    out.data(result, table=lambda: cache_training_table(result).to_rich())
+    out.note(f"Predictor: {file}, plot: {plot}")

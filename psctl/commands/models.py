@@ -1,0 +1,187 @@
+"""`psctl models list|card|train`: the bundled models."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from ...data.errors import UsageError
+from ...data.models.bundled import BUNDLED, GENERATORS, MODELS_DIR, bundled_model_path
+from ..flags import flag
+from ..options.common import Seed
+from ..options.target import WHERE, Target
+from ..output import Output
+
+
+def models_list(*, out: Output) -> None:
+    """List the bundled models: sizes, steps and guidance that they take by default.
+
+    emoji-xl and emoji-3 draw; emoji-clip judges how well images fit their prompts.
+
+    Examples:
+
+        psctl models list
+        psctl models list --json
+    """
+    from ...serving.models.defaults import read_defaults
+
+    models = {}
+    for name in BUNDLED:
+        path = bundled_model_path(name)
+        defaults = read_defaults(path) if name in GENERATORS else None
+        models[name] = {
+            "path": path,
+            "megabytes": round(sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) / 1e6, 1),
+            "resolutions": None if defaults is None else [str(size) for size in defaults.resolutions],
+            "num_inference_steps": None if defaults is None else defaults.num_inference_steps,
+            "guidance_scale": None if defaults is None else defaults.guidance_scale,
+        }
+
+    def line(name: str) -> str:
+        about = models[name]
+        if about["resolutions"] is None:
+            return f"{name}: judge of the CLIP score, {about['megabytes']} MB"
+        sizes, steps = ", ".join(about["resolutions"]), about["num_inference_steps"]
+        return f"{name}: draws {sizes} in {steps} steps, guidance {about['guidance_scale']:g}, {about['megabytes']} MB"
+
+    out.data(models, table="\n".join(map(line, models)))
+
+
+def models_card(
+    *,
+    name: Annotated[Literal["emoji-xl", "emoji-3", "emoji-clip"], typer.Argument(help="The bundled model to measure.")],
+    models_dir: Annotated[
+        Path, flag("--models-dir", "Folder that holds the bundled models, or models that psctl models train made.")
+    ] = MODELS_DIR,
+    num_images: Annotated[
+        int, flag("--num-images", "Generated pictures for the object and background rates.", min=3)
+    ] = 500,
+    num_fid: Annotated[
+        int, flag("--num-fid", "Generated pictures of each size for FID; 0 leaves it out.", min=0)
+    ] = 1000,
+    num_pairs: Annotated[int, flag("--num-pairs", "Real pictures with captions for emoji-clip.", min=15)] = 1000,
+    num_inference_steps: Annotated[
+        int | None, flag("--num-inference-steps", "Denoising steps; by default the model's own.", min=1, max=1000)
+    ] = None,
+    fid_weights: Annotated[
+        Path | None, flag("--fid-weights", "Inception weights; looked for by default.", is_shared=True)
+    ] = None,
+    write: Annotated[
+        bool, flag("--write", "Write README.md, figures.json and samples.png, and renew the checksums.")
+    ] = False,
+    seed: Seed = 0,
+    target: Annotated[Target, WHERE.only("device", "dtype")],
+    out: Output,
+) -> None:
+    """Measure a bundled model on held-out data; with --write, put the figures into its card.
+
+    Generators are judged by the emoji-clip of the same folder and by the real Inception network.
+
+    Examples:
+
+        psctl models card emoji-clip
+        psctl models card emoji-xl --num-images 90 --num-fid 0
+        psctl models card emoji-3 --write
+    """
+    with out.status("Loading ..."):
+        from ...eval.cards.cards import CardOptions, measure_generator, measure_judge, sample_grid, write_card
+        from ...eval.metrics.clip import load_clip
+        from ...serving.models.loading import load_model, resolve_device
+
+    options = CardOptions(num_pairs, num_images, num_fid, num_inference_steps, seed)
+    folder = models_dir / name
+    for needed in (folder, models_dir / "emoji-clip"):
+        if not needed.is_dir():
+            raise UsageError(f"--models-dir is {models_dir}, but there is no {needed.name} in it")
+    clip = load_clip(models_dir / "emoji-clip", resolve_device(target.device))
+    grid = None
+    if name == "emoji-clip":
+        with out.status("Measuring ..."):
+            figures: dict[str, Any] = measure_judge(clip, options)
+    else:
+        extractor = None
+        if num_fid:
+            from ...eval.metrics.inception import load_inception
+
+            extractor = load_inception(fid_weights)
+        model = load_model(str(folder), target.device, target.dtype)
+        steps = num_inference_steps or model.defaults.num_inference_steps
+        with out.phases() as start:
+            advance = start("denoising steps", steps * (num_images + 3 * num_fid))
+            figures = measure_generator(model, clip, options, extractor, advance)
+        if write:
+            grid = sample_grid(model, options)
+    if write:
+        write_card(name, models_dir, figures, options, grid)
+    out.data(figures)
+
+
+def models_train(
+    *,
+    part: Annotated[
+        Literal["text", "autoencoder", "emoji-clip", "emoji-xl", "emoji-3", "all"],
+        typer.Argument(help="What to train; later parts need text and autoencoder."),
+    ],
+    steps: Annotated[
+        int | None, flag("--steps", "Optimisation steps; by default what the shipped weights took.", min=1)
+    ] = None,
+    output: Annotated[
+        Path | None, flag("--output", "Where finished models go; by default WORKSPACE/training/models.")
+    ] = None,
+    from_models: Annotated[
+        Path | None,
+        flag(
+            "--from-models", "Start from the weights of finished models in this folder; emoji-clip, emoji-xl, emoji-3."
+        ),
+    ] = None,
+    seed: Seed = 0,
+    target: Annotated[Target, WHERE.only("device", "workspace")],
+    out: Output,
+) -> None:
+    """Train a part of the bundled models; an interrupted training continues where it stopped.
+
+    Checkpoints lie in WORKSPACE/training/PART. To train a finished part longer, give more steps: training continues
+    from before the learning rate fell. The order is text, autoencoder, emoji-clip, emoji-xl, emoji-3.
+
+    Examples:
+
+        psctl models train text
+        psctl models train emoji-xl --steps 20000 --device cuda
+        psctl models train all --output my-models
+        psctl models train emoji-xl --from-models my-models --steps 10000 --seed 1
+    """
+    from ...serving.models.loading import quiet_libraries, resolve_device
+
+    quiet_libraries()
+    from ...training.bundled.recipe import PARTS, Part, Reporter, train_part
+
+    root = target.root.root / "training"
+    models_dir = output or root / "models"
+
+    def trained(name: Part) -> dict[str, Any]:
+        figures: dict[str, float] = {}
+        with out.phases() as start:
+
+            def on_stage(stage: str, total: int) -> None:
+                start(stage, total)
+
+            def on_step(step: int, latest: dict[str, float]) -> None:
+                figures.update(latest)
+                start.last().reach(step)
+
+            folder = train_part(
+                name,
+                root,
+                models_dir,
+                resolve_device(target.device),
+                steps=steps,
+                seed=seed,
+                report=Reporter(on_stage, on_step, lambda: start.last()()),
+                from_models=from_models,
+            )
+        out.note(f"{name}: finished, in {folder}")
+        if folder.parent == models_dir:
+            out.note(f"Measure it and write its card: psctl models card {name} --models-dir {models_dir} --write")
+        return {"folder": str(folder), "last_figures": figures}
+
+    out.data({name: trained(name) for name in (PARTS if part == "all" else (part,))})
