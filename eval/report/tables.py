@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...profiling.report.page import DASH
 from ...profiling.report.table import Cell, Table
 from ...serving.options import PATCH_OPTIONS
 from ..compare.comparison import FID_TO_FIRST
 from ..results import MetricResult
 from .gather import ORIGINAL, OURS, ReportedSide, Subject
 
+DASH = "\N{EN DASH}"
 _UP, _DOWN = "\N{UPWARDS ARROW}", "\N{DOWNWARDS ARROW}"  # whether more or less is better
 _COMPARED = {
     "model": "model",

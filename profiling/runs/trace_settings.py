@@ -69,8 +69,9 @@ def draw_requests(settings: TraceSettings, defaults: ModelDefaults) -> list[Requ
     """
     # Here, because the command line reads the settings' defaults, and its help must not wait for numpy.
     from ...data.prompts.captions import load_prompts
-    from ...data.traces import traces
-    from ...data.traces.draws import parse_mix
+    from ...data.traces import files, traces
+    from ...data.traces.arrivals import read_arrivals
+    from ...data.traces.draws import TraceDefaults, parse_mix
 
     resolutions = defaults.resolutions if settings.resolutions is None else parse_list(settings.resolutions)
     mix = None if settings.mix is None else parse_mix(settings.mix, resolutions)

@@ -5,36 +5,19 @@ inside safetensors. These checks read a few kilobytes per file and name the file
 """
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from ...data.errors import RunError, UsageError
+from .defaults import read_json
 from .families import SUPPORTED_PIPELINES
 
 _INDEX_FILE = "model_index.json"
 # Components that hold weights, by the prefix of their name in model_index.json.
 _WEIGHT_COMPONENTS = ("unet", "transformer", "vae", "text_encoder", "image_encoder")
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "spiece.model")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read one JSON object.
-
-    Raises:
-        RunError: if the file is missing or holds something else.
-    """
-    if not path.is_file():
-        raise RunError(f"missing file {path}")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RunError(f"{path} is corrupt: not valid JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise RunError(f"{path} is corrupt: a JSON object is expected")
-    return content
 
 
 def read_index(path: Path, *, source: str) -> dict[str, Any]:

@@ -4,18 +4,35 @@ They come from the optional file `psctl.json` beside `model_index.json`. Sizes t
 size that the model was trained for, which is in its configuration files.
 """
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt, ValidationError
 
-from ...data.errors import UsageError
+from ...data.errors import RunError, UsageError
 from ...data.resolution import Resolution, parse
-from .checkpoint import read_json
 
 DEFAULTS_FILE = "psctl.json"
 _PAPER_SIZES = (Resolution(512, 512), Resolution(768, 768), Resolution(1024, 1024))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read one JSON object.
+
+    Raises:
+        RunError: if the file is missing or holds something else.
+    """
+    if not path.is_file():
+        raise RunError(f"missing file {path}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RunError(f"{path} is corrupt: not valid JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise RunError(f"{path} is corrupt: a JSON object is expected")
+    return content
 
 
 @dataclass(frozen=True, slots=True)

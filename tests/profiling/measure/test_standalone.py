@@ -33,7 +33,7 @@ def served(pipe: Any, options: EngineOptions, **about: str) -> ServedModel:
 
 def num_measured(model: ServedModel, tables: Path) -> int:
     measured: list[Any] = []
-    standalone_latencies(model, [REQUEST], tables, num_repeats=1, on_measure=measured.append)
+    standalone_latencies(model, [REQUEST], tables, on_measure=measured.append)
     return len(measured)
 
 
