@@ -67,6 +67,7 @@ TINY: dict[str, dict[str, str]] = {
     "eval compare": DRAWING,
     "eval report": {},
     "gate": {},
+    "demo": {"--duration": "0.5", "--num-inference-steps": "2"},
     "doctor": {},
     "models card": {"--num-pairs": "15"},
     "models train": {"--steps": "2"},
@@ -117,25 +118,6 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         yield House(folder, models)
 
 
-def as_of_today(house: House, words: list[str]) -> list[str]:
-    """The words with the step latencies that the simulator cannot find by itself yet."""
-    words = list(words)
-    if "--latency" not in words and (words[0] == "simulate" or "simulator" in words):
-        table = house.folder / "tiny.csv"
-        combinations = "1*64x64,21\n1*128x128,48\n16*64x64,139\n16*128x128,150\n1*64x64 + 1*128x128,52\n"
-        table.write_text(f"combination,ms\n{combinations}8*64x64 + 8*128x128,146\n4*64x64,39\n4*128x128,61\n")
-        words += ["--latency", str(table)] + (["--plain-latency", str(table)] if words[0] == "bench" else [])
-        words += ["--resolutions", SIZES]
-    return words
-
-
-@pytest.mark.xfail(strict=True, reason="issue 14: when this passes, delete as_of_today, which adds --latency")
-def test_simulate_needs_no_latency_table() -> None:
-    command: Any = typer.main.get_command(app)
-    [latency] = [param for param in command.commands["simulate"].params if "--latency" in param.opts]
-    assert not latency.required
-
-
 def name_of_command(words: list[str]) -> str:
     """The command that `psctl WORDS` runs, such as `bench slo`; all words that are names of groups and commands."""
     found: list[str] = []
@@ -150,7 +132,6 @@ def name_of_command(words: list[str]) -> str:
 
 def run_psctl(house: House, words: list[str]) -> int:
     name = name_of_command(words)
-    words = as_of_today(house, words)
     assert name in TINY, f"psctl {name or words[0]} is printed, but no test runs it; say in TINY how it becomes small"
     model = house.models["emoji-xl"]
     if "--model" in words:
@@ -159,8 +140,11 @@ def run_psctl(house: House, words: list[str]) -> int:
     own = dict(TINY[name])
     if "requests.jsonl" in words:  # the file says what is requested
         own = {"--num-inference-steps": "2"}
-    if "--latency" in words:
-        own.pop("--resolutions", None)
+    if name == "simulate" or "simulator" in words:
+        # No model is loaded: the bundled one, of which a table is in the box.
+        words = words if "--latency" in words or "--model" in words else [*words, "--model", "emoji-xl"]
+        for option in ("--resolutions", "--warmup-requests", "--combinations"):
+            own.pop(option, None)
     profile = Workspace().for_model(model, "cpu").newest_table("blocks.parquet")
     if profile is not None:
         threshold = str(read_frame(profile, BLOCKS)["output_mse_normalised"].median())
