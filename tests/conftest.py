@@ -28,6 +28,8 @@ def pytest_configure() -> None:
     os.environ.setdefault("MKL_NUM_THREADS", "1")
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["MPLBACKEND"] = "Agg"
+    # Workers of pytest-xdist inherit the width of a terminal, and commands in a pipe have none.
+    os.environ.pop("COLUMNS", None)
     # What developers have set for their own runs must not reach the tests.
     for name in [name for name in os.environ if name.startswith("PSCTL_")]:
         del os.environ[name]

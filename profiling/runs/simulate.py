@@ -20,7 +20,7 @@ from ...serving.core.metrics import slo_attainment_rate, summarize
 from ...serving.core.request_state import RequestRecord
 from ...serving.options import EngineName
 from ...serving.scheduling.policies import StepLatencyPredictor, get_policy
-from ...serving.scheduling.step_latency import MemoisedLatency, PerResolutionLatency, ScaledLatency
+from ...serving.scheduling.step_latency import MemoisedLatency, PerResolutionLatency
 from ...serving.scheduling.systems import System
 from ...serving.simulator.simulator import SimulationResult, simulate
 from ...serving.simulator.stage_times import StageTimes, standalone_latency_s
@@ -73,7 +73,7 @@ class SimulatedEngine:
 
     def standalone_s(self, request: Request) -> float:
         """Latency of a request that is served alone."""
-        return standalone_latency_s(request, ScaledLatency(self.durations.steady, self.durations.scale), self.times)
+        return standalone_latency_s(request, self.durations.steady, self.times, scale=self.durations.scale)
 
     def serve(
         self,

@@ -1,5 +1,6 @@
 """The cells that go through a block at one step, and the index tensors that its operators need for them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,18 +33,13 @@ class QueryGroup:
 
 
 class ActiveSet:
-    """Some cells of a batch, in ascending order.
-
-    Args:
-        tables: of the batch.
-        cells: (n,) their numbers, ascending, at least one.
-    """
+    """Some cells of a batch: (n,) numbers, ascending, at least one."""
 
     def __init__(self, tables: CellTables, cells: Integers) -> None:
         self.tables, self._cells = tables, cells
         self.cells = self._tensor(cells)
         self._rows, self._local = np.unique(tables.row_of_cell[cells], return_inverse=True)
-        self._kept: dict[tuple[str, int, int], Tensor] = {}
+        self._kept: dict[tuple[str | int, ...], Tensor] = {}
 
     def __len__(self) -> int:
         return len(self._cells)
@@ -65,32 +61,31 @@ class ActiveSet:
         """The place in `rows` for each token, or for each cell where a packed tensor has one entry per cell."""
         if not is_by_token:
             return self.row_of_cell
-        return self._get("row", level, level)
+        if ("rows", level) not in self._kept:
+            self._kept["rows", level] = self.row_of_cell.repeat_interleave(self.tables.side(level) ** 2)
+        return self._kept["rows", level]
 
     def tokens(self, level: int) -> Tensor:
         """(n * side * side,) their tokens in packed order."""
-        return self._get("tokens", level, level)
+        return self._own(self.tables.tokens, level)
 
     def slot_tokens(self, level: int) -> Tensor:
         """(n * side * side,) their places in what operators keep."""
-        return self._get("slots", level, level)
+        return self._own(self.tables.slot_tokens, level)
 
     def window(self, level: int, out_level: int) -> Tensor:
         """(n * window side squared,), see `CellTables.window`."""
-        return self._get("window", level, out_level)
+        return self._own(self.tables.window, level, out_level)
 
     def taps(self, level: int, out_level: int) -> Tensor:
         """(n * out side * out side * 9,), see `CellTables.taps`."""
-        return self._get("taps", level, out_level)
+        return self._own(self.tables.taps, level, out_level)
 
-    def _get(self, kind: str, level: int, out_level: int) -> Tensor:
-        key = kind, level, out_level
+    def _own(self, table: Callable[..., Tensor], *levels: int) -> Tensor:
+        """The rows of a table that belong to these cells."""
+        key = table.__name__, *levels
         if key not in self._kept:
-            if kind == "row":
-                made = self.row_of_cell.repeat_interleave(self.tables.side(level) ** 2)
-            else:
-                made = self.tables.get(kind, level, out_level).index_select(0, self.cells).flatten()
-            self._kept[key] = made
+            self._kept[key] = table(*levels).index_select(0, self.cells).flatten()
         return self._kept[key]
 
     @cached_property

@@ -5,12 +5,15 @@ have. A cell has a slot, which it keeps as long as its request is served; slots 
 Slot 0 belongs to no cell and holds zeros, which is what is read beyond the edge of an image.
 """
 
+from collections.abc import Callable
+from functools import wraps
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..layout.packing import Group, Level, Packing
+from ..layout.packing import Level, Packing
 
 Integers = NDArray[np.int64]
 
@@ -19,19 +22,31 @@ _SAMPLE_EVERY = 4
 took half of the cache's time."""
 
 
+def _kept_tensor(make: Callable[..., Integers]) -> Callable[..., Tensor]:
+    """Let a method of `CellTables` make each of its tables once, as a tensor on their device."""
+
+    @wraps(make)
+    def kept(self: "CellTables", *levels: int) -> Tensor:
+        key = make.__name__, *levels
+        if key not in self.kept:
+            self.kept[key] = torch.from_numpy(np.array(make(self, *levels))).to(self.device)
+        return self.kept[key]
+
+    return kept
+
+
 class CellTables:
     """Index tables of one packing and one assignment of slots; built when the active set changes.
 
-    Args:
-        packing: where the tokens lie.
-        cell_size: side of a cell in latent pixels; it divides all sides and suits all levels.
-        unit: latent pixels on the side of a token of the finest level.
-        slots: (cells,) slot of every cell, from 1.
+    `cell_size` is the side of a cell in latent pixels, which divides all sides and suits all levels; `unit` that of a
+    token of the finest level.
 
     Attributes:
+        slots: (cells,) slot of every cell, from 1.
         num_cells: cells of all rows.
         row_of_cell: (cells,).
         row_start: (rows + 1,) first cell of each row, then the number of cells.
+        kept: the tables that were made, by name and levels.
     """
 
     def __init__(self, packing: Packing, cell_size: int, unit: int, slots: Integers) -> None:
@@ -42,7 +57,7 @@ class CellTables:
         self.num_cells = int(self.row_start[-1])
         assert len(slots) == self.num_cells
         self.row_of_cell = np.repeat(np.arange(len(counts)), counts)
-        self._kept: dict[tuple[str, int, int], Tensor] = {}
+        self.kept: dict[tuple[str | int, ...], Tensor] = {}
         self._samples: dict[int, tuple[int, Tensor]] = {}
 
     def side(self, level: int) -> int:
@@ -53,9 +68,10 @@ class CellTables:
         """The level whose packed tensors have this many tokens."""
         return next(level for level in self.packing.levels if level.num_tokens == num_tokens)
 
-    def tokens(self, level: int) -> Tensor:
+    @_kept_tensor
+    def tokens(self, level: int) -> Integers:
         """(cells, side * side) tokens of each cell in packed order."""
-        return self.get("tokens", level, level)
+        return self._tokens(level)
 
     def sample(self, level: int) -> tuple[int, Tensor]:
         """Every n-th token of a level, and (cells, tokens of a cell / n) where each cell's lie among them.
@@ -69,66 +85,28 @@ class CellTables:
             self._samples[level] = every, torch.from_numpy(places).to(self.device)
         return self._samples[level]
 
-    def slot_tokens(self, level: int) -> Tensor:
+    @_kept_tensor
+    def slot_tokens(self, level: int) -> Integers:
         """(cells, side * side) places of a cell's tokens in what operators keep."""
-        return self.get("slots", level, level)
+        return self._slot_tokens(level)
 
     def window_side(self, level: int, out_level: int) -> int:
         """Side of what a 3 x 3 convolution reads for the outputs of a cell; see `window`."""
         return (2 if out_level < level else 1) * self._sides[level] + 2
 
-    def window(self, level: int, out_level: int) -> Tensor:
+    @_kept_tensor
+    def window(self, level: int, out_level: int) -> Integers:
         """(cells, window side squared): the kept tokens that a 3 x 3 convolution reads for a cell, its border included.
 
         Args:
             level: of what is kept, the convolution's input (before up-sampling, if that comes first).
             out_level: of the output: the same, the next coarser (stride 2) or the next finer (after up-sampling).
         """
-        return self.get("window", level, out_level)
-
-    def taps(self, level: int, out_level: int) -> Tensor:
-        """(cells, out side * out side * 9): what `window` holds, for each output by itself."""
-        return self.get("taps", level, out_level)
-
-    def get(self, kind: str, level: int, out_level: int) -> Tensor:
-        """One of the tables `tokens`, `slots`, `window` and `taps`."""
-        key = kind, level, out_level
-        if key not in self._kept:
-            if kind == "tokens":
-                table = self._tokens(level)
-            elif kind == "slots":
-                table = self._slot_tokens(level)
-            else:
-                table = self._taps(level, out_level) if kind == "taps" else self._window(level, out_level)
-            self._kept[key] = torch.from_numpy(np.array(table)).to(self.device)
-        return self._kept[key]
-
-    def _slot_tokens(self, level: int) -> Integers:
-        area = self._sides[level] ** 2
-        return self.slots[:, None] * area + np.arange(area)
-
-    def _tokens(self, level: int) -> Integers:
-        grain, parts = self.packing.levels[level].grain, []
-        for group in self.packing.levels[level].groups:
-            numbers = np.arange(group.start, group.end)
-            high, wide = group.height // grain, group.width // grain
-            # Within a patch of the packing line by line, and the patches line by line.
-            raster = numbers.reshape(group.rows, high, wide, grain, grain).transpose(0, 1, 3, 2, 4)
-            parts.append(self._cut(raster.reshape(group.rows, group.height, group.width, 1), self._sides[level]))
-        return np.concatenate(parts)
-
-    def _taps(self, level: int, out_level: int) -> Integers:
-        window = self.window(level, out_level).cpu().numpy()
-        side, stride = self.window_side(level, out_level), 2 if out_level > level else 1
-        square = window.reshape(-1, side, side)
-        taps = np.lib.stride_tricks.sliding_window_view(square, (3, 3), (1, 2))[:, ::stride, ::stride]
-        return taps.reshape(self.num_cells, -1)
-
-    def _window(self, level: int, out_level: int) -> Integers:
         side, kept, parts = self._sides[level], self._slot_tokens(level), []
         for group in self.packing.levels[level].groups:
             high, wide = group.height // side, group.width // side
-            own = kept[self._cells_of(group)].reshape(group.rows, high, wide, side, side)
+            first, end = self.row_start[[group.first_row, group.first_row + group.rows]]
+            own = kept[first:end].reshape(group.rows, high, wide, side, side)
             raster = own.transpose(0, 1, 3, 2, 4).reshape(group.rows, group.height, group.width)
             if out_level < level:
                 raster = raster.repeat(2, 1).repeat(2, 2)
@@ -138,15 +116,28 @@ class CellTables:
             parts.append(windows.reshape(-1, taken * taken))
         return np.concatenate(parts)
 
-    def _cells_of(self, group: Group) -> slice:
-        return slice(int(self.row_start[group.first_row]), int(self.row_start[group.first_row + group.rows]))
+    @_kept_tensor
+    def taps(self, level: int, out_level: int) -> Integers:
+        """(cells, out side * out side * 9): what `window` holds, for each output by itself."""
+        side, stride = self.window_side(level, out_level), 2 if out_level > level else 1
+        square = self.window(level, out_level).cpu().numpy().reshape(-1, side, side)
+        taps = np.lib.stride_tricks.sliding_window_view(square, (3, 3), (1, 2))[:, ::stride, ::stride]
+        return taps.reshape(self.num_cells, -1)
 
-    @staticmethod
-    def _cut(raster: Integers, side: int) -> Integers:
-        """(rows, height, width, k) -> (cells, side * side * k)."""
-        rows, height, width, depth = raster.shape
-        cut = raster.reshape(rows, height // side, side, width // side, side, depth).transpose(0, 1, 3, 2, 4, 5)
-        return cut.reshape(-1, side * side * depth)
+    def _slot_tokens(self, level: int) -> Integers:
+        area = self._sides[level] ** 2
+        return self.slots[:, None] * area + np.arange(area)
+
+    def _tokens(self, level: int) -> Integers:
+        grain, side, parts = self.packing.levels[level].grain, self._sides[level], []
+        for group in self.packing.levels[level].groups:
+            rows, height, width = group.rows, group.height, group.width
+            numbers = np.arange(group.start, group.end)
+            # Within a patch of the packing line by line, and the patches line by line.
+            patches = numbers.reshape(rows, height // grain, width // grain, grain, grain)
+            raster = patches.transpose(0, 1, 3, 2, 4).reshape(rows, height // side, side, width // side, side)
+            parts.append(raster.transpose(0, 1, 3, 2, 4).reshape(-1, side * side))
+        return np.concatenate(parts)
 
     def groups(self) -> list[tuple[int, int, int]]:
         """First row, number of rows and cells in a row of every resolution."""

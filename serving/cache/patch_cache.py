@@ -34,7 +34,7 @@ class CacheStats:
         whole, masked, skipped_blocks: how often a block ran in full, for some cells, and not at all.
         uncached: how often a block ran without the cache because of the memory bound.
         peak_bytes: the most that was kept.
-        overhead_s: time spent on deciding and on keeping, without the blocks themselves.
+        overhead_s: seconds spent on deciding and keeping, without the blocks themselves.
     """
 
     patches: int = 0
@@ -106,11 +106,7 @@ class Decision:
 class PatchCache:
     """Decides and keeps for all blocks of one patched model. One thread at a time.
 
-    Args:
-        options: how.
-        rule: which patches may be reused.
-        unit: latent pixels on the side of the model's smallest token.
-        num_levels: levels of the model.
+    `unit` is the side of the model's smallest token in latent pixels, `num_levels` its number of levels.
 
     Attributes:
         stats: what it has done so far.
@@ -267,17 +263,8 @@ class PatchCache:
         if self.rule.needs_change:
             by_cell = store.change(inputs)
             change = torch.maximum(by_cell.take(batch.first_cell_tensor), by_cell.take(batch.last_cell_tensor))
-        view = PatchView(
-            block,
-            len(self.stores),
-            change,
-            batch.request,
-            batch.steps_done,
-            batch.num_steps,
-            store.reuses[batch.first_cell],
-            batch.pixels,
-        )
-        return self.rule.may_reuse(view)
+        known = batch.request, batch.steps_done, batch.num_steps, store.reuses[batch.first_cell], batch.pixels
+        return self.rule.may_reuse(PatchView(block, len(self.stores), change, *known))
 
     def _observe(self, batch: "PatchBatch", inputs: Tokens) -> None:
         """Let the rule see how far every request's input has moved since the last step."""

@@ -1,7 +1,7 @@
 """The rules by which patches are reused.
 
-A rule sees the patches of requests, not of rows: both rows of a guided request do the same, because guidance multiplies
-their difference.
+A rule sees the patches of requests, not of rows: both rows of a guided request are treated alike, because guidance
+multiplies their difference.
 """
 
 from collections.abc import Sequence
@@ -93,12 +93,7 @@ class InputThreshold(ReuseRule):
 
 
 class Predicted(ReuseRule):
-    """Asks the trained predictor (PatchedServe sections 5.1 and 7).
-
-    Args:
-        predictor: on the model's device.
-        max_reuse: of the options.
-        kernels: one of `kernels.launch.KERNELS`.
+    """Asks the trained predictor, which is on the model's device (PatchedServe sections 5.1 and 7).
 
     Raises:
         UsageError: patches may be reused more often in a row than the predictor has seen.
@@ -135,17 +130,6 @@ class Interval(ReuseRule):
         return view.steps_done % self.interval != 0
 
 
-class Imposed(ReuseRule):
-    """Reuses a given share of the patches, drawn anew for each block: for measurements of speed alone."""
-
-    def __init__(self, share: float, seed: int = 0) -> None:
-        self.share, self._rng = share, np.random.default_rng(seed)
-
-    def may_reuse(self, view: PatchView) -> Booleans:
-        count = round(self.share * len(view.request))
-        return np.isin(np.arange(len(view.request)), self._rng.permutation(len(view.request))[:count])
-
-
 class Accumulated(ReuseRule):
     """A request skips all blocks until the changes of its input add up to more than a threshold (TeaCache)."""
 
@@ -167,13 +151,7 @@ class Accumulated(ReuseRule):
 
 
 def load_rule(options: CacheOptions, facts: BlockFacts, device: torch.device, kernels: str = "auto") -> ReuseRule:
-    """The rule that the options ask for.
-
-    Args:
-        options: of the cache.
-        facts: what a predictor must have been trained for.
-        device: of the model.
-        kernels: one of `kernels.launch.KERNELS`.
+    """The rule that the options ask for; a predictor must have been trained for `facts`, and goes to `device`.
 
     Raises:
         UsageError: no predictor was given, its file is damaged, or it was trained for another model, scheduler or patch

@@ -17,11 +17,7 @@ Placed = Callable[[Tensor, CellTables, int], tuple[Tensor, Tensor]]
 
 
 class SlotBuffer:
-    """Rows for every slot, in which the last full pass is put when it is first needed.
-
-    Args:
-        placed: says what of a full pass goes where.
-    """
+    """Rows for every slot, into which the last full pass is put, as `placed` says, when it is first needed."""
 
     def __init__(self, placed: Placed) -> None:
         self._placed = placed

@@ -15,10 +15,7 @@ LEAST_SQUARE = 1e-12
 
 
 class BlockStore:
-    """Tensors of one block for all cells of a batch, in packed order.
-
-    Args:
-        compares: whether `change` will be asked for; if not, inputs are not kept.
+    """Tensors of one block for all cells of a batch, in packed order; inputs only if it `compares`, for `change`.
 
     Attributes:
         keys: (cells,) of the cells, in the order of `tables`.
@@ -112,15 +109,10 @@ class BlockStore:
         row_outputs: Sequence[Tensor],
         active: ActiveSet | None,
     ) -> None:
-        """Keep what was computed: of all cells, or of the active ones (`outputs` then hold only theirs).
+        """Keep what was computed: of all cells, or of the active ones.
 
-        Outputs are never changed in place, because other blocks keep them as their inputs.
-
-        Args:
-            inputs: of all cells in either case.
-            outputs: of the cells that were computed.
-            row_outputs: of the rows with such cells.
-            active: which these are; None for all.
+        `inputs` are those of all cells in either case, `outputs` those of the cells that were computed, `row_outputs`
+        those of their rows. Outputs are never changed in place, because other blocks keep them as their inputs.
         """
         tables = self.tables
         assert tables is not None
@@ -154,15 +146,9 @@ class BlockStore:
 
 
 def mean_square(tensors: Sequence[Tensor], tables: CellTables, minus: Sequence[Tensor] | None = None) -> Tensor:
-    """Mean square of each cell's values, estimated from every n-th token (`CellTables.sample`).
+    """(cells,) float32: mean square of each cell's values, estimated from every n-th token (`CellTables.sample`).
 
-    Args:
-        tensors: tokens [tokens, channels] of any levels.
-        tables: of the cells.
-        minus: what is taken from each first; None for nothing.
-
-    Returns:
-        (cells,) float32.
+    `tensors` are tokens [tokens, channels] of any levels; `minus` is subtracted from them first, if given.
     """
     total, count = torch.zeros(tables.num_cells, device=tables.device), 0
     for number, tensor in enumerate(tensors):

@@ -16,13 +16,9 @@ def denoiser_of(pipe: Any) -> Any:
 
 
 def denoise(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
-    """Predict for latents [rows, channels, height, width].
+    """Predict for latents [rows, channels, height, width] in the model's dtype, at timesteps (rows,) or one for all.
 
-    Args:
-        model: a `UNet2DConditionModel` or `SD3Transformer2DModel`; both take the latents first.
-        latents: in the model's dtype.
-        timesteps: (rows,), or one for all.
-        conditions: named as the model's own forward names them, see `Family.conditions`.
+    `conditions` are named as the model's own forward names them, see `Family.conditions`.
     """
     return model(latents, timestep=timesteps, return_dict=False, **conditions)[0]
 

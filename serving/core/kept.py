@@ -21,14 +21,9 @@ def load_or_measure(
     kind: Callable[..., Point],
     measure: Callable[[], Sequence[Point]],
 ) -> list[Point]:
-    """What was measured in the same circumstances, from `folder` if it is there.
+    """What was measured in the same circumstances, each of which has a JSON file `name-*.json` in `folder`.
 
-    Args:
-        folder: holds a JSON file for each set of circumstances.
-        name: what the file's name begins with.
-        circumstances: all that matter.
-        kind: dataclass of a measurement; its fields are the columns of the file.
-        measure: makes the measurements.
+    The fields of the dataclass `kind` are the columns of the file; `measure` is called if there is none yet.
 
     Raises:
         RunError: if the file is damaged.

@@ -17,22 +17,17 @@ def summarize(
     model: str,
     dataset: str,
 ) -> dict[str, Any]:
-    """Summarize a run. Where there is nothing to measure a figure is None, never NaN, so the result is plain JSON.
+    """Summarize a run of `duration_s` seconds, from the start of the trace to the last request's end.
 
     Latency is from arrival to the finished image, over completed requests; queueing is from arrival to joining the
     active queue, over requests that joined. Percentiles interpolate linearly. SLO attainment counts all requests that
-    have an SLO, and those that failed, were discarded or cancelled have missed it. Goodput counts images within their
-    SLO per second.
-
-    Args:
-        records: one per request, all ended.
-        duration_s: length of the run in seconds, from the start of the trace to the last request's end.
-        slo_scale: multiple of the standalone latency that made the SLOs, or None; handed through, as are
-        model: name of the served model, and
-        dataset: name of the trace or prompt file.
+    have an SLO; those that failed, were discarded or cancelled have missed it. Goodput is images within their SLO per
+    second. `slo_scale` (the multiple of the standalone latency that made the SLOs), `model` and `dataset` are included
+    as given.
 
     Returns:
-        The figures, times in seconds, with `per_resolution` from the smallest resolution to the largest.
+        The figures, times in seconds, with `per_resolution` from the smallest resolution to the largest. A figure
+        without anything to measure is None, never NaN, so the result is plain JSON.
 
     Raises:
         RuntimeError: a request has not ended.
@@ -56,8 +51,8 @@ def summarize(
         "discarded_requests": ended["discarded"],
         "discarded_by_reason": dict(reasons.most_common()),
         "cancelled_requests": ended["cancelled"],
-        "throughput_qps": _per_second(len(latencies), duration_s),
-        "goodput_qps": _per_second(num_met, duration_s) if has_slos else None,
+        "throughput_qps": len(latencies) / duration_s if duration_s > 0 else None,
+        "goodput_qps": num_met / duration_s if has_slos and duration_s > 0 else None,
         "latency_mean": _mean(latencies),
         "latency_median": _percentile(latencies, 50),
         "latency_p50": _percentile(latencies, 50),
@@ -96,10 +91,6 @@ def _per_resolution(records: Sequence[RequestRecord]) -> dict[str, dict[str, Any
 
 def _known(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
-
-
-def _per_second(count: int, duration_s: float) -> float | None:
-    return count / duration_s if duration_s > 0 else None
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -1,11 +1,11 @@
-"""The life of a request: what a policy sees of it, where it is while it is open, what is written down about it.
+"""The life of a request: what policies see of it, where it is while it is open, and its record.
 
-Every time here is in seconds from the start of the trace, on the engine's (or the simulator's) clock.
+All times are in seconds from the start of the trace, on the engine's (or the simulator's) clock.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 from ...data.requests import Request
 from ...data.resolution import Resolution
@@ -17,8 +17,7 @@ Stage = Literal["waiting", "joining", "active", "decoding"]
 _DERIVED = ("deadline_s", "queueing_s", "latency_s", "slo_met")
 
 
-@dataclass(frozen=True, slots=True)
-class RequestView:
+class RequestView(NamedTuple):
     """What a policy may know of a request. Immutable, so no policy can change the engine's state.
 
     Attributes:
@@ -39,21 +38,16 @@ class RequestView:
     steps_done: int = 0
     standalone_s: float | None = None
 
-    @property
-    def steps_remaining(self) -> int:
-        """Number of denoising steps still to do."""
-        return self.num_steps - self.steps_done
-
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What is written down about one request: what it asked for, when each thing happened, how it ended.
+    """The record of one request: what it asked for, when each thing happened, how it ended.
 
-    The engine fills in the times as they happen and calls `close` once. What follows from them (deadline, queueing
-    time, latency, whether the SLO was met) is computed, so it cannot disagree with them.
+    Times are filled in as things happen, and `close` is called once. What follows from them (deadline, queueing time,
+    latency, whether the SLO was met) is computed, so it cannot contradict them.
 
-    `status` is "pending" until the request has ended, then "completed" (it has an image), "failed" (an error, told in
-    `reason`), "discarded" (the policy dropped it, `reason` says why) or "cancelled" (the run was stopped before).
+    `status` is "pending" until the request has ended, then "completed" (it has an image), "failed" (`reason` is the
+    error), "discarded" (`reason` says why the policy dropped it) or "cancelled" (the run was stopped first).
     """
 
     request_id: int
@@ -90,7 +84,7 @@ class RequestRecord:
         )
 
     def close(self, status: Status, now_s: float, reason: str | None = None) -> None:
-        """Write down how and when the request ended.
+        """Record how and when the request ended.
 
         Raises:
             RuntimeError: it has ended before, or `status` is not a final one.
@@ -138,8 +132,7 @@ class RequestRecord:
         """
         if self.status == "pending":
             raise RuntimeError(f"request {self.request_id} has not ended, so it has no row yet")
-        names = (*(field.name for field in fields(self)), *_DERIVED)
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in (*(field.name for field in fields(self)), *_DERIVED)}
 
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Self:
@@ -153,7 +146,7 @@ class RequestState:
 
     Attributes:
         request: what was asked.
-        record: what has been written down about it.
+        record: its record.
         view: what policies see of it before its first step.
         num_iterations: steps that it takes; other than what was asked for with a sampler of second order.
         stage: where it is.
@@ -172,32 +165,18 @@ class RequestState:
     @classmethod
     def of(cls, request: Request, standalone_s: float | None = None) -> Self:
         """The state of a request that has just arrived; `standalone_s` is its latency when served alone, if known."""
+        num_steps, deadline_s = request.num_inference_steps, request.deadline_s
         view = RequestView(
-            request.request_id,
-            request.resolution,
-            request.arrival_s,
-            request.deadline_s,
-            request.num_inference_steps,
-            0,
-            standalone_s,
+            request.request_id, request.resolution, request.arrival_s, deadline_s, num_steps, 0, standalone_s
         )
-        return cls(request, RequestRecord.of(request), view, request.num_inference_steps)
+        return cls(request, RequestRecord.of(request), view, num_steps)
 
     def view_at(self, step: int) -> RequestView:
         """What policies may see of it when the scheduler has counted `step` steps."""
         view = self.view
         if self.stage != "active" or step == self.first_step:
             return view
-        steps_done = (step - self.first_step) * view.num_steps // self.num_iterations
-        return RequestView(
-            view.request_id,
-            view.resolution,
-            view.arrival_s,
-            view.deadline_s,
-            view.num_steps,
-            steps_done,
-            view.standalone_s,
-        )
+        return view._replace(steps_done=(step - self.first_step) * view.num_steps // self.num_iterations)
 
 
 class ActiveViews(Sequence[RequestView]):

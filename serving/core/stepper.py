@@ -33,12 +33,7 @@ class Stepper(Protocol):
     def name(self) -> str: ...
 
     def tune(self, target: Tuning) -> None:
-        """Measure what is faster for such requests, or read what was measured before.
-
-        Raises:
-            UsageError: if the engine's options do not fit the sizes.
-            RunError: if a file in the folder is damaged.
-        """
+        """Measure what is faster for such requests, or read what was measured before. Raises as `ServedModel.tune`."""
         ...
 
     def check(self, state: SamplerState, size: tuple[int, int]) -> None:

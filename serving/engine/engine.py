@@ -4,17 +4,9 @@
                  `-- [prepare thread] --^          `-- one step of all active requests, again and again
 
 The thread that calls `Engine.run` denoises. Between any two steps the `Scheduler` asks the policy which requests join;
-a request leaves as soon as its own last step is done (PatchedServe sections 6.1.1 and 7; the iteration level of ORCA).
-Text encoding and image decoding run in two threads beside it. A request that fails in any stage ends as "failed" with
-its reason, and the others continue.
-
-The policy sees every request that has arrived, prepared or not. Only a few waiting requests are prepared ahead
-(see `Scheduler`); one that is admitted before keeps its place in the batch and is prepared next. So memory does not
-grow with the queue, and discarded requests mostly cost no text encoding.
-
-The policy is asked between two steps, not beside one: on a CPU it would take the cores of the step, and on a GPU the
-decision would be about a batch that no longer exists when the step ends. What that costs is measured
-(`RunResult.decision_times_s`); policies read a `WaitingQueue`, so it does not grow with the queue.
+a request leaves as soon as its own last step is done (PatchedServe sections 6.1.1 and 7; ORCA's iteration level). The
+policy is asked between steps, not during one: on a CPU it would take cores from the step, and on a GPU the decision
+would be about a batch that no longer exists when the step ends. `RunResult.decision_times_s` says what that costs.
 """
 
 import time
@@ -38,7 +30,7 @@ class Engine:
     Args:
         model: the loaded model.
         policy, predictor, max_batch_size, max_prepared_ahead: as for `Scheduler`.
-        image_path: says where to save each image (atomically; the suffix says the format), or None not to save it.
+        image_path: where to save each image (atomically; the suffix sets the format); None does not save it.
         keep_images, keep_latents: whether the result holds the images and the final latents.
         on_finish: called with each record when it becomes final, from the thread where that happens.
         on_step: called after each denoising iteration.
@@ -82,7 +74,7 @@ class Engine:
             keep_latents=keep_latents,
             on_finish=on_finish,
         )
-        # Guards the scheduler, and what follows.
+        # Guards the scheduler and the fields below.
         self._changed = self._stages.changed
         self._records: dict[int, RequestRecord] = {}
         self._is_closed = False
@@ -154,8 +146,6 @@ class Engine:
         result.duration_s = max(ends_s, default=self.now_s())
         result.max_prepared = self._scheduler.max_prepared
         return result
-
-    # What follows is the denoise stage: the thread that called `run`.
 
     def _denoise_until_closed(self) -> None:
         scheduler, stages = self._scheduler, self._stages

@@ -20,11 +20,10 @@ def replay(
     Args:
         engine: a new engine.
         requests: the trace, in order of arrival, with ids that differ.
-        standalone_s: says the latency of a request when served alone, if known, for policies that ask for it.
+        standalone_s: latency of a request when served alone, if known, for policies that ask for it.
 
     Returns:
-        The engine's result, with one record per request of the trace. After Ctrl-C the requests that had not arrived
-        are "cancelled" as well.
+        The engine's result; after Ctrl-C the requests that had not arrived are "cancelled" as well.
     """
     stop = threading.Event()
     errors: list[BaseException] = []

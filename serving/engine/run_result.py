@@ -1,4 +1,4 @@
-"""What a run of the engine leaves: one record per request, one row per denoising iteration."""
+"""The result of a run of the engine."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RunResult:
-    """What a run leaves.
+    """The result of a run of the engine.
 
     Attributes:
         records: one record per submitted request, by id, all in a final status.

@@ -21,14 +21,8 @@ ImagePath = Callable[[Request], Path | None]
 class SideStages:
     """Prepares requests in one thread, and decodes and saves their images in another.
 
-    A request that fails in either ends as "failed" with its reason, and the others continue.
-
-    Args:
-        model: the loaded model.
-        scheduler: says what is prepared next, and is told what has happened.
-        result: takes the images and latents that are kept.
-        now_s: the engine's clock.
-        image_path, keep_images, keep_latents, on_finish: of `Engine`.
+    A request that fails in either ends as "failed" with its reason, and the others continue. Arguments are those of
+    `Engine`; `result` takes the images and latents that are kept.
 
     Attributes:
         changed: guards the scheduler and `prepared`; it is notified whenever the denoise loop may have something to do.

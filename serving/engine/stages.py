@@ -28,8 +28,6 @@ class StageThread(Generic[Item]):
         work: called with each item.
         device: where the work runs. On CUDA the thread gets its own stream, so that its kernels do not queue up
             between the kernels of a denoising step.
-        num_threads: CPU threads for operators of this stage. One by default: more would fight with the denoise loop
-            for the same cores, and OpenMP threads that spin for each other then slow both many times over.
         on_error: called, from the stage's thread, after `error` was set.
     """
 
@@ -39,14 +37,12 @@ class StageThread(Generic[Item]):
         work: Callable[[Item], None],
         *,
         device: torch.device,
-        num_threads: int = 1,
         on_error: Callable[[], None] | None = None,
     ) -> None:
         self._work = work
         self._on_error = on_error
         self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._device = device
-        self._num_threads = num_threads
         self._is_discarding = False
         self._is_ready = threading.Event()
         self.error: BaseException | None = None
@@ -76,11 +72,11 @@ class StageThread(Generic[Item]):
             self._thread.join()
 
     def _serve(self) -> None:
-        # A thread's first question or operator sets its number to the process's; ours must come after that, or it does
-        # not last. With teams of two stages OpenMP would have more threads than there are cores, and let those of
-        # the denoise loop sleep at every barrier: a step then took 52 ms in place of 18 ms on 2 cores.
+        # A thread's first query or operator sets its number to the process's; ours must come after that, or it is lost.
+        # One thread for the operators of a stage: with more, OpenMP has more threads than there are cores and lets
+        # those of the denoise loop sleep at every barrier; a step then took 52 ms instead of 18 ms on 2 cores.
         torch.get_num_threads()
-        torch.set_num_threads(self._num_threads)
+        torch.set_num_threads(1)
         self._is_ready.set()
         try:
             stream = _stream_of(self._thread.name, self._device) if self._device.type == "cuda" else None

@@ -21,7 +21,6 @@ from torch import Tensor
 from ...data.errors import UsageError
 from ...kernels.patch import patch_join, patch_split
 from .patch_layout import PatchLayout, patch_size_of
-from .tensors import PatchTensors
 
 Order = Literal["image", "patch"]
 _KEPT = 16  # packings of recent batches; one of 16 guided requests of 128 to 256 px has 2.6 MB of indices
@@ -192,12 +191,9 @@ def pack_rows(
 
     Args:
         sizes: (height, width) of each row's latents, sorted as `PatchLayout` sorts (fewest pixels, height, width).
-        order: `image` or `patch`.
+        order, num_levels, device, kernels: as in `Packing` and its levels.
         patch_size: side of a patch in latent pixels; None for the largest that divides all sides.
-        num_levels: how many levels the model has.
         unit: latent pixels on a side of the smallest thing that the model keeps apart (SD3: its patch size).
-        device: where the tables are wanted.
-        kernels: one of `kernels.launch.KERNELS`.
 
     Raises:
         UsageError: if the patch size does not divide a side, or is too small for the model's levels.
@@ -238,18 +234,26 @@ def _pack_rows(
     layout = PatchLayout.build(sizes, patch_size)
     assert (layout.order == np.arange(len(sizes))).all(), "rows must come sorted by resolution"
     if order == "patch":
-        tensors = PatchTensors.of(layout, device)
-        levels = tuple(_patch_level(layout, tensors, index, unit) for index in range(num_levels))
+        tensors = index_tensors(layout, device)
+        levels = tuple(_patch_level(layout, *tensors, index, unit) for index in range(num_levels))
     else:
         levels = tuple(_image_level(layout, index, unit, device) for index in range(num_levels))
     return Packing(order, layout, sizes, levels, kernels)
 
 
-def _patch_level(layout: PatchLayout, tensors: PatchTensors, index: int, unit: int) -> Level:
+def index_tensors(layout: PatchLayout, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """What kernels read of a layout: `request_index` (P,) and `neighbours` (P, 8), int64, in one transfer."""
+    # Concatenating copies, so the tensors do not share the layout's read-only memory.
+    packed = torch.from_numpy(np.concatenate([layout.request_index, layout.neighbours.reshape(-1)])).to(device)
+    request_index, neighbours = packed.split([layout.num_patches, 8 * layout.num_patches])
+    return request_index, neighbours.view(-1, 8)
+
+
+def _patch_level(layout: PatchLayout, row_index: Tensor, neighbours: Tensor, index: int, unit: int) -> Level:
     side = layout.patch_size >> index
     shrink = unit << index
     groups = _groups(layout, [(height // shrink, width // shrink) for height, width in layout.resolutions])
-    return Level(index, side, side // unit, groups, layout.num_patches, tensors.request_index, tensors.neighbours)
+    return Level(index, side, side // unit, groups, layout.num_patches, row_index, neighbours)
 
 
 def _image_level(layout: PatchLayout, index: int, unit: int, device: torch.device) -> Level:

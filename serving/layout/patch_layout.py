@@ -3,7 +3,7 @@
 It is the paper's Offset Based Compression. Requests are sorted by resolution and their patches are stored one after the
 other, row by row; offsets say where each request and each resolution begins, and every patch knows its request and its
 neighbours. Nothing here depends on the level of the U-Net: after down-sampling only the side of a patch is smaller.
-No torch: `serving.layout.tensors` holds the tensors that the kernels read.
+No torch.
 """
 
 import math
@@ -122,14 +122,6 @@ class PatchLayout:
             if isinstance(array := getattr(layout, each.name), np.ndarray):
                 array.flags.writeable = False
         return layout
-
-    @property
-    def num_requests(self) -> int:
-        return len(self.order)
-
-    @property
-    def num_resolutions(self) -> int:
-        return len(self.resolutions)
 
     @property
     def num_patches(self) -> int:

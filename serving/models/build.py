@@ -1,15 +1,17 @@
-"""Puts a served model together: a loaded pipeline, its family, and the stepper that the options ask for."""
+"""Builds a served model: a loaded pipeline, its family, and the stepper that the options ask for."""
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ...data.errors import UsageError
+import torch
+
+from ...data.errors import MissingExtraError, UsageError
 from ...data.tables.block_facts import BlockFacts
+from ...kernels.launch import KERNELS, is_triton_installed, use_triton
 from ..cache.rules import load_rule
 from ..core.denoiser import denoiser_of
 from ..core.stepper import Stepper
-from ..layout.tensors import check_kernels
 from ..options import EngineOptions
 from ..patched.cached_block import block_facts
 from ..patched.captured import CudaRecorder
@@ -32,15 +34,7 @@ def build_model(
     defaults: ModelDefaults | None = None,
     options: EngineOptions | None = None,
 ) -> ServedModel:
-    """Make a served model of a diffusers pipeline that is already on its device and in its dtype.
-
-    Args:
-        pipe: of a supported class; several served models may share it.
-        name, fingerprint, defaults, options: of `ServedModel`.
-
-    Raises:
-        UsageError, MissingExtraError: as `build_stepper`.
-    """
+    """Make a `ServedModel` of a pipeline of a supported class, which several may share. Raises as `build_stepper`."""
     defaults, options = defaults or ModelDefaults(), options or EngineOptions()
     family = build_family(pipe, max_sequence_length=defaults.max_sequence_length)
     stepper = build_stepper(pipe, family, options, partial(block_facts, pipe, name, fingerprint))
@@ -55,17 +49,11 @@ def with_engine(model: ServedModel, options: EngineOptions) -> ServedModel:
 
 
 def build_stepper(pipe: Any, family: Family, options: EngineOptions, facts: Callable[[int], BlockFacts]) -> Stepper:
-    """Make the denoise stage of a pipeline.
-
-    Args:
-        pipe: the pipeline.
-        family: of the pipeline.
-        options: which engine denoises, and how.
-        facts: says for a patch size what a cache predictor must have been trained for.
+    """Make the denoise stage of a pipeline; `facts` says what a cache predictor must fit for a patch size.
 
     Raises:
-        UsageError: if the patch engine cannot run the model or its scheduler; the message names what and says that
-            `--engine plain` can.
+        UsageError: if the patch engine cannot run the model or its scheduler; the message names the cause and points to
+            `--engine plain`.
         MissingExtraError: if Triton is asked for and not installed.
     """
     denoiser = denoiser_of(pipe)
@@ -73,7 +61,7 @@ def build_stepper(pipe: Any, family: Family, options: EngineOptions, facts: Call
     if options.cuda_graphs and device.type != "cuda":
         raise UsageError(f"--cuda-graphs needs a CUDA device, but the model is on {device}")
     if options.compile:
-        # Also what the patch engine hands batches of one resolution to.
+        # The patch engine, too, hands batches of one resolution to it.
         compile_whole(denoiser)
     if options.engine == "plain":
         sampler = PerRequestSampler(pipe.scheduler, pass_step_kwargs=family.pass_step_kwargs)
@@ -96,3 +84,22 @@ def build_stepper(pipe: Any, family: Family, options: EngineOptions, facts: Call
     batched_sampler = BatchedSampler(pipe.scheduler, pass_step_kwargs=family.pass_step_kwargs)
     plain = PlainModels(denoiser, patched.channels_last_weights, is_compiled=options.compile)
     return PatchedStepper(patched, plain, family.conditions, batched_sampler)
+
+
+def check_kernels(kernels: str, device: torch.device) -> None:
+    """Check a user's choice of kernels at the start, rather than at the first step.
+
+    Raises:
+        UsageError: `kernels` is not one of `KERNELS`, or is "triton" on a device that triton does not run on.
+        MissingExtraError: `kernels` is "triton", and triton is not installed.
+    """
+    if kernels not in KERNELS:
+        raise UsageError(f"kernels is {kernels!r}, but it must be one of {', '.join(KERNELS)}")
+    if kernels == "triton" and not is_triton_installed():
+        raise MissingExtraError("triton", "gpu")
+    try:
+        use_triton(kernels, device)
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("triton", "gpu") from error
+    except ValueError as error:
+        raise UsageError(f"{error}; use --kernels torch or auto") from error

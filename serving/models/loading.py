@@ -1,7 +1,7 @@
 """Loading a model: bundled name, local diffusers directory or hub id -> `ServedModel`.
 
 Loading is strict. A pipeline class that is not served, a missing or damaged file, or a checkpoint that lacks tensors
-(which diffusers would silently draw at random) is refused with one line that names the file.
+(which diffusers would silently fill with random values) is refused with one line that names the file.
 """
 
 import importlib
@@ -9,7 +9,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ...data.errors import RunError, UsageError
 from ...data.models.bundled import GENERATORS, bundled_model_path
@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 
     from .served import ServedModel
 
-DeviceName = Literal["auto", "cpu", "cuda"]
-DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-DTYPE_NAMES: tuple[str, ...] = ("auto", "float32", "bfloat16", "float16")
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 _INDEX_FILE = "model_index.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -47,7 +45,7 @@ def load_model(
         dtype: `auto` (float16 on CUDA; on a CPU bfloat16 if it has AMX or AVX512 instructions for it, else float32),
             `float32`, `bfloat16` or `float16`.
         options: which engine denoises, and how.
-        workspace: where the cache's predictor lies if the options want one and name no file.
+        workspace: holds the cache's predictor, for options that need one and name no file.
 
     Raises:
         UsageError: if there is no such model, or its pipeline class, the device or the dtype is not supported, or the
@@ -77,10 +75,10 @@ def load_model(
 
 
 def resolve_model(spec: str) -> Path:
-    """Return the local diffusers directory that `spec` names, downloading a hub id if it is not cached.
+    """Return the local diffusers directory that `spec` names; a hub id is downloaded unless it is cached.
 
     Raises:
-        UsageError: if nothing is known by that name.
+        UsageError: if nothing has that name.
         RunError: if a hub id cannot be downloaded.
     """
     if spec in GENERATORS:
@@ -117,7 +115,7 @@ def _download(hub_id: str) -> Path:
     quiet_libraries()
     try:
         if not isinstance(try_to_load_from_cache(hub_id, _INDEX_FILE), str):
-            # Without a connection this fails at once, while downloads try again for 20 seconds.
+            # Without a connection this fails at once, whereas downloads are retried for 20 seconds.
             HfApi().model_info(hub_id, timeout=10)
         index_path = Path(hf_hub_download(hub_id, _INDEX_FILE))
         name = read_index(index_path, source=hub_id)["_class_name"]
@@ -140,10 +138,10 @@ def _download(hub_id: str) -> Path:
 
 
 def _load_pipeline(model_dir: Path, index: dict[str, Any], dtype: "torch.dtype") -> Any:
-    """Load the components that hold weights one by one and checked, the rest by the pipeline's own loader."""
+    """Load and check the components that hold weights one by one, the rest with the pipeline's own loader."""
     import diffusers
 
-    # Components that the index lists as absent are passed as None: without it diffusers refuses an SD3 with no T5.
+    # Components that the index lists as absent are passed as None; otherwise diffusers refuses an SD3 without T5.
     components: dict[str, Any] = {
         name: None for name, entry in index.items() if isinstance(entry, list) and entry[0] is None
     }
@@ -158,18 +156,18 @@ def _load_pipeline(model_dir: Path, index: dict[str, Any], dtype: "torch.dtype")
 
 
 def _load_component(folder: Path, library: str, class_name: str, dtype: "torch.dtype") -> Any:
-    """Load one model of the pipeline and refuse it if any tensor is missing or has another shape."""
+    """Load one model of the pipeline; refuse it if a tensor is missing or has the wrong shape."""
     from diffusers.utils import is_accelerate_available
     from safetensors import SafetensorError
 
     if library not in ("diffusers", "transformers"):
         raise RunError(f"{folder}: components from library {library!r} are not loaded")
-    # Without accelerate, diffusers' default of this option only adds a warning.
+    # Without accelerate, diffusers' default for this option only causes a warning.
     options = {"low_cpu_mem_usage": is_accelerate_available()} if library == "diffusers" else {}
     weights = weight_files(folder)[0]
     try:
         component_class = getattr(importlib.import_module(library), class_name)
-        # Mismatched sizes are "ignored" so that they are reported by name; they are refused below.
+        # Mismatched sizes are "ignored" here so that they are reported by name; they are refused below.
         model, report = component_class.from_pretrained(
             folder,
             dtype=dtype,
@@ -214,8 +212,8 @@ def resolve_device(name: str) -> "torch.device":
 def _resolve_dtype(name: str, device: "torch.device") -> "torch.dtype":
     import torch
 
-    if name not in DTYPE_NAMES:
-        raise UsageError(f"unknown dtype {name!r}: allowed are {', '.join(DTYPE_NAMES)}")
+    if name not in _DTYPES:
+        raise UsageError(f"unknown dtype {name!r}: allowed are {', '.join(_DTYPES)}")
     if name == "auto":
         if device.type == "cpu":
             # Measured on 2 cores, bfloat16 against float32. Xeon with AMX, emoji-xl: a step of 16 images of 256 px
@@ -229,7 +227,7 @@ def _resolve_dtype(name: str, device: "torch.device") -> "torch.dtype":
 
 
 def quiet_libraries() -> None:
-    """Keep progress bars and notices of the libraries out of our own output; errors still raise."""
+    """Keep the libraries' progress bars and notices out of our own output; errors are still raised."""
     import diffusers.utils.logging
     import huggingface_hub.utils
     import transformers.utils.logging

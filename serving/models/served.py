@@ -1,9 +1,8 @@
-"""The served model: one diffusers pipeline, taken apart into what the three stages need.
+"""The served model: one diffusers pipeline, split into what the three stages need.
 
-`ServedModel` owns no copied model code. It calls the pipeline's own text encoders, scheduler and autoencoder as the
-pipeline does, for one request at a time (prepare, decode), and hands out the stepper that denoises in between. Latents
-and images equal those of the plain pipeline called with the same prompt, size, steps, guidance scale and
-`torch.Generator("cpu").manual_seed(seed)`.
+`ServedModel` copies no model code: it calls the pipeline's own text encoders, scheduler and autoencoder as the
+pipeline does, one request at a time (prepare, decode); a stepper denoises in between. Latents and images equal those of
+the plain pipeline with the same prompt, size, steps, guidance scale and `torch.Generator("cpu").manual_seed(seed)`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 
 MAX_TIMES_PIXELS = 64
-"""Of a request, against the largest resolution that a model is made for; beyond it a model draws nothing of use."""
+"""Largest request, relative to the largest resolution that a model is made for; beyond it, images are useless."""
 
 
 class ServedModel:
@@ -45,8 +44,8 @@ class ServedModel:
         pipe: a diffusers pipeline of a supported class, already on its device and in its dtype.
         family: how it is served.
         stepper: denoises.
-        name: what the user called the model; used for tables and reports.
-        fingerprint: changes when the model's files change; part of the key of cached measurements.
+        name: the user's name for the model, for tables and reports.
+        fingerprint: of the model's files; part of the key of cached measurements.
         defaults: steps, guidance scale and resolutions that suit the model.
         options: which engine denoises, and how.
     """

@@ -137,11 +137,7 @@ class PatchedJointAttention(nn.Module):
 def biases_of(level: Level, length: int, repeats: int, like: Tensor) -> tuple[Tensor | None, ...]:
     """What is added to the scores of each resolution's keys, [1, 1, 1, keys], when the last one counts `repeats` times.
 
-    Args:
-        level: of the image tokens.
-        length: of the text behind them, in tokens.
-        repeats: 1 or more; None is returned for every resolution if it is 1.
-        like: says dtype and device.
+    The keys are the image tokens of `level` and `length` text tokens behind them. If `repeats` is 1, it is None each.
     """
     if repeats == 1:
         return (None,) * len(level.groups)

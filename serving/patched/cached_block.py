@@ -38,13 +38,7 @@ def blocks_of(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def block_facts(pipe: Any, name: str, fingerprint: str, patch_size: int) -> BlockFacts:
-    """What a block profile of a pipeline holds for, and a cache predictor must have been trained for.
-
-    Args:
-        pipe: a diffusers pipeline.
-        name, fingerprint: of the model.
-        patch_size: of the cache.
-    """
+    """What a block profile of a pipeline holds for, and a cache predictor must have been trained for."""
     blocks = tuple(block for block, _ in blocks_of(denoiser_of(pipe)))
     return BlockFacts(name, fingerprint, type(pipe.scheduler).__name__, patch_size, blocks)
 
@@ -60,21 +54,15 @@ class _Wrapper:
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return (self.forward if self.cache.is_used else self.run)(*arguments, **named)
 
-    def whole(self, *arguments: Any, **named: Any) -> Any:
-        """Run on all cells; operators keep what they read, if there is room."""
-        self.context.cells = self.cache.tables if self.cache.has_room(self.number) else None
+    def run_on(self, active: ActiveSet | None, *arguments: Any, **named: Any) -> Any:
+        """Run on the active cells; None for all, whose operators keep what they read, if there is room."""
+        context, cache = self.context, self.cache
+        context.active = active
+        context.cells = cache.tables if active is None and cache.has_room(self.number) else None
         try:
             return self.run(*arguments, **named)
         finally:
-            self.context.cells = None
-
-    def masked(self, active: ActiveSet, *arguments: Any, **named: Any) -> Any:
-        """Run on some cells."""
-        self.context.active = active
-        try:
-            return self.run(*arguments, **named)
-        finally:
-            self.context.active = None
+            context.active = context.cells = None
 
 
 class _CachedUNetBlock(_Wrapper):
@@ -96,12 +84,12 @@ class _CachedUNetBlock(_Wrapper):
             ]
             if res_hidden_states_tuple:
                 others["res_hidden_states_tuple"] = tuple(taken[1:])
-            out = self.masked(active, taken[0], temb=temb.index_select(0, active.rows), **others)
+            out = self.run_on(active, taken[0], temb=temb.index_select(0, active.rows), **others)
             self.cache.keep(self.number, inputs, self._tokens(out), (), active)
         elif decision.kind == "whole":
             if res_hidden_states_tuple:
                 others["res_hidden_states_tuple"] = res_hidden_states_tuple
-            out = self.whole(hidden_states, temb=temb, **others)
+            out = self.run_on(None, hidden_states, temb=temb, **others)
             self._out_level, self._has_skips = context.level.index, isinstance(out, tuple)
             self.cache.keep(self.number, inputs, self._tokens(out), (), None)
             return out
@@ -133,18 +121,11 @@ class _CachedTransformerBlock(_Wrapper):
         decision = self.cache.decide(self.number, (tokens,))
         if decision.kind == "skipped":
             return self._kept(hidden_states)
+        x, text = hidden_states, encoder_hidden_states
         if (active := decision.active) is not None:
-            text, out = self.masked(
-                active,
-                hidden_states=tokens.index_select(0, active.tokens(0)).view(-1, *hidden_states.shape[1:]),
-                encoder_hidden_states=encoder_hidden_states.index_select(0, active.rows),
-                temb=temb.index_select(0, active.rows),
-                **others,
-            )
-        else:
-            text, out = self.whole(
-                hidden_states=hidden_states, encoder_hidden_states=encoder_hidden_states, temb=temb, **others
-            )
+            x = tokens.index_select(0, active.tokens(0)).view(-1, *x.shape[1:])
+            text, temb = text.index_select(0, active.rows), temb.index_select(0, active.rows)
+        text, out = self.run_on(active, hidden_states=x, encoder_hidden_states=text, temb=temb, **others)
         row_outputs = () if text is None else (text,)
         self.cache.keep(self.number, (tokens,), (out.reshape(-1, out.shape[2]),), row_outputs, active)
         return (text, out) if active is None else self._kept(hidden_states)

@@ -11,7 +11,7 @@ while, and for those that come back; and what recorded passes hold is bounded.
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from ...data.errors import RunError
 from ..core.prepared import describe
 
 Forward = Callable[[dict[str, Any], dict[Any, Any]], Tensor]
+Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
+"""Records work; returns what plays it back on the same memory, and the tensor that then holds its result."""
 PATIENCE = 4
 """Passes of a composition that run eagerly before it is recorded, in one batch or in several."""
 MEMORY_BYTES = 4_000_000_000
@@ -32,24 +34,8 @@ class RecordingError(RunError):
     """A pass could not be recorded: the device or a kernel does not allow it."""
 
 
-class Recorder(Protocol):
-    """Records work on a device."""
-
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-        """Record `work`.
-
-        Returns:
-            What plays it back on the same memory, and the tensor that then holds its result.
-        """
-        ...
-
-
 class CudaRecorder:
-    """Records CUDA graphs that share one pool of memory.
-
-    Args:
-        device: of the work.
-    """
+    """Records CUDA graphs on a device; they share one pool of memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -88,10 +74,8 @@ class _Recorded:
 class CapturedPasses:
     """Runs passes eagerly or by playing them back. One thread at a time.
 
-    Args:
-        recorder: of the device.
-        patience: passes of a composition that run eagerly before it is recorded.
-        memory_bytes: what recorded passes may hold; those that were not used for longest go.
+    The first `patience` passes of a composition run eagerly. Recorded passes hold `memory_bytes` at the most; those
+    that have not been used for longest are dropped.
     """
 
     def __init__(self, recorder: Recorder, patience: int = PATIENCE, memory_bytes: int = MEMORY_BYTES) -> None:
@@ -113,24 +97,19 @@ class CapturedPasses:
         self._num_bytes = 0
 
     def run(
-        self,
-        key: Hashable,
-        kept: dict[Any, Any],
-        forward: Forward,
-        inputs: dict[str, Any],
-        held: object = None,
+        self, key: Hashable, kept: dict[Any, Any], forward: Forward, inputs: dict[str, Any], held: object = None
     ) -> Tensor:
         """Do one pass.
 
         Args:
-            key: what decides which kernels run, beside the shapes of the inputs.
+            key: what decides which kernels run, besides the shapes of the inputs.
             kept: what the batch keeps from pass to pass; the first pass fills it.
             forward: the pass, of inputs and `kept`. It must not wait for the device.
             inputs: tensors by name, or dicts of such.
-            held: what a recorded pass reads and nothing else may keep alive (index tensors of the layout).
+            held: what a recorded pass reads and must keep alive itself (index tensors of the layout).
 
         Returns:
-            The result; it stays as it is when other passes run.
+            The result; later passes leave it unchanged.
 
         Raises:
             RecordingError: the pass cannot be recorded.
@@ -153,19 +132,12 @@ class CapturedPasses:
         recorded.play()
         return recorded.result.clone()
 
-    def _record(
-        self,
-        forward: Forward,
-        inputs: dict[str, Any],
-        kept: dict[Any, Any],
-        held: object,
-    ) -> _Recorded:
+    def _record(self, forward: Forward, inputs: dict[str, Any], kept: dict[Any, Any], held: object) -> _Recorded:
         own_inputs, own_kept = _cloned(inputs), _cloned(kept)
         try:
             play, result = self._recorder(lambda: forward(own_inputs, own_kept))
         except Exception as error:
-            reason = describe("recording a pass", error)
-            raise RecordingError(f"--cuda-graphs: {reason}; serve without it") from error
+            raise RecordingError(f"--cuda-graphs: {describe('recording a pass', error)}; serve without it") from error
         return _Recorded(play, own_inputs, own_kept, result, held, self._batch)
 
     def _is_due(self, place: Hashable) -> bool:

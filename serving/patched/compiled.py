@@ -1,4 +1,4 @@
-"""`--compile`: the transformer blocks of a patched model through torch.compile.
+"""`--compile`: runs the transformer blocks of a patched model through torch.compile.
 
 A compiled graph serves every batch with as many resolutions as it was made for: sizes and numbers of requests are
 symbols in it. Blocks of one kind share it. The whole model is not compiled: its convolutions choose by the layout how
@@ -27,12 +27,7 @@ def compiler_settings() -> AbstractContextManager[object]:
 
 
 def compile_blocks(model: nn.Module, *, backend: str = "inductor") -> int:
-    """Let the blocks of a patched model compile when they first run; returns how many there are.
-
-    Args:
-        model: of a `PatchedModel`, to be run within `compiler_settings`.
-        backend: of torch.compile.
-    """
+    """Let the blocks of a patched model compile when they first run, within `compiler_settings`; returns how many."""
     blocks = [module for module in model.modules() if type(module).__name__ in BLOCKS]
     for block in blocks:
         for part in block.modules():

@@ -105,12 +105,7 @@ class PatchedGroupNorm(nn.Module):
     """GroupNorm over the whole image of each row, with the SiLU behind it if there is one.
 
     Where the convolution behind both stitches patches, norm, SiLU and stitching are one kernel (PatchedServe 4.2.2),
-    and the result is padded.
-
-    Args:
-        norm: the module that this one replaces.
-        context: of the model.
-        conv: the convolution that follows with nothing but an `ActivationUnlessDone` between, if so.
+    and the result is padded. `conv` is the convolution that follows with only an `ActivationUnlessDone` between.
     """
 
     def __init__(self, norm: nn.GroupNorm, context: PatchContext, conv: PatchedConv | None = None) -> None:

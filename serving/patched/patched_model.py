@@ -75,11 +75,7 @@ class PatchedModel:
         self.is_compiled = False
 
     def use_graphs(self, recorder: Recorder, patience: int = PATIENCE) -> None:
-        """Record whole passes and play them back from now on. Not together with the patch cache.
-
-        Args:
-            recorder, patience: see `CapturedPasses`.
-        """
+        """Record whole passes and play them back from now on (`CapturedPasses`). Not together with the patch cache."""
         assert self.cache is None, "what a pass with the cache runs differs from step to step"
         self.captured = CapturedPasses(recorder, patience)
 
@@ -128,11 +124,7 @@ class PatchedModel:
             check_patch_size(wanted, [size], self.num_levels, self.unit)
 
     def pack(self, sizes: list[tuple[int, int]]) -> Packing:
-        """Say where rows with these latent sizes, sorted by resolution, lie.
-
-        Raises:
-            UsageError: if the patch size does not fit.
-        """
+        """Say where rows with these latent sizes, sorted by resolution, lie. Raises UsageError as `pack_rows`."""
         return pack_rows(
             sizes,
             order=self.order,

@@ -29,13 +29,7 @@ from .tuning import circumstances_of, strategy_table
 
 
 class PatchedStepper:
-    """Advances all active requests by one denoising step. One thread at a time.
-
-    Args:
-        model: the patched model.
-        plain: the unmodified model that it was made of.
-        conditions: names conditioning tensors for it.
-        sampler: the update rule of the pipeline's scheduler.
+    """Advances all active requests by one denoising step, on a patched model or the unmodified one (`plain`).
 
     Attributes:
         batch: the requests of the last step, unless one has finished or failed.

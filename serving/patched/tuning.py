@@ -25,17 +25,7 @@ _STRATEGIES: tuple[Strategy, Strategy] = ("stitch", "regroup")
 def strategy_table(
     model: PatchedModel, sizes: Sequence[tuple[int, int]], folder: Path, *, fingerprint: str
 ) -> StrategyTable:
-    """The table of this model for batches of these latent sizes, from `folder` if it was measured there before.
-
-    Args:
-        model: what will run; its choice of strategy is not changed.
-        sizes: (height, width) of the latents of the served resolutions.
-        folder: where tables are kept, one JSON file for each set of circumstances.
-        fingerprint: of the model's files.
-
-    Raises:
-        RunError: if the table's file is damaged.
-    """
+    """The table of this model for batches of these latent sizes (height, width), see `load_or_measure`."""
     circumstances = circumstances_of(model, sizes, fingerprint)
     return StrategyTable(load_or_measure(folder, "convolutions", circumstances, Point, lambda: measure(model, sizes)))
 

@@ -1,7 +1,7 @@
-"""The memory format in which plain diffusers takes a batch of one resolution: whichever is faster.
+"""The memory format in which plain diffusers runs a batch of one resolution: whichever is faster.
 
-A U-Net has a second form whose convolutions are channels-last in memory. Which one is faster depends on the size of the
-batch, the dtype and the machine, so it is measured, as the strategies of convolutions are.
+A U-Net has a second form whose convolutions are channels-last in memory. Which form is faster depends on the size of
+the batch, the dtype and the machine, so it is measured, as the strategies of convolutions are.
 """
 
 from collections.abc import Mapping
@@ -72,16 +72,7 @@ class PlainModels:
         return denoise(self.channels_last, latents.contiguous(memory_format=torch.channels_last), timesteps, conditions)
 
     def tune(self, target: Tuning, conditions: Conditions, circumstances: dict[str, Any]) -> None:
-        """Measure both formats on batches of one resolution, or read it from the folder.
-
-        Args:
-            target: what will run.
-            conditions: names conditioning tensors for the model.
-            circumstances: all that the times depend on.
-
-        Raises:
-            RunError: if a file in the folder is damaged.
-        """
+        """Measure both formats on batches of one resolution, or read it from the folder, see `load_or_measure`."""
 
         def measure() -> list[Point]:
             examples = target.examples()
@@ -112,15 +103,12 @@ def compile_whole(model: nn.Module) -> None:
 def channels_last_copy(model: nn.Module, weights: Mapping[str, Tensor] = _NO_WEIGHTS) -> nn.Module:
     """A copy of a model whose convolutions are channels-last in memory; it shares all other weights.
 
-    Args:
-        model: is left as it is.
-        weights: of convolutions in that format, by module name; the others are copied.
+    `weights` holds those of convolutions that exist in that format, by module name.
     """
     copied = copy_modules(model)
     for name, module in copied.named_modules():
         if isinstance(module, nn.Conv2d):
-            weight = weights.get(name)
-            if weight is None:
+            if (weight := weights.get(name)) is None:
                 weight = module.weight.detach().contiguous(memory_format=torch.channels_last)
             module.weight = nn.Parameter(weight, requires_grad=False)
     return copied

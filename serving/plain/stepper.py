@@ -13,13 +13,7 @@ from ..samplers.single import PerRequestSampler, SamplerState
 
 
 class PlainStepper:
-    """The exact, strong baseline: same-resolution batches of plain diffusers, with any of its schedulers.
-
-    Args:
-        denoiser: the model as diffusers loads it.
-        conditions: names conditioning tensors for it.
-        sampler: of the pipeline's scheduler.
-    """
+    """The exact, strong baseline: same-resolution batches of plain diffusers, with any of its schedulers."""
 
     name = "plain"
 

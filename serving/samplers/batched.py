@@ -1,15 +1,15 @@
 """Batched samplers: every request at its own timestep and step count, all advanced by one vectorised update.
 
-diffusers' schedulers stay the source of the numbers: each request has its own copy with its timesteps set, and
-`BatchedSampler.table` turns that copy's schedule into coefficients. One step of every supported scheduler is then
+diffusers' schedulers remain the source of the numbers: `BatchedSampler.table` turns the schedule of each request's own
+copy into coefficients. One step of every supported scheduler is then
 
     model input = scale * x
     x0 = x0_sample * x + x0_output * out          (clamped where DDIM's `clip_sample` asks for it)
     x' = sample * x + output * out + x0 * x0 + previous_x0 * (x0 of the step before) + noise * (fresh noise)
 
-with one scalar per request and term, where x are the latents and out is the model's prediction. Which terms exist
-follows from the scheduler alone, never from the step, so requests at different steps share the same few operators.
-The update equals `scheduler.step` without options (no `eta`, no `s_churn`), in float32 whatever the model's dtype.
+with one scalar per request and term, where x are the latents and out is the model's prediction. The terms depend on
+the scheduler alone, never on the step, so requests at different steps share the same few operators. The update equals
+`scheduler.step` without options (no `eta`, no `s_churn`), in float32 whatever the model's dtype.
 """
 
 from collections.abc import Callable, Sequence
@@ -147,14 +147,10 @@ def _refusal(given: str) -> UsageError:
 
 
 class BatchedSampler:
-    """The update rule of one served model's scheduler; holds no state of any request.
-
-    Args:
-        scheduler: the pipeline's scheduler; it is read and never changed.
-        pass_step_kwargs: whether the pipeline hands each request's generator to `step`, as for `PerRequestSampler`.
+    """The update rule of one served model's scheduler, which is only read; holds no state of any request.
 
     Attributes:
-        terms: names of the terms of the update that exist for this scheduler; the columns of every table.
+        terms: names of the terms of the update that this scheduler has; the columns of every table.
         clip: DDIM's `clip_sample_range` if it clips x0, else None.
         needs_noise: whether each step adds fresh noise.
         needs_history: whether a step reads the x0 of the step before.
@@ -182,9 +178,8 @@ class BatchedSampler:
         """Return the coefficients of all steps of one request, float32 (num_steps, len(terms)) on the CPU.
 
         They are computed in float64, once per request, and kept in its state. The first call reads the schedule from
-        the device; made in the prepare stage, it keeps that wait out of the denoise loop. Raises UsageError if a
-        coefficient is not finite, as where epsilon is predicted from noise without signal; plain diffusers would go on
-        with NaN.
+        the device, so the prepare stage makes it. Raises UsageError if a coefficient is not finite, for example if
+        epsilon is predicted from noise without signal; plain diffusers would continue with NaN.
         """
         if state.coefficients is None:
             columns = self._columns(state.scheduler, state.timesteps.cpu())
@@ -199,16 +194,16 @@ class BatchedSampler:
 class SamplerBatch:
     """The sampler's side of a packed batch: the latents of all requests in patches, advanced together.
 
-    Built anew whenever a request joins or leaves; in between, nothing else may change the states' `steps_done`.
-    The tensors that it is given, and those that it hands out, are never written to.
+    Rebuilt whenever a request joins or leaves; in between, nothing else may change the states' `steps_done`. Tensors
+    that it is given or hands out are never written to.
 
     Args:
         sampler: the model's update rule.
-        states: where each of the n requests stands.
+        states: of the n requests.
         latents: (P, channels, s, s) float32, the patches of all requests, in any memory format; it is kept.
         patch_request: (P,) int64, the index in `states` of the request that each patch belongs to.
-        previous_x0: (P, channels, s, s) float32, `previous_x0` of the batch before; rows of requests at their first
-            step may hold anything. None if all are at theirs, or if the sampler needs no history.
+        previous_x0: (P, channels, s, s) float32, that of the batch before; rows of requests at their first step may
+            hold anything. None if all are at their first step, or if the sampler needs no history.
 
     Attributes:
         latents: as after the last step.
@@ -228,7 +223,7 @@ class SamplerBatch:
         self.needs_noise, self.needs_history = sampler.needs_noise, sampler.needs_history
         self._sampler, self._states, self.latents = sampler, tuple(states), latents
         self.previous_x0 = self._history(patch_request, previous_x0) if self.needs_history else None
-        # The steps of all requests lie one after another, one row each.
+        # The steps of all requests, one after another, one row each.
         self._table = torch.cat([sampler.table(state) for state in states]).to(latents.device)
         self._timesteps = torch.cat([state.timesteps for state in states]).to(latents.device)
         ends = accumulate(state.num_steps for state in states)

@@ -1,9 +1,8 @@
 """The schedule of each request, and plain diffusers' way of stepping through it.
 
-diffusers' schedulers are written for one image at a time: they hold a step index and, for multistep methods, earlier
-model outputs. So each request has its own copy of the model's scheduler. `PerRequestSampler` calls that copy, which is
-exact for every scheduler that the pipeline accepts; the patch engine only reads coefficients from it
-(`batched_sampler`).
+diffusers' schedulers hold a step index and, for multistep methods, earlier model outputs, so each request has its own
+copy. `PerRequestSampler` calls that copy, which is exact for every scheduler that the pipeline accepts; the patch
+engine only reads coefficients from it (`batched`).
 """
 
 import copy
@@ -17,14 +16,14 @@ import torch
 
 @dataclass(slots=True)
 class SamplerState:
-    """Where one request stands in its own denoising schedule.
+    """The position of one request in its own denoising schedule.
 
     Attributes:
         scheduler: the request's own diffusers scheduler, with its timesteps set.
-        timesteps: all timesteps of the request, in the order they are visited; shape (num_steps,).
-        step_kwargs: further arguments of the scheduler's `step` (`eta`, `generator`), as the pipeline gives them.
+        timesteps: (num_steps,) in the order in which they are visited.
+        step_kwargs: further arguments of the scheduler's `step` (`eta`, `generator`), as the pipeline passes them.
         steps_done: number of finished steps; `timesteps[steps_done]` is the next one.
-        coefficients: of all steps, once they are worked out for the patch engine (`BatchedSampler.table`).
+        coefficients: of all steps, once `BatchedSampler.table` has computed them for the patch engine.
     """
 
     scheduler: Any
@@ -43,12 +42,10 @@ class SamplerState:
 
 
 class PerRequestSampler:
-    """Runs `scheduler.step` of each request's own scheduler copy; exact, one small update per request.
+    """Runs `scheduler.step` on each request's own copy of the pipeline's scheduler: one small update per request.
 
-    Args:
-        scheduler: the pipeline's scheduler; it is copied and never changed.
-        pass_step_kwargs: whether `step` gets `generator` and `eta` where it accepts them (SDXL's pipeline passes
-            them, SD3's does not).
+    With `pass_step_kwargs`, `step` gets `generator` and `eta` if it accepts them (SDXL's pipeline passes them, SD3's
+    does not).
     """
 
     def __init__(self, scheduler: Any, *, pass_step_kwargs: bool) -> None:
@@ -68,7 +65,7 @@ class PerRequestSampler:
         scheduler = copy.deepcopy(self._scheduler)
         scheduler.set_timesteps(num_inference_steps, device=device, **(schedule_kwargs or {}))
         if hasattr(scheduler, "set_begin_index"):
-            # Saves a search for the first timestep, which on CUDA would wait for the device.
+            # Avoids a search for the first timestep, which on CUDA would wait for the device.
             scheduler.set_begin_index(0)
         step_kwargs: dict[str, Any] = {}
         if self._accepts_eta:
@@ -78,7 +75,7 @@ class PerRequestSampler:
         return SamplerState(scheduler, scheduler.timesteps, step_kwargs)
 
     def model_input(self, states: Sequence[SamplerState], latents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        # Flow-match schedulers have no `scale_model_input`: the model sees the latents themselves.
+        # Flow-match schedulers have no `scale_model_input`: the model sees the latents unscaled.
         return [
             state.scheduler.scale_model_input(latent, state.timesteps[state.steps_done])
             if hasattr(state.scheduler, "scale_model_input")

@@ -3,12 +3,11 @@
 import time
 from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
-from typing import get_args
 
 from ...data.checks import require_counts
 from ...data.requests import Request
 from ...data.resolution import Resolution
-from ..core.request_state import ActiveViews, RequestState, Stage, Status
+from ..core.request_state import ActiveViews, RequestState, Status
 from .policies import (
     LearningPredictor,
     Policy,
@@ -20,16 +19,15 @@ from .policies import (
 
 
 class Scheduler:
-    """Knows every open request of one denoise loop, and makes every transition between its stages.
+    """Knows every open request of one denoise loop and makes every transition between its stages.
 
         add -> waiting -> (policy) -> joining -> active -> decoding -> end
                             `-> dropped             `-> failed
 
     Active requests take their steps together, and each leaves the batch when its own last step is done. One request is
-    prepared at a time. Those that the policy has admitted come first, as they hold a place in the batch (they are
-    joining until they are prepared); beyond them, up to `max_prepared_ahead` waiting requests are prepared in order of
-    arrival, so that policies which admit in that order find theirs ready. So never more than these, and one batch, hold
-    tensors, however long the queue is.
+    prepared at a time: first those that the policy has admitted, as they hold a place in the batch (they are joining
+    until they are prepared), then up to `max_prepared_ahead` waiting requests in order of arrival, so that policies
+    which admit in that order find theirs ready. Only these, and one batch, hold tensors, however long the queue is.
 
     The contract. The driver says what has happened, the scheduler what follows:
 
@@ -39,10 +37,10 @@ class Scheduler:
       the driver calls `next_to_prepare`.
     * `decide` is called only between two steps. If then `can_step`, the driver takes one step of all `active` requests
       and calls `stepped`, with no `decide` between.
-    * It changes its own state, and the states and records that it has made; nobody else changes these (but for
+    * It changes its own state, and the states and records that it has made; nobody else changes these (except
       `image_path`) while they are open. Of a request whose record is closed it keeps nothing.
-    * `UsageError` is raised by the constructor alone. Whatever else is raised is a defect of the policy or the driver;
-      afterwards only `end_all` may be called.
+    * Only the constructor raises `UsageError`. Any other error is a defect of the policy or the driver; afterwards only
+      `end_all` may be called.
 
     Args:
         policy: asked between steps which requests join the batch and which are dropped.
@@ -290,33 +288,6 @@ class Scheduler:
         for state in states:
             state.record.close(status, now_s, reason)
         return states
-
-    def check(self) -> None:
-        """Check that all that is known of the open requests agrees. For tests: it looks at every one of them.
-
-        Raises:
-            AssertionError: it does not, which is a defect of the scheduler.
-        """
-        of = {stage: {one for one in self._open.values() if one.stage == stage} for stage in get_args(Stage)}
-        waiting = {one.request.request_id: one for one in of["waiting"]}
-        assert {view.request_id for view in self._waiting} == set(waiting)
-        ahead = {i for i, one in waiting.items() if one.is_prepared or i == self._preparing_id}
-        assert set(self._untouched) == set(waiting) - ahead
-        assert self._num_ahead == len(ahead) <= self._max_ahead
-        assert set(self._joining.values()) == of["joining"]
-        assert set(self._ready) == {one for one in of["joining"] if one.is_prepared}
-        assert set(self._active) == of["active"]
-        assert len(self._active) + len(self._joining) <= self._max_batch_size
-        assert all(one.is_prepared for one in self._active)
-        assert all(one.record.status == "pending" for one in self._open.values())
-        assert self.batch == sorted(one.request.resolution for one in self._active)
-        assert self._batch_pixels == sum(size.pixels for size in self.batch)
-        ends = [one.first_step + one.num_iterations for one in self._active]
-        assert self._next_leave == min(ends, default=0)
-        assert all(end > self.num_steps for end in ends)
-        to_denoise = set(self._open.values()) - of["decoding"]
-        assert self.num_prepared == sum(one.is_prepared for one in to_denoise)
-        assert self.pixel_steps == sum(map(self._pixel_steps_of, to_denoise))
 
     def _activate(self, state: RequestState, now_s: float) -> None:
         assert state.is_prepared, "a request without latents would stay in the batch for ever"

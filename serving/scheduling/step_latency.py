@@ -22,10 +22,7 @@ def batch_of(active: Sequence[Resolution]) -> Batch:
 
 
 class MemoisedLatency:
-    """Remembers what another predictor says, whatever the order of the resolutions.
-
-    For predictors that do not change; one that learns must forget by itself.
-    """
+    """Remembers the answers of a predictor that does not change, whatever the order of the resolutions."""
 
     def __init__(self, predictor: StepLatencyPredictor) -> None:
         self._predictor = predictor
@@ -64,18 +61,6 @@ class PerResolutionLatency:
         return sum(self._predictor.step_latency_s((resolution,) * counts[resolution]) for resolution in sorted(counts))
 
 
-class ScaledLatency:
-    """Step latencies that are all so many times as long as another predictor says."""
-
-    def __init__(self, predictor: StepLatencyPredictor, scale: float) -> None:
-        self._predictor = predictor
-        self._scale = scale
-
-    def step_latency_s(self, active: Sequence[Resolution]) -> float:
-        """See `StepLatencyPredictor`."""
-        return self._predictor.step_latency_s(active) * self._scale
-
-
 class TableLatency:
     """Step latencies from measured batches: a measured batch has its own latency, others are interpolated.
 
@@ -84,7 +69,7 @@ class TableLatency:
         latency = a + b * (distinct resolutions) + sum over resolutions of c * (requests)
 
     so that no batch gets faster by growing. Then, because batches do not grow along a line (small ones do not fill the
-    device), its value is multiplied by how far the table lies off the line near by: the mean of measured / fitted over
+    device), its value is multiplied by how far the table is off the line nearby: the mean of measured / fitted over
     the four nearest batches, weighted by the inverse distance, which is the number of requests to add or remove.
 
     Args:

@@ -45,15 +45,7 @@ def speedup(resolution: Resolution, num_gpus: int) -> float:
 
 
 class DistriFusionLatency:
-    """Step latencies of one image at a time on many GPUs.
-
-    Args:
-        single: step latencies of one GPU.
-        num_gpus: how many draw each image.
-
-    Raises:
-        UsageError: as `speedup`.
-    """
+    """Step latencies of one image at a time on many GPUs, from those of one. Raises UsageError as `speedup`."""
 
     def __init__(self, single: StepLatencyPredictor, num_gpus: int) -> None:
         speedup(Resolution(1024, 1024), num_gpus)

@@ -1,13 +1,9 @@
 """The simulator: the engine's stages and the same policy objects on a virtual clock, on any number of GPUs.
 
-A step lasts as long as a predictor says, preparing and decoding as long as `StageTimes` says; nothing else takes time,
-unless `StepDurations` tells more than the predictor that policies are given.
-Every GPU has its own prepare stage, denoise loop and postprocess stage under a `Scheduler`, as an `Engine` has. Several
-GPUs serve in data parallel: a request goes, when it arrives, to the GPU with the fewest pixels under way (PatchedServe
-section 8.1), counted in pixel-steps: pixels times remaining steps, over all requests that were sent there and have not
-left the denoise stage. Equal ones: to the first GPU. It stays there.
-
-The same arguments always give the same result.
+Every GPU has its own three stages under a `Scheduler`, as an `Engine` has. Several GPUs serve in data parallel: on
+arrival a request goes to the GPU with the fewest pixel-steps (pixels times remaining steps) of requests that were sent
+there and have not left the denoise stage (PatchedServe section 8.1), the first of equals, and stays there. The same
+arguments always give the same result.
 """
 
 from collections.abc import Callable, Sequence
@@ -74,16 +70,14 @@ def simulate(
 
     Args:
         requests: the trace, in order of arrival, with ids that differ.
-        policy: any policy.
+        policy, max_batch_size, max_prepared_ahead: as for `Scheduler`, on each GPU.
         predictor: seconds of one step of a batch, on one GPU, as policies are told. It may not change meanwhile, unless
             it learns (`LearningPredictor`): then it is told every step, as in `Engine`.
-        max_batch_size: largest number of requests in the batch of one GPU.
         num_gpus: number of GPUs, all alike.
         spans_gpus: whether all GPUs draw one request together, with the speed-ups of DistriFusion's paper; the policy
             must then run one request at a time.
         times: seconds of the other stages; None: none.
         durations: how long steps really last, where that is not what `predictor` says.
-        max_prepared_ahead: as in `Engine`.
         standalone_s: latency of a request when served alone, for policies that ask for it.
         keep_steps: whether the result holds the steps of the first GPU.
         on_finish: called with each record when it becomes final.
@@ -100,17 +94,13 @@ def simulate(
     if durations is None:
         durations = StepDurations(latency)
     else:
-        durations = replace(
-            durations,
-            steady=MemoisedLatency(durations.steady),
-            first=None if durations.first is None else MemoisedLatency(durations.first),
-        )
+        first = None if durations.first is None else MemoisedLatency(durations.first)
+        durations = replace(durations, steady=MemoisedLatency(durations.steady), first=first)
     num_workers = num_gpus
     if spans_gpus:
         latency, num_workers = MemoisedLatency(DistriFusionLatency(predictor, num_gpus)), 1
-        durations = replace(
-            durations, steady=MemoisedLatency(DistriFusionLatency(durations.steady, num_gpus)), first=None
-        )
+        steady = MemoisedLatency(DistriFusionLatency(durations.steady, num_gpus))
+        durations = replace(durations, steady=steady, first=None)
     clock = SimulationClock(durations, times or StageTimes(), on_finish)
     workers = [
         SimulatedWorker(

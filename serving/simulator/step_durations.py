@@ -22,11 +22,11 @@ class StepDurations:
 
     Attributes:
         steady: of a batch that is the same as in the step before.
-        first: of a batch that is not; None: as steady ones.
-        scale: what both are multiplied by: how much slower the machine is than when it was profiled.
+        first: of a batch that has changed; None: as long as steady ones.
+        scale: factor of both: how much slower the machine is than when it was profiled.
         between_s: from the end of a step to the start of the next, while there is a batch.
-        slowdown: how much longer a step takes while one stage works beside it, as a share of it: 1 is twice as long.
-            Two stages at once slow it twice as much.
+        slowdown: share by which one stage that works beside a step prolongs it: 1 is twice as long. Two stages at once
+            slow it twice as much.
 
     Raises:
         UsageError: a number is out of its range.

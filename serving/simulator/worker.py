@@ -1,8 +1,4 @@
-"""One GPU of the simulator: a scheduler whose stages take virtual time.
-
-What happens next is found in the events of the clock that all GPUs share; `simulate` hands every event to its worker,
-and then lets the worker continue.
-"""
+"""One GPU of the simulator: a scheduler whose stages take virtual time. `simulate` hands it the events of the clock."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,15 +17,9 @@ PREPARED, STEPPED = 0, 1
 
 @dataclass(slots=True)
 class SimulationClock:
-    """The events that are to come, and what holds for every worker.
+    """The events to come, and what all workers share: the arguments of `simulate` and parts of its result.
 
-    Attributes:
-        durations: how long steps last.
-        times, on_finish: of `simulate`.
-        events: a heap: time, what happens, index of the worker, id of the request (-1: of none).
-        records: of the requests that have ended.
-        num_decisions: how often the policy was asked.
-        decision_s: how long it took in all, on the real clock.
+    `events` is a heap of (time, what happens, index of the worker, id of the request or -1).
     """
 
     durations: StepDurations
@@ -55,15 +45,10 @@ class SimulationClock:
 class SimulatedWorker:
     """One GPU with its three stages; all GPUs where one request runs on all of them.
 
-    Args:
-        index: its number, from 0.
-        clock: what it shares with the others.
-        scheduler: its own.
-        keep_steps: whether a row is kept of each step.
-
     Attributes:
-        index, scheduler: as given.
-        rows: of the steps, if they are kept.
+        index: its number, from 0.
+        scheduler: its own; the clock is shared.
+        rows: of its steps, if they are kept.
         busy_s: seconds of denoising.
     """
 

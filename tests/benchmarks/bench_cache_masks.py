@@ -23,10 +23,10 @@ from patchedserve.eval.cache.sides import Setting, make_side
 from patchedserve.profiling.machine import run_facts
 from patchedserve.profiling.steps.combinations import Combination, parse_combinations
 from patchedserve.serving.cache.options import CacheOptions
-from patchedserve.serving.cache.rules import Imposed
 from patchedserve.serving.core.timing import synchronize
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.options import EngineOptions
+from patchedserve.tests.support.imposed_reuse import Imposed
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:

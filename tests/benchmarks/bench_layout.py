@@ -10,8 +10,8 @@ import statistics
 import time
 from collections.abc import Callable
 
+from patchedserve.serving.layout.packing import index_tensors
 from patchedserve.serving.layout.patch_layout import PatchLayout
-from patchedserve.serving.layout.tensors import PatchTensors
 
 MIXES = {
     "16 of 32x32": [(32, 32)] * 16,
@@ -41,7 +41,7 @@ def main() -> None:
         for patch_size in (8, 4):
             layout = PatchLayout.build(sizes, patch_size)
             build = median_us(lambda s=sizes, p=patch_size: PatchLayout.build(s, p), runs)
-            tensors = median_us(lambda at=layout: PatchTensors.of(at, "cpu"), runs)
+            tensors = median_us(lambda at=layout: index_tensors(at, "cpu"), runs)
             print(f"| {name} | {patch_size} | {layout.num_patches} | {build:.0f} | {tensors:.0f} |")
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from patchedserve.serving.layout.packing import index_tensors
 from patchedserve.serving.layout.patch_layout import PatchLayout
-from patchedserve.serving.layout.tensors import PatchTensors
 
 # (height, width) of every request and the patch size: every pattern of neighbours.
 MIXES = [
@@ -27,7 +27,8 @@ class Batch:
     """Images in the order of the layout, (1, C, H, W) each, and the same as patches."""
 
     layout: PatchLayout
-    tensors: PatchTensors
+    request_index: torch.Tensor
+    neighbours: torch.Tensor
     images: list[torch.Tensor]
     patches: torch.Tensor
 
@@ -64,7 +65,7 @@ def random_batch(
         (torch.randn(1, channels, *sizes[request], generator=generator) + mean).to(dtype) for request in layout.order
     ]
     patches = torch.cat([cut(image, patch_size) for image in images]).to(memory_format=torch.channels_last)
-    return Batch(layout, PatchTensors.of(layout, "cpu"), images, patches)
+    return Batch(layout, *index_tensors(layout, "cpu"), images, patches)
 
 
 def cut_all(images: Sequence[torch.Tensor], side: int, margin: int = 0, step: int | None = None) -> torch.Tensor:

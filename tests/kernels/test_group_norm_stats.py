@@ -1,7 +1,5 @@
 """kernels/group_norm_stats.py against float64 statistics of whole images."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -21,7 +19,7 @@ def _expected(images: list[torch.Tensor], num_groups: int) -> tuple[torch.Tensor
 
 def _both(run_triton: RunTriton, batch: Batch, num_groups: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Mean and rstd by torch and by Triton."""
-    arguments = (batch.patches, batch.tensors.request_index, batch.layout.num_requests, num_groups, EPS)
+    arguments = (batch.patches, batch.request_index, len(batch.layout.order), num_groups, EPS)
     return [group_norm_stats(*arguments), run_triton(group_norm_stats, *arguments)]
 
 
@@ -71,12 +69,12 @@ def test_request_does_not_depend_on_its_company(run_triton: RunTriton) -> None:
     """To the bit where the others hold other values, to rounding where there are no others."""
     batch = random_batch([(8, 8), (4, 8), (4, 4)], 4, 6)
     together = _both(run_triton, batch, 2)
-    batch.patches[batch.tensors.request_index == 1] = float("nan")
+    batch.patches[batch.request_index == 1] = float("nan")
     for before, after in zip(together, _both(run_triton, batch, 2), strict=True):
         for old, new in zip(before, after, strict=True):
             assert torch.equal(old[[0, 2]], new[[0, 2]])
             assert new[1].isnan().all()
-    last = batch.tensors.request_index == 2
+    last = batch.request_index == 2
     alone = (batch.patches[last], torch.zeros(int(last.sum()), dtype=torch.int64), 1, 2, EPS)
     for before, after in zip(together, [group_norm_stats(*alone), run_triton(group_norm_stats, *alone)], strict=True):
         for old, new in zip(before, after, strict=True):
@@ -87,7 +85,7 @@ def test_plain_memory_format_and_int32_index(run_triton: RunTriton) -> None:
     batch = random_batch([(8, 8), (4, 8)], 4, 6)
     expected = _both(run_triton, batch, 2)
     batch.patches = batch.patches.contiguous()
-    batch.tensors = replace(batch.tensors, request_index=batch.tensors.request_index.int())
+    batch.request_index = batch.request_index.int()
     for before, after in zip(expected, _both(run_triton, batch, 2), strict=True):
         for old, new in zip(before, after, strict=True):
             torch.testing.assert_close(old, new, rtol=1e-6, atol=1e-6)

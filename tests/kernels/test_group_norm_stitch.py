@@ -29,8 +29,8 @@ def _expected(batch: Batch, num_groups: int, *, activation: bool) -> list[torch.
 
 
 def _arguments(batch: Batch, num_groups: int) -> tuple[torch.Tensor, ...]:
-    index = batch.tensors.request_index
-    statistics = group_norm_stats(batch.patches, index, batch.layout.num_requests, num_groups, EPS)
+    index = batch.request_index
+    statistics = group_norm_stats(batch.patches, index, len(batch.layout.order), num_groups, EPS)
     return (batch.patches, *statistics, *_affine(batch.patches.shape[1]), index)
 
 
@@ -55,7 +55,7 @@ def test_norm_and_border_of_whole_images(
             assert applied.is_contiguous(memory_format=torch.channels_last)
             torch.testing.assert_close(applied.float(), cut_all(images, patch_size), rtol=tolerance, atol=tolerance)
         expected = cut_all(images, patch_size + 2 * halo, halo, patch_size)
-        neighbours = batch.tensors.neighbours
+        neighbours = batch.neighbours
         for padded in _both(
             run_triton, group_norm_silu_stitch, *arguments, neighbours, activation=activation, halo=halo
         ):
@@ -69,7 +69,7 @@ def test_norm_and_border_of_whole_images(
 def test_norm_silu_convolution_of_patches_is_that_of_images(sizes: list[tuple[int, int]], patch_size: int) -> None:
     batch = random_batch(sizes, patch_size, 8)
     kernel = torch.randn(4, 8, 3, 3, generator=torch.Generator().manual_seed(2)) / 8
-    padded = group_norm_silu_stitch(*_arguments(batch, 4), neighbours=batch.tensors.neighbours)
+    padded = group_norm_silu_stitch(*_arguments(batch, 4), neighbours=batch.neighbours)
     expected = [F.conv2d(image, kernel, padding=1) for image in _expected(batch, 4, activation=True)]
     torch.testing.assert_close(F.conv2d(padded, kernel), cut_all(expected, patch_size), rtol=1e-5, atol=1e-5)
 
@@ -78,23 +78,23 @@ def test_every_border_pixel_is_written_by_its_owner(run_triton: RunTriton) -> No
     """The fused kernel scatters, the reference gathers: equal to the bit when the norm does nothing."""
     batch = random_batch([(8, 8), (12, 4), (4, 4), (8, 12)], 4, 3)
     mean, rstd = torch.zeros(4, 1), torch.ones(4, 1)
-    arguments = (batch.patches, mean, rstd, torch.ones(3), torch.zeros(3), batch.tensors.request_index)
+    arguments = (batch.patches, mean, rstd, torch.ones(3), torch.zeros(3), batch.request_index)
     for halo in (1, 2, 4):
-        padded = run_triton(group_norm_silu_stitch, *arguments, batch.tensors.neighbours, activation=False, halo=halo)
+        padded = run_triton(group_norm_silu_stitch, *arguments, batch.neighbours, activation=False, halo=halo)
         assert torch.equal(padded, cut_all(batch.images, 4 + 2 * halo, halo, 4))
 
 
 def test_more_channels_and_pixels_than_a_tile_holds(run_triton: RunTriton) -> None:
     batch = random_batch([(8, 16)], 8, 130)
     expected = cut_all(_expected(batch, 2, activation=True), 10, 1, 8)
-    padded = run_triton(group_norm_silu_stitch, *_arguments(batch, 2), batch.tensors.neighbours)
+    padded = run_triton(group_norm_silu_stitch, *_arguments(batch, 2), batch.neighbours)
     torch.testing.assert_close(padded, expected, rtol=2e-5, atol=2e-5)
 
 
 def test_any_strides_and_narrow_types(run_triton: RunTriton) -> None:
     batch = random_batch([(8, 12), (4, 4)], 4, 6)
     x, mean, rstd, weight, bias, index = _arguments(batch, 2)
-    neighbours = batch.tensors.neighbours
+    neighbours = batch.neighbours
     expected = group_norm_silu_stitch(x, mean, rstd, weight.half(), bias.half(), index, neighbours)
     wide = torch.cat([batch.patches, batch.patches], dim=1)[:, 6:]
     for given in (batch.patches.contiguous(), wide):

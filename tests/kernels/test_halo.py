@@ -18,8 +18,8 @@ def test_border_is_the_image_around_the_patch(
     for channels, halo in ((1, 1), (7, 1), (3, patch_size)):
         batch = random_batch(sizes, patch_size, channels, dtype=dtype)
         expected = cut_all(batch.images, patch_size + 2 * halo, halo, patch_size)
-        assert torch.equal(halo_gather(batch.patches, batch.tensors.neighbours, halo), expected)
-        padded = run_triton(halo_gather, batch.patches, batch.tensors.neighbours, halo)
+        assert torch.equal(halo_gather(batch.patches, batch.neighbours, halo), expected)
+        padded = run_triton(halo_gather, batch.patches, batch.neighbours, halo)
         assert torch.equal(padded, expected)
         assert padded.dtype == dtype
         assert padded.is_contiguous(memory_format=torch.channels_last)
@@ -41,7 +41,7 @@ def test_convolution_of_patches_is_convolution_of_images(
     batch = random_batch(sizes, patch_size, 6)
     generator = torch.Generator().manual_seed(1)
     weight, bias = torch.randn(4, 6, side, side, generator=generator), torch.randn(4, generator=generator)
-    padded = halo_gather(batch.patches, batch.tensors.neighbours, halo)
+    padded = halo_gather(batch.patches, batch.neighbours, halo)
     expected = [F.conv2d(image, weight, bias, stride=stride, padding=halo) for image in batch.images]
     torch.testing.assert_close(
         F.conv2d(padded, weight, bias, stride=stride), cut_all(expected, patch_size // stride), rtol=1e-5, atol=2e-5
@@ -50,31 +50,29 @@ def test_convolution_of_patches_is_convolution_of_images(
 
 def test_any_strides_and_sides(run_triton: RunTriton) -> None:
     batch = random_batch([(8, 12), (4, 4)], 4, 10)
-    expected = halo_gather(batch.patches, batch.tensors.neighbours)
+    expected = halo_gather(batch.patches, batch.neighbours)
     plain = batch.patches.contiguous()
     sliced = torch.cat([batch.patches, batch.patches], dim=1)[:, 10:]
     for x in (plain, sliced):
-        assert torch.equal(halo_gather(x, batch.tensors.neighbours), expected)
-        assert torch.equal(run_triton(halo_gather, x, batch.tensors.neighbours.int()), expected)
+        assert torch.equal(halo_gather(x, batch.neighbours), expected)
+        assert torch.equal(run_triton(halo_gather, x, batch.neighbours.int()), expected)
     # Patches need not be square: here each is the upper half of a square one, so 2 high and 4 wide.
     upper = batch.patches[:, :, :2]
-    assert torch.equal(
-        run_triton(halo_gather, upper, batch.tensors.neighbours, 2), halo_gather(upper, batch.tensors.neighbours, 2)
-    )
+    assert torch.equal(run_triton(halo_gather, upper, batch.neighbours, 2), halo_gather(upper, batch.neighbours, 2))
 
 
 def test_more_channels_and_pixels_than_a_tile_holds(run_triton: RunTriton) -> None:
     batch = random_batch([(8, 16)], 8, 130)
     expected = cut_all(batch.images, 10, 1, 8)
-    assert torch.equal(run_triton(halo_gather, batch.patches, batch.tensors.neighbours), expected)
+    assert torch.equal(run_triton(halo_gather, batch.patches, batch.neighbours), expected)
 
 
 def test_infinity_stays_in_its_image(run_triton: RunTriton) -> None:
     batch = random_batch([(4, 4), (4, 8)], 4, 2)
     batch.patches[0] = float("inf")
     for padded in (
-        halo_gather(batch.patches, batch.tensors.neighbours),
-        run_triton(halo_gather, batch.patches, batch.tensors.neighbours),
+        halo_gather(batch.patches, batch.neighbours),
+        run_triton(halo_gather, batch.patches, batch.neighbours),
     ):
         assert padded[1:].isfinite().all()
         assert (padded[0, :, 0] == 0).all()

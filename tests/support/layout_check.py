@@ -11,13 +11,13 @@ def check_layout(layout: PatchLayout) -> None:
     Raises:
         RuntimeError: the layout contradicts itself; the message says where.
     """
-    requests = np.arange(layout.num_requests)
+    requests = np.arange(len(layout.order))
     patches = np.arange(layout.num_patches)
-    request_resolution = np.repeat(np.arange(layout.num_resolutions), np.diff(layout.resolution_offset))
+    request_resolution = np.repeat(np.arange(len(layout.resolutions)), np.diff(layout.resolution_offset))
     _require(np.array_equal(np.sort(layout.order), requests), "order is not a permutation of the requests")
     _require(layout.resolutions == tuple(sorted(set(layout.resolutions), key=by_size)), "resolutions are not sorted")
     for name, offset, end in (
-        ("resolution_offset", layout.resolution_offset, layout.num_requests),
+        ("resolution_offset", layout.resolution_offset, len(layout.order)),
         ("resolution_patch_offset", layout.resolution_patch_offset, layout.num_patches),
         ("request_offset", layout.request_offset, layout.num_patches),
     ):

@@ -1,9 +1,9 @@
 """Model families: what differs between the supported diffusers pipelines.
 
-A family says, for one loaded pipeline, how a request's text and size become conditioning tensors, what the denoising
-model calls these, and how latents become an image. Everything else (batching, samplers, guidance, stages) is common to
-all. Each pipeline class has a module here whose `family` builds its `Family`. This module imports no torch, so that an
-unsupported model is refused before anything heavy is loaded.
+A family says how a request's text and size become conditioning tensors, what the denoising model calls these, and how
+latents become an image. Everything else (batching, samplers, guidance, stages) is shared. Each pipeline class has a
+module here whose `family` builds its `Family`. This module imports no torch, so that an unsupported model is refused
+before anything heavy is loaded.
 """
 
 import importlib

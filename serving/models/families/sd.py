@@ -33,6 +33,6 @@ def _decode(pipe: Any, latents: torch.Tensor) -> Sequence[Image]:
     latents = latents.to(pipe.vae.dtype)
     image = pipe.vae.decode(latents / pipe.vae.config.scaling_factor, return_dict=False)[0]
     image, is_unsafe = pipe.run_safety_checker(image, image.device, image.dtype)
-    # What the checker has blacked out is given out as it is.
+    # Images that the checker has blacked out are returned as they are.
     denormalize = [True] * len(image) if is_unsafe is None else [not unsafe for unsafe in is_unsafe]
     return pipe.image_processor.postprocess(image, output_type="pil", do_denormalize=denormalize)

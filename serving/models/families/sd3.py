@@ -18,14 +18,9 @@ _MAX_SEQUENCE_LENGTH = 256
 
 
 def family(pipe: StableDiffusion3Pipeline, *, max_sequence_length: int | None = None) -> Family:
-    """Return what serves this pipeline.
-
-    Args:
-        pipe: the loaded pipeline.
-        max_sequence_length: number of text positions kept for the third (T5) encoder, present or not.
-    """
+    """Return what serves this pipeline; `max_sequence_length` is of the third (T5) text encoder, present or not."""
     size_multiple = pipe.vae_scale_factor * pipe.patch_size
-    # Any: the annotations of diffusers' models say None where there never is any.
+    # Any: diffusers annotates attributes as possibly None that never are.
     model: Any = pipe.transformer
     # Positions are cropped from a fixed square of this many transformer patches.
     positions = model.config.pos_embed_max_size

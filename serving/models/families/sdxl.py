@@ -17,7 +17,7 @@ def family(pipe: StableDiffusionXLPipeline, *, max_sequence_length: int | None =
     found = unet_family(pipe, max_sequence_length, condition=_condition, conditions=_conditions, decode=_decode)
     if pipe.vae.dtype == torch.float16 and pipe.vae.config.force_upcast:
         # The pipeline casts such an autoencoder to float32 and back for each image, because it overflows in float16.
-        # The weights' values are the same when it simply stays in float32.
+        # Its weights have the same values if it simply stays in float32.
         pipe.vae.to(dtype=torch.float32)
     return found
 

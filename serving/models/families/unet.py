@@ -21,10 +21,9 @@ def unet_family(
     conditions: Callable[[dict[str, torch.Tensor]], dict[str, Any]],
     decode: Callable[[Any, torch.Tensor], Sequence[Image]],
 ) -> Family:
-    """Return the family of a pipeline with a U-Net; `condition` and `decode` are given the pipeline first.
+    """Return the family of a pipeline with a U-Net; `condition` and `decode` get the pipeline as first argument.
 
-    Raises:
-        UsageError: if `max_sequence_length` is given.
+    Raises UsageError if `max_sequence_length` is given.
     """
     if max_sequence_length is not None:
         raise UsageError(
@@ -33,7 +32,7 @@ def unet_family(
         )
     return Family(
         latent_factor=pipe.vae_scale_factor,
-        # The pipeline itself asks for multiples of 8, also where the autoencoder reduces by less.
+        # The pipeline itself requires multiples of 8, even if the autoencoder reduces by less.
         size_multiple=math.lcm(8, pipe.vae_scale_factor),
         max_side=None,
         embeds_guidance=pipe.unet.config.time_cond_proj_dim is not None,
@@ -47,10 +46,7 @@ def unet_family(
 
 
 def guidance_embedding(pipe: Any, guidance_scale: float, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the conditioning `guidance`, (1, time_cond_proj_dim), of a model that takes the scale as an input.
-
-    Such models are distilled; for all others there is none.
-    """
+    """Return the conditioning `guidance`, (1, time_cond_proj_dim), of a (distilled) model with the scale as input."""
     dim = pipe.unet.config.time_cond_proj_dim
     if dim is None:
         return {}

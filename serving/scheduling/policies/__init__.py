@@ -9,11 +9,8 @@ from .base import (
     check_decision,
     require_predictor,
 )
-from .continuous import ContinuousPolicy
-from .edf import EdfPolicy
-from .fcfs import FcfsPolicy
+from .in_order import ContinuousPolicy, EdfPolicy, FcfsPolicy, StaticPolicy
 from .slack import SlackPolicy
-from .static import StaticPolicy
 from .waiting import WaitingQueue
 
 _POLICIES: dict[str, type[Policy]] = {

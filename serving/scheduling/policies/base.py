@@ -1,4 +1,4 @@
-"""What a policy is: which waiting requests join the denoise batch now, which are given up, and which go on waiting."""
+"""What a policy is: which waiting requests join the denoise batch now, which are dropped, and which keep waiting."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from typing import ClassVar, Protocol, runtime_checkable
 from ....data.errors import UsageError
 from ....data.resolution import Resolution
 from ...core.request_state import RequestView
-from .waiting import WaitingQueue
+from .waiting import as_queue
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a policy decided; whoever is named in neither field goes on waiting.
+    """What a policy decided; a request named in neither field keeps waiting.
 
     Attributes:
         admit: ids of waiting requests that join the active queue, in the order in which they join.
@@ -86,11 +86,7 @@ class Policy(Protocol):
 
 
 def free_places(active: Sequence[RequestView], max_batch_size: int) -> int:
-    """Number of requests that may still join.
-
-    Raises:
-        ValueError: `max_batch_size` is below 1 or below the number of active requests.
-    """
+    """Number of requests that may still join. Raises ValueError if `max_batch_size` is below 1 or `len(active)`."""
     if max_batch_size < 1:
         raise ValueError(f"max_batch_size is {max_batch_size}, but it must be at least 1")
     if len(active) > max_batch_size:
@@ -99,11 +95,7 @@ def free_places(active: Sequence[RequestView], max_batch_size: int) -> int:
 
 
 def require_predictor(policy: Policy, predictor: StepLatencyPredictor | None) -> StepLatencyPredictor:
-    """Return the predictor.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Return the predictor; raise UsageError if there is none."""
     if predictor is None:
         raise UsageError(
             f"policy {policy.name} looks ahead and needs step latencies, but none are given: name a predictor or a "
@@ -120,15 +112,11 @@ def check_decision(
     *,
     requires_one_resolution: bool = False,
 ) -> None:
-    """Check a decision against the contract of `Policy.decide` (and of `Policy.requires_one_resolution`, if given).
-
-    Raises:
-        RuntimeError: the policy broke its contract. That is a fault of ours, never of the user.
-    """
+    """Raise RuntimeError if a decision breaks the contract of `Policy`, which is our fault and never the user's."""
     dropped = [request_id for request_id, _ in decision.drop]
     named = [*decision.admit, *dropped]
-    views = _find(waiting, named)
-    unknown = [request_id for request_id in named if request_id not in views]
+    queue = as_queue(waiting)
+    unknown = [request_id for request_id in named if queue.get(request_id) is None]
     if unknown:
         raise RuntimeError(f"policy named requests {unknown}, which are not waiting")
     if len(set(named)) < len(named):
@@ -141,14 +129,6 @@ def check_decision(
     if waiting and not active and not decision.admit and len(dropped) < len(waiting):
         raise RuntimeError(f"policy admitted none of {len(waiting)} waiting requests although nothing is active")
     if requires_one_resolution:
-        batch = [*active, *(views[request_id] for request_id in decision.admit)]
-        if len({(view.resolution, view.num_steps) for view in batch}) > 1:
+        joining = [view for request_id in decision.admit if (view := queue.get(request_id))]
+        if len({(view.resolution, view.num_steps) for view in [*active, *joining]}) > 1:
             raise RuntimeError("policy mixed resolutions or numbers of steps, but it requires one of each")
-
-
-def _find(waiting: Sequence[RequestView], request_ids: Sequence[int]) -> dict[int, RequestView]:
-    """Return the waiting requests of these ids, by id."""
-    if isinstance(waiting, WaitingQueue):
-        found = ((request_id, waiting.get(request_id)) for request_id in request_ids)
-        return {request_id: view for request_id, view in found if view is not None}
-    return {view.request_id: view for view in waiting}

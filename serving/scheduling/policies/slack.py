@@ -8,7 +8,7 @@ from typing import ClassVar
 from ....data.resolution import Resolution
 from ...core.request_state import RequestView
 from .base import Decision, StepLatencyPredictor, free_places, require_predictor
-from .waiting import groups_by_deadline
+from .waiting import as_queue
 
 TOO_LATE = "it could not meet its deadline even if it started at once"
 
@@ -78,7 +78,7 @@ class SlackPolicy:
             return Decision()
 
         active = tuple(active)  # the simulator makes views only when they are asked for
-        groups = groups_by_deadline(waiting)
+        groups = as_queue(waiting).groups
         firsts = [group[0][3] for group in groups]
         alone_s = {view.resolution: predict((view.resolution,)) for view in firsts}
         for view in active:

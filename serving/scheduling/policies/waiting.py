@@ -1,7 +1,7 @@
 """The waiting queue as policies see it, kept in the orders that they ask for.
 
-A policy takes any sequence of views. The engine and the simulator hand it a `WaitingQueue`, which keeps its orders as
-requests come and go, so that a decision costs time for those it names and not for all that wait.
+The engine and the simulator give policies a `WaitingQueue`, which keeps its orders as requests come and go, so that a
+decision costs time for the requests that it names and not for all that wait. Other sequences of views are sorted anew.
 """
 
 import math
@@ -94,13 +94,6 @@ class WaitingQueue(Sequence[RequestView]):
         return self._views[index]
 
 
-def groups_by_deadline(waiting: Sequence[RequestView]) -> list[list[ByDeadline]]:
-    """The requests of each kind, each group in order of deadline: kept by a `WaitingQueue`, else sorted now."""
-    if isinstance(waiting, WaitingQueue):
-        return waiting.groups
-    groups: dict[Kind, list[ByDeadline]] = {}
-    for view in waiting:
-        groups.setdefault(kind_of(view), []).append(by_deadline(view))
-    for group in groups.values():
-        group.sort()
-    return list(groups.values())
+def as_queue(waiting: Sequence[RequestView]) -> WaitingQueue:
+    """The waiting requests as a queue: the one that is given, or a new one."""
+    return waiting if isinstance(waiting, WaitingQueue) else WaitingQueue(waiting)

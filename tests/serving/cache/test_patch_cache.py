@@ -13,11 +13,12 @@ from patchedserve.data.errors import UsageError
 from patchedserve.serving.cache.cells import SlotTable, match_keys
 from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.cache.patch_cache import CachedRequest, Decision, PatchCache
-from patchedserve.serving.cache.rules import Booleans, Imposed, InputThreshold, NeverReuse, PatchView, ReuseRule
+from patchedserve.serving.cache.rules import Booleans, InputThreshold, NeverReuse, PatchView, ReuseRule
 from patchedserve.serving.cache.slots import SlotBuffer
 from patchedserve.serving.cache.store import BlockStore, mean_square
 from patchedserve.serving.patched.patched_model import PatchedModel
 
+from ...support.imposed_reuse import Imposed
 from ...support.patched_models import MODELS, Row, draw_rows, relative_error, run_patched, stack_conditions
 
 SIZES = [(16, 16), (16, 16), (24, 16), (24, 24), (32, 32)]

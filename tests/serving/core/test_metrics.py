@@ -166,7 +166,7 @@ def test_views_tell_progress_and_are_frozen() -> None:
     after = state.view_at(7)
     state.num_iterations = 10  # of second order: 7 of 10 steps of the sampler are 3 of the 5 that were asked for
     assert state.view_at(12).steps_done == 3
-    assert (before.steps_done, before.steps_remaining, after.steps_remaining) == (0, 5, 3)
+    assert (before.steps_done, before.num_steps, after.steps_done, after.num_steps) == (0, 5, 2, 5)
     assert (after.deadline_s, after.standalone_s, after.resolution, after.num_steps) == (3.0, 0.4, LARGE, 5)
     with pytest.raises(AttributeError):
         after.steps_done = 5  # type: ignore[misc]

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from patchedserve.data.errors import MissingExtraError, UsageError
+from patchedserve.serving.layout.packing import index_tensors
 from patchedserve.serving.layout.patch_layout import DIRECTIONS, PatchLayout, patch_size_of
-from patchedserve.serving.layout.tensors import PatchTensors, check_kernels
+from patchedserve.serving.models.build import check_kernels
 
 from ...support.layout_check import check_layout
 
@@ -75,8 +76,8 @@ def test_random_mixes(seed: int) -> None:
         else:
             assert found == value, name
     assert layout.num_patches == len(expected["row"])
-    assert layout.num_requests == len(sizes)
-    assert layout.num_resolutions == len(set(sizes))
+    assert len(layout.order) == len(sizes)
+    assert len(layout.resolutions) == len(set(sizes))
 
 
 def test_the_words_of_the_docstring() -> None:
@@ -170,9 +171,7 @@ def test_layout_needs_no_torch() -> None:
 
 def test_tensors_hold_the_layout() -> None:
     layout = PatchLayout.build([(8, 8), (4, 4), (8, 12)], 4)
-    tensors = PatchTensors.of(layout, "cpu")
-    for name in ("request_index", "neighbours"):
-        tensor = getattr(tensors, name)
+    for name, tensor in zip(("request_index", "neighbours"), index_tensors(layout, "cpu"), strict=True):
         assert tensor.dtype == torch.int64
         assert tensor.is_contiguous()
         assert tensor.tolist() == getattr(layout, name).tolist()

@@ -79,6 +79,10 @@ def _truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-10])
 
 
+def _spoil_header(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"', b"'", 4))
+
+
 def _drop_tensor(path: Path, metadata: bool = True) -> None:
     tensors = load_file(path)
     del tensors[sorted(tensors)[0]]
@@ -93,9 +97,9 @@ def _reshape_tensor(path: Path) -> None:
 
 # what is done to which file, and what the message must say beside the file's name
 DAMAGES: dict[str, tuple[Path, Callable[[Path], object], str]] = {
-    "truncated": (UNET, _truncate, "truncated"),
-    "not safetensors": (UNET, lambda path: path.write_bytes(b"hello, weights"), "not a safetensors file"),
-    "header damaged": (UNET, lambda path: path.write_bytes(path.read_bytes().replace(b'"', b"'", 4)), "corrupt"),
+    "truncated": (UNET, _truncate, "truncated.*not fully covered"),
+    "not safetensors": (UNET, lambda path: path.write_bytes(b"hello, weights"), "not a safetensors file.*header too"),
+    "header damaged": (UNET, _spoil_header, "corrupt.*invalid JSON in header"),
     "missing": (TEXT, Path.unlink, "missing weights"),
     "U-Net lacks a tensor": (UNET, _drop_tensor, "lacks tensor"),
     "text encoder lacks a tensor": (TEXT, _drop_tensor, "lacks tensor"),

@@ -73,9 +73,9 @@ def run(policy: Policy, trace: Sequence[RequestView], max_batch_size: int) -> tu
         waiting = [request for request in waiting if request.request_id not in gone]
         if active:
             now_s += StepTimes().step_latency_s([request.resolution for request in active])
-            active = [replace(request, steps_done=request.steps_done + 1) for request in active]
-            left_at |= {request.request_id: rounds for request in active if request.steps_remaining == 0}
-            active = [request for request in active if request.steps_remaining > 0]
+            active = [request._replace(steps_done=request.steps_done + 1) for request in active]
+            left_at |= {request.request_id: rounds for request in active if request.steps_done == request.num_steps}
+            active = [request for request in active if request.steps_done < request.num_steps]
         elif arriving:
             now_s = arriving[0].arrival_s
         rounds += 1
@@ -93,9 +93,9 @@ def test_random_queues_keep_the_contract(name: str) -> None:
         max_batch_size = rng.randint(1, 6)
         waiting = tuple(random_views(rng, rng.randint(0, 12)))
         num_active = rng.randint(0, max_batch_size)
-        active = tuple(replace(request, steps_done=0) for request in random_views(rng, num_active, first_id=100))
+        active = tuple(request._replace(steps_done=0) for request in random_views(rng, num_active, first_id=100))
         if policy.requires_one_resolution and active:
-            active = tuple(replace(one, resolution=SIZES[0], num_steps=3) for one in active)
+            active = tuple(one._replace(resolution=SIZES[0], num_steps=3) for one in active)
         decision = policy.decide(20.0, waiting, active, max_batch_size, StepTimes())
         check_decision(
             decision, waiting, active, max_batch_size, requires_one_resolution=policy.requires_one_resolution
@@ -220,11 +220,11 @@ def test_unknown_systems_are_told() -> None:
 
 def test_edf_takes_the_earliest_deadline_whatever_came_first() -> None:
     waiting = [
-        replace(view(0), deadline_s=9.0),
+        view(0)._replace(deadline_s=9.0),
         view(1),
-        replace(view(2, side=192), deadline_s=5.0),
-        replace(view(3), deadline_s=9.0),
-        replace(view(4, num_steps=9), deadline_s=7.0),
+        view(2, side=192)._replace(deadline_s=5.0),
+        view(3)._replace(deadline_s=9.0),
+        view(4, num_steps=9)._replace(deadline_s=7.0),
     ]
     policy = get_policy("edf")
     assert policy.decide(4, waiting, [], 16).admit == (2, 4, 0, 3, 1)

@@ -14,6 +14,7 @@ from patchedserve.serving.scheduling.policies import Decision, Policy, get_polic
 from patchedserve.serving.scheduling.scheduler import Scheduler
 
 from ...support.function_policy import FunctionPolicy
+from ...support.scheduler_check import check_scheduler
 
 S, L = Resolution(128, 128), Resolution(256, 256)
 
@@ -88,7 +89,7 @@ def test_the_life_of_a_request() -> None:
     assert times == (1.25, 2.0, 2.5, 4.0, 6.0)
     assert (record.status, scheduler.max_prepared, scheduler.end(3, "failed", 7.0)) == ("completed", 1, None)
     scheduler.add(request(3))  # its id is free again
-    scheduler.check()
+    check_scheduler(scheduler)
 
 
 def test_which_request_is_prepared_next() -> None:
@@ -110,7 +111,7 @@ def test_which_request_is_prepared_next() -> None:
     assert next_id(scheduler) is None
     scheduler.add(request(6))
     assert prepare(scheduler) == 6
-    scheduler.check()
+    check_scheduler(scheduler)
 
 
 def test_requests_become_active_in_the_order_in_which_they_were_prepared() -> None:
@@ -138,7 +139,7 @@ def test_a_batch_of_one_resolution_takes_its_first_step_together() -> None:
     assert failed is not None
     assert (failed.record.status, failed.record.reason) == ("failed", "no words for it")
     assert (scheduler.num_waiting, scheduler.can_step) == (0, True)
-    scheduler.check()
+    check_scheduler(scheduler)
 
 
 def test_failures_in_a_step_end_those_alone() -> None:
@@ -155,7 +156,7 @@ def test_failures_in_a_step_end_those_alone() -> None:
     ]
     assert (left[1].record.finish_s, left[1].record.reason) == (1.0, "not finite")
     assert (ids(scheduler.active), scheduler.pixel_steps) == ([2], S.pixels)
-    scheduler.check()
+    check_scheduler(scheduler)
     # A step that failed for some was repeated in parts, so it teaches nothing.
     assert ids(scheduler.stepped(2.0, 0.75)) == [2]
     assert predictor.seen == [((S,), 0.75)]
@@ -176,7 +177,7 @@ def test_a_sampler_may_take_other_steps_than_were_asked_for() -> None:
     scheduler.decide(0.0)
     scheduler.add(request(1))
     for step in range(1, 6):
-        scheduler.check()
+        check_scheduler(scheduler)
         left = scheduler.stepped(float(step), 1.0)
         if step < 5:
             scheduler.decide(float(step))
@@ -194,7 +195,7 @@ def test_what_was_prepared_in_vain_is_told() -> None:
     assert next_id(scheduler) is None, "the stage is not free yet"
     assert scheduler.prepared(0, 2.0) is None
     assert scheduler.max_prepared == 0
-    scheduler.check()
+    check_scheduler(scheduler)
 
 
 def test_wrong_use() -> None:
@@ -306,7 +307,7 @@ def test_any_order_of_events_keeps_it_whole(name: str, seed: int) -> None:
                 decoding[:] = [i for i in decoding if i != victim]
         if preparing is None:
             preparing = scheduler.next_to_prepare(now_s)
-        scheduler.check()
+        check_scheduler(scheduler)
         assert scheduler.is_due or is_stepping or not open_ids or preparing or decoding, "it stands still"
 
     assert sorted(ended) == list(range(250))
@@ -361,7 +362,7 @@ DAMAGE: dict[str, Callable[[Scheduler], object]] = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_the_integrity_check_finds_damage(damage: str) -> None:
     scheduler = _whole()
-    scheduler.check()
+    check_scheduler(scheduler)
     DAMAGE[damage](scheduler)
     with pytest.raises(AssertionError):
-        scheduler.check()
+        check_scheduler(scheduler)

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 
@@ -131,9 +130,9 @@ def test_no_deadline_comes_last_and_is_never_discarded() -> None:
 
 def test_no_standalone_latency_means_its_steps() -> None:
     # Both have the same deadline and the same steps; one of them was measured with 6 s beyond its steps.
-    plain = replace(view(0, deadline_s=26.0), standalone_s=None)
+    plain = view(0, deadline_s=26.0)._replace(standalone_s=None)
     assert decide([plain]).admit == (0,)
-    assert decide([replace(plain, deadline_s=19.9)]).drop == ((0, TOO_LATE),)
+    assert decide([plain._replace(deadline_s=19.9)]).drop == ((0, TOO_LATE),)
     # Slack (26 - 20) / 20 = 0.3 against (26 - 26) / 26 = 0.
     assert decide([plain, view(1, deadline_s=26.0, alone_s=26.0)], places=1).admit == (1,)
 

@@ -1,0 +1,87 @@
+"""The policies that fill free places in an order of their own and look at no prediction. None of them drops anybody."""
+
+from collections.abc import Iterable, Sequence
+from heapq import merge
+from itertools import islice
+from typing import ClassVar
+
+from ...core.request_state import RequestView
+from .base import Decision, Policy, StepLatencyPredictor, free_places
+from .waiting import as_queue
+
+
+class InOrderPolicy(Policy):
+    """Admits as many requests of `queue` as there is room for; only to an empty batch if it requires one resolution."""
+
+    requires_one_resolution: ClassVar[bool] = False
+    requires_predictor: ClassVar[bool] = False
+
+    def decide(
+        self,
+        now_s: float,
+        waiting: Sequence[RequestView],
+        active: Sequence[RequestView],
+        max_batch_size: int,
+        predictor: StepLatencyPredictor | None = None,
+    ) -> Decision:
+        """See `Policy.decide`."""
+        num_free = free_places(active, max_batch_size)
+        if not num_free or not waiting or (active and self.requires_one_resolution):
+            return Decision()
+        return Decision(admit=tuple(islice(self.queue(waiting), num_free)))
+
+    def queue(self, waiting: Sequence[RequestView]) -> Iterable[int]:
+        """Ids of the requests that may be admitted now, the first one first; there is at least one waiting."""
+        raise NotImplementedError
+
+
+class FcfsPolicy(InOrderPolicy):
+    """First come, first served, one at a time: what plain diffusers does with a queue of single calls."""
+
+    name: ClassVar[str] = "fcfs"
+    requires_one_resolution: ClassVar[bool] = True
+
+    def queue(self, waiting: Sequence[RequestView]) -> Iterable[int]:
+        return (waiting[0].request_id,)
+
+
+class StaticPolicy(InOrderPolicy):
+    """Static batching: what one diffusers call with a list of prompts does, which can draw only one resolution.
+
+    A batch starts as soon as nothing is active, without waiting to fill up, and nobody joins until all of it has left.
+    The request that arrived first always leads the next batch, so nobody starves; with it go the waiting requests of
+    its resolution and number of steps, in order of arrival.
+    """
+
+    name: ClassVar[str] = "static"
+    requires_one_resolution: ClassVar[bool] = True
+
+    def queue(self, waiting: Sequence[RequestView]) -> Iterable[int]:
+        kind = waiting[0].resolution, waiting[0].num_steps
+        return (view.request_id for view in waiting if (view.resolution, view.num_steps) == kind)
+
+
+class ContinuousPolicy(InOrderPolicy):
+    """Continuous batching: fills places in order of arrival, at any step, as ORCA does (Yu et al., OSDI 2022).
+
+    Resolutions may mix in the active queue: the patch engine runs them in one forward pass, the plain engine in one
+    pass for each resolution. Nobody is overtaken, so nobody starves.
+    """
+
+    name: ClassVar[str] = "continuous"
+
+    def queue(self, waiting: Sequence[RequestView]) -> Iterable[int]:
+        return (view.request_id for view in waiting)
+
+
+class EdfPolicy(InOrderPolicy):
+    """Continuous batching by deadline: the earliest deadline first (Liu & Layland 1973).
+
+    Equal deadlines go by arrival; requests without one come last. Under overload it is known to do badly: it spends its
+    time on the requests that are about to be lost.
+    """
+
+    name: ClassVar[str] = "edf"
+
+    def queue(self, waiting: Sequence[RequestView]) -> Iterable[int]:
+        return (request_id for _, _, request_id, _ in merge(*as_queue(waiting).groups))

@@ -1,0 +1,30 @@
+"""Checks that all that a scheduler knows of the open requests agrees."""
+
+from typing import get_args
+
+from patchedserve.serving.core.request_state import Stage
+from patchedserve.serving.scheduling.scheduler import Scheduler
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """Look at every open request. Raises AssertionError where the scheduler contradicts itself."""
+    of = {stage: {one for one in scheduler._open.values() if one.stage == stage} for stage in get_args(Stage)}
+    waiting = {one.request.request_id: one for one in of["waiting"]}
+    assert {view.request_id for view in scheduler._waiting} == set(waiting)
+    ahead = {i for i, one in waiting.items() if one.is_prepared or i == scheduler._preparing_id}
+    assert set(scheduler._untouched) == set(waiting) - ahead
+    assert scheduler._num_ahead == len(ahead) <= scheduler._max_ahead
+    assert set(scheduler._joining.values()) == of["joining"]
+    assert set(scheduler._ready) == {one for one in of["joining"] if one.is_prepared}
+    assert set(scheduler._active) == of["active"]
+    assert len(scheduler._active) + len(scheduler._joining) <= scheduler._max_batch_size
+    assert all(one.is_prepared for one in scheduler._active)
+    assert all(one.record.status == "pending" for one in scheduler._open.values())
+    assert scheduler.batch == sorted(one.request.resolution for one in scheduler._active)
+    assert scheduler._batch_pixels == sum(size.pixels for size in scheduler.batch)
+    ends = [one.first_step + one.num_iterations for one in scheduler._active]
+    assert scheduler._next_leave == min(ends, default=0)
+    assert all(end > scheduler.num_steps for end in ends)
+    to_denoise = set(scheduler._open.values()) - of["decoding"]
+    assert scheduler.num_prepared == sum(one.is_prepared for one in to_denoise)
+    assert scheduler.pixel_steps == sum(map(scheduler._pixel_steps_of, to_denoise))
