@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 TABLE_FILE = "standalone.json"
 _VERSION = 2  # version 1 did not say how the engine was set
-_WARMUP_STEPS, _REPEATS = 2, 3
-"""Steps that warm up, and measurements of every shape, of which the median counts."""
+_WARMUP_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +47,7 @@ def standalone_latencies(
     tables: Path,
     *,
     remeasure: bool = False,
+    num_repeats: int = 3,
     on_measure: Callable[[RequestShape], None] | None = None,
 ) -> dict[RequestShape, float]:
     """Return the standalone latency in seconds of every shape among the requests, measuring those not yet known.
@@ -56,6 +56,7 @@ def standalone_latencies(
         model, tables: what will serve them, and the workspace's folder of tables for it.
         requests: a trace; its first request of each shape is what is measured.
         remeasure: measure again what is known.
+        num_repeats: measurements per shape, after a warm-up; the median counts.
         on_measure: called before each shape that is measured.
 
     Raises:
@@ -78,7 +79,7 @@ def standalone_latencies(
             if on_measure is not None:
                 on_measure(shape)
             _serve_alone(model, examples[shape], min(_WARMUP_STEPS, shape.num_inference_steps))
-            known[key] = [_serve_alone(model, examples[shape], shape.num_inference_steps) for _ in range(_REPEATS)]
+            known[key] = [_serve_alone(model, examples[shape], shape.num_inference_steps) for _ in range(num_repeats)]
             _write(path, known)
         latencies[shape] = statistics.median(known[key])
     return latencies

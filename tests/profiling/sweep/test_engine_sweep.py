@@ -106,12 +106,13 @@ def test_another_content_of_a_file_is_another_sweep(run_psctl: RunPsctl, tiny: d
     first = run_psctl(*arguments, "--policies", "diffusers", **tiny)
     assert first.returncode == 0, first.stderr
     result = json.loads(first.stdout)
-    assert result["settings"]["cache"]["interval"] == 3
+    assert result["settings"]["cache"] is None  # that of the patch engine, which has not served yet
     # A policy that asks for a predictor may join later; from then on it is that one.
     resumed = (*arguments, "--resume", result["run_dir"], "--policies", "diffusers,patchedserve", "--predictor", steps)
     again = run_psctl(*resumed, **tiny)
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout)["predictor"].startswith(f"{steps} (")
+    assert json.loads(again.stdout)["settings"]["cache"]["interval"] == 3
     steps.write_text(table.replace("20", "21"))
     refused = run_psctl(*resumed, **tiny)
     assert refused.returncode == 2
@@ -155,7 +156,7 @@ def test_ctrl_c_and_resume_on_a_real_model(psctl_script: str, tiny: dict[str, st
     assert process.returncode == 130, stderr
     result = json.loads(stdout)
     assert (result["num_finished"], result["num_runs"], result["was_interrupted"]) == (2, 3, True)
-    assert f"--resume {result['run_dir']} goes on" in stderr
+    assert f"--resume {result['run_dir']} continues from here" in stderr
     assert "1 of 3 runs are not finished" in (Path(result["run_dir"]) / "report.html").read_text()
     rest = [psctl_script, "bench", "slo", "--rates", "50,40", *options[2:], "--json", "--resume", result["run_dir"]]
     done = subprocess.run(rest, env=environment, capture_output=True, text=True, check=False)
