@@ -36,7 +36,8 @@ def run_tables(summary: Mapping[str, Any]) -> list[Table]:
         (f"SLO attainment ({summary['slo_scale']:g}x standalone)", share(summary["slo_attainment_rate"])),
     ]
     config = summary["config"]
-    whole = Table(f"{summary['model']}, {config.get('system') or config['policy']}", ("figure", "value"), rows)
+    served_by = " with ".join(config[name] for name in ("system", "policy") if config.get(name))
+    whole = Table(f"{summary['model']}, {served_by}", ("figure", "value"), rows)
     return [whole, resolution_table(summary["per_resolution"])]
 
 

@@ -285,7 +285,19 @@ def test_old_names_work_and_say_the_new_one(spawn_psctl: RunPsctl, old: str, new
 
 def test_help_has_the_commands_as_a_day_goes(spawn_psctl: RunPsctl) -> None:
     shown = spawn_psctl("--help", COLUMNS="120").stdout
-    names = ["serve", "generate", "profile", "train-predictor", "simulate", "bench", "eval", "gate", "models", "doctor"]
+    names = [
+        "serve",
+        "generate",
+        "demo",
+        "profile",
+        "train-predictor",
+        "simulate",
+        "bench",
+        "eval",
+        "gate",
+        "models",
+        "doctor",
+    ]
     commands = [line.split()[1] for line in shown.splitlines() if line.startswith("│ ") and line[2].isalpha()]
     assert commands == names
 
