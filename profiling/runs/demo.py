@@ -140,7 +140,7 @@ def run_demo(
         runs.append(
             ComparedRun(
                 name,
-                system.about,
+                system.about if system.cache == served.options.cache.mode else f"{system.about}; the cache is off",
                 outcome.summary,
                 RunData.of(outcome.summary.get("duration"), outcome.records, outcome.steps),
                 {
