@@ -75,20 +75,11 @@ def test_every_constraint_is_exact_and_torch_comes_first(repository: Path) -> No
     assert [line for line in lines if line.count("==") != 1] == []
 
 
-def _cpu_seconds(*command: str) -> float:
-    """Return the least CPU time of five runs; unlike the wall clock it does not count what other processes take."""
-    times: list[float] = []
-    for _ in range(5):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        assert process.returncode == 0
-        times.append(usage.ru_utime + usage.ru_stime)
-    return min(times)
-
-
-def test_help_answers_at_once(psctl_script: str) -> None:
-    assert _cpu_seconds(psctl_script, "--help") - _cpu_seconds(sys.executable, "-c", "pass") < 0.3
+def test_help_imports_little() -> None:
+    """What `psctl --help` waits for are imports; their number is the same on every machine, their time is not."""
+    code = "import sys; from patchedserve.psctl.app import main; main(['--help']); print(len(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout.split()[-1]) < 550  # 472 in November 2026; torch alone brings 1,000 more
 
 
 @pytest.mark.parametrize("heavy", ["torch", "diffusers", "transformers", "pandas", "matplotlib", "click"])

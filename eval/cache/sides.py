@@ -153,7 +153,7 @@ def settings_of(
     # The baselines may reuse for as long as their own rule says.
     free = replace(base, max_reuse=1_000)
     for interval in intervals:
-        options = replace(free, mode="interval", interval=interval)
+        options = replace(free, mode="interval", interval=interval, threshold=None)
         found.append(Setting(f"interval {interval}", "interval", options))
     for total in sums:
         options = replace(free, mode="accumulated", threshold=total)

@@ -146,7 +146,7 @@ def calibrate(
         {str(size): time_s for size, time_s in times.postprocess_s.items()},
         scale,
         float(gaps_s.mean()) if len(gaps_s) else 0.0,
-        lost / (1 - lost),
+        min(lost / (1 - lost), MAX_SLOWDOWN),  # the quotient may exceed it by a rounding error
         float(measured_s.sum() / steady_s.sum()),
         len(steps),
         float(np.abs(fitted_s / measured_s - 1).mean()),

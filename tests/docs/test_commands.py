@@ -140,6 +140,10 @@ def run_psctl(house: House, words: list[str]) -> int:
     own = dict(TINY[name])
     if "requests.jsonl" in words:  # the file says what is requested
         own = {"--num-inference-steps": "2"}
+    if name == "bench slo" and "both" not in words:
+        del own["--combinations"]
+    if "--generated" in words:  # nothing is drawn
+        own = {}
     if name == "simulate" or "simulator" in words:
         # No model is loaded: the bundled one, of which a table is in the box.
         words = words if "--latency" in words or "--model" in words else [*words, "--model", "emoji-xl"]
