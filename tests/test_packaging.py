@@ -82,7 +82,7 @@ def test_help_imports_little() -> None:
     assert int(done.stdout.split()[-1]) < 550  # 472 in November 2026; torch alone brings 1,000 more
 
 
-@pytest.mark.parametrize("heavy", ["torch", "diffusers", "transformers", "pandas", "matplotlib", "click"])
+@pytest.mark.parametrize("heavy", ["torch", "diffusers", "transformers", "pandas", "matplotlib", "pydantic", "click"])
 def test_help_does_not_import(heavy: str) -> None:
     code = (
         "import sys; from patchedserve.psctl.app import main; "

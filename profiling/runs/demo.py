@@ -37,7 +37,8 @@ class DemoSettings:
 
     Attributes:
         duration_s: seconds in which requests arrive.
-        overload: request rate over what full batches of all resolutions can take on this machine.
+        load: request rate as a share of what full mixed batches could denoise on this machine. Preparing and decoding
+            take their part of it, on a CPU about a third.
         num_inference_steps: of every request.
         slo_scale: SLO of a request: this many times its standalone latency on plain diffusers.
         max_batch_size: requests denoised together.
@@ -45,7 +46,7 @@ class DemoSettings:
     """
 
     duration_s: float = 15.0
-    overload: float = 1.5
+    load: float = 0.65
     num_inference_steps: int = 20
     slo_scale: float = 5.0
     max_batch_size: int = 16
@@ -73,8 +74,7 @@ def run_demo(
 ) -> DemoOutcome:
     """Serve the same trace with both systems, one after the other, and write a page that compares them.
 
-    Both are warmed up alike, and share the weights and the SLOs. The rate follows the machine: it is `overload` times
-    what full mixed batches of the patch engine can take, by its step latencies.
+    Both are warmed up alike, and share the weights and the SLOs. The rate follows the machine (`DemoSettings.load`).
 
     Args:
         model: loaded for the patch engine.
@@ -96,7 +96,8 @@ def run_demo(
     latency = latencies_for_serving(
         model, workspace, sizes, settings.max_batch_size, on_note=on_note, on_warning=on_warning
     )
-    rate = settings.overload * capacity(latency, sizes, settings)
+    most = capacity(latency, sizes, settings)
+    rate = settings.load * most
     trace = TraceSettings(
         request_rate=rate,
         duration_s=settings.duration_s,
@@ -109,7 +110,7 @@ def run_demo(
     requests = assign_slos(requests, lambda request: alone_s[shape_of(plain, request)], settings.slo_scale)
     on_note(
         f"{len(requests)} requests of {', '.join(map(str, sizes))} px arrive in {settings.duration_s:g} s: "
-        f"{settings.overload:g} times what this machine can draw"
+        f"{rate:.3g}/s, where denoising alone could take {most:.3g}/s in full batches"
     )
     runs: list[ComparedRun] = []
     for name in SYSTEMS:
@@ -156,6 +157,6 @@ def run_demo(
 
 
 def capacity(latency: StepLatencyPredictor, sizes: Sequence[Resolution], settings: DemoSettings) -> float:
-    """Requests per second that full batches, as many of each size, can take."""
+    """Requests per second that denoising could take in full batches, as many of each size."""
     batch = [sizes[index % len(sizes)] for index in range(settings.max_batch_size)]
     return settings.max_batch_size / (settings.num_inference_steps * latency.step_latency_s(batch))

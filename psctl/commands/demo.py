@@ -13,9 +13,9 @@ from ..output import Output
 def demo(
     *,
     duration: Annotated[float, flag("--duration", "Seconds in which requests arrive.", min=0.1)] = 15.0,
-    overload: Annotated[
-        float, flag("--overload", "Request rate over what full batches can take on this machine.", min=0.01)
-    ] = 1.5,
+    load: Annotated[
+        float, flag("--load", "Request rate as a share of what denoising in full batches could take.", min=0.01)
+    ] = 0.65,
     num_inference_steps: NumInferenceSteps = 20,
     seed: Seed = 7,
     output_dir: Annotated[Path, flag("--output-dir -o", "Where the page and the images go.", file_okay=False)] = Path(
@@ -32,13 +32,13 @@ def demo(
     Examples:
 
         psctl demo
-        psctl demo --model emoji-3 --overload 2 --output-dir demo-emoji-3
+        psctl demo --model emoji-3 --load 0.8 --output-dir demo-emoji-3
     """
     require_places(output_dir, target.workspace)
     served, place = target.load(out)
     from ...profiling.runs.demo import DemoSettings, run_demo
 
-    settings = DemoSettings(duration, overload, num_inference_steps or DemoSettings.num_inference_steps, seed=seed)
+    settings = DemoSettings(duration, load, num_inference_steps or DemoSettings.num_inference_steps, seed=seed)
     with out.phases() as start:
         outcome = run_demo(
             served,

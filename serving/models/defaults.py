@@ -6,13 +6,15 @@ size that the model was trained for, which is in its configuration files.
 
 import json
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt, ValidationError
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ...data.errors import RunError, UsageError
 from ...data.resolution import Resolution, parse
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 DEFAULTS_FILE = "psctl.json"
 _PAPER_SIZES = (Resolution(512, 512), Resolution(768, 768), Resolution(1024, 1024))
@@ -55,15 +57,19 @@ class ModelDefaults:
     max_sequence_length: int | None = None
 
 
-class _Given(BaseModel):
-    """What `psctl.json` may hold; null, too, leaves the general default."""
+@cache
+def _given() -> "type[BaseModel]":
+    """What `psctl.json` may hold; null leaves the general default. Made late, because `psctl --help` imports this."""
+    from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveInt, create_model
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    num_inference_steps: PositiveInt | None = None
-    guidance_scale: NonNegativeFloat | None = None
-    resolutions: Annotated[list[int | str], Field(min_length=1)] | None = None
-    max_sequence_length: PositiveInt | None = None
+    return create_model(
+        "Given",
+        __config__=ConfigDict(extra="forbid", strict=True),
+        num_inference_steps=(PositiveInt | None, None),
+        guidance_scale=(NonNegativeFloat | None, None),
+        resolutions=(Annotated[list[int | str], Field(min_length=1)] | None, None),
+        max_sequence_length=(PositiveInt | None, None),
+    )
 
 
 def read_defaults(model_dir: Path) -> ModelDefaults:
@@ -73,11 +79,13 @@ def read_defaults(model_dir: Path) -> ModelDefaults:
         UsageError: if the file is not a JSON object, or has an unknown key or a value of the wrong kind.
         RunError: if a configuration file of the model is damaged.
     """
-    path = model_dir / DEFAULTS_FILE
+    from pydantic import ValidationError
+
+    path, kind = model_dir / DEFAULTS_FILE, _given()
     try:
-        given = _Given.model_validate_json(path.read_bytes() if path.exists() else "{}")
+        given = kind.model_validate_json(path.read_bytes() if path.exists() else "{}")
     except ValidationError as error:
-        problem, known = error.errors(include_url=False)[0], ", ".join(_Given.model_fields)
+        problem, known = error.errors(include_url=False)[0], ", ".join(kind.model_fields)
         what = " ".join(map(str, problem["loc"][:1])) or "content"
         raise UsageError(f"{path}: {what}: {problem['msg']}; known keys: {known}") from error
     side = _training_side(model_dir)

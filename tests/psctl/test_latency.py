@@ -395,7 +395,7 @@ def test_rows_of_equal_combinations_are_one(tmp_path: Path) -> None:
 
 
 def test_quick_profile_and_what_its_predictors_are_worth(run_psctl: RunPsctl, environment: dict[str, str]) -> None:
-    done = run_psctl("profile", "--quick", "--json", **environment, PSCTL_CACHE_PATCH_SIZE="4")
+    done = run_psctl("profile", "--quick", "--json", **environment, PSCTL_CACHE_PATCH_SIZE="2")
     assert done.returncode == 0, done.stderr
     latency, end = json.JSONDecoder().raw_decode(done.stdout)
     blocks = json.loads(done.stdout[end:])
