@@ -171,7 +171,7 @@ def _draw_batch(ax: Any, run: ComparedRun, end_s: float, theme: Theme, *, is_las
             ax.fill_between(times, base, top, step="post", color=colour, lw=0, label=resolution)
             base = top
     when = "time since the start of the trace (s)" if is_last else ""
-    style_axes(ax, theme, title=f"{run.name}: {run.about}", x_label=when, y_label="requests in the batch")
+    style_axes(ax, theme, title=f"What {run.name} has in its batch", x_label=when, y_label="requests in the batch")
     ax.set_xlim(0, end_s)
     ax.set_ylim(bottom=0)
     ax.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=2))
