@@ -62,15 +62,14 @@ def _given() -> "type[BaseModel]":
     """What `psctl.json` may hold; null leaves the general default. Made late, because `psctl --help` imports this."""
     from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveInt, create_model
 
-    sizes: Any = Annotated[list[int | str], Field(min_length=1)]
-    return create_model(
-        "Given",
-        __config__=ConfigDict(extra="forbid", strict=True),
-        num_inference_steps=(PositiveInt | None, None),
-        guidance_scale=(NonNegativeFloat | None, None),
-        resolutions=(sizes | None, None),
-        max_sequence_length=(PositiveInt | None, None),
-    )
+    fields: dict[str, Any] = {
+        "num_inference_steps": PositiveInt,
+        "guidance_scale": NonNegativeFloat,
+        "resolutions": Annotated[list[int | str], Field(min_length=1)],
+        "max_sequence_length": PositiveInt,
+    }
+    optional: dict[str, Any] = {name: (kind | None, None) for name, kind in fields.items()}
+    return create_model("Given", __config__=ConfigDict(extra="forbid", strict=True), **optional)
 
 
 def read_defaults(model_dir: Path) -> ModelDefaults:
