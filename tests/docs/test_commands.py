@@ -147,8 +147,12 @@ def run_psctl(house: House, words: list[str]) -> int:
     if name == "simulate" or "simulator" in words:
         # No model is loaded: the bundled one, of which a table is in the box.
         words = words if "--latency" in words or "--model" in words else [*words, "--model", "emoji-xl"]
-        for option in ("--resolutions", "--warmup-requests", "--combinations"):
+        for option in ("--warmup-requests", "--combinations"):
             own.pop(option, None)
+        if "--latency" not in words:
+            own["--resolutions"] = "128,192,256"
+        else:
+            own.pop("--resolutions", None)
     profile = Workspace().for_model(model, "cpu").newest_table("blocks.parquet")
     if profile is not None:
         threshold = str(read_frame(profile, BLOCKS)["output_mse_normalised"].median())

@@ -243,7 +243,7 @@ def test_real_engine_options(bench: Call) -> None:
         (("--gpus", "2"), "--gpus belongs to --on simulator, not engine"),
         (("--combinations", "24"), "--combinations belongs to --on both, not engine"),
         (("--systems", "distrifusion-fcfs"), "only in the simulator"),
-        (("--on", "simulator"), "no table of step latencies has 128x128, 192x192, 256x256 for emoji-xl"),
+        (("--on", "simulator", "--resolutions", "512"), "no table of step latencies has 512x512 for emoji-xl"),
         (("--warmup-requests", "0"), "warmup-requests"),
         (("--cache", "accumulated"), "needs --cache-threshold"),
     ):

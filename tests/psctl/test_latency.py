@@ -395,7 +395,10 @@ def test_rows_of_equal_combinations_are_one(tmp_path: Path) -> None:
 
 
 def test_quick_profile_and_what_its_predictors_are_worth(run_psctl: RunPsctl, environment: dict[str, str]) -> None:
-    done = run_psctl("profile", "--quick", "--json", **environment, PSCTL_CACHE_PATCH_SIZE="2")
+    folder = Path(environment["PSCTL_MODEL"]).with_name("even")  # its latents can be cut into the cache's patches
+    save_tiny(folder, tiny_sdxl(), guidance_scale=3.0, resolutions=["32", "64"])
+    environment = environment | {"PSCTL_MODEL": str(folder), "PSCTL_CACHE_PATCH_SIZE": "4"}
+    done = run_psctl("profile", "--quick", "--json", **environment)
     assert done.returncode == 0, done.stderr
     latency, end = json.JSONDecoder().raw_decode(done.stdout)
     blocks = json.loads(done.stdout[end:])
