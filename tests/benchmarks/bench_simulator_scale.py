@@ -17,6 +17,7 @@ tests/benchmarks/results/simulator-scale-MODEL.json, or in --output-file.
 import argparse
 import cProfile
 import json
+import os
 import pstats
 import sys
 import time
@@ -162,7 +163,7 @@ def run_real(options: argparse.Namespace, sizes: Sequence[Resolution], steps: in
     from patchedserve.training.latency.online_correction import OnlineCorrection
     from patchedserve.training.latency.predictor import load_workspace_predictor
 
-    model = load_model(options.model, options.device)
+    model = load_model(options.model, options.device, os.environ.get("PSCTL_DTYPE", "auto"))
     workspace = Workspace(options.workspace).for_model(options.model, str(model.device))
     predictor = load_workspace_predictor(workspace, expect=run_facts(model))
     model.tune(sizes, workspace.tables)
@@ -217,7 +218,7 @@ def table_of(options: argparse.Namespace) -> Path:
     from patchedserve.profiling.measure.latency import LatencySettings, profile_latency
     from patchedserve.serving.models.loading import load_model
 
-    model = load_model(options.model, options.device)
+    model = load_model(options.model, options.device, os.environ.get("PSCTL_DTYPE", "auto"))
     workspace = Workspace(options.workspace).for_model(options.model, str(model.device))
     found = workspace.newest_table("latency-*.parquet")
     if found is None:
