@@ -1,5 +1,6 @@
 """The policies that fill free places in an order of their own and look at no prediction. None of them drops anybody."""
 
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from heapq import merge
 from itertools import islice
@@ -30,9 +31,9 @@ class InOrderPolicy(Policy):
             return Decision()
         return Decision(admit=tuple(islice(self.queue(waiting), num_free)))
 
+    @abstractmethod
     def queue(self, waiting: Sequence[RequestView]) -> Iterable[int]:
         """Ids of the requests that may be admitted now, the first one first; there is at least one waiting."""
-        raise NotImplementedError
 
 
 class FcfsPolicy(InOrderPolicy):
