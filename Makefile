@@ -1,6 +1,7 @@
 # The commands of a working day. Each sets up `.venv` first if pyproject.toml or constraints.txt has changed.
 #   make demo     one overloaded trace, served by bucketed diffusers and by psctl: about two minutes
 #   make test     the whole test suite
+#   make check    lint, the fast tests, and all tests of what differs from CHECK_SINCE: before a commit
 #   make gate     quality gates on both bundled models, as CI judges them
 #   make docs     the documentation as a web site, in strict mode
 #   make lint     ruff, pyright and the import floors
@@ -19,8 +20,9 @@ STAMP := $(VENV)/.setup-stamp
 DEMO_DIR ?= psctl-workspace/demo
 GATE_DIR ?= psctl-workspace/gate
 PYTEST_ARGS ?=
+CHECK_SINCE ?= HEAD
 
-.PHONY: setup demo test gate docs lint format bench
+.PHONY: setup demo test check gate docs lint format bench
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -43,6 +45,9 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 $(PYTEST_ARGS)
+
+check: lint
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --changed-since $(CHECK_SINCE) $(PYTEST_ARGS)
 
 gate: setup
 	tests/gates/run.sh $(GATE_DIR)

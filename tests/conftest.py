@@ -35,6 +35,49 @@ def pytest_configure() -> None:
         del os.environ[name]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let `make check` leave out what takes long and has nothing to do with the change at hand."""
+    parser.addoption("--changed-since", metavar="COMMIT", help="run slow tests only of what has changed since then")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `--changed-since`, keep the tests that are not marked slow, and all of those of what has changed."""
+    commit = config.getoption("--changed-since")
+    if commit is None:
+        return
+    wanted = set(tests_of_changes(config.rootpath, changed_files(config.rootpath, commit)))
+    kept, left_out = [], []
+    for item in items:
+        is_fast = item.get_closest_marker("slow") is None
+        is_wanted = is_fast or not wanted.isdisjoint((item.path, *item.path.parents))
+        (kept if is_wanted else left_out).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=left_out)
+
+
+def changed_files(root: Path, commit: str) -> list[Path]:
+    """Files of a checkout that differ from a commit, those that git does not know yet included; from its root."""
+    asked = (["diff", "--name-only", commit], ["ls-files", "--others", "--exclude-standard"])
+    found = [subprocess.run(["git", *each], cwd=root, capture_output=True, text=True, check=True) for each in asked]
+    return [Path(line) for each in found for line in each.stdout.splitlines()]
+
+
+def tests_of_changes(root: Path, changed: list[Path]) -> list[Path]:
+    """Test files and folders of changed files, by their place: `tests/` mirrors the tree.
+
+    That is a test itself, else the test file that has the name of the changed one, else the innermost folder of its
+    place; nothing for what has neither, such as the files of the root.
+    """
+    found = []
+    for file in changed:
+        place = file.parent if file.parts[0] == "tests" else Path("tests") / file.parent
+        while not (root / place).is_dir():
+            place = place.parent
+        named = [place / file.name, place / f"test_{file.stem}.py"]
+        found += [next((each for each in named if (root / each).is_file() and each.suffix == ".py"), place)]
+    return [root / each for each in found if each != Path("tests")]
+
+
 @pytest.fixture(scope="session")
 def repository() -> Path:
     """The root of the checkout, which is the package `patchedserve`."""

@@ -3,14 +3,14 @@
 Nothing here imports torch before something is measured: simulations need none.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...data.errors import UsageError
 from ...data.resolution import Resolution
-from ...data.run_facts import describe
+from ...data.run_facts import RunFacts, describe
 from ...data.tables.latency import TABLE_PATTERN, LatencyTable, read_latencies
 from ...data.tables.published import published_table
 from ...data.workspace import ModelWorkspace, Workspace
@@ -51,8 +51,7 @@ def latencies_for_serving(
     Raises:
         RunError, KeyboardInterrupt, OSError: as `profile_latency`.
     """
-    from ...serving.cache.options import CacheOptions
-    from ...serving.models.build import with_engine
+    from ...serving.models.build import without_cache
     from ..machine import run_facts
     from ..measure.latency import LatencySettings, profile_latency
 
@@ -67,21 +66,17 @@ def latencies_for_serving(
             on_note(f"The workspace's latency predictor is not used: {error}")
         else:
             return predictor
-    for path in newest_first(workspace.root / "tables"):
-        table = read_latencies(path)
-        fits = table.circumstances is not None and table.circumstances.difference(about) is None
-        if fits and set(wanted) <= _measured_alone(table):
+    for path, table in tables_measured_under(about, workspace.root / "tables"):
+        if set(wanted) <= _measured_alone(table):
             on_note(f"Step latencies: {path}")
             return step_sources(table)[0]
     on_note(
         f"No step latencies of this model, machine and engine are in {workspace.root}: measuring a coarse table, at "
         f"most {COARSE_BUDGET_S:.0f} s (psctl profile && psctl train-predictor make a better one) ..."
     )
-    if model.options.cache.is_on:
-        # What the cache saves depends on the requests; a correction learns it while serving.
-        model = with_engine(model, replace(model.options, cache=CacheOptions()))
     settings = LatencySettings(wanted, COARSE_COMBINATIONS, max_batch_size, repeats=1)
-    outcome = profile_latency(model, settings, workspace, budget_s=COARSE_BUDGET_S)
+    # What the cache saves depends on the requests; a correction learns it while serving.
+    outcome = profile_latency(without_cache(model), settings, workspace, budget_s=COARSE_BUDGET_S)
     if outcome.was_interrupted:
         raise KeyboardInterrupt
     return step_sources(outcome.table)[0]
@@ -103,7 +98,7 @@ def table_for_simulation(
     """
     wanted = set(resolutions)
     folder = workspace.for_model(model, "any").root.parent
-    tables = [path for device in sorted(folder.glob("*/tables")) for path in newest_first(device)]
+    tables = [path for device in sorted(folder.glob("*/tables")) for path in _newest_first(device)]
     published = published_table(model)
     for path in (*tables, *([] if published is None else [published])):
         table = read_latencies(path)
@@ -119,7 +114,15 @@ def table_for_simulation(
     )
 
 
-def newest_first(folder: Path) -> list[Path]:
+def tables_measured_under(about: RunFacts, *folders: Path) -> Iterator[tuple[Path, LatencyTable]]:
+    """The latency tables of the folders that were measured under these circumstances, each folder's newest first."""
+    for path in itertools.chain.from_iterable(map(_newest_first, folders)):
+        table = read_latencies(path)
+        if table.circumstances is not None and table.circumstances.difference(about) is None:
+            yield path, table
+
+
+def _newest_first(folder: Path) -> list[Path]:
     """Latency tables of a folder."""
     return sorted(folder.glob(TABLE_PATTERN), key=lambda path: path.stat().st_mtime_ns, reverse=True)
 

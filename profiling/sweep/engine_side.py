@@ -9,14 +9,13 @@ from typing import Any
 
 from ...data.files import atomic_write, named_by_content, write_json
 from ...data.requests import Request
-from ...data.tables.latency import LatencyTable, read_latencies
+from ...data.tables.latency import LatencyTable
 from ...data.workspace import ModelWorkspace
-from ...serving.cache.options import CacheOptions
 from ...serving.cache.patch_cache import CacheStats
 from ...serving.engine.engine import Engine
 from ...serving.engine.replay import replay
 from ...serving.engine.run_result import RunResult
-from ...serving.models.build import with_engine
+from ...serving.models.build import with_engine, without_cache
 from ...serving.models.served import ServedModel
 from ...serving.options import EngineName, EngineOptions
 from ...serving.patched.stepper import PatchedStepper
@@ -30,7 +29,7 @@ from ..runs.calibration import Calibration, calibrate, step_sources
 from ..runs.outside_profile import predictions_outside
 from ..runs.serve import engine_figures, what_was_learnt
 from ..runs.simulate import SimulatedEngine
-from ..runs.step_latencies import newest_first
+from ..runs.step_latencies import tables_measured_under
 from .figures import EngineKind
 from .runner import Serve, Standalone, WarmUp
 from .settings import Served, SweepFolder, SweepSettings
@@ -210,17 +209,12 @@ def latency_table(
     Steps are profiled without the patch cache, which saves what depends on the requests; `calibration` scales them.
     Raises as `profile_latency`, and KeyboardInterrupt.
     """
-    about = run_facts(model)
-    for path in (*newest_first(folder), *newest_first(workspace.root / "tables")):
-        table = read_latencies(path)
-        fits = table.circumstances is not None and table.circumstances.difference(about) is None
+    for path, table in tables_measured_under(run_facts(model), folder, workspace.root / "tables"):
         largest = (table.settings or {}).get("max_batch_size", 0)
         covers = set(settings.resolutions) <= set(table.resolutions) and settings.max_batch_size <= largest
-        if fits and covers and table.share_done == 1:
+        if covers and table.share_done == 1:
             return table, path
-    if model.options.cache.is_on:
-        model = with_engine(model, replace(model.options, cache=CacheOptions()))
-    outcome = profile_latency(model, settings, workspace, folder=folder, on_start=on_start)
+    outcome = profile_latency(without_cache(model), settings, workspace, folder=folder, on_start=on_start)
     if outcome.was_interrupted:
         raise KeyboardInterrupt
     return outcome.table, outcome.table_file

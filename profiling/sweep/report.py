@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from matplotlib.ticker import PercentFormatter
 
+from ...data.figures import write_figures
 from ...data.files import write_bytes, write_json, write_text
 from ...data.run_facts import describe
 from ..report.page import plots_of, render
@@ -48,7 +49,7 @@ def sweep_result(
     engines = {name: sweep_figures(mine) for name, mine in by_engine.items() if mine}
     agreed = agreement(runs) if settings.engine == "both" else None
     about = dict(head["circumstances"])
-    return {
+    content = {
         **about,
         "described": describe(about) if "device_name" in about else f"{about['model']}, simulated",
         "settings": {
@@ -65,9 +66,9 @@ def sweep_result(
         "was_interrupted": was_interrupted,
         "engines": engines,
         "agreement": agreed,
-        "figures": {name: each.to_json() for name, each in estimates(engines, agreed).items()},
         "run_dir": str(run_dir),
     }
+    return write_figures(content, estimates(engines, agreed))
 
 
 def write_sweep(result: Mapping[str, Any], run_dir: Path) -> Path:

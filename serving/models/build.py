@@ -1,6 +1,7 @@
 """Builds a served model: a loaded pipeline, its family, and the stepper that the options ask for."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from ...data.errors import MissingExtraError, UsageError
 from ...data.tables.block_facts import BlockFacts
 from ...kernels.launch import KERNELS, is_triton_installed, use_triton
+from ..cache.options import CacheOptions
 from ..cache.rules import load_rule
 from ..core.denoiser import denoiser_of
 from ..core.stepper import Stepper
@@ -46,6 +48,11 @@ def with_engine(model: ServedModel, options: EngineOptions) -> ServedModel:
     return build_model(
         model.pipe, name=model.name, fingerprint=model.fingerprint, defaults=model.defaults, options=options
     )
+
+
+def without_cache(model: ServedModel) -> ServedModel:
+    """The same loaded model with every patch computed: itself where it has no cache."""
+    return with_engine(model, replace(model.options, cache=CacheOptions())) if model.options.cache.is_on else model
 
 
 def build_stepper(pipe: Any, family: Family, options: EngineOptions, facts: Callable[[int], BlockFacts]) -> Stepper:
