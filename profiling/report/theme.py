@@ -9,6 +9,7 @@ from typing import Any, Literal
 from matplotlib import colormaps
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
@@ -110,5 +111,6 @@ def to_png(figure: Figure) -> bytes:
         # About axes too small for their labels and values too large to draw: nothing that a user could fix.
         warnings.simplefilter("ignore", UserWarning)
         warnings.simplefilter("ignore", RuntimeWarning)
-        figure.savefig(buffer, format="png", facecolor=figure.get_facecolor(), metadata={"Software": None})
+        # `savefig` would draw everything twice, the first time for the layout alone.
+        FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None})
     return buffer.getvalue()

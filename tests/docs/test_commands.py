@@ -206,6 +206,9 @@ def run_block(house: House, block: Block) -> None:
         assert block.language in NOT_RUN, f"no test runs a block of {block.language}"
 
 
+# The tiny tables of these runs say nothing of full batches, and users are told so.
+@pytest.mark.filterwarnings("ignore:a batch of 16 requests is larger than all that were profiled:RuntimeWarning")
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_command_of_the_page_runs(house: House, page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for block in blocks_of(page.read_text()):

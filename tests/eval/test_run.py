@@ -39,6 +39,7 @@ def model(model_dir: Path) -> ServedModel:
 # Whole evaluations. The judge of text is the bundled CLIP; Inception runs in test_eval_cli only, it takes a while.
 
 
+@pytest.mark.slow
 def test_a_model_is_evaluated_and_the_same_again_is_quick(model: ServedModel, tmp_path: Path) -> None:
     pytest.importorskip("resvg_py", reason="reference pictures are drawn with psctl[train]")
     options = EvalOptions(("clip", "psnr", "ssim"), num_prompts=4, seed=3)

@@ -43,6 +43,7 @@ def test_choice_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         use_triton("auto", CUDA)
 
 
+@pytest.mark.slow
 def test_kernels_import_where_triton_is_not_installed(repository: Path) -> None:
     names = ", ".join(path.stem for path in (repository / "kernels").glob("*.py") if path.stem != "__init__")
     code = f"import sys; sys.modules['triton'] = None; from patchedserve.kernels import {names}"
@@ -70,6 +71,7 @@ def _of(dtype: str, *names: str) -> dict[str, str]:
     return dict.fromkeys(names, f"*{dtype}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize(
     ("kernel", "pointers", "others", "constants"),

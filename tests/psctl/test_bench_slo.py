@@ -130,6 +130,7 @@ def without_clock(result: dict[str, Any]) -> list[dict[str, Any]]:
     return [*points, *figures["policies"]]
 
 
+@pytest.mark.slow
 def test_resumed_sweep_is_the_same(bench: Call, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = (*SIMULATED, *FAST, "--systems", "bucketed,patchedserve")
     whole = result_of(bench(*options, "--num-seeds", "2"))
@@ -160,6 +161,7 @@ def test_resumed_sweep_is_the_same(bench: Call, folder: Path, monkeypatch: pytes
     assert "simulator-patchedserve-1-0.parquet" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -252,6 +254,7 @@ def test_real_engine_options(bench: Call) -> None:
         assert message in err
 
 
+@pytest.mark.slow
 def test_old_names_work_and_say_the_new_ones(bench: Call) -> None:
     options = ("--latency", "table.csv", *FAST, "--json")
     code, out, err = bench("--engine", "simulator", "--policies", "fcfs,bucketed", *options)
@@ -263,6 +266,7 @@ def test_old_names_work_and_say_the_new_ones(bench: Call) -> None:
     assert without_clock(old) == without_clock(new)
 
 
+@pytest.mark.slow
 def test_batches_larger_than_a_table_are_warned_of(bench: Call, folder: Path) -> None:
     (folder / "plain.csv").write_text("combination,ms\n128x128,20\n256x256,30\n4*128x128,60\n")
     options = ("--on", "simulator", "--latency", "table.csv", "--plain-latency", "plain.csv", *FAST, "--quiet")

@@ -73,6 +73,7 @@ def cached(environment: dict[str, str]) -> Any:
     return load_model(environment["PSCTL_MODEL"], "cpu", "float32", options)
 
 
+@pytest.mark.slow
 def test_from_profile_to_serving(run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path) -> None:
     done = run_psctl("generate", "a", "--cache", "patch", **environment)
     assert done.returncode == 2
@@ -114,6 +115,7 @@ def test_from_profile_to_serving(run_psctl: RunPsctl, environment: dict[str, str
     assert "was made for patches of 4 latent pixels" in done.stderr
 
 
+@pytest.mark.slow
 def test_threshold_0_draws_the_same_images(run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path) -> None:
     # Until the second request has joined, the first runs on plain diffusers where there is no cache; with a strategy
     # given, that is its own memory format.
@@ -144,6 +146,7 @@ def test_bad_options_are_one_line(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_an_interrupted_profile_goes_on(environment: dict[str, str], tmp_path: Path) -> None:
     whole = rows_of(profile_of(cached(environment), tmp_path / "whole"))
     calls = []
@@ -196,6 +199,7 @@ def bench_of(model: Any, folder: Path, counts: list[tuple[int, int]], **options:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [tiny_sdxl, tiny_sd3])
 def test_bench_compares_with_the_engine_without_cache(make: Any, tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", make(), guidance_scale=3.0, resolutions=list(SIZES))
@@ -226,6 +230,7 @@ def test_bench_compares_with_the_engine_without_cache(make: Any, tmp_path: Path)
             assert side["intervals"]["speedup"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("at_batch", "labels", "rounds"), [(5 + 7, ["SLL"], [1]), (15 + 5 + 8, ["SLL", "L"], [2, 1])])
 def test_an_interrupted_bench_keeps_finished_rounds(
     environment: dict[str, str], tmp_path: Path, at_batch: int, labels: list[str], rounds: list[int]
@@ -251,6 +256,7 @@ def test_an_interrupted_bench_keeps_finished_rounds(
         bench_of(model, tmp_path / "early", [(1, 2), (0, 1)], on_batch=stop)
 
 
+@pytest.mark.slow
 def test_bench_from_the_command_line(run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path) -> None:
     profile_of(cached(environment), tmp_path)
     arguments = ["bench", "cache", "--table", tmp_path / "blocks.parquet", "--rounds", 1]
@@ -298,6 +304,7 @@ def test_bench_from_the_command_line(run_psctl: RunPsctl, environment: dict[str,
         assert message in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_profile_and_train_predictor_run_without_a_command(
     run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path
 ) -> None:

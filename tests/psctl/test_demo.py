@@ -3,12 +3,14 @@
 import json
 from pathlib import Path
 
+import pytest
 from PIL import Image
 
 from ..conftest import RunPsctl
 from ..support.tiny_models import save_tiny, tiny_sdxl
 
 
+@pytest.mark.slow
 def test_one_trace_two_systems_one_page(run_psctl: RunPsctl, tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "tiny", tiny_sdxl(), guidance_scale=3.0, resolutions=["32", "48"])
     arguments = ("demo", "--model", model, "--dtype", "float32", "--duration", "1", "--num-inference-steps", "3")

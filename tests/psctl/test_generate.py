@@ -29,6 +29,7 @@ def generate(run_psctl: RunPsctl, sdxl_dir: Path) -> RunPsctl:
     return run
 
 
+@pytest.mark.slow
 def test_mixed_resolutions_in_one_call(generate: RunPsctl, tmp_path: Path) -> None:
     run = generate(
         "a hat",
@@ -58,6 +59,7 @@ def test_mixed_resolutions_in_one_call(generate: RunPsctl, tmp_path: Path) -> No
         assert np.abs(found - np.asarray(plain_image(pipe, request), dtype=int)).max() <= 1
 
 
+@pytest.mark.slow
 def test_one_prompt_to_one_file_and_the_models_own_size(generate: RunPsctl, tmp_path: Path) -> None:
     run = generate("a [bold] hat", "--output", "new/hat.jpg", "--num-inference-steps", "1")
     assert run.returncode == 0, run.stderr

@@ -55,6 +55,7 @@ def run_body(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "code", "message"),
     [
@@ -177,6 +178,7 @@ def test_version(spawn_psctl: RunPsctl) -> None:
     assert (done.returncode, done.stdout) == (0, f"psctl {patchedserve.__version__}\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, _ in COMMANDS])
 def test_every_command_has_examples_and_the_common_options(spawn_psctl: RunPsctl, name: str) -> None:
     done = spawn_psctl(*name.split(), "--help", COLUMNS="200")
@@ -187,6 +189,7 @@ def test_every_command_has_examples_and_the_common_options(spawn_psctl: RunPsctl
         assert word in done.stdout
 
 
+@pytest.mark.slow
 def test_data_goes_to_stdout_and_the_rest_to_stderr() -> None:
     body = "out.note('starting')\nout.warn('slow')\nout.data({'images': 3})"
     done = run_body(body)
@@ -272,6 +275,7 @@ def test_on_a_terminal_there_are_bars_with_the_time_left() -> None:
     assert quiet.getvalue() == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("old", "new"), [("train-model", "models train"), ("model-card", "models card")])
 def test_old_names_work_and_say_the_new_one(spawn_psctl: RunPsctl, old: str, new: str) -> None:
     assert old not in spawn_psctl("--help", COLUMNS="200").stdout
@@ -397,6 +401,7 @@ def test_bad_threads_exit_with_2(spawn_psctl: RunPsctl) -> None:
     )
 
 
+@pytest.mark.slow
 def test_doctor_reports_the_machine(spawn_psctl: RunPsctl, tmp_path: Path) -> None:
     done = spawn_psctl("doctor", "--json", "--quiet", "--workspace", tmp_path / "not" / "there")
     report = json.loads(done.stdout)
@@ -416,6 +421,7 @@ def test_doctor_reports_the_machine(spawn_psctl: RunPsctl, tmp_path: Path) -> No
     assert not (tmp_path / "not").exists()
 
 
+@pytest.mark.slow
 def test_doctor_shows_people_the_same(spawn_psctl: RunPsctl) -> None:
     done = spawn_psctl("doctor", "--quiet")
     for word in ("libraries", "devices", "extras", "models", "workspace", "psctl[ray]", "emoji-xl"):

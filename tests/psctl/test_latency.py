@@ -130,6 +130,7 @@ def test_both_engines_take_the_same_steps(sdxl: ServedModel) -> None:
     assert largest_error([each.latents for each in sides[1]._active], expected) < 1e-4
 
 
+@pytest.mark.slow
 def test_profile_measures_every_combination(sdxl: ServedModel, tmp_path: Path) -> None:
     workspace = ModelWorkspace(tmp_path)
     started: list[tuple[int, int]] = []
@@ -169,6 +170,7 @@ def test_profile_measures_every_combination(sdxl: ServedModel, tmp_path: Path) -
     assert read_latencies(outcome.table_file) == anew.table
 
 
+@pytest.mark.slow
 def test_interrupted_profile_goes_on(sdxl: ServedModel, tmp_path: Path) -> None:
     def interrupt_after(number: int) -> Any:
         left = iter(range(number - 1))
@@ -215,6 +217,7 @@ def test_interrupt_before_the_first_visit_is_passed_on(sdxl: ServedModel, tmp_pa
     assert ModelWorkspace(tmp_path).newest_table("latency-*") is None
 
 
+@pytest.mark.slow
 def test_table_of_another_profile_is_not_gone_on_with(sdxl: ServedModel, tmp_path: Path) -> None:
     settings = LatencySettings(SIZES, combinations=4, max_batch_size=2, repeats=1)
     outcome = profile_latency(sdxl, settings, ModelWorkspace(tmp_path))
@@ -239,6 +242,7 @@ def test_plain_engine_and_what_does_not_fit(tmp_path: Path) -> None:
         profile_latency(model, LatencySettings(parse_list("32,24"), 4, 2, 1), workspace)
 
 
+@pytest.mark.slow
 def test_from_profile_to_predictor(run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path) -> None:
     missing = run_psctl("train-predictor", "latency", **environment)
     assert (missing.returncode, missing.stdout) == (2, "")
@@ -280,6 +284,7 @@ def test_from_profile_to_predictor(run_psctl: RunPsctl, environment: dict[str, s
         load_workspace_predictor(part, expect=replace(table.circumstances, dtype="bfloat16"))
 
 
+@pytest.mark.slow
 def test_table_of_another_program(run_psctl: RunPsctl, tmp_path: Path) -> None:
     lines = [f"{row.label},{row.median_ms}" for row in law_rows(30)]
     (tmp_path / "h100.csv").write_text("\n".join(["combination,ms", *lines]))
@@ -353,6 +358,7 @@ def test_bad_usage_is_one_line(
     assert not list((tmp_path / "own").glob("**/*.parquet"))
 
 
+@pytest.mark.slow
 def test_ctrl_c_and_the_same_command_again(
     psctl_script: str, run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -394,6 +400,7 @@ def test_rows_of_equal_combinations_are_one(tmp_path: Path) -> None:
         read_latencies(tmp_path / "t.parquet")
 
 
+@pytest.mark.slow
 def test_quick_profile_and_what_its_predictors_are_worth(run_psctl: RunPsctl, environment: dict[str, str]) -> None:
     folder = Path(environment["PSCTL_MODEL"]).with_name("even")  # its latents can be cut into the cache's patches
     save_tiny(folder, tiny_sdxl(), guidance_scale=3.0, resolutions=["32", "64"])

@@ -64,6 +64,7 @@ def summary_of(run: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return json.loads(run.stdout)
 
 
+@pytest.mark.slow
 def test_poisson_leaves_all_results(serve: RunPsctl, tmp_path: Path) -> None:
     run = serve("--num-prompts", "6", "--request-rate", "20", "--json", "--output-file", "s.json", "--save-dir", "out")
     summary = summary_of(run)
@@ -90,6 +91,7 @@ def test_poisson_leaves_all_results(serve: RunPsctl, tmp_path: Path) -> None:
     assert "data:image/png" in report
 
 
+@pytest.mark.slow
 def test_standalone_latencies_are_measured_once(serve: RunPsctl, workspace: Path) -> None:
     options = ("--num-prompts", "3", "--request-rate", "inf", "--resolutions", "32")
     serve(*options)
@@ -112,6 +114,7 @@ def test_standalone_latencies_are_measured_once(serve: RunPsctl, workspace: Path
     assert "standalone.json is damaged" in run.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["fcfs", "static", "continuous", "slack"])
 def test_policies_and_gamma(serve: RunPsctl, tmp_path: Path, policy: str) -> None:
     options = ["--trace", "gamma", "--cv", "3", "--num-prompts", "5", "--request-rate", "50", "--policy", policy]
@@ -126,6 +129,7 @@ def test_policies_and_gamma(serve: RunPsctl, tmp_path: Path, policy: str) -> Non
         assert word in run.stdout
 
 
+@pytest.mark.slow
 def test_batches_larger_than_the_latency_table_are_told_and_counted(serve: RunPsctl, tmp_path: Path) -> None:
     (tmp_path / "steps.csv").write_text(STEPS_CSV)
     options = ("--trace", "poisson", "--request-rate", "inf", "--num-prompts", "8", "--slo-scale", "1000", "--json")
@@ -139,6 +143,7 @@ def test_batches_larger_than_the_latency_table_are_told_and_counted(serve: RunPs
     assert "predictions_outside" not in summary_of(serve("--policy", "fcfs", *options))
 
 
+@pytest.mark.slow
 def test_batches_that_fail_are_halved_and_told(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,6 +164,7 @@ def test_batches_that_fail_are_halved_and_told(
     assert f"{count} steps of whole batches failed and were repeated in halves; denoising: OutOfMemoryError" in err
 
 
+@pytest.mark.slow
 def test_trace_file_keeps_its_timestamps(serve: RunPsctl, tmp_path: Path) -> None:
     lines = [
         "Request(request_id=7, timestamp=0.2, height=32, width=48, num_frames=1, prompt='a hat', negative_prompt='x', "
@@ -215,6 +221,7 @@ def test_bad_usage_is_one_line(
     assert run_dirs(workspace) == before
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_is_finished(psctl_script: str, environment: dict[str, str], tmp_path: Path) -> None:
     # One request at once, one that never ends, one that would arrive in an hour.
     trace = [{"arrival_s": 0, "num_inference_steps": 2}, {"arrival_s": 0.01, "num_inference_steps": 900}]

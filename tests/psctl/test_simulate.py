@@ -46,6 +46,7 @@ def summary_of(call: Call) -> dict[str, Any]:
     return json.loads(out)
 
 
+@pytest.mark.slow
 def test_a_run_leaves_what_a_served_one_does(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--latency", "table.csv", "--request-rate", "3", "--num-prompts", "60", "--num-inference-steps", "5")
     summary = summary_of(simulate(capsys, *options, "--json", "--postprocess-ms", "10", "--output-file", "s.json"))
@@ -70,6 +71,7 @@ def test_a_run_leaves_what_a_served_one_does(folder: Path, capsys: pytest.Captur
     assert taken["latency_mean"] == pytest.approx(summary["latency_mean"])
 
 
+@pytest.mark.slow
 def test_policies_differ_as_they_should(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = ("--latency", "table.csv", "--request-rate", "9", "--num-prompts", "200", "--json", "--quiet")
 
@@ -91,6 +93,7 @@ def test_policies_differ_as_they_should(folder: Path, capsys: pytest.CaptureFixt
     assert min(two["requests_per_gpu"]) > 80
 
 
+@pytest.mark.slow
 def test_diurnal_and_azure_and_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = ("--latency", "table.csv", "--json", "--quiet", "--num-inference-steps", "2")
     day = summary_of(simulate(capsys, *base, "--trace", "diurnal", "--period", "20", "--duration", "40"))
@@ -126,6 +129,7 @@ def test_target_finds_rate_and_gpus(folder: Path, capsys: pytest.CaptureFixture[
     assert not list(folder.rglob("summary.json"))
 
 
+@pytest.mark.slow
 def test_a_system_sets_engine_and_policy_and_single_options_override(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,7 +145,8 @@ def test_a_system_sets_engine_and_policy_and_single_options_override(
     assert chosen("--engine", "plain") == ("patchedserve", "slack", "plain")
     # The systems that --policy had before there were any.
     for old in ("bucketed", "nirvana", "patched-fcfs", "distrifusion-fcfs"):
-        assert chosen("--policy", old) == chosen("--system", old)
+        system = get_system(old, is_simulated=True)
+        assert chosen("--policy", old) == (old, system.policy, system.engine)
     err = simulate(capsys, *base, "--policy", "bucketed")[2]
     assert err.startswith("--policy bucketed is called --system bucketed now;")
     for option in ("--system", "--policy"):
@@ -149,6 +154,7 @@ def test_a_system_sets_engine_and_policy_and_single_options_override(
         assert (code, f"{option[2:]} is 'magic', but it must be one of" in err) == (2, True)
 
 
+@pytest.mark.slow
 def test_extrapolation_is_warned_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--latency", "table.csv", "--num-prompts", "5", "--quiet", "--json", "--max-batch-size")
     assert simulate(capsys, *options, "16")[2] == ""

@@ -69,6 +69,7 @@ def assert_one_error_line(done: subprocess.CompletedProcess[str], code: int, *wo
         assert word in done.stderr
 
 
+@pytest.mark.slow
 def test_text_gives_json_and_finished_folders(trained: Trained) -> None:
     assert trained.done.returncode == 0, trained.done.stderr
     result = json.loads(trained.done.stdout)
@@ -93,6 +94,7 @@ def test_text_gives_json_and_finished_folders(trained: Trained) -> None:
     assert not list(folder.rglob(".*")), "temporary files are left"
 
 
+@pytest.mark.slow
 def test_a_finished_training_is_not_done_again(spawn_psctl: RunPsctl, workspace: Path) -> None:
     run = workspace / "training" / "text" / "large"
     weights = workspace / "training" / "text" / "large-model" / "model.safetensors"
@@ -106,6 +108,7 @@ def test_a_finished_training_is_not_done_again(spawn_psctl: RunPsctl, workspace:
     assert weights.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_more_steps_go_on_from_before_the_decay(spawn_psctl: RunPsctl, workspace: Path) -> None:
     done = spawn_psctl("models", "train", "text", "--steps", 45, "-w", workspace, timeout_s=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
@@ -116,6 +119,7 @@ def test_more_steps_go_on_from_before_the_decay(spawn_psctl: RunPsctl, workspace
         assert logged_steps(run) == [20, 40]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -132,6 +136,7 @@ def test_a_finished_training_is_not_spoilt(
     assert {path: path.read_bytes() for path in workspace.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 def test_a_generator_names_the_part_it_lacks(spawn_psctl: RunPsctl, workspace: Path) -> None:
     done = spawn_psctl("models", "train", "emoji-xl", "-w", "empty", timeout_s=TIMEOUT_S)
     assert_one_error_line(done, 2, "psctl models train text")
@@ -155,6 +160,7 @@ def test_wrong_usage_exits_with_2(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_bytes", [0, 5000])
 def test_a_truncated_checkpoint_is_named(spawn_psctl: RunPsctl, workspace: Path, num_bytes: int) -> None:
     checkpoint = workspace / "training" / "text" / "small" / "last.safetensors"
@@ -164,6 +170,7 @@ def test_a_truncated_checkpoint_is_named(spawn_psctl: RunPsctl, workspace: Path,
     assert checkpoint.stat().st_size == num_bytes
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_whole_checkpoint_from_which_training_goes_on(psctl_script: str, tmp_path: Path) -> None:
     run = tmp_path / "training" / "text" / "small"
     first = interrupt_when_logged(psctl_script, tmp_path, num_lines=1)

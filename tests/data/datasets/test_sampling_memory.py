@@ -5,6 +5,8 @@ import sys
 import tracemalloc
 from pathlib import Path
 
+import pytest
+
 from patchedserve.data.datasets.sampling import sample_pairs
 
 from ...support.sampled_sets import captions_file
@@ -35,6 +37,7 @@ def peaks_in_kib(spec: str, what: str) -> list[int]:
     return [int(word) for word in run.stdout.split()]
 
 
+@pytest.mark.slow
 def test_memory_of_sampling_does_not_grow_with_the_set(tmp_path: Path):
     path = tmp_path / "c.jsonl"
     with path.open("w") as file:
@@ -45,6 +48,7 @@ def test_memory_of_sampling_does_not_grow_with_the_set(tmp_path: Path):
     assert sampling < 8192
 
 
+@pytest.mark.slow
 def test_memory_of_sampling_coco_is_that_of_its_json(tmp_path: Path):
     count = 100_000
     images = ",".join(f'{{"id":{i},"file_name":"{i:012d}.jpg"}}' for i in range(count))

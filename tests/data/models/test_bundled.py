@@ -69,6 +69,7 @@ def test_a_damaged_or_missing_file_is_named(tmp_path):
         bundled_model_path("emoji-4")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GENERATORS)
 def test_plain_diffusers_loads_and_samples(name):
     pipe = PIPELINES[name].from_pretrained(bundled_model_path(name))
@@ -79,6 +80,7 @@ def test_plain_diffusers_loads_and_samples(name):
     assert background_of(image.images[0], BACKGROUNDS) == "blue"
 
 
+@pytest.mark.slow
 def test_the_autoencoder_keeps_the_promise_of_its_card(generator):
     _, images = heldout_images(24)
     by_size = {str(side): [image for image in images if image.width == side] for side in (128, 192, 256)}
@@ -87,6 +89,7 @@ def test_the_autoencoder_keeps_the_promise_of_its_card(generator):
     assert min(figures.values()) >= 27
 
 
+@pytest.mark.slow
 def test_generated_backgrounds_follow_the_prompt_at_every_size(generator):
     chosen = heldout_singles()[::13][:6]
     from patchedserve.eval.cards.cards import SIZES
@@ -98,12 +101,14 @@ def test_generated_backgrounds_follow_the_prompt_at_every_size(generator):
     assert sum(a == b for a, (_, b) in zip(found, chosen, strict=True)) >= 5
 
 
+@pytest.mark.slow
 def test_the_judge_recognises_real_pictures():
     figures = measure_judge(load_clip("emoji-clip"), CardOptions(num_pairs=120))
     assert figures["zero_shot_object_at_1"] >= 0.9
     assert figures["image_to_text_recall_at_1"] >= 0.95
 
 
+@pytest.mark.slow
 def test_a_card_tells_what_was_measured(generator):
     options = CardOptions(num_generated=6, num_fid=0, num_inference_steps=4)
     figures = measure_generator(generator, load_clip("emoji-clip"), options)

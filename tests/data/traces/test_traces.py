@@ -27,6 +27,7 @@ def content(requests: list[Request]) -> list[Request]:
     return [replace(request, arrival_s=0.0) for request in requests]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.2, 3.0, 1000.0])
 @pytest.mark.parametrize(("kind", "cv"), [("poisson", 1.0), ("gamma", 0.3), ("gamma", 1.0), ("gamma", 3.0)])
 def test_gaps_have_the_mean_and_the_variation_asked_for(kind: Any, cv: float, rate: float) -> None:

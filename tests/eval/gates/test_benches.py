@@ -25,6 +25,7 @@ def bounds_of(folder: Path, metric: str, **bounds: float) -> str:
     return verdict.verdict
 
 
+@pytest.mark.slow
 def test_a_sweep_of_the_command_is_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -164,11 +164,13 @@ def expected(failing: str) -> dict[str, str]:
 MODELS = pytest.mark.parametrize("drawn", ["emoji-xl", "emoji-3"], indirect=True)
 
 
+@pytest.mark.slow
 @MODELS
 def test_a_sound_engine_passes(capsys: Capture, drawn: Drawn) -> None:
     assert judged(capsys, drawn.results) == (0, expected(""))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drawn", "fault"),
     [
@@ -199,6 +201,7 @@ def test_a_broken_engine_fails(capsys: Capture, drawn: Drawn, fault: Fault, tmp_
     assert judged(capsys, results) == (1, expected("patched is plain"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drawn", ["emoji-xl"], indirect=True)
 def test_a_fault_of_some_images_fails(capsys: Capture, drawn: Drawn, tmp_path: Path) -> None:
     """Only where requests of two sizes meet in a batch is an image wrong; the mean of all hides it."""
@@ -213,6 +216,7 @@ def test_a_fault_of_some_images_fails(capsys: Capture, drawn: Drawn, tmp_path: P
     assert judged(capsys, results) == (1, expected("patched is plain"))
 
 
+@pytest.mark.slow
 @MODELS
 def test_a_cache_threshold_that_is_too_loose_fails(capsys: Capture, drawn: Drawn, tmp_path: Path) -> None:
     loose = draw_cached(drawn.name, tmp_path / "loose", threshold=1.0)
@@ -221,6 +225,7 @@ def test_a_cache_threshold_that_is_too_loose_fails(capsys: Capture, drawn: Drawn
     assert judged(capsys, results) == (1, expected("cache keeps the image"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drawn", ["emoji-xl"], indirect=True)
 def test_a_cache_that_does_nothing_fails(capsys: Capture, drawn: Drawn, tmp_path: Path) -> None:
     """It draws what the engine draws without it, which all bounds on its cost let pass."""

@@ -76,6 +76,7 @@ def test_the_page_is_whole_and_shows_pairs(tmp_path: Path) -> None:
     assert "No pictures: its images are not where they were drawn." in gone.files["html"].read_text()
 
 
+@pytest.mark.slow
 def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = comparison_of(tmp_path, "a")
     half = tmp_path / "half.json"
@@ -119,6 +120,7 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert said.err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_from_one_command_to_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -85,6 +85,7 @@ def bytes_of(outcome: EvalOutcome) -> list[bytes]:
     return [path.read_bytes() for path in sorted(outcome.images_dir.glob("*.png"))]
 
 
+@pytest.mark.slow
 def test_the_cache_is_stated_and_its_images_are_a_set_of_their_own(
     model_dir: Path, captions: str, tmp_path: Path
 ) -> None:
@@ -129,6 +130,7 @@ def test_the_cache_is_stated_and_its_images_are_a_set_of_their_own(
     assert other.images_dir not in (on.images_dir, off.images_dir)
 
 
+@pytest.mark.slow
 def test_without_a_cache_its_other_options_change_nothing(model_dir: Path, captions: str, tmp_path: Path) -> None:
     first, _ = evaluate(served(model_dir), captions, tmp_path)
     # The digest names sets of images that people have: that of a set without a cache must not change.
@@ -143,6 +145,7 @@ def test_without_a_cache_its_other_options_change_nothing(model_dir: Path, capti
     assert never.results.cache_use["saved_computation"] == 0
 
 
+@pytest.mark.slow
 def test_another_predictor_under_the_same_name_starts_anew(
     model_dir: Path, captions: str, trained: CachePredictor, tmp_path: Path
 ) -> None:
@@ -254,6 +257,7 @@ def test_the_eight_options_are_one_setting(tmp_path: Path) -> None:
             CACHE_FLAGS.build(given | {"cache": mode, "cache_threshold": 0.1})
 
 
+@pytest.mark.slow
 def test_eval_takes_the_flags_of_the_cache(
     model_dir: Path,
     captions: str,

@@ -37,6 +37,7 @@ def num_measured(model: ServedModel, tables: Path) -> int:
     return len(measured)
 
 
+@pytest.mark.slow
 def test_every_setting_of_the_engine_is_measured_by_itself(pipe: Any, tmp_path: Path) -> None:
     settings = [
         EngineOptions(),

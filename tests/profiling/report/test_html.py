@@ -95,6 +95,7 @@ class _Page(HTMLParser):
         assert self.open.pop() == tag
 
 
+@pytest.mark.slow
 def test_report_is_one_file_without_scripts_and_network(tmp_path: Path) -> None:
     records, steps, _ = simulate(40)
     image = Image.new("RGB", (300, 200), "red")
@@ -124,6 +125,7 @@ def test_report_is_one_file_without_scripts_and_network(tmp_path: Path) -> None:
     assert shown.size == (256, 171)
 
 
+@pytest.mark.slow
 def test_report_of_tables_read_from_parquet_is_the_same(tmp_path: Path) -> None:
     records, steps, duration = simulate(12)
     write_table(tmp_path / "records.parquet", RECORDS, [record.to_row() for record in records])
@@ -156,6 +158,7 @@ def test_report_without_a_completed_request_says_so_and_gives_the_reasons(tmp_pa
     assert {path.stem for path in (tmp_path / "plots").iterdir()} == {"arrivals", "queue", "timeline"}
 
 
+@pytest.mark.slow
 def test_one_request_at_time_zero(tmp_path: Path) -> None:
     record = RequestRecord.of(Request(0, "a fox", SIZES[0], 1))
     record.admitted_s, record.denoise_end_s = 0.0, 0.0

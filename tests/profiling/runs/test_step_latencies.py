@@ -23,6 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     return load_model(str(save_tiny(tmp_path_factory.mktemp("models") / "tiny", tiny_sdxl())), "cpu", "float32")
 
 
+@pytest.mark.slow
 def test_a_coarse_table_is_measured_once_and_kept(model: ServedModel, tmp_path: Path) -> None:
     workspace = Workspace(tmp_path).for_model(model.name, "cpu")
     notes: list[str] = []
@@ -45,6 +46,7 @@ def test_a_coarse_table_is_measured_once_and_kept(model: ServedModel, tmp_path: 
     assert len(list(workspace.tables.glob("latency-*.parquet"))) == 2
 
 
+@pytest.mark.slow
 def test_a_predictor_that_does_not_fit_is_told_and_passed_over(model: ServedModel, tmp_path: Path) -> None:
     workspace = Workspace(tmp_path).for_model(model.name, "cpu")
     (workspace.predictors / "latency.safetensors").write_bytes(b"no predictor")
@@ -54,6 +56,7 @@ def test_a_predictor_that_does_not_fit_is_told_and_passed_over(model: ServedMode
     assert "measuring a coarse table" in notes[1]
 
 
+@pytest.mark.slow
 def test_a_budget_ends_the_profile_after_the_least_that_is_needed(model: ServedModel, tmp_path: Path) -> None:
     from patchedserve.profiling.measure.latency import profile_latency
 

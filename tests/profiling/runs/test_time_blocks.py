@@ -53,6 +53,7 @@ def misses(load: float, count: int, runs: int = 250) -> dict[str, tuple[float, f
     return {name: (missed[name] / runs, none[name] / runs) for name in truth}
 
 
+@pytest.mark.slow
 def test_long_runs_hold_the_truth_95_times_in_100() -> None:
     found = misses(0.6, 10_000)
     assert found["wilson"][0] > 0.5

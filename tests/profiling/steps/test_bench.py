@@ -75,6 +75,7 @@ def test_channels_last_copy_shares_what_has_no_layout(sdxl: ServedModel) -> None
         assert dict(model.named_parameters())["conv_in.weight"].is_contiguous(memory_format=layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduler", [DDIMScheduler, DPMSolverMultistepScheduler, EulerAncestralDiscreteScheduler])
 def test_requests_start_anew_when_their_schedule_ends(scheduler: Any) -> None:
     # Ten steps, of which five are left in the middle.
@@ -84,6 +85,7 @@ def test_requests_start_anew_when_their_schedule_ends(scheduler: Any) -> None:
     assert min(row["one_by_one_ms"], row["same_resolution_ms"], row["patched_ms"]) > 0
 
 
+@pytest.mark.slow
 def test_rows_and_summary(sdxl: ServedModel, tmp_path: Path) -> None:
     seen: list[str] = []
     outcome = run_bench(

@@ -36,6 +36,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"PSCTL_MODEL": str(path), "PSCTL_WORKSPACE": str(workspace), "STEPS": str(workspace / "steps.csv")}
 
 
+@pytest.mark.slow
 def test_both_engines_on_a_real_model(run_psctl: RunPsctl, tiny: dict[str, str]) -> None:
     # 28 requests of 3 steps, 4 at a time, take 21 steps at the least, and a calibration needs 20.
     options = ("--rates", "8,30", "--num-prompts", "6", "--warmup-requests", "28", "--combinations", "6")
@@ -76,6 +77,7 @@ def test_both_engines_on_a_real_model(run_psctl: RunPsctl, tiny: dict[str, str])
     assert alone.returncode == 0, alone.stderr
 
 
+@pytest.mark.slow
 def test_another_seed_may_ask_for_another_resolution(run_psctl: RunPsctl, tiny: dict[str, str]) -> None:
     # One request a run: seeds 2, 3 and 6 draw 48x48, seed 5 draws 32x32; the warm-up takes the next seed.
     options = ("--rates", "30", "--num-prompts", "1", "--warmup-requests", "1", "--policies", "diffusers", "--json")
@@ -96,6 +98,7 @@ def test_another_seed_may_ask_for_another_resolution(run_psctl: RunPsctl, tiny: 
     assert known["48x48"] == result["standalone_s"]["48x48"]
 
 
+@pytest.mark.slow
 def test_another_content_of_a_file_is_another_sweep(run_psctl: RunPsctl, tiny: dict[str, str], tmp_path: Path) -> None:
     steps, prompts = tmp_path / "steps.csv", tmp_path / "prompts.txt"
     table = Path(tiny["STEPS"]).read_text()
@@ -137,6 +140,7 @@ def test_a_table_of_smaller_batches_is_not_taken(tmp_path: Path) -> None:
     assert max(row.num_requests for row in table.rows) == 3
 
 
+@pytest.mark.slow
 def test_ctrl_c_and_resume_on_a_real_model(psctl_script: str, tiny: dict[str, str], tmp_path: Path) -> None:
     # The last rate takes an hour; engines warm up at the middle one.
     options = ["--rates", "50,40,0.001", "--num-prompts", "2", "--warmup-requests", "2", "--policies", "diffusers"]

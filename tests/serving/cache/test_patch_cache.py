@@ -95,6 +95,7 @@ def test_options_say_what_is_allowed() -> None:
             CacheOptions(**wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["image", "patch"])
 @pytest.mark.parametrize("name", ["sdxl", "sd35"])
 @pytest.mark.parametrize("rule", [NeverReuse(), InputThreshold(0.0)], ids=["never", "threshold 0"])
@@ -113,6 +114,7 @@ def test_nothing_reused_is_bit_equal(name: str, order: Any, rule: Any) -> None:
     assert cache.stats.patches == 2 * len(cache.names) * sum(height * width // 64 for height, width in SIZES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["image", "patch"])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_masked_computation_is_exact_where_nothing_has_changed(name: str, order: Any) -> None:
@@ -148,6 +150,7 @@ def run_plain_patched(model: Any, rows: Sequence[Row]) -> list[Tensor]:
         return run_patched(PatchedModel(model, order="image", strategy="regroup"), rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["image", "patch"])
 @pytest.mark.parametrize("name", ["sdxl", "sd15", "sd35"])
 def test_requests_that_join_and_leave_never_read_others_slots(name: str, order: Any) -> None:

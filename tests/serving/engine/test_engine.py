@@ -245,6 +245,7 @@ def test_what_is_checked_is_what_is_served() -> None:
     engine.submit(nirvana.adapt(asked))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["continuous", "static", "edf"])
 def test_few_are_prepared_however_many_wait(model: ServedModel, policy: str) -> None:
     # Far more than can be served: 2 places, 30 requests at once.
@@ -269,6 +270,7 @@ def test_discarded_before_it_is_prepared_is_never_encoded(model: ServedModel) ->
     assert sum(record.prepare_start_s is not None for record in odd) <= 1
 
 
+@pytest.mark.slow
 def test_the_simulator_admits_in_the_engines_order(model: ServedModel) -> None:
     # All arrive at once or within the first step, so that the order is the policies' and not the clock's.
     requests = requests_of(9, steps=3)

@@ -91,6 +91,7 @@ def assert_equal_to_plain(pipe: Any, requests: Sequence[Request], result: RunRes
     assert len({round(float(latents.abs().sum()), 3) for latents in expected}) == len(requests)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_sdxl_mixed_batch_equals_plain(sampler: str) -> None:
     pipe = tiny_sdxl()
@@ -105,6 +106,7 @@ def test_sd_mixed_batch_equals_plain() -> None:
     assert_equal_to_plain(pipe, requests, serve(pipe, requests))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scheduler", [{}, {"use_dynamic_shifting": True, "base_image_seq_len": 4, "max_image_seq_len": 64}]
 )
@@ -114,6 +116,7 @@ def test_sd3_mixed_batch_equals_plain(scheduler: dict[str, Any]) -> None:
     assert_equal_to_plain(pipe, requests, serve(pipe, requests))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["fcfs", "static", "continuous"])
 def test_requests_that_join_and_leave_mid_flight(policy: str) -> None:
     # The first request takes many steps; with 2 places, all the others come and go one after another beside it.
@@ -145,6 +148,7 @@ def plain_long(build: Callable[[], Any]) -> list[torch.Tensor]:
     return [plain_latents(pipe, request) for request in LONG]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["stitch", "regroup"])
 @pytest.mark.parametrize(("order", "patch_size"), [("image", None), ("patch", 4)])
 @pytest.mark.parametrize("build", [tiny_sdxl, tiny_sd3])
@@ -171,6 +175,7 @@ def test_images_equal_plain(build: Callable[[], Any]) -> None:
         assert np.abs(np.asarray(image, dtype=int) - expected).max() <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [tiny_sdxl, tiny_sd3])
 def test_bfloat16_stays_close_to_plain(build: Callable[[], Any]) -> None:
     pipe = build().to(torch.bfloat16)
@@ -220,6 +225,7 @@ def test_model_scheduler_is_left_alone() -> None:
     assert torch.equal(pipe.scheduler.timesteps, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "sampler"), [("emoji-xl", "euler"), ("emoji-xl", "ddim"), ("emoji-3", None)])
 def test_bundled_models_draw_what_plain_diffusers_draws(name: str, sampler: str | None) -> None:
     """The promise of the README, on trained weights, through each project's own loading."""

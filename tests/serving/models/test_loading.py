@@ -33,6 +33,7 @@ def broken_dir(sdxl_dir: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sdxl_dir, tmp_path / "broken"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [tiny_sd, tiny_sdxl, tiny_sd3])
 def test_loaded_model_is_the_saved_one(build: Callable, tmp_path: Path) -> None:
     pipe = build()
@@ -168,6 +169,7 @@ def test_text_length_of_a_model_without_a_third_encoder(broken_dir: Path) -> Non
         load_model(str(broken_dir), device="cpu")
 
 
+@pytest.mark.slow
 def test_hub_id_while_offline_says_what_to_do() -> None:
     # A process of its own, because the hub client reads HF_HUB_OFFLINE once.
     code = (

@@ -48,6 +48,7 @@ def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 # torch.compile
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(("name", "way"), [("sdxl", IMAGE), ("sd3", PATCH_STITCH)], ids=str)
 def test_a_graph_serves_all_batches_of_as_many_resolutions(name: str, way: Way) -> None:
@@ -65,6 +66,7 @@ def test_a_graph_serves_all_batches_of_as_many_resolutions(name: str, way: Way) 
     assert graphs[-1] == after_three <= 2 * first <= 8
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_kernels_give_the_images_of_plain_diffusers(tmp_path: Path) -> None:
     """Served with --compile through inductor's kernels: one resolution (the plain model) and two (patches)."""
@@ -202,6 +204,7 @@ def test_a_pass_that_cannot_be_recorded_ends_the_run() -> None:
         engine.run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [tiny_sdxl, tiny_sd3])
 def test_served_images_are_those_of_eager_passes(make: Callable[[], Any]) -> None:
     """CUDA graphs where there is a GPU."""

@@ -52,6 +52,7 @@ def rms_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 # Mixed batches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("name", [*UNETS, *TRANSFORMERS])
 def test_mixed_batch_equals_plain(name: str, batch: str) -> None:
@@ -84,6 +85,7 @@ def test_every_way_is_tried() -> None:
         }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", ["all three sizes", "128x256 and 256x128"])
 @pytest.mark.parametrize("name", BUNDLED)
 def test_bundled_model_equals_plain(name: str, batch: str) -> None:
@@ -116,6 +118,7 @@ def test_every_input_matters(name: str) -> None:
 # Rows do not see each other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_row_does_not_depend_on_its_company(name: str) -> None:
     rows = draw_rows(model_of(name), MIXED, seed=6)
@@ -129,6 +132,7 @@ def test_row_does_not_depend_on_its_company(name: str) -> None:
             assert relative_error(found, [together[place] for place in kept]) <= TOLERANCE, way
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", SOME)
 def test_row_that_is_not_finite_spoils_no_other(name: str, value: float) -> None:
@@ -155,6 +159,7 @@ def test_row_that_is_not_finite_spoils_no_other(name: str, value: float) -> None
 # Other dtypes and kernels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*SOME, *BUNDLED])
 def test_bfloat16_is_as_accurate_as_plain(name: str) -> None:
     low = nn.Module.to(copy.deepcopy(model_of(name)), torch.bfloat16)
@@ -202,6 +207,7 @@ def test_choice_of_kernels_reaches_every_kernel(monkeypatch: pytest.MonkeyPatch)
     assert asked == {name: {"triton"} for name in names}
 
 
+@pytest.mark.slow
 def test_triton_kernels_in_a_whole_model(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     model, rows = triton_case()

@@ -74,6 +74,7 @@ def test_text_keys_and_values_last_until_the_next_batch(way: Way) -> None:
     assert count == 2 * len(attentions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_batches_of_other_shapes_follow_each_other(name: str) -> None:
     model = model_of(name)
@@ -145,6 +146,7 @@ def test_swap_can_be_undone(name: str) -> None:
     assert modules_of(model) == modules
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_given_model_is_left_alone_and_its_weights_are_shared(name: str) -> None:
     model = MODELS[name](seed=15)
@@ -196,6 +198,7 @@ def test_level_of_a_convolution_is_known_by_its_name(name: str) -> None:
         assert {id(conv) for conv, _ in patched.convolutions} <= {id(conv) for conv in convs.values()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "num_per_resnet", "num_outside"), [(sdxl_unet, 2, 1), (scale_shift_unet, 1, 1), (gelu_unet, 0, 0)]
 )

@@ -50,6 +50,7 @@ def encoders(tokenizer):
     return [new_text_encoder(64, 2, tokenizer).eval(), new_text_encoder(96, 3, tokenizer).eval()]
 
 
+@pytest.mark.slow
 def test_the_tokenizer_keeps_any_text_and_all_captions_fit(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     again = type(tokenizer).from_pretrained(tmp_path)
@@ -145,6 +146,7 @@ def test_latents_are_encoded_once_and_again_for_another_autoencoder(tmp_path):
     assert len(drawn) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective_class", [UNetObjective, TransformerObjective])
 def test_a_generator_learns_a_single_picture(objective_class, tokenizer, encoders, tmp_path):
     torch.manual_seed(0)
@@ -161,6 +163,7 @@ def test_a_generator_learns_a_single_picture(objective_class, tokenizer, encoder
     assert np.mean(losses[-8:]) < 0.85 * np.mean(losses[:2])
 
 
+@pytest.mark.slow
 def test_exported_generators_are_plain_diffusers_directories(tokenizer, encoders, tmp_path):
     torch.manual_seed(0)
     export_emoji_xl(tmp_path / "xl", new_unet(), new_autoencoder(), tokenizer, encoders)

@@ -47,6 +47,7 @@ def test_a_file_is_read_back_equal(predictor: CachePredictor, saved: Path, sampl
     assert saved.stat().st_size < 200_000
 
 
+@pytest.mark.slow
 def test_a_file_needs_no_scikit_learn(saved: Path, repository: Path) -> None:
     import subprocess
     import sys

@@ -65,6 +65,7 @@ def spread(row: LatencyRow) -> list[Resolution]:
     return [size for size, count in row.counts.items() for _ in range(count)]
 
 
+@pytest.mark.slow
 def test_known_law_is_learned(fitted: LatencyPredictor) -> None:
     fit = fitted.about.fit
     errors = fit["errors"]
