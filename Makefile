@@ -22,7 +22,7 @@ GATE_DIR ?= psctl-workspace/gate
 PYTEST_ARGS ?=
 CHECK_SINCE ?= HEAD
 
-.PHONY: setup demo test check gate docs lint format bench
+.PHONY: setup demo test test-changed check gate docs lint format bench
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -46,7 +46,11 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 $(PYTEST_ARGS)
 
-check: lint
+# Beside each other: pyright takes one core for longer than anything else.
+check: setup
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint test-changed
+
+test-changed: setup
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --changed-since $(CHECK_SINCE) $(PYTEST_ARGS)
 
 gate: setup

@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     commit = config.getoption("--changed-since")
     if commit is None:
         return
-    wanted = set(tests_of_changes(config.rootpath, changed_files(config.rootpath, commit)))
+    wanted = set(places_of_tests(config.rootpath, changed_files(config.rootpath, commit)))
     kept, left_out = [], []
     for item in items:
         is_fast = item.get_closest_marker("slow") is None
@@ -62,7 +62,7 @@ def changed_files(root: Path, commit: str) -> list[Path]:
     return [Path(line) for each in found for line in each.stdout.splitlines()]
 
 
-def tests_of_changes(root: Path, changed: list[Path]) -> list[Path]:
+def places_of_tests(root: Path, changed: list[Path]) -> list[Path]:
     """Test files and folders of changed files, by their place: `tests/` mirrors the tree.
 
     That is a test itself, else the test file that has the name of the changed one, else the innermost folder of its

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import changed_files, tests_of_changes
+from .conftest import changed_files, places_of_tests
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from .conftest import changed_files, tests_of_changes
 )
 def test_the_tests_of_a_file_are_at_the_same_place(repository: Path, changed: str, tests: str | None) -> None:
     expected = [] if tests is None else [repository / tests]
-    assert tests_of_changes(repository, [Path(changed)]) == expected
+    assert places_of_tests(repository, [Path(changed)]) == expected
     assert all(path.exists() for path in expected)
 
 
