@@ -229,6 +229,7 @@ def options_of(name: str) -> set[str]:
     return {option for param in level.params for option in (*param.opts, *param.secondary_opts)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_within_a_line_exist(page: Path) -> None:
     for words in spans_of(page.read_text()):

@@ -39,6 +39,7 @@ def test_every_page_is_in_the_navigation(repository: Path) -> None:
     assert set(re.findall(r"[\w-]+\.md", navigation)) == {page.name for page in PAGES if page.name != "README.md"}
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(repository: Path, tmp_path: Path) -> None:
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(

@@ -81,6 +81,7 @@ def test_a_model_is_evaluated_and_the_same_again_is_quick(model: ServedModel, tm
     assert again.results.metrics == results.metrics
 
 
+@pytest.mark.slow
 def test_patched_against_plain_differs_by_rounding_only(model: ServedModel, model_dir: Path, tmp_path: Path) -> None:
     plain = load_model(str(model_dir), "cpu", "float32", EngineOptions("plain"))
     folders = []

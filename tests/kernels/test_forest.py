@@ -122,6 +122,7 @@ def test_triton_equals_scikit_learn(
     assert proba.shape == (num_rows, 2)
 
 
+@pytest.mark.slow
 def test_triton_with_more_trees_than_a_tile(run_triton: RunTriton) -> None:
     forest = fit(37, 2, None, 3)
     rows = random_rows(33, 3, seed=4)
@@ -242,6 +243,7 @@ def test_strides_and_empty_batches(run_triton: RunTriton) -> None:
         assert run(torch.empty(0, 4), flat(forest)).shape == (0, 2)
 
 
+@pytest.mark.slow
 def test_one_row_does_not_depend_on_its_company() -> None:
     forest = fit(8, 6, None, 5)
     rows = torch.from_numpy(random_rows(50, 5, seed=3))

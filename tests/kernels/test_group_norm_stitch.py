@@ -75,6 +75,7 @@ def test_norm_silu_convolution_of_patches_is_that_of_images(sizes: list[tuple[in
     torch.testing.assert_close(F.conv2d(padded, kernel), cut_all(expected, patch_size), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_every_border_pixel_is_written_by_its_owner(run_triton: RunTriton) -> None:
     """The fused kernel scatters, the reference gathers: equal to the bit when the norm does nothing."""
     batch = random_batch([(8, 8), (12, 4), (4, 4), (8, 12)], 4, 3)

@@ -119,6 +119,7 @@ def test_compiles(
     _compile(kernel, _of(dtype, *pointers) | others, constants, tmp_path, monkeypatch)
 
 
+@pytest.mark.slow
 def test_merge_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pointers = _of("fp32", "means", "squares", "mean", "rstd") | {"request_index": "*i64"}
     others = {"num_patches": "i32", "count": "i32", "eps": "fp32"}

@@ -60,6 +60,7 @@ def errors_of(err: str) -> list[str]:
 SIMULATED = ("--on", "simulator", "--latency", "table.csv", "--json", "--quiet")
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_the_records(bench: Call, folder: Path) -> None:
     policies = ("bucketed", "patchedserve", "distrifusion-fcfs")
     options = ("--systems", ",".join(policies), "--num-seeds", "2", "--output-file", "r.json")
@@ -106,6 +107,7 @@ def test_figures_are_those_of_the_records(bench: Call, folder: Path) -> None:
         assert Image.open(run_dir / f"{name}.png").width > 800
 
 
+@pytest.mark.slow
 def test_systems_share_requests_and_slos(bench: Call) -> None:
     options = ("--rates", "2", "--num-prompts", "12", "--resolutions", "128,256")
     # By the names that systems had while they were policies.
@@ -181,6 +183,7 @@ def test_another_sweep_is_not_continued(bench: Call, folder: Path, change: tuple
     assert len(errors_of(err)) == 1
 
 
+@pytest.mark.slow
 def test_a_sweep_of_another_engine_is_refused_before_a_model_is_loaded(bench: Call) -> None:
     run_dir = result_of(bench(*SIMULATED, *FAST, "--systems", "diffusers-fcfs"))["run_dir"]
     code, out, err = bench(*FAST, "--systems", "diffusers-fcfs", "--resume", run_dir)
@@ -189,6 +192,7 @@ def test_a_sweep_of_another_engine_is_refused_before_a_model_is_loaded(bench: Ca
     assert "Loading" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -55,6 +55,7 @@ def test_all_metrics_then_a_comparison_and_a_gate(run_psctl: RunPsctl, model_dir
     assert "patched: holds another set of images: engine is 'plain'" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [

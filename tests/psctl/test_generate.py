@@ -79,6 +79,7 @@ def test_prompts_from_a_file_and_sd3(run_psctl: RunPsctl, tmp_path: Path) -> Non
     assert [image["guidance_scale"] for image in json.loads(run.stdout)["images"]] == [5.0, 5.0]
 
 
+@pytest.mark.slow
 def test_existing_images_are_kept_unless_told_otherwise(generate: RunPsctl, tmp_path: Path) -> None:
     (tmp_path / "hat.png").write_text("precious")
     run = generate("a hat", "-o", "hat.png", "-r", "32")
@@ -89,6 +90,7 @@ def test_existing_images_are_kept_unless_told_otherwise(generate: RunPsctl, tmp_
     assert Image.open(tmp_path / "hat.png").size == (32, 32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -130,6 +132,7 @@ def test_unwritable_folder(generate: RunPsctl, tmp_path: Path) -> None:
     assert "not writable" in run.stderr
 
 
+@pytest.mark.slow
 def test_failed_image_is_reported_and_the_others_are_kept(generate: RunPsctl, tmp_path: Path) -> None:
     # A folder where the second image should go: it cannot be replaced by a file.
     (tmp_path / "images" / "001.png").mkdir(parents=True)

@@ -85,6 +85,7 @@ def test_a_bug_shows_where_it_is() -> None:
     assert done.stderr.splitlines()[-1].startswith("Error: TypeError: oops (this is a bug")
 
 
+@pytest.mark.slow
 def test_debug_shows_the_traceback_of_any_error() -> None:
     assert "Traceback" in run_body("raise UsageError('no')", PSCTL_DEBUG="1").stderr
     assert "Traceback" not in run_body("raise UsageError('no')", PSCTL_DEBUG="0").stderr
@@ -200,6 +201,7 @@ def test_data_goes_to_stdout_and_the_rest_to_stderr() -> None:
     assert (json.loads(done.stdout), done.stderr) == ({"images": 3}, "Warning: slow\n")
 
 
+@pytest.mark.slow
 def test_in_a_pipe_a_phase_is_one_line_when_it_starts_and_one_when_it_ends() -> None:
     body = "with out.phases() as start:\n    advance = start('images', total=40)\n    [advance() for _ in range(40)]"
     done = run_body(body)
@@ -254,6 +256,7 @@ def test_a_phase_that_fails_has_no_end() -> None:
     assert done.stderr.splitlines() == ["images: 2 to do, less than a minute ...", "Error: no"]
 
 
+@pytest.mark.slow
 def test_on_a_terminal_there_are_bars_with_the_time_left() -> None:
     screen, told = io.StringIO(), list[str]()
     console = Console(file=screen, force_terminal=True, width=100)
@@ -313,6 +316,7 @@ def test_help_waits_for_nothing_heavy() -> None:
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.slow
 def test_bundled_models_are_listed(spawn_psctl: RunPsctl) -> None:
     models = json.loads(spawn_psctl("models", "list", "--json").stdout)
     assert list(models) == ["emoji-xl", "emoji-3", "emoji-clip"]

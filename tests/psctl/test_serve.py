@@ -182,6 +182,7 @@ def test_trace_file_keeps_its_timestamps(serve: RunPsctl, tmp_path: Path) -> Non
     assert summary["duration"] > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

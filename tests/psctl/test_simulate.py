@@ -232,6 +232,7 @@ def trace_at(rate: float) -> Sequence[Request]:
     return generate_trace(config, ["a"])
 
 
+@pytest.mark.slow
 def test_searches(folder: Path) -> None:
     seen: list[float] = []
 

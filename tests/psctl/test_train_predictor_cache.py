@@ -68,6 +68,7 @@ def test_people_see_a_table_and_where_it_is(run: Run, tmp_path: Path) -> None:
     assert Path("new/p.png").is_file()
 
 
+@pytest.mark.slow
 def test_options_reach_the_training(run: Run, tmp_path: Path) -> None:
     write_profile(tmp_path / TABLE)
     options = ("--seed", "5", "--min-confidence", "0.7", "--max-rows", "5000", "--trees", "2", "--json", "--quiet")

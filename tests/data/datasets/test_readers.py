@@ -146,6 +146,7 @@ def test_the_emoji_world():
         open_dataset("emoji", resolution="big")
 
 
+@pytest.mark.slow
 def test_no_torch_is_imported():
     code = (
         "import sys; from patchedserve.data.datasets import folders, loading, registry, sampling; "

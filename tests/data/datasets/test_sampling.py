@@ -44,6 +44,7 @@ def test_the_choice_of_captions_is_this_one_on_every_machine(coco: CaptionDatase
     ]
 
 
+@pytest.mark.slow
 def test_another_process_with_another_hash_seed_draws_the_same(coco: CaptionDataset, tmp_path: Path):
     code = (
         "import sys; from patchedserve.data.datasets.registry import open_dataset; "

@@ -22,6 +22,7 @@ from patchedserve.data.resolution import Resolution
 SIZES = [Resolution(128, 128), Resolution(192, 128), Resolution(128, 256)]
 
 
+@pytest.mark.slow
 def test_every_drawing_rasterises_to_something_visible():
     names = object_names()
     assert len(names) == 126

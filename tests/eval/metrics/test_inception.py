@@ -99,6 +99,7 @@ def test_weights_file_with_counters_and_a_classifier_is_taken(state: dict[str, t
         InceptionNet(given)
 
 
+@pytest.mark.slow
 def test_our_network_equals_the_published_torchscript(
     published: InceptionFeatures, state: dict[str, torch.Tensor]
 ) -> None:

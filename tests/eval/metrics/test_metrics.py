@@ -253,6 +253,7 @@ def test_paired_fid_has_an_interval_of_its_own_size() -> None:
         paired_fid(first, second[:9])
 
 
+@pytest.mark.slow
 def test_fid_interval_of_few_resamples_holds_what_it_promises() -> None:
     """Of 40 resamples, the outermost quantiles hold about 90 %; standard deviations hold 95 %."""
     rng = np.random.default_rng(3)

@@ -174,6 +174,7 @@ def test_another_predictor_under_the_same_name_starts_anew(
         evaluate(model, captions, tmp_path, images_dir=again.images_dir)
 
 
+@pytest.mark.slow
 def test_images_whose_saving_was_not_counted_are_told(model_dir: Path, captions: str, tmp_path: Path) -> None:
     model = served(model_dir, CACHE)
     first, _ = evaluate(model, captions, tmp_path)
@@ -208,6 +209,7 @@ def test_what_was_saved_adds_up() -> None:
     }
 
 
+@pytest.mark.slow
 def test_an_interrupted_set_keeps_what_was_counted(model_dir: Path, captions: str, tmp_path: Path) -> None:
     model = served(model_dir, CACHE)
     options = replace(OPTIONS, dataset=captions, max_batch_size=1)

@@ -31,6 +31,7 @@ def model(model_dir: Path) -> ServedModel:
     return load_model(str(model_dir), "cpu", "float32")
 
 
+@pytest.mark.slow
 def test_a_set_is_what_plain_diffusers_draws_and_goes_on_where_it_stopped(model: ServedModel, tmp_path: Path) -> None:
     from patchedserve.eval.sets.generate import _request
 

@@ -60,6 +60,7 @@ def test_every_setting_of_the_engine_is_measured_by_itself(pipe: Any, tmp_path: 
     assert num_measured(served(pipe, EngineOptions(), fingerprint="g"), tmp_path) == 1
 
 
+@pytest.mark.slow
 def test_threads_count(pipe: Any, tmp_path: Path) -> None:
     model, threads = served(pipe, EngineOptions("plain")), torch.get_num_threads()
     assert num_measured(model, tmp_path) == 1

@@ -145,6 +145,7 @@ def test_report_of_an_empty_run_says_so(tmp_path: Path) -> None:
     assert _Page(text).tags["picture"] == 0
 
 
+@pytest.mark.slow
 def test_report_without_a_completed_request_says_so_and_gives_the_reasons(tmp_path: Path) -> None:
     records = [RequestRecord.of(Request(i, "a <fox>", SIZES[0], arrival_s=i * 0.5)) for i in range(3)]
     records[0].close("failed", 1.0, "out of memory")

@@ -37,6 +37,7 @@ def sdxl() -> ServedModel:
     return build_model(tiny_sdxl(), name="tiny")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [tiny_sdxl, tiny_sd, tiny_sd3, lambda: with_scheduler(tiny_sdxl(), DDIMScheduler)],

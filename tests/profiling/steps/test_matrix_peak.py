@@ -43,6 +43,7 @@ def test_all_sides_of_a_unet_do_the_same_operations() -> None:
     assert 0.85 * operations_of(batched) < patched <= operations_of(batched)
 
 
+@pytest.mark.slow
 def test_the_peak_is_that_of_large_products() -> None:
     peak = matrix_peak(CPU, torch.float32)
     assert matrix_peak(CPU, torch.float32) == peak  # measured once

@@ -127,6 +127,7 @@ def test_another_content_of_a_file_is_another_sweep(run_psctl: RunPsctl, tiny: d
     assert "was begun with settings prompts" in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_table_of_smaller_batches_is_not_taken(tmp_path: Path) -> None:
     options = EngineOptions("plain")
     model = build_model(tiny_sdxl(), name="tiny", fingerprint="f", defaults=ModelDefaults(), options=options)

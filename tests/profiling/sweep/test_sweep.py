@@ -107,6 +107,7 @@ def test_files_of_a_trace_count_by_their_content(tmp_path: Path, option: str, na
         SweepFolder(folder, {"settings": wanted.fixed()})
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_read_as_what_figures_need(tmp_path: Path) -> None:
     from patchedserve.data.resolution import Resolution
     from patchedserve.serving.core.request_state import RequestRecord
@@ -149,6 +150,7 @@ def test_orders_rotate_and_seeds_come_last() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["simulator_side", "runner"])
 def test_sweeps_of_the_simulator_import_no_torch(module: str) -> None:
     code = f"import sys, patchedserve.profiling.sweep.{module}; print('torch' in sys.modules)"

@@ -296,6 +296,7 @@ def test_image_mode_skips_only_where_all_agree() -> None:
     assert cache.stats.skipped == 0, "among so many patches one always disagrees"
 
 
+@pytest.mark.slow
 def test_guided_requests_decide_for_both_rows() -> None:
     model, patched, cache = cached_model("sdxl", "image", Switch(0.5))
     cache.rule.is_on = True  # type: ignore[attr-defined]

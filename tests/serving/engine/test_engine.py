@@ -60,6 +60,7 @@ def serve(model: ServedModel, requests: Sequence[Request], policy: Any = None, *
     return engine.run()
 
 
+@pytest.mark.slow
 def test_records_tell_the_story_in_order(model: ServedModel, tmp_path: Path) -> None:
     finished: list[int] = []
     result = serve(
@@ -351,6 +352,7 @@ def test_interrupt_keeps_what_is_finished(model: ServedModel, tmp_path: Path) ->
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("psctl-")]
 
 
+@pytest.mark.slow
 def test_stage_threads_leave_the_callers_threads_alone(model: ServedModel) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -422,6 +424,7 @@ def test_wrong_use(model: ServedModel) -> None:
         engine.start()
 
 
+@pytest.mark.slow
 def test_requests_that_the_model_cannot_serve(model: ServedModel) -> None:
     sd3 = build_model(tiny_sd3(), name="tiny-3")
     with pytest.raises(UsageError, match=r"40x32: .*multiples of 16 pixels"):

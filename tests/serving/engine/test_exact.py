@@ -162,6 +162,7 @@ def test_20_steps_of_a_mixed_batch_equal_plain(
     assert relative_error([result.latents[request.request_id][0] for request in LONG], plain_long(build)) <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [tiny_sd, tiny_sdxl, tiny_sd3])
 def test_images_equal_plain(build: Callable[[], Any]) -> None:
     pipe = build()

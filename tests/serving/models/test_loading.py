@@ -46,6 +46,7 @@ def test_loaded_model_is_the_saved_one(build: Callable, tmp_path: Path) -> None:
     assert torch.equal(plain_latents(model.pipe, request), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("build", [tiny_sdxl, tiny_sd3])
 def test_dtype_holds_for_every_component(build: Callable, tmp_path: Path, dtype: str) -> None:
@@ -66,6 +67,7 @@ def test_defaults_come_from_the_model(tmp_path: Path) -> None:
     assert load_model(str(path)).defaults == defaults
 
 
+@pytest.mark.slow
 def test_fingerprint_changes_with_the_weights(broken_dir: Path, sdxl_dir: Path) -> None:
     before = load_model(str(sdxl_dir)).fingerprint
     (broken_dir / "figures.json").write_text('{"fid": 1}')

@@ -115,6 +115,7 @@ class Rerun:
         return play, result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [IMAGE, PATCH_STITCH], ids=str)
 @pytest.mark.parametrize("name", ["sdxl", "sd3"])
 def test_recorded_passes_read_what_is_new(name: str, way: Way) -> None:

@@ -149,6 +149,7 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", REFUSALS)
 def test_model_that_patches_cannot_run_is_refused(problem: str) -> None:
     build, pattern = REFUSALS[problem]
@@ -180,6 +181,7 @@ def test_advice_of_a_refusal_helps(build: Callable[..., Any], on: tuple[Any, ...
     assert relative_error(run_patched(IMAGE.build(model), rows), run_plain(build(), rows)) <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "patch_size", "message"),
     [

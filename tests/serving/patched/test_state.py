@@ -129,6 +129,7 @@ def test_repeated_text_tokens(name: str) -> None:
 # The given model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_swap_can_be_undone(name: str) -> None:
     model = MODELS[name](seed=14)
@@ -163,6 +164,7 @@ def test_given_model_is_left_alone_and_its_weights_are_shared(name: str) -> None
         assert not {id(module) for module in patched.model.modules()} & {id(module) for module in model.modules()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changed"),
     [

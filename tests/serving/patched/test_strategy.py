@@ -82,6 +82,7 @@ def test_measurements_are_kept_for_the_same_circumstances_only(
         tuning.strategy_table(model, SIZES, tmp_path, fingerprint="a")
 
 
+@pytest.mark.slow
 def test_tuning_refuses_a_patch_size_that_does_not_fit(tmp_path: Path) -> None:
     for options in (EngineOptions(patch_size=3), EngineOptions(order="patch", patch_size=2)):
         served = build_model(tiny_sdxl(), name="tiny", options=options)

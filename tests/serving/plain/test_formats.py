@@ -81,6 +81,7 @@ def test_both_formats_denoise_alike(served: ServedModel, count: int) -> None:
     assert not torch.equal(*results), "the same model ran twice"
 
 
+@pytest.mark.slow
 def test_it_is_measured_once_for_the_same_circumstances(
     served: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -239,6 +239,7 @@ def test_removing_a_request_costs_the_others_little(name: str) -> None:
     assert sum(falls) <= 0, "on average the others gain"
 
 
+@pytest.mark.slow
 def test_overload_is_bounded_and_reported() -> None:
     # 10 minutes at 5 times what the GPU can take (2.8 requests of 50 steps a second in full batches).
     requests = trace(8_400, 14.0, steps=50)

@@ -75,6 +75,7 @@ def test_scene_targets_name_objects_and_background():
         assert list(BACKGROUNDS)[ground] == scene.background
 
 
+@pytest.mark.slow
 def test_the_caption_reader_trains_its_encoder(tokenizer):
     torch.manual_seed(0)
     reader = CaptionReader(new_text_encoder(64, 2, tokenizer))
@@ -88,6 +89,7 @@ def test_the_caption_reader_trains_its_encoder(tokenizer):
     assert gradient.abs().sum() > 0
 
 
+@pytest.mark.slow
 def test_normalised_latents_have_unit_scale_and_decode_as_before():
     torch.manual_seed(0)
     vae: Any = new_autoencoder().eval()

@@ -87,6 +87,7 @@ def test_known_law_is_learned(fitted: LatencyPredictor) -> None:
     assert max(worst) < 0.12
 
 
+@pytest.mark.slow
 def test_reported_errors_are_of_this_model_on_unseen_rows(fitted: LatencyPredictor, rows: list[LatencyRow]) -> None:
     unseen = [row for row in rows if row.label in fitted.about.fit["held_out"]]
     assert len(unseen) == 60
@@ -152,6 +153,7 @@ def test_seeded(rows: list[LatencyRow]) -> None:
     assert other.about.fit["held_out"] != one.about.fit["held_out"]
 
 
+@pytest.mark.slow
 def test_order_does_not_matter_and_predictions_are_remembered(predictor: LatencyPredictor) -> None:
     batch = [S, L, M, S, L, S]
     latency_s = predictor.step_latency_s(batch)
@@ -335,6 +337,7 @@ def test_damaged_files(saved: Path) -> None:
     LatencyPredictor.load(saved)
 
 
+@pytest.mark.slow
 def test_files_that_are_something_else(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file(load_file(saved), tmp_path / "other.safetensors")
     with pytest.raises(UsageError, match="is not a latency predictor"):
@@ -375,5 +378,6 @@ def test_predicting_imports_neither_torch_nor_scikit_learn(saved: Path) -> None:
     assert done.stderr == "[]\n"
 
 
+@pytest.mark.slow
 def test_timing_is_of_single_predictions(fitted: LatencyPredictor, rows: list[LatencyRow]) -> None:
     assert 0 < time_predictions(fitted, rows[:50]) < 1e6
