@@ -5,7 +5,7 @@ have. A cell has a slot, which it keeps as long as its request is served; slots 
 Slot 0 belongs to no cell and holds zeros, which is what is read beyond the edge of an image.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 
 import numpy as np
@@ -39,9 +39,11 @@ class CellTables:
     """Index tables of one packing and one assignment of slots; built when the active set changes.
 
     `cell_size` is the side of a cell in latent pixels, which divides all sides and suits all levels; `unit` that of a
-    token of the finest level.
+    token of the finest level, `owners` the request of every row.
 
     Attributes:
+        owners: requests that have these cells.
+        everyone: requests of the batch that these cells are part of.
         slots: (cells,) slot of every cell, from 1.
         num_cells: cells of all rows.
         row_of_cell: (cells,).
@@ -49,8 +51,19 @@ class CellTables:
         kept: the tables that were made, by name and levels.
     """
 
-    def __init__(self, packing: Packing, cell_size: int, unit: int, slots: Integers) -> None:
+    def __init__(
+        self,
+        packing: Packing,
+        cell_size: int,
+        unit: int,
+        slots: Integers,
+        owners: Sequence[int],
+        everyone: frozenset[int] | None = None,
+    ) -> None:
         self.packing, self.slots, self.device = packing, slots, packing.row_index.device
+        self._cell_size, self._unit, self._row_owners = cell_size, unit, owners
+        self.owners = frozenset(owners)
+        self.everyone = everyone or self.owners
         self._sides = [(cell_size // unit) >> level.index for level in packing.levels]
         counts = [height * width // cell_size**2 for height, width in packing.sizes]
         self.row_start: Integers = np.cumsum([0, *counts])
@@ -59,6 +72,20 @@ class CellTables:
         self.row_of_cell = np.repeat(np.arange(len(counts)), counts)
         self.kept: dict[tuple[str | int, ...], Tensor] = {}
         self._samples: dict[int, tuple[int, Tensor]] = {}
+
+    def of_rows(self, rows: Sequence[int], slots: Integers) -> "CellTables":
+        """Tables of only these rows, whose cells have these slots."""
+        owners = [self._row_owners[row] for row in rows]
+        return CellTables(self.packing.of_rows(rows), self._cell_size, self._unit, slots, owners, self.everyone)
+
+    def token_span(self, row: int, level: int) -> tuple[int, int]:
+        """First token of a row in packed order, and the one behind its last."""
+        for group in self.packing.levels[level].groups:
+            if row < group.first_row + group.rows:
+                area = group.height * group.width
+                first = group.start + (row - group.first_row) * area
+                return first, first + area
+        raise IndexError(f"the batch has no row {row}")
 
     def side(self, level: int) -> int:
         """Tokens on the side of a cell at a level."""

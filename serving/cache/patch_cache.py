@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...data.errors import UsageError
 from ..layout.packing import Packing
-from .active import ActiveSet
+from .active import Active, ActiveRows, ActiveSet
 from .cells import CellTables, Integers, SlotTable
 from .options import CacheOptions
 from .rules import Booleans, PatchView, ReuseRule
@@ -31,7 +31,8 @@ class CacheStats:
         patches, skipped: patches of requests over all blocks and steps, and how many of them were reused; their
             quotient is the saved computation of PatchedServe, section 8.
         by_block: the same two for every block.
-        whole, masked, skipped_blocks: how often a block ran in full, for some cells, and not at all.
+        whole, rows, masked, skipped_blocks: how often a block ran in full, for some whole requests, for some cells, and
+            not at all.
         uncached: how often a block ran without the cache because of the memory bound.
         peak_bytes: the most that was kept.
         overhead_s: seconds spent on deciding and keeping, without the blocks themselves.
@@ -41,6 +42,7 @@ class CacheStats:
     skipped: int = 0
     by_block: dict[str, list[int]] = field(default_factory=dict)
     whole: int = 0
+    rows: int = 0
     masked: int = 0
     skipped_blocks: int = 0
     uncached: int = 0
@@ -57,6 +59,7 @@ class CacheStats:
             "saved_computation": self.saved_share,
             "saved_by_block": {name: skipped / patches for name, (patches, skipped) in self.by_block.items()},
             "blocks_whole": self.whole,
+            "blocks_rows": self.rows,
             "blocks_masked": self.masked,
             "blocks_skipped": self.skipped_blocks,
             "blocks_uncached": self.uncached,
@@ -95,12 +98,12 @@ class Decision:
     """Which cells go through a block.
 
     Attributes:
-        kind: `whole` for all of them, `skipped` for none, `masked` for some.
-        active: these, where it is masked.
+        kind: `whole` for all of them, `skipped` for none, `rows` for all of some requests, `masked` for any others.
+        active: these, where it is some.
     """
 
-    kind: Literal["whole", "masked", "skipped"]
-    active: ActiveSet | None = None
+    kind: Literal["whole", "rows", "masked", "skipped"]
+    active: Active = None
 
 
 class PatchCache:
@@ -201,7 +204,8 @@ class PatchCache:
             if self.options.mode == "image" and not reuse.all():
                 reuse[:] = False
         num_active = batch.num_patches - int(reuse.sum())
-        if num_active > self.options.full_above * batch.num_patches:
+        rows = batch.whole_requests(reuse) if 0 < num_active < batch.num_patches else None
+        if rows is None and num_active > self.options.full_above * batch.num_patches:
             reuse[:] = False
             num_active = batch.num_patches
         self.stats.count(self.names[block], batch.num_patches, batch.num_patches - num_active)
@@ -215,10 +219,13 @@ class PatchCache:
         if num_active == 0:
             self.stats.skipped_blocks += 1
             return Decision("skipped")
+        if rows is not None:
+            self.stats.rows += 1
+            return Decision("rows", rows)
         self.stats.masked += 1
         return Decision("masked", ActiveSet(batch.tables, np.flatnonzero(~is_reused)))
 
-    def keep(self, block: int, inputs: Tokens, outputs: Tokens, row_outputs: Tokens, active: ActiveSet | None) -> None:
+    def keep(self, block: int, inputs: Tokens, outputs: Tokens, row_outputs: Tokens, active: Active) -> None:
         """Keep what a block has computed, if there is room."""
         started = time.perf_counter()
         store = self.stores[block]
@@ -302,9 +309,10 @@ class PatchBatch:
         row_counts = np.repeat(counts, [request.num_rows for request in requests])
         places = np.concatenate([np.arange(count) for count in row_counts])
         second = np.concatenate([np.arange(request.num_rows) for request in requests])
-        keys = np.repeat([request.key for request in requests for _ in range(request.num_rows)], row_counts)
+        owners = [request.key for request in requests for _ in range(request.num_rows)]
+        keys = np.repeat(owners, row_counts)
         self.keys: Integers = (keys << 21) + (np.repeat(second, row_counts) << 20) + places
-        self.tables = CellTables(packing, cell_size, unit, slots.assign(self.keys))
+        self.tables = CellTables(packing, cell_size, unit, slots.assign(self.keys), owners)
         starts = self.tables.row_start
         self.request_keys = [request.key for request in requests]
         self.request: Integers = np.repeat(np.arange(len(requests)), counts)
@@ -315,6 +323,8 @@ class PatchBatch:
         self.last_cell: Integers = starts[rows[1:] - 1][self.request] + patch
         self.patch_of_cell: Integers = np.empty(self.tables.num_cells, np.int64)
         self.patch_of_cell[self.first_cell] = self.patch_of_cell[self.last_cell] = np.arange(self.num_patches)
+        self._rows, self._counts = rows, counts
+        self._active_rows: dict[bytes, ActiveRows] = {}
         device = self.tables.device
         self.patch: Integers = patch
         self.first_cell_tensor = torch.from_numpy(self.first_cell).to(device)
@@ -327,3 +337,14 @@ class PatchBatch:
     def start_step(self, steps_done: Integers, warmup_steps: int) -> None:
         self.steps_done = steps_done[self.request]
         self.is_forced = (self.steps_done < warmup_steps) | (self.steps_done >= self.num_steps - 1)
+
+    def whole_requests(self, reuse: Booleans) -> ActiveRows | None:
+        """The rows to compute, if of each request either all patches (patches,) are reused or none is."""
+        is_computed = np.logical_not(reuse[self.request_start])
+        if (np.repeat(is_computed, self._counts) == reuse).any():
+            return None
+        key = is_computed.tobytes()
+        if key not in self._active_rows:
+            of_row = np.repeat(is_computed, np.diff(self._rows))
+            self._active_rows[key] = ActiveRows(self.tables, np.flatnonzero(of_row))
+        return self._active_rows[key]

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .active import ActiveSet
+from .active import Active
 from .cells import CellTables, Integers, match_keys
 
 LEAST_SQUARE = 1e-12
@@ -107,7 +107,7 @@ class BlockStore:
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
         row_outputs: Sequence[Tensor],
-        active: ActiveSet | None,
+        active: Active,
     ) -> None:
         """Keep what was computed: of all cells, or of the active ones.
 

@@ -1,6 +1,7 @@
 """The patch cache: exact where nothing is reused or nothing has changed, and nobody sees the slots of others."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,19 @@ class ByPlace(ReuseRule):
         place = np.arange(len(view.request)) - starts
         mixed = (view.block * 7 + view.steps_done * 3 + place * 5 + view.pixels // 1024) * 2654435761 % 2**32
         return mixed / 2**32 < 0.5
+
+
+class ByRequest(ReuseRule):
+    """Reuses all patches of some requests; at every fourth step of the first one also by `ByPlace`."""
+
+    needs_change = True
+
+    def __init__(self) -> None:
+        self.by_place = ByPlace()
+
+    def may_reuse(self, view: PatchView) -> Booleans:
+        is_reused = (view.steps_done * 2 + view.request + view.pixels // 4096) % 3 != 0
+        return self.by_place.may_reuse(view) if view.steps_done[0] % 4 == 3 else is_reused
 
 
 class Switch(ReuseRule):
@@ -127,6 +141,54 @@ def test_masked_computation_is_exact_where_nothing_has_changed(name: str, order:
         assert relative_error(step(patched, rows, [done] * len(rows)), expected) < 1e-5
     assert cache.stats.masked >= 4 * len(cache.names)
     assert 0.3 < cache.stats.saved_share < 0.6
+
+
+@pytest.mark.parametrize("order", ["image", "patch"])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_whole_requests_are_computed_as_by_the_plain_model(name: str, order: Any) -> None:
+    """A request of which every block is computed needs nothing that is kept, whoever else is in the batch."""
+    model, patched, cache = cached_model(name, order, ByRequest())
+    plain = PatchedModel(model, order=order, patch_size=8 if order == "patch" else None, strategy="regroup")
+    first = draw_rows(model, SIZES)
+    begin(patched, first)
+    num_computed = 0
+    for done in (4, 5, 6):
+        latents = [row.latents for row in draw_rows(model, SIZES, seed=done)]
+        rows = [replace(row, latents=new) for row, new in zip(first, latents, strict=True)]
+        expected = run_patched(plain, rows)
+        found = step(patched, rows, [done] * len(rows))
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            height, width = SIZES[number]
+            is_computed = done == 4 or (done * 2 + number + height * width // 64) % 3 == 0
+            num_computed += is_computed
+            assert (relative_error([one], [other]) < 1e-5) == is_computed
+    assert len(SIZES) < num_computed < 3 * len(SIZES)
+    assert (cache.stats.whole, cache.stats.rows) == (len(cache.names), 2 * len(cache.names))
+
+
+@pytest.mark.parametrize("order", ["image", "patch"])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_whole_requests_keep_what_masked_ones_would(name: str, order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same decisions, computed as batches of their own and cell by cell, while requests join and leave."""
+    found = []
+    for is_masked in (False, True):
+        if is_masked:
+            monkeypatch.setattr("patchedserve.serving.cache.patch_cache.PatchBatch.whole_requests", lambda *_: None)
+        model, patched, cache = cached_model(name, order, ByRequest())
+        outputs = []
+        for keys, steps in (
+            ([0, 1, 2, 3, 4], range(4, 9)),
+            ([0, 5, 2, 3, 6], range(9, 14)),
+            ([5, 7, 3, 6, 4], range(14, 18)),
+        ):
+            begin(patched, draw_rows(model, SIZES), keys)
+            for done in steps:
+                rows = draw_rows(model, SIZES, seed=done)
+                outputs += step(patched, rows, [done] * len(rows))
+        found.append(outputs)
+        assert (cache.stats.rows == 0) == is_masked
+        assert cache.stats.masked > len(cache.names)
+    assert relative_error(*found) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["sdxl", "sd3"])
