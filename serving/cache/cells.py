@@ -17,9 +17,9 @@ from ..layout.packing import Level, Packing
 
 Integers = NDArray[np.int64]
 
-_SAMPLE_EVERY = 4
-"""The change of a cell's input is estimated from every fourth token, where lines are that long: comparing all of them
-took half of the cache's time."""
+_SAMPLE_FROM_SIDE = 4
+"""The change of a cell of so many tokens on a side is told from every other token of every other line: comparing all of
+them took half of the cache's time."""
 
 
 def _kept_tensor(make: Callable[..., Integers]) -> Callable[..., Tensor]:
@@ -71,7 +71,6 @@ class CellTables:
         assert len(slots) == self.num_cells
         self.row_of_cell = np.repeat(np.arange(len(counts)), counts)
         self.kept: dict[tuple[str | int, ...], Tensor] = {}
-        self._samples: dict[int, tuple[int, Tensor]] = {}
 
     def of_rows(self, rows: Sequence[int], slots: Integers) -> "CellTables":
         """Tables of only these rows, whose cells have these slots."""
@@ -100,17 +99,12 @@ class CellTables:
         """(cells, side * side) tokens of each cell in packed order."""
         return self._tokens(level)
 
-    def sample(self, level: int) -> tuple[int, Tensor]:
-        """Every n-th token of a level, and (cells, tokens of a cell / n) where each cell's lie among them.
-
-        The largest n up to `_SAMPLE_EVERY` is taken that is fair to all cells.
-        """
-        if level not in self._samples:
-            tokens = self._tokens(level)
-            every = next(n for n in (_SAMPLE_EVERY, 2, 1) if _is_fair(tokens, n))
-            places = tokens[tokens % every == 0].reshape(len(tokens), -1) // every
-            self._samples[level] = every, torch.from_numpy(places).to(self.device)
-        return self._samples[level]
+    @_kept_tensor
+    def sample(self, level: int) -> Integers:
+        """(cells, n) the tokens of each cell from which changes of it are told: the same ones in every packing."""
+        side = self._sides[level]
+        every = 2 if side >= _SAMPLE_FROM_SIDE else 1
+        return self._tokens(level).reshape(-1, side, side)[:, ::every, ::every].reshape(self.num_cells, -1)
 
     @_kept_tensor
     def slot_tokens(self, level: int) -> Integers:
@@ -216,8 +210,3 @@ def match_keys(new: Integers, old: Integers) -> tuple[Integers, Integers]:
     there = order[place]
     here = np.flatnonzero(old[there] == new)
     return here, there[here]
-
-
-def _is_fair(tokens: Integers, every: int) -> bool:
-    """Whether every n-th token gives each cell (cells, tokens) its n-th part."""
-    return bool(((tokens % every == 0).sum(1) * every == tokens.shape[1]).all())

@@ -30,8 +30,9 @@ class CacheOptions:
         max_reuse: how many steps in a row a patch may reuse a block.
         warmup_steps: first steps of a request that are computed in full; so is its last step.
         memory_mb: bound of what the cache keeps; a block that would exceed it runs uncached.
-        full_above: share of patches to compute above which a block computes all of them, which then costs no more and
-            is fresher. Measured with emoji-xl on a CPU: half the patches take nine tenths of the time of all.
+        full_above: of the requests that have patches to compute: the share of these above which a block computes all
+            patches of these requests, which then costs no more and is fresher. Measured with emoji-xl on a CPU: half
+            the patches take nine tenths of the time of all.
 
     Raises:
         UsageError: a value is not allowed.

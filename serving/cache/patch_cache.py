@@ -16,7 +16,7 @@ from .cells import CellTables, Integers, SlotTable
 from .options import CacheOptions
 from .rules import Booleans, PatchView, ReuseRule
 from .slots import SlotBuffer
-from .store import BlockStore, mean_square
+from .store import BlockStore
 
 Tokens = tuple[Tensor, ...]
 OnComputed = Callable[[int, Tokens, Tokens], None]
@@ -138,6 +138,9 @@ class PatchCache:
         self._bytes_per_cell: dict[int, float] = {}
         self._batch: PatchBatch | None = None
         self._is_first_block = False
+        self._step = 0
+        self._maker: dict[int, BlockStore] = {}
+        """Which store keeps the tensor at an address: inputs of a block that others have made need no second look."""
 
     @property
     def tables(self) -> CellTables:
@@ -181,6 +184,7 @@ class PatchCache:
         """Say how far each request is, before every step."""
         self.batch.start_step(np.asarray(steps_done), self.options.warmup_steps)
         self._is_first_block = True
+        self._step += 1
 
     def decide(self, block: int, inputs: Tokens) -> Decision:
         """Say which cells go through a block that is handed these tokens.
@@ -189,7 +193,10 @@ class PatchCache:
         """
         started = time.perf_counter()
         batch, store = self.batch, self.stores[block]
-        store.move_to(batch.tables, batch.keys)
+        if store.tables is not batch.tables:
+            self._unregister(store)
+            store.move_to(batch.tables, batch.keys)
+            self._register(store)
         if self._is_first_block and self.rule.observes:
             self._observe(batch, inputs)
         self._is_first_block = False
@@ -200,14 +207,11 @@ class PatchCache:
         )
         reuse = np.zeros(batch.num_patches, bool)
         if not must.all():
-            reuse = self._ask(block, store, inputs, batch) & ~must
+            reuse = self._ask(block, store, inputs, batch, must) & ~must
             if self.options.mode == "image" and not reuse.all():
                 reuse[:] = False
+        rows = batch.fill(reuse, self.options.full_above)
         num_active = batch.num_patches - int(reuse.sum())
-        rows = batch.whole_requests(reuse) if 0 < num_active < batch.num_patches else None
-        if rows is None and num_active > self.options.full_above * batch.num_patches:
-            reuse[:] = False
-            num_active = batch.num_patches
         self.stats.count(self.names[block], batch.num_patches, batch.num_patches - num_active)
         is_reused = reuse[batch.patch_of_cell]
         store.check_mask(is_reused)
@@ -235,7 +239,9 @@ class PatchCache:
             self.stats.uncached += 1
             self._forget(block)
             return
-        store.put(inputs, outputs, row_outputs, active)
+        self._unregister(store)
+        store.put(inputs, outputs, row_outputs, active, self._step)
+        self._register(store)
         self._bytes[block] = store.num_bytes + sum(kept.num_bytes for kept in self._kept[block])
         num_cells = self.tables.num_cells
         own = store.num_bytes / num_cells
@@ -254,7 +260,15 @@ class PatchCache:
             self._forget(block)
         self._previous.clear()
 
+    def _register(self, store: BlockStore) -> None:
+        self._maker |= {tensor.data_ptr(): store for tensor in store.outputs}
+
+    def _unregister(self, store: BlockStore) -> None:
+        for tensor in store.outputs:
+            self._maker.pop(tensor.data_ptr(), None)
+
     def _forget(self, block: int) -> None:
+        self._unregister(self.stores[block])
         self.stores[block].clear()
         self._bytes[block] = 0
         for kept in self._kept[block]:
@@ -265,10 +279,12 @@ class PatchCache:
         """What all blocks keep."""
         return sum(self._bytes)
 
-    def _ask(self, block: int, store: BlockStore, inputs: Tokens, batch: "PatchBatch") -> Booleans:
+    def _ask(self, block: int, store: BlockStore, inputs: Tokens, batch: "PatchBatch", must: Booleans) -> Booleans:
         change = None
         if self.rule.needs_change:
-            by_cell = store.change(inputs)
+            makers = [self._maker.get(tensor.data_ptr()) for tensor in inputs]
+            stamps = [None if maker is None else maker.changed_at for maker in makers]
+            by_cell = store.change(inputs, stamps, self._step, ~must[batch.patch_of_cell])
             change = torch.maximum(by_cell.take(batch.first_cell_tensor), by_cell.take(batch.last_cell_tensor))
         known = batch.request, batch.steps_done, batch.num_steps, store.reuses[batch.first_cell], batch.pixels
         return self.rule.may_reuse(PatchView(block, len(self.stores), change, *known))
@@ -278,14 +294,13 @@ class PatchCache:
         store, tables = self._previous, batch.tables
         store.move_to(tables, batch.keys)
         changes = np.full(len(batch.request_keys), np.inf)
-        if store.inputs:
-            assert store.square is not None
-            moved = mean_square(inputs, tables, minus=store.inputs)
-            sums = torch.stack([moved, store.square]).double().cpu().numpy()
+        if store.square is not None:
+            relative = store.change(inputs, [None] * len(inputs), self._step, store.is_known)
+            sums = torch.stack([relative * store.square, store.square]).double().cpu().numpy()
             first = batch.first_cell[batch.request_start]
             sums = np.add.reduceat(sums[:, batch.first_cell] + sums[:, batch.last_cell], batch.request_start, axis=1)
             changes = np.where(store.is_known[first], np.sqrt(sums[0] / sums[1]), np.inf)
-        store.put(inputs, (), (), None)
+        store.put(inputs, (), (), None, self._step)
         self.rule.observe(batch.request_keys, changes, batch.is_forced[batch.request_start])
 
 
@@ -338,13 +353,26 @@ class PatchBatch:
         self.steps_done = steps_done[self.request]
         self.is_forced = (self.steps_done < warmup_steps) | (self.steps_done >= self.num_steps - 1)
 
-    def whole_requests(self, reuse: Booleans) -> ActiveRows | None:
-        """The rows to compute, if of each request either all patches (patches,) are reused or none is."""
-        is_computed = np.logical_not(reuse[self.request_start])
-        if (np.repeat(is_computed, self._counts) == reuse).any():
+    def fill(self, reuse: Booleans, full_above: float) -> ActiveRows | None:
+        """Compute all patches of the requests that have any to compute, where that costs no more than a mask.
+
+        Args:
+            reuse: (patches,) which are reused; changed in place.
+            full_above: share of these requests' patches to compute above which that is so.
+
+        Returns:
+            The rows to compute, if they are all of these requests'; None for all rows of the batch, none, or a mask.
+        """
+        is_touched = np.logical_or.reduceat(~reuse, self.request_start)
+        num_touched = int(self._counts[is_touched].sum())
+        num_active = len(reuse) - int(reuse.sum())
+        if num_active <= full_above * num_touched and num_active < num_touched:
             return None
-        key = is_computed.tobytes()
+        np.copyto(reuse, np.repeat(~is_touched, self._counts))
+        if is_touched.all() or not num_touched:
+            return None
+        key = is_touched.tobytes()
         if key not in self._active_rows:
-            of_row = np.repeat(is_computed, np.diff(self._rows))
-            self._active_rows[key] = ActiveRows(self.tables, np.flatnonzero(of_row))
+            rows = np.flatnonzero(np.repeat(is_touched, np.diff(self._rows)))
+            self._active_rows[key] = ActiveRows(self.tables, rows)
         return self._active_rows[key]

@@ -38,12 +38,15 @@ class SlotBuffer:
         self._passes = count()
         self._pending: dict[int, _Pass] = {}
         """The last pass of each request that is not yet put into its rows, by the request's key."""
+        self._pending_bytes = 0
 
     def keep(self, tokens: Tensor, tables: CellTables, level: int) -> None:
         """Take over the tokens [tokens, ...] of a pass, in packed order. They must not change afterwards."""
         self._pending |= dict.fromkeys(tables.owners, _Pass(next(self._passes), tokens, tables, level))
         if len(self._pending) > len(tables.everyone):
             self._pending = {key: last for key, last in self._pending.items() if key in tables.everyone}
+        # A view holds all of its storage.
+        self._pending_bytes = sum(last.tokens.untyped_storage().nbytes() for last in set(self._pending.values()))
 
     def rows(self, tables: CellTables, per_slot: int) -> Tensor:
         """What is kept, [slots * per_slot or more, ...]; slot 0 and new ones hold zeros."""
@@ -53,6 +56,7 @@ class SlotBuffer:
             places, values = self._placed(last.tokens, last.tables, last.level)
             self._reach((int(last.tables.slots.max()) + 1) * per_slot, values).index_copy_(0, places, values)
         self._pending.clear()
+        self._pending_bytes = 0
         assert self._rows is not None, "a block was masked before it ran in full"
         return self._reach((int(tables.slots.max()) + 1) * per_slot, self._rows)
 
@@ -76,15 +80,11 @@ class SlotBuffer:
         """What is held now."""
         return self._pending_bytes + (0 if self._rows is None else self._rows.nbytes)
 
-    @property
-    def _pending_bytes(self) -> int:
-        # A view holds all of its storage.
-        return sum(last.tokens.untyped_storage().nbytes() for last in set(self._pending.values()))
-
     def clear(self) -> None:
         """Forget everything."""
         self._rows = None
         self._pending.clear()
+        self._pending_bytes = 0
 
 
 class TokenSlots:

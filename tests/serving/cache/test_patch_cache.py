@@ -16,7 +16,7 @@ from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.cache.patch_cache import CachedRequest, Decision, PatchCache
 from patchedserve.serving.cache.rules import Booleans, InputThreshold, NeverReuse, PatchView, ReuseRule
 from patchedserve.serving.cache.slots import SlotBuffer
-from patchedserve.serving.cache.store import BlockStore, mean_square
+from patchedserve.serving.cache.store import BlockStore, mean_square, sampled
 from patchedserve.serving.patched.patched_model import PatchedModel
 
 from ...support.imposed_reuse import Imposed
@@ -173,7 +173,7 @@ def test_whole_requests_keep_what_masked_ones_would(name: str, order: Any, monke
     found = []
     for is_masked in (False, True):
         if is_masked:
-            monkeypatch.setattr("patchedserve.serving.cache.patch_cache.PatchBatch.whole_requests", lambda *_: None)
+            monkeypatch.setattr("patchedserve.serving.cache.patch_cache.PatchBatch.fill", lambda *_: None)
         model, patched, cache = cached_model(name, order, ByRequest())
         outputs = []
         for keys, steps in (
@@ -415,21 +415,68 @@ def test_changes_are_told_from_a_fair_sample(name: str, order: Any) -> None:
     tables, generator = cache.tables, torch.Generator().manual_seed(0)
     tensors, taken = [], []
     for level in tables.packing.levels:
-        every, places = tables.sample(level.index)
-        of_cell = tables.tokens(level.index)
-        assert places.shape[1] * every == of_cell.shape[1]
-        for cell, own in zip((places * every).tolist(), of_cell.tolist(), strict=True):
+        sample, of_cell = tables.sample(level.index), tables.tokens(level.index)
+        for cell, own in zip(sample.tolist(), of_cell.tolist(), strict=True):
             assert set(cell) <= set(own)
         tensors.append(torch.randn(level.num_tokens, 8, generator=generator))
-        taken.append([tensors[-1][cell] for cell in places * every])
-    assert tables.sample(0)[0] > 1, "the finest level is worth sampling"
+        taken.append([tensors[-1][cell] for cell in sample])
+    assert tables.sample(0).shape[1] < tables.tokens(0).shape[1], "the finest level is worth sampling"
     expected = [torch.cat([part.flatten() for part in cell]).square().mean() for cell in zip(*taken, strict=True)]
     assert torch.allclose(mean_square(tensors, tables), torch.stack(expected), rtol=1e-5)
     moved = [tensor + 0.5 for tensor in tensors]
     assert torch.allclose(mean_square(moved, tables, minus=tensors), torch.full((tables.num_cells,), 0.25), rtol=1e-4)
-    # What is the same memory has not changed; what is equal, neither.
-    assert not mean_square(tensors, tables, minus=tensors).any()
     assert not mean_square(tensors, tables, minus=[tensor.clone() for tensor in tensors]).any()
+
+
+class Spy(InputThreshold):
+    """Reuses what `ByRequest` says, and compares every change that it is shown with one told from scratch."""
+
+    def __init__(self, cache: list[PatchCache]) -> None:
+        super().__init__(0.0)
+        self.cache, self.rule, self.num_compared = cache, ByRequest(), 0
+        self.inputs: tuple[Tensor, ...] = ()
+
+    def may_reuse(self, view: PatchView) -> Booleans:
+        (cache,) = self.cache
+        store, inputs, batch = cache.stores[view.block], self.inputs, cache.batch
+        assert view.change is not None
+        assert store.square is not None
+        must = batch.is_forced | ~store.is_known[batch.first_cell] | (view.reuses >= OPTIONS.max_reuse)
+        sums = sum((sampled(x, cache.tables) - y).square().sum(1) for x, y in zip(inputs, store.samples, strict=True))
+        told = sums / sum(sample.shape[1] for sample in store.samples) / store.square
+        expected = torch.maximum(told[batch.first_cell_tensor], told[batch.last_cell_tensor])
+        assert torch.allclose(view.change[~must], expected[~must], rtol=1e-4, atol=1e-7)
+        self.num_compared += int((~must).sum())
+        return self.rule.may_reuse(view)
+
+
+@pytest.mark.parametrize("name", ["sdxl", "sd35"])
+def test_what_has_not_changed_need_not_be_looked_at_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes are told from the blocks that have run; the same as from all inputs, while requests join and leave."""
+    caches: list[PatchCache] = []
+    rule, decide, looked = Spy(caches), PatchCache.decide, 0
+
+    def spied(self: PatchCache, block: int, inputs: tuple[Tensor, ...]) -> Decision:
+        rule.inputs = inputs
+        return decide(self, block, inputs)
+
+    def counted(*arguments: Any) -> Tensor:
+        nonlocal looked
+        looked += len(arguments) == 2  # of all cells
+        return sampled(*arguments)
+
+    monkeypatch.setattr(PatchCache, "decide", spied)
+    monkeypatch.setattr("patchedserve.serving.cache.store.sampled", counted)
+    model, patched, cache = cached_model(name, "image", rule)
+    caches.append(cache)
+    num_inputs = 0
+    for keys, steps in (([0, 1, 2, 3, 4], range(4, 10)), ([0, 5, 2, 3, 6], range(10, 16))):
+        begin(patched, draw_rows(model, SIZES), keys)
+        for done in steps:
+            step(patched, draw_rows(model, SIZES, seed=done), [done] * len(SIZES))
+            num_inputs += sum(len(store.samples) for store in cache.stores)
+    assert rule.num_compared > 100
+    assert looked < 0.8 * num_inputs
 
 
 def test_inputs_are_kept_only_for_rules_that_compare() -> None:
@@ -440,7 +487,7 @@ def test_inputs_are_kept_only_for_rules_that_compare() -> None:
         begin(patched, rows)
         step(patched, rows, [5] * len(rows))
         kept[rule.needs_change] = cache.num_bytes
-        assert all(bool(store.inputs) == rule.needs_change for store in cache.stores)
+        assert all(bool(store.samples) == rule.needs_change for store in cache.stores)
     assert kept[False] < kept[True]
 
 
