@@ -1,12 +1,13 @@
 """Quality against time of the patch cache and of its baselines, all in one run (`psctl bench cache`).
 
-Every side serves the same batches of requests from first to last step; sides take turns, batch by batch. Images are
-compared with those of the same engine without the cache, and with what they should show.
+Every side serves the same requests from first to last step; sides take turns, batch by batch. Images are compared with
+those of the same engine without the cache, and with what they should show.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from itertools import cycle
+from typing import Any, Literal
 
 from PIL.Image import Image
 
@@ -28,6 +29,7 @@ from .sides import Setting, Side, make_side
 
 RESULT_FILE, QUALITY_PLOT, SAVED_PLOT, IMAGES_FILE = "cache.json", "cache.png", "cache-saved.png", "cache-images.png"
 _WARMUP_STEPS = 3
+Arrivals = Literal["together", "staggered"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +39,14 @@ class CacheBenchSettings:
     Attributes:
         rounds: batches that every side serves; each has prompts and seeds of its own.
         num_inference_steps: of every request.
+        arrivals: `together`: a batch begins and ends as one. `staggered`: as in serving, requests join and leave one
+            by one, at equal distances; as many again follow, so that the batch is full for half of the time.
         seed: of the first request; the others count up.
     """
 
     rounds: int = 4
     num_inference_steps: int = 50
+    arrivals: Arrivals = "together"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -49,6 +54,12 @@ class CacheBenchSettings:
             raise UsageError(
                 f"{self.rounds} rounds of {self.num_inference_steps} steps were asked for, but must be at least 1 of 2"
             )
+
+    def joins(self, batch_size: int) -> list[int]:
+        """The step before which each request of a round joins, ascending; batches may have `batch_size` requests."""
+        if self.arrivals == "together":
+            return [0] * batch_size
+        return [place * self.num_inference_steps // batch_size for place in range(2 * batch_size)]
 
 
 def run_cache_bench(
@@ -100,7 +111,7 @@ def run_cache_bench(
             drawn.extend(
                 (image, side.setting.label) for side in sides for image in side.images[: combination.num_requests]
             )
-        compared = compare_sides(sides, combination.num_requests, texts, judges, quality, real)
+        compared = compare_sides(sides, len(texts) // rounds, texts, judges, quality, real)
         return name_of(combination) | {"rounds": rounds, "sides": compared}
 
     def stop_if_cut() -> None:
@@ -133,16 +144,17 @@ def _serve_rounds(
 ) -> tuple[int, bool, list[str]]:
     """Serve all batches of a combination; how many rounds all sides have finished, whether Ctrl-C came, the prompts."""
     prompts, texts, rounds = load_prompts(), [], 0
+    joins = settings.joins(combination.num_requests)
     for side in sides:
         side.forget()
     try:
         for number in range(-1, settings.rounds):
-            requests = _requests(model, combination, prompts, settings, max(number, 0))
+            requests = _requests(model, combination, prompts, settings, max(number, 0), len(joins))
             # The first round warms up. Then each round begins with another side.
             first = number % len(sides)
             for side in (*sides[first:], *sides[:first]):
                 on_batch(f"{combination.label}, {side.setting.label}")
-                side.serve(model, requests, num_steps=_WARMUP_STEPS if number < 0 else None)
+                side.serve(model, requests, joins, num_steps=_WARMUP_STEPS if number < 0 else None)
                 if number < 0:
                     side.forget()
             if number >= 0:
@@ -152,17 +164,23 @@ def _serve_rounds(
         if not rounds:
             raise
         for side in sides:
-            side.keep_rounds(rounds, combination.num_requests)
+            side.keep_rounds(rounds, len(joins))
         return rounds, True, texts
     return rounds, False, texts
 
 
 def _requests(
-    model: ServedModel, combination: Combination, prompts: Sequence[str], settings: CacheBenchSettings, number: int
+    model: ServedModel,
+    combination: Combination,
+    prompts: Sequence[str],
+    settings: CacheBenchSettings,
+    number: int,
+    count: int,
 ) -> list[Request]:
-    counts = zip(combination.resolutions, combination.counts, strict=True)
-    sizes = [resolution for resolution, count in counts for _ in range(count)]
-    first = number * len(sizes)
+    """The requests of a round: those of the combination, resolutions by turns, as often as it takes."""
+    counts = list(zip(combination.resolutions, combination.counts, strict=True))
+    sizes = [resolution for turn in range(max(combination.counts)) for resolution, of_it in counts if turn < of_it]
+    first = number * count
     return [
         Request(
             index,
@@ -172,5 +190,5 @@ def _requests(
             guidance_scale=model.defaults.guidance_scale,
             seed=settings.seed + first + index,
         )
-        for index, resolution in enumerate(sizes)
+        for index, resolution in zip(range(count), cycle(sizes))
     ]

@@ -79,7 +79,7 @@ def real_features(
 
 def compare_sides(
     sides: Sequence[Side],
-    batch_size: int,
+    num_requests: int,
     texts: Sequence[str],
     judges: Judges,
     options: QualityOptions,
@@ -89,7 +89,7 @@ def compare_sides(
 
     Args:
         sides: the first is the one without a cache.
-        batch_size: requests of a batch.
+        num_requests: of each round.
         texts: the prompts of all images in order.
         judges: of the images.
         options: what they are asked.
@@ -100,7 +100,7 @@ def compare_sides(
     plain_scores = plain_features = None
     rows = []
     for side in sides:
-        row = _times(side, off, batch_size)
+        row = _times(side, off, num_requests)
         if side is not off:
             found = _similarity(side.images, off.images, judges.lpips if options.lpips else None)
             for name, values in found.items():
@@ -128,13 +128,13 @@ def _note(row: dict[str, Any], name: str, values: np.ndarray) -> None:
     row["intervals"][name] = None if mean.interval is None else list(mean.interval)
 
 
-def _times(side: Side, off: Side, batch_size: int) -> dict[str, Any]:
+def _times(side: Side, off: Side, num_requests: int) -> dict[str, Any]:
     ratios = [plain / own for plain, own in zip(off.seconds, side.seconds, strict=True)]
     row: dict[str, Any] = {
         "label": side.setting.label,
         "kind": side.setting.kind,
         "threshold": side.setting.options.threshold,
-        "image_ms": float(np.median(side.seconds)) / batch_size * 1e3,
+        "image_ms": float(np.median(side.seconds)) / num_requests * 1e3,
         "speedup": float(np.median(ratios)),
         "speedup_min": min(ratios),
         "speedup_max": max(ratios),

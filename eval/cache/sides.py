@@ -57,37 +57,45 @@ class Side:
             self.cache.forget()
             self.cache.stats = CacheStats()
 
-    def keep_rounds(self, count: int, batch_size: int) -> None:
-        """Forget what was measured after so many rounds."""
+    def keep_rounds(self, count: int, num_requests: int) -> None:
+        """Forget what was measured after so many rounds of so many requests."""
         del self.seconds[count:]
-        del self.images[count * batch_size :]
+        del self.images[count * num_requests :]
 
-    def serve(self, model: ServedModel, requests: Sequence[Request], *, num_steps: int | None = None) -> None:
-        """Serve a batch from first to last step, and note the time of its steps and its images.
+    def serve(
+        self, model: ServedModel, requests: Sequence[Request], joins: Sequence[int], *, num_steps: int | None = None
+    ) -> None:
+        """Serve requests from first to last step, and note the time of all steps and the images.
 
         Args:
             model: the loaded model.
-            requests: the batch; all have as many steps.
+            requests: in the order in which they join.
+            joins: the step before which each of them joins the batch, ascending.
             num_steps: only so many, without images, for warming up; None for all.
 
         Raises:
             RunError: a request failed.
         """
-        active = [model.prepare(request) for request in requests]
-        for prepared in active:
+        served = [model.prepare(request) for request in requests]
+        for prepared in served:
             self.stepper.prepare(prepared)
-        synchronize(model.device)
-        started = time.perf_counter()
-        for _ in range(requests[0].num_inference_steps if num_steps is None else num_steps):
+        active, waiting = [], list(zip(joins, served, strict=True))
+        step, seconds = 0, 0.0
+        while (active or waiting) and step != num_steps:
+            while waiting and waiting[0][0] <= step:
+                active.append(waiting.pop(0)[1])
+            synchronize(model.device)
+            started = time.perf_counter()
             failures = self.stepper.step(active)
+            synchronize(model.device)
+            seconds += time.perf_counter() - started
             if failures or self.stepper.batch_failures:
                 raise RunError((self.stepper.batch_failures or list(failures.values()))[0])
-        synchronize(model.device)
-        seconds = time.perf_counter() - started
+            active = [prepared for prepared in active if not prepared.state.is_finished]
+            step += 1
         if num_steps is None:
-            images = [model.decode(prepared.latents) for prepared in active]
             self.seconds.append(seconds)
-            self.images += images
+            self.images += [model.decode(prepared.latents) for prepared in served]
 
 
 def make_side(

@@ -1,7 +1,7 @@
 """`psctl bench cache`: how much time the patch cache saves, and what it costs in quality."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ...data.errors import UsageError
 from ...data.files import require_places
@@ -35,6 +35,10 @@ def bench_cache(
     intervals: Annotated[str, flag("--intervals", "Of fixed-interval reuse.", metavar="N,...")] = "2,3,4",
     sums: Annotated[str, flag("--sums", "Of accumulated input changes.", metavar="X,...")] = "0.1,0.2,0.3,0.4",
     num_inference_steps: Annotated[int, flag("--num-inference-steps", "Denoising steps of every request.", min=2)] = 50,
+    arrivals: Annotated[
+        Literal["together", "staggered"],
+        flag("--arrivals", "Batches that begin and end as one, or requests that join and leave one by one."),
+    ] = "together",
     rounds: Annotated[int, flag("--rounds", "Batches that each side serves.", min=1)] = 4,
     table: Annotated[
         Path | None, flag("--table", "Block profile to train on. Default: the workspace's.", dir_okay=False)
@@ -65,6 +69,7 @@ def bench_cache(
 
         psctl profile blocks && psctl bench cache
         psctl bench cache --combinations "2,2,2;6,0,0;0,6,0;0,0,6" --intervals "" --sums ""
+        psctl bench cache --arrivals staggered --combinations 4,4,4
         psctl bench cache --model emoji-3 --rounds 8 --lpips --fid emoji --json --output-file cache.json
     """
 
@@ -89,7 +94,7 @@ def bench_cache(
     from ...eval.metrics.judges import Judges
     from ...profiling.report.table import to_rich
 
-    settings = CacheBenchSettings(rounds, num_inference_steps, seed)
+    settings = CacheBenchSettings(rounds, num_inference_steps, arrivals, seed)
     quality = QualityOptions(clip != "none", with_lpips, fid, num_real, seed)
     judges = Judges(DEFAULT_CLIP if clip == "none" else clip, device=served.device)
     quality.check(judges)

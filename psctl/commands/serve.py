@@ -53,13 +53,13 @@ def serve(
     # Everything that can be wrong is looked at before torch is imported and the model loaded.
     from ...profiling.report.table import to_rich
     from ...profiling.report.tables import run_tables
+    from ...profiling.runs.corrections import correction_of, keep_correction
     from ...profiling.runs.outside_profile import warn_of_small_table
     from ...profiling.runs.serve import run_serve
     from ...profiling.runs.simulate import load_step_file
     from ...profiling.runs.step_latencies import latencies_for_serving
     from ...profiling.runs.trace_settings import check_slo_scale, draw_requests
     from ...serving.scheduling.policies import get_policy
-    from ...training.latency.online_correction import OnlineCorrection
 
     chosen = chosen_system(system, policy, engine, out)
     step_latency = None
@@ -77,6 +77,7 @@ def serve(
         step_latency = latencies_for_serving(
             served, place, sizes, max_batch_size, on_note=out.note, on_warning=out.warn
         )
+    correction = None if step_latency is None else correction_of(served, place, step_latency)
     with out.phases() as start:
         arrivals = cache(lambda: start("requests", len(requests), expected_s=requests[-1].arrival_s))
         outcome = run_serve(
@@ -96,7 +97,7 @@ def serve(
                 "device": str(served.device),
                 "dtype": str(served.dtype).removeprefix("torch."),
             },
-            predictor=None if step_latency is None else OnlineCorrection(step_latency),
+            predictor=correction,
             slo_scale=slo_scale,
             max_batch_size=max_batch_size,
             save_dir=save_dir,
@@ -105,6 +106,8 @@ def serve(
             on_start=lambda: arrivals().show("requests"),
             on_finish=lambda record: arrivals()(),
         )
+    if correction is not None:
+        keep_correction(served, place, correction)
     out.data(outcome.summary, table=lambda: to_rich(run_tables(outcome.summary)), file=output_file)
     out.note(f"Report: {outcome.run_dir / 'report.html'}")
     if outcome.was_interrupted:

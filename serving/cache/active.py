@@ -1,8 +1,10 @@
-"""The cells that go through a block at one step, and the index tensors that its operators need for them."""
+"""What goes through a block at one step, and the index tensors that its operators need for it: some cells, or all cells
+of some rows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +32,33 @@ class QueryGroup:
     index: Tensor
     valid: Tensor | None
     context: Tensor
+
+
+class ActiveRows:
+    """All cells of some rows of a batch, at least one: a batch of their own, which needs nothing of the other rows.
+
+    Attributes:
+        own: tables of that batch, whose cells keep their slots.
+        rows: (R,) the rows, ascending.
+        cells: (n,) their cells.
+        kept: what is made once of what their batch keeps, for as long as that batch lasts.
+    """
+
+    def __init__(self, tables: CellTables, rows: Integers) -> None:
+        self._tables = tables
+        starts = tables.row_start
+        numbers = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows])
+        self.own = tables.of_rows(rows.tolist(), tables.slots[numbers])
+        self.rows, self.cells = (torch.from_numpy(each).to(tables.device) for each in (rows, numbers))
+        self.kept: dict[Any, Any] = {}
+
+    def tokens(self, level: int) -> Tensor:
+        """Their tokens in packed order, as their own batch has them."""
+        if level not in self.kept:
+            spans = [self._tables.token_span(int(row), level) for row in self.rows]
+            tokens = np.concatenate([np.arange(*span) for span in spans])
+            self.kept[level] = torch.from_numpy(tokens).to(self._tables.device)
+        return self.kept[level]
 
 
 class ActiveSet:
@@ -138,3 +167,7 @@ class ActiveSet:
                 )
             )
         return groups
+
+
+Active = ActiveSet | ActiveRows | None
+"""What goes through a block; None for all of the batch."""

@@ -5,7 +5,7 @@ have. A cell has a slot, which it keeps as long as its request is served; slots 
 Slot 0 belongs to no cell and holds zeros, which is what is read beyond the edge of an image.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 
 import numpy as np
@@ -17,9 +17,9 @@ from ..layout.packing import Level, Packing
 
 Integers = NDArray[np.int64]
 
-_SAMPLE_EVERY = 4
-"""The change of a cell's input is estimated from every fourth token, where lines are that long: comparing all of them
-took half of the cache's time."""
+_SAMPLE_FROM_SIDE = 4
+"""The change of a cell of so many tokens on a side is told from every other token of every other line: comparing all of
+them took half of the cache's time."""
 
 
 def _kept_tensor(make: Callable[..., Integers]) -> Callable[..., Tensor]:
@@ -39,9 +39,11 @@ class CellTables:
     """Index tables of one packing and one assignment of slots; built when the active set changes.
 
     `cell_size` is the side of a cell in latent pixels, which divides all sides and suits all levels; `unit` that of a
-    token of the finest level.
+    token of the finest level, `owners` the request of every row.
 
     Attributes:
+        owners: requests that have these cells.
+        everyone: requests of the batch that these cells are part of.
         slots: (cells,) slot of every cell, from 1.
         num_cells: cells of all rows.
         row_of_cell: (cells,).
@@ -49,8 +51,19 @@ class CellTables:
         kept: the tables that were made, by name and levels.
     """
 
-    def __init__(self, packing: Packing, cell_size: int, unit: int, slots: Integers) -> None:
+    def __init__(
+        self,
+        packing: Packing,
+        cell_size: int,
+        unit: int,
+        slots: Integers,
+        owners: Sequence[int],
+        everyone: frozenset[int] | None = None,
+    ) -> None:
         self.packing, self.slots, self.device = packing, slots, packing.row_index.device
+        self._cell_size, self._unit, self._row_owners = cell_size, unit, owners
+        self.owners = frozenset(owners)
+        self.everyone = everyone or self.owners
         self._sides = [(cell_size // unit) >> level.index for level in packing.levels]
         counts = [height * width // cell_size**2 for height, width in packing.sizes]
         self.row_start: Integers = np.cumsum([0, *counts])
@@ -58,7 +71,20 @@ class CellTables:
         assert len(slots) == self.num_cells
         self.row_of_cell = np.repeat(np.arange(len(counts)), counts)
         self.kept: dict[tuple[str | int, ...], Tensor] = {}
-        self._samples: dict[int, tuple[int, Tensor]] = {}
+
+    def of_rows(self, rows: Sequence[int], slots: Integers) -> "CellTables":
+        """Tables of only these rows, whose cells have these slots."""
+        owners = [self._row_owners[row] for row in rows]
+        return CellTables(self.packing.of_rows(rows), self._cell_size, self._unit, slots, owners, self.everyone)
+
+    def token_span(self, row: int, level: int) -> tuple[int, int]:
+        """First token of a row in packed order, and the one behind its last."""
+        for group in self.packing.levels[level].groups:
+            if row < group.first_row + group.rows:
+                area = group.height * group.width
+                first = group.start + (row - group.first_row) * area
+                return first, first + area
+        raise IndexError(f"the batch has no row {row}")
 
     def side(self, level: int) -> int:
         """Tokens on the side of a cell at a level."""
@@ -73,17 +99,12 @@ class CellTables:
         """(cells, side * side) tokens of each cell in packed order."""
         return self._tokens(level)
 
-    def sample(self, level: int) -> tuple[int, Tensor]:
-        """Every n-th token of a level, and (cells, tokens of a cell / n) where each cell's lie among them.
-
-        The largest n up to `_SAMPLE_EVERY` is taken that is fair to all cells.
-        """
-        if level not in self._samples:
-            tokens = self._tokens(level)
-            every = next(n for n in (_SAMPLE_EVERY, 2, 1) if _is_fair(tokens, n))
-            places = tokens[tokens % every == 0].reshape(len(tokens), -1) // every
-            self._samples[level] = every, torch.from_numpy(places).to(self.device)
-        return self._samples[level]
+    @_kept_tensor
+    def sample(self, level: int) -> Integers:
+        """(cells, n) the tokens of each cell from which changes of it are told: the same ones in every packing."""
+        side = self._sides[level]
+        every = 2 if side >= _SAMPLE_FROM_SIDE else 1
+        return self._tokens(level).reshape(-1, side, side)[:, ::every, ::every].reshape(self.num_cells, -1)
 
     @_kept_tensor
     def slot_tokens(self, level: int) -> Integers:
@@ -189,8 +210,3 @@ def match_keys(new: Integers, old: Integers) -> tuple[Integers, Integers]:
     there = order[place]
     here = np.flatnonzero(old[there] == new)
     return here, there[here]
-
-
-def _is_fair(tokens: Integers, every: int) -> bool:
-    """Whether every n-th token gives each cell (cells, tokens) its n-th part."""
-    return bool(((tokens % every == 0).sum(1) * every == tokens.shape[1]).all())

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from ...data.errors import UsageError
 from ..layout.packing import Packing
-from .active import ActiveSet
+from .active import Active, ActiveRows, ActiveSet
 from .cells import CellTables, Integers, SlotTable
 from .options import CacheOptions
 from .rules import Booleans, PatchView, ReuseRule
 from .slots import SlotBuffer
-from .store import BlockStore, mean_square
+from .store import BlockStore
 
 Tokens = tuple[Tensor, ...]
 OnComputed = Callable[[int, Tokens, Tokens], None]
@@ -31,7 +31,8 @@ class CacheStats:
         patches, skipped: patches of requests over all blocks and steps, and how many of them were reused; their
             quotient is the saved computation of PatchedServe, section 8.
         by_block: the same two for every block.
-        whole, masked, skipped_blocks: how often a block ran in full, for some cells, and not at all.
+        whole, rows, masked, skipped_blocks: how often a block ran in full, for some whole requests, for some cells, and
+            not at all.
         uncached: how often a block ran without the cache because of the memory bound.
         peak_bytes: the most that was kept.
         overhead_s: seconds spent on deciding and keeping, without the blocks themselves.
@@ -41,6 +42,7 @@ class CacheStats:
     skipped: int = 0
     by_block: dict[str, list[int]] = field(default_factory=dict)
     whole: int = 0
+    rows: int = 0
     masked: int = 0
     skipped_blocks: int = 0
     uncached: int = 0
@@ -57,6 +59,7 @@ class CacheStats:
             "saved_computation": self.saved_share,
             "saved_by_block": {name: skipped / patches for name, (patches, skipped) in self.by_block.items()},
             "blocks_whole": self.whole,
+            "blocks_rows": self.rows,
             "blocks_masked": self.masked,
             "blocks_skipped": self.skipped_blocks,
             "blocks_uncached": self.uncached,
@@ -95,12 +98,12 @@ class Decision:
     """Which cells go through a block.
 
     Attributes:
-        kind: `whole` for all of them, `skipped` for none, `masked` for some.
-        active: these, where it is masked.
+        kind: `whole` for all of them, `skipped` for none, `rows` for all of some requests, `masked` for any others.
+        active: these, where it is some.
     """
 
-    kind: Literal["whole", "masked", "skipped"]
-    active: ActiveSet | None = None
+    kind: Literal["whole", "rows", "masked", "skipped"]
+    active: Active = None
 
 
 class PatchCache:
@@ -135,6 +138,9 @@ class PatchCache:
         self._bytes_per_cell: dict[int, float] = {}
         self._batch: PatchBatch | None = None
         self._is_first_block = False
+        self._step = 0
+        self._maker: dict[int, BlockStore] = {}
+        """Which store keeps the tensor at an address: inputs of a block that others have made need no second look."""
 
     @property
     def tables(self) -> CellTables:
@@ -178,6 +184,7 @@ class PatchCache:
         """Say how far each request is, before every step."""
         self.batch.start_step(np.asarray(steps_done), self.options.warmup_steps)
         self._is_first_block = True
+        self._step += 1
 
     def decide(self, block: int, inputs: Tokens) -> Decision:
         """Say which cells go through a block that is handed these tokens.
@@ -186,7 +193,10 @@ class PatchCache:
         """
         started = time.perf_counter()
         batch, store = self.batch, self.stores[block]
-        store.move_to(batch.tables, batch.keys)
+        if store.tables is not batch.tables:
+            self._unregister(store)
+            store.move_to(batch.tables, batch.keys)
+            self._register(store)
         if self._is_first_block and self.rule.observes:
             self._observe(batch, inputs)
         self._is_first_block = False
@@ -197,13 +207,11 @@ class PatchCache:
         )
         reuse = np.zeros(batch.num_patches, bool)
         if not must.all():
-            reuse = self._ask(block, store, inputs, batch) & ~must
+            reuse = self._ask(block, store, inputs, batch, must) & ~must
             if self.options.mode == "image" and not reuse.all():
                 reuse[:] = False
+        rows = batch.fill(reuse, self.options.full_above)
         num_active = batch.num_patches - int(reuse.sum())
-        if num_active > self.options.full_above * batch.num_patches:
-            reuse[:] = False
-            num_active = batch.num_patches
         self.stats.count(self.names[block], batch.num_patches, batch.num_patches - num_active)
         is_reused = reuse[batch.patch_of_cell]
         store.check_mask(is_reused)
@@ -215,10 +223,13 @@ class PatchCache:
         if num_active == 0:
             self.stats.skipped_blocks += 1
             return Decision("skipped")
+        if rows is not None:
+            self.stats.rows += 1
+            return Decision("rows", rows)
         self.stats.masked += 1
         return Decision("masked", ActiveSet(batch.tables, np.flatnonzero(~is_reused)))
 
-    def keep(self, block: int, inputs: Tokens, outputs: Tokens, row_outputs: Tokens, active: ActiveSet | None) -> None:
+    def keep(self, block: int, inputs: Tokens, outputs: Tokens, row_outputs: Tokens, active: Active) -> None:
         """Keep what a block has computed, if there is room."""
         started = time.perf_counter()
         store = self.stores[block]
@@ -228,7 +239,9 @@ class PatchCache:
             self.stats.uncached += 1
             self._forget(block)
             return
-        store.put(inputs, outputs, row_outputs, active)
+        self._unregister(store)
+        store.put(inputs, outputs, row_outputs, active, self._step)
+        self._register(store)
         self._bytes[block] = store.num_bytes + sum(kept.num_bytes for kept in self._kept[block])
         num_cells = self.tables.num_cells
         own = store.num_bytes / num_cells
@@ -247,7 +260,15 @@ class PatchCache:
             self._forget(block)
         self._previous.clear()
 
+    def _register(self, store: BlockStore) -> None:
+        self._maker |= {tensor.data_ptr(): store for tensor in store.outputs}
+
+    def _unregister(self, store: BlockStore) -> None:
+        for tensor in store.outputs:
+            self._maker.pop(tensor.data_ptr(), None)
+
     def _forget(self, block: int) -> None:
+        self._unregister(self.stores[block])
         self.stores[block].clear()
         self._bytes[block] = 0
         for kept in self._kept[block]:
@@ -258,10 +279,12 @@ class PatchCache:
         """What all blocks keep."""
         return sum(self._bytes)
 
-    def _ask(self, block: int, store: BlockStore, inputs: Tokens, batch: "PatchBatch") -> Booleans:
+    def _ask(self, block: int, store: BlockStore, inputs: Tokens, batch: "PatchBatch", must: Booleans) -> Booleans:
         change = None
         if self.rule.needs_change:
-            by_cell = store.change(inputs)
+            makers = [self._maker.get(tensor.data_ptr()) for tensor in inputs]
+            stamps = [None if maker is None else maker.changed_at for maker in makers]
+            by_cell = store.change(inputs, stamps, self._step, ~must[batch.patch_of_cell])
             change = torch.maximum(by_cell.take(batch.first_cell_tensor), by_cell.take(batch.last_cell_tensor))
         known = batch.request, batch.steps_done, batch.num_steps, store.reuses[batch.first_cell], batch.pixels
         return self.rule.may_reuse(PatchView(block, len(self.stores), change, *known))
@@ -271,14 +294,13 @@ class PatchCache:
         store, tables = self._previous, batch.tables
         store.move_to(tables, batch.keys)
         changes = np.full(len(batch.request_keys), np.inf)
-        if store.inputs:
-            assert store.square is not None
-            moved = mean_square(inputs, tables, minus=store.inputs)
-            sums = torch.stack([moved, store.square]).double().cpu().numpy()
+        if store.square is not None:
+            relative = store.change(inputs, [None] * len(inputs), self._step, store.is_known)
+            sums = torch.stack([relative * store.square, store.square]).double().cpu().numpy()
             first = batch.first_cell[batch.request_start]
             sums = np.add.reduceat(sums[:, batch.first_cell] + sums[:, batch.last_cell], batch.request_start, axis=1)
             changes = np.where(store.is_known[first], np.sqrt(sums[0] / sums[1]), np.inf)
-        store.put(inputs, (), (), None)
+        store.put(inputs, (), (), None, self._step)
         self.rule.observe(batch.request_keys, changes, batch.is_forced[batch.request_start])
 
 
@@ -302,9 +324,10 @@ class PatchBatch:
         row_counts = np.repeat(counts, [request.num_rows for request in requests])
         places = np.concatenate([np.arange(count) for count in row_counts])
         second = np.concatenate([np.arange(request.num_rows) for request in requests])
-        keys = np.repeat([request.key for request in requests for _ in range(request.num_rows)], row_counts)
+        owners = [request.key for request in requests for _ in range(request.num_rows)]
+        keys = np.repeat(owners, row_counts)
         self.keys: Integers = (keys << 21) + (np.repeat(second, row_counts) << 20) + places
-        self.tables = CellTables(packing, cell_size, unit, slots.assign(self.keys))
+        self.tables = CellTables(packing, cell_size, unit, slots.assign(self.keys), owners)
         starts = self.tables.row_start
         self.request_keys = [request.key for request in requests]
         self.request: Integers = np.repeat(np.arange(len(requests)), counts)
@@ -315,6 +338,8 @@ class PatchBatch:
         self.last_cell: Integers = starts[rows[1:] - 1][self.request] + patch
         self.patch_of_cell: Integers = np.empty(self.tables.num_cells, np.int64)
         self.patch_of_cell[self.first_cell] = self.patch_of_cell[self.last_cell] = np.arange(self.num_patches)
+        self._rows, self._counts = rows, counts
+        self._active_rows: dict[bytes, ActiveRows] = {}
         device = self.tables.device
         self.patch: Integers = patch
         self.first_cell_tensor = torch.from_numpy(self.first_cell).to(device)
@@ -327,3 +352,27 @@ class PatchBatch:
     def start_step(self, steps_done: Integers, warmup_steps: int) -> None:
         self.steps_done = steps_done[self.request]
         self.is_forced = (self.steps_done < warmup_steps) | (self.steps_done >= self.num_steps - 1)
+
+    def fill(self, reuse: Booleans, full_above: float) -> ActiveRows | None:
+        """Compute all patches of the requests that have any to compute, where that costs no more than a mask.
+
+        Args:
+            reuse: (patches,) which are reused; changed in place.
+            full_above: share of these requests' patches to compute above which that is so.
+
+        Returns:
+            The rows to compute, if they are all of these requests'; None for all rows of the batch, none, or a mask.
+        """
+        is_touched = np.logical_or.reduceat(~reuse, self.request_start)
+        num_touched = int(self._counts[is_touched].sum())
+        num_active = len(reuse) - int(reuse.sum())
+        if num_active <= full_above * num_touched and num_active < num_touched:
+            return None
+        np.copyto(reuse, np.repeat(~is_touched, self._counts))
+        if is_touched.all() or not num_touched:
+            return None
+        key = is_touched.tobytes()
+        if key not in self._active_rows:
+            rows = np.flatnonzero(np.repeat(is_touched, np.diff(self._rows)))
+            self._active_rows[key] = ActiveRows(self.tables, rows)
+        return self._active_rows[key]

@@ -1,10 +1,12 @@
 """What operators keep of their input for the patches that are not computed: PatchedServe section 5.1, DESIGN.md.
 
-A computed patch refreshes its place, a reused one leaves it stale. What a full pass has seen is kept as it is, and only
-sorted into slots when some patches are computed without the others, so a full pass costs nothing more.
+A computed patch refreshes its place, a reused one leaves it stale. What a pass over whole requests has seen is kept as
+it is, and only sorted into slots when some patches are computed without the others: until then it costs nothing more.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -16,27 +18,45 @@ Placed = Callable[[Tensor, CellTables, int], tuple[Tensor, Tensor]]
 """Tokens of a full pass, tables and level -> places in the buffer (n,), and what belongs there [n, ...]."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pass:
+    """What a pass over whole requests has seen, and where: tokens [tokens, ...] in packed order, tables and level."""
+
+    number: int
+    tokens: Tensor
+    tables: CellTables
+    level: int
+
+
 class SlotBuffer:
-    """Rows for every slot, into which the last full pass is put, as `placed` says, when it is first needed."""
+    """Rows for every slot, into which passes over whole requests are put, as `placed` says, when first needed."""
 
     def __init__(self, placed: Placed) -> None:
         self._placed = placed
         self._rows: Tensor | None = None
         self._per_slot = 1
-        self._pending: tuple[Tensor, CellTables, int] | None = None
+        self._passes = count()
+        self._pending: dict[int, _Pass] = {}
+        """The last pass of each request that is not yet put into its rows, by the request's key."""
+        self._pending_bytes = 0
 
     def keep(self, tokens: Tensor, tables: CellTables, level: int) -> None:
-        """Take over the tokens [tokens, ...] of a full pass, in packed order. They must not change afterwards."""
-        self._pending = tokens, tables, level
+        """Take over the tokens [tokens, ...] of a pass, in packed order. They must not change afterwards."""
+        self._pending |= dict.fromkeys(tables.owners, _Pass(next(self._passes), tokens, tables, level))
+        if len(self._pending) > len(tables.everyone):
+            self._pending = {key: last for key, last in self._pending.items() if key in tables.everyone}
+        # A view holds all of its storage.
+        self._pending_bytes = sum(last.tokens.untyped_storage().nbytes() for last in set(self._pending.values()))
 
     def rows(self, tables: CellTables, per_slot: int) -> Tensor:
         """What is kept, [slots * per_slot or more, ...]; slot 0 and new ones hold zeros."""
         self._per_slot = per_slot
-        if self._pending is not None:
-            tokens, old, level = self._pending
-            places, values = self._placed(tokens, old, level)
-            self._reach((int(old.slots.max()) + 1) * per_slot, values).index_copy_(0, places, values)
-            self._pending = None
+        # A later pass has newer tokens of the requests that it shares with an earlier one.
+        for last in sorted(set(self._pending.values()), key=lambda each: each.number):
+            places, values = self._placed(last.tokens, last.tables, last.level)
+            self._reach((int(last.tables.slots.max()) + 1) * per_slot, values).index_copy_(0, places, values)
+        self._pending.clear()
+        self._pending_bytes = 0
         assert self._rows is not None, "a block was masked before it ran in full"
         return self._reach((int(tables.slots.max()) + 1) * per_slot, self._rows)
 
@@ -53,17 +73,18 @@ class SlotBuffer:
     def bytes_per_cell(self, num_cells: int) -> float:
         """What is held for each of the cells of the batch; the rows of free slots do not count."""
         rows = 0.0 if self._rows is None else self._rows.nbytes * self._per_slot / len(self._rows)
-        return rows + (0 if self._pending is None else self._pending[0].untyped_storage().nbytes()) / num_cells
+        return rows + self._pending_bytes / num_cells
 
     @property
     def num_bytes(self) -> int:
-        """What is held now; a view holds all of its storage."""
-        held = (self._rows, None if self._pending is None else self._pending[0])
-        return sum(tensor.untyped_storage().nbytes() for tensor in held if tensor is not None)
+        """What is held now."""
+        return self._pending_bytes + (0 if self._rows is None else self._rows.nbytes)
 
     def clear(self) -> None:
         """Forget everything."""
-        self._rows = self._pending = None
+        self._rows = None
+        self._pending.clear()
+        self._pending_bytes = 0
 
 
 class TokenSlots:

@@ -1,13 +1,14 @@
 """What the cache keeps of one block: input and output when each cell was last computed (PatchedServe section 5.2)."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .active import ActiveSet
+from .active import Active
 from .cells import CellTables, Integers, match_keys
 
 LEAST_SQUARE = 1e-12
@@ -15,15 +16,20 @@ LEAST_SQUARE = 1e-12
 
 
 class BlockStore:
-    """Tensors of one block for all cells of a batch, in packed order; inputs only if it `compares`, for `change`.
+    """What is kept of one block for all cells of a batch, in packed order.
+
+    Of inputs only samples are kept, and only if it `compares`, to tell how far they have changed. Steps are counted by
+    the cache, over all batches.
 
     Attributes:
         keys: (cells,) of the cells, in the order of `tables`.
-        inputs, outputs: tokens [tokens, channels], of any levels.
+        outputs: tokens [tokens, channels], of any levels.
         row_outputs: tensors with one entry per row (SD3's text tokens).
-        square: (cells,) mean square of the inputs, float32, never 0.
+        samples: for every input, [cells, sampled tokens * channels] when each cell was last computed.
+        square: (cells,) mean square of the samples, float32, never 0.
         is_known: (cells,) whether a cell has been computed.
         reuses: (cells,) how often in a row a cell was reused.
+        changed_at: (cells,) the step at which each cell of the outputs was last computed.
     """
 
     def __init__(self, *, compares: bool = True) -> None:
@@ -34,17 +40,20 @@ class BlockStore:
         """Forget everything."""
         self.keys: Integers = np.empty(0, np.int64)
         self.tables: CellTables | None = None
-        self.inputs: tuple[Tensor, ...] = ()
         self.outputs: tuple[Tensor, ...] = ()
         self.row_outputs: tuple[Tensor, ...] = ()
+        self.samples: tuple[Tensor, ...] = ()
         self.square: Tensor | None = None
-        self._owns_inputs = False
         self.is_known: NDArray[np.bool_] = np.empty(0, bool)
         self.reuses: Integers = np.empty(0, np.int64)
+        self.changed_at: Integers = np.empty(0, np.int64)
+        # Of each input: by cell, sum of the squared change, and the step at whose end that was so.
+        self._moved: list[Tensor] = []
+        self._told_at: list[Integers] = []
 
     @property
     def num_bytes(self) -> int:
-        unique = {id(tensor): tensor.nbytes for tensor in (*self.inputs, *self.outputs, *self.row_outputs)}
+        unique = {id(tensor): tensor.nbytes for tensor in (*self.outputs, *self.row_outputs, *self.samples)}
         return sum(unique.values())
 
     def move_to(self, tables: CellTables, keys: Integers) -> None:
@@ -54,14 +63,21 @@ class BlockStore:
         """
         if tables is self.tables:
             return
-        old, old_keys = self.tables, self.keys
-        here, there = match_keys(keys, old_keys)
-        is_known, reuses = np.zeros(len(keys), bool), np.zeros(len(keys), np.int64)
-        is_known[here], reuses[here] = self.is_known[there], self.reuses[there]
-        if old is not None and (self.inputs or self.outputs):
+        old, here, there = self.tables, *match_keys(keys, self.keys)
+
+        def in_order(array: Any) -> Any:
+            new = np.zeros(len(keys), array.dtype)
+            new[here] = array[there]
+            return new
+
+        self.is_known, self.reuses, self.changed_at = map(in_order, (self.is_known, self.reuses, self.changed_at))
+        if old is not None and (self.outputs or self.samples):
             to, of = (torch.from_numpy(index).to(tables.device) for index in (here, there))
 
-            def moved(tensor: Tensor) -> Tensor:
+            def by_cell(tensor: Tensor) -> Tensor:
+                return tensor.new_zeros(len(keys), *tensor.shape[1:]).index_copy_(0, to, tensor.index_select(0, of))
+
+            def by_token(tensor: Tensor) -> Tensor:
                 before = old.level_of(len(tensor)).index
                 after = tables.packing.levels[before]
                 new = tensor.new_zeros(after.num_tokens, tensor.shape[1])
@@ -69,15 +85,14 @@ class BlockStore:
                 taken = tensor.index_select(0, old.tokens(before).index_select(0, of).flatten())
                 return new.index_copy_(0, places, taken)
 
-            known: dict[int, Tensor] = {}
-            for tensor in (*self.inputs, *self.outputs):
-                if id(tensor) not in known:
-                    known[id(tensor)] = moved(tensor)
-            self.inputs = tuple(known[id(tensor)] for tensor in self.inputs)
-            self._owns_inputs = False
-            self.outputs = tuple(known[id(tensor)] for tensor in self.outputs)
+            moved = {
+                id(tensor): by_token(tensor) for tensor in {id(tensor): tensor for tensor in self.outputs}.values()
+            }
+            self.outputs = tuple(moved[id(tensor)] for tensor in self.outputs)
+            self.samples, self._moved = tuple(map(by_cell, self.samples)), list(map(by_cell, self._moved))
+            self._told_at = list(map(in_order, self._told_at))
             if self.square is not None:
-                self.square = self.square.new_ones(len(keys)).index_copy_(0, to, self.square.index_select(0, of))
+                self.square = by_cell(self.square).clamp_(min=LEAST_SQUARE)
             # A row is known as soon as one of its cells is.
             rows, taken = np.unique(tables.row_of_cell[here], return_index=True)
             old_rows = old.row_of_cell[there][taken]
@@ -88,7 +103,7 @@ class BlockStore:
                 )
                 for tensor in self.row_outputs
             )
-        self.tables, self.keys, self.is_known, self.reuses = tables, keys, is_known, reuses
+        self.tables, self.keys = tables, keys
 
     def check_mask(self, is_reused: NDArray[np.bool_]) -> None:
         """Raise RuntimeError if a mask (cells,) points to a cell that is not in the Common Set (section 5.2)."""
@@ -96,32 +111,54 @@ class BlockStore:
             missing = np.flatnonzero(is_reused & ~self.is_known)
             raise RuntimeError(f"the mask reuses cells that are not in the cache: {missing[:8].tolist()}")
 
-    def change(self, inputs: Sequence[Tensor]) -> Tensor:
-        """(cells,): mean squared change of the input since a cell was last computed, relative to its mean square."""
-        assert self.tables is not None
+    def change(
+        self, inputs: Sequence[Tensor], changed_at: Sequence[Integers | None], now: int, asked: NDArray[np.bool_]
+    ) -> Tensor:
+        """(cells,): mean squared change of the input since a cell was last computed, relative to its mean square.
+
+        Args:
+            inputs: tokens [tokens, channels] of all cells.
+            changed_at: for each input, the step at which each cell of it was last computed; None if that is not known.
+            now: this step.
+            asked: (cells,) for which the answer must hold. What has not changed there is not looked at again.
+        """
         assert self.square is not None
-        return mean_square(inputs, self.tables, minus=self.inputs) / self.square
+        assert self.tables is not None
+        for number, (tensor, stamps) in enumerate(zip(inputs, changed_at, strict=True)):
+            if stamps is None or (asked & (stamps > self._told_at[number])).any():
+                taken = sampled(tensor, self.tables).sub_(self.samples[number])
+                self._moved[number] = (taken * taken).sum(1, dtype=torch.float32)
+                self._told_at[number][:] = now
+        return torch.stack(self._moved).sum(0).div_(self._sample_size).div_(self.square)
+
+    @property
+    def _sample_size(self) -> int:
+        return sum(sample.shape[1] for sample in self.samples)
 
     def put(
         self,
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
         row_outputs: Sequence[Tensor],
-        active: ActiveSet | None,
+        active: Active,
+        now: int = 0,
     ) -> None:
-        """Keep what was computed: of all cells, or of the active ones.
+        """Keep what was computed at step `now`: of all cells, or of the active ones.
 
         `inputs` are those of all cells in either case, `outputs` those of the cells that were computed, `row_outputs`
-        those of their rows. Outputs are never changed in place, because other blocks keep them as their inputs.
+        those of their rows. Outputs are never changed in place, because the pass that is under way reads them.
         """
         tables = self.tables
         assert tables is not None
         if active is None:
             self.outputs, self.row_outputs = tuple(outputs), tuple(row_outputs)
-            if self.compares:
-                self.inputs, self._owns_inputs = tuple(inputs), False
-                self.square = mean_square(inputs, tables).clamp_(min=LEAST_SQUARE)
             self.is_known[:] = True
+            self.changed_at[:] = now
+            if self.compares:
+                self.samples = tuple(sampled(tensor, tables) for tensor in inputs)
+                self.square = self._mean_square(self.samples)
+                self._moved = [self.square.new_zeros(tables.num_cells) for _ in inputs]
+                self._told_at = [np.full(tables.num_cells, now) for _ in inputs]
             return
         merged: dict[int, Tensor] = {}
         for old, new in zip(self.outputs, outputs, strict=True):
@@ -132,35 +169,41 @@ class BlockStore:
         self.row_outputs = tuple(
             old.index_copy(0, active.rows, new) for old, new in zip(self.row_outputs, row_outputs, strict=True)
         )
-        self.is_known[active.cells.cpu().numpy()] = True
+        cells = active.cells.cpu().numpy()
+        self.is_known[cells] = True
+        self.changed_at[cells] = now
         if not self.compares:
             return
         assert self.square is not None
-        if not self._owns_inputs:
-            self.inputs, self._owns_inputs = tuple(old.clone() for old in self.inputs), True
-        for old, new in zip(self.inputs, inputs, strict=True):
-            places = active.tokens(tables.level_of(len(old)).index)
-            old.index_copy_(0, places, new.index_select(0, places))
-        square = mean_square(inputs, tables).clamp_(min=LEAST_SQUARE)
-        self.square.index_copy_(0, active.cells, square.index_select(0, active.cells))
+        taken = [sampled(tensor, tables, active.cells) for tensor in inputs]
+        self.square.index_copy_(0, active.cells, self._mean_square(taken))
+        for number, own in enumerate(taken):
+            self.samples[number].index_copy_(0, active.cells, own)
+            self._moved[number].index_fill_(0, active.cells, 0.0)
+            self._told_at[number][cells] = now
+
+    def _mean_square(self, samples: Sequence[Tensor]) -> Tensor:
+        total = torch.stack([(sample * sample).sum(1, dtype=torch.float32) for sample in samples]).sum(0)
+        return total.div_(self._sample_size).clamp_(min=LEAST_SQUARE)
+
+
+def sampled(tensor: Tensor, tables: CellTables, cells: Tensor | None = None) -> Tensor:
+    """[cells, sampled tokens * channels] of tokens [tokens, channels] of any level: of some cells, or of all."""
+    places = tables.sample(tables.level_of(len(tensor)).index)
+    places = places if cells is None else places.index_select(0, cells)
+    return tensor.index_select(0, places.flatten()).view(len(places), -1)
 
 
 def mean_square(tensors: Sequence[Tensor], tables: CellTables, minus: Sequence[Tensor] | None = None) -> Tensor:
-    """(cells,) float32: mean square of each cell's values, estimated from every n-th token (`CellTables.sample`).
+    """(cells,) float32: mean square of each cell's values, told from a sample of its tokens.
 
     `tensors` are tokens [tokens, channels] of any levels; `minus` is subtracted from them first, if given.
     """
     total, count = torch.zeros(tables.num_cells, device=tables.device), 0
     for number, tensor in enumerate(tensors):
-        every, places = tables.sample(tables.level_of(len(tensor)).index)
-        count += places.shape[1] * tensor.shape[1]
-        if minus is not None and is_same(tensor, minus[number]):
-            continue
-        taken = tensor[::every] if minus is None else tensor[::every] - minus[number][::every]
-        total += (taken * taken).sum(1, dtype=torch.float32).take(places).sum(1)
+        taken = sampled(tensor, tables)
+        count += taken.shape[1]
+        if minus is not None:
+            taken.sub_(sampled(minus[number], tables))
+        total += (taken * taken).sum(1, dtype=torch.float32)
     return total / count
-
-
-def is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors show the same memory in the same way, so that a block was handed what it had been before."""
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()

@@ -150,6 +150,13 @@ class Packing:
         """(P,) row of each patch of latents."""
         return self.levels[0].row_index
 
+    def of_rows(self, rows: Sequence[int]) -> "Packing":
+        """Where the patches of only these rows lie, ascending: a batch of their own, cut as this one is."""
+        finest, size = self.levels[0], self.layout.patch_size
+        device, unit = finest.row_index.device, finest.side // finest.grain
+        sizes = tuple(self.sizes[row] for row in rows)
+        return _pack_rows(sizes, self.order, size, len(self.levels), unit, device, self.kernels)
+
     def pack(self, images: Sequence[Tensor]) -> Tensor:
         """Patches [P, channels, side, side] of one image [channels, height, width] per row."""
         return patch_split([image[None] for image in images], self.levels[0].side, kernels=self.kernels)

@@ -1,12 +1,13 @@
 """Puts the cache before the blocks of a diffusers model: the block's own `forward` runs, on all cells, some or none."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
 from ...data.tables.block_facts import BlockFacts
-from ..cache.active import ActiveSet
+from ..cache.active import Active, ActiveRows, ActiveSet
 from ..cache.patch_cache import PatchCache
 from ..cache.slots import NormSlots, TokenSlots
 from ..core.denoiser import denoiser_of
@@ -54,13 +55,16 @@ class _Wrapper:
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return (self.forward if self.cache.is_used else self.run)(*arguments, **named)
 
-    def run_on(self, active: ActiveSet | None, *arguments: Any, **named: Any) -> Any:
-        """Run on the active cells; None for all, whose operators keep what they read, if there is room."""
+    def run_on(self, active: Active, *arguments: Any, **named: Any) -> Any:
+        """Run on what is active; where that is whole requests, operators keep what they read, if there is room."""
         context, cache = self.context, self.cache
-        context.active = active
-        context.cells = cache.tables if active is None and cache.has_room(self.number) else None
+        if isinstance(active, ActiveSet):
+            context.active = active
+        elif cache.has_room(self.number):
+            context.cells = cache.tables if active is None else active.own
         try:
-            return self.run(*arguments, **named)
+            with context.only(active) if isinstance(active, ActiveRows) else nullcontext():
+                return self.run(*arguments, **named)
         finally:
             context.active = context.cells = None
 

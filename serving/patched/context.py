@@ -4,7 +4,8 @@ other.
 Patches are [P, channels, side, side], channels-last, so that they are also the tokens [P * side * side, channels].
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.patch import patch_join, patch_split
-from ..cache.active import ActiveSet
+from ..cache.active import ActiveRows, ActiveSet
 from ..cache.cells import CellTables
 from ..layout.packing import Level, Packing
 
@@ -36,6 +37,7 @@ class PatchContext:
         biases: for every resolution, what is added to the scores of SD3's joint attention; empty for nothing.
         cells: set while a block runs in full whose operators shall keep what they read, for the patch cache.
         active: set while only some cells go through a block; all tensors then hold the tokens of these, cell by cell.
+        rows: set while only some rows go through a block, as a batch of their own.
     """
 
     choose: Choose
@@ -45,6 +47,7 @@ class PatchContext:
     biases: tuple[Tensor | None, ...] = ()
     cells: CellTables | None = None
     active: ActiveSet | None = None
+    rows: ActiveRows | None = None
     _packing: Packing | None = None
     _level: Level | None = None
     _fused: set[Fused] = field(default_factory=set)
@@ -76,6 +79,23 @@ class PatchContext:
         """Start a forward pass at a level, the latents' by default; a pass that failed leaves nothing behind."""
         self.timesteps, self._level = timesteps, level
         self._fused.clear()
+
+    @contextmanager
+    def only(self, rows: ActiveRows) -> Iterator[None]:
+        """Let leaves work on some rows of the batch, as on a batch of their own."""
+        packing, level, biases = self.packing, self.level.index, self.biases
+        own = rows.own.packing
+        sizes = {(group.height, group.width) for group in own.levels[0].groups}
+        groups = packing.levels[0].groups
+        self.biases = tuple(
+            bias for bias, group in zip(biases, groups, strict=False) if (group.height, group.width) in sizes
+        )
+        self.rows, self._packing, self._level = rows, own, own.levels[level]
+        try:
+            yield
+            level = self.level.index
+        finally:
+            self.rows, self._packing, self._level, self.biases = None, packing, packing.levels[level], biases
 
     def at(self, x: Tensor) -> Level:
         """The level of a leaf's input."""

@@ -9,6 +9,7 @@ from ...data.requests import Request
 from ...data.resolution import Resolution
 from ..core.request_state import ActiveViews, RequestState, Status
 from .policies import (
+    EndPredictor,
     LearningPredictor,
     Policy,
     StepLatencyPredictor,
@@ -44,8 +45,8 @@ class Scheduler:
 
     Args:
         policy: asked between steps which requests join the batch and which are dropped.
-        predictor: step latencies, for policies that ask for them. If it can learn (`LearningPredictor`), it is told
-            how long every step has taken.
+        predictor: step latencies, for policies that ask for them. If it can learn (`LearningPredictor`,
+            `EndPredictor`), it is told how long every step has taken, and every request after its last one.
         max_batch_size: largest number of requests that are active or joining.
         max_prepared_ahead: largest number of waiting requests that are prepared or being prepared; None for twice
             `max_batch_size`.
@@ -80,6 +81,7 @@ class Scheduler:
         self._policy = policy
         self._predictor = predictor
         self._learner = predictor if isinstance(predictor, LearningPredictor) else None
+        self._end_learner = predictor if isinstance(predictor, EndPredictor) else None
         self._max_batch_size = max_batch_size
         self._max_ahead = max_prepared_ahead or 2 * max_batch_size
         self._on_decision = on_decision
@@ -274,6 +276,9 @@ class Scheduler:
         state.record.close(status, now_s, reason)
         if state.stage != "decoding":
             self._leave(state)
+        elif self._end_learner is not None and status == "completed":
+            assert state.record.denoise_end_s is not None
+            self._end_learner.observe_end(state.request.resolution, now_s - state.record.denoise_end_s)
         self._has_news = True
         return state
 

@@ -1,5 +1,7 @@
 """Corrects predicted step latencies by what the engine measures: a scale factor that follows the machine.
 
+It learns as well how long requests take after their last step.
+
 A profile is as old as its table. Since then the machine may have become slower or faster (heat, neighbours, another
 driver), and a profile of full steps says nothing of steps that reuse cached patches. Schedulers add up the steps that
 requests have left, so the factor is the time of recent steps, all of them together, over what was predicted for them.
@@ -12,7 +14,7 @@ This module imports no torch.
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +22,8 @@ from ...data.resolution import Resolution
 
 WEIGHT = 0.02
 """Of a new step against all before it: half is forgotten in 34 steps, about one request's."""
+END_WEIGHT = 0.1
+"""Of a request that has ended against all of its resolution before it: half is forgotten in 7."""
 LONGEST = 5.0
 """A step counts as so many times its corrected prediction at most, so that a process that was stopped for a minute is
 not what the scheduler plans with."""
@@ -60,13 +64,20 @@ class OnlineCorrection:
 
     Args:
         predictor: what is corrected.
-        scale: what it multiplies by before it has seen anything, for one that continues where another has ended.
+        scale, after_s: what it multiplies by, and what requests of each resolution take after their last step, before
+            it has seen anything: for one that continues where another has ended.
+
+    Attributes:
+        scale: what predictions are multiplied by.
+        after_s: seconds from the last step of a request to its end, by resolution.
 
     Raises:
         ValueError: the scale differs from 1 by more than `MAX_SCALE` times.
     """
 
-    def __init__(self, predictor: PredictsSteps, *, scale: float = 1.0) -> None:
+    def __init__(
+        self, predictor: PredictsSteps, *, scale: float = 1.0, after_s: Mapping[Resolution, float] | None = None
+    ) -> None:
         if not 1 / MAX_SCALE <= scale <= MAX_SCALE:
             raise ValueError(f"scale is {scale:g}, but it may differ from 1 by {MAX_SCALE:g} times at most")
         self.predictor = predictor
@@ -76,6 +87,7 @@ class OnlineCorrection:
         self._measured_s = self._predicted_s = 0.0
         self._errors: deque[float] = deque(maxlen=RECENT)
         self._uncorrected_errors: deque[float] = deque(maxlen=RECENT)
+        self.after_s = dict(after_s or {})
 
     def step_latency_s(self, active: Sequence[Resolution]) -> float:
         """Seconds of one step, corrected. Raises what the predictor raises."""
@@ -102,6 +114,15 @@ class OnlineCorrection:
         lowest_s, highest_s = self._predicted_s / MAX_SCALE, self._predicted_s * MAX_SCALE
         self._measured_s = min(max(self._measured_s, lowest_s), highest_s)
         self.scale = self._measured_s / self._predicted_s
+
+    def after_steps_s(self, resolution: Resolution) -> float | None:
+        """Seconds from the last step of a request of this resolution to its end, lately; None if none has ended."""
+        return self.after_s.get(resolution)
+
+    def observe_end(self, resolution: Resolution, after_s: float) -> None:
+        """Learn that a request has ended this long after its last step."""
+        known_s = self.after_s.get(resolution, after_s)
+        self.after_s[resolution] = known_s + END_WEIGHT * (after_s - known_s)
 
     def drift(self) -> Drift:
         """Return how far predictions and measurements lie apart by now."""

@@ -3,6 +3,7 @@
 from ....data.errors import UsageError
 from .base import (
     Decision,
+    EndPredictor,
     LearningPredictor,
     Policy,
     StepLatencyPredictor,
@@ -33,6 +34,7 @@ def get_policy(name: str) -> Policy:
 __all__ = [
     "POLICY_NAMES",
     "Decision",
+    "EndPredictor",
     "LearningPredictor",
     "Policy",
     "StepLatencyPredictor",

@@ -40,6 +40,21 @@ class LearningPredictor(StepLatencyPredictor, Protocol):
         ...
 
 
+@runtime_checkable
+class EndPredictor(Protocol):
+    """Knows from the requests that have ended how long one still takes after its last step: it waits for the decoder,
+    which takes one at a time, is decoded and saved.
+    """
+
+    def after_steps_s(self, resolution: Resolution) -> float | None:
+        """Seconds from the last step of a request of this resolution to its end; None if none has ended yet."""
+        ...
+
+    def observe_end(self, resolution: Resolution, after_s: float) -> None:
+        """Take note that a request has ended this long after its last step."""
+        ...
+
+
 class Policy(Protocol):
     """Decides before every denoising step. The engine and the simulator call the same objects.
 

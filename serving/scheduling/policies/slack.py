@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ....data.resolution import Resolution
 from ...core.request_state import RequestView
-from .base import Decision, StepLatencyPredictor, free_places, require_predictor
+from .base import Decision, EndPredictor, StepLatencyPredictor, free_places, require_predictor
 from .waiting import as_queue
 
 TOO_LATE = "it could not meet its deadline even if it started at once"
@@ -29,8 +29,9 @@ class SlackPolicy:
       requests and the candidate. All remaining steps of everybody are taken to last that long. A request meets its
       deadline exactly if its slack is not negative, so the active request of least slack (line 3) misses its own if
       and only if any one does.
-    * The remaining stages hold more than steps. What the standalone latency has beyond the steps alone (preparation,
-      decoding) is added; preparation is over by then, so this errs on the safe side.
+    * The remaining stages hold more than steps: what requests of the resolution have lately taken after their last step
+      (`EndPredictor`), which holds the queue for the decoder. Until one has ended, what the standalone latency has
+      beyond the steps alone stands for it; that holds the preparation, too, which errs on the safe side.
     * "Risks causing a timeout for any current task": an active request that misses its deadline without the candidate,
       too, halts nobody, because it is lost either way. (Else one lost request would close the batch until it ends.)
     * Equation 1 as printed is throughput in turns over throughput merged, which grows as merging gets worse, while the
@@ -85,10 +86,11 @@ class SlackPolicy:
             if view.resolution not in alone_s and view.deadline_s is not None:
                 alone_s[view.resolution] = predict((view.resolution,))
         # For each kind: steps, time beyond the steps, what the slack is divided by.
-        kinds = [(view.resolution, view.num_steps, *_beyond_steps(view, alone_s)) for view in firsts]
+        ends = predictor if isinstance(predictor, EndPredictor) else None
+        kinds = [(view.resolution, view.num_steps, *_beyond_steps(view, alone_s, ends)) for view in firsts]
         # For each active request with a deadline: time for its steps until then, and how many they are.
         running = [
-            (view.deadline_s - now_s - _beyond_steps(view, alone_s)[0], view.num_steps - view.steps_done)
+            (view.deadline_s - now_s - _beyond_steps(view, alone_s, ends)[0], view.num_steps - view.steps_done)
             for view in active
             if view.deadline_s is not None
         ]
@@ -136,9 +138,11 @@ class SlackPolicy:
         return Decision(tuple(admit), tuple(drop))
 
 
-def _beyond_steps(view: RequestView, alone_s: dict[Resolution, float]) -> tuple[float, float]:
-    """Return the time that a request takes beyond its steps when served alone, and its standalone latency."""
+def _beyond_steps(
+    view: RequestView, alone_s: dict[Resolution, float], ends: EndPredictor | None
+) -> tuple[float, float]:
+    """Return the time that a request takes beyond its steps, and its standalone latency."""
     steps_s = view.num_steps * alone_s[view.resolution]
-    if view.standalone_s is None:
-        return 0.0, steps_s
-    return max(0.0, view.standalone_s - steps_s), view.standalone_s
+    unit_s = steps_s if view.standalone_s is None else view.standalone_s
+    after_s = None if ends is None else ends.after_steps_s(view.resolution)
+    return max(0.0, unit_s - steps_s) if after_s is None else after_s, unit_s

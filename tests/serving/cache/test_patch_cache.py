@@ -1,6 +1,7 @@
 """The patch cache: exact where nothing is reused or nothing has changed, and nobody sees the slots of others."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.cache.patch_cache import CachedRequest, Decision, PatchCache
 from patchedserve.serving.cache.rules import Booleans, InputThreshold, NeverReuse, PatchView, ReuseRule
 from patchedserve.serving.cache.slots import SlotBuffer
-from patchedserve.serving.cache.store import BlockStore, mean_square
+from patchedserve.serving.cache.store import BlockStore, mean_square, sampled
 from patchedserve.serving.patched.patched_model import PatchedModel
 
 from ...support.imposed_reuse import Imposed
@@ -39,6 +40,19 @@ class ByPlace(ReuseRule):
         place = np.arange(len(view.request)) - starts
         mixed = (view.block * 7 + view.steps_done * 3 + place * 5 + view.pixels // 1024) * 2654435761 % 2**32
         return mixed / 2**32 < 0.5
+
+
+class ByRequest(ReuseRule):
+    """Reuses all patches of some requests; at every fourth step of the first one also by `ByPlace`."""
+
+    needs_change = True
+
+    def __init__(self) -> None:
+        self.by_place = ByPlace()
+
+    def may_reuse(self, view: PatchView) -> Booleans:
+        is_reused = (view.steps_done * 2 + view.request + view.pixels // 4096) % 3 != 0
+        return self.by_place.may_reuse(view) if view.steps_done[0] % 4 == 3 else is_reused
 
 
 class Switch(ReuseRule):
@@ -129,6 +143,54 @@ def test_masked_computation_is_exact_where_nothing_has_changed(name: str, order:
         assert relative_error(step(patched, rows, [done] * len(rows)), expected) < 1e-5
     assert cache.stats.masked >= 4 * len(cache.names)
     assert 0.3 < cache.stats.saved_share < 0.6
+
+
+@pytest.mark.parametrize("order", ["image", "patch"])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_whole_requests_are_computed_as_by_the_plain_model(name: str, order: Any) -> None:
+    """A request of which every block is computed needs nothing that is kept, whoever else is in the batch."""
+    model, patched, cache = cached_model(name, order, ByRequest())
+    plain = PatchedModel(model, order=order, patch_size=8 if order == "patch" else None, strategy="regroup")
+    first = draw_rows(model, SIZES)
+    begin(patched, first)
+    num_computed = 0
+    for done in (4, 5, 6):
+        latents = [row.latents for row in draw_rows(model, SIZES, seed=done)]
+        rows = [replace(row, latents=new) for row, new in zip(first, latents, strict=True)]
+        expected = run_patched(plain, rows)
+        found = step(patched, rows, [done] * len(rows))
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            height, width = SIZES[number]
+            is_computed = done == 4 or (done * 2 + number + height * width // 64) % 3 == 0
+            num_computed += is_computed
+            assert (relative_error([one], [other]) < 1e-5) == is_computed
+    assert len(SIZES) < num_computed < 3 * len(SIZES)
+    assert (cache.stats.whole, cache.stats.rows) == (len(cache.names), 2 * len(cache.names))
+
+
+@pytest.mark.parametrize("order", ["image", "patch"])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_whole_requests_keep_what_masked_ones_would(name: str, order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same decisions, computed as batches of their own and cell by cell, while requests join and leave."""
+    found = []
+    for is_masked in (False, True):
+        if is_masked:
+            monkeypatch.setattr("patchedserve.serving.cache.patch_cache.PatchBatch.fill", lambda *_: None)
+        model, patched, cache = cached_model(name, order, ByRequest())
+        outputs = []
+        for keys, steps in (
+            ([0, 1, 2, 3, 4], range(4, 9)),
+            ([0, 5, 2, 3, 6], range(9, 14)),
+            ([5, 7, 3, 6, 4], range(14, 18)),
+        ):
+            begin(patched, draw_rows(model, SIZES), keys)
+            for done in steps:
+                rows = draw_rows(model, SIZES, seed=done)
+                outputs += step(patched, rows, [done] * len(rows))
+        found.append(outputs)
+        assert (cache.stats.rows == 0) == is_masked
+        assert cache.stats.masked > len(cache.names)
+    assert relative_error(*found) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["sdxl", "sd3"])
@@ -357,21 +419,70 @@ def test_changes_are_told_from_a_fair_sample(name: str, order: Any) -> None:
     tables, generator = cache.tables, torch.Generator().manual_seed(0)
     tensors, taken = [], []
     for level in tables.packing.levels:
-        every, places = tables.sample(level.index)
-        of_cell = tables.tokens(level.index)
-        assert places.shape[1] * every == of_cell.shape[1]
-        for cell, own in zip((places * every).tolist(), of_cell.tolist(), strict=True):
+        sample, of_cell = tables.sample(level.index), tables.tokens(level.index)
+        for cell, own in zip(sample.tolist(), of_cell.tolist(), strict=True):
             assert set(cell) <= set(own)
         tensors.append(torch.randn(level.num_tokens, 8, generator=generator))
-        taken.append([tensors[-1][cell] for cell in places * every])
-    assert tables.sample(0)[0] > 1, "the finest level is worth sampling"
+        taken.append([tensors[-1][cell] for cell in sample])
+    assert tables.sample(0).shape[1] < tables.tokens(0).shape[1], "the finest level is worth sampling"
     expected = [torch.cat([part.flatten() for part in cell]).square().mean() for cell in zip(*taken, strict=True)]
     assert torch.allclose(mean_square(tensors, tables), torch.stack(expected), rtol=1e-5)
     moved = [tensor + 0.5 for tensor in tensors]
     assert torch.allclose(mean_square(moved, tables, minus=tensors), torch.full((tables.num_cells,), 0.25), rtol=1e-4)
-    # What is the same memory has not changed; what is equal, neither.
-    assert not mean_square(tensors, tables, minus=tensors).any()
     assert not mean_square(tensors, tables, minus=[tensor.clone() for tensor in tensors]).any()
+
+
+class Spy(InputThreshold):
+    """Reuses all it may, from step 15 what `ByPlace` says; compares every change with one told from scratch."""
+
+    def __init__(self, cache: list[PatchCache]) -> None:
+        super().__init__(0.0)
+        self.cache, self.by_place, self.num_compared = cache, ByPlace(), 0
+        self.inputs: tuple[Tensor, ...] = ()
+
+    def may_reuse(self, view: PatchView) -> Booleans:
+        (cache,) = self.cache
+        store, inputs, batch = cache.stores[view.block], self.inputs, cache.batch
+        assert view.change is not None
+        assert store.square is not None
+        must = batch.is_forced | ~store.is_known[batch.first_cell] | (view.reuses >= OPTIONS.max_reuse)
+        sums = sum((sampled(x, cache.tables) - y).square().sum(1) for x, y in zip(inputs, store.samples, strict=True))
+        told = sums / sum(sample.shape[1] for sample in store.samples) / store.square
+        expected = torch.maximum(told[batch.first_cell_tensor], told[batch.last_cell_tensor])
+        assert torch.allclose(view.change[~must], expected[~must], rtol=1e-4, atol=1e-7)
+        self.num_compared += int((~must).sum())
+        return self.by_place.may_reuse(view) if view.steps_done[0] >= 15 else np.ones(len(must), bool)
+
+
+@pytest.mark.parametrize("name", ["sdxl", "sd35"])
+def test_what_has_not_changed_need_not_be_looked_at_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes are told from the blocks that have run; the same as from all inputs, while requests join and leave."""
+    caches: list[PatchCache] = []
+    rule, decide, looked = Spy(caches), PatchCache.decide, 0
+
+    def spied(self: PatchCache, block: int, inputs: tuple[Tensor, ...]) -> Decision:
+        rule.inputs = inputs
+        return decide(self, block, inputs)
+
+    def counted(*arguments: Any) -> Tensor:
+        nonlocal looked
+        looked += len(arguments) == 2  # of all cells
+        return sampled(*arguments)
+
+    monkeypatch.setattr(PatchCache, "decide", spied)
+    monkeypatch.setattr("patchedserve.serving.cache.store.sampled", counted)
+    model, patched, cache = cached_model(name, "image", rule)
+    caches.append(cache)
+    num_inputs = 0
+    for keys, steps in (([0, 1, 2, 3, 4], range(3, 9)), ([0, 5, 2, 3, 6], range(9, 17))):
+        begin(patched, draw_rows(model, SIZES), keys)
+        for done in steps:
+            step(patched, draw_rows(model, SIZES, seed=done), [done] * len(SIZES))
+            num_inputs += sum(len(store.samples) for store in cache.stores)
+    assert rule.num_compared > 100
+    assert cache.stats.rows >= len(cache.names)
+    assert cache.stats.masked >= len(cache.names)
+    assert looked < 0.6 * num_inputs
 
 
 def test_inputs_are_kept_only_for_rules_that_compare() -> None:
@@ -382,7 +493,7 @@ def test_inputs_are_kept_only_for_rules_that_compare() -> None:
         begin(patched, rows)
         step(patched, rows, [5] * len(rows))
         kept[rule.needs_change] = cache.num_bytes
-        assert all(bool(store.inputs) == rule.needs_change for store in cache.stores)
+        assert all(bool(store.samples) == rule.needs_change for store in cache.stores)
     assert kept[False] < kept[True]
 
 

@@ -31,6 +31,12 @@ class Learning:
     def observe(self, active: Sequence[Resolution], measured_s: float) -> None:
         self.seen.append((tuple(active), measured_s))
 
+    def after_steps_s(self, resolution: Resolution) -> float | None:
+        return None
+
+    def observe_end(self, resolution: Resolution, after_s: float) -> None:
+        self.seen.append(((resolution,), after_s))
+
 
 def request(request_id: int, steps: int = 2, size: Resolution = S, **fields: Any) -> Request:
     return Request(request_id, "", size, steps, **fields)
@@ -160,6 +166,10 @@ def test_failures_in_a_step_end_those_alone() -> None:
     # A step that failed for some was repeated in parts, so it teaches nothing.
     assert ids(scheduler.stepped(2.0, 0.75)) == [2]
     assert predictor.seen == [((S,), 0.75)]
+    # Who ends whole tells how long decoding takes; who fails in it does not.
+    scheduler.end(0, "failed", 3.0, "no image")
+    scheduler.end(2, "completed", 2.5)
+    assert predictor.seen[1:] == [((S,), 0.5)]
 
 
 def test_a_sampler_may_take_other_steps_than_were_asked_for() -> None:

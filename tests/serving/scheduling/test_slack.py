@@ -71,6 +71,30 @@ def test_schedulability_stops_before_an_active_request_would_miss() -> None:
     assert decide(waiting[1:], [view(0, deadline_s=24.9, done=5)]).admit == (2,)
 
 
+class StepsAndEnds(Steps):
+    """Knows of small images what comes after their last step."""
+
+    def after_steps_s(self, resolution: Resolution) -> float | None:
+        return 4.0 if resolution == S else None
+
+    def observe_end(self, resolution: Resolution, after_s: float) -> None:
+        raise AssertionError("a policy learns nothing")
+
+
+def test_what_comes_after_the_steps_is_what_others_have_taken() -> None:
+    # Ten steps of 2 s, and a standalone latency of 50 s by an engine that is slower: 30 s beyond the steps, of which
+    # those that ended took 4.
+    waiting = [view(0, deadline_s=24.0, alone_s=50.0)]
+    assert decide(waiting).drop == ((0, TOO_LATE),)
+    policy = SlackPolicy()
+    assert policy.decide(0.0, waiting, [], 16, StepsAndEnds()) == Decision(admit=(0,))
+    assert policy.decide(0.1, waiting, [], 16, StepsAndEnds()).drop == ((0, TOO_LATE),)
+    # Of large ones nobody has ended: 50 - 10 * 4 = 10 s.
+    large = [view(0, L, deadline_s=50.0, alone_s=50.0)]
+    assert policy.decide(0.0, large, [], 16, StepsAndEnds()).admit == (0,)
+    assert policy.decide(0.1, large, [], 16, StepsAndEnds()).drop == ((0, TOO_LATE),)
+
+
 def test_a_candidate_admitted_now_protects_itself_from_the_next() -> None:
     # Alone the first needs 20 s of its 30. Both small ones together: 3 s a step, 30 s: exactly in time. A third would
     # make it 4 s a step, 40 s.

@@ -122,3 +122,14 @@ def test_impossible_times_are_our_fault(measured_s: float) -> None:
     with pytest.raises(ValueError, match="a step of 0 requests"):
         correction.observe([], 1.0)
     assert correction.drift().num_observations == 0
+
+
+def test_learns_how_long_requests_take_after_their_last_step() -> None:
+    correction = OnlineCorrection(PixelLaw())
+    assert correction.after_steps_s(S) is None
+    correction.observe_end(S, 0.4)
+    assert correction.after_steps_s(S) == 0.4
+    for _ in range(7):
+        correction.observe_end(S, 0.2)
+    assert correction.after_steps_s(S) == pytest.approx(0.3, abs=0.005)
+    assert correction.after_steps_s(L) is None

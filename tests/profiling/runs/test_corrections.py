@@ -1,0 +1,52 @@
+"""What a run has learnt of step latencies is where the next one starts."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from patchedserve.data.errors import UsageError
+from patchedserve.data.resolution import Resolution
+from patchedserve.data.workspace import Workspace
+from patchedserve.profiling.runs.corrections import CORRECTIONS_FILE, correction_of, keep_correction
+from patchedserve.serving.cache.options import CacheOptions
+from patchedserve.serving.models.build import with_engine
+from patchedserve.serving.models.loading import load_model
+
+from ...support.tiny_models import save_tiny, tiny_sdxl
+
+S = Resolution(64, 64)
+
+
+class OneSecond:
+    """Every step takes a second."""
+
+    def step_latency_s(self, active: object) -> float:
+        return 1.0
+
+
+def test_the_next_run_starts_where_the_last_has_ended(tmp_path: Path) -> None:
+    model = load_model(str(save_tiny(tmp_path / "tiny", tiny_sdxl())), "cpu", "float32")
+    cached = with_engine(model, replace(model.options, cache=CacheOptions("interval", patch_size=4)))
+    workspace = Workspace(tmp_path).for_model(model.name, "cpu")
+    first = correction_of(cached, workspace, OneSecond())
+    assert (first.scale, first.after_s) == (1.0, {})
+    for number in range(200):
+        if number == 10:
+            keep_correction(cached, workspace, first)
+            assert not (workspace.tables / CORRECTIONS_FILE).exists(), "ten steps say too little"
+        first.observe([S], 0.4)
+    first.observe_end(S, 0.07)
+    keep_correction(cached, workspace, first)
+    second = correction_of(cached, workspace, OneSecond())
+    assert (second.scale, second.after_s) == (first.scale, {S: 0.07})
+    assert second.scale == pytest.approx(0.4, rel=0.05)
+    # Without the cache steps take another time.
+    assert correction_of(model, workspace, OneSecond()).scale == 1.0
+    file = workspace.tables / CORRECTIONS_FILE
+    without_end = {key: {"scale": 1.0} for key in json.loads(file.read_text())}
+    for damage in ("{", "[]", json.dumps(without_end)):
+        file.write_text(damage)
+        with pytest.raises(UsageError, match=r"corrections\.json: is damaged .*; delete it"):
+            correction_of(cached, workspace, OneSecond())
