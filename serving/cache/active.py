@@ -46,9 +46,9 @@ class ActiveRows:
 
     def __init__(self, tables: CellTables, rows: Integers) -> None:
         self._tables = tables
-        starts = tables.row_start
-        numbers = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in rows])
-        self.own = tables.of_rows(rows.tolist(), tables.slots[numbers])
+        starts, chosen = tables.row_start.tolist(), rows.tolist()
+        numbers = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in chosen])
+        self.own = tables.of_rows(chosen, tables.slots[numbers])
         self.rows, self.cells = (torch.from_numpy(each).to(tables.device) for each in (rows, numbers))
         self.kept: dict[Any, Any] = {}
 

@@ -5,7 +5,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from patchedserve.data.errors import UsageError
 from patchedserve.data.files import sha256_of
@@ -81,6 +83,10 @@ def evaluate(model: ServedModel, captions: str, root: Path, **more: Any) -> tupl
     return outcome, steps
 
 
+def pixels_of(outcome: EvalOutcome) -> list[np.ndarray]:
+    return [np.asarray(Image.open(path), dtype=int) for path in sorted(outcome.images_dir.glob("*.png"))]
+
+
 def bytes_of(outcome: EvalOutcome) -> list[bytes]:
     return [path.read_bytes() for path in sorted(outcome.images_dir.glob("*.png"))]
 
@@ -137,10 +143,12 @@ def test_without_a_cache_its_other_options_change_nothing(model_dir: Path, capti
     assert first.results.settings["cache"] == asdict(CacheOptions())
     again, steps = evaluate(served(model_dir, CacheOptions(patch_size=4, max_reuse=9)), captions, tmp_path)
     assert (steps, again.images_dir) == (0, first.images_dir)
-    # A cache that reuses nothing draws the same bytes as none.
+    # A cache that reuses nothing draws the same images as none.
     never, steps = evaluate(served(model_dir, replace(CACHE, threshold=0.0)), captions, tmp_path)
     assert steps == 15
-    assert bytes_of(never) == bytes_of(first)
+    # Up to rounding: which requests were in a batch together depends on how fast they were prepared.
+    for one, other in zip(pixels_of(never), pixels_of(first), strict=True):
+        assert np.abs(one - other).max() <= 1
     assert never.results.cache_use is not None
     assert never.results.cache_use["saved_computation"] == 0
 

@@ -449,7 +449,8 @@ class Spy(InputThreshold):
         sums = sum((sampled(x, cache.tables) - y).square().sum(1) for x, y in zip(inputs, store.samples, strict=True))
         told = sums / sum(sample.shape[1] for sample in store.samples) / store.square
         expected = torch.maximum(told[batch.first_cell_tensor], told[batch.last_cell_tensor])
-        assert torch.allclose(view.change[~must], expected[~must], rtol=1e-4, atol=1e-7)
+        asked = torch.from_numpy(~must)
+        assert torch.allclose(view.change[asked], expected[asked], rtol=1e-4, atol=1e-7)
         self.num_compared += int((~must).sum())
         return self.by_place.may_reuse(view) if view.steps_done[0] >= 15 else np.ones(len(must), bool)
 
