@@ -211,6 +211,9 @@ class PatchCache:
             if self.options.mode == "image" and not reuse.all():
                 reuse[:] = False
         rows = batch.fill(reuse, self.options.full_above)
+        if not reuse.all() and not self.has_room(block):
+            # What is kept of others would be of no use: the block is about to be forgotten.
+            reuse[:] = False
         num_active = batch.num_patches - int(reuse.sum())
         self.stats.count(self.names[block], batch.num_patches, batch.num_patches - num_active)
         is_reused = reuse[batch.patch_of_cell]
@@ -246,6 +249,10 @@ class PatchCache:
         num_cells = self.tables.num_cells
         own = store.num_bytes / num_cells
         self._bytes_per_cell[block] = own + sum(kept.bytes_per_cell(num_cells) for kept in self._kept[block])
+        if active is None and self.num_bytes > self.options.memory_mb * 1e6:
+            # Only now it is known how much this block keeps.
+            self.stats.uncached += 1
+            self._forget(block)
         self.stats.peak_bytes = max(self.stats.peak_bytes, self.num_bytes)
         self.stats.overhead_s += time.perf_counter() - started
 

@@ -386,9 +386,24 @@ def test_a_bound_of_memory_runs_blocks_uncached() -> None:
     rule.is_on = True
     for done in (4, 5):
         assert relative_error(step(patched, rows, [done] * 4), expected) < 1e-5
-        assert cache.num_bytes <= 1.5e6
+        assert cache.num_bytes <= 1e6
     assert cache.stats.uncached > 0
     assert 0 < cache.stats.saved_share < 0.5
+
+
+def test_the_bound_holds_when_requests_join_those_that_are_reused() -> None:
+    rule = Switch(1.0)
+    options = CacheOptions("patch", threshold=0.0, patch_size=8, warmup_steps=1, max_reuse=9, memory_mb=1)
+    model, patched, cache = cached_model("sdxl", "image", rule, options)
+    rows = draw_rows(model, [(32, 32)] * 4)
+    begin(patched, rows[:1])
+    step(patched, rows[:1], [3])
+    assert 0 < cache.num_bytes <= 1e6
+    rule.is_on = True
+    begin(patched, rows)
+    step(patched, rows, [4] * 4)
+    assert 0 < cache.num_bytes <= 1e6
+    assert cache.stats.uncached > 0
 
 
 def test_the_bound_counts_what_the_batch_needs_and_all_that_is_held() -> None:
