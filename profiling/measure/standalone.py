@@ -69,7 +69,7 @@ def standalone_latencies(
     for request in requests:
         examples.setdefault(shape_of(model, request), request)
     path = tables / TABLE_FILE
-    known, context = read_standalone(path, or_empty=remeasure), _context(model)
+    known, context = read_standalone(path, or_empty=remeasure), context_key(model)
     latencies: dict[RequestShape, float] = {}
     for shape in sorted(
         examples, key=lambda shape: (shape.resolution.pixels, shape.resolution, shape.num_inference_steps)
@@ -131,8 +131,8 @@ def _write(path: Path, samples: dict[str, list[float]]) -> None:
     write_json(path, {"version": _VERSION, "rows": rows})
 
 
-def _context(model: "ServedModel") -> dict[str, Any]:
-    """Return what all measurements of this model share. Raises OSError: the cache's predictor cannot be read."""
+def context_key(model: "ServedModel") -> dict[str, Any]:
+    """What latencies of this model, engine and cache hold for. Raises OSError: the cache's predictor cannot be read."""
     from ..machine import run_facts
 
     about = run_facts(model).key()

@@ -5,15 +5,17 @@ give up its first requests.
 """
 
 import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...data.errors import UsageError
 from ...data.files import write_json
-from ...data.resolution import parse
+from ...data.parsing import parse
+from ...data.resolution import parse as parse_resolution
 from ...serving.scheduling.policies import StepLatencyPredictor
 from ...training.latency.online_correction import OnlineCorrection
-from ..machine import run_facts
+from ..measure.standalone import context_key
 
 if TYPE_CHECKING:
     from ...data.workspace import ModelWorkspace
@@ -24,6 +26,14 @@ _LEAST_STEPS = 30
 """A run of fewer steps says too little: half of what was known before would still be in its scale."""
 
 
+@dataclass(frozen=True)
+class Learnt:
+    """What a run has learnt: see `OnlineCorrection`; resolutions by name."""
+
+    scale: float = 1.0
+    after_s: dict[str, float] | None = None
+
+
 def correction_of(model: "ServedModel", workspace: "ModelWorkspace", latency: StepLatencyPredictor) -> OnlineCorrection:
     """A correction of these latencies that starts where the last run of this engine and cache has ended.
 
@@ -32,12 +42,12 @@ def correction_of(model: "ServedModel", workspace: "ModelWorkspace", latency: St
         OSError: the cache's predictor cannot be read.
     """
     path = workspace.root / "tables" / CORRECTIONS_FILE
-    known = _read(path).get(_key(model), {"scale": 1.0, "after_s": {}})
+    known = _read(path).get(_key(model), Learnt())
+    after_s = {parse_resolution(name): seconds for name, seconds in (known.after_s or {}).items()}
     try:
-        after_s = {parse(name): float(seconds) for name, seconds in known["after_s"].items()}
-        return OnlineCorrection(latency, scale=float(known["scale"]), after_s=after_s)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(path, error) from error
+        return OnlineCorrection(latency, scale=known.scale, after_s=after_s)
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from error
 
 
 def keep_correction(model: "ServedModel", workspace: "ModelWorkspace", correction: OnlineCorrection) -> None:
@@ -46,24 +56,19 @@ def keep_correction(model: "ServedModel", workspace: "ModelWorkspace", correctio
         return
     path = workspace.tables / CORRECTIONS_FILE
     after_s = {str(resolution): seconds for resolution, seconds in correction.after_s.items()}
-    write_json(path, _read(path) | {_key(model): {"scale": correction.scale, "after_s": after_s}})
+    known = _read(path) | {_key(model): Learnt(correction.scale, after_s)}
+    write_json(path, {key: asdict(each) for key, each in known.items()})
 
 
 def _key(model: "ServedModel") -> str:
-    return json.dumps(run_facts(model).key() | {"cache": model.options.cache.identity()}, sort_keys=True, default=str)
+    return json.dumps(context_key(model), sort_keys=True)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Learnt]:
     if not path.exists():
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise _damaged(path, error) from error
-    if not isinstance(content, dict):
-        raise _damaged(path, "it holds no object")
-    return content
-
-
-def _damaged(path: Path, why: object) -> UsageError:
-    return UsageError(f"{path}: is damaged ({why}); delete it, and runs learn anew")
+        raise UsageError(f"{path}: is damaged: {error}") from error
+    return parse(dict[str, Learnt], content, f"{path}: is damaged")

@@ -106,10 +106,10 @@ def serve(
             on_start=lambda: arrivals().show("requests"),
             on_finish=lambda record: arrivals()(),
         )
-    if correction is not None:
-        keep_correction(served, place, correction)
     out.data(outcome.summary, table=lambda: to_rich(run_tables(outcome.summary)), file=output_file)
     out.note(f"Report: {outcome.run_dir / 'report.html'}")
+    if correction is not None:
+        keep_correction(served, place, correction)
     if outcome.was_interrupted:
         raise KeyboardInterrupt
     if repeated := outcome.summary.get("batch_failures"):

@@ -4,7 +4,6 @@ of some rows."""
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -41,24 +40,22 @@ class ActiveRows:
         own: tables of that batch, whose cells keep their slots.
         rows: (R,) the rows, ascending.
         cells: (n,) their cells.
-        kept: what is made once of what their batch keeps, for as long as that batch lasts.
     """
 
     def __init__(self, tables: CellTables, rows: Integers) -> None:
         self._tables = tables
-        starts, chosen = tables.row_start.tolist(), rows.tolist()
-        numbers = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in chosen])
-        self.own = tables.of_rows(chosen, tables.slots[numbers])
-        self.rows, self.cells = (torch.from_numpy(each).to(tables.device) for each in (rows, numbers))
-        self.kept: dict[Any, Any] = {}
+        starts, self._numbers = tables.row_start.tolist(), rows.tolist()
+        cells = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in self._numbers])
+        self.own = tables.of_rows(self._numbers, tables.slots[cells])
+        self.rows, self.cells = (torch.from_numpy(each).to(tables.device) for each in (rows, cells))
+        self._tokens: dict[int, Tensor] = {}
 
     def tokens(self, level: int) -> Tensor:
         """Their tokens in packed order, as their own batch has them."""
-        if level not in self.kept:
-            spans = [self._tables.token_span(int(row), level) for row in self.rows]
-            tokens = np.concatenate([np.arange(*span) for span in spans])
-            self.kept[level] = torch.from_numpy(tokens).to(self._tables.device)
-        return self.kept[level]
+        if level not in self._tokens:
+            tokens = np.concatenate([np.arange(*self._tables.token_span(row, level)) for row in self._numbers])
+            self._tokens[level] = torch.from_numpy(tokens).to(self._tables.device)
+        return self._tokens[level]
 
 
 class ActiveSet:

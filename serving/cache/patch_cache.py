@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ...data.errors import UsageError
 from ..layout.packing import Packing
-from .active import Active, ActiveRows, ActiveSet
-from .cells import CellTables, Integers, SlotTable
+from .active import Active, ActiveSet
+from .cells import CellTables, SlotTable
 from .options import CacheOptions
+from .patch_batch import CachedRequest, PatchBatch
 from .rules import Booleans, PatchView, ReuseRule
 from .slots import SlotBuffer
 from .store import BlockStore
@@ -77,23 +78,6 @@ class CacheStats:
 
 
 @dataclass(frozen=True, slots=True)
-class CachedRequest:
-    """A request as the cache knows it.
-
-    Attributes:
-        key: its own for ever.
-        num_rows: 2 with guidance, else 1.
-        num_steps: of its schedule.
-        pixels: width times height of its image.
-    """
-
-    key: int
-    num_rows: int
-    num_steps: int
-    pixels: int
-
-
-@dataclass(frozen=True, slots=True)
 class Decision:
     """Which cells go through a block.
 
@@ -147,7 +131,7 @@ class PatchCache:
         return self.batch.tables
 
     @property
-    def batch(self) -> "PatchBatch":
+    def batch(self) -> PatchBatch:
         assert self._batch is not None, "the cache works between PatchedModel.begin and the next"
         return self._batch
 
@@ -286,7 +270,7 @@ class PatchCache:
         """What all blocks keep."""
         return sum(self._bytes)
 
-    def _ask(self, block: int, store: BlockStore, inputs: Tokens, batch: "PatchBatch", must: Booleans) -> Booleans:
+    def _ask(self, block: int, store: BlockStore, inputs: Tokens, batch: PatchBatch, must: Booleans) -> Booleans:
         change = None
         if self.rule.needs_change:
             makers = [self._maker.get(tensor.data_ptr()) for tensor in inputs]
@@ -296,90 +280,16 @@ class PatchCache:
         known = batch.request, batch.steps_done, batch.num_steps, store.reuses[batch.first_cell], batch.pixels
         return self.rule.may_reuse(PatchView(block, len(self.stores), change, *known))
 
-    def _observe(self, batch: "PatchBatch", inputs: Tokens) -> None:
+    def _observe(self, batch: PatchBatch, inputs: Tokens) -> None:
         """Let the rule see how far every request's input has moved since the last step."""
         store, tables = self._previous, batch.tables
         store.move_to(tables, batch.keys)
         changes = np.full(len(batch.request_keys), np.inf)
         if store.square is not None:
-            relative = store.change(inputs, [None] * len(inputs), self._step, store.is_known)
-            sums = torch.stack([relative * store.square, store.square]).double().cpu().numpy()
+            moved = store.moved(inputs, [None] * len(inputs), self._step, store.is_known)
+            sums = torch.stack([moved, store.square]).double().cpu().numpy()
             first = batch.first_cell[batch.request_start]
             sums = np.add.reduceat(sums[:, batch.first_cell] + sums[:, batch.last_cell], batch.request_start, axis=1)
             changes = np.where(store.is_known[first], np.sqrt(sums[0] / sums[1]), np.inf)
         store.put(inputs, (), (), None, self._step)
         self.rule.observe(batch.request_keys, changes, batch.is_forced[batch.request_start])
-
-
-class PatchBatch:
-    """The patches of the requests in a batch and their cells: one per row of the request.
-
-    Attributes:
-        tables: of the cells.
-        keys: (cells,) what no other cell ever has.
-        request, patch: (patches,) place of the request in the batch, and number of the patch in its image.
-        first_cell, last_cell: (patches,) its cell in the first and in the last row of its request.
-        patch_of_cell: (cells,).
-        steps_done, is_forced: (patches,) of this step; whether it must be computed whatever the rule says.
-    """
-
-    def __init__(
-        self, packing: Packing, requests: Sequence[CachedRequest], slots: SlotTable, cell_size: int, unit: int
-    ) -> None:
-        rows = np.cumsum([0, *(request.num_rows for request in requests)])
-        counts = np.array([packing.sizes[row][0] * packing.sizes[row][1] // cell_size**2 for row in rows[:-1]])
-        row_counts = np.repeat(counts, [request.num_rows for request in requests])
-        places = np.concatenate([np.arange(count) for count in row_counts])
-        second = np.concatenate([np.arange(request.num_rows) for request in requests])
-        owners = [request.key for request in requests for _ in range(request.num_rows)]
-        keys = np.repeat(owners, row_counts)
-        self.keys: Integers = (keys << 21) + (np.repeat(second, row_counts) << 20) + places
-        self.tables = CellTables(packing, cell_size, unit, slots.assign(self.keys), owners)
-        starts = self.tables.row_start
-        self.request_keys = [request.key for request in requests]
-        self.request: Integers = np.repeat(np.arange(len(requests)), counts)
-        self.request_start: Integers = np.cumsum([0, *counts[:-1]])
-        self.num_patches = int(counts.sum())
-        patch = np.arange(self.num_patches) - self.request_start[self.request]
-        self.first_cell: Integers = starts[rows[:-1]][self.request] + patch
-        self.last_cell: Integers = starts[rows[1:] - 1][self.request] + patch
-        self.patch_of_cell: Integers = np.empty(self.tables.num_cells, np.int64)
-        self.patch_of_cell[self.first_cell] = self.patch_of_cell[self.last_cell] = np.arange(self.num_patches)
-        self._rows, self._counts = rows, counts
-        self._active_rows: dict[bytes, ActiveRows] = {}
-        device = self.tables.device
-        self.patch: Integers = patch
-        self.first_cell_tensor = torch.from_numpy(self.first_cell).to(device)
-        self.last_cell_tensor = torch.from_numpy(self.last_cell).to(device)
-        self.num_steps: Integers = np.array([request.num_steps for request in requests])[self.request]
-        self.pixels: Integers = np.array([request.pixels for request in requests])[self.request]
-        self.steps_done: Integers = np.zeros(self.num_patches, np.int64)
-        self.is_forced: Booleans = np.ones(self.num_patches, bool)
-
-    def start_step(self, steps_done: Integers, warmup_steps: int) -> None:
-        self.steps_done = steps_done[self.request]
-        self.is_forced = (self.steps_done < warmup_steps) | (self.steps_done >= self.num_steps - 1)
-
-    def fill(self, reuse: Booleans, full_above: float) -> ActiveRows | None:
-        """Compute all patches of the requests that have any to compute, where that costs no more than a mask.
-
-        Args:
-            reuse: (patches,) which are reused; changed in place.
-            full_above: share of these requests' patches to compute above which that is so.
-
-        Returns:
-            The rows to compute, if they are all of these requests'; None for all rows of the batch, none, or a mask.
-        """
-        is_touched = np.logical_or.reduceat(~reuse, self.request_start)
-        num_touched = int(self._counts[is_touched].sum())
-        num_active = len(reuse) - int(reuse.sum())
-        if num_active <= full_above * num_touched and num_active < num_touched:
-            return None
-        np.copyto(reuse, np.repeat(~is_touched, self._counts))
-        if is_touched.all() or not num_touched:
-            return None
-        key = is_touched.tobytes()
-        if key not in self._active_rows:
-            rows = np.flatnonzero(np.repeat(is_touched, np.diff(self._rows)))
-            self._active_rows[key] = ActiveRows(self.tables, rows)
-        return self._active_rows[key]

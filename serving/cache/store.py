@@ -114,7 +114,14 @@ class BlockStore:
     def change(
         self, inputs: Sequence[Tensor], changed_at: Sequence[Integers | None], now: int, asked: NDArray[np.bool_]
     ) -> Tensor:
-        """(cells,): mean squared change of the input since a cell was last computed, relative to its mean square.
+        """(cells,): what `moved` says, relative to the mean square of the input."""
+        assert self.square is not None
+        return self.moved(inputs, changed_at, now, asked).div_(self.square)
+
+    def moved(
+        self, inputs: Sequence[Tensor], changed_at: Sequence[Integers | None], now: int, asked: NDArray[np.bool_]
+    ) -> Tensor:
+        """(cells,): mean squared change of the input since a cell was last computed.
 
         Args:
             inputs: tokens [tokens, channels] of all cells.
@@ -122,14 +129,13 @@ class BlockStore:
             now: this step.
             asked: (cells,) for which the answer must hold. What has not changed there is not looked at again.
         """
-        assert self.square is not None
         assert self.tables is not None
         for number, (tensor, stamps) in enumerate(zip(inputs, changed_at, strict=True)):
             if stamps is None or (asked & (stamps > self._told_at[number])).any():
                 taken = sampled(tensor, self.tables).sub_(self.samples[number])
                 self._moved[number] = (taken * taken).sum(1, dtype=torch.float32)
                 self._told_at[number][:] = now
-        return torch.stack(self._moved).sum(0).div_(self._sample_size).div_(self.square)
+        return torch.stack(self._moved).sum(0).div_(self._sample_size)
 
     @property
     def _sample_size(self) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..cache.active import ActiveRows, ActiveSet, QueryGroup
+from ..cache.active import ActiveSet, QueryGroup
 from ..cache.slots import TokenSlots
 from ..layout.packing import Group, Level
 from .context import Derived, PatchContext, joined
@@ -81,24 +81,17 @@ class PatchedCrossAttention(nn.Module):
 
     def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor, **unused: object) -> Tensor:
         """[P, tokens, channels] -> the same. The text itself is not looked at, but what `read` has made of it."""
-        attention, parts = self.attention, []
+        attention, rows, parts = self.attention, self.context.rows, []
+        assert self.text is not None
         _check_unused(unused)
+        text = self.text if rows is None else tuple(each.index_select(0, rows.rows) for each in self.text)
         query = _heads_of(attention.to_q(hidden_states.flatten(0, 1)), 1, attention.heads)[:, 0]
         if attention.norm_q is not None:
             query = attention.norm_q(query)
         for images in _resolutions(self.context):
-            key, value = (images.of_rows(each).transpose(1, 2) for each in self._text_of(self.context.rows))
+            key, value = (images.of_rows(each).transpose(1, 2) for each in text)
             parts.append(images.pack(_attend(images.queries(query), key, value, attention.scale)))
         return attention.to_out[0](joined(parts)).view(hidden_states.shape)
-
-    def _text_of(self, rows: ActiveRows | None) -> tuple[Tensor, Tensor]:
-        """Keys and values of the rows that go through the block."""
-        assert self.text is not None
-        if rows is None:
-            return self.text
-        if self not in rows.kept:
-            rows.kept[self] = tuple(each.index_select(0, rows.rows) for each in self.text)
-        return rows.kept[self]
 
 
 class PatchedJointAttention(nn.Module):

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ...data.errors import UsageError
 from ..cache.options import CacheOptions
-from ..cache.patch_cache import CachedRequest, PatchCache
+from ..cache.patch_batch import CachedRequest
+from ..cache.patch_cache import PatchCache
 from ..cache.rules import ReuseRule
 from ..core.denoiser import copy_modules, denoise
 from ..layout.packing import Order, Packing, check_patch_size, pack_rows

@@ -13,7 +13,7 @@ import torch
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
-from ..cache.patch_cache import CachedRequest
+from ..cache.patch_batch import CachedRequest
 from ..core.denoiser import Conditions
 from ..core.prepared import PreparedRequest, describe
 from ..core.stepper import Tuning

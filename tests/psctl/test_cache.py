@@ -13,7 +13,7 @@ from patchedserve.data.resolution import parse_list
 from patchedserve.data.tables.schemas import BLOCKS
 from patchedserve.data.tables.streams import read_batches, read_facts
 from patchedserve.data.workspace import Workspace
-from patchedserve.eval.cache.bench import CacheBenchSettings, run_cache_bench
+from patchedserve.eval.cache.bench import Arrivals, CacheBenchSettings, run_cache_bench
 from patchedserve.eval.cache.quality import QualityOptions
 from patchedserve.eval.cache.sides import Setting
 from patchedserve.eval.metrics.judges import Judges
@@ -178,7 +178,9 @@ def test_an_interrupted_profile_goes_on(environment: dict[str, str], tmp_path: P
         assert (values == again[name]).all(), name
 
 
-def bench_of(model: Any, folder: Path, counts: list[tuple[int, int]], **options: Any) -> Any:
+def bench_of(
+    model: Any, folder: Path, counts: list[tuple[int, int]], arrivals: Arrivals = "together", **options: Any
+) -> Any:
     sizes = parse_list(",".join(SIZES))
     base: dict[str, Any] = {"patch_size": 4, "warmup_steps": 1}
     settings = [
@@ -192,11 +194,28 @@ def bench_of(model: Any, folder: Path, counts: list[tuple[int, int]], **options:
         [Combination(sizes, each) for each in counts],
         settings,
         Workspace(folder).for_model("tiny", "cpu"),
-        CacheBenchSettings(rounds=2, num_inference_steps=STEPS),
+        CacheBenchSettings(rounds=2, num_inference_steps=STEPS, arrivals=arrivals),
         QualityOptions(clip=False),
         Judges(),
         **options,
     )
+
+
+@pytest.mark.slow
+def test_bench_serves_requests_at_different_steps(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", tiny_sdxl(), guidance_scale=3.0, resolutions=list(SIZES))
+    outcome = bench_of(load_model(str(tmp_path / "model"), "cpu", "float32"), tmp_path / "w", [(1, 2)], "staggered")
+    assert CacheBenchSettings(num_inference_steps=STEPS, arrivals="staggered").joins(3) == [0, 2, 4, 6, 8, 10]
+    [row] = outcome.result["rows"]
+    rows = {side["label"]: side for side in row["sides"]}
+    # As many again follow the first three, in both rounds.
+    assert {side["num_images"] for side in row["sides"]} == {2 * 6}
+    # Without a cache, batches of one resolution are the plain model's, which rounds otherwise.
+    assert rows["never"]["ssim_min"] > 0.99999
+    assert rows["never"]["psnr_db"] > 75
+    # All but the first and the last step of each request are reused, at whatever step the others are.
+    assert rows["always"]["saved_computation"] == pytest.approx(4 / 6)
+    assert rows["always"]["blocks_rows"] > 0
 
 
 @pytest.mark.slow

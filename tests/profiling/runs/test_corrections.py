@@ -45,8 +45,13 @@ def test_the_next_run_starts_where_the_last_has_ended(tmp_path: Path) -> None:
     # Without the cache steps take another time.
     assert correction_of(model, workspace, OneSecond()).scale == 1.0
     file = workspace.tables / CORRECTIONS_FILE
-    without_end = {key: {"scale": 1.0} for key in json.loads(file.read_text())}
-    for damage in ("{", "[]", json.dumps(without_end)):
+    [key] = json.loads(file.read_text())
+    for damage, message in (
+        ("{", "is damaged: "),
+        ("[]", "is damaged: "),
+        (json.dumps({key: {"scale": "1"}}), "is damaged: .*scale is '1', but it must be a number"),
+        (json.dumps({key: {"scale": 9.0}}), "scale is 9, but"),
+    ):
         file.write_text(damage)
-        with pytest.raises(UsageError, match=r"corrections\.json: is damaged .*; delete it"):
+        with pytest.raises(UsageError, match=rf"corrections\.json: {message}"):
             correction_of(cached, workspace, OneSecond())

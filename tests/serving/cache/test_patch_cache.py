@@ -13,7 +13,8 @@ from torch import Tensor
 from patchedserve.data.errors import UsageError
 from patchedserve.serving.cache.cells import SlotTable, match_keys
 from patchedserve.serving.cache.options import CacheOptions
-from patchedserve.serving.cache.patch_cache import CachedRequest, Decision, PatchCache
+from patchedserve.serving.cache.patch_batch import CachedRequest
+from patchedserve.serving.cache.patch_cache import Decision, PatchCache
 from patchedserve.serving.cache.rules import Booleans, InputThreshold, NeverReuse, PatchView, ReuseRule
 from patchedserve.serving.cache.slots import SlotBuffer
 from patchedserve.serving.cache.store import BlockStore, mean_square, sampled
@@ -175,7 +176,7 @@ def test_whole_requests_keep_what_masked_ones_would(name: str, order: Any, monke
     found = []
     for is_masked in (False, True):
         if is_masked:
-            monkeypatch.setattr("patchedserve.serving.cache.patch_cache.PatchBatch.fill", lambda *_: None)
+            monkeypatch.setattr("patchedserve.serving.cache.patch_batch.PatchBatch.fill", lambda *_: None)
         model, patched, cache = cached_model(name, order, ByRequest())
         outputs = []
         for keys, steps in (

@@ -1,0 +1,108 @@
+"""The requests of a batch as the cache sees them: their patches, and which of these must be computed at a step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..layout.packing import Packing
+from .active import ActiveRows
+from .cells import CellTables, Integers, SlotTable
+from .rules import Booleans
+
+_KEPT_ROWS = 16
+"""Sets of rows whose index tables are kept while the batch lasts: the same requests come together every few steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachedRequest:
+    """A request as the cache knows it.
+
+    Attributes:
+        key: its own for ever.
+        num_rows: 2 with guidance, else 1.
+        num_steps: of its schedule.
+        pixels: width times height of its image.
+    """
+
+    key: int
+    num_rows: int
+    num_steps: int
+    pixels: int
+
+
+class PatchBatch:
+    """The patches of the requests in a batch and their cells: one per row of the request.
+
+    Attributes:
+        tables: of the cells.
+        keys: (cells,) what no other cell ever has.
+        request, patch: (patches,) place of the request in the batch, and number of the patch in its image.
+        first_cell, last_cell: (patches,) its cell in the first and in the last row of its request.
+        patch_of_cell: (cells,).
+        steps_done, is_forced: (patches,) of this step; whether it must be computed whatever the rule says.
+    """
+
+    def __init__(
+        self, packing: Packing, requests: Sequence[CachedRequest], slots: SlotTable, cell_size: int, unit: int
+    ) -> None:
+        rows = np.cumsum([0, *(request.num_rows for request in requests)])
+        counts = np.array([packing.sizes[row][0] * packing.sizes[row][1] // cell_size**2 for row in rows[:-1]])
+        row_counts = np.repeat(counts, [request.num_rows for request in requests])
+        places = np.concatenate([np.arange(count) for count in row_counts])
+        second = np.concatenate([np.arange(request.num_rows) for request in requests])
+        owners = [request.key for request in requests for _ in range(request.num_rows)]
+        keys = np.repeat(owners, row_counts)
+        self.keys: Integers = (keys << 21) + (np.repeat(second, row_counts) << 20) + places
+        self.tables = CellTables(packing, cell_size, unit, slots.assign(self.keys), owners)
+        starts = self.tables.row_start
+        self.request_keys = [request.key for request in requests]
+        self.request: Integers = np.repeat(np.arange(len(requests)), counts)
+        self.request_start: Integers = np.cumsum([0, *counts[:-1]])
+        self.num_patches = int(counts.sum())
+        patch = np.arange(self.num_patches) - self.request_start[self.request]
+        self.first_cell: Integers = starts[rows[:-1]][self.request] + patch
+        self.last_cell: Integers = starts[rows[1:] - 1][self.request] + patch
+        self.patch_of_cell: Integers = np.empty(self.tables.num_cells, np.int64)
+        self.patch_of_cell[self.first_cell] = self.patch_of_cell[self.last_cell] = np.arange(self.num_patches)
+        self._rows, self._counts = rows, counts
+        self._active_rows: dict[bytes, ActiveRows] = {}
+        device = self.tables.device
+        self.patch: Integers = patch
+        self.first_cell_tensor = torch.from_numpy(self.first_cell).to(device)
+        self.last_cell_tensor = torch.from_numpy(self.last_cell).to(device)
+        self.num_steps: Integers = np.array([request.num_steps for request in requests])[self.request]
+        self.pixels: Integers = np.array([request.pixels for request in requests])[self.request]
+        self.steps_done: Integers = np.zeros(self.num_patches, np.int64)
+        self.is_forced: Booleans = np.ones(self.num_patches, bool)
+
+    def start_step(self, steps_done: Integers, warmup_steps: int) -> None:
+        self.steps_done = steps_done[self.request]
+        self.is_forced = (self.steps_done < warmup_steps) | (self.steps_done >= self.num_steps - 1)
+
+    def fill(self, reuse: Booleans, full_above: float) -> ActiveRows | None:
+        """Compute all patches of the requests that have any to compute, where that costs no more than a mask.
+
+        Args:
+            reuse: (patches,) which are reused; changed in place.
+            full_above: share of these requests' patches to compute above which that is so.
+
+        Returns:
+            The rows to compute, if they are all of these requests'; None for all rows of the batch, none, or a mask.
+        """
+        is_touched = np.logical_or.reduceat(~reuse, self.request_start)
+        num_touched = int(self._counts[is_touched].sum())
+        num_active = len(reuse) - int(reuse.sum())
+        if num_active <= full_above * num_touched and num_active < num_touched:
+            return None
+        np.copyto(reuse, np.repeat(~is_touched, self._counts))
+        if is_touched.all() or not num_touched:
+            return None
+        key = is_touched.tobytes()
+        if key not in self._active_rows:
+            if len(self._active_rows) == _KEPT_ROWS:
+                del self._active_rows[next(iter(self._active_rows))]
+            rows = np.flatnonzero(np.repeat(is_touched, np.diff(self._rows)))
+            self._active_rows[key] = ActiveRows(self.tables, rows)
+        return self._active_rows[key]
