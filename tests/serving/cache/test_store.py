@@ -1,0 +1,131 @@
+"""What is kept of a block, and how its changes are told."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from patchedserve.serving.cache.cells import SlotTable, match_keys
+from patchedserve.serving.cache.patch_cache import Decision, PatchCache
+from patchedserve.serving.cache.rules import Booleans, InputThreshold, NeverReuse, PatchView
+from patchedserve.serving.cache.store import BlockStore, mean_square, sampled
+
+from ...support.cached_models import OPTIONS, SIZES, ByPlace, begin, cached_model, step
+from ...support.patched_models import draw_rows
+
+
+@pytest.mark.parametrize("order", ["image", "patch"])
+@pytest.mark.parametrize("name", ["sdxl", "sd35"])
+def test_changes_are_told_from_a_fair_sample(name: str, order: Any) -> None:
+    model, patched, cache = cached_model(name, order, NeverReuse())
+    begin(patched, draw_rows(model, SIZES))
+    tables, generator = cache.tables, torch.Generator().manual_seed(0)
+    tensors, taken = [], []
+    for level in tables.packing.levels:
+        sample, of_cell = tables.sample(level.index), tables.tokens(level.index)
+        for cell, own in zip(sample.tolist(), of_cell.tolist(), strict=True):
+            assert set(cell) <= set(own)
+        tensors.append(torch.randn(level.num_tokens, 8, generator=generator))
+        taken.append([tensors[-1][cell] for cell in sample])
+    assert tables.sample(0).shape[1] < tables.tokens(0).shape[1], "the finest level is worth sampling"
+    expected = [torch.cat([part.flatten() for part in cell]).square().mean() for cell in zip(*taken, strict=True)]
+    assert torch.allclose(mean_square(tensors, tables), torch.stack(expected), rtol=1e-5)
+    moved = [tensor + 0.5 for tensor in tensors]
+    assert torch.allclose(mean_square(moved, tables, minus=tensors), torch.full((tables.num_cells,), 0.25), rtol=1e-4)
+    assert not mean_square(tensors, tables, minus=[tensor.clone() for tensor in tensors]).any()
+
+
+class Spy(InputThreshold):
+    """Reuses all it may, from step 15 what `ByPlace` says; compares every change with one told from scratch."""
+
+    def __init__(self, cache: list[PatchCache]) -> None:
+        super().__init__(0.0)
+        self.cache, self.by_place, self.num_compared = cache, ByPlace(), 0
+        self.inputs: tuple[Tensor, ...] = ()
+
+    def may_reuse(self, view: PatchView) -> Booleans:
+        (cache,) = self.cache
+        store, inputs, batch = cache.stores[view.block], self.inputs, cache.batch
+        assert view.change is not None
+        assert store.square is not None
+        must = batch.is_forced | ~store.is_known[batch.first_cell] | (view.reuses >= OPTIONS.max_reuse)
+        sums = sum((sampled(x, cache.tables) - y).square().sum(1) for x, y in zip(inputs, store.samples, strict=True))
+        told = sums / sum(sample.shape[1] for sample in store.samples) / store.square
+        expected = torch.maximum(told[batch.first_cell_tensor], told[batch.last_cell_tensor])
+        asked = torch.from_numpy(~must)
+        assert torch.allclose(view.change[asked], expected[asked], rtol=1e-4, atol=1e-7)
+        self.num_compared += int((~must).sum())
+        return self.by_place.may_reuse(view) if view.steps_done[0] >= 15 else np.ones(len(must), bool)
+
+
+@pytest.mark.parametrize("name", ["sdxl", "sd35"])
+def test_what_has_not_changed_need_not_be_looked_at_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes are told from the blocks that have run; the same as from all inputs, while requests join and leave."""
+    caches: list[PatchCache] = []
+    rule, decide, looked = Spy(caches), PatchCache.decide, 0
+
+    def spied(self: PatchCache, block: int, inputs: tuple[Tensor, ...]) -> Decision:
+        rule.inputs = inputs
+        return decide(self, block, inputs)
+
+    def counted(*arguments: Any) -> Tensor:
+        nonlocal looked
+        looked += len(arguments) == 2  # of all cells
+        return sampled(*arguments)
+
+    monkeypatch.setattr(PatchCache, "decide", spied)
+    monkeypatch.setattr("patchedserve.serving.cache.store.sampled", counted)
+    model, patched, cache = cached_model(name, "image", rule)
+    caches.append(cache)
+    num_inputs = 0
+    for keys, steps in (([0, 1, 2, 3, 4], range(3, 9)), ([0, 5, 2, 3, 6], range(9, 17))):
+        begin(patched, draw_rows(model, SIZES), keys)
+        for done in steps:
+            step(patched, draw_rows(model, SIZES, seed=done), [done] * len(SIZES))
+            num_inputs += sum(len(store.samples) for store in cache.stores)
+    assert rule.num_compared > 100
+    assert cache.stats.rows >= len(cache.names)
+    assert cache.stats.masked >= len(cache.names)
+    assert looked < 0.6 * num_inputs
+
+
+def test_inputs_are_kept_only_for_rules_that_compare() -> None:
+    kept = {}
+    for rule in (InputThreshold(0.0), NeverReuse()):
+        model, patched, cache = cached_model("sdxl", "image", rule)
+        rows = draw_rows(model, SIZES)
+        begin(patched, rows)
+        step(patched, rows, [5] * len(rows))
+        kept[rule.needs_change] = cache.num_bytes
+        assert all(bool(store.samples) == rule.needs_change for store in cache.stores)
+    assert kept[False] < kept[True]
+
+
+def test_a_mask_must_point_into_the_common_set() -> None:
+    store = BlockStore()
+    store.is_known = np.array([True, False, True])
+    store.check_mask(np.array([True, False, True]))
+    with pytest.raises(RuntimeError, match=r"not in the cache: \[1\]"):
+        store.check_mask(np.array([False, True, True]))
+
+
+def test_slots_follow_their_keys() -> None:
+    table, rng, owner = SlotTable(), np.random.default_rng(0), {}
+    for _ in range(50):
+        keys = rng.permutation(40)[: int(rng.integers(1, 30))]
+        slots = table.assign(keys)
+        assert len(set(slots.tolist())) == len(keys)
+        assert slots.min() >= 1
+        for key, slot in zip(keys.tolist(), slots.tolist(), strict=True):
+            assert owner.get(key, slot) == slot, "a request that stays keeps its slot"
+        owner = dict(zip(keys.tolist(), slots.tolist(), strict=True))
+        assert table.num_slots <= 30
+
+
+def test_common_sets_match() -> None:
+    new, old = np.array([5, 1, 9, 3]), np.array([3, 4, 5])
+    here, there = match_keys(new, old)
+    assert new[here].tolist() == old[there].tolist() == [5, 3]
+    assert not len(match_keys(new, old[:0])[0])

@@ -1,0 +1,88 @@
+"""Tiny models with the patch cache, steps of them, and rules whose decisions tests can foretell."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from patchedserve.serving.cache.options import CacheOptions
+from patchedserve.serving.cache.patch_batch import CachedRequest
+from patchedserve.serving.cache.patch_cache import PatchCache
+from patchedserve.serving.cache.rules import Booleans, PatchView, ReuseRule
+from patchedserve.serving.patched.patched_model import PatchedModel
+
+from .imposed_reuse import Imposed
+from .patched_models import MODELS, Row, stack_conditions
+
+SIZES = [(16, 16), (16, 16), (24, 16), (24, 24), (32, 32)]
+OPTIONS = CacheOptions("patch", threshold=0.0, patch_size=8, warmup_steps=1, max_reuse=3, full_above=1)
+STEPS = 20
+
+
+class ByPlace(ReuseRule):
+    """Reuses a patch depending on nothing but its request's step and its own place, so never on its neighbours.
+
+    It asks for changes without looking at them, so that stores keep inputs, too.
+    """
+
+    needs_change = True
+
+    def may_reuse(self, view: PatchView) -> Booleans:
+        starts = np.searchsorted(view.request, view.request)
+        place = np.arange(len(view.request)) - starts
+        mixed = (view.block * 7 + view.steps_done * 3 + place * 5 + view.pixels // 1024) * 2654435761 % 2**32
+        return mixed / 2**32 < 0.5
+
+
+class ByRequest(ReuseRule):
+    """Reuses all patches of some requests; at every fourth step of the first one also by `ByPlace`."""
+
+    needs_change = True
+
+    def __init__(self) -> None:
+        self.by_place = ByPlace()
+
+    def may_reuse(self, view: PatchView) -> Booleans:
+        is_reused = (view.steps_done * 2 + view.request + view.pixels // 4096) % 3 != 0
+        return self.by_place.may_reuse(view) if view.steps_done[0] % 4 == 3 else is_reused
+
+
+class Switch(ReuseRule):
+    """Reuses a random share once it is switched on."""
+
+    def __init__(self, share: float) -> None:
+        self.imposed, self.is_on = Imposed(share, seed=3), False
+
+    def may_reuse(self, view: PatchView) -> Booleans:
+        return self.imposed.may_reuse(view) if self.is_on else np.zeros(len(view.request), bool)
+
+
+def cached_model(
+    name: str, order: Any, rule: Any, options: CacheOptions = OPTIONS, **changes: Any
+) -> tuple[Any, PatchedModel, PatchCache]:
+    model = MODELS[name](**changes)
+    patched = PatchedModel(model, order=order, patch_size=8 if order == "patch" else None, strategy="regroup")
+    cache = patched.use_cache(options, rule)
+    return model, patched, cache
+
+
+def requests_of(rows: Sequence[Row], keys: Sequence[int] | None = None) -> list[CachedRequest]:
+    """One row each."""
+    keys = range(len(rows)) if keys is None else keys
+    return [CachedRequest(key, 1, STEPS, 64 * row.size[0] * row.size[1]) for key, row in zip(keys, rows, strict=True)]
+
+
+@torch.inference_mode()
+def step(patched: PatchedModel, rows: Sequence[Row], steps_done: Sequence[int]) -> list[Tensor]:
+    packing = patched.context.packing
+    assert packing is not None
+    timesteps = torch.tensor([row.timestep for row in rows])
+    patches = packing.pack([row.latents for row in rows])
+    out = patched(patches, timesteps, steps_done=steps_done, **stack_conditions(rows))
+    return [packing.unpack(out, number) for number in range(len(rows))]
+
+
+def begin(patched: PatchedModel, rows: Sequence[Row], keys: Sequence[int] | None = None) -> None:
+    patched.begin(patched.pack([row.size for row in rows]), requests=requests_of(rows, keys))
