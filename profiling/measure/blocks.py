@@ -1,8 +1,9 @@
 """How much every block of a model changes from step to step, patch by patch (PatchedServe section 3.2, figure 4).
 
-Requests are served as usual, with a cache that keeps everything and reuses nothing. Whenever a block has run, its input
-and output are compared with those of the steps before. Every batch of requests becomes a part of its own, so that an
-interrupted profile continues with the next part.
+Requests are served as usual, with a cache that reuses nothing. Whenever a block has run, its input and output are
+compared with those of the steps before, by the same samples of their values that serving compares. Of long profiles a
+random share of the patches is compared, drawn anew at every step. Every batch of requests becomes a part of its own, so
+that an interrupted profile continues with the next part.
 """
 
 import json
@@ -13,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from ...data.checks import require_counts
 from ...data.errors import RunError, UsageError
@@ -22,29 +26,45 @@ from ...data.resolution import Resolution
 from ...data.tables.block_facts import BlockFacts
 from ...data.tables.schemas import BLOCKS
 from ...data.tables.streams import TableWriter
+from ...serving.cache.cells import Integers
 from ...serving.cache.patch_cache import PatchCache, Tokens
 from ...serving.cache.rules import NeverReuse
-from ...serving.cache.store import LEAST_SQUARE, mean_square
+from ...serving.cache.store import LEAST_SQUARE, sampled
 from ...serving.models.served import ServedModel
 from ..steps.sides import patched_stepper
 
+Floats = NDArray[np.float32]
 TABLE_FILE = "blocks.parquet"
 _PARTS, _SETTINGS_FILE = "blocks.parts", "settings.json"
 
 
 @dataclass(frozen=True, slots=True)
 class BlockProfileSettings:
-    """How many requests are profiled, how many of them at a time, with how many steps before it each step is compared,
-    and the seed of the first request; the others count up.
+    """How much is profiled.
+
+    Attributes:
+        num_prompts, batch_size: requests, and how many of them are served together.
+        max_lag: with how many steps before it each step is compared.
+        max_rows: of the table: each patch is compared at each step with such a chance that about this many rows come
+            together; a row takes about 23 bytes.
+        seed: of the first request, the others count up; and of the choice of patches.
     """
 
     num_prompts: int = 48
     batch_size: int = 6
     max_lag: int = 4
+    max_rows: int = 4_000_000
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require_counts({"num prompts": self.num_prompts, "batch size": self.batch_size, "max lag": self.max_lag})
+        require_counts(
+            {
+                "num prompts": self.num_prompts,
+                "batch size": self.batch_size,
+                "max lag": self.max_lag,
+                "max rows": self.max_rows,
+            }
+        )
 
 
 def run_block_profile(
@@ -75,6 +95,8 @@ def run_block_profile(
     cache = patched_stepper(model).model.cache
     assert cache is not None, "a profile is taken with the cache on"
     cache.rule = NeverReuse()
+    for store in cache.stores:
+        store.compares = False
     facts = model.block_facts(cache.options.patch_size)
     requests = [
         Request(
@@ -91,6 +113,7 @@ def run_block_profile(
         model.check_request(request)
     parts = tables / _PARTS
     _check_settings(parts, facts, settings, requests)
+    share = min(1.0, settings.max_rows / _num_rows(model, facts, requests, settings.max_lag))
     done: list[Path] = []
     for number, start in enumerate(range(0, len(requests), settings.batch_size)):
         path = parts / f"{number:05}.parquet"
@@ -99,9 +122,14 @@ def run_block_profile(
             for _ in range(num_inference_steps):
                 on_step()
             continue
+        generator = np.random.default_rng((settings.seed, number))
+
+        def choose(num_patches: int, generator: np.random.Generator = generator) -> Integers:
+            return np.flatnonzero(generator.random(num_patches) < share)
+
         with TableWriter(path, BLOCKS, facts.to_json()) as writer:
             batch = requests[start : start + settings.batch_size]
-            for columns in _changes(model, cache, batch, settings.max_lag, on_step):
+            for columns in _changes(model, cache, batch, settings.max_lag, choose, on_step):
                 writer.write(columns)
     target = tables / TABLE_FILE
     with TableWriter(target, BLOCKS, facts.to_json()) as writer:
@@ -111,6 +139,14 @@ def run_block_profile(
         path.unlink()
     parts.rmdir()
     return target
+
+
+def _num_rows(model: ServedModel, facts: BlockFacts, requests: Sequence[Request], max_lag: int) -> int:
+    """Rows of the table if all patches were compared."""
+    sizes = [model.family.latent_size(request.resolution) for request in requests]
+    steps = requests[0].num_inference_steps
+    pairs = sum(max(steps - lag, 0) for lag in range(1, max_lag + 1))
+    return pairs * len(facts.blocks) * sum(height * width // facts.patch_size**2 for height, width in sizes)
 
 
 def _check_settings(
@@ -138,39 +174,85 @@ def _check_settings(
 
 
 def _changes(
-    model: ServedModel, cache: PatchCache, requests: Sequence[Request], max_lag: int, on_step: Callable[[], None]
+    model: ServedModel,
+    cache: PatchCache,
+    requests: Sequence[Request],
+    max_lag: int,
+    choose: Callable[[int], Integers],
+    on_step: Callable[[], None],
 ) -> Iterator[dict[str, Any]]:
-    """Serve a batch from first to last step; the columns of its rows, step by step."""
+    """Serve a batch from first to last step; the columns of its rows, step by step.
+
+    `choose` says for a number of patches which of them are compared at a step.
+    """
     prepared = [model.prepare(request) for request in requests]
     stepper = patched_stepper(model)
-    history: dict[int, deque[tuple[Tokens, Tokens]]] = {}
+    history: dict[tuple[str, int], deque[tuple[Tensor, Tensor]]] = {}
+    seen: dict[int, tuple[Tensor, Tensor]] = {}
     found: list[dict[str, Any]] = []
     scheduler, step = type(model.pipe.scheduler).__name__, 0
+    chosen = np.empty(0, np.int64)
     # The engine sorts its batch; keys say which request is which.
     by_key = {each.cache_key: each.request for each in prepared}
 
+    def sample(tensors: Tokens) -> Tensor:
+        """(cells, sampled values); what one block hands to others is sampled once in a step."""
+        for tensor in tensors:
+            if tensor.data_ptr() not in seen:
+                seen[tensor.data_ptr()] = tensor, sampled(tensor, cache.tables)
+        return torch.cat([seen[tensor.data_ptr()][1] for tensor in tensors], 1)
+
+    def changes(kind: str, block: int, tensors: Tokens) -> tuple[Floats, Floats]:
+        """Of the chosen patches, by lag: mean squared change, and the same relative to the old mean square.
+
+        Of a guided request's two rows the larger ones.
+        """
+        before, new = history.setdefault((kind, block), deque(maxlen=max_lag)), sample(tensors)
+        batch = cache.batch
+        cells = np.stack([batch.first_cell[chosen], batch.last_cell[chosen]])
+        places = torch.from_numpy(cells.flatten()).to(new.device)
+        own, pairs = new.index_select(0, places), []
+        for old, square in reversed(before):
+            mse = _mean_square(old.index_select(0, places).sub_(own))
+            pairs.append(torch.stack([mse, mse / square.index_select(0, places)]))
+        before.append((new, _mean_square(new).clamp_(min=LEAST_SQUARE)))
+        if not pairs:
+            return np.empty(0, np.float32), np.empty(0, np.float32)
+        larger = torch.stack(pairs, 1).view(2, len(pairs), *cells.shape).amax(2)
+        absolute, relative = larger.flatten(1).cpu().numpy()
+        return absolute, relative
+
     def on_computed(block: int, inputs: Tokens, outputs: Tokens) -> None:
-        batch, before = cache.batch, history.setdefault(block, deque(maxlen=max_lag))
-        outputs = tuple({id(tensor): tensor for tensor in outputs}.values())
+        nonlocal chosen
+        batch = cache.batch
+        if block == 0:
+            chosen = choose(batch.num_patches)
+        input_mse, input_relative = changes("input", block, inputs)
+        # A tensor that is handed on twice counts once.
+        output_mse, output_relative = changes("output", block, tuple({id(each): each for each in outputs}.values()))
         owners = [by_key[key] for key in batch.request_keys]
         of_requests = np.array([(owner.request_id, *owner.resolution) for owner in owners]).T
-        for lag, (old_inputs, old_outputs) in enumerate(reversed(before), 1):
-            columns: dict[str, Any] = {
-                **dict(zip(("request_id", "width", "height"), of_requests[:, batch.request], strict=True)),
+        lags = len(input_mse) // max(len(chosen), 1)
+        of_patches = {
+            **dict(zip(("request_id", "width", "height"), of_requests[:, batch.request[chosen]], strict=True)),
+            "num_steps": batch.num_steps[chosen],
+            "step_fraction": step / batch.num_steps[chosen],
+            "patch": batch.patch[chosen],
+        }
+        found.append(
+            {name: np.tile(values, lags) for name, values in of_patches.items()}
+            | {
                 "scheduler": scheduler,
-                "num_steps": batch.num_steps,
                 "step": step,
-                "step_fraction": step / batch.num_steps,
                 "block": cache.names[block],
                 "block_index": block,
-                "patch": batch.patch,
-                "lag": lag,
+                "lag": np.repeat(np.arange(1, lags + 1), len(chosen)),
+                "input_mse": input_mse,
+                "output_mse": output_mse,
+                "input_mse_normalised": input_relative,
+                "output_mse_normalised": output_relative,
             }
-            for name, new, old in (("input", inputs, old_inputs), ("output", outputs, old_outputs)):
-                mse, relative = _mean_squares(cache, new, old)
-                columns[f"{name}_mse"], columns[f"{name}_mse_normalised"] = mse, relative
-            found.append(columns)
-        before.append((inputs, outputs))
+        )
 
     cache.on_computed = on_computed
     try:
@@ -180,6 +262,7 @@ def _changes(
                 raise RunError(f"request {min(failures)}: {failures[min(failures)]}")
             yield from found
             found.clear()
+            seen.clear()
             step += 1
             on_step()
     finally:
@@ -187,11 +270,6 @@ def _changes(
         cache.forget()
 
 
-def _mean_squares(cache: PatchCache, new: Tokens, old: Tokens) -> tuple[np.ndarray, np.ndarray]:
-    """Mean squared difference of each patch, and the same relative to the old mean square: of the larger row each."""
-    tables, batch = cache.tables, cache.batch
-    mse = mean_square(new, tables, minus=old)
-    relative = mse / mean_square(old, tables).clamp_(min=LEAST_SQUARE)
-    absolute, relative = mse.cpu().numpy(), relative.cpu().numpy()
-    first, last = batch.first_cell, batch.last_cell
-    return np.maximum(absolute[first], absolute[last]), np.maximum(relative[first], relative[last])
+def _mean_square(values: Tensor) -> Tensor:
+    """(cells, values) -> (cells,) float32."""
+    return (values * values).sum(1, dtype=torch.float32).div_(values.shape[1])

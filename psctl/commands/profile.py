@@ -144,6 +144,10 @@ def profile_blocks(
     num_inference_steps: Annotated[int, flag("--num-inference-steps", "Denoising steps of every request.", min=2)] = 50,
     guidance_scale: GuidanceScale = None,
     max_lag: Annotated[int, flag("--max-lag", "Compare a step with up to so many steps before it.", min=1, max=16)] = 4,
+    max_rows: Annotated[
+        int,
+        flag("--max-rows", "Of longer profiles a random share of patches is kept, about so many rows.", min=1),
+    ] = 4_000_000,
     batch_size: Annotated[int, flag("--batch-size", "Requests profiled together.", min=1)] = 6,
     # The rule is replaced by one that never reuses; any that needs no predictor does here.
     cache: Annotated[CacheOptions, CACHE.only("patch_size").fixing(mode="patch", threshold=0.0)],
@@ -168,7 +172,7 @@ def profile_blocks(
     from ...profiling.report.block_plots import plot_block_changes, summarize_block_changes
     from ...profiling.report.tables import block_table
 
-    settings = BlockProfileSettings(num_prompts, batch_size, max_lag, seed)
+    settings = BlockProfileSettings(num_prompts, batch_size, max_lag, max_rows, seed)
     defaults = target.defaults()
     sizes = defaults.resolutions if resolutions is None else parse_list(resolutions)
     texts = load_prompts(prompts)

@@ -1,14 +1,18 @@
 """The patch cache from the command line, on a tiny model: profile, predictor, serving, bench, and bad input."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from torch import Tensor
 
 from patchedserve.data.errors import UsageError
+from patchedserve.data.requests import Request
 from patchedserve.data.resolution import parse_list
 from patchedserve.data.tables.schemas import BLOCKS
 from patchedserve.data.tables.streams import read_batches, read_facts
@@ -20,8 +24,10 @@ from patchedserve.eval.metrics.judges import Judges
 from patchedserve.profiling.measure.blocks import BlockProfileSettings, run_block_profile
 from patchedserve.profiling.steps.combinations import Combination
 from patchedserve.serving.cache.options import CacheOptions
+from patchedserve.serving.cache.store import sampled
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.options import EngineOptions
+from patchedserve.serving.patched.stepper import PatchedStepper
 
 from ..conftest import RunPsctl
 from ..support.tiny_models import save_tiny, tiny_sd3, tiny_sdxl
@@ -54,8 +60,8 @@ def rows_of(table: Path) -> dict[str, np.ndarray]:
     }
 
 
-def profile_of(model: Any, tables: Path, **options: Any) -> Path:
-    settings = BlockProfileSettings(num_prompts=4, batch_size=2, max_lag=LAGS)
+def profile_of(model: Any, tables: Path, max_rows: int = 10**6, **options: Any) -> Path:
+    settings = BlockProfileSettings(num_prompts=4, batch_size=2, max_lag=LAGS, max_rows=max_rows)
     return run_block_profile(
         model,
         ["a hat", "a taco"],
@@ -167,7 +173,7 @@ def test_an_interrupted_profile_goes_on(environment: dict[str, str], tmp_path: P
             ["another"],
             parse_list("64"),
             tmp_path / "cut",
-            BlockProfileSettings(4, 2, LAGS),
+            BlockProfileSettings(4, 2, LAGS, 10**6),
             num_inference_steps=STEPS,
             guidance_scale=3.0,
         )
@@ -176,6 +182,61 @@ def test_an_interrupted_profile_goes_on(environment: dict[str, str], tmp_path: P
     assert not (tmp_path / "cut" / "blocks.parts").exists()
     for name, values in whole.items():
         assert (values == again[name]).all(), name
+
+
+@pytest.mark.slow
+def test_a_bounded_profile_is_an_even_share_of_the_whole_one(environment: dict[str, str], tmp_path: Path) -> None:
+    whole = rows_of(profile_of(cached(environment), tmp_path / "whole"))
+    total, wanted = len(whole["step"]), 600
+    some = rows_of(profile_of(cached(environment), tmp_path / "some", max_rows=wanted))
+    # Patches are drawn step by step, 13 to 26 at a time, and come with all blocks and lags.
+    assert 0.6 * wanted < len(some["step"]) < 1.4 * wanted < 0.6 * total
+    for name in ("step", "block", "request_id", "lag"):
+        assert set(some[name]) == set(whole[name]), name
+    names = ("request_id", "step", "block_index", "patch", "lag")
+    values = ("input_mse_normalised", "output_mse_normalised", "input_mse", "output_mse")
+
+    def by_row(rows: dict[str, np.ndarray]) -> dict[Any, Any]:
+        keys = zip(*(rows[name].tolist() for name in names), strict=True)
+        return dict(zip(keys, zip(*(rows[name].tolist() for name in values), strict=True), strict=True))
+
+    known = by_row(whole)
+    for key, found in by_row(some).items():
+        assert known[key] == pytest.approx(found, rel=1e-4), key
+    again = rows_of(profile_of(cached(environment), tmp_path / "again", max_rows=wanted))
+    assert all((some[name] == again[name]).all() for name in names)
+
+
+@pytest.mark.slow
+def test_rows_of_a_profile_say_how_tensors_have_changed(environment: dict[str, str], tmp_path: Path) -> None:
+    model, size = cached(environment), parse_list("64")
+    settings = BlockProfileSettings(num_prompts=1, batch_size=1, max_lag=LAGS)
+    rows = rows_of(run_block_profile(model, ["a"], size, tmp_path, settings, num_inference_steps=3, guidance_scale=3.0))
+    stepper = cast("PatchedStepper", model.stepper)
+    cache = stepper.model.cache
+    assert cache is not None
+    seen: list[tuple[int, list[Tensor]]] = []
+
+    def on_computed(block: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        kept = [inputs, {id(each): each for each in outputs}.values()]
+        seen.append((block, [torch.cat([sampled(each, cache.tables) for each in side], 1).double() for side in kept]))
+
+    cache.on_computed = on_computed
+    request = model.prepare(Request(0, "a", size[0], 3, 3.0, seed=0))
+    stepper.prepare(request)
+    for _ in range(3):
+        assert not stepper.step([request])
+    first, last = cache.batch.first_cell, cache.batch.last_cell
+    for block in range(7):
+        steps = [tensors for number, tensors in seen if number == block]
+        for lag in (1, 2):
+            for side, name in enumerate(("input", "output")):
+                old, new = steps[2 - lag][side], steps[2][side]
+                change = ((new - old) ** 2).mean(1)
+                for column, values in (("_mse", change), ("_mse_normalised", change / (old**2).mean(1))):
+                    of_rows = torch.maximum(values[first], values[last]).numpy()
+                    chosen = (rows["step"] == 2) & (rows["block_index"] == block) & (rows["lag"] == lag)
+                    assert rows[name + column][chosen] == pytest.approx(of_rows, rel=1e-3)
 
 
 def bench_of(
