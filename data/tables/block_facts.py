@@ -70,7 +70,7 @@ class BlockFacts:
         if self.patch_size != served.patch_size:
             raise UsageError(
                 f"{source} was made for patches of {self.patch_size} latent pixels, but they have "
-                f"{served.patch_size} now; give --patch-size {self.patch_size} or profile again"
+                f"{served.patch_size} now; give --cache-patch-size {self.patch_size} or profile again"
             )
         if self.blocks != served.blocks:
             raise UsageError(

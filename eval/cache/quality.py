@@ -134,6 +134,7 @@ def _times(side: Side, off: Side, num_requests: int) -> dict[str, Any]:
         "label": side.setting.label,
         "kind": side.setting.kind,
         "threshold": side.setting.options.threshold,
+        "max_reuse": side.setting.options.max_reuse,
         "image_ms": float(np.median(side.seconds)) / num_requests * 1e3,
         "speedup": float(np.median(ratios)),
         "speedup_min": min(ratios),

@@ -124,6 +124,7 @@ def settings_of(
     image_thresholds: Sequence[float],
     intervals: Sequence[int],
     sums: Sequence[float],
+    max_reuses: Sequence[int],
     seed: int,
     max_rows: int = 300_000,
 ) -> list[Setting]:
@@ -136,6 +137,7 @@ def settings_of(
         thresholds, image_thresholds: of predictors that decide patch by patch, and for whole batches.
         intervals: of reuse at fixed intervals.
         sums: of accumulated input changes.
+        max_reuses: of predictors, how often in a row they may reuse; a side for each.
         seed: of the training.
         max_rows: of the profile that are trained on.
 
@@ -152,12 +154,12 @@ def settings_of(
         facts.check_fits(model.block_facts(base.patch_size), source=str(table))
         for threshold in wanted:
             predictor = fit_cache_predictor(samples, facts, FitSettings(threshold=threshold, seed=seed))
-            rule = Predicted(predictor, base.max_reuse)
             for mode, given in (("patch", thresholds), ("image", image_thresholds)):
-                if threshold in given:
+                for max_reuse in max_reuses if threshold in given else ():
                     # The rule is given, so the threshold in the options only labels the side.
-                    options = replace(base, mode=mode, threshold=threshold)
-                    found.append(Setting(f"{mode} {threshold:g}", mode, options, rule))
+                    options = replace(base, mode=mode, threshold=threshold, max_reuse=max_reuse)
+                    label = f"{mode} {threshold:g}" + (f", {max_reuse} in a row" if len(max_reuses) > 1 else "")
+                    found.append(Setting(label, mode, options, Predicted(predictor, max_reuse)))
     # The baselines may reuse for as long as their own rule says.
     free = replace(base, max_reuse=1_000)
     for interval in intervals:

@@ -79,7 +79,8 @@ def with_cache_of(
 ) -> "EngineOptions":
     """The engine's options with the cache of the systems, unless the user chose one or the engine cannot have it.
 
-    That cache asks the predictor of the workspace; where there is none, a note says so, and nothing is cached.
+    That cache asks the predictor of the workspace, or else the one that the model has; where there is none, a note says
+    so, and nothing is cached.
     """
     modes = {system.cache for system in systems if system.cache != "off" and system.engine == "patched"}
     if "--cache" in given or engine.cache.is_on or not modes or engine.engine == "plain":
@@ -88,7 +89,11 @@ def with_cache_of(
         out.note("With --compile or --cuda-graphs no patch is reused: the system runs without its cache.")
         return engine
     options = replace(engine.cache, mode=modes.pop())
-    if not target.cache_predictor(options.predictor).is_file():
-        out.note("No patch is reused: the workspace has no cache predictor (psctl profile && psctl train-predictor).")
+    found = target.with_predictor(options).predictor
+    if found is not None and not found.is_file():
+        out.note(
+            "No patch is reused: neither workspace nor model has a cache predictor (psctl profile && "
+            "psctl train-predictor)."
+        )
         return engine
     return replace(engine, cache=options)

@@ -8,6 +8,7 @@ from ...data.workspace import DEFAULT_WORKSPACE, ModelWorkspace, Workspace
 from ..flags import Flags, flag
 
 if TYPE_CHECKING:
+    from ...serving.cache.options import CacheOptions
     from ...serving.models.defaults import ModelDefaults
     from ...serving.models.served import ServedModel
     from ...serving.options import EngineOptions
@@ -54,13 +55,12 @@ class Target:
 
         return model_defaults(self.model)
 
-    def cache_predictor(self, chosen: Path | None = None) -> Path:
-        """Where the cache predictor is, or would be. Raises UsageError: there is no such device."""
-        from ...serving.cache.options import CACHE_PREDICTOR_FILE
-        from ...serving.models.loading import resolve_device
+    def with_predictor(self, options: "CacheOptions") -> "CacheOptions":
+        """The cache's options with the predictor of workspace or model. Raises UsageError: no such device or model."""
+        from ...serving.models.loading import resolve_device, resolve_model
 
         place = self.root.for_model(self.model, str(resolve_device(self.device)))
-        return chosen or place.root / "predictors" / CACHE_PREDICTOR_FILE
+        return options.with_predictor_of(place.root / "predictors", resolve_model(self.model))
 
     def load(self, out: "Output", options: "EngineOptions | None" = None) -> "tuple[ServedModel, ModelWorkspace]":
         """Load the model; return it with its part of the workspace. Raises as `load_model`."""
@@ -68,7 +68,11 @@ class Target:
             from ...serving.models.loading import load_model
 
             served = load_model(self.model, self.device, self.dtype, options, workspace=self.root)
-        return served, self.root.for_model(self.model, str(served.device))
+        place = self.root.for_model(self.model, str(served.device))
+        if (options is None or options.cache.predictor is None) and (predictor := served.options.cache.predictor):
+            whose = "the workspace" if predictor.is_relative_to(place.root) else "the model, as it was shipped"
+            out.note(f"The cache asks the predictor of {whose}: {predictor}")
+        return served, place
 
 
 WHERE = Flags.of(Target)

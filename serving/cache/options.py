@@ -24,7 +24,7 @@ class CacheOptions:
         threshold: largest mean squared change of a block's input since it was last computed, relative to the mean
             square of that input, at which `patch` and `image` reuse, where no predictor is given; None asks the
             predictor. For `accumulated` the largest sum of relative changes.
-        predictor: file of a trained cache predictor; None for the workspace's.
+        predictor: file of a trained cache predictor; None for the workspace's, or else the one that the model has.
         patch_size: side of a patch of the cache in latent pixels.
         interval: see `mode`.
         max_reuse: how many steps in a row a patch may reuse a block.
@@ -80,11 +80,15 @@ class CacheOptions:
         """Whether a trained predictor decides."""
         return self.mode in ("patch", "image") and self.threshold is None
 
-    def with_predictor_of(self, folder: Path) -> "CacheOptions":
-        """The same options with the predictor of a workspace's folder, where they want one and name none."""
+    def with_predictor_of(self, *folders: Path) -> "CacheOptions":
+        """The same options with the predictor of the first of these folders that has one, where they name none.
+
+        If none of them has one, the file is that of the first folder, so that errors say where it belongs.
+        """
         if not self.needs_predictor or not self.is_on or self.predictor is not None:
             return self
-        return replace(self, predictor=folder / CACHE_PREDICTOR_FILE)
+        files = [folder / CACHE_PREDICTOR_FILE for folder in folders]
+        return replace(self, predictor=next(filter(Path.is_file, files), files[0]))
 
     def identity(self) -> dict[str, Any]:
         """What decides images, as JSON: two equal ones reuse by the same rules.

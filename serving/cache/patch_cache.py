@@ -34,6 +34,8 @@ class CacheStats:
         by_block: the same two for every block.
         whole, rows, masked, skipped_blocks: how often a block ran in full, for some whole requests, for some cells, and
             not at all.
+        refused: patches that were computed because the rule said so; the other ones had to be.
+        expired: patches that were computed because they had been reused `max_reuse` times in a row.
         uncached: how often a block ran without the cache because of the memory bound.
         peak_bytes: the most that was kept.
         overhead_s: seconds spent on deciding and keeping, without the blocks themselves.
@@ -46,6 +48,8 @@ class CacheStats:
     rows: int = 0
     masked: int = 0
     skipped_blocks: int = 0
+    refused: int = 0
+    expired: int = 0
     uncached: int = 0
     peak_bytes: int = 0
     overhead_s: float = 0.0
@@ -63,6 +67,8 @@ class CacheStats:
             "blocks_rows": self.rows,
             "blocks_masked": self.masked,
             "blocks_skipped": self.skipped_blocks,
+            "patches_refused": self.refused,
+            "patches_expired": self.expired,
             "blocks_uncached": self.uncached,
             "peak_mb": self.peak_bytes / 1e6,
             "overhead_s": self.overhead_s,
@@ -184,16 +190,16 @@ class PatchCache:
         if self._is_first_block and self.rule.observes:
             self._observe(batch, inputs)
         self._is_first_block = False
-        must = (
-            batch.is_forced
-            | ~store.is_known[batch.first_cell]
-            | (store.reuses[batch.first_cell] >= self.options.max_reuse)
-        )
+        must = batch.is_forced | ~store.is_known[batch.first_cell]
+        has_expired = ~must & (store.reuses[batch.first_cell] >= self.options.max_reuse)
+        must |= has_expired
         reuse = np.zeros(batch.num_patches, bool)
         if not must.all():
             reuse = self._ask(block, store, inputs, batch, must) & ~must
-            if self.options.mode == "image" and not reuse.all():
-                reuse[:] = False
+        self.stats.expired += int(has_expired.sum())
+        self.stats.refused += int((~must & ~reuse).sum())
+        if self.options.mode == "image" and not reuse.all():
+            reuse[:] = False
         rows = batch.fill(reuse, self.options.full_above)
         if not reuse.all() and not self.has_room(block):
             # What is kept of others would be of no use: the block is about to be forgotten.

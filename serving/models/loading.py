@@ -45,7 +45,8 @@ def load_model(
         dtype: `auto` (float16 on CUDA; on a CPU bfloat16 if it has AMX or AVX512 instructions for it, else float32),
             `float32`, `bfloat16` or `float16`.
         options: which engine denoises, and how.
-        workspace: holds the cache's predictor, for options that need one and name no file.
+        workspace: holds the cache's predictor, for options that need one and name no file; it wins over the one beside
+            the model.
 
     Raises:
         UsageError: if there is no such model, or its pipeline class, the device or the dtype is not supported, or the
@@ -63,7 +64,7 @@ def load_model(
     torch_dtype = _resolve_dtype(dtype, torch_device)
     if options is not None and workspace is not None:
         predictors = workspace.for_model(spec, str(torch_device)).root / "predictors"
-        options = replace(options, cache=options.cache.with_predictor_of(predictors))
+        options = replace(options, cache=options.cache.with_predictor_of(predictors, model_dir))
     quiet_libraries()
     pipe = _load_pipeline(model_dir, index, torch_dtype)
     pipe.set_progress_bar_config(disable=True)

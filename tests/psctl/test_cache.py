@@ -184,7 +184,6 @@ def test_an_interrupted_profile_goes_on(environment: dict[str, str], tmp_path: P
         assert (values == again[name]).all(), name
 
 
-@pytest.mark.slow
 def test_a_bounded_profile_is_an_even_share_of_the_whole_one(environment: dict[str, str], tmp_path: Path) -> None:
     whole = rows_of(profile_of(cached(environment), tmp_path / "whole"))
     total, wanted = len(whole["step"]), 600
@@ -207,7 +206,6 @@ def test_a_bounded_profile_is_an_even_share_of_the_whole_one(environment: dict[s
     assert all((some[name] == again[name]).all() for name in names)
 
 
-@pytest.mark.slow
 def test_rows_of_a_profile_say_how_tensors_have_changed(environment: dict[str, str], tmp_path: Path) -> None:
     model, size = cached(environment), parse_list("64")
     settings = BlockProfileSettings(num_prompts=1, batch_size=1, max_lag=LAGS)
@@ -347,8 +345,8 @@ def test_bench_from_the_command_line(run_psctl: RunPsctl, environment: dict[str,
         "0.3",
         "--image-thresholds",
         "0.3",
-        "--intervals",
-        "2",
+        "--max-reuse",
+        "1,2",
     ]
     arguments += [
         "--intervals",
@@ -367,7 +365,14 @@ def test_bench_from_the_command_line(run_psctl: RunPsctl, environment: dict[str,
     assert said == json.loads((tmp_path / "cache.json").read_text())
     assert said["clip_judge"] == "emoji-clip"
     sides = said["rows"][0]["sides"]
-    assert [side["kind"] for side in sides] == ["off", "patch", "image", "interval", "accumulated"]
+    assert [side["label"] for side in sides] == [
+        *("off", "patch 0.3, 1 in a row", "patch 0.3, 2 in a row", "image 0.3, 1 in a row", "image 0.3, 2 in a row"),
+        *("interval 2", "accumulated 0.5"),
+    ]
+    once, twice = sides[1:3]
+    assert (once["max_reuse"], twice["max_reuse"]) == (1, 2)
+    assert 0 < once["saved_computation"] < twice["saved_computation"]
+    assert once["patches_expired"] > twice["patches_expired"]
     for side in sides:
         assert side["fid"] > 0
         assert side["fid_to_off"] == pytest.approx(0, abs=1e-3) if side["kind"] == "off" else side["fid_to_off"] >= 0
@@ -376,6 +381,8 @@ def test_bench_from_the_command_line(run_psctl: RunPsctl, environment: dict[str,
 
     for options, message in (
         (("--thresholds", "a"), "--thresholds is 'a', but it must be numbers with commas between"),
+        (("--max-reuse", "0"), "--max-reuse is '0', but it must be numbers from 1 with commas between"),
+        (("--max-reuse", "3"), "--max-reuse is 3, but the predictor has learnt from 2 steps in a row"),
         (("--combinations", "1"), "has 1 numbers, but it must have 2"),
         (("--fid", "coco:/nowhere"), "/nowhere"),
     ):
