@@ -102,7 +102,7 @@ def compare_sides(
     for side in sides:
         row = _times(side, off, num_requests)
         if side is not off:
-            found = _similarity(side.images, off.images, judges.lpips if options.lpips else None)
+            found = similarity(side.images, off.images, judges.lpips if options.lpips else None)
             for name, values in found.items():
                 _note(row, name, values)
             row["ssim_min"] = float(found["ssim"].min())
@@ -134,7 +134,6 @@ def _times(side: Side, off: Side, num_requests: int) -> dict[str, Any]:
         "label": side.setting.label,
         "kind": side.setting.kind,
         "threshold": side.setting.options.threshold,
-        "max_reuse": side.setting.options.max_reuse,
         "image_ms": float(np.median(side.seconds)) / num_requests * 1e3,
         "speedup": float(np.median(ratios)),
         "speedup_min": min(ratios),
@@ -147,6 +146,7 @@ def _times(side: Side, off: Side, num_requests: int) -> dict[str, Any]:
         stats = side.cache.stats
         saved = stats.saved_share
         row |= stats.to_json() | {
+            "max_reuse": side.cache.max_reuse,
             "efficiency": (1 - 1 / row["speedup"]) / saved if saved else None,
             "cache_overhead_share": stats.overhead_s / sum(side.seconds),
             "cache_overhead_of_off": stats.overhead_s / sum(off.seconds),
@@ -154,7 +154,7 @@ def _times(side: Side, off: Side, num_requests: int) -> dict[str, Any]:
     return row
 
 
-def _similarity(images: Sequence[Image], originals: Sequence[Image], lpips: Lpips | None) -> dict[str, np.ndarray]:
+def similarity(images: Sequence[Image], originals: Sequence[Image], lpips: Lpips | None) -> dict[str, np.ndarray]:
     """PSNR, SSIM and LPIPS of every image and its original, (n,) each."""
     names = {"psnr": "psnr_db", "ssim": "ssim"} | ({} if lpips is None else {"lpips": "lpips"})
     pairs = ((place, *pair) for place, pair in enumerate(zip(images, originals, strict=True)))

@@ -124,7 +124,7 @@ def settings_of(
     image_thresholds: Sequence[float],
     intervals: Sequence[int],
     sums: Sequence[float],
-    max_reuses: Sequence[int],
+    max_reuses: Sequence[int | None],
     seed: int,
     max_rows: int = 300_000,
 ) -> list[Setting]:
@@ -137,7 +137,7 @@ def settings_of(
         thresholds, image_thresholds: of predictors that decide patch by patch, and for whole batches.
         intervals: of reuse at fixed intervals.
         sums: of accumulated input changes.
-        max_reuses: of predictors, how often in a row they may reuse; a side for each.
+        max_reuses: of predictors, how often in a row they may reuse; a side for each; None for as often as they know.
         seed: of the training.
         max_rows: of the profile that are trained on.
 

@@ -282,7 +282,8 @@ def _drawing_words(settings: Mapping[str, Any]) -> Iterator[str]:
     yield from ("--cache", cache["mode"])
     names = {"patch_size": "--cache-patch-size", "interval": "--cache-interval", "max_reuse": "--max-reuse"}
     for name, flag in (names | {"warmup_steps": "--warmup-steps", "memory_mb": "--cache-memory"}).items():
-        yield from (flag, str(cache[name]))
+        if cache[name] is not None:
+            yield from (flag, str(cache[name]))
     yield from ("--max-batch-size", str(settings.get("max_batch_size", 16)))
     if cache.get("threshold") is not None:
         yield from ("--cache-threshold", str(cache["threshold"]))

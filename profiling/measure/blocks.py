@@ -52,7 +52,7 @@ class BlockProfileSettings:
 
     num_prompts: int = 48
     batch_size: int = 6
-    max_lag: int = 4
+    max_lag: int = 8
     max_rows: int = 4_000_000
     seed: int = 0
 

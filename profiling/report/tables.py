@@ -168,6 +168,18 @@ def cache_training_table(result: Mapping[str, Any]) -> Table:
     """How a cache predictor judges held-out requests, beside the best plain threshold."""
     test, baseline = result["test"], result["baseline"]
     cut = DASH if baseline["cut"] is None else f"{baseline['cut']:.3g}"
+    images = result.get("images")
+    note = (
+        f"{test['rows']:,} rows of {test['requests']} held-out requests, {share(test['share_within'])} of them "
+        f"within the threshold; trained on {result['train']['rows']:,} rows of {result['train']['requests']}"
+    )
+    if images is not None:
+        note += (
+            f"\nimages of {images['requests']} requests, at most {images['max_reuse']} reuses in a row: SSIM "
+            f"{images['ssim']:.4f} (target {images['target_ssim']:g}) with {share(images['saved_computation'])} saved, "
+            f"confidence {images['min_confidence']:g}; patches computed because the predictor said so: "
+            f"{images['patches_refused']:,}, because of reuses in a row: {images['patches_expired']:,}"
+        )
     rows = [
         (label, *(share(figures[name]) for name in ("precision", "recall", "f1", "reuse_share")))
         for label, figures in (("random forest", result), (f"input changed by at most {cut}", baseline))
@@ -176,8 +188,7 @@ def cache_training_table(result: Mapping[str, Any]) -> Table:
         f"{result['model']}, {result['scheduler']}, threshold {result['threshold']:g}",
         ("", "precision", "recall", "F1", "reuses"),
         rows,
-        note=f"{test['rows']:,} rows of {test['requests']} held-out requests, {share(test['share_within'])} of them "
-        f"within the threshold; trained on {result['train']['rows']:,} rows of {result['train']['requests']}",
+        note=note,
     )
 
 

@@ -35,9 +35,14 @@ def bench_cache(
     intervals: Annotated[str, flag("--intervals", "Of fixed-interval reuse.", metavar="N,...")] = "2,3,4",
     sums: Annotated[str, flag("--sums", "Of accumulated input changes.", metavar="X,...")] = "0.1,0.2,0.3,0.4",
     max_reuse: Annotated[
-        str,
-        flag("--max-reuse", "Steps in a row that predictors may reuse a block.", is_shared=True, metavar="N,..."),
-    ] = str(CacheOptions().max_reuse),
+        str | None,
+        flag(
+            "--max-reuse",
+            "Steps in a row that predictors may reuse a block. Default: --max-lag of the profile.",
+            is_shared=True,
+            metavar="N,...",
+        ),
+    ] = None,
     num_inference_steps: Annotated[int, flag("--num-inference-steps", "Denoising steps of every request.", min=2)] = 50,
     arrivals: Annotated[
         Literal["together", "staggered"],
@@ -55,9 +60,7 @@ def bench_cache(
     ] = None,
     num_real: Annotated[int, flag("--num-real", "Real images for FID.", min=2)] = 256,
     output_file: OutputFile = None,
-    cache: Annotated[
-        CacheOptions, CACHE.only("patch_size", "warmup_steps").fixing(mode="patch", threshold=0.0)
-    ],
+    cache: Annotated[CacheOptions, CACHE.only("patch_size", "warmup_steps").fixing(mode="patch", threshold=0.0)],
     seed: Seed = 0,
     engine: Annotated[EngineOptions, ENGINE.only("order")],
     target: Target,
@@ -88,8 +91,8 @@ def bench_cache(
     image_limits = numbers_of("--image-thresholds", image_thresholds)
     steps_between = [int(number) for number in numbers_of("--intervals", intervals)]
     sum_limits = numbers_of("--sums", sums)
-    in_a_row = [int(number) for number in numbers_of("--max-reuse", max_reuse)]
-    if not in_a_row or min(in_a_row) < 1:
+    in_a_row = [int(number) for number in numbers_of("--max-reuse", max_reuse or "")]
+    if max_reuse is not None and (not in_a_row or min(in_a_row) < 1):
         raise UsageError(f"--max-reuse is {max_reuse!r}, but it must be numbers from 1 with commas between")
     if not (patch_limits or image_limits or steps_between or sum_limits):
         raise UsageError("there is nothing to measure: give --thresholds, --image-thresholds, --intervals or --sums")
@@ -116,7 +119,7 @@ def bench_cache(
             image_thresholds=image_limits,
             intervals=steps_between,
             sums=sum_limits,
-            max_reuses=in_a_row,
+            max_reuses=in_a_row or [None],
             seed=seed,
         )
     with out.phases() as start:

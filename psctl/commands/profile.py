@@ -143,7 +143,7 @@ def profile_blocks(
     resolutions: Resolutions = None,
     num_inference_steps: Annotated[int, flag("--num-inference-steps", "Denoising steps of every request.", min=2)] = 50,
     guidance_scale: GuidanceScale = None,
-    max_lag: Annotated[int, flag("--max-lag", "Compare a step with up to so many steps before it.", min=1, max=16)] = 4,
+    max_lag: Annotated[int, flag("--max-lag", "Compare a step with up to so many steps before it.", min=1, max=16)] = 8,
     max_rows: Annotated[
         int,
         flag("--max-rows", "Of longer profiles a random share of patches is kept, about so many rows.", min=1),
@@ -165,7 +165,7 @@ def profile_blocks(
 
         psctl profile blocks
         psctl profile blocks --model emoji-3 --num-prompts 96 --num-inference-steps 30
-        psctl profile blocks --resolutions 128,256 --max-lag 6 --json
+        psctl profile blocks --resolutions 128,256 --max-lag 4 --json
     """
     from ...data.prompts.captions import load_prompts
     from ...profiling.measure.blocks import BlockProfileSettings, run_block_profile

@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from ...data.errors import UsageError
 from ...data.files import require_folder, write_bytes
+from ...serving.cache.options import CacheOptions
 from ..flags import flag
 from ..options.common import Seed
+from ..options.groups import CACHE
 from ..options.target import WHERE, Target
 from ..output import Output
 
@@ -127,12 +129,23 @@ def train_predictor_cache(
         ),
     ] = None,
     threshold: Annotated[
-        float,
+        float | None,
         flag(
             "--threshold",
-            "A cached output may be used if its mean square error, divided by its mean square, is at most this.",
+            "A cached output may be used if its mean square error, divided by its mean square, is at most this. "
+            "Default: 0.2; with --target-ssim the best of several.",
         ),
-    ] = 0.2,
+    ] = None,
+    target_ssim: Annotated[
+        float | None,
+        flag(
+            "--target-ssim",
+            "Draw images, and choose threshold and confidence that save most at this mean SSIM to those without cache.",
+            show_default=False,
+        ),
+    ] = None,
+    target_prompts: Annotated[int, flag("--target-prompts", "Requests that are drawn for each choice.", min=2)] = 24,
+    cache: Annotated[CacheOptions, CACHE.only("max_reuse", "warmup_steps").fixing(mode="patch", threshold=0.0)],
     trees: Annotated[int, flag("--trees", "Trees of the forest.", min=1, max=128)] = 16,
     depth: Annotated[int, flag("--depth", "Most questions on the way to a leaf.", min=1, max=16)] = 8,
     min_confidence: Annotated[
@@ -159,23 +172,34 @@ def train_predictor_cache(
     """Train the cache predictor from a block profile, and judge it on requests that it has not seen.
 
     It is a random forest that says whether the output of a block will stay within the threshold. The figures stand next
-    to those of the best plain threshold on the change of the input. A plot is saved beside the predictor.
+    to those of the best plain threshold on the change of the input. A plot is saved beside the predictor. What the
+    threshold does to images is measured with --target-ssim, on requests that were not trained on.
 
     Examples:
 
         psctl train-predictor cache
         psctl train-predictor cache --threshold 0.01 --min-confidence 0.7
+        psctl train-predictor cache --target-ssim 0.97
         psctl train-predictor cache --model emoji-3 --threshold 0.05 --output-file cache-0.05.safetensors --json
     """
     # What was given is looked at before anything is read, and torch is imported for the first time here.
+    from ...eval.cache.target import TargetSettings, train_to_target
     from ...serving.cache.options import CACHE_PREDICTOR_FILE
     from ...serving.models.loading import resolve_device
     from ...training.cache.fitting import FitSettings, fit_cache_predictor, require_backend
     from ...training.cache.samples import load_samples
 
     settings = FitSettings(
-        threshold=threshold, trees=trees, depth=depth, min_confidence=min_confidence, seed=seed, backend=backend
+        threshold=FitSettings().threshold if threshold is None else threshold,
+        trees=trees,
+        depth=depth,
+        min_confidence=min_confidence,
+        seed=seed,
+        backend=backend,
     )
+    wanted = None
+    if target_ssim is not None:
+        wanted = TargetSettings(target_ssim, target_prompts, () if threshold is None else (threshold,))
     require_backend(backend)
     place = target.root.for_model(target.model, str(resolve_device(target.device)))
     table = place.root / "tables" / "blocks.parquet" if table is None else table
@@ -186,16 +210,28 @@ def train_predictor_cache(
     file = output_file or place.root / "predictors" / CACHE_PREDICTOR_FILE
     require_folder(file.absolute().parent)
     with out.status(f"Reading {table} ..."):
-        facts, samples = load_samples(table, max_rows=max_rows, seed=seed)
+        facts, samples = load_samples(table, max_rows=max_rows, seed=seed, max_lag=cache.max_reuse)
     if output_file is None and facts.model != target.model:
         raise UsageError(
             f"{table} is a profile of {facts.model}; train its predictor with --model {facts.model}, "
             "or say with --output-file where it is to go"
         )
-    with out.phases() as start:
-        trained = start("rows to train on", len(samples), expected_s=len(samples) * trees * _TREE_S)
-        predictor = fit_cache_predictor(samples, facts, settings)
-        trained(len(samples))
+    if wanted is not None:
+        served, _ = target.load(out)
+        facts.check_fits(served.block_facts(facts.patch_size), source=str(table))
+        with out.phases() as start:
+            advance = start("draws at most", wanted.most_draws)
+
+            def on_draw(label: str) -> None:
+                advance.show(label)
+                advance()
+
+            predictor = train_to_target(served, samples, facts, settings, cache, place, wanted, on_draw=on_draw)
+    else:
+        with out.phases() as start:
+            trained = start("rows to train on", len(samples), expected_s=len(samples) * trees * _TREE_S)
+            predictor = fit_cache_predictor(samples, facts, settings)
+            trained(len(samples))
     predictor.save(file)
     from ...profiling.report.cache_plots import plot_cache_training
     from ...profiling.report.tables import cache_training_table

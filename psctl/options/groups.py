@@ -45,7 +45,12 @@ CACHE = Flags(
         ),
         "interval": flag("--cache-interval", "Steps from one computation to the next.", is_shared=True),
         "patch_size": flag("--cache-patch-size", "Side of the cache's patches in latent pixels.", is_shared=True),
-        "max_reuse": flag("--max-reuse", "Steps in a row that a patch may reuse a block.", is_shared=True),
+        "max_reuse": flag(
+            "--max-reuse",
+            "Steps in a row that a patch may reuse a block. Default: what the predictor has learnt from; else 4.",
+            is_shared=True,
+            show_default=False,
+        ),
         "warmup_steps": flag("--warmup-steps", "First steps of a request that are computed in full.", is_shared=True),
         "memory_mb": flag("--cache-memory", "Most that the cache keeps.", is_shared=True, metavar="MB"),
     },

@@ -27,12 +27,14 @@ class CacheOptions:
         predictor: file of a trained cache predictor; None for the workspace's, or else the one that the model has.
         patch_size: side of a patch of the cache in latent pixels.
         interval: see `mode`.
-        max_reuse: how many steps in a row a patch may reuse a block.
+        max_reuse: how many steps in a row a patch may reuse a block; None for as many as the predictor has learnt from,
+            and 4 where none decides.
         warmup_steps: first steps of a request that are computed in full; so is its last step.
         memory_mb: bound of what the cache keeps; a block that would exceed it runs uncached.
         full_above: of the requests that have patches to compute: the share of these above which a block computes all
-            patches of these requests, which then costs no more and is fresher. Measured with emoji-xl on a CPU: half
-            the patches take nine tenths of the time of all. A lower share is faster there and reuses less.
+            patches of these requests. At 0 requests are computed whole or not at all. That is the default, because old
+            borders, sums and keys beside new ones do harm: with emoji-xl, 30 steps and 72 % saved computation the SSIM
+            to images without a cache is 0.965 at 0 and 0.934 at 0.5. It is faster, too.
 
     Raises:
         UsageError: a value is not allowed.
@@ -43,16 +45,16 @@ class CacheOptions:
     predictor: Path | None = None
     patch_size: int = 8
     interval: int = 3
-    max_reuse: int = 4
+    max_reuse: int | None = None
     warmup_steps: int = 3
     memory_mb: int = 2048
-    full_above: float = 0.5
+    full_above: float = 0.0
 
     def __post_init__(self) -> None:
         if self.mode not in CACHE_MODES:
             raise UsageError(f"cache is {self.mode!r}, but it must be one of {', '.join(CACHE_MODES)}")
         for name, low in (("patch_size", 1), ("interval", 2), ("max_reuse", 1), ("warmup_steps", 1), ("memory_mb", 1)):
-            if getattr(self, name) < low:
+            if getattr(self, name) is not None and getattr(self, name) < low:
                 raise UsageError(
                     f"cache {name.replace('_', ' ')} is {getattr(self, name)}, but it must be {low} or more"
                 )
@@ -94,12 +96,16 @@ class CacheOptions:
         """What decides images, as JSON: two equal ones reuse by the same rules.
 
         A predictor counts by its file's content, because training writes another one under the same name. Where the
-        cache is off, the rest has no effect and stands at its defaults.
+        cache is off, the rest has no effect and stands at what earlier versions had: sets of images are found by it.
 
         Raises:
             OSError: the predictor's file cannot be read.
         """
         content = asdict(self if self.is_on else CacheOptions())
+        if not (self.is_on and self.needs_predictor):
+            content["max_reuse"] = content["max_reuse"] or 4
+        if not self.is_on:
+            content["full_above"] = 0.5
         if self.predictor is not None:
             content["predictor"] = f"sha256:{sha256_of(self.predictor)}"
         return content

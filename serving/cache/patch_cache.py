@@ -104,6 +104,7 @@ class PatchCache:
     Attributes:
         stats: what it has done so far.
         on_computed: called whenever a block has run in full.
+        max_reuse: how often in a row a patch may reuse a block.
         names, stores: of the blocks, in the order in which a step runs them.
 
     Raises:
@@ -117,6 +118,7 @@ class PatchCache:
                 f"the cache's patch size is {options.patch_size}, but this model needs a multiple of {multiple}"
             )
         self.options, self.rule, self.unit = options, rule, unit
+        self.max_reuse = rule.max_reuse if options.max_reuse is None else options.max_reuse
         self.stats = CacheStats()
         self.on_computed: OnComputed | None = None
         self.names: list[str] = []
@@ -128,6 +130,7 @@ class PatchCache:
         self._bytes_per_cell: dict[int, float] = {}
         self._batch: PatchBatch | None = None
         self._is_first_block = False
+        self._is_fresh: Booleans = np.zeros(0, bool)
         self._step = 0
         self._maker: dict[int, BlockStore] = {}
         """Which store keeps the tensor at an address: inputs of a block that others have made need no second look."""
@@ -174,6 +177,7 @@ class PatchCache:
         """Say how far each request is, before every step."""
         self.batch.start_step(np.asarray(steps_done), self.options.warmup_steps)
         self._is_first_block = True
+        self._is_fresh = np.zeros(self.batch.num_patches, bool)
         self._step += 1
 
     def decide(self, block: int, inputs: Tokens) -> Decision:
@@ -190,8 +194,9 @@ class PatchCache:
         if self._is_first_block and self.rule.observes:
             self._observe(batch, inputs)
         self._is_first_block = False
-        must = batch.is_forced | ~store.is_known[batch.first_cell]
-        has_expired = ~must & (store.reuses[batch.first_cell] >= self.options.max_reuse)
+        is_known = store.is_known[batch.first_cell]
+        must = batch.is_forced | ~is_known
+        has_expired = ~must & (store.reuses[batch.first_cell] >= self.max_reuse)
         must |= has_expired
         reuse = np.zeros(batch.num_patches, bool)
         if not must.all():
@@ -201,6 +206,8 @@ class PatchCache:
         if self.options.mode == "image" and not reuse.all():
             reuse[:] = False
         rows = batch.fill(reuse, self.options.full_above)
+        # A block that runs uncached says nothing about the others.
+        self._is_fresh |= is_known & ~reuse
         if not reuse.all() and not self.has_room(block):
             # What is kept of others would be of no use: the block is about to be forgotten.
             reuse[:] = False
@@ -283,7 +290,8 @@ class PatchCache:
             stamps = [None if maker is None else maker.changed_at for maker in makers]
             by_cell = store.change(inputs, stamps, self._step, ~must[batch.patch_of_cell])
             change = torch.maximum(by_cell.take(batch.first_cell_tensor), by_cell.take(batch.last_cell_tensor))
-        known = batch.request, batch.steps_done, batch.num_steps, store.reuses[batch.first_cell], batch.pixels
+        reuses = store.reuses[batch.first_cell]
+        known = batch.request, batch.steps_done, batch.num_steps, reuses, self._is_fresh, batch.pixels
         return self.rule.may_reuse(PatchView(block, len(self.stores), change, *known))
 
     def _observe(self, batch: PatchBatch, inputs: Tokens) -> None:

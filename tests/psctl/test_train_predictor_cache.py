@@ -86,7 +86,7 @@ def test_options_reach_the_training(run: Run, tmp_path: Path) -> None:
 def test_defaults_are_those_of_the_settings() -> None:
     defaults = {name: option.default for name, option in inspect.signature(train_predictor_cache).parameters.items()}
     settings = FitSettings()
-    for name in ("threshold", "trees", "depth", "min_confidence", "seed", "backend"):
+    for name in ("trees", "depth", "min_confidence", "seed", "backend"):
         assert defaults[name] == getattr(settings, name)
 
 

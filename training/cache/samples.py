@@ -53,17 +53,20 @@ class BlockSamples:
 _ARRAYS = ("features", "input_mse", "output_mse", "request", "lag")
 
 
-def load_samples(path: str | Path, *, max_rows: int, seed: int) -> tuple[BlockFacts, BlockSamples]:
+def load_samples(
+    path: str | Path, *, max_rows: int, seed: int, max_lag: int | None = None
+) -> tuple[BlockFacts, BlockSamples]:
     """Read a profile, a piece at a time; of a larger one, a random sample of its rows.
 
     Args:
         path: the table `BLOCKS` that `psctl profile blocks` has written.
         max_rows: each row is taken with such a chance that about this many are.
         seed: of the sample.
+        max_lag: rows of larger lags are left out; None for none.
 
     Raises:
-        UsageError: the table is missing, damaged, another one or empty; a number in it is NaN, infinite or out of
-            range; or its rows are of another scheduler or other blocks than its head says.
+        UsageError: there is no row of `max_lag`; the table is missing, damaged, another one or empty; a number in it is
+            NaN, infinite or out of range; or its rows are of another scheduler or other blocks than its head says.
     """
     path = Path(path)
     if not path.is_file():
@@ -76,10 +79,16 @@ def load_samples(path: str | Path, *, max_rows: int, seed: int) -> tuple[BlockFa
     for batch in read_batches(path, BLOCKS, _COLUMNS):
         _check(batch, facts, path)
         chosen = np.flatnonzero(generator.random(batch.num_rows) < share)
-        parts.append(_samples(batch.take(pa.array(chosen)), num_profiled))
+        part = _samples(batch.take(pa.array(chosen)), num_profiled)
+        parts.append(part if max_lag is None else part.where(part.lag <= max_lag))
     if not sum(map(len, parts)):
         raise UsageError(f"{path}: the block profile has no rows; run psctl profile blocks again")
     joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _ARRAYS}
+    if max_lag is not None and joined["lag"].max() < max_lag:
+        raise UsageError(
+            f"{path}: has lags up to {joined['lag'].max()}, but {max_lag} reuses in a row are to be learnt; "
+            f"run psctl profile blocks --max-lag {max_lag}"
+        )
     return facts, BlockSamples(**joined, num_profiled=num_profiled)
 
 

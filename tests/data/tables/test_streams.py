@@ -246,7 +246,7 @@ def test_facts_are_read_back_or_refused() -> None:
         ({"fingerprint": "ffff", "model": "emoji-3"}, "it was made for emoji-xl, not for emoji-3"),
         ({"fingerprint": "", "model": "emoji-3"}, "it was made for emoji-xl, not for emoji-3"),
         ({"scheduler": "DDIMScheduler"}, "the scheduler EulerDiscreteScheduler, but emoji-xl runs with DDIMScheduler"),
-        ({"patch_size": 4}, "patches of 8 latent pixels, but they have 4 now; give --patch-size 8"),
+        ({"patch_size": 4}, "patches of 8 latent pixels, but they have 4 now; give --cache-patch-size 8"),
         ({"blocks": ("down0", "mid")}, r"for 3 blocks \(down0, mid, up0\), but emoji-xl has 2"),
     ],
 )
