@@ -1,5 +1,6 @@
 """`psctl bench cache`: how much time the patch cache saves, and what it costs in quality."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -32,6 +33,10 @@ def bench_cache(
     image_thresholds: Annotated[
         str, flag("--image-thresholds", "Of predictors with --cache image.", metavar="X,...")
     ] = "0.03,0.1,0.3",
+    trained: Annotated[
+        bool,
+        flag("--trained", "Measure the predictor that serving takes, too: the workspace's or the model's."),
+    ] = False,
     intervals: Annotated[str, flag("--intervals", "Of fixed-interval reuse.", metavar="N,...")] = "2,3,4",
     sums: Annotated[str, flag("--sums", "Of accumulated input changes.", metavar="X,...")] = "0.1,0.2,0.3,0.4",
     max_reuse: Annotated[
@@ -78,6 +83,7 @@ def bench_cache(
         psctl bench cache --combinations "2,2,2;6,0,0;0,6,0;0,0,6" --intervals "" --sums ""
         psctl bench cache --arrivals staggered --combinations 4,4,4
         psctl bench cache --thresholds 0.1 --max-reuse 4,6,8 --image-thresholds "" --intervals "" --sums ""
+        psctl bench cache --trained --thresholds "" --image-thresholds "" --intervals 2,3 --sums ""
         psctl bench cache --model emoji-3 --rounds 8 --lpips --fid emoji --json --output-file cache.json
     """
 
@@ -94,13 +100,15 @@ def bench_cache(
     in_a_row = [int(number) for number in numbers_of("--max-reuse", max_reuse or "")]
     if max_reuse is not None and (not in_a_row or min(in_a_row) < 1):
         raise UsageError(f"--max-reuse is {max_reuse!r}, but it must be numbers from 1 with commas between")
-    if not (patch_limits or image_limits or steps_between or sum_limits):
-        raise UsageError("there is nothing to measure: give --thresholds, --image-thresholds, --intervals or --sums")
+    if not (patch_limits or image_limits or steps_between or sum_limits or trained):
+        raise UsageError(
+            "there is nothing to measure: give --thresholds, --image-thresholds, --intervals, --sums or --trained"
+        )
     require_places(target.workspace, file=output_file)
     served, place = target.load(out, engine)
     from ...eval.cache.bench import CacheBenchSettings, run_cache_bench
     from ...eval.cache.quality import QualityOptions
-    from ...eval.cache.sides import settings_of
+    from ...eval.cache.sides import Setting, settings_of
     from ...eval.metrics.clip import DEFAULT_CLIP
     from ...eval.metrics.judges import Judges
     from ...profiling.report.table import to_rich
@@ -122,6 +130,9 @@ def bench_cache(
             max_reuses=in_a_row or [None],
             seed=seed,
         )
+    if trained:
+        options = target.with_predictor(replace(cache, mode="patch", threshold=None))
+        cached.insert(0, Setting("trained", "patch", options))
     with out.phases() as start:
         advance = start("batches", len(batches) * (len(cached) + 1) * (rounds + 1))
 

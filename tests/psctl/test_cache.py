@@ -28,6 +28,7 @@ from patchedserve.serving.cache.store import sampled
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.patched.stepper import PatchedStepper
+from patchedserve.training.cache.predictor import CachePredictor
 
 from ..conftest import RunPsctl
 from ..support.tiny_models import save_tiny, tiny_sd3, tiny_sdxl
@@ -237,6 +238,53 @@ def test_rows_of_a_profile_say_how_tensors_have_changed(environment: dict[str, s
                     assert rows[name + column][chosen] == pytest.approx(of_rows, rel=1e-3)
 
 
+@pytest.mark.slow
+def test_a_predictor_is_trained_for_a_target(run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path) -> None:
+    table, file = profile_of(cached(environment), tmp_path), tmp_path / "cache.safetensors"
+    command = ("train-predictor", "cache", "--table", table, "--output-file", file, "--target-prompts", 2, "--trees", 2)
+    found = []
+    for target in (0.6, 0.95):
+        done = run_psctl(*command, "--target-ssim", target, "--json", **environment)
+        assert done.returncode == 0, done.stderr
+        said = json.loads(done.stdout)
+        images, loaded = said["images"], CachePredictor.load(file)
+        assert loaded.report["images"] == images
+        assert (loaded.threshold, loaded.min_confidence) == (images["threshold"], images["min_confidence"])
+        assert loaded.max_lag == images["max_reuse"] == LAGS
+        assert images["ssim"] >= images["target_ssim"] == target
+        reaching = [row["saved_computation"] for row in images["tried"] if row["ssim"] >= target]
+        assert images["saved_computation"] == max(reaching)
+        assert images["patches_refused"] + images["patches_expired"] > 0
+        found.append(images)
+    assert found[0]["saved_computation"] >= found[1]["saved_computation"]
+
+    done = run_psctl(*command, "--target-ssim", "0.9999999", "--threshold", 10, **environment)
+    assert done.returncode == 2
+    assert "threshold 10: " in done.stderr
+    before = file.read_bytes()
+    low = float(np.quantile(rows_of(table)["output_mse_normalised"], 0.5))
+    done = run_psctl(*command, "--target-ssim", "0.9999999", "--threshold", low, "-q", **environment)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: no cut reaches SSIM 1; the closest is 0.")
+    assert file.read_bytes() == before
+    done = run_psctl(*command, "--target-ssim", "1.5", "-q", **environment)
+    assert done.returncode == 2
+    assert done.stderr == "Error: target-ssim is 1.5, but it must be between 0 and 1\n"
+
+
+def test_a_model_may_bring_its_predictor(run_psctl: RunPsctl, tmp_path: Path) -> None:
+    """The bundled models do."""
+    common = ("generate", "a hat", "-r", 128, "--num-inference-steps", 6, "-w", tmp_path / "w", "--device", "cpu")
+    done = run_psctl(*common, "--cache", "patch", "-o", tmp_path / "hat.png")
+    assert done.returncode == 0, done.stderr
+    used = "The cache asks the predictor of the model, as it was shipped: "
+    assert [line for line in done.stderr.splitlines() if line.startswith(used) and "emoji-xl" in line]
+    done = run_psctl(*common, "--cache", "patch", "--cache-patch-size", 4, "-o", tmp_path / "other.png")
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert "made for patches of 8 latent pixels, but they have 4 now; give --cache-patch-size 8" in last
+
+
 def bench_of(
     model: Any, folder: Path, counts: list[tuple[int, int]], arrivals: Arrivals = "together", **options: Any
 ) -> Any:
@@ -359,17 +407,28 @@ def test_bench_from_the_command_line(run_psctl: RunPsctl, environment: dict[str,
         tmp_path / "cache.json",
         "--json",
     ]
-    done = run_psctl(*arguments, "--lpips", "--fid", "emoji", "--num-real", 8, **environment)
+    place = Workspace(environment["PSCTL_WORKSPACE"]).for_model(environment["PSCTL_MODEL"], "cpu")
+    train = ("train-predictor", "cache", "--table", tmp_path / "blocks.parquet", "--threshold", "0.3", "--trees", 2)
+    assert run_psctl(*train, "--output-file", place.predictors / "cache.safetensors", **environment).returncode == 0
+    done = run_psctl(*arguments, "--trained", "--lpips", "--fid", "emoji", "--num-real", 8, **environment)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said == json.loads((tmp_path / "cache.json").read_text())
     assert said["clip_judge"] == "emoji-clip"
     sides = said["rows"][0]["sides"]
     assert [side["label"] for side in sides] == [
-        *("off", "patch 0.3, 1 in a row", "patch 0.3, 2 in a row", "image 0.3, 1 in a row", "image 0.3, 2 in a row"),
+        *(
+            "off",
+            "trained",
+            "patch 0.3, 1 in a row",
+            "patch 0.3, 2 in a row",
+            "image 0.3, 1 in a row",
+            "image 0.3, 2 in a row",
+        ),
         *("interval 2", "accumulated 0.5"),
     ]
-    once, twice = sides[1:3]
+    assert sides[1]["max_reuse"] == LAGS
+    once, twice = sides[2:4]
     assert (once["max_reuse"], twice["max_reuse"]) == (1, 2)
     assert 0 < once["saved_computation"] < twice["saved_computation"]
     assert once["patches_expired"] > twice["patches_expired"]

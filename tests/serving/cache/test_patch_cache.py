@@ -286,6 +286,67 @@ def test_a_decision_says_which_of_three_things_is_done() -> None:
     assert 0 < len(masked.active) < cache.tables.num_cells
 
 
+class Noting(ByPlace):
+    """Keeps what it is told of patches that were computed anew in the step."""
+
+    def __init__(self) -> None:
+        self.seen: list[Booleans] = []
+
+    def may_reuse(self, view: PatchView) -> Booleans:
+        self.seen.append(view.is_fresh.copy())
+        return super().may_reuse(view)
+
+
+@pytest.mark.parametrize("full_above", [0.0, 1.0])
+def test_a_rule_is_told_which_patches_the_blocks_before_have_computed(full_above: float) -> None:
+    rule = Noting()
+    model, patched, cache = cached_model("sdxl", "image", rule, replace(OPTIONS, full_above=full_above))
+    rows = draw_rows(model, SIZES)
+    begin(patched, rows)
+    step(patched, rows, [2] * len(rows))
+    for done in range(3, 6):
+        rule.seen.clear()
+        step(patched, rows, [done] * len(rows))
+        computed = np.zeros(cache.batch.num_patches, bool)
+        first = cache.batch.first_cell
+        for is_fresh, store in zip(rule.seen, cache.stores, strict=True):
+            assert (is_fresh == computed).all()
+            computed |= store.reuses[first] == 0
+        assert computed.any()
+
+
+def test_a_block_without_room_does_not_make_the_others_compute() -> None:
+    rule = Noting()
+    options = CacheOptions("patch", 0.0, patch_size=8, warmup_steps=1, max_reuse=3, full_above=1)
+    model, patched, cache = cached_model("sdxl", "image", rule, options)
+    rows = draw_rows(model, SIZES[:2])
+    begin(patched, rows)
+    step(patched, rows, [2] * len(rows))
+    # As if the first block had been forgotten.
+    cache.stores[0].clear()
+    rule.seen.clear()
+    step(patched, rows, [3] * len(rows))
+    assert not rule.seen[0].any()
+
+
+def test_who_decided_is_counted() -> None:
+    rule = Switch(1.0)
+    model, patched, cache = cached_model("sdxl", "image", rule)
+    rows = draw_rows(model, SIZES[:2])
+    begin(patched, rows)
+    patches, blocks = cache.batch.num_patches, len(cache.stores)
+    step(patched, rows, [0, 0])
+    assert (cache.stats.refused, cache.stats.expired) == (0, 0), "the first step is nobody's decision"
+    step(patched, rows, [1, 1])
+    assert (cache.stats.refused, cache.stats.expired) == (patches * blocks, 0)
+    rule.is_on = True
+    for done in range(2, 6):
+        step(patched, rows, [done, done])
+    # Three reuses in a row, then the counter decides.
+    assert (cache.stats.refused, cache.stats.expired) == (patches * blocks, patches * blocks)
+    assert cache.stats.to_json()["patches_expired"] == patches * blocks
+
+
 def test_image_mode_skips_only_where_all_agree() -> None:
     options = CacheOptions("image", threshold=0.0, patch_size=8, warmup_steps=1, max_reuse=3, full_above=1)
     model, patched, cache = cached_model("sdxl", "image", ByPlace(), options)

@@ -27,6 +27,14 @@ def samples(profile: Path) -> BlockSamples:
     return samples_of(profile)
 
 
+def test_rows_of_larger_lags_can_be_left_out(tmp_path: Path) -> None:
+    path = write_profile(tmp_path / "b.parquet", num_requests=2, num_steps=5, lags=(1, 2, 3))
+    _, samples = load_samples(path, max_rows=10**6, seed=0, max_lag=2)
+    assert set(samples.lag) == {1, 2}
+    with pytest.raises(UsageError, match=r"has lags up to 3, but 4 reuses in a row .*; run psctl profile blocks --max"):
+        load_samples(path, max_rows=10**6, seed=0, max_lag=4)
+
+
 def test_features_are_the_columns_that_their_names_say() -> None:
     features = features_of(
         torch.tensor([0.01, 1.0, 0.0, INPUT_MSE_FLOOR / 10], dtype=torch.float64),
