@@ -145,6 +145,7 @@ def settings_of(
         UsageError: there is no profile, it is damaged or of another model, or a threshold leaves one class without
             rows.
     """
+    base = replace(base, patch_size=model.block_facts(base.patch_size).patch_size)
     found = []
     if wanted := sorted({*thresholds, *image_thresholds}):
         from ...training.cache.fitting import FitSettings, fit_cache_predictor

@@ -97,7 +97,7 @@ def run_block_profile(
     cache.rule = NeverReuse()
     for store in cache.stores:
         store.compares = False
-    facts = model.block_facts(cache.options.patch_size)
+    facts = model.block_facts(cache.patch_size)
     requests = [
         Request(
             number,

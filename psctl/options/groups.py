@@ -44,7 +44,12 @@ CACHE = Flags(
             dir_okay=False,
         ),
         "interval": flag("--cache-interval", "Steps from one computation to the next.", is_shared=True),
-        "patch_size": flag("--cache-patch-size", "Side of the cache's patches in latent pixels.", is_shared=True),
+        "patch_size": flag(
+            "--cache-patch-size",
+            "Side of the cache's patches in latent pixels. Default: what suits the model, 8 for the bundled ones.",
+            is_shared=True,
+            show_default=False,
+        ),
         "max_reuse": flag(
             "--max-reuse",
             "Steps in a row that a patch may reuse a block. Default: what the predictor has learnt from; else 4.",

@@ -1,6 +1,7 @@
 """How the cache is to work. Imports no torch, so that options are checked before anything heavy is loaded."""
 
 from dataclasses import asdict, dataclass, replace
+from math import gcd
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -25,7 +26,7 @@ class CacheOptions:
             square of that input, at which `patch` and `image` reuse, where no predictor is given; None asks the
             predictor. For `accumulated` the largest sum of relative changes.
         predictor: file of a trained cache predictor; None for the workspace's, or else the one that the model has.
-        patch_size: side of a patch of the cache in latent pixels.
+        patch_size: side of a patch of the cache in latent pixels; None for what suits the model (`default_patch_size`).
         interval: see `mode`.
         max_reuse: how many steps in a row a patch may reuse a block; None for as many as the predictor has learnt from,
             and 4 where none decides.
@@ -43,7 +44,7 @@ class CacheOptions:
     mode: CacheMode = "off"
     threshold: float | None = None
     predictor: Path | None = None
-    patch_size: int = 8
+    patch_size: int | None = None
     interval: int = 3
     max_reuse: int | None = None
     warmup_steps: int = 3
@@ -105,7 +106,28 @@ class CacheOptions:
         if not (self.is_on and self.needs_predictor):
             content["max_reuse"] = content["max_reuse"] or 4
         if not self.is_on:
-            content["full_above"] = 0.5
+            content |= {"patch_size": 8, "full_above": 0.5}
         if self.predictor is not None:
             content["predictor"] = f"sha256:{sha256_of(self.predictor)}"
         return content
+
+
+def default_patch_size(model_side: int, num_levels: int, unit: int) -> int:
+    """Side of the cache's patches in latent pixels where the user names none.
+
+    Of `patch` order, as on CUDA, the cache's patches are those of all layers, and a 3 x 3 convolution reads
+    (s + 2) ** 2 / s ** 2 times a patch of side s: 4 times at s = 2, 1.56 times at s = 8. So a patch has 8 x 8 tokens at
+    the deepest level, unless that is more than a quarter of the side that the model was trained for: the usual sizes,
+    one half, three quarters and all of it, have that in common, and a smaller image still has four patches.
+
+    Args:
+        model_side: latent side that the model was trained for.
+        num_levels: of the model.
+        unit: side of a token of the finest level in latent pixels.
+
+    Returns:
+        32 for SDXL, 16 for Stable Diffusion 1.5 and 3, 8 for the bundled models; never less than a token of the deepest
+        level.
+    """
+    deepest = unit << (num_levels - 1)
+    return deepest * gcd(8, max(1, model_side // 4 // deepest))

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import gcd
 from typing import Any, Literal
 
 import numpy as np
@@ -104,6 +105,7 @@ class PatchCache:
     Attributes:
         stats: what it has done so far.
         on_computed: called whenever a block has run in full.
+        patch_size: side of a patch in latent pixels.
         max_reuse: how often in a row a patch may reuse a block.
         names, stores: of the blocks, in the order in which a step runs them.
 
@@ -113,9 +115,11 @@ class PatchCache:
 
     def __init__(self, options: CacheOptions, rule: ReuseRule, *, unit: int, num_levels: int) -> None:
         multiple = unit << (num_levels - 1)
-        if options.patch_size % multiple:
+        assert options.patch_size is not None, "whoever builds the model says what suits it"
+        self.patch_size = options.patch_size
+        if self.patch_size % multiple:
             raise UsageError(
-                f"the cache's patch size is {options.patch_size}, but this model needs a multiple of {multiple}"
+                f"the cache's patch size is {self.patch_size}, but this model needs a multiple of {multiple}"
             )
         self.options, self.rule, self.unit = options, rule, unit
         self.max_reuse = rule.max_reuse if options.max_reuse is None else options.max_reuse
@@ -147,10 +151,10 @@ class PatchCache:
     def check_sizes(self, sizes: Sequence[tuple[int, int]]) -> None:
         """Raise UsageError if a latent size (height, width) is not a multiple of the cache's patch size."""
         for height, width in sizes:
-            if height % self.options.patch_size or width % self.options.patch_size:
+            if height % self.patch_size or width % self.patch_size:
                 raise UsageError(
-                    f"latents of {width}x{height} cannot be cut into the cache's patches of {self.options.patch_size}; "
-                    "use another --cache-patch-size, or --cache off"
+                    f"latents of {width}x{height} cannot be cut into the cache's patches of {self.patch_size}; "
+                    f"use another --cache-patch-size, such as {gcd(height, width, self.patch_size)}, or --cache off"
                 )
 
     def add_block(self, name: str, kept: list[SlotBuffer]) -> int:
@@ -171,7 +175,7 @@ class PatchCache:
         if not requests:
             self._batch = None
             return
-        self._batch = PatchBatch(packing, requests, self._slots, self.options.patch_size, self.unit)
+        self._batch = PatchBatch(packing, requests, self._slots, self.patch_size, self.unit)
 
     def begin_step(self, steps_done: Sequence[int]) -> None:
         """Say how far each request is, before every step."""

@@ -39,7 +39,11 @@ def build_model(
     """Make a `ServedModel` of a pipeline of a supported class, which several may share. Raises as `build_stepper`."""
     defaults, options = defaults or ModelDefaults(), options or EngineOptions()
     family = build_family(pipe, max_sequence_length=defaults.max_sequence_length)
-    stepper = build_stepper(pipe, family, options, partial(block_facts, pipe, name, fingerprint))
+    facts = partial(block_facts, pipe, name, fingerprint)
+    if options.cache.is_on:
+        suited = facts(options.cache.patch_size).patch_size
+        options = replace(options, cache=replace(options.cache, patch_size=suited))
+    stepper = build_stepper(pipe, family, options, facts)
     return ServedModel(pipe, family, stepper, name=name, fingerprint=fingerprint, defaults=defaults, options=options)
 
 
@@ -55,7 +59,9 @@ def without_cache(model: ServedModel) -> ServedModel:
     return with_engine(model, replace(model.options, cache=CacheOptions())) if model.options.cache.is_on else model
 
 
-def build_stepper(pipe: Any, family: Family, options: EngineOptions, facts: Callable[[int], BlockFacts]) -> Stepper:
+def build_stepper(
+    pipe: Any, family: Family, options: EngineOptions, facts: Callable[[int | None], BlockFacts]
+) -> Stepper:
     """Make the denoise stage of a pipeline; `facts` says what a cache predictor must fit for a patch size.
 
     Raises:
@@ -83,7 +89,9 @@ def build_stepper(pipe: Any, family: Family, options: EngineOptions, facts: Call
         denoiser, order=order, patch_size=options.patch_size, kernels=options.kernels, strategy=options.strategy
     )
     if cache := options.cache if options.cache.is_on else None:
-        patched.use_cache(cache, load_rule(cache, facts(cache.patch_size), device, options.kernels))
+        served = facts(cache.patch_size)
+        rule = load_rule(cache, served, device, options.kernels)
+        patched.use_cache(replace(cache, patch_size=served.patch_size), rule)
     if options.compile:
         patched.compile()
     if options.cuda_graphs:

@@ -129,8 +129,9 @@ class ServedModel:
                 if failures:
                     raise RunError(f"--compile: {next(iter(failures.values()))}")
 
-    def block_facts(self, patch_size: int) -> BlockFacts:
-        """What a block profile of this model holds for, and a cache predictor must have been trained for."""
+    def block_facts(self, patch_size: int | None) -> BlockFacts:
+        """What a block profile of this model holds for, and a cache predictor must have been trained for; with None for
+        the default patch size."""
         return block_facts(self.pipe, self.name, self.fingerprint, patch_size)
 
     def tuning(self, resolutions: Sequence[Resolution], folder: Path) -> Tuning:

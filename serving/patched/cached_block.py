@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ...data.tables.block_facts import BlockFacts
 from ..cache.active import Active, ActiveRows, ActiveSet
+from ..cache.options import default_patch_size
 from ..cache.patch_cache import PatchCache
 from ..cache.slots import NormSlots, TokenSlots
 from ..core.denoiser import denoiser_of
@@ -38,9 +39,18 @@ def blocks_of(model: Any) -> Iterator[tuple[str, Any]]:
     yield from ((f"up{index}", block) for index, block in enumerate(model.up_blocks))
 
 
-def block_facts(pipe: Any, name: str, fingerprint: str, patch_size: int) -> BlockFacts:
-    """What a block profile of a pipeline holds for, and a cache predictor must have been trained for."""
-    blocks = tuple(block for block, _ in blocks_of(denoiser_of(pipe)))
+def block_facts(pipe: Any, name: str, fingerprint: str, patch_size: int | None) -> BlockFacts:
+    """What a block profile of a pipeline holds for, and a cache predictor must have been trained for.
+
+    Where no patch size is given, it is the default for the model.
+    """
+    denoiser = denoiser_of(pipe)
+    blocks = tuple(block for block, _ in blocks_of(denoiser))
+    if patch_size is None:
+        config = denoiser.config
+        num_levels, unit = (len(config.block_out_channels), 1) if "down0" in blocks else (1, config.patch_size)
+        # 128 is what the pipelines use for a model that names no size.
+        patch_size = default_patch_size(config.sample_size or 128, num_levels, unit)
     return BlockFacts(name, fingerprint, type(pipe.scheduler).__name__, patch_size, blocks)
 
 

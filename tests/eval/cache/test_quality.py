@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from patchedserve.eval.cache.quality import _similarity
+from patchedserve.eval.cache.quality import similarity
 from patchedserve.eval.metrics.features import features_of_images
 from patchedserve.eval.metrics.ssim import ssim
 
@@ -28,7 +28,7 @@ def test_sides_of_a_cache_bench_are_measured_in_full_batches(monkeypatch: pytest
         return ssim(images, references)
 
     monkeypatch.setattr("patchedserve.eval.metrics.measure.ssim", counting)
-    found = _similarity(images, originals, None)
+    found = similarity(images, originals, None)
     assert counts == [6, 6]
     one_by_one = [
         float(ssim(*(torch.from_numpy(np.array(image)).permute(2, 0, 1)[None] for image in pair))[0])

@@ -118,7 +118,10 @@ def test_what_was_not_measured_says_how_to_measure_it(tmp_path: Path) -> None:
     # With a cache, its options stand in the command, too.
     cached = results_of(tmp_path / "c.json", "patched", [metric(CLIP, 20)])
     content = json.loads(cached.read_text())
-    content["settings"] |= {"cache": CacheOptions("patch", 0.25, max_reuse=2).identity(), "max_batch_size": 3}
+    content["settings"] |= {
+        "cache": CacheOptions("patch", 0.25, patch_size=8, max_reuse=2).identity(),
+        "max_batch_size": 3,
+    }
     cached.write_text(json.dumps(content))
     (command_line,) = table(tables_of(gather([cached], on_warning=pytest.fail)), "clip_score").missing
     assert "--cache patch --cache-patch-size 8 --cache-interval 3 --max-reuse 2" in command_line

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from patchedserve.data.errors import UsageError
-from patchedserve.serving.cache.options import CacheOptions
+from patchedserve.serving.cache.options import CacheOptions, default_patch_size
 from patchedserve.serving.cache.patch_batch import CachedRequest
 from patchedserve.serving.cache.patch_cache import Decision, PatchCache
 from patchedserve.serving.cache.rules import Booleans, InputThreshold, NeverReuse, PatchView, ReuseRule
@@ -284,6 +284,15 @@ def test_a_decision_says_which_of_three_things_is_done() -> None:
     assert masked.kind == "masked"
     assert masked.active is not None
     assert 0 < len(masked.active) < cache.tables.num_cells
+
+
+@pytest.mark.parametrize(
+    ("model_side", "num_levels", "unit", "size"),
+    # SDXL, Stable Diffusion 1.5, Stable Diffusion 3, emoji-xl, emoji-3, and models with no room for four patches.
+    [(128, 3, 1, 32), (64, 4, 1, 16), (128, 1, 2, 16), (32, 3, 1, 8), (32, 1, 2, 8), (8, 3, 1, 4), (12, 1, 2, 2)],
+)
+def test_patches_suit_the_model_by_default(model_side: int, num_levels: int, unit: int, size: int) -> None:
+    assert default_patch_size(model_side, num_levels, unit) == size
 
 
 class Noting(ByPlace):
