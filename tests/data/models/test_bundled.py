@@ -28,9 +28,31 @@ from patchedserve.eval.cards.cards import (
 from patchedserve.eval.cards.figures import background_of, measure_autoencoder_psnr
 from patchedserve.eval.cards.text import card_text
 from patchedserve.eval.metrics.clip import load_clip
+from patchedserve.serving.cache.options import CACHE_PREDICTOR_FILE
+from patchedserve.serving.models.checkpoint import fingerprint
 from patchedserve.serving.models.loading import load_model
+from patchedserve.training.cache.predictor import CachePredictor
 
 PIPELINES = {"emoji-xl": StableDiffusionXLPipeline, "emoji-3": StableDiffusion3Pipeline}
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_the_cache_predictor_in_the_box_fits_its_model_and_decides(name: str) -> None:
+    folder = bundled_model_path(name)
+    file = folder / CACHE_PREDICTOR_FILE
+    assert file.stat().st_size < 300_000
+    predictor = CachePredictor.load(file)
+    assert (predictor.facts.model, predictor.facts.fingerprint) == (name, fingerprint(folder))
+    assert predictor.facts.patch_size == 8
+    report = predictor.report
+    assert report["train"]["requests"] + report["test"]["requests"] == 1000
+    assert report["recall"] > report["baseline"]["recall"]
+    images = report["images"]
+    assert images["ssim"] >= images["target_ssim"] >= 0.97
+    assert images["saved_computation"] > 0.6
+    # The trained rule decides, not the limit of reuses in a row.
+    assert predictor.max_lag == images["max_reuse"] == 8
+    assert images["patches_refused"] > 20 * images["patches_expired"]
 
 
 @pytest.fixture(scope="module", params=GENERATORS)
