@@ -107,6 +107,11 @@ def serve(
             on_finish=lambda record: arrivals()(),
         )
     out.data(outcome.summary, table=lambda: to_rich(run_tables(outcome.summary)), file=output_file)
+    if uncached := outcome.summary.get("cache", {}).get("uncached_blocks"):
+        out.warn(
+            f"the cache's bound of {served.options.cache.memory_mb} MB was too small for {', '.join(uncached)}, which "
+            "ran uncached at times; raise --cache-memory"
+        )
     out.note(f"Report: {outcome.run_dir / 'report.html'}")
     if correction is not None:
         keep_correction(served, place, correction)

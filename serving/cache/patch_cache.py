@@ -37,7 +37,7 @@ class CacheStats:
             not at all.
         refused: patches that were computed because the rule said so; the other ones had to be.
         expired: patches that were computed because they had been reused `max_reuse` times in a row.
-        uncached: how often a block ran without the cache because of the memory bound.
+        uncached: by block, how often it ran without the cache because of the memory bound.
         peak_bytes: the most that was kept.
         overhead_s: seconds spent on deciding and keeping, without the blocks themselves.
     """
@@ -51,7 +51,7 @@ class CacheStats:
     skipped_blocks: int = 0
     refused: int = 0
     expired: int = 0
-    uncached: int = 0
+    uncached: dict[str, int] = field(default_factory=dict)
     peak_bytes: int = 0
     overhead_s: float = 0.0
 
@@ -70,7 +70,8 @@ class CacheStats:
             "blocks_skipped": self.skipped_blocks,
             "patches_refused": self.refused,
             "patches_expired": self.expired,
-            "blocks_uncached": self.uncached,
+            "blocks_uncached": sum(self.uncached.values()),
+            "uncached_blocks": sorted(self.uncached),
             "peak_mb": self.peak_bytes / 1e6,
             "overhead_s": self.overhead_s,
         }
@@ -256,8 +257,7 @@ class PatchCache:
         if active is None and self.on_computed is not None:
             self.on_computed(block, inputs, outputs)
         if active is None and not self._has_room(block):
-            self.stats.uncached += 1
-            self._forget(block)
+            self._run_uncached(block)
             return
         self._unregister(store)
         store.put(inputs, outputs, row_outputs, active, self._step)
@@ -268,8 +268,7 @@ class PatchCache:
             # Only now it is known how much this block keeps: without what masks need, if that is enough, or nothing.
             self._let_go_of_inputs(block)
             if active is None and self.num_bytes > most:
-                self.stats.uncached += 1
-                self._forget(block)
+                self._run_uncached(block)
         self.stats.peak_bytes = max(self.stats.peak_bytes, self.num_bytes)
         self.stats.overhead_s += time.perf_counter() - started
 
@@ -304,6 +303,11 @@ class PatchCache:
         for kept in self._kept[block]:
             kept.clear()
         self._bytes[block] = self.stores[block].num_bytes
+
+    def _run_uncached(self, block: int) -> None:
+        name = self.names[block]
+        self.stats.uncached[name] = self.stats.uncached.get(name, 0) + 1
+        self._forget(block)
 
     def forget(self) -> None:
         """Let go of everything, for example after a failure half way through a step."""

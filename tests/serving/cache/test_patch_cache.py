@@ -396,7 +396,9 @@ def test_a_bound_of_memory_runs_blocks_uncached() -> None:
     for done in (4, 5):
         assert relative_error(step(patched, rows, [done] * 4), expected) < 1e-5
         assert cache.num_bytes <= 1e6
-    assert cache.stats.uncached > 0
+    assert cache.stats.uncached
+    assert cache.stats.to_json()["uncached_blocks"] == sorted(cache.stats.uncached)
+    assert set(cache.stats.uncached) <= set(cache.names)
     assert 0 < cache.stats.saved_share < 0.5
 
 
@@ -420,7 +422,7 @@ def test_operators_keep_what_they_read_from_the_first_mask_on() -> None:
             assert (cache.stats.masked - before == len(cache.names)) == is_masked
             assert cache.num_bytes <= memory_mb * 1e6
         assert cache.num_bytes > 2 * outputs_only or memory_mb == 2
-        assert cache.stats.uncached == 0
+        assert not cache.stats.uncached
 
 
 def test_the_bound_holds_when_requests_join_those_that_are_reused() -> None:
@@ -435,7 +437,9 @@ def test_the_bound_holds_when_requests_join_those_that_are_reused() -> None:
     begin(patched, rows)
     step(patched, rows, [4] * 4)
     assert 0 < cache.num_bytes <= 1e6
-    assert cache.stats.uncached > 0
+    assert cache.stats.uncached
+    assert cache.stats.to_json()["uncached_blocks"] == sorted(cache.stats.uncached)
+    assert set(cache.stats.uncached) <= set(cache.names)
 
 
 def test_the_bound_counts_what_the_batch_needs_and_all_that_is_held() -> None:
