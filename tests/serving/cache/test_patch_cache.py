@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -295,47 +296,40 @@ def test_patches_suit_the_model_by_default(model_side: int, num_levels: int, uni
     assert default_patch_size(model_side, num_levels, unit) == size
 
 
-class Noting(ByPlace):
-    """Keeps what it is told of patches that were computed anew in the step."""
-
-    def __init__(self) -> None:
-        self.seen: list[Booleans] = []
-
-    def may_reuse(self, view: PatchView) -> Booleans:
-        self.seen.append(view.is_fresh.copy())
-        return super().may_reuse(view)
-
-
 @pytest.mark.parametrize("full_above", [0.0, 1.0])
-def test_a_rule_is_told_which_patches_the_blocks_before_have_computed(full_above: float) -> None:
-    rule = Noting()
-    model, patched, cache = cached_model("sdxl", "image", rule, replace(OPTIONS, full_above=full_above))
+@pytest.mark.parametrize("follows", [False, True])
+def test_what_one_block_computes_the_blocks_after_it_compute_where_a_rule_follows(
+    follows: bool, full_above: float
+) -> None:
+    rule = ByPlace()
+    rule.follows = follows
+    options = replace(OPTIONS, full_above=full_above, max_reuse=STEPS)
+    model, patched, cache = cached_model("sdxl", "image", rule, options)
     rows = draw_rows(model, SIZES)
     begin(patched, rows)
-    step(patched, rows, [2] * len(rows))
-    for done in range(3, 6):
-        rule.seen.clear()
+    always = True
+    for done in range(2, 8):
         step(patched, rows, [done] * len(rows))
-        computed = np.zeros(cache.batch.num_patches, bool)
         first = cache.batch.first_cell
-        for is_fresh, store in zip(rule.seen, cache.stores, strict=True):
-            assert (is_fresh == computed).all()
-            computed |= store.reuses[first] == 0
-        assert computed.any()
+        computed = [store.reuses[first] == 0 for store in cache.stores]
+        always &= all((before <= after).all() for before, after in pairwise(computed))
+    assert always or not follows
+    assert not always or follows or full_above == 0, "the rule decides block by block"
 
 
 def test_a_block_without_room_does_not_make_the_others_compute() -> None:
-    rule = Noting()
-    options = CacheOptions("patch", 0.0, patch_size=8, warmup_steps=1, max_reuse=3, full_above=1)
-    model, patched, cache = cached_model("sdxl", "image", rule, options)
+    rule = Switch(1.0)
+    rule.follows = rule.is_on = True
+    model, patched, cache = cached_model("sdxl", "image", rule)
     rows = draw_rows(model, SIZES[:2])
     begin(patched, rows)
     step(patched, rows, [2] * len(rows))
     # As if the first block had been forgotten.
     cache.stores[0].clear()
-    rule.seen.clear()
+    cache.stores[0].move_to(cache.tables, cache.batch.keys)
     step(patched, rows, [3] * len(rows))
-    assert not rule.seen[0].any()
+    assert not cache.stores[0].reuses.any()
+    assert all(store.reuses.all() for store in cache.stores[1:])
 
 
 def test_who_decided_is_counted() -> None:
