@@ -39,7 +39,7 @@ CACHE = Flags(
         ),
         "predictor": flag(
             "--cache-predictor",
-            "Trained by psctl train-predictor cache. Default: the workspace's.",
+            "Trained by psctl train-predictor cache. Default: the workspace's, or else the model's.",
             is_shared=True,
             dir_okay=False,
         ),
