@@ -86,6 +86,16 @@ class CacheOptions:
             return self
         return replace(self, predictor=folder / CACHE_PREDICTOR_FILE)
 
+    def in_words(self) -> str:
+        """The mode and what decides, for tables."""
+        if not self.is_on:
+            return self.mode
+        if self.mode == "interval":
+            return f"{self.mode}, every {self.interval} steps"
+        return f"{self.mode}, " + (
+            f"predictor {self.predictor}" if self.threshold is None else f"threshold {self.threshold:g}"
+        )
+
     def identity(self) -> dict[str, Any]:
         """What decides images, as JSON: two equal ones reuse by the same rules.
 
