@@ -173,7 +173,7 @@ class Scheduler:
             Its state; None if it has ended meanwhile, so that what was prepared is of no use.
         """
         state = self._preparing
-        assert state is not None, "no request is being prepared"
+        assert state is not None, "this request is not being prepared"
         assert request_id == state.request.request_id, "this request is not being prepared"
         self._preparing = None
         self._has_news = True
