@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from ..core.request_state import RequestRecord, Status
+from ..core.request_state import RequestRecord
 from ..core.step_row import StepRow
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Counters(Collector):
         num_decisions, decision_s: how often the policy was asked, and how long it took in all.
     """
 
-    ended: Counter[Status] = field(default_factory=Counter)
+    ended: Counter[str] = field(default_factory=Counter)
     num_with_slo: int = 0
     num_slo_met: int = 0
     latency_s: float = 0.0

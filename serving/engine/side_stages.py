@@ -64,7 +64,7 @@ class SideStages:
         self._postprocess = StageThread(
             "psctl-postprocess", self._postprocess_one, device=model.device, on_error=self._wake
         )
-        self._collect: StageThread[Callable[[], object]] = StageThread(
+        self._collect = StageThread[Callable[[], None]](
             "psctl-collect", lambda tell: tell(), device=torch.device("cpu"), on_error=self._wake
         )
 
@@ -95,7 +95,7 @@ class SideStages:
         # The latents are all that decoding needs; the rest, mostly the encoded text, would wait with them.
         self._postprocess.put((state, prepared.latents))
 
-    def collect(self, tell: Callable[[], object]) -> None:
+    def collect(self, tell: Callable[[], None]) -> None:
         """Have something told in the collector's thread, in the order of the calls."""
         self._collect.put(tell)
 
@@ -179,12 +179,12 @@ class SideStages:
                     image.save(temporary)  # the format by the suffix
                 state.record.image_path = str(path)
         except Exception as error:  # noqa: BLE001  as above
-            failure = describe("postprocessing", error)
+            image, failure = None, describe("postprocessing", error)
         status = "completed" if failure is None else "failed"
         with self.changed:
             ended = self._scheduler.end(request.request_id, status, self._now_s(), failure)
         if ended is not None:  # a second Ctrl-C may have cancelled it meanwhile
-            self.let_go(ended, *((image, latents) if failure is None else ()))
+            self.let_go(ended, image, latents if failure is None else None)
 
     def _wake(self) -> None:
         with self.changed:

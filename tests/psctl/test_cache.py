@@ -109,7 +109,7 @@ def test_from_profile_to_serving(run_psctl: RunPsctl, environment: dict[str, str
     assert summary["cache"]["peak_mb"] > 0
     assert re.fullmatch(r"patch, predictor \S+cache\.safetensors", summary["config"]["cache"])
     (whole, _) = run_tables(summary)
-    rows = {label.strip(): value for label, value in whole.rows}
+    rows = {label.strip(): value for label, value in whole.rows if isinstance(label, str)}
     assert rows["patch cache"] == summary["config"]["cache"]
     assert rows["computation saved"] == share(summary["cache"]["saved_computation"])
 
