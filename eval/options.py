@@ -1,5 +1,6 @@
 """What `psctl eval` is asked for, checked before anything heavy is loaded. No torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from ..serving.models.defaults import ModelDefaults
 from ..serving.scheduling.policies import get_policy
 
 if TYPE_CHECKING:
+    from ..data.datasets.folders import ImageFolder
     from ..data.datasets.sampling import Sample
     from .sets.generate import ImageItem
 
@@ -112,3 +114,20 @@ def plan_eval(options: EvalOptions, defaults: ModelDefaults, workspace_root: Pat
         defaults.num_inference_steps if steps is None else steps,
         defaults.guidance_scale if scale is None else scale,
     )
+
+
+def open_folders(
+    metrics: Sequence[str], generated: Path, reference: Path | None
+) -> "tuple[ImageFolder, ImageFolder | None]":
+    """The folders that are to be measured.
+
+    Raises:
+        UsageError: one is missing or holds no image, or a metric needs reference images and there are none.
+    """
+    from ..data.datasets.folders import open_folder
+
+    needing = [name for name in metrics if name != "clip"]
+    if needing and reference is None:
+        verb = "compares" if len(needing) == 1 else "compare"
+        raise UsageError(f"{', '.join(needing)} {verb} with reference images: give --reference DIR")
+    return open_folder(generated), None if reference is None else open_folder(reference)

@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..data.datasets.base import BadEntries
-from ..data.datasets.folders import open_folder, pair_folders
+from ..data.datasets.folders import pair_folders
 from ..data.datasets.loading import ImageSource
-from ..data.errors import UsageError
 from ..data.resolution import Resolution
 from ..data.workspace import ModelWorkspace
 from .metrics.features import features_of
 from .metrics.judges import Judges
 from .metrics.measure import measure_clip, measure_pairs, measure_sets
-from .options import FEATURES_DIR, PAIRED, SETWISE, EvalOptions, EvalPlan
+from .options import FEATURES_DIR, PAIRED, SETWISE, EvalOptions, EvalPlan, open_folders
 from .result_files import RESULTS_FILE, EvalResults
 from .sets.cache_use import cache_use_of
 from .sets.generate import MANIFEST_FILE, Manifest, generate_set, generation_settings, num_steps_missing, read_manifest
@@ -168,13 +167,8 @@ def evaluate_folders(
         UsageError: a folder, a partner, a manifest or a reference is missing, or sizes differ.
         RunError: as `Judges.check`.
     """
-    needing = [name for name in options.metrics if name != "clip"]
-    if needing and reference is None:
-        verb = "compares" if len(needing) == 1 else "compare"
-        raise UsageError(f"{', '.join(needing)} {verb} with reference images: give --reference DIR")
-    folder = open_folder(generated)
+    folder, others = open_folders(options.metrics, generated, reference)
     manifest = read_manifest(generated) if "clip" in options.metrics or (generated / MANIFEST_FILE).is_file() else None
-    others = None if reference is None else open_folder(reference)
     source: ImageSource = folder if manifest is None else set_of(folder.root, manifest)
     pairs: tuple[ImageSource, ImageSource] | None = None
     if others is not None and set(PAIRED) & set(options.metrics):

@@ -89,8 +89,8 @@ class Side:
             failures = self.stepper.step(active)
             synchronize(model.device)
             seconds += time.perf_counter() - started
-            if failures or self.stepper.batch_failures:
-                raise RunError((self.stepper.batch_failures or list(failures.values()))[0])
+            if reason := self.stepper.batch_failures.first or next(iter(failures.values()), None):
+                raise RunError(reason)
             active = [prepared for prepared in active if not prepared.state.is_finished]
             step += 1
         if num_steps is None:

@@ -18,6 +18,7 @@ from ...data.models.bundled import write_checksums
 from ...data.requests import Request
 from ...data.resolution import Resolution
 from ...profiling.report.grid import image_grid
+from ...serving.engine.collectors import InMemory
 from ...serving.engine.engine import Engine
 from ...serving.models.served import ServedModel
 from ...serving.scheduling.policies import get_policy
@@ -138,7 +139,11 @@ def generate(
 ) -> list[Image.Image]:
     """One picture per caption from the engine, seeds counted from `options.seed`. Raises RunError if one fails."""
     engine = Engine(
-        model, get_policy("continuous"), keep_images=True, on_step=lambda row: on_step(row.active), max_batch_size=16
+        model,
+        get_policy("continuous"),
+        collector=InMemory(keep_images=True),
+        on_step=lambda row: on_step(row.active),
+        max_batch_size=16,
     )
     steps = options.num_inference_steps or model.defaults.num_inference_steps
     for index, (caption, resolution) in enumerate(zip(captions, resolutions, strict=True)):

@@ -36,6 +36,10 @@ def run_tables(summary: Mapping[str, Any]) -> list[Table]:
         (f"SLO attainment ({summary['slo_scale']:g}x standalone)", share(summary["slo_attainment_rate"])),
     ]
     config = summary["config"]
+    if "cache" in config:
+        rows.append(("patch cache", config["cache"]))
+    if (cache := summary.get("cache")) is not None:
+        rows.append(("  computation saved", share(cache["saved_computation"])))
     served_by = " with ".join(config[name] for name in ("system", "policy") if config.get(name))
     whole = Table(f"{summary['model']}, {served_by}", ("figure", "value"), rows)
     return [whole, resolution_table(summary["per_resolution"])]

@@ -180,8 +180,8 @@ def what_was_learnt(
         found["predictions_outside"] = outside
     if isinstance(model.stepper, PatchedStepper):
         failures, cache = model.stepper.batch_failures, model.stepper.model.cache
-        if failures:
-            found["batch_failures"] = {"count": len(failures), "first": failures[0]}
+        if failures.count:
+            found["batch_failures"] = asdict(failures)
         if cache is not None:
             found["cache"] = cache.stats.to_json()
     return found

@@ -18,7 +18,7 @@ from ...serving.engine.run_result import RunResult
 from ...serving.models.build import with_engine, without_cache
 from ...serving.models.served import ServedModel
 from ...serving.options import EngineName, EngineOptions
-from ...serving.patched.stepper import PatchedStepper
+from ...serving.patched.stepper import BatchFailures, PatchedStepper
 from ...serving.scheduling.policies import StepLatencyPredictor, get_policy, require_predictor
 from ...serving.scheduling.systems import System, get_system
 from ...training.latency.online_correction import OnlineCorrection
@@ -167,7 +167,7 @@ class EngineSide:
         model = self._models[system.engine]
         if isinstance(model.stepper, PatchedStepper):
             # The cache's figures and the failures are to be those of one run.
-            model.stepper.batch_failures.clear()
+            model.stepper.batch_failures = BatchFailures()
             cache = model.stepper.model.cache
             if cache is not None:
                 cache.forget()

@@ -8,7 +8,7 @@ import typer
 
 from ...data.errors import UsageError
 from ...data.files import require_places, write_json
-from ...eval.options import METRICS, EvalOptions, plan_eval
+from ...eval.options import METRICS, EvalOptions, open_folders, plan_eval
 from ..flags import flag, given_flags
 from ..options.common import OutputFile
 from ..options.groups import DRAW, ENGINE, EngineFlags, JudgeFlags
@@ -68,6 +68,9 @@ def _command(metric: str) -> Callable[..., None]:
         if generated is None:
             with out.status(f"Drawing {drawing.num_prompts} text-image pairs from {drawing.dataset} ..."):
                 plan = plan_eval(drawing, target.defaults(), root)
+        else:
+            # Before anything is loaded.
+            open_folders(drawing.metrics, generated, reference)
         with out.status("Loading ..."):
             from ...eval.run import evaluate_folders, evaluate_model
             from ...serving.models.loading import resolve_device

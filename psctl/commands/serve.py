@@ -92,6 +92,7 @@ def serve(
                 "policy": chosen.policy,
                 "predictor": None if predictor is None else str(predictor),
                 "engine": engine.engine,
+                "cache": served.options.cache.in_words(),
                 "slo_scale": slo_scale,
                 "max_batch_size": max_batch_size,
                 "device": str(served.device),

@@ -93,6 +93,16 @@ class CacheOptions:
         files = [folder / CACHE_PREDICTOR_FILE for folder in folders]
         return replace(self, predictor=next(filter(Path.is_file, files), files[0]))
 
+    def in_words(self) -> str:
+        """The mode and what decides, for tables."""
+        if not self.is_on:
+            return self.mode
+        if self.mode == "interval":
+            return f"{self.mode}, every {self.interval} steps"
+        return f"{self.mode}, " + (
+            f"predictor {self.predictor}" if self.threshold is None else f"threshold {self.threshold:g}"
+        )
+
     def identity(self) -> dict[str, Any]:
         """What decides images, as JSON: two equal ones reuse by the same rules.
 

@@ -6,11 +6,14 @@
 The thread that calls `Engine.run` denoises. Between any two steps the `Scheduler` asks the policy which requests join;
 a request leaves as soon as its own last step is done (PatchedServe sections 6.1.1 and 7; ORCA's iteration level). The
 policy is asked between steps, not during one: on a CPU it would take cores from the step, and on a GPU the decision
-would be about a batch that no longer exists when the step ends. `RunResult.decision_times_s` says what that costs.
+would be about a batch that no longer exists when the step ends. `Collector.on_decision` is told what that costs.
+
+Only what belongs to open requests is kept here. Who has ended goes to a collector, so that a run may last for weeks.
 """
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from ...data.errors import UsageError
 from ...data.requests import Request
@@ -20,6 +23,7 @@ from ..core.step_row import StepRow
 from ..models.served import ServedModel
 from ..scheduling.policies import Policy, StepLatencyPredictor
 from ..scheduling.scheduler import Scheduler
+from .collectors import Collector, InMemory
 from .run_result import RunResult
 from .side_stages import ImagePath, SideStages
 
@@ -30,10 +34,13 @@ class Engine:
     Args:
         model: the loaded model.
         policy, predictor, max_batch_size, max_prepared_ahead: as for `Scheduler`.
+        collector: takes what the run leaves behind; None keeps records and steps in memory, for the result.
         image_path: where to save each image (atomically; the suffix sets the format); None does not save it.
-        keep_images, keep_latents: whether the result holds the images and the final latents.
-        on_finish: called with each record when it becomes final, from the thread where that happens.
-        on_step: called after each denoising iteration.
+        on_finish: called with each record when it has become final, from the collector's thread.
+        on_step: called after each denoising iteration, likewise.
+
+    Attributes:
+        collector: the collector.
 
     Raises:
         UsageError: as `Scheduler`.
@@ -47,36 +54,28 @@ class Engine:
         predictor: StepLatencyPredictor | None = None,
         max_batch_size: int = 16,
         max_prepared_ahead: int | None = None,
+        collector: Collector | None = None,
         image_path: ImagePath | None = None,
-        keep_images: bool = False,
-        keep_latents: bool = False,
         on_finish: Callable[[RequestRecord], None] | None = None,
         on_step: Callable[[StepRow], None] | None = None,
     ) -> None:
         self._model = model
+        self.collector = collector or InMemory()
         self._on_step = on_step
-        self._result = RunResult()
-        self._num_decisions_noted = 0
+        # How long the policy has taken since the last step.
+        self._decided_s = 0.0
         self._scheduler = Scheduler(
             policy,
             predictor,
             max_batch_size=max_batch_size,
             max_prepared_ahead=max_prepared_ahead,
-            on_decision=self._result.decision_times_s.append,
+            on_decision=self._decided,
         )
         self._stages = SideStages(
-            model,
-            self._scheduler,
-            self._result,
-            self.now_s,
-            image_path=image_path,
-            keep_images=keep_images,
-            keep_latents=keep_latents,
-            on_finish=on_finish,
+            model, self._scheduler, self.collector, self.now_s, image_path=image_path, on_finish=on_finish
         )
-        # Guards the scheduler and the fields below.
+        # Guards the scheduler, the open requests and the fields below.
         self._changed = self._stages.changed
-        self._records: dict[int, RequestRecord] = {}
         self._is_closed = False
         self._zero: float | None = None
 
@@ -103,17 +102,20 @@ class Engine:
             request: what to draw. Its `arrival_s` is when its latency starts to count on the engine's clock.
             standalone_s: its latency when served alone, for policies that ask for it.
 
+        An id is taken until the collector is told that its request has ended, and free again from then on: in
+        `on_finish` already, and without a memory of who had it before.
+
         Raises:
-            UsageError: if the model cannot serve it, or its id was used before.
+            UsageError: if the model cannot serve it, or an open request has its id.
             RuntimeError: if the engine is closed.
         """
         self._model.check_request(request)
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("the engine is closed: no more requests can be submitted")
-            if request.request_id in self._records:
+            if request.request_id in self._stages.open:
                 raise UsageError(f"request id {request.request_id} is used twice")
-            self._records[request.request_id] = self._scheduler.add(request, standalone_s).record
+            self._stages.open[request.request_id] = self._scheduler.add(request, standalone_s)
             self._stages.prepare_next()
             self._changed.notify_all()
 
@@ -131,21 +133,22 @@ class Engine:
         """
         if self._zero is None:
             self.start()
-        result = self._result
+        was_interrupted = False
         try:
             self._denoise_until_closed()
         except KeyboardInterrupt:
-            result.was_interrupted = True
+            was_interrupted = True
         finally:
             self.close()
-            result.was_interrupted |= self._stages.stop()
+            was_interrupted |= self._stages.stop()
         if self._stages.error is not None:
             raise self._stages.error
-        result.records = [self._records[request_id] for request_id in sorted(self._records)]
-        ends_s = [record.finish_s for record in result.records if record.finish_s is not None]
-        result.duration_s = max(ends_s, default=self.now_s())
-        result.max_prepared = self._scheduler.max_prepared
-        return result
+        duration_s = self.now_s() if self._stages.last_end_s is None else self._stages.last_end_s
+        return RunResult(duration_s, was_interrupted, self._scheduler.max_prepared, self.collector)
+
+    def _decided(self, decision_s: float) -> None:
+        self._decided_s += decision_s
+        self._stages.collect(partial(self.collector.on_decision, decision_s))
 
     def _denoise_until_closed(self) -> None:
         scheduler, stages = self._scheduler, self._stages
@@ -171,15 +174,14 @@ class Engine:
         start_s = self.now_s()
         failures = self._model.stepper.step(batch)
         end_s = self.now_s()
-        steps, decision_times_s = self._result.steps, self._result.decision_times_s
-        decided_s = sum(decision_times_s[self._num_decisions_noted :])
-        self._num_decisions_noted = len(decision_times_s)
-        row = StepRow.of(len(steps), start_s, end_s - start_s, self._scheduler.batch, num_waiting, decided_s)
-        steps.append(row)
+        decided_s, self._decided_s = self._decided_s, 0.0
+        scheduler = self._scheduler
+        row = StepRow.of(scheduler.num_steps, start_s, end_s - start_s, scheduler.batch, num_waiting, decided_s)
         with self._changed:
-            left = self._scheduler.stepped(end_s, row.duration_s, failures)
+            left = scheduler.stepped(end_s, row.duration_s, failures)
+        self._stages.collect(partial(self.collector.on_step, row))
         if self._on_step is not None:
-            self._on_step(row)
+            self._stages.collect(partial(self._on_step, row))
         for state in left:
             if state.stage == "decoding":
                 self._stages.postprocess(state)

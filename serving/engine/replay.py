@@ -27,14 +27,17 @@ def replay(
     """
     stop = threading.Event()
     errors: list[BaseException] = []
+    num_submitted = 0
     engine.start()
 
     def submit_all() -> None:
+        nonlocal num_submitted
         try:
             for request in requests:
                 if stop.wait(max(0.0, request.arrival_s - engine.now_s())):
                     return
                 engine.submit(request, standalone_s=None if standalone_s is None else standalone_s(request))
+                num_submitted += 1
         except BaseException as error:  # noqa: BLE001  handed to the caller's thread below
             errors.append(error)
         finally:
@@ -50,11 +53,8 @@ def replay(
     # An interrupted engine is closed, so that a submission at that very moment is refused.
     if errors and not result.was_interrupted:
         raise errors[0]
-    known = {record.request_id for record in result.records}
-    for request in requests:
-        if request.request_id not in known:
-            record = RequestRecord.of(request)
-            record.close("cancelled", result.duration_s, "the run was stopped before it arrived")
-            result.records.append(record)
-    result.records.sort(key=lambda record: record.request_id)
+    for request in requests[num_submitted:]:
+        record = RequestRecord.of(request)
+        record.close("cancelled", result.duration_s, "the run was stopped before it arrived")
+        engine.collector.on_finish(record, None, None)
     return result

@@ -1,36 +1,64 @@
 """The result of a run of the engine."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..core.request_state import RequestRecord
 from ..core.step_row import StepRow
+from .collectors import Collector, InMemory
 
 if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RunResult:
-    """The result of a run of the engine.
+    """How a run of the engine ended, and what its collector has kept.
+
+    Only `InMemory`, which collects unless the caller chose another, keeps what the properties give; with any other they
+    raise RuntimeError.
 
     Attributes:
-        records: one record per submitted request, by id, all in a final status.
-        steps: one row per denoising iteration.
         duration_s: from the engine's start until the last request ended, in seconds.
         was_interrupted: whether Ctrl-C ended the run; unfinished requests are then "cancelled".
-        images: images by request id, if the engine was asked to keep them.
-        latents: final latents by request id, (1, channels, height / 8, width / 8), likewise.
-        decision_times_s: how long each decision of the policy took, in seconds.
         max_prepared: largest number of requests that held encoded text and latents at the same time, before decoding.
+        collector: what has collected.
     """
 
-    records: list[RequestRecord] = field(default_factory=list)
-    steps: list[StepRow] = field(default_factory=list)
-    duration_s: float = 0.0
-    was_interrupted: bool = False
-    images: "dict[int, Image]" = field(default_factory=dict)
-    latents: "dict[int, torch.Tensor]" = field(default_factory=dict)
-    decision_times_s: list[float] = field(default_factory=list)
-    max_prepared: int = 0
+    duration_s: float
+    was_interrupted: bool
+    max_prepared: int
+    collector: Collector
+
+    @property
+    def kept(self) -> InMemory:
+        """The collector that keeps everything in memory."""
+        if not isinstance(self.collector, InMemory):
+            raise RuntimeError(f"this run kept nothing in memory: its collector is {type(self.collector).__name__}")
+        return self.collector
+
+    @property
+    def records(self) -> list[RequestRecord]:
+        """One record per submitted request, by id, all in a final status."""
+        return sorted(self.kept.records, key=lambda record: record.request_id)
+
+    @property
+    def steps(self) -> list[StepRow]:
+        """One row per denoising iteration."""
+        return self.kept.steps
+
+    @property
+    def decision_times_s(self) -> list[float]:
+        """How long each decision of the policy took, in seconds."""
+        return self.kept.decision_times_s
+
+    @property
+    def images(self) -> "dict[int, Image]":
+        """Images by request id, if the collector was asked to keep them."""
+        return self.kept.images
+
+    @property
+    def latents(self) -> "dict[int, torch.Tensor]":
+        """Final latents by request id, (1, channels, height / 8, width / 8), likewise."""
+        return self.kept.latents

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 MAX_TIMES_PIXELS = 64
 """Largest request, relative to the largest resolution that a model is made for; beyond it, images are useless."""
+_MOST_SCHEDULES = 4096
+"""Of the schedules (steps and resolution) that are known to be fine."""
 
 
 class ServedModel:
@@ -103,6 +105,8 @@ class ServedModel:
         except (ValueError, IndexError, RuntimeError) as error:
             scheduler = type(self.pipe.scheduler).__name__
             raise UsageError(f"{scheduler} cannot take {request.num_inference_steps} steps: {error}") from error
+        if len(self._known_schedules) >= _MOST_SCHEDULES:
+            self._known_schedules.clear()
         self._known_schedules.add(schedule)
 
     def _start_schedule(self, request: Request, generator: torch.Generator | None) -> SamplerState:

@@ -6,6 +6,7 @@ step).
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -28,12 +29,25 @@ from .patched_model import PatchedModel
 from .tuning import circumstances_of, strategy_table
 
 
+@dataclass(slots=True)
+class BatchFailures:
+    """How often a step of a whole batch has failed, and why the first time."""
+
+    count: int = 0
+    first: str | None = None
+
+    def note(self, reason: str) -> None:
+        """Count one more."""
+        self.count += 1
+        self.first = self.first or reason
+
+
 class PatchedStepper:
     """Advances all active requests by one denoising step, on a patched model or the unmodified one (`plain`).
 
     Attributes:
         batch: the requests of the last step, unless one has finished or failed.
-        batch_failures: why steps of whole batches failed, even if all requests then took them in smaller ones.
+        batch_failures: steps of whole batches that failed, even if all requests then took them in smaller ones.
     """
 
     name = "patched"
@@ -44,7 +58,7 @@ class PatchedStepper:
         self.model, self.plain, self.conditions, self.sampler = model, plain, conditions, sampler
         self.batch: PackedBatch | None = None
         self._cache_keys = count()
-        self.batch_failures: list[str] = []
+        self.batch_failures = BatchFailures()
 
     def tune(self, target: Tuning) -> None:
         """Measure the strategies of convolutions, and the memory format for batches of one resolution.
@@ -96,7 +110,7 @@ class PatchedStepper:
         self._let_go(has_failed=True)
         if len(active) == 1:
             return {active[0].request.request_id: reason}
-        self.batch_failures.append(reason)
+        self.batch_failures.note(reason)
         failures: dict[int, str] = {}
         for half in (active[: len(active) // 2], active[len(active) // 2 :]):
             # Not by the plain model: that would hide what fails for every batch with patches.

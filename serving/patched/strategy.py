@@ -8,6 +8,9 @@ from ..layout.packing import Level
 from .context import Strategy
 from .leaves import PatchedConv
 
+_MOST_CHOSEN = 4096
+"""Choices that are remembered: batches of any mix of sizes have other numbers of tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class Point:
@@ -43,5 +46,7 @@ class StrategyTable:
             points = [point for point in self.points if point.shape == shape]
             nearest = min(points, key=lambda point: point.distance(*batch), default=None)
             is_stitched = nearest is not None and nearest.stitch_us < nearest.regroup_us
+            if len(self._chosen) >= _MOST_CHOSEN:
+                self._chosen.clear()
             self._chosen[key] = "stitch" if is_stitched else "regroup"
         return self._chosen[key]

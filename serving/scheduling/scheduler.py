@@ -39,7 +39,8 @@ class Scheduler:
     * `decide` is called only between two steps. If then `can_step`, the driver takes one step of all `active` requests
       and calls `stepped`, with no `decide` between.
     * It changes its own state, and the states and records that it has made; nobody else changes these (except
-      `image_path`) while they are open. Of a request whose record is closed it keeps nothing.
+      `image_path`) while they are open. Of a request whose record is closed it keeps nothing, once it
+      is not being prepared any more.
     * Only the constructor raises `UsageError`. Any other error is a defect of the policy or the driver; afterwards only
       `end_all` may be called.
 
@@ -96,7 +97,7 @@ class Scheduler:
         self._active: list[RequestState] = []
         # Of the active requests: their pixels, and the count of steps at which the next of them leaves.
         self._batch_pixels = self._next_leave = 0
-        self._preparing_id: int | None = None
+        self._preparing: RequestState | None = None
         self._has_news = False
 
     @property
@@ -142,7 +143,7 @@ class Scheduler:
 
     def next_to_prepare(self, now_s: float) -> RequestState | None:
         """Start to prepare a request: the one to prepare from now on; None if one is being prepared or none is due."""
-        if self._preparing_id is not None:
+        if self._preparing is not None:
             return None
         state = None
         if self._joining:
@@ -153,7 +154,7 @@ class Scheduler:
             state = self._open[next(iter(self._untouched))]
             del self._untouched[state.request.request_id]
             self._num_ahead += 1
-        self._preparing_id = state.request.request_id
+        self._preparing = state
         state.record.prepare_start_s = now_s
         return state
 
@@ -171,11 +172,12 @@ class Scheduler:
         Returns:
             Its state; None if it has ended meanwhile, so that what was prepared is of no use.
         """
-        assert request_id == self._preparing_id, "this request is not being prepared"
-        self._preparing_id = None
+        state = self._preparing
+        assert state is not None, "this request is not being prepared"
+        assert request_id == state.request.request_id, "this request is not being prepared"
+        self._preparing = None
         self._has_news = True
-        state = self._open.get(request_id)
-        if state is None:
+        if self._open.get(request_id) is not state:  # another request may have its id by now
             return None
         state.record.prepare_end_s = now_s
         if failure is not None:

@@ -14,6 +14,7 @@ from .policies.base import StepLatencyPredictor
 Batch = tuple[Resolution, ...]
 """The resolutions of a batch, with repeats, sorted."""
 _NUM_NEIGHBOURS = 4
+_MOST_REMEMBERED = 200_000
 
 
 def batch_of(active: Sequence[Resolution]) -> Batch:
@@ -44,9 +45,14 @@ class MemoisedLatency:
                 if not 0 < latency_s < math.inf:
                     names = ", ".join(map(str, batch))
                     raise ValueError(f"step latency of {names} is predicted as {latency_s} s, but must be above 0")
-                self._known[batch] = latency_s
-            self._known[key] = latency_s
+                self._remember(batch, latency_s)
+            self._remember(key, latency_s)
         return latency_s
+
+    def _remember(self, key: Batch, latency_s: float) -> None:
+        if len(self._known) >= _MOST_REMEMBERED:
+            self._known.clear()
+        self._known[key] = latency_s
 
 
 class PerResolutionLatency:

@@ -63,8 +63,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             started = time.perf_counter()
             failures = side.stepper.step(own)
             synchronize(model.device)
-            if failures or side.stepper.batch_failures:
-                raise SystemExit(f"a step failed: {side.stepper.batch_failures or failures}")
+            if reason := side.stepper.batch_failures.first or next(iter(failures.values()), None):
+                raise SystemExit(f"a step failed: {reason}")
             if number >= arguments.warmup:
                 found.append((time.perf_counter() - started) * 1e3)
     rows = []

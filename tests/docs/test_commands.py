@@ -77,6 +77,7 @@ THRESHOLDS = {"train-predictor cache": "--threshold", "bench cache": "--threshol
 """Options that get the median change of the profile: random weights change by other amounts than trained ones."""
 SCRIPTS = {
     "tests/benchmarks/bench_fid.py": ["--images", "3"],
+    "tests/benchmarks/bench_records.py": ["--requests", "20", "--output-file", "records.json"],
     "tests/benchmarks/bench_simulator_scale.py": [
         "--num-prompts", "20", "--minutes", "0.02", "--real-minutes", "0.01", "--steps", "2",
         "--output-file", "scale.json",

@@ -1,6 +1,7 @@
 """The patch cache from the command line, on a tiny model: profile, predictor, serving, bench, and bad input."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +23,8 @@ from patchedserve.eval.cache.quality import QualityOptions
 from patchedserve.eval.cache.sides import Setting
 from patchedserve.eval.metrics.judges import Judges
 from patchedserve.profiling.measure.blocks import BlockProfileSettings, run_block_profile
+from patchedserve.profiling.report.tables import run_tables
+from patchedserve.profiling.report.words import share
 from patchedserve.profiling.steps.combinations import Combination
 from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.cache.store import sampled
@@ -111,6 +114,11 @@ def test_from_profile_to_serving(run_psctl: RunPsctl, environment: dict[str, str
     assert "batch_failures" not in summary
     assert 0 < summary["cache"]["saved_computation"] < 1
     assert summary["cache"]["peak_mb"] > 0
+    assert re.fullmatch(r"patch, predictor \S+cache\.safetensors", summary["config"]["cache"])
+    (whole, _) = run_tables(summary)
+    rows = {label.strip(): value for label, value in whole.rows if isinstance(label, str)}
+    assert rows["patch cache"] == summary["config"]["cache"]
+    assert rows["computation saved"] == share(summary["cache"]["saved_computation"])
 
     done = run_psctl("generate", "a", "--cache", "patch", **environment | {"PSCTL_MAX_REUSE": "3"})
     assert done.returncode == 2

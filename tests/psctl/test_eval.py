@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from ..conftest import RunPsctl
 from ..support.tiny_models import save_tiny, tiny_sdxl
@@ -82,3 +83,11 @@ def test_bad_usage_is_one_line(
     assert (done.returncode, done.stdout) == (code, "")
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_folders_are_looked_at_before_anything_is_loaded(run_psctl: RunPsctl, tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "1.png")
+    for generated, reference in (("nowhere", tmp_path), (tmp_path, "nowhere")):
+        done = run_psctl("eval", "fid", "--generated", generated, "--reference", reference)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == "Error: nowhere: no such file or folder, but a folder of images is needed\n"

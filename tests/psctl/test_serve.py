@@ -125,7 +125,7 @@ def test_policies_and_gamma(serve: RunPsctl, tmp_path: Path, policy: str) -> Non
     assert run.returncode == 0, run.stderr
     # In a pipe a line when serving starts, as long as the trace lasts, and one when it ends.
     assert "\nrequests: 5 to do, less than a minute ...\nrequests: 5 done in " in run.stderr
-    for word in ("throughput", "SLO attainment", "By resolution", "scheduling mean", policy):
+    for word in ("throughput", "SLO attainment", "By resolution", "scheduling mean", "patch cache", policy):
         assert word in run.stdout
 
 

@@ -11,7 +11,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     of = {stage: {one for one in scheduler._open.values() if one.stage == stage} for stage in get_args(Stage)}
     waiting = {one.request.request_id: one for one in of["waiting"]}
     assert {view.request_id for view in scheduler._waiting} == set(waiting)
-    ahead = {i for i, one in waiting.items() if one.is_prepared or i == scheduler._preparing_id}
+    ahead = {i for i, one in waiting.items() if one.is_prepared or one is scheduler._preparing}
     assert set(scheduler._untouched) == set(waiting) - ahead
     assert scheduler._num_ahead == len(ahead) <= scheduler._max_ahead
     assert set(scheduler._joining.values()) == of["joining"]

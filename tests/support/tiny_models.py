@@ -44,13 +44,13 @@ def tiny_tokenizer() -> CLIPTokenizer:
     return CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=_TEXT_POSITIONS)
 
 
-def _text_config() -> CLIPTextConfig:
+def _text_config(num_layers: int = 3) -> CLIPTextConfig:
     return CLIPTextConfig(
         vocab_size=190,
         hidden_size=32,
         intermediate_size=48,
         projection_dim=32,
-        num_hidden_layers=3,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         max_position_embeddings=_TEXT_POSITIONS,
         bos_token_id=0,
@@ -111,6 +111,26 @@ def tiny_sd(seed: int = 0) -> StableDiffusionPipeline:
             requires_safety_checker=False,
             **no_checker,
         )
+
+
+def smallest_sd() -> StableDiffusionPipeline:
+    """Return Stable Diffusion's architecture with as few layers as it can have, for runs of very many requests."""
+    pipe = tiny_sd()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        unet = UNet2DConditionModel(
+            block_out_channels=(8, 8),
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+            layers_per_block=1,
+            attention_head_dim=2,
+            cross_attention_dim=32,
+            norm_num_groups=4,
+            sample_size=8,
+        )
+        text_encoder = CLIPTextModel(_text_config(num_layers=1))
+    pipe.register_modules(unet=unet, text_encoder=text_encoder)
+    return pipe
 
 
 def tiny_sd3(seed: int = 0, **scheduler: Any) -> StableDiffusion3Pipeline:

@@ -20,6 +20,7 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.core.prepared import PreparedRequest
 from patchedserve.serving.core.request_state import RequestView
+from patchedserve.serving.engine.collectors import InMemory
 from patchedserve.serving.engine.engine import Engine
 from patchedserve.serving.engine.run_result import RunResult
 from patchedserve.serving.engine.stages import StageThread
@@ -159,7 +160,7 @@ def test_one_failing_request_takes_down_no_other(pipe: Any, engine: Any) -> None
     made = build_model(pipe, name="tiny", options=EngineOptions(engine=engine))
     about: dict[str, Any] = {name: getattr(made, name) for name in ("name", "fingerprint", "defaults", "options")}
     failing = _FailingModel(pipe, made.family, made.stepper, **about)
-    result = serve(failing, requests, keep_latents=True)
+    result = serve(failing, requests, collector=InMemory(keep_latents=True))
     assert sorted(result.latents) == [0, 1]
     found = [result.latents[request.request_id][0] for request in good]
     assert largest_error(found, [plain_latents(pipe, request) for request in good]) < 1e-3
@@ -226,7 +227,7 @@ def test_slack_asks_the_predictor_and_teaches_it(model: ServedModel) -> None:
 def test_nirvana_draws_with_fewer_steps(model: ServedModel) -> None:
     nirvana = get_system("nirvana")
     requests = [nirvana.adapt(Request(0, "a", SMALL, 10, seed=3))]
-    result = serve(model, requests, get_policy(nirvana.policy), keep_latents=True)
+    result = serve(model, requests, get_policy(nirvana.policy), collector=InMemory(keep_latents=True))
     assert (result.records[0].num_inference_steps, len(result.steps)) == (8, 8)
     expected = plain_latents(model.pipe, Request(0, "a", SMALL, 8, seed=3))
     assert largest_error([result.latents[0][0]], [expected]) < 1e-3

@@ -20,6 +20,7 @@ from diffusers import (
 from patchedserve.data.models.bundled import bundled_model_path
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
+from patchedserve.serving.engine.collectors import InMemory
 from patchedserve.serving.engine.engine import Engine
 from patchedserve.serving.engine.run_result import RunResult
 from patchedserve.serving.models.build import build_model
@@ -69,8 +70,7 @@ def serve(
         build_model(pipe, name="tiny", options=options),
         get_policy(policy),
         max_batch_size=max_batch_size,
-        keep_images=True,
-        keep_latents=True,
+        collector=InMemory(keep_images=True, keep_latents=True),
     )
     for request in requests:
         engine.submit(request)

@@ -208,6 +208,21 @@ def test_what_was_prepared_in_vain_is_told() -> None:
     check_scheduler(scheduler)
 
 
+def test_what_is_prepared_for_a_request_that_has_ended_is_not_for_the_next_of_its_id() -> None:
+    scheduler = Scheduler(get_policy("fcfs"))
+    first = scheduler.add(request(0))
+    assert scheduler.next_to_prepare(0.0) is first
+    scheduler.end(0, "cancelled", 1.0)
+    second = scheduler.add(request(0))
+    check_scheduler(scheduler)
+    assert scheduler.prepared(0, 2.0) is None
+    assert not second.is_prepared
+    check_scheduler(scheduler)
+    assert scheduler.next_to_prepare(3.0) is second
+    assert scheduler.prepared(0, 4.0) is second
+    check_scheduler(scheduler)
+
+
 def test_wrong_use() -> None:
     with pytest.raises(UsageError, match="max batch size is 0"):
         Scheduler(get_policy("fcfs"), max_batch_size=0)
