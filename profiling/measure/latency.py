@@ -202,7 +202,7 @@ def _visits_left(
 
 def _visit(model: ServedModel, pool: RequestPool, combination: Combination) -> tuple[tuple[float, ...], ...]:
     """Time steps of a combination: steady ones, and the first."""
-    lane = Lane(EngineSide(model, pool.take(combination)), model.device)
+    lane = Lane(EngineSide(model.stepper, pool.take(combination)), model.device)
     lane.warm_up()
     for _ in range(TIMINGS_PER_ROUND):
         lane.measure()

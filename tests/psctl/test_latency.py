@@ -21,13 +21,14 @@ from patchedserve.profiling.machine import run_facts
 from patchedserve.profiling.measure import latency
 from patchedserve.profiling.measure.latency import LatencySettings, profile_latency
 from patchedserve.profiling.steps.combinations import count_combinations, single_combinations, stratified_combinations
-from patchedserve.profiling.steps.sides import EngineSide, PlainSide, RequestPool
+from patchedserve.profiling.steps.sides import EngineSide, RequestPool
 from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
 from patchedserve.training.latency.predictor import LatencyPredictor, load_workspace_predictor
 
 from ..conftest import RunPsctl
+from ..support.bench_cases import latents_of, steps_by_diffusers
 from ..support.latency_tables import CIRCUMSTANCES, law_rows
 from ..support.tiny_models import largest_error, save_tiny, tiny_sd3, tiny_sdxl
 
@@ -112,22 +113,16 @@ def test_both_engines_take_the_same_steps(sdxl: ServedModel) -> None:
     combination = stratified_combinations(SIZES, 12, 4, seed=0)[-1]
     sides = []
     for model in (sdxl, plain_model):
-        side = EngineSide(model, RequestPool(model).take(combination))
+        side = EngineSide(model.stepper, RequestPool(model).take(combination))
         for _ in range(2):  # the second time, all start from where they did the first time
             side.begin()
             for _ in range(3):
                 side.step()
         assert side.steps_left == 247
         sides.append(side)
-    reference = PlainSide(sdxl, RequestPool(sdxl).take(combination), batched=False)
-    for _ in range(3):
-        reference.step()
-    patched = sides[0]._active
-    sides[0].begin()
-    sides[0].step()  # another batch: the latents of the one before are handed back
-    expected = [latent[None] for batch in reference._batches for latent in batch._latents]
-    assert largest_error([each.latents for each in patched], expected) < 1e-4
-    assert largest_error([each.latents for each in sides[1]._active], expected) < 1e-4
+    expected = [steps_by_diffusers(sdxl, prepared, 3) for prepared in RequestPool(sdxl).take(combination)]
+    for side in sides:
+        assert largest_error(latents_of(side), expected) < 1e-4
 
 
 @pytest.mark.slow
