@@ -50,6 +50,14 @@ def with_engine(model: ServedModel, options: EngineOptions) -> ServedModel:
     )
 
 
+def as_plain(model: ServedModel) -> ServedModel:
+    """The same loaded model on plain diffusers, the baseline: itself where that serves it already."""
+    if model.options.engine == "plain":
+        return model
+    # Compiling is done to the shared model itself.
+    return with_engine(model, EngineOptions("plain", compile=model.options.compile))
+
+
 def without_cache(model: ServedModel) -> ServedModel:
     """The same loaded model with every patch computed: itself where it has no cache."""
     return with_engine(model, replace(model.options, cache=CacheOptions())) if model.options.cache.is_on else model

@@ -101,7 +101,10 @@ class PlainModels:
             return [self._measure(example, count, conditions) for example in examples for count in _MEASURED_REQUESTS]
 
         circumstances = target.circumstances(self._model) | {"compile": self._is_compiled}
-        self.points = load_or_measure(target.folder, "plain", circumstances, Point, measure)
+        found = load_or_measure(target.folder, "plain", circumstances, Point, measure)
+        # What is known of other sizes stays: SLOs may be measured for some of those that are served.
+        sizes = {point.size for point in found}
+        self.points = [*(point for point in self.points if point.size not in sizes), *found]
 
     @torch.inference_mode()
     def _measure(self, example: PreparedRequest, count: int, conditions: Conditions) -> Point:
