@@ -16,6 +16,7 @@ class FunctionPolicy:
     name: ClassVar[str] = "function"
     requires_one_resolution: ClassVar[bool] = False
     requires_predictor: ClassVar[bool] = False
+    drops: ClassVar[bool] = False
 
     def __init__(self, choose: Choose) -> None:
         self._choose = choose
@@ -27,5 +28,6 @@ class FunctionPolicy:
         active: Sequence[RequestView],
         max_batch_size: int,
         predictor: StepLatencyPredictor | None = None,
+        decoder_free_s: float = 0.0,
     ) -> Decision:
         return self._choose(now_s, waiting, active)

@@ -16,6 +16,7 @@ class InOrderPolicy(Policy):
 
     requires_one_resolution: ClassVar[bool] = False
     requires_predictor: ClassVar[bool] = False
+    drops: ClassVar[bool] = False
 
     def decide(
         self,
@@ -24,6 +25,7 @@ class InOrderPolicy(Policy):
         active: Sequence[RequestView],
         max_batch_size: int,
         predictor: StepLatencyPredictor | None = None,
+        decoder_free_s: float = 0.0,
     ) -> Decision:
         """See `Policy.decide`."""
         num_free = free_places(active, max_batch_size)
