@@ -49,8 +49,7 @@ class Scheduler:
             `EndPredictor`), it is told how long every step has taken, and the decoder for every request.
         max_batch_size: largest number of requests that are active or joining.
         max_prepared_ahead: largest number of waiting requests that are prepared or being prepared; None for twice
-            `max_batch_size`, or for 2 if the policy drops requests: under overload it drops most of those that wait,
-            and the time in which they are prepared is taken from the steps of the others.
+            `max_batch_size`. A request that is not prepared when it is admitted misses a step.
         on_decision: told after each decision how many seconds of real time the policy took.
 
     Attributes:
@@ -84,7 +83,7 @@ class Scheduler:
         self._learner = predictor if isinstance(predictor, LearningPredictor) else None
         self._end_learner = predictor if isinstance(predictor, EndPredictor) else None
         self._max_batch_size = max_batch_size
-        self._max_ahead = max_prepared_ahead or (2 if policy.drops else 2 * max_batch_size)
+        self._max_ahead = max_prepared_ahead or 2 * max_batch_size
         self._on_decision = on_decision
         self._open: dict[int, RequestState] = {}
         self._waiting = WaitingQueue()

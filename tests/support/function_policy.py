@@ -16,7 +16,6 @@ class FunctionPolicy:
     name: ClassVar[str] = "function"
     requires_one_resolution: ClassVar[bool] = False
     requires_predictor: ClassVar[bool] = False
-    drops: ClassVar[bool] = False
 
     def __init__(self, choose: Choose) -> None:
         self._choose = choose

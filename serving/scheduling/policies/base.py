@@ -66,13 +66,11 @@ class Policy(Protocol):
         requires_one_resolution: whether all active requests always have one resolution and one number of steps. They
             then also take their first step together.
         requires_predictor: whether `decide` needs a predictor; who runs the policy checks it at the start.
-        drops: whether requests may be dropped, so that preparing them ahead may be for nothing.
     """
 
     name: ClassVar[str]
     requires_one_resolution: ClassVar[bool]
     requires_predictor: ClassVar[bool]
-    drops: ClassVar[bool]
 
     def decide(
         self,

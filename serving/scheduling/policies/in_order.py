@@ -16,7 +16,6 @@ class InOrderPolicy(Policy):
 
     requires_one_resolution: ClassVar[bool] = False
     requires_predictor: ClassVar[bool] = False
-    drops: ClassVar[bool] = False
 
     def decide(
         self,

@@ -67,7 +67,6 @@ class SlackPolicy:
     name: ClassVar[str] = "slack"
     requires_one_resolution: ClassVar[bool] = False
     requires_predictor: ClassVar[bool] = True
-    drops: ClassVar[bool] = True
 
     def decide(
         self,
