@@ -116,8 +116,8 @@ def test_a_request_waits_for_those_that_the_decoder_has_before_it() -> None:
 
 
 def test_an_active_request_is_late_by_the_candidate_that_is_decoded_before_it() -> None:
-    # Together 3 s a step: the active one takes its last step after 30 s and is decoded by 34 s. A candidate of 8 steps is
-    # decoded by 28 s, one of 9 by 31 s, which makes it late, and one of 10 comes after it.
+    # Together 3 s a step: the active one takes its last step after 30 s and is decoded by 34 s. One of 8 steps is
+    # decoded by 28 s before it, one of 9 by 31 s, which makes it late, and one of 10 comes after it.
     active, policy = [view(0, deadline_s=34.0)], SlackPolicy()
     for steps, admitted in ((8, (1,)), (9, ()), (10, (1,))):
         waiting = [view(1, deadline_s=1000.0, steps=steps)]
