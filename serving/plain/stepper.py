@@ -103,9 +103,8 @@ class PlainStepper:
             self._step_or_halves(half, failures)
 
     def _batch(self, group: Sequence[PreparedRequest]) -> DenoiseBatch:
-        is_batched = self._sampler is not None and group[0].state.coefficients is not None
-        conditions = self._conditions(join_conditioning(group))
-        return plain_batch(self.models, conditions, group, self._sampler if is_batched else self._alone)
+        known = None if group[0].state.coefficients is None else self._sampler
+        return plain_batch(self.models, self._conditions(join_conditioning(group)), group, known or self._alone)
 
     def _let_go(self, batches: Sequence[DenoiseBatch]) -> None:
         """Hand the latents of these batches back to their requests."""
