@@ -62,8 +62,26 @@ class LatencyRow:
         return sum(self.counts.values())
 
     @property
+    def visits_ms(self) -> tuple[float, ...]:
+        """What each visit found: the median of its timings, which are as many in all of them. Every visit has one first
+        step; where none are known, every timing counts as a visit.
+        """
+        size = len(self.samples_ms) // (len(self.first_step_ms) or len(self.samples_ms))
+        starts = range(0, len(self.samples_ms), max(1, size))
+        return tuple(statistics.median(self.samples_ms[start : start + max(1, size)]) for start in starts)
+
+    @property
     def median_ms(self) -> float:
-        return statistics.median(self.samples_ms)
+        """Of the visits."""
+        return statistics.median(self.visits_ms)
+
+    @property
+    def disagreement(self) -> float | None:
+        """How far apart are what every other visit says and what the others say, relative; None for a single visit."""
+        visits_ms = self.visits_ms
+        if len(visits_ms) < 2:
+            return None
+        return abs(math.log(statistics.median(visits_ms[::2]) / statistics.median(visits_ms[1::2])))
 
     @property
     def first_step_median_ms(self) -> float | None:
@@ -105,6 +123,17 @@ class LatencyTable:
         """All that occur, from small to large."""
         found = {resolution for row in self.rows for resolution in row.counts}
         return tuple(sorted(found, key=lambda resolution: (resolution.pixels, resolution)))
+
+
+def noise_floor(rows: Iterable[LatencyRow]) -> float | None:
+    """How far a table is off itself: the mean relative error that a perfect predictor would be found to have.
+
+    Half of what the two halves of the visits of a combination disagree by, in the mean: each half holds half of the
+    visits, and both err, so that their difference is twice as wide as the error of the whole. None if combinations were
+    visited only once.
+    """
+    known = [each for row in rows if (each := row.disagreement) is not None]
+    return statistics.fmean(known) / 2 if known else None
 
 
 def write_latencies(path: str | Path, table: LatencyTable) -> None:

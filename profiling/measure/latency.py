@@ -2,15 +2,18 @@
 
 What is timed is the step of the engine that serves, guidance and sampler included, while the batch stays the same.
 Every round visits all combinations in another random order, so that whatever else the machine does, and its drift, meet
-all of them alike; in every visit two steps pass before the first timing. What is measured is kept in the workspace
+all of them alike; in every visit two steps pass before the first timing. After three rounds the other visits go to the
+combinations whose visits disagree most, again in rounds and in random order. What is measured is kept in the workspace
 every few seconds, and the same profile continues from there.
 """
 
 import hashlib
 import json
+import math
 import random
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +32,12 @@ from ..steps.bench import Lane
 from ..steps.combinations import Combination, single_combinations, stratified_combinations
 from ..steps.sides import EngineSide, RequestPool
 
-TIMINGS_PER_ROUND = 3
-"""Timings of a combination in every round; a timing is one step, or several if they are short (`step_bench.Lane`)."""
+TIMINGS_PER_VISIT = 2
+"""A timing is one step, or several if they are short (`steps.bench.Lane`). What differs is the minute, not the step: on
+a machine that others use, steps of one visit agree within 2 % and visits within 10 to 20 %."""
+_EVEN_ROUNDS = 3
+_UNSURE_SHARE = 1 / 3
+"""Of the combinations, in every round after those that visit all."""
 _SAVE_EVERY_S = 5.0
 
 
@@ -41,7 +48,7 @@ class LatencySettings:
     Attributes:
         combinations: how many; all that there are if there are not so many.
         max_batch_size: requests of the largest.
-        repeats: rounds over all combinations.
+        repeats: visits of a combination, on average.
         seed: of the draw, of the order of visits and of the first request's noise.
         one_resolution: only batches of one resolution, of which the passes of the plain engine are made.
     """
@@ -60,7 +67,7 @@ class LatencySettings:
         return stratified_combinations(self.resolutions, self.combinations, self.max_batch_size, self.seed)
 
     def to_json(self) -> dict[str, Any]:
-        timings = len(self.drawn()) * self.repeats * TIMINGS_PER_ROUND
+        timings = len(self.drawn()) * self.repeats * TIMINGS_PER_VISIT
         settings = asdict(self) | {"resolutions": list(map(str, self.resolutions)), "timings": timings}
         if not self.one_resolution:
             # Tables that were begun before there was a choice can still be continued.
@@ -126,9 +133,9 @@ def profile_latency(
     digest = hashlib.sha256(key.encode()).hexdigest()[:8]
     table_file = (folder or workspace.tables) / TABLE_PATTERN.replace("*", digest)
     samples = {} if remeasure else _resume(table_file, about, settings)
-    left = _visits_left(combinations, settings, samples)
     num_all = len(combinations) * settings.repeats
-    on_start(num_all, num_all - len(left))
+    num_done = sum(len(first_ms) for _, first_ms in samples.values())
+    on_start(num_all, num_done)
     was_interrupted, num_visits = False, 0
 
     def measured() -> LatencyTable:
@@ -136,15 +143,17 @@ def profile_latency(
         return LatencyTable(tuple(rows), about, settings.to_json())
 
     try:
-        if left:
+        visits: Iterable[Combination] = ()
+        if num_done < num_all:
             model.tune(settings.resolutions, workspace.tables)
             if budget_s is None:
                 # The machine gets going on what needs most memory.
                 _visit(model, pool, max(combinations, key=lambda each: each.num_pixels))
+                visits = _visits(combinations, settings, samples)
             else:
-                left.sort(key=combinations.index)
+                visits = [each for each in combinations if each.counts not in samples]
         start_s = saved_s = time.monotonic()
-        for combination in left:
+        for combination in visits:
             # Each resolution alone and one larger batch are the least that can be interpolated between.
             has_least = num_visits > len(settings.resolutions)
             if budget_s is not None and has_least and time.monotonic() - start_s > budget_s:
@@ -187,23 +196,37 @@ def _resume(path: Path, about: RunFacts, settings: LatencySettings) -> _Samples:
     }
 
 
-def _visits_left(
+def _visits(
     combinations: tuple[Combination, ...], settings: LatencySettings, samples: _Samples
-) -> list[Combination]:
-    """The visits that are to be made, round after round; the order of a round is the same in every run."""
-    done = {counts: len(steady_ms) // TIMINGS_PER_ROUND for counts, (steady_ms, _) in samples.items()}
-    visits: list[Combination] = []
-    for number in range(settings.repeats):
-        order = list(combinations)
+) -> Iterator[Combination]:
+    """The visits that are to be made, round after round; `samples` grow meanwhile, and decide after the even rounds."""
+
+    def shuffled(some: Iterable[Combination], number: int) -> list[Combination]:
+        order = list(some)
         random.Random(settings.seed * 1_000_003 + number).shuffle(order)
-        visits += [combination for combination in order if done.get(combination.counts, 0) <= number]
-    return visits
+        return order
+
+    def num_visits(each: Combination) -> int:
+        return len(samples[each.counts][1]) if each.counts in samples else 0
+
+    def doubt(each: Combination) -> float:
+        """How far the visits are apart, for as many as they are."""
+        visits_ms = LatencyRow(each.present, *samples[each.counts]).visits_ms
+        return statistics.stdev(map(math.log, visits_ms)) / math.sqrt(len(visits_ms))
+
+    for number in range(min(settings.repeats, _EVEN_ROUNDS)):
+        yield from (each for each in shuffled(combinations, number) if num_visits(each) <= number)
+    left = len(combinations) * settings.repeats - sum(map(num_visits, combinations))
+    while left > 0:
+        most = min(left, math.ceil(len(combinations) * _UNSURE_SHARE))
+        yield from shuffled(sorted(combinations, key=doubt, reverse=True)[:most], left)
+        left -= most
 
 
 def _visit(model: ServedModel, pool: RequestPool, combination: Combination) -> tuple[tuple[float, ...], ...]:
     """Time steps of a combination: steady ones, and the first."""
-    lane = Lane(EngineSide(model, pool.take(combination)), model.device)
+    lane = Lane(EngineSide(model.stepper, pool.take(combination)), model.device)
     lane.warm_up()
-    for _ in range(TIMINGS_PER_ROUND):
+    for _ in range(TIMINGS_PER_VISIT):
         lane.measure()
     return tuple(lane.samples_ms), tuple(lane.first_ms)

@@ -1,9 +1,9 @@
-"""Standalone latency: how long a request takes when it is served alone, the unit of SLOs (PatchedServe section 8).
+"""Standalone latency: how long a request takes alone on plain diffusers, the unit of SLOs (PatchedServe section 8).
 
-It is measured end to end (text encoding, denoising, decoding) through the engine that serves, one request at a time,
-and kept in the workspace's table `standalone.json`. A measurement is used again only for the same model files, dtype,
-device, number of CPU threads and torch version, the same engine with the same options and cache (its predictor by
-content), and the same resolution, steps and kind of guidance.
+There is one definition for all systems, commands and options: it is measured end to end (text encoding, denoising,
+decoding) through the plain engine, whatever engine is to serve, one request at a time on the idle machine, and kept in
+the workspace's table `standalone.json`. A measurement is used again only for the same model files, dtype, device,
+number of CPU threads, torch version and `--compile`, and the same resolution, steps and kind of guidance.
 """
 
 import json
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ...serving.models.served import ServedModel
 
 TABLE_FILE = "standalone.json"
-_VERSION = 2  # version 1 did not say how the engine was set
+_VERSION = 3  # those before are of a weaker plain engine, or do not say of which
 _WARMUP_STEPS = 2
 
 
@@ -53,7 +53,7 @@ def standalone_latencies(
     """Return the standalone latency in seconds of every shape among the requests, measuring those not yet known.
 
     Args:
-        model, tables: what will serve them, and the workspace's folder of tables for it.
+        model, tables: what will serve them, whatever its engine, and the workspace's folder of tables for it.
         requests: a trace; its first request of each shape is what is measured.
         remeasure: measure again what is known.
         num_repeats: measurements per shape, after a warm-up; the median counts.
@@ -61,10 +61,13 @@ def standalone_latencies(
 
     Raises:
         UsageError: if the table in the workspace is damaged.
-        RunError: if a request fails while it is measured.
+        RunError: if a request fails while it is measured, or another table is damaged.
         OSError: if the table cannot be written, or the cache's predictor cannot be read.
         KeyboardInterrupt: on Ctrl-C; shapes that were measured before are kept.
     """
+    from ...serving.models.build import as_plain
+
+    model = as_plain(model)
     examples: dict[RequestShape, Request] = {}
     for request in requests:
         examples.setdefault(shape_of(model, request), request)
@@ -78,6 +81,7 @@ def standalone_latencies(
         if remeasure or key not in known:
             if on_measure is not None:
                 on_measure(shape)
+            model.tune([example.resolution for example in examples], tables)
             _serve_alone(model, examples[shape], min(_WARMUP_STEPS, shape.num_inference_steps))
             known[key] = [_serve_alone(model, examples[shape], shape.num_inference_steps) for _ in range(num_repeats)]
             _write(path, known)
@@ -112,7 +116,7 @@ def read_standalone(path: Path, *, or_empty: bool = False) -> dict[str, list[flo
         return {}
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
-        if table["version"] == 1:
+        if table["version"] in range(1, _VERSION):
             return {}
         if table["version"] != _VERSION:
             raise ValueError(f"version {table['version']}")

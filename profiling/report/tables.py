@@ -135,7 +135,9 @@ def profile_table(result: Mapping[str, Any]) -> Table:
         cells = (times[0], times[len(times) // 2], times[-1])
         rows.append((str(size), str(len(times)), *(number(ms, "ms") for ms in cells), _times(times[-1] / times[0])))
     columns = ("requests", "combinations", "fastest", "median", "slowest", "slowest / fastest")
-    return Table(describe(result), columns, rows, num_words=0)
+    floor = result["noise_floor"]
+    note = "" if floor is None else f"noise floor: the visits leave a median uncertain by {floor:.1%}"
+    return Table(describe(result), columns, rows, num_words=0, note=note)
 
 
 def block_table(result: Mapping[str, Any]) -> Table:
@@ -155,12 +157,16 @@ def latency_training_table(result: Mapping[str, Any]) -> Table:
     fit, about = result["fit"], result["circumstances"]
     parameters = [f"{name} {value:g}" for name, value in fit["parameters"].items() if name != "cross_validated_mape"]
     rows = []
-    for name, label in (("svr", "SVR"), ("linear", "linear baseline"), ("pixels", "look-up by pixels")):
+    labels = {"svr": "SVR", "linear": "linear baseline", "pixels": "look-up by pixels"}
+    for name, label in labels.items():
         errors = fit["errors"][name]
+        label += " (kept)" if name == fit["kept"] else ""
         r2 = DASH if errors["r2"] is None else f"{errors['r2']:.4f}"
         rows.append((label, f"{errors['mape']:.2%}", r2, f"{errors['mse_ms2']:.3g} ms2"))
+    floor = fit["noise_floor"]
+    rows.append(("noise floor: the table against itself", DASH if floor is None else f"{floor:.2%}", DASH, DASH))
     note = (
-        f"fitted to {fit['num_train']} combinations, errors on {len(fit['held_out'])} others; SVR of log ms: "
+        f"fitted to {fit['num_train']} combinations, errors on {len(fit['held_out'])} others; SVR: "
         f"{', '.join(parameters)}, {fit['num_support_vectors']} support vectors; one prediction takes "
         f"{result['prediction_us']:.0f} us"
     )

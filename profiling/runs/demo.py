@@ -11,9 +11,8 @@ from ...data.resolution import Resolution
 from ...data.run_facts import describe
 from ...data.traces.traces import assign_slos
 from ...data.workspace import ModelWorkspace
-from ...serving.models.build import with_engine
+from ...serving.models.build import as_plain
 from ...serving.models.served import ServedModel
-from ...serving.options import EngineOptions
 from ...serving.scheduling.policies import StepLatencyPredictor
 from ...serving.scheduling.systems import get_system
 from ...training.latency.online_correction import OnlineCorrection
@@ -90,7 +89,7 @@ def run_demo(
         OSError: results cannot be written.
     """
     sizes = model.defaults.resolutions
-    plain = with_engine(model, EngineOptions("plain"))
+    plain = as_plain(model)
     for served in (plain, model):
         served.tune(sizes, workspace.tables)
     latency = latencies_for_serving(

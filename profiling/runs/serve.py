@@ -21,7 +21,6 @@ from ...data.workspace import ModelWorkspace
 from ...serving.core.metrics import summarize
 from ...serving.core.request_state import RequestRecord
 from ...serving.core.step_row import StepRow
-from ...serving.options import EngineOptions
 from ...serving.scheduling.policies import StepLatencyPredictor, get_policy, require_predictor
 from ...serving.scheduling.systems import System
 from ...training.latency.online_correction import OnlineCorrection
@@ -88,7 +87,6 @@ def run_serve(
     """
     from ...serving.engine.engine import Engine
     from ...serving.engine.replay import replay
-    from ...serving.models.build import with_engine
 
     policy = get_policy(system.policy)
     if policy.requires_predictor:
@@ -99,8 +97,7 @@ def run_serve(
     outside_before = predictions_outside(predictor)
     # Requests that bring their own SLO need no measurement.
     unmeasured = [request for request in requests if request.slo_s is None]
-    plain = model if model.options.engine == "plain" else with_engine(model, EngineOptions("plain"))
-    standalone = standalone_latencies(plain, unmeasured, workspace.tables, remeasure=remeasure, on_measure=on_measure)
+    standalone = standalone_latencies(model, unmeasured, workspace.tables, remeasure=remeasure, on_measure=on_measure)
     requests = assign_slos(requests, lambda request: standalone[shape_of(model, request)], slo_scale)
     run_dir = workspace.new_run("serve")
     save_trace(run_dir / "trace.jsonl", requests)

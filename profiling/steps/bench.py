@@ -21,12 +21,13 @@ from ...data.files import write_bytes
 from ...data.workspace import ModelWorkspace
 from ...serving.core.timing import synchronize
 from ...serving.models.served import ServedModel
+from ...serving.plain.formats import Format
 from ..machine import run_facts
 from .combinations import Combination, letters_of
 from .matrix_peak import count_operations, matrix_peak
 from .plots import plot_steps
 from .rows import BenchOutcome, Row, measure_rows, median_interval, name_of
-from .sides import EngineSide, Format, PlainSide, RequestPool, Side, patched_stepper, plain_denoisers
+from .sides import EngineSide, OneByOne, RequestPool, Side, patched_stepper, plain_models, plain_side
 
 RUN_KIND = "bench-steps"
 SHORTEST_TIMING_S = 0.005
@@ -123,21 +124,20 @@ class StepBench:
     def __init__(self, model: ServedModel, settings: BenchSettings) -> None:
         self.model, self.settings = model, settings
         self.pool = RequestPool(model, settings.seed)
-        self.denoisers = plain_denoisers(model)
+        self.plain = plain_models(model)
 
     def lanes(self, combination: Combination) -> tuple[dict[Format, Lane], Lane]:
         """Return the same-resolution lane of every memory format, and the patched lane."""
         requests, device = self.pool.take(combination), self.model.device
         plain: dict[Format, Lane] = {
-            name: Lane(PlainSide(self.model, requests, batched=True, denoiser=denoiser, memory_format=name), device)
-            for name, denoiser in self.denoisers.items()
+            name: Lane(plain_side(self.model, models, requests), device) for name, models in self.plain.items()
         }
-        return plain, Lane(EngineSide(self.model, requests), device)
+        return plain, Lane(EngineSide(self.model.stepper, requests), device)
 
     def measure(self, combination: Combination) -> Row:
         """Measure one combination; returns its row."""
         plain, patched = self.lanes(combination)
-        alone = Lane(PlainSide(self.model, self.pool.take(combination), batched=False), self.model.device)
+        alone = Lane(OneByOne(self.model, self.plain["default"], self.pool.take(combination)), self.model.device)
         # Whether the patch engine hands this batch to the unmodified model.
         patched.side.begin()
         patched.side.step()

@@ -18,12 +18,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ...data.errors import RunError
 from ...serving.core.timing import synchronize
+from ...serving.plain.formats import Format
 from .attribution import CATEGORIES, MODEL_SCOPE, SCOPE_PREFIX, STEP_SCOPE, Kernel, Span, attribute
 from .bench import BenchKind, Lane, StepBench, time_lanes
 from .combinations import Combination
 from .plots import plot_breakdown
 from .rows import Row, name_of
-from .sides import Format, patched_stepper
+from .sides import patched_stepper
 
 # Parts of module class names: the leaves of diffusers and those of the patch engine.
 _MODULES = {
@@ -165,9 +166,8 @@ def measure_breakdown(bench: StepBench, combination: Combination) -> Row:
     best: Format = min(plain, key=lambda name: plain[name].median_ms)
     lanes = {"patched": patched, "same_resolution": plain[best]}
     stepper = patched_stepper(bench.model)
-    models = [stepper.model.model, *bench.denoisers.values()]
-    if stepper.plain.channels_last is not None:
-        models.append(stepper.plain.channels_last)
+    copies = [models.channels_last for models in (stepper.plain, *bench.plain.values())]
+    models = [stepper.model.model, bench.model.denoiser, *(copy for copy in copies if copy is not None)]
     steps: dict[str, list[Row]] = {name: [] for name in lanes}
     for lane in lanes.values():
         lane.samples_ms.clear()

@@ -8,24 +8,22 @@ import copy
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...data.errors import RunError
 from ...data.prompts.captions import load_prompts
 from ...data.requests import Request
 from ...data.resolution import Resolution
-from ...serving.core.denoiser import denoise
 from ...serving.core.prepared import PreparedRequest
+from ...serving.core.stepper import Stepper
+from ...serving.models.build import build_plain
 from ...serving.models.served import ServedModel
 from ...serving.patched.stepper import PatchedStepper
-from ...serving.plain.formats import channels_last_copy, compile_whole
-from ...serving.plain.stepper import group_by_resolution
+from ...serving.plain.formats import Format, PlainModels
 from .combinations import Combination
 
-Format = Literal["default", "channels-last"]
 _NUM_STEPS = 500
 
 
@@ -85,117 +83,59 @@ class RequestPool:
 
 
 class EngineSide:
-    """The engine that serves: one step of its stepper, over all requests."""
+    """An engine: one step of its stepper, over all requests."""
 
-    def __init__(self, model: ServedModel, requests: Sequence[PreparedRequest]) -> None:
-        self._stepper, self._requests = model.stepper, requests
-        self._active: list[PreparedRequest] = []
+    def __init__(self, stepper: Stepper, requests: Sequence[PreparedRequest]) -> None:
+        self._stepper, self._requests = stepper, requests
+        self.active: list[PreparedRequest] = []
 
     def begin(self) -> None:
         """See `Side`. The next step is one of a new batch, as after a request has joined or left."""
-        self._active = []
+        self.active = []
         for prepared in self._requests:
             state = replace(prepared.state, steps_done=_middle(prepared))
-            if self._stepper.name == "plain":
-                # It calls the scheduler of each request, which counts steps itself. The patch engine only reads it.
+            if state.coefficients is None:
+                # The scheduler of each request is called, which counts steps itself.
                 state.scheduler = _scheduler_at(prepared, state.steps_done)
             latents = _start(prepared)
-            self._active.append(replace(prepared, latents=latents, state=state, previous_x0=latents.clone()))
+            self.active.append(replace(prepared, latents=latents, state=state, previous_x0=latents.clone()))
 
     @property
     def steps_left(self) -> int:
-        return min(prepared.state.num_steps - prepared.state.steps_done for prepared in self._active)
+        return min(prepared.state.num_steps - prepared.state.steps_done for prepared in self.active)
 
     def step(self) -> None:
-        failures = self._stepper.step(self._active)
+        failures = self._stepper.step(self.active)
         if failures:
             raise RunError(f"a request of the benchmark failed: {next(iter(failures.values()))}")
 
 
-class PlainSide:
-    """Plain diffusers: its batches are stepped one after the other.
+class OneByOne:
+    """Plain diffusers with every request in a batch of its own, one after the other."""
 
-    Args:
-        model, requests: the served model, and its requests in any order.
-        batched: all requests of a resolution in one batch; else each is a batch of its own.
-        denoiser: the unmodified model; None for the served model's own.
-        memory_format: of the denoiser's convolutions and its input.
-    """
+    def __init__(self, model: ServedModel, models: PlainModels, requests: Sequence[PreparedRequest]) -> None:
+        self._sides = [plain_side(model, models, [prepared]) for prepared in requests]
 
-    def __init__(
-        self,
-        model: ServedModel,
-        requests: Sequence[PreparedRequest],
-        *,
-        batched: bool,
-        denoiser: nn.Module | None = None,
-        memory_format: Format = "default",
-    ) -> None:
-        groups = list(group_by_resolution(requests).values()) if batched else [[prepared] for prepared in requests]
-        chosen = model.denoiser if denoiser is None else denoiser
-        self._batches = [_PlainBatch(model, chosen, group, memory_format) for group in groups]
+    @property
+    def active(self) -> list[PreparedRequest]:
+        return [prepared for side in self._sides for prepared in side.active]
 
     def begin(self) -> None:
-        for batch in self._batches:
-            batch.begin()
+        for side in self._sides:
+            side.begin()
 
     @property
     def steps_left(self) -> int:
-        return min(batch.steps_left for batch in self._batches)
+        return min(side.steps_left for side in self._sides)
 
     def step(self) -> None:
-        for batch in self._batches:
-            batch.step()
+        for side in self._sides:
+            side.step()
 
 
-class _PlainBatch:
-    """Requests of one resolution at the same timestep, as a pipeline called with several prompts holds them."""
-
-    def __init__(
-        self, model: ServedModel, denoiser: nn.Module, group: Sequence[PreparedRequest], memory_format: Format
-    ) -> None:
-        first = group[0]
-        self._denoiser, self._first, self._start = denoiser, first, torch.cat([_start(each) for each in group])
-        self._start = self._start.to(model.dtype)
-        self._scale = first.request.guidance_scale if first.is_guided else None
-        self._layout = torch.channels_last if memory_format == "channels-last" else torch.contiguous_format
-        # As in a pipeline, all unconditional rows come first. The text is encoded and put together once, not per step.
-        rows = range(first.num_rows)
-        conditioning = {
-            key: torch.cat([each.conditioning[key][row : row + 1] for row in rows for each in group])
-            for key in first.conditioning
-        }
-        self._conditions: dict[str, Any] = model.family.conditions(conditioning)
-        self._step_kwargs = dict(first.state.step_kwargs)
-        if len(group) > 1 and self._step_kwargs.get("generator") is not None:
-            self._step_kwargs["generator"] = [each.state.step_kwargs["generator"] for each in group]
-        self.begin()
-
-    def begin(self) -> None:
-        middle = _middle(self._first)
-        self._scheduler = _scheduler_at(self._first, middle)
-        self._timesteps = self._first.state.timesteps[middle:]
-        self._steps_done = 0
-        self._latents = self._start
-
-    @property
-    def steps_left(self) -> int:
-        return len(self._timesteps) - self._steps_done
-
-    @torch.inference_mode()
-    def step(self) -> None:
-        timestep, latents = self._timesteps[self._steps_done], self._latents
-        rows = latents if self._scale is None else torch.cat([latents, latents])
-        if hasattr(self._scheduler, "scale_model_input"):
-            rows = self._scheduler.scale_model_input(rows, timestep)
-        rows = rows.contiguous(memory_format=self._layout)
-        prediction = denoise(self._denoiser, rows, timestep.expand(len(rows)), self._conditions)
-        if self._scale is not None:
-            unconditional, conditional = prediction.chunk(2)
-            prediction = unconditional + self._scale * (conditional - unconditional)
-        stepped = self._scheduler.step(prediction, timestep, latents, **self._step_kwargs, return_dict=False)
-        self._latents = stepped[0]
-        self._steps_done += 1
+def plain_side(model: ServedModel, models: PlainModels, requests: Sequence[PreparedRequest]) -> EngineSide:
+    """Plain diffusers as the engine of `--engine plain`: one batch of each resolution, one after the other."""
+    return EngineSide(build_plain(model.pipe, model.family, models), requests)
 
 
 def patched_stepper(model: ServedModel) -> PatchedStepper:
@@ -204,17 +144,11 @@ def patched_stepper(model: ServedModel) -> PatchedStepper:
     return model.stepper
 
 
-def plain_denoisers(model: ServedModel) -> dict[Format, nn.Module]:
-    """Return the unmodified model, and of a U-Net also a copy whose convolutions are channels-last in memory.
-
-    The copy shares all other weights. A transformer has next to no convolutions, so it is not copied.
-    """
-    denoisers: dict[Format, nn.Module] = {"default": model.denoiser}
-    if hasattr(model.pipe, "unet"):
-        denoisers["channels-last"] = channels_last_copy(model.denoiser)
-        if model.options.compile:
-            compile_whole(denoisers["channels-last"])
-    return denoisers
+def plain_models(model: ServedModel) -> dict[Format, PlainModels]:
+    """Return the unmodified model in each of its memory formats."""
+    weights, is_compiled = patched_stepper(model).model.channels_last_weights, model.options.compile
+    formats = PlainModels(model.denoiser).formats
+    return {each: PlainModels(model.denoiser, weights, is_compiled=is_compiled, always=each) for each in formats}
 
 
 def _middle(prepared: PreparedRequest) -> int:

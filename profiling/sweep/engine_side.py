@@ -15,9 +15,9 @@ from ...serving.cache.patch_cache import CacheStats
 from ...serving.engine.engine import Engine
 from ...serving.engine.replay import replay
 from ...serving.engine.run_result import RunResult
-from ...serving.models.build import with_engine, without_cache
+from ...serving.models.build import as_plain, without_cache
 from ...serving.models.served import ServedModel
-from ...serving.options import EngineName, EngineOptions
+from ...serving.options import EngineName
 from ...serving.patched.stepper import BatchFailures, PatchedStepper
 from ...serving.scheduling.policies import StepLatencyPredictor, get_policy, require_predictor
 from ...serving.scheduling.systems import System, get_system
@@ -67,7 +67,7 @@ class EngineSide:
         self._predictor = None if predictor is None else OnlineCorrection(predictor)
         self._predictor_file = predictor_file
         self._warm_up = warm_up or WarmUp()
-        self._plain = with_engine(model, EngineOptions("plain"))
+        self._plain = as_plain(model)
         self._models: dict[EngineName, ServedModel] = {
             name: self._plain if name == "plain" else model for name in settings.engine_names
         }

@@ -23,7 +23,7 @@ def profile_latency(
     quick: Annotated[
         bool,
         preset_flag(
-            "--quick", "60 combinations once: coarser, within a minute on 2 cores.", combinations=60, repeats=1
+            "--quick", "60 combinations twice: coarser, in about a minute on 2 cores.", combinations=60, repeats=2
         ),
     ] = False,
     combinations: Annotated[
@@ -33,7 +33,7 @@ def profile_latency(
     max_batch_size: Annotated[
         int, flag("--max-batch-size", "Requests of the largest combination.", min=1, max=256)
     ] = 16,
-    repeats: Annotated[int, flag("--repeats", "Rounds over all combinations, of three timings each.", min=1)] = 5,
+    repeats: Annotated[int, flag("--repeats", "Visits of a combination on average, of two timings each.", min=1)] = 5,
     one_resolution: Annotated[
         bool, flag("--one-resolution", "Only batches of one resolution: the passes of --engine plain.")
     ] = False,
@@ -48,9 +48,9 @@ def profile_latency(
 ) -> None:
     """Measure the step latency of many combinations of resolutions, for the latency predictor.
 
-    Every resolution alone and in the largest batch is among them. Rounds visit all combinations by turns, so that drift
-    of the machine meets all alike. Table and plot go to the workspace. Ctrl-C ends the run early; the same command goes
-    on from there.
+    Every resolution alone and in the largest batch is among them. Three rounds visit all combinations by turns, so that
+    drift of the machine meets all alike; the other visits go to those whose visits disagree most. Table and plot go to
+    the workspace. Ctrl-C ends the run early; the same command goes on from there.
 
     Examples:
 
@@ -102,6 +102,8 @@ def profile_latency(
 
 def _result(outcome: "LatencyOutcome") -> dict[str, Any]:
     """What `--json` prints: what was measured on, the settings, and a row for every combination."""
+    from ...data.tables.latency import noise_floor
+
     table = outcome.table
     assert table.circumstances is not None, "our own tables say what they were measured on"
     return {
@@ -111,12 +113,14 @@ def _result(outcome: "LatencyOutcome") -> dict[str, Any]:
         "plot": str(outcome.plot_file),
         "is_complete": table.share_done == 1,
         "was_interrupted": outcome.was_interrupted,
+        "noise_floor": noise_floor(table.rows),
         "rows": [
             {
                 "combination": row.label,
                 "resolutions": {str(resolution): count for resolution, count in row.counts.items()},
                 "requests": row.num_requests,
                 "repeats": len(row.samples_ms),
+                "visits": len(row.visits_ms),
                 "median_ms": row.median_ms,
                 "p95_ms": row.p95_ms,
                 "min_ms": min(row.samples_ms),

@@ -42,8 +42,9 @@ def train_predictor_latency(
 ) -> None:
     """Fit the predictor of step latencies to a table, and say how far it is off on combinations that it has not seen.
 
-    A support vector regression is fitted to 80 % of the combinations and tested on the others. Predictor and plot go to
-    the workspace, where serving and simulating find them.
+    A support vector regression on top of a linear model is fitted to 80 % of the combinations and tested on the others;
+    where it does not help, the linear model alone is kept. Next to the errors stands the noise floor, what the table is
+    off itself. Predictor and plot go to the workspace, where serving and simulating find them.
 
     Examples:
 
@@ -86,6 +87,7 @@ def train_predictor_latency(
     write_bytes(plot_file, plot_predictions(measured, predictor))
     result = {
         **predictor.about.to_json(),
+        "kind": predictor.model.kind,
         "prediction_us": time_predictions(predictor, measured.rows),
         "table": str(table_file),
         "predictor": str(place),

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
 
 from ..samplers.single import SamplerState
 from .prepared import PreparedRequest
@@ -24,6 +26,17 @@ class Tuning:
     folder: Path
     fingerprint: str
     examples: Callable[[], Sequence[PreparedRequest]]
+
+    def circumstances(self, model: Any) -> dict[str, Any]:
+        """What the times of the denoising model depend on."""
+        return {
+            "fingerprint": self.fingerprint,
+            "sizes": sorted([list(size) for size in set(self.sizes)]),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "cpu",
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+        }
 
 
 class Stepper(Protocol):

@@ -54,6 +54,14 @@ def with_engine(model: ServedModel, options: EngineOptions) -> ServedModel:
     )
 
 
+def as_plain(model: ServedModel) -> ServedModel:
+    """The same loaded model on plain diffusers, the baseline: itself where that serves it already."""
+    if model.options.engine == "plain":
+        return model
+    # Compiling is done to the shared model itself.
+    return with_engine(model, EngineOptions("plain", compile=model.options.compile))
+
+
 def without_cache(model: ServedModel) -> ServedModel:
     """The same loaded model with every patch computed: itself where it has no cache."""
     return with_engine(model, replace(model.options, cache=CacheOptions())) if model.options.cache.is_on else model
@@ -77,8 +85,7 @@ def build_stepper(
         # The patch engine, too, hands batches of one resolution to it.
         compile_whole(denoiser)
     if options.engine == "plain":
-        sampler = PerRequestSampler(pipe.scheduler, pass_step_kwargs=family.pass_step_kwargs)
-        return PlainStepper(denoiser, family.conditions, sampler)
+        return build_plain(pipe, family, PlainModels(denoiser, is_compiled=options.compile))
     check_kernels(options.kernels, device)
     order = options.order
     if order == "auto":
@@ -99,6 +106,16 @@ def build_stepper(
     batched_sampler = BatchedSampler(pipe.scheduler, pass_step_kwargs=family.pass_step_kwargs)
     plain = PlainModels(denoiser, patched.channels_last_weights, is_compiled=options.compile)
     return PatchedStepper(patched, plain, family.conditions, batched_sampler)
+
+
+def build_plain(pipe: Any, family: Family, models: PlainModels) -> PlainStepper:
+    """The denoise stage of plain diffusers, with the batched sampler where it covers the pipeline's scheduler."""
+    options = {"pass_step_kwargs": family.pass_step_kwargs}
+    try:
+        sampler = BatchedSampler(pipe.scheduler, **options)
+    except UsageError:
+        sampler = None
+    return PlainStepper(models, family.conditions, sampler, PerRequestSampler(pipe.scheduler, **options))
 
 
 def check_kernels(kernels: str, device: torch.device) -> None:

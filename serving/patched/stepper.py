@@ -11,22 +11,22 @@ from itertools import count
 from typing import Any
 
 import torch
-from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from ..cache.patch_batch import CachedRequest
+from ..core.denoise_batch import DenoiseBatch, join_conditioning
 from ..core.denoiser import Conditions
 from ..core.prepared import PreparedRequest, describe
 from ..core.stepper import Tuning
 from ..core.timing import finish_stream
-from ..layout.packing import Packing, WholeImages
 from ..layout.patch_layout import by_size
+from ..plain.batch import plain_batch
 from ..plain.formats import PlainModels
-from ..samplers.batched import BatchedSampler, SamplerBatch
+from ..samplers.batched import BatchedSampler
 from ..samplers.single import SamplerState
 from .captured import RecordingError
 from .patched_model import PatchedModel
-from .tuning import circumstances_of, strategy_table
+from .tuning import strategy_table
 
 
 @dataclass(slots=True)
@@ -65,14 +65,14 @@ class PatchedStepper:
 
         Where a strategy is given, nothing is measured: then images do not depend on timings.
         """
-        model, sizes, fingerprint = self.model, target.sizes, target.fingerprint
+        model, sizes = self.model, target.sizes
         if model.cache is not None:
             model.cache.check_sizes(sizes)
         model.pack(sorted(sizes, key=by_size))  # refuses a patch size that does not fit
         if model.is_tuned:
-            model.use_table(strategy_table(model, sizes, target.folder, fingerprint=fingerprint))
+            model.use_table(strategy_table(model, target))
             if not model.always_packs:
-                self.plain.tune(target, self.conditions, circumstances_of(model, sizes, fingerprint))
+                self.plain.tune(target, self.conditions)
 
     def check(self, state: SamplerState, size: tuple[int, int]) -> None:
         """Raise UsageError if the schedule has a step without finite coefficients, or patches cannot cut the size."""
@@ -120,14 +120,14 @@ class PatchedStepper:
 
     def _step_together(self, active: Sequence[PreparedRequest], *, may_be_plain: bool) -> dict[int, str]:
         batch = self.batch
-        if batch is None or not batch.holds(active):
+        if batch is None or not batch.together.holds(active):
             self._let_go()
             batch = self.batch = PackedBatch(self, active, may_be_plain=may_be_plain)
-        batch.step()
-        not_finite = batch.not_finite()
-        if not_finite or any(prepared.state.is_finished for prepared in active):
+        batch.together.step()
+        failures = batch.together.failures()
+        if failures or any(prepared.state.is_finished for prepared in active):
             self._let_go()
-        return dict.fromkeys(not_finite, "denoising: latents are not finite (NaN or infinity)")
+        return failures
 
     def _let_go(self, *, has_failed: bool = False) -> None:
         """Hand the latents of the current batch back to its requests."""
@@ -135,138 +135,47 @@ class PatchedStepper:
             # A step that failed half way has left some blocks at this step and the others at the last one.
             self.model.cache.forget()
         if self.batch is not None:
-            self.batch.unpack()
+            self.batch.together.unpack()
             self.batch = None
             # Who has finished goes to the decoder, which works on another stream.
             finish_stream(self.model.device)
 
 
 class PackedBatch:
-    """The active requests between two changes of the active set.
-
-    Each request takes one row in the packing of latents, and one or, with guidance, two rows (unconditional,
-    conditional) in the packing that the model sees.
+    """The active requests between two changes of the active set, for the patched model or the unmodified one.
 
     Attributes:
         is_plain: whether the unmodified model takes the batch, as it is of one resolution.
+        together: the batch itself.
     """
 
     def __init__(self, stepper: PatchedStepper, active: Sequence[PreparedRequest], *, may_be_plain: bool) -> None:
-        self._given = tuple(active)
-        model = stepper.model
-        batch = sorted(active, key=lambda prepared: by_size(_latent_size(prepared)))
-        self._batch = batch
-        self._model, self._plain = model, stepper.plain
+        self._model = model = stepper.model
+        self._batch = batch = sorted(active, key=lambda prepared: by_size(_latent_size(prepared)))
         sizes = [_latent_size(prepared) for prepared in batch]
-        rows = [row for index, prepared in enumerate(batch) for row in [index] * prepared.num_rows]
-        self._row_request = torch.tensor(rows, device=model.device)
-
-        conditioning = {
-            key: torch.cat([prepared.conditioning[key] for prepared in batch]) for key in batch[0].conditioning
-        }
-        repeats = 1
+        conditioning, repeats = join_conditioning(batch), 1
         if not model.is_unet:
             conditioning["text"], repeats = _without_repeats(conditioning["text"])
         self._conditions: dict[str, Any] = stepper.conditions(conditioning)
         # A batch of one resolution needs no patches: plain diffusers is as fast, unless equal text tokens are left out.
         self.is_plain = may_be_plain and len(set(sizes)) == 1 and repeats == 1 and not model.always_packs
         if self.is_plain:
-            self._packing = WholeImages(len(batch), model.device)
-            row_packing = WholeImages(len(rows), model.device)
-        else:
-            self._packing = model.pack(sizes)
-            row_packing = model.pack([sizes[index] for index in rows])
-            known = [
-                CachedRequest(each.cache_key, each.num_rows, each.state.num_steps, each.request.resolution.pixels)
-                for each in batch
-            ]
-            model.begin(row_packing, repeats=repeats, requests=known)
-        self._guide = _Guidance(batch, self._packing, row_packing, model.device)
+            self.together = plain_batch(stepper.plain, self._conditions, batch, stepper.sampler)
+            return
+        rows = [size for prepared, size in zip(batch, sizes, strict=True) for _ in range(prepared.num_rows)]
+        row_packing = model.pack(rows)
+        known = [
+            CachedRequest(each.cache_key, each.num_rows, each.state.num_steps, each.request.resolution.pixels)
+            for each in batch
+        ]
+        model.begin(row_packing, repeats=repeats, requests=known)
+        self.together = DenoiseBatch(
+            batch, model.pack(sizes), row_packing, stepper.sampler, self._predict, dtype=model.dtype
+        )
 
-        history = None
-        if stepper.sampler.needs_history and any(prepared.previous_x0 is not None for prepared in batch):
-            history = self._packing.pack(
-                [(prepared.latents if prepared.previous_x0 is None else prepared.previous_x0)[0] for prepared in batch]
-            )
-        latents = self._packing.pack([prepared.latents[0] for prepared in batch])
-        states = [prepared.state for prepared in batch]
-        self._sampler = SamplerBatch(stepper.sampler, states, latents, self._packing.row_index, history)
-
-    def holds(self, active: Sequence[PreparedRequest]) -> bool:
-        """Whether these are the requests of this batch, in the order in which they were given."""
-        return len(active) == len(self._given) and all(a is b for a, b in zip(active, self._given, strict=True))
-
-    def step(self) -> None:
-        sampler, model = self._sampler, self._model
-        patches = self._guide.repeat(sampler.model_input()).to(model.dtype)
-        timesteps = sampler.timesteps().index_select(0, self._row_request)
-        if self.is_plain:
-            prediction = self._plain.predict(patches, timesteps, self._conditions)
-        else:
-            done = [prepared.state.steps_done for prepared in self._batch]
-            prediction = model(patches, timesteps, steps_done=done, **self._conditions)
-        sampler.step(self._guide.combine(prediction.float()), self._draw_noise)
-
-    def _draw_noise(self) -> Tensor:
-        """What diffusers draws in the step: from each request's own generator, in the dtype of the model's output."""
-        model, drawn = self._model, []
-        for prepared in self._batch:
-            generator = prepared.state.step_kwargs.get("generator")
-            drawn.append(randn_tensor(prepared.latents.shape, generator, model.device, model.dtype)[0])
-        return self._packing.pack(drawn)
-
-    def not_finite(self) -> list[int]:
-        """Ids of the requests whose latents hold NaN or infinity. The only wait for the device in a step."""
-        is_finite = self._sampler.latents.isfinite()
-        if bool(is_finite.all()):
-            return []
-        bad = set(self._packing.row_index[~is_finite.flatten(1).all(1)].tolist())
-        return [self._batch[index].request.request_id for index in bad]
-
-    def unpack(self) -> None:
-        """Give every request its latents, and what its next step reads of this one."""
-        for index, prepared in enumerate(self._batch):
-            prepared.latents = self._packing.unpack(self._sampler.latents, index)[None]
-            if self._sampler.previous_x0 is not None:
-                prepared.previous_x0 = self._packing.unpack(self._sampler.previous_x0, index)[None]
-
-
-class _Guidance:
-    """Classifier-free guidance on patches: from requests to rows and back."""
-
-    def __init__(
-        self,
-        batch: list[PreparedRequest],
-        packing: Packing | WholeImages,
-        row_packing: Packing | WholeImages,
-        device: torch.device,
-    ) -> None:
-        starts, row_starts = packing.starts, row_packing.starts
-        sources, unconditional, conditional, row = [], [], [], 0
-        for index, prepared in enumerate(batch):
-            own = torch.arange(starts[index], starts[index + 1])
-            shift = row_starts[row] - starts[index]
-            sources += [own] * prepared.num_rows
-            unconditional.append(own + shift)
-            conditional.append(own + shift + (prepared.num_rows - 1) * len(own))
-            row += prepared.num_rows
-        self._sources = torch.cat(sources).to(device) if row > len(batch) else None
-        self._unconditional = torch.cat(unconditional).to(device)
-        self._conditional = torch.cat(conditional).to(device)
-        scales = torch.tensor([prepared.request.guidance_scale for prepared in batch], device=device)
-        self._scale = scales[packing.row_index][:, None, None, None]
-
-    def repeat(self, patches: Tensor) -> Tensor:
-        """Patches of requests -> patches of rows."""
-        return patches if self._sources is None else patches.index_select(0, self._sources)
-
-    def combine(self, prediction: Tensor) -> Tensor:
-        """Predictions of rows -> guided predictions of requests."""
-        if self._sources is None:
-            return prediction
-        # Requests without guidance have one row, which is both; their scale then does nothing.
-        base = prediction.index_select(0, self._unconditional)
-        return torch.addcmul(base, prediction.index_select(0, self._conditional).sub_(base), self._scale)
+    def _predict(self, patches: Tensor, timesteps: Tensor) -> Tensor:
+        done = [prepared.state.steps_done for prepared in self._batch]
+        return self._model(patches, timesteps, steps_done=done, **self._conditions)
 
 
 def _latent_size(prepared: PreparedRequest) -> tuple[int, int]:

@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from ...kernels.launch import use_triton
 from ..core.kept import load_or_measure
+from ..core.stepper import Tuning
 from ..core.timing import medians_us
 from ..layout.packing import Level
 from ..layout.patch_layout import by_size
@@ -22,27 +21,16 @@ MEASURED_ROWS = (2, 6, 16)
 _STRATEGIES: tuple[Strategy, Strategy] = ("stitch", "regroup")
 
 
-def strategy_table(
-    model: PatchedModel, sizes: Sequence[tuple[int, int]], folder: Path, *, fingerprint: str
-) -> StrategyTable:
-    """The table of this model for batches of these latent sizes (height, width), see `load_or_measure`."""
-    circumstances = circumstances_of(model, sizes, fingerprint)
-    return StrategyTable(load_or_measure(folder, "convolutions", circumstances, Point, lambda: measure(model, sizes)))
-
-
-def circumstances_of(model: PatchedModel, sizes: Sequence[tuple[int, int]], fingerprint: str) -> dict[str, Any]:
-    """What the times of a model's operators depend on."""
-    return {
-        "fingerprint": fingerprint,
-        "sizes": sorted([list(size) for size in set(sizes)]),
+def strategy_table(model: PatchedModel, target: Tuning) -> StrategyTable:
+    """The table of this model for batches of the target's latent sizes, see `load_or_measure`."""
+    circumstances = target.circumstances(model) | {
         "order": model.order,
         "patch_size": model.patch_size,
         "kernels": "triton" if use_triton(model.context.kernels, model.device) else "torch",
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else "cpu",
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
     }
+    return StrategyTable(
+        load_or_measure(target.folder, "convolutions", circumstances, Point, lambda: measure(model, target.sizes))
+    )
 
 
 @torch.inference_mode()

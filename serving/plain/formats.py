@@ -7,9 +7,10 @@ the batch, the dtype and the machine, so it is measured, as the strategies of co
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
 from ..core.denoiser import Conditions, copy_modules, denoise
@@ -18,6 +19,7 @@ from ..core.prepared import PreparedRequest
 from ..core.stepper import Tuning
 from ..core.timing import medians_us
 
+Format = Literal["default", "channels-last"]
 _MEASURED_REQUESTS = (1, 4)
 _NO_WEIGHTS: Mapping[str, Tensor] = {}
 
@@ -42,6 +44,7 @@ class PlainModels:
         model: the unmodified model.
         weights: of convolutions in channels-last format, by the module's name, as far as they exist already.
         is_compiled: whether the model runs through torch.compile; the other form does then, too.
+        always: the format that is used whatever is faster.
 
     Attributes:
         channels_last: the channels-last form, once it was needed.
@@ -49,16 +52,33 @@ class PlainModels:
     """
 
     def __init__(
-        self, model: nn.Module, weights: Mapping[str, Tensor] = _NO_WEIGHTS, *, is_compiled: bool = False
+        self,
+        model: nn.Module,
+        weights: Mapping[str, Tensor] = _NO_WEIGHTS,
+        *,
+        is_compiled: bool = False,
+        always: Format | None = None,
     ) -> None:
-        self._model, self._weights, self._is_compiled = model, weights, is_compiled
+        self._model, self._weights, self._is_compiled, self._always = model, weights, is_compiled, always
         self.channels_last: nn.Module | None = None
         self.points: list[Point] = []
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model, and of what it predicts."""
+        return self._model.dtype  # type: ignore[return-value]  diffusers' models have one
+
+    @property
+    def formats(self) -> tuple[Format, ...]:
+        """A transformer has next to no convolutions, so that a second form would be the same."""
+        return ("default", "channels-last") if isinstance(self._model, UNet2DConditionModel) else ("default",)
 
     def predict(self, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
         """Predict for latents [rows, channels, height, width] in the faster format, see `denoise`."""
         points = [point for point in self.points if point.size == latents.shape[2:]]
-        if points:
+        if self._always == "channels-last":
+            return self._in_channels_last(latents, timesteps, conditions)
+        if points and self._always is None:
             nearest = min(points, key=lambda point: abs(point.rows - len(latents)))
             if nearest.channels_last_us < nearest.default_us:
                 return self._in_channels_last(latents, timesteps, conditions)
@@ -71,15 +91,20 @@ class PlainModels:
                 compile_whole(self.channels_last)
         return denoise(self.channels_last, latents.contiguous(memory_format=torch.channels_last), timesteps, conditions)
 
-    def tune(self, target: Tuning, conditions: Conditions, circumstances: dict[str, Any]) -> None:
-        """Measure both formats on batches of one resolution, or read it from the folder, see `load_or_measure`."""
+    def tune(self, target: Tuning, conditions: Conditions) -> None:
+        """Measure the formats on batches of one resolution, or read it from the folder, see `load_or_measure`."""
+        if len(self.formats) < 2:
+            return
 
         def measure() -> list[Point]:
             examples = target.examples()
             return [self._measure(example, count, conditions) for example in examples for count in _MEASURED_REQUESTS]
 
-        everything = circumstances | {"compile": self._is_compiled}
-        self.points = load_or_measure(target.folder, "plain", everything, Point, measure)
+        circumstances = target.circumstances(self._model) | {"compile": self._is_compiled}
+        found = load_or_measure(target.folder, "plain", circumstances, Point, measure)
+        # What is known of other sizes stays: SLOs may be measured for some of those that are served.
+        sizes = {point.size for point in found}
+        self.points = [*(point for point in self.points if point.size not in sizes), *found]
 
     @torch.inference_mode()
     def _measure(self, example: PreparedRequest, count: int, conditions: Conditions) -> Point:

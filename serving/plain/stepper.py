@@ -1,33 +1,62 @@
 """The denoise stage without patches: one forward pass of plain diffusers for each resolution among the requests."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
+from ...data.errors import UsageError
 from ...data.resolution import Resolution
-from ..core.denoiser import Conditions, denoise
+from ..core.denoise_batch import DenoiseBatch, join_conditioning
+from ..core.denoiser import Conditions
 from ..core.prepared import PreparedRequest, describe
 from ..core.stepper import Tuning
+from ..core.timing import finish_stream
+from ..samplers.batched import BatchedSampler
 from ..samplers.single import PerRequestSampler, SamplerState
+from .batch import plain_batch
+from .formats import PlainModels
 
 
 class PlainStepper:
-    """The exact, strong baseline: same-resolution batches of plain diffusers, with any of its schedulers."""
+    """The exact, strong baseline: same-resolution batches of plain diffusers, with any of its schedulers.
+
+    Args:
+        models: the unmodified model, in the memory formats that it may run in.
+        conditions: names conditioning tensors as the model does.
+        sampler: updates the requests of a batch together; None for a scheduler that `BatchedSampler` does not cover,
+            which each request then calls for itself.
+        alone: calls a request's own scheduler.
+    """
 
     name = "plain"
 
-    def __init__(self, denoiser: Any, conditions: Conditions, sampler: PerRequestSampler) -> None:
-        self._denoiser, self._conditions, self._sampler = denoiser, conditions, sampler
+    def __init__(
+        self,
+        models: PlainModels,
+        conditions: Conditions,
+        sampler: BatchedSampler | None,
+        alone: PerRequestSampler,
+    ) -> None:
+        self.models = models
+        self._conditions, self._sampler, self._alone = conditions, sampler, alone
+        self._batches: list[DenoiseBatch] = []
 
     def tune(self, target: Tuning) -> None:
-        """There is nothing to choose."""
+        """Measure the memory formats, or read what was measured before."""
+        self.models.tune(target, self._conditions)
 
     def check(self, state: SamplerState, size: tuple[int, int]) -> None:
         """Every schedule that diffusers makes can be stepped through, at any size."""
 
     def prepare(self, prepared: PreparedRequest) -> None:
-        """Nothing is to be worked out beforehand."""
+        """Work out a request's coefficients beside the denoise loop."""
+        prepared.latents = prepared.latents.float()
+        if self._sampler is not None:
+            try:
+                self._sampler.table(prepared.state)
+            except UsageError:
+                # A schedule without finite coefficients: its own scheduler knows what diffusers does then.
+                assert prepared.state.coefficients is None
 
     @torch.inference_mode()
     def step(self, active: Sequence[PreparedRequest]) -> dict[int, str]:
@@ -37,53 +66,60 @@ class PlainStepper:
             The requests that failed, by id, with the reason. A failing forward pass is repeated in halves, so that
             only the requests which fail alone are named; the others have taken their step.
         """
+        groups = [group for each in group_by_resolution(active).values() for group in _by_sampler(each)]
+        self._let_go([batch for batch in self._batches if not any(map(batch.holds, groups))])
         failures: dict[int, str] = {}
-        finite: dict[int, torch.Tensor] = {}
-        for group in group_by_resolution(active).values():
-            for prepared, prediction in self._predict_each(group, failures):
-                try:
-                    prepared.latents = self._sampler.update(prepared.state, prediction, prepared.latents)
-                    finite[prepared.request.request_id] = prepared.latents.isfinite().all()
-                except Exception as error:  # noqa: BLE001  one failing request must not take down the others
-                    failures[prepared.request.request_id] = describe("denoising", error)
-        if finite:
-            # The only wait for the device in an iteration. It makes measured step times honest, and after it no kernel
-            # of this step still reads tensors that other threads allocated or are about to use.
-            for request_id, is_finite in zip(finite, torch.stack(list(finite.values())).tolist(), strict=True):
-                if not is_finite:
-                    failures[request_id] = "denoising: latents are not finite (NaN or infinity)"
+        for group in groups:
+            self._step_or_halves(group, failures)
+        # The only waits for the device in an iteration, after all of it was launched. They make measured step times
+        # honest, and after them no kernel of this step still reads tensors that other threads are about to use.
+        left = []
+        for batch in self._batches:
+            failed = batch.failures()
+            if failed or any(prepared.state.is_finished for prepared in batch.requests):
+                left.append(batch)
+            failures |= failed
+        self._let_go(left)
         return failures
 
-    def _predict_each(
-        self, group: list[PreparedRequest], failures: dict[int, str]
-    ) -> list[tuple[PreparedRequest, torch.Tensor]]:
-        """Predict for a group of one resolution, together if possible, else in halves."""
+    def _step_or_halves(self, group: Sequence[PreparedRequest], failures: dict[int, str]) -> None:
+        """Step a group of one resolution, together if possible, else in halves."""
+        batch = next((batch for batch in self._batches if batch.holds(group)), None)
         try:
-            return list(zip(group, self._predict(group), strict=True))
-        except Exception as error:  # noqa: BLE001  as above
-            if len(group) == 1:
-                failures[group[0].request.request_id] = describe("denoising", error)
-                return []
+            if batch is None:
+                batch = self._batch(group)
+                self._batches.append(batch)
+            batch.step()
+            return
+        except Exception as error:  # noqa: BLE001  one failing request must not take down the others
+            reason = describe("denoising", error)
+        if batch is not None:
+            self._let_go([batch])
+        if len(group) == 1:
+            failures[group[0].request.request_id] = reason
+            return
         middle = len(group) // 2
-        return [pair for half in (group[:middle], group[middle:]) for pair in self._predict_each(half, failures)]
+        for half in (group[:middle], group[middle:]):
+            self._step_or_halves(half, failures)
 
-    def _predict(self, batch: Sequence[PreparedRequest]) -> list[torch.Tensor]:
-        """Run the denoising model once for requests of one resolution, each at its own timestep.
+    def _batch(self, group: Sequence[PreparedRequest]) -> DenoiseBatch:
+        known = None if group[0].state.coefficients is None else self._sampler
+        return plain_batch(self.models, self._conditions(join_conditioning(group)), group, known or self._alone)
 
-        Returns:
-            The guided prediction of every request, each (1, channels, height / 8, width / 8).
-        """
-        states = [prepared.state for prepared in batch]
-        rows = [prepared.num_rows for prepared in batch]
-        inputs = self._sampler.model_input(states, [prepared.latents for prepared in batch])
-        latents = torch.cat([part.expand(count, -1, -1, -1) for part, count in zip(inputs, rows, strict=True)])
-        timesteps = self._sampler.timesteps(states)
-        timesteps = timesteps.repeat_interleave(torch.tensor(rows, device=timesteps.device), output_size=sum(rows))
-        conditioning = {
-            key: torch.cat([prepared.conditioning[key] for prepared in batch]) for key in batch[0].conditioning
-        }
-        predictions = denoise(self._denoiser, latents, timesteps, self._conditions(conditioning)).split(rows)
-        return [_guide(prepared, part) for prepared, part in zip(batch, predictions, strict=True)]
+    def _let_go(self, batches: Sequence[DenoiseBatch]) -> None:
+        """Hand the latents of these batches back to their requests."""
+        for batch in batches:
+            batch.unpack()
+            self._batches.remove(batch)
+        if batches:
+            # Who has finished goes to the decoder, which works on another stream.
+            finish_stream(batches[0].latents.device)
+
+
+def _by_sampler(group: list[PreparedRequest]) -> list[list[PreparedRequest]]:
+    """Requests with coefficients and those without, whose schedulers count their own steps."""
+    parts = [[each for each in group if (each.state.coefficients is None) == is_alone] for is_alone in (False, True)]
+    return [part for part in parts if part]
 
 
 def group_by_resolution(active: Sequence[PreparedRequest]) -> dict[Resolution, list[PreparedRequest]]:
@@ -92,11 +128,3 @@ def group_by_resolution(active: Sequence[PreparedRequest]) -> dict[Resolution, l
     for prepared in active:
         groups.setdefault(prepared.request.resolution, []).append(prepared)
     return groups
-
-
-def _guide(prepared: PreparedRequest, rows: torch.Tensor) -> torch.Tensor:
-    """Combine the unconditional and conditional rows of one request (classifier-free guidance)."""
-    if not prepared.is_guided:
-        return rows
-    unconditional, conditional = rows.chunk(2)
-    return unconditional + prepared.request.guidance_scale * (conditional - unconditional)

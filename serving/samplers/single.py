@@ -1,13 +1,13 @@
 """The schedule of each request, and plain diffusers' way of stepping through it.
 
 diffusers' schedulers hold a step index and, for multistep methods, earlier model outputs, so each request has its own
-copy. `PerRequestSampler` calls that copy, which is exact for every scheduler that the pipeline accepts; the patch
-engine only reads coefficients from it (`batched`).
+copy. `PerRequestSampler` calls that copy, which is exact for every scheduler that the pipeline accepts; `batched` only
+reads coefficients from it.
 """
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ class SamplerState:
         timesteps: (num_steps,) in the order in which they are visited.
         step_kwargs: further arguments of the scheduler's `step` (`eta`, `generator`), as the pipeline passes them.
         steps_done: number of finished steps; `timesteps[steps_done]` is the next one.
-        coefficients: of all steps, once `BatchedSampler.table` has computed them for the patch engine.
+        coefficients: of all steps, once `BatchedSampler.table` has computed them.
     """
 
     scheduler: Any
@@ -91,3 +91,41 @@ class PerRequestSampler:
         updated = state.scheduler.step(prediction, timestep, latents, **state.step_kwargs, return_dict=False)[0]
         state.steps_done += 1
         return updated
+
+
+class PerRequestBatch:
+    """What `batched.SamplerBatch` is, for schedulers that it does not cover and images that are kept whole.
+
+    Args:
+        sampler, states: of the n requests; their schedulers count along.
+        latents: (n, channels, height, width).
+
+    Attributes:
+        latents: as after the last step.
+        errors: of the last step: by index, what a request's scheduler has raised; its latents have not changed then.
+    """
+
+    previous_x0 = None
+
+    def __init__(self, sampler: PerRequestSampler, states: Sequence[SamplerState], latents: torch.Tensor) -> None:
+        self._sampler, self._states, self.latents = sampler, tuple(states), latents
+        self.errors: dict[int, Exception] = {}
+
+    def timesteps(self) -> torch.Tensor:
+        """Return the current timestep of every request, (n,)."""
+        return self._sampler.timesteps(self._states)
+
+    def model_input(self) -> torch.Tensor:
+        """Return what the model sees, shaped as the latents."""
+        return torch.cat(self._sampler.model_input(self._states, self.latents.split(1)))
+
+    def step(self, prediction: torch.Tensor, draw_noise: Callable[[], torch.Tensor] | None = None) -> None:
+        """Advance every request by the model's guided output, shaped as the latents; each draws its own noise."""
+        self.errors.clear()
+        updated = list(self.latents.split(1))
+        for index, (state, part) in enumerate(zip(self._states, prediction.split(1), strict=True)):
+            try:
+                updated[index] = self._sampler.update(state, part, updated[index])
+            except Exception as error:  # noqa: BLE001  one failing request must not take down the others
+                self.errors[index] = error
+        self.latents = torch.cat(updated)

@@ -47,10 +47,10 @@ class Scheduler:
     Args:
         policy: asked between steps which requests join the batch and which are dropped.
         predictor: step latencies, for policies that ask for them. If it can learn (`LearningPredictor`,
-            `EndPredictor`), it is told how long every step has taken, and every request after its last one.
+            `EndPredictor`), it is told how long every step has taken, and the decoder for every request.
         max_batch_size: largest number of requests that are active or joining.
         max_prepared_ahead: largest number of waiting requests that are prepared or being prepared; None for twice
-            `max_batch_size`.
+            `max_batch_size`. A request that is not prepared when it is admitted misses a step.
         on_decision: told after each decision how many seconds of real time the policy took.
 
     Attributes:
@@ -95,6 +95,9 @@ class Scheduler:
         # Of the joining requests: those that have been prepared since the last decision.
         self._ready: list[RequestState] = []
         self._active: list[RequestState] = []
+        # Those that wait for the decoder or are decoded, in the order in which it takes them; when it ended the last.
+        self._decoding: dict[int, RequestState] = {}
+        self._decoded_s = 0.0
         # Of the active requests: their pixels, and the count of steps at which the next of them leaves.
         self._batch_pixels = self._next_leave = 0
         self._preparing: RequestState | None = None
@@ -212,7 +215,8 @@ class Scheduler:
         admitted = [*self._active, *self._joining.values()] if self._joining else self._active
         views = ActiveViews(admitted, self.num_steps)
         start = time.perf_counter()
-        decision = policy.decide(now_s, self._waiting, views, max_batch_size, self._predictor)
+        given = now_s, self._waiting, views, max_batch_size, self._predictor
+        decision = policy.decide(*given, self._decoder_free_s())
         if self._on_decision is not None:
             self._on_decision(time.perf_counter() - start)
         is_one_size = policy.requires_one_resolution
@@ -261,6 +265,7 @@ class Scheduler:
                 state.record.denoise_end_s = end_s
                 self._leave(state)
                 state.stage = "decoding"
+                self._decoding[request_id] = state
             else:
                 continue
             left.append(state)
@@ -278,9 +283,11 @@ class Scheduler:
         state.record.close(status, now_s, reason)
         if state.stage != "decoding":
             self._leave(state)
-        elif self._end_learner is not None and status == "completed":
-            assert state.record.denoise_end_s is not None
-            self._end_learner.observe_end(state.request.resolution, now_s - state.record.denoise_end_s)
+        else:
+            del self._decoding[request_id]
+            start_s, self._decoded_s = self._decoding_from(state), max(now_s, self._decoded_s)
+            if self._end_learner is not None and status == "completed":
+                self._end_learner.observe_end(state.request.resolution, max(0.0, now_s - start_s))
         self._has_news = True
         return state
 
@@ -295,6 +302,20 @@ class Scheduler:
         for state in states:
             state.record.close(status, now_s, reason)
         return states
+
+    def _decoding_from(self, state: RequestState) -> float:
+        """Since when the decoder could work on a request that it has not done before those behind it."""
+        assert state.record.denoise_end_s is not None
+        return max(state.record.denoise_end_s, self._decoded_s)
+
+    def _decoder_free_s(self) -> float:
+        """When the decoder will have done what it was given, as far as is known."""
+        free_s = self._decoded_s
+        if self._end_learner is not None:
+            for state in self._decoding.values():
+                after_s = self._end_learner.after_steps_s(state.request.resolution) or 0.0
+                free_s = max(free_s, self._decoding_from(state)) + after_s
+        return free_s
 
     def _activate(self, state: RequestState, now_s: float) -> None:
         assert state.is_prepared, "a request without latents would stay in the batch for ever"

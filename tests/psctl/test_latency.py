@@ -1,11 +1,15 @@
 """`psctl profile latency` and `psctl train-predictor latency` on tiny models: tables, resuming, fits, bad input."""
 
+import itertools
 import json
+import math
 import os
+import random
 import signal
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +24,20 @@ from patchedserve.data.workspace import ModelWorkspace, Workspace
 from patchedserve.profiling.machine import run_facts
 from patchedserve.profiling.measure import latency
 from patchedserve.profiling.measure.latency import LatencySettings, profile_latency
-from patchedserve.profiling.steps.combinations import count_combinations, single_combinations, stratified_combinations
-from patchedserve.profiling.steps.sides import EngineSide, PlainSide, RequestPool
+from patchedserve.profiling.steps.combinations import (
+    Combination,
+    count_combinations,
+    single_combinations,
+    stratified_combinations,
+)
+from patchedserve.profiling.steps.sides import EngineSide, RequestPool
 from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
 from patchedserve.training.latency.predictor import LatencyPredictor, load_workspace_predictor
 
 from ..conftest import RunPsctl
+from ..support.bench_cases import latents_of, steps_by_diffusers
 from ..support.latency_tables import CIRCUMSTANCES, law_rows
 from ..support.tiny_models import largest_error, save_tiny, tiny_sd3, tiny_sdxl
 
@@ -112,22 +122,16 @@ def test_both_engines_take_the_same_steps(sdxl: ServedModel) -> None:
     combination = stratified_combinations(SIZES, 12, 4, seed=0)[-1]
     sides = []
     for model in (sdxl, plain_model):
-        side = EngineSide(model, RequestPool(model).take(combination))
+        side = EngineSide(model.stepper, RequestPool(model).take(combination))
         for _ in range(2):  # the second time, all start from where they did the first time
             side.begin()
             for _ in range(3):
                 side.step()
         assert side.steps_left == 247
         sides.append(side)
-    reference = PlainSide(sdxl, RequestPool(sdxl).take(combination), batched=False)
-    for _ in range(3):
-        reference.step()
-    patched = sides[0]._active
-    sides[0].begin()
-    sides[0].step()  # another batch: the latents of the one before are handed back
-    expected = [latent[None] for batch in reference._batches for latent in batch._latents]
-    assert largest_error([each.latents for each in patched], expected) < 1e-4
-    assert largest_error([each.latents for each in sides[1]._active], expected) < 1e-4
+    expected = [steps_by_diffusers(sdxl, prepared, 3) for prepared in RequestPool(sdxl).take(combination)]
+    for side in sides:
+        assert largest_error(latents_of(side), expected) < 1e-4
 
 
 @pytest.mark.slow
@@ -155,7 +159,7 @@ def test_profile_measures_every_combination(sdxl: ServedModel, tmp_path: Path) -
         {size: count for size, count in zip(SIZES, each.counts, strict=True) if count} for each in drawn
     ]
     for row in table.rows:
-        assert (len(row.samples_ms), len(row.first_step_ms)) == (2 * latency.TIMINGS_PER_ROUND, 2)
+        assert (len(row.samples_ms), len(row.first_step_ms)) == (2 * latency.TIMINGS_PER_VISIT, 2)
     assert Image.open(outcome.plot_file).width > 800
     assert workspace.newest_table("latency-*.parquet") == outcome.table_file
     # All is measured: nothing is done again, unless it is asked for.
@@ -196,16 +200,46 @@ def test_interrupted_profile_goes_on(sdxl: ServedModel, tmp_path: Path) -> None:
     # What was measured first is still there.
     whole = {row.label: row for row in third.table.rows}
     for row in first.table.rows:
-        assert whole[row.label].samples_ms[:3] == row.samples_ms
-    assert all(len(row.samples_ms) == 6 for row in third.table.rows)
+        assert whole[row.label].samples_ms[: len(row.samples_ms)] == row.samples_ms
+    assert all(len(row.samples_ms) == 2 * latency.TIMINGS_PER_VISIT for row in third.table.rows)
+
+
+def visited(settings: LatencySettings, visit_ms: Callable[[Combination], float], stop: int = 10_000) -> Any:
+    """The visits that a profile makes if each takes so long; it is interrupted after every `stop`, and goes on."""
+    samples: Any = {}
+    visits: list[Combination] = []
+    while True:
+        before = len(visits)
+        for combination in itertools.islice(latency._visits(settings.drawn(), settings, samples), stop):
+            steady_ms, first_ms = samples.get(combination.counts, ((), ()))
+            timings = (visit_ms(combination),) * latency.TIMINGS_PER_VISIT
+            samples[combination.counts] = (steady_ms + timings, (*first_ms, 1.0))
+            visits.append(combination)
+        if len(visits) == before:
+            return visits
 
 
 def test_rounds_visit_all_in_another_order() -> None:
-    drawn = FEW.drawn()
-    visits = latency._visits_left(drawn, FEW, {})
+    visits = visited(FEW, lambda combination: 5.0)
     assert visits[:12] != visits[12:]
-    assert set(visits[:12]) == set(visits[12:]) == set(drawn)
-    assert visits == latency._visits_left(drawn, FEW, {})
+    assert set(visits[:12]) == set(visits[12:]) == set(FEW.drawn())
+    assert visits == visited(FEW, lambda combination: 5.0)
+
+
+@pytest.mark.parametrize("stop", [20, 45, 10_000])
+def test_more_visits_go_to_those_that_disagree(stop: int) -> None:
+    settings, generator = replace(FEW, repeats=6), random.Random(0)
+
+    def visit_ms(combination: Combination) -> float:
+        return 10.0 * math.exp(generator.gauss(0, 0.2 if combination.is_mixed else 0.01))
+
+    visits = visited(settings, visit_ms, stop)
+    assert len(visits) == 12 * 6
+    counts = Counter(visits)
+    assert min(counts.values()) == 3  # what agrees is not visited again
+    assert all(counts[each] == 3 for each in counts if not each.is_mixed)
+    # In rounds of four, so that a slow minute meets different ones.
+    assert all(len(set(visits[start : start + 4])) == 4 for start in range(36, 72, 4)) or stop % 4
 
 
 def test_interrupt_before_the_first_visit_is_passed_on(sdxl: ServedModel, tmp_path: Path) -> None:
@@ -250,7 +284,7 @@ def test_from_profile_to_predictor(run_psctl: RunPsctl, environment: dict[str, s
     assert f"measure one: psctl profile latency --model {environment['PSCTL_MODEL']}" in missing.stderr
     assert not Path(environment["PSCTL_WORKSPACE"]).exists()
 
-    options = ("--combinations", "20", "--max-batch-size", "5", "--repeats", "1")
+    options = ("--combinations", "20", "--max-batch-size", "5", "--repeats", "2")
     done = run_psctl("profile", "latency", *options, "--json", "--quiet", **environment)
     assert (done.returncode, done.stderr) == (0, "")
     profiled = json.loads(done.stdout)
@@ -272,6 +306,7 @@ def test_from_profile_to_predictor(run_psctl: RunPsctl, environment: dict[str, s
     assert trained["table"] == profiled["table"]
     assert (trained["fit"]["num_train"], len(trained["fit"]["held_out"])) == (16, 4)
     assert set(trained["fit"]["errors"]) == {"svr", "linear", "pixels"}
+    assert (trained["kind"], trained["fit"]["noise_floor"]) == (trained["fit"]["kept"], profiled["noise_floor"])
     assert trained["prediction_us"] > 0
     part = part_of(environment)
     assert Path(trained["predictor"]) == part.root / "predictors" / "latency.safetensors"
@@ -295,7 +330,18 @@ def test_table_of_another_program(run_psctl: RunPsctl, tmp_path: Path) -> None:
     options = ("--table", "h100.csv", "--output-file", "new/h100.safetensors", "--device", "cuda:7")
     done = run_psctl("train-predictor", "latency", *options)
     assert done.returncode == 0, done.stderr
-    for word in ("imported table", "MAPE", "R2", "MSE", "SVR", "linear baseline", "look-up by pixels", "held out"):
+    for word in (
+        "imported table",
+        "noise floor",
+        "(kept)",
+        "MAPE",
+        "R2",
+        "MSE",
+        "SVR",
+        "linear baseline",
+        "look-up by pixels",
+        "held out",
+    ):
         assert word in done.stdout
     assert LatencyPredictor.load(tmp_path / "new" / "h100.safetensors").step_latency_s([Resolution(128, 128)]) > 0
     assert (tmp_path / "new" / "h100.png").exists()
@@ -388,7 +434,7 @@ def test_ctrl_c_and_the_same_command_again(
     lines = [process.stderr.readline() for _ in range(2)]
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=120)
-    num_visits = sum(len(row.samples_ms) for row in table.rows) // latency.TIMINGS_PER_ROUND
+    num_visits = sum(len(row.samples_ms) for row in table.rows) // latency.TIMINGS_PER_VISIT
     assert lines[1].startswith(f"visits: {7000 - num_visits:,} to do, ")
     assert process.returncode == 130
 
@@ -410,12 +456,12 @@ def test_quick_profile_and_what_its_predictors_are_worth(run_psctl: RunPsctl, en
     latency, end = json.JSONDecoder().raw_decode(done.stdout)
     blocks = json.loads(done.stdout[end:])
     # Every number of steps and requests is the smaller one.
-    assert (latency["settings"]["combinations"], latency["settings"]["repeats"], len(latency["rows"])) == (60, 1, 60)
+    assert (latency["settings"]["combinations"], latency["settings"]["repeats"], len(latency["rows"])) == (60, 2, 60)
     assert latency["is_complete"]
     told = [line for line in done.stderr.splitlines() if " to do, " in line or " done in " in line]
     assert [line.rpartition(",")[0] if "to do" in line else line.partition(" done")[0] for line in told] == [
-        "visits: 60 to do",
-        "visits: 60",
+        "visits: 120 to do",
+        "visits: 120",
         "denoising steps: 40 to do",
         "denoising steps: 40",
     ]

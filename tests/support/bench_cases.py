@@ -1,8 +1,15 @@
 """What the tests of benchmarks of steps share: resolutions of tiny models, short settings, the fields of a row."""
 
+import copy
+
+import torch
+
 from patchedserve.data.resolution import parse_list
 from patchedserve.profiling.steps.bench import BenchSettings
 from patchedserve.profiling.steps.combinations import Combination
+from patchedserve.profiling.steps.sides import EngineSide, OneByOne
+from patchedserve.serving.core.prepared import PreparedRequest
+from patchedserve.serving.models.served import ServedModel
 
 SIZES = parse_list("32,48,64")
 FAST = BenchSettings(repeats=2, warmup=1)
@@ -16,3 +23,32 @@ ROW = {
 
 def squares(*counts: int) -> Combination:
     return Combination(SIZES, counts)
+
+
+@torch.inference_mode()
+def steps_by_diffusers(model: ServedModel, prepared: PreparedRequest, num_steps: int) -> torch.Tensor:
+    """Latents of a benchmark's request after some steps, by diffusers' own scheduler and model, alone."""
+    state = prepared.state
+    scheduler, middle = copy.deepcopy(state.scheduler), state.num_steps // 2
+    if hasattr(scheduler, "set_begin_index"):
+        scheduler.set_begin_index(middle)
+    latents = prepared.latents / getattr(scheduler, "init_noise_sigma", 1.0)
+    conditions = model.family.conditions(prepared.conditioning)
+    for timestep in state.timesteps[middle : middle + num_steps]:
+        rows = torch.cat([latents] * prepared.num_rows)
+        if hasattr(scheduler, "scale_model_input"):
+            rows = scheduler.scale_model_input(rows, timestep)
+        (prediction,) = model.denoiser(rows, timestep=timestep.expand(len(rows)), return_dict=False, **conditions)
+        if prepared.is_guided:
+            without, with_text = prediction.chunk(2)
+            prediction = without + prepared.request.guidance_scale * (with_text - without)
+        (latents,) = scheduler.step(prediction, timestep, latents, **state.step_kwargs, return_dict=False)[:1]
+    return latents
+
+
+def latents_of(side: EngineSide | OneByOne) -> list[torch.Tensor]:
+    """Of a side's requests, once another batch is stepped: that hands the latents of the one before back."""
+    stepped = side.active
+    side.begin()
+    side.step()
+    return [prepared.latents for prepared in stepped]

@@ -27,5 +27,6 @@ class FunctionPolicy:
         active: Sequence[RequestView],
         max_batch_size: int,
         predictor: StepLatencyPredictor | None = None,
+        decoder_free_s: float = 0.0,
     ) -> Decision:
         return self._choose(now_s, waiting, active)

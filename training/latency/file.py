@@ -20,7 +20,7 @@ from ...data.files import write_bytes
 from ...data.resolution import Resolution, parse
 from ...data.run_facts import RunFacts
 
-_VERSION = 1
+_VERSION = 2
 _ABOUT_KEY, _CHECKSUM_KEY = "psctl.latency_predictor", "psctl.sha256"
 
 
@@ -42,11 +42,35 @@ class SupportVectors:
     gamma: np.ndarray
     intercept: np.ndarray
 
-    def log_ms(self, features: np.ndarray) -> np.ndarray:
+    def predict(self, features: np.ndarray) -> np.ndarray:
         """Predict rows of features, shape (rows, features) -> (rows,)."""
         scaled = (features - self.mean) / self.scale
         squares = np.square(scaled[:, None, :] - self.vectors[None]).sum(-1)
         return np.exp(-self.gamma * squares) @ self.dual + self.intercept
+
+
+@dataclass(frozen=True, slots=True)
+class StepModel:
+    """Milliseconds of a step: a linear model, times the exponential of a support vector regression where there is one.
+
+    Attributes:
+        weights: shape (1 + features,), of which the first is what every step takes, and that of the logarithm is 0.
+            None is negative, so that no batch gets faster by growing.
+        vectors: of the logarithm of measured over linear.
+    """
+
+    weights: np.ndarray
+    vectors: SupportVectors | None = None
+
+    @property
+    def kind(self) -> str:
+        """The word for it in files and tables."""
+        return "linear" if self.vectors is None else "svr"
+
+    def ms(self, features: np.ndarray) -> np.ndarray:
+        """Predict rows of features, shape (rows, features) -> (rows,)."""
+        linear_ms = self.weights[0] + features @ self.weights[1:]
+        return linear_ms if self.vectors is None else linear_ms * np.exp(self.vectors.predict(features))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +98,18 @@ class PredictorAbout:
 
     @property
     def feature_names(self) -> tuple[str, ...]:
-        return (*(f"requests_{resolution}" for resolution in self.resolutions), "distinct_resolutions", "patches")
+        names = (f"requests_{resolution}" for resolution in self.resolutions)
+        return (*names, "distinct_resolutions", "patches", "log_patches")
 
     def features(self, counts: Sequence[float], num_distinct: int) -> list[float]:
-        """Return the features of a batch with so many requests of each profiled resolution."""
+        """Return the features of a batch with so many requests of each profiled resolution.
+
+        They are those of the paper and the logarithm of the number of patches: what a step takes besides its patches
+        matters to small batches only, and for a kernel model these lie too close together otherwise.
+        """
         pixels = sum(count * resolution.pixels for count, resolution in zip(counts, self.resolutions, strict=True))
-        return [*counts, num_distinct, pixels / self.patch_px**2]
+        patches = pixels / self.patch_px**2
+        return [*counts, num_distinct, patches, math.log(patches)]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -107,14 +137,18 @@ class PredictorAbout:
         )
 
 
-def write_predictor(path: str | Path, vectors: SupportVectors, about: PredictorAbout) -> None:
+def write_predictor(path: str | Path, model: StepModel, about: PredictorAbout) -> None:
     """Write a predictor, atomically. Raises OSError."""
-    arrays = {item.name: np.ascontiguousarray(getattr(vectors, item.name)) for item in fields(SupportVectors)}
-    text = json.dumps(about.to_json(), allow_nan=False)
+    arrays = {"weights": np.ascontiguousarray(model.weights)}
+    if model.vectors is not None:
+        arrays |= {
+            item.name: np.ascontiguousarray(getattr(model.vectors, item.name)) for item in fields(SupportVectors)
+        }
+    text = json.dumps(about.to_json() | {"kind": model.kind}, allow_nan=False)
     write_bytes(path, save(arrays, {_ABOUT_KEY: text, _CHECKSUM_KEY: _checksum(text, arrays)}))
 
 
-def read_predictor(path: Path) -> tuple[SupportVectors, PredictorAbout]:
+def read_predictor(path: Path) -> tuple[StepModel, PredictorAbout]:
     """Read what `write_predictor` has written.
 
     Raises UsageError: the file cannot be read, is damaged, was edited, or is something else.
@@ -134,7 +168,9 @@ def read_predictor(path: Path) -> tuple[SupportVectors, PredictorAbout]:
         raise UsageError(f"{path}: is damaged or was edited; fit it again: psctl train-predictor latency")
     try:
         # Of another version of psctl: what we wrote ourselves is whole, as its checksum says.
-        return SupportVectors(**arrays), PredictorAbout.from_json(json.loads(text))
+        about = PredictorAbout.from_json(json.loads(text))
+        weights = arrays.pop("weights")
+        return StepModel(weights, SupportVectors(**arrays) if arrays else None), about
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"{path}: is of another version of psctl ({_first_line(error)}); fit it again: "

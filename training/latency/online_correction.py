@@ -1,6 +1,6 @@
 """Corrects predicted step latencies by what the engine measures: a scale factor that follows the machine.
 
-It learns as well how long requests take after their last step.
+It learns as well how long the decoder has for requests after their last step.
 
 A profile is as old as its table. Since then the machine may have become slower or faster (heat, neighbours, another
 driver), and a profile of full steps says nothing of steps that reuse cached patches. Schedulers add up the steps that
@@ -64,12 +64,12 @@ class OnlineCorrection:
 
     Args:
         predictor: what is corrected.
-        scale, after_s: what it multiplies by, and what requests of each resolution take after their last step, before
-            it has seen anything: for one that continues where another has ended.
+        scale, after_s: what it multiplies by, and what the decoder has for requests of each resolution, before it has
+            seen anything: for one that continues where another has ended.
 
     Attributes:
         scale: what predictions are multiplied by.
-        after_s: seconds from the last step of a request to its end, by resolution.
+        after_s: seconds that the decoder has for a request, by resolution, without what it waits for the decoder.
 
     Raises:
         ValueError: the scale differs from 1 by more than `MAX_SCALE` times.
@@ -116,11 +116,11 @@ class OnlineCorrection:
         self.scale = self._measured_s / self._predicted_s
 
     def after_steps_s(self, resolution: Resolution) -> float | None:
-        """Seconds from the last step of a request of this resolution to its end, lately; None if none has ended."""
+        """Seconds that the decoder had for a request of this resolution, lately; None if none has ended."""
         return self.after_s.get(resolution)
 
     def observe_end(self, resolution: Resolution, after_s: float) -> None:
-        """Learn that a request has ended this long after its last step."""
+        """Learn that the decoder had this long for a request that has ended."""
         known_s = self.after_s.get(resolution, after_s)
         self.after_s[resolution] = known_s + END_WEIGHT * (after_s - known_s)
 

@@ -42,16 +42,16 @@ class LearningPredictor(StepLatencyPredictor, Protocol):
 
 @runtime_checkable
 class EndPredictor(Protocol):
-    """Knows from the requests that have ended how long one still takes after its last step: it waits for the decoder,
-    which takes one at a time, is decoded and saved.
+    """Knows from the requests that have ended how long the decoder, which takes one at a time, has for each: it is
+    decoded and saved. What a request waits for the decoder is another matter, which depends on who is ahead of it.
     """
 
     def after_steps_s(self, resolution: Resolution) -> float | None:
-        """Seconds from the last step of a request of this resolution to its end; None if none has ended yet."""
+        """Seconds that the decoder has for a request of this resolution; None if none has ended yet."""
         ...
 
     def observe_end(self, resolution: Resolution, after_s: float) -> None:
-        """Take note that a request has ended this long after its last step."""
+        """Take note that the decoder had this long for a request, from when both were ready."""
         ...
 
 
@@ -79,6 +79,7 @@ class Policy(Protocol):
         active: Sequence[RequestView],
         max_batch_size: int,
         predictor: StepLatencyPredictor | None = None,
+        decoder_free_s: float = 0.0,
     ) -> Decision:
         """Choose who joins and who is dropped before the next step.
 
@@ -92,6 +93,8 @@ class Policy(Protocol):
             active: requests that were admitted and have not left, in the order in which they were.
             max_batch_size: largest number of active requests, at least 1 and never below `len(active)`.
             predictor: step latencies for policies that look ahead; the others ignore it.
+            decoder_free_s: when the decoder will have done what it was given, on the clock of `now_s`; not after that
+                if it has nothing to do.
 
         Returns:
             A decision that `check_decision` accepts: only waiting requests are named, each once, and no more are

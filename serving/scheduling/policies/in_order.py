@@ -24,6 +24,7 @@ class InOrderPolicy(Policy):
         active: Sequence[RequestView],
         max_batch_size: int,
         predictor: StepLatencyPredictor | None = None,
+        decoder_free_s: float = 0.0,
     ) -> Decision:
         """See `Policy.decide`."""
         num_free = free_places(active, max_batch_size)

@@ -13,11 +13,11 @@ from PIL import Image
 
 from patchedserve.data.workspace import ModelWorkspace
 from patchedserve.profiling.steps.bench import STEPS, BenchSettings, StepBench, ratios_of, run_bench, summarize
-from patchedserve.profiling.steps.sides import EngineSide, PlainSide, RequestPool, plain_denoisers
+from patchedserve.profiling.steps.sides import EngineSide, OneByOne, RequestPool, plain_models, plain_side
 from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
 
-from ...support.bench_cases import FAST, ROW, squares
+from ...support.bench_cases import FAST, ROW, latents_of, squares, steps_by_diffusers
 from ...support.tiny_models import largest_error, tiny_sd, tiny_sd3, tiny_sdxl
 
 HEAD = {
@@ -47,28 +47,34 @@ def test_all_sides_take_the_same_steps(make: Callable[[], Any]) -> None:
     model = build_model(make(), name="tiny")
     requests = RequestPool(model).take(squares(2, 1, 2))
     # Grouped by resolution, as they are given: so the latents of all sides come in one order.
-    plain = [PlainSide(model, requests, batched=False)]
-    for name, denoiser in plain_denoisers(model).items():
-        plain.append(PlainSide(model, requests, batched=True, denoiser=denoiser, memory_format=name))
-    patched = EngineSide(model, requests)
+    forms = plain_models(model)
+    plain = [
+        OneByOne(model, forms["default"], requests),
+        *(plain_side(model, each, requests) for each in forms.values()),
+    ]
+    assert len(plain) == (2 if make is tiny_sd3 else 3)
+    patched = EngineSide(model.stepper, requests)
     for side in (*plain, patched):
         side.begin()
         for _ in range(3):
             side.step()
         assert side.steps_left == 247
-    stepped = patched._active
-    patched.begin()
-    patched.step()  # another batch: the latents of the one before are handed back
-    found = [prepared.latents for prepared in stepped]
-    for side in plain:
-        latents = [latent[None] for batch in side._batches for latent in batch._latents]
-        assert largest_error(latents, found) < 1e-4
+    found = [steps_by_diffusers(model, prepared, 3) for prepared in requests]
+    for side in (*plain, patched):
+        assert largest_error(latents_of(side), found) < 1e-4
     moved = [float((prepared.latents - each).abs().max()) for prepared, each in zip(requests, found, strict=True)]
     assert min(moved) > 1e-3
 
 
-def test_channels_last_copy_shares_what_has_no_layout(sdxl: ServedModel) -> None:
-    copied = plain_denoisers(sdxl)["channels-last"]
+def test_each_side_runs_in_its_own_format(sdxl: ServedModel) -> None:
+    forms = plain_models(sdxl)
+    for models in forms.values():
+        side = plain_side(sdxl, models, RequestPool(sdxl).take(squares(1, 0, 0)))
+        side.begin()
+        side.step()
+    copied = forms["channels-last"].channels_last
+    assert forms["default"].channels_last is None
+    assert copied is not None
     for (name, one), other in zip(sdxl.denoiser.named_parameters(), copied.parameters(), strict=True):
         assert torch.equal(one, other), name
         assert (one is other) == (one.dim() != 4)

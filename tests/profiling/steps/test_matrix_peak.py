@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from patchedserve.profiling.steps.bench import operations_of
 from patchedserve.profiling.steps.matrix_peak import count_operations, matrix_peak
-from patchedserve.profiling.steps.sides import EngineSide, PlainSide, RequestPool
+from patchedserve.profiling.steps.sides import EngineSide, OneByOne, RequestPool, plain_models, plain_side
 from patchedserve.serving.models.build import build_model
 
 from ...support.bench_cases import squares
@@ -36,11 +36,12 @@ def test_operations_of_single_operators(bias: bool) -> None:
 def test_all_sides_of_a_unet_do_the_same_operations() -> None:
     model = build_model(tiny_sdxl(), name="tiny")
     requests = RequestPool(model).take(squares(2, 1, 2))
-    alone, batched = (PlainSide(model, requests, batched=batched) for batched in (False, True))
-    assert operations_of(alone) == operations_of(batched) > 1e6
+    models = plain_models(model)["default"]
+    batched = operations_of(plain_side(model, models, requests))
+    assert operations_of(OneByOne(model, models, requests)) == batched > 1e6
     # Text keys and values, and embeddings of time steps for every row only, are left out.
-    patched = operations_of(EngineSide(model, requests))
-    assert 0.85 * operations_of(batched) < patched <= operations_of(batched)
+    patched = operations_of(EngineSide(model.stepper, requests))
+    assert 0.85 * batched < patched <= batched
 
 
 @pytest.mark.slow

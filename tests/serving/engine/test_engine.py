@@ -137,6 +137,7 @@ class _FailingModel(ServedModel):
             prepared.conditioning["text"] = prepared.conditioning["text"][..., :5]
         if request.prompt == "fail in step":
             prepared.state.scheduler.step = _fail_to_step  # the request's own copy
+            prepared.state.coefficients = None  # of which there are none where the batched sampler does not know it
         return prepared
 
     def decode(self, latents: torch.Tensor) -> Any:
@@ -154,7 +155,7 @@ def test_one_failing_request_takes_down_no_other(pipe: Any, engine: Any) -> None
         12: ("fail in forward", SMALL, "denoising: RuntimeError: "),
         14: ("decode", Resolution(96, 32), "postprocessing: RuntimeError: decode failed"),
     }
-    if engine == "plain":  # only there is a request advanced by itself
+    if engine == "plain":  # only there is a request advanced by itself, where its scheduler asks for it
         bad[13] = ("fail in step", SMALL, "denoising: IndexError: step failed")
     requests = [*good, *(Request(i, prompt, size, 3) for i, (prompt, size, _) in bad.items())]
     made = build_model(pipe, name="tiny", options=EngineOptions(engine=engine))

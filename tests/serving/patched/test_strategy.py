@@ -12,6 +12,7 @@ import torch
 from patchedserve.data.errors import RunError, UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
+from patchedserve.serving.core.stepper import Tuning
 from patchedserve.serving.models.build import build_model
 from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.patched import leaves, tuning
@@ -67,19 +68,22 @@ def test_every_convolution_shape_is_measured_both_ways(model: PatchedModel) -> N
 def test_measurements_are_kept_for_the_same_circumstances_only(
     model: PatchedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = tuning.strategy_table(model, SIZES, tmp_path, fingerprint="a")
+    def target(fingerprint: str, sizes: list[tuple[int, int]] = SIZES) -> Tuning:
+        return Tuning(sizes, tmp_path, fingerprint, list)
+
+    first = tuning.strategy_table(model, target("a"))
     (path,) = tmp_path.glob("convolutions-*.json")
     assert json.loads(path.read_text())["context"]["fingerprint"] == "a"
     with monkeypatch.context() as patch:
         patch.setattr(tuning, "measure", lambda *_: pytest.fail("measured again"))
-        again = tuning.strategy_table(model, list(reversed(SIZES)), tmp_path, fingerprint="a")
+        again = tuning.strategy_table(model, target("a", list(reversed(SIZES))))
     assert again.points == first.points != []
-    tuning.strategy_table(model, SIZES, tmp_path, fingerprint="b")
+    tuning.strategy_table(model, target("b"))
     assert len(list(tmp_path.glob("convolutions-*.json"))) == 2
 
     path.write_text(path.read_text()[:200])
     with pytest.raises(RunError, match=f"{path.name} is damaged"):
-        tuning.strategy_table(model, SIZES, tmp_path, fingerprint="a")
+        tuning.strategy_table(model, target("a"))
 
 
 @pytest.mark.slow

@@ -97,6 +97,10 @@ def test_it_is_measured_once_for_the_same_circumstances(
         patch.setattr(PlainModels, "_measure", lambda *_: pytest.fail("measured again"))
         served.tune(reversed(SIZES), tmp_path)
     assert stepper.plain.points == first
+    # What is known of a size stays when others are tuned for.
+    served.tune([Resolution(48, 48)], tmp_path)
+    assert [point for point in stepper.plain.points if point.size != (6, 6)] == first
+    assert len(stepper.plain.points) == len(first) + 2
     path.write_text(path.read_text()[:100])
     with pytest.raises(RunError, match=rf"{path.name} is damaged \(.*\); delete it to measure again"):
         served.tune(SIZES, tmp_path)

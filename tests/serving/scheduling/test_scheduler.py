@@ -166,9 +166,9 @@ def test_failures_in_a_step_end_those_alone() -> None:
     # A step that failed for some was repeated in parts, so it teaches nothing.
     assert ids(scheduler.stepped(2.0, 0.75)) == [2]
     assert predictor.seen == [((S,), 0.75)]
-    # Who ends whole tells how long decoding takes; who fails in it does not.
+    # Who ends whole tells how long decoding takes, without what it waited for; who fails in it does not.
     scheduler.end(0, "failed", 3.0, "no image")
-    scheduler.end(2, "completed", 2.5)
+    scheduler.end(2, "completed", 3.5)
     assert predictor.seen[1:] == [((S,), 0.5)]
 
 

@@ -95,6 +95,35 @@ def test_what_comes_after_the_steps_is_what_others_have_taken() -> None:
     assert policy.decide(0.1, large, [], 16, StepsAndEnds()).drop == ((0, TOO_LATE),)
 
 
+def test_a_request_waits_for_those_that_the_decoder_has_before_it() -> None:
+    # The decoder has 4 s for each small one. Four with 10 steps left, of 5 s in the batch of four: steps until 50 s,
+    # then decoded by 54, 58, 62 and 66 s. Only the fourth is late by 66 s, as it is the last that was admitted.
+    active = [view(i, deadline_s=None) for i in range(3)]
+    policy, predictor = SlackPolicy(), StepsAndEnds()
+
+    def decide_at(deadline_s: float, active: Sequence[RequestView], **more: float) -> Decision:
+        return policy.decide(0.0, [view(9, deadline_s=deadline_s)], active, 16, predictor, **more)
+
+    assert decide_at(66.0, active) == Decision(admit=(9,))
+    assert decide_at(65.9, active).drop == ((9, TOO_LATE),)
+    # Those that end later are behind it; those that end earlier are decoded before it ends.
+    assert decide_at(54.0, [view(i, deadline_s=None, steps=11) for i in range(3)]).admit == (9,)
+    assert decide_at(54.0, [view(i, deadline_s=None, done=8 - i) for i in range(3)]).admit == (9,)
+    assert decide_at(55.0, [view(i, deadline_s=None, done=1) for i in range(3)]).drop == ((9, TOO_LATE),)
+    # What the decoder has now counts as far as it lasts longer than the steps.
+    assert decide_at(24.0, [], decoder_free_s=20.0).admit == (9,)
+    assert decide_at(24.0, [], decoder_free_s=20.1).drop == ((9, TOO_LATE),)
+
+
+def test_an_active_request_is_late_by_the_candidate_that_is_decoded_before_it() -> None:
+    # Together 3 s a step: the active one takes its last step after 30 s and is decoded by 34 s. One of 8 steps is
+    # decoded by 28 s before it, one of 9 by 31 s, which makes it late, and one of 10 comes after it.
+    active, policy = [view(0, deadline_s=34.0)], SlackPolicy()
+    for steps, admitted in ((8, (1,)), (9, ()), (10, (1,))):
+        waiting = [view(1, deadline_s=1000.0, steps=steps)]
+        assert policy.decide(0.0, waiting, active, 16, StepsAndEnds()).admit == admitted, steps
+
+
 def test_a_candidate_admitted_now_protects_itself_from_the_next() -> None:
     # Alone the first needs 20 s of its 30. Both small ones together: 3 s a step, 30 s: exactly in time. A third would
     # make it 4 s a step, 40 s.

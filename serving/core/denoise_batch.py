@@ -1,0 +1,147 @@
+"""The active requests between two changes of the active set, however a model sees them: latents, guidance, sampler."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from diffusers.utils.torch_utils import randn_tensor
+from torch import Tensor
+
+from ..layout.packing import Packing, WholeImages
+from ..samplers.batched import BatchedSampler, SamplerBatch
+from ..samplers.single import PerRequestBatch, PerRequestSampler
+from .prepared import PreparedRequest, describe
+
+Predict = Callable[[Tensor, Tensor], Tensor]
+"""(what the model sees of all rows, in its dtype; timesteps (rows,)) -> its prediction for every row."""
+
+
+def join_conditioning(requests: Sequence[PreparedRequest]) -> dict[str, Tensor]:
+    """The conditioning tensors of all rows of the requests, one after another."""
+    return {key: torch.cat([each.conditioning[key] for each in requests]) for key in requests[0].conditioning}
+
+
+class DenoiseBatch:
+    """Advances requests together, each at its own timestep, with latents in float32 whatever the model's dtype.
+
+    Each request takes one row in the packing of latents, and one or, with guidance, two rows (unconditional,
+    conditional) in the packing that the model sees.
+
+    Args:
+        requests: in the order of the packing.
+        packing, row_packing: of the requests, and of the rows that the model sees.
+        sampler: updates all of them at once, or calls each request's own scheduler.
+        predict: the model, with the text of the batch.
+        dtype: of the model.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[PreparedRequest],
+        packing: Packing | WholeImages,
+        row_packing: Packing | WholeImages,
+        sampler: BatchedSampler | PerRequestSampler,
+        predict: Predict,
+        *,
+        dtype: torch.dtype,
+    ) -> None:
+        self.requests = requests
+        self._ids = set(map(id, requests))
+        self._packing, self._predict, self._dtype = packing, predict, dtype
+        device = requests[0].latents.device
+        rows = [row for index, prepared in enumerate(requests) for row in [index] * prepared.num_rows]
+        self._row_request = torch.tensor(rows, device=device)
+        self._guide = _Guidance(requests, packing, row_packing, device)
+        latents = packing.pack([prepared.latents[0] for prepared in requests])
+        states = [prepared.state for prepared in requests]
+        self._sampler: SamplerBatch | PerRequestBatch
+        if isinstance(sampler, PerRequestSampler):
+            self._sampler = PerRequestBatch(sampler, states, latents)
+            return
+        history = None
+        if sampler.needs_history and any(prepared.previous_x0 is not None for prepared in requests):
+            history = packing.pack(
+                [(each.latents if each.previous_x0 is None else each.previous_x0)[0] for each in requests]
+            )
+        self._sampler = SamplerBatch(sampler, states, latents, packing.row_index, history)
+
+    @property
+    def latents(self) -> Tensor:
+        """As after the last step, in patches of the packing."""
+        return self._sampler.latents
+
+    def holds(self, active: Sequence[PreparedRequest]) -> bool:
+        """Whether these are the requests of this batch, in any order."""
+        return set(map(id, active)) == self._ids
+
+    def step(self) -> None:
+        """Take one denoising step of every request. If the model fails, none has taken it."""
+        sampler = self._sampler
+        rows = self._guide.repeat(sampler.model_input()).to(self._dtype)
+        prediction = self._predict(rows, sampler.timesteps().index_select(0, self._row_request))
+        sampler.step(self._guide.combine(prediction.float()), self._draw_noise)
+
+    def failures(self) -> dict[int, str]:
+        """The requests whose last step failed, by id, with the reason. Waits for the device."""
+        errors = self._sampler.errors if isinstance(self._sampler, PerRequestBatch) else {}
+        found = {
+            self.requests[index].request.request_id: describe("denoising", error) for index, error in errors.items()
+        }
+        is_finite = self.latents.isfinite()
+        if not bool(is_finite.all()):
+            for index in set(self._packing.row_index[~is_finite.flatten(1).all(1)].tolist()):
+                name = self.requests[index].request.request_id
+                found.setdefault(name, "denoising: latents are not finite (NaN or infinity)")
+        return found
+
+    def unpack(self) -> None:
+        """Give every request its latents, and what its next step reads of this one."""
+        for index, prepared in enumerate(self.requests):
+            prepared.latents = self._packing.unpack(self._sampler.latents, index)[None]
+            if self._sampler.previous_x0 is not None:
+                prepared.previous_x0 = self._packing.unpack(self._sampler.previous_x0, index)[None]
+
+    def _draw_noise(self) -> Tensor:
+        """What diffusers draws in the step: from each request's own generator, in the dtype of the model's output."""
+        drawn = []
+        for prepared in self.requests:
+            generator = prepared.state.step_kwargs.get("generator")
+            drawn.append(randn_tensor(prepared.latents.shape, generator, prepared.latents.device, self._dtype)[0])
+        return self._packing.pack(drawn)
+
+
+class _Guidance:
+    """Classifier-free guidance on patches: from requests to rows and back."""
+
+    def __init__(
+        self,
+        batch: Sequence[PreparedRequest],
+        packing: Packing | WholeImages,
+        row_packing: Packing | WholeImages,
+        device: torch.device,
+    ) -> None:
+        starts, row_starts = packing.starts, row_packing.starts
+        sources, unconditional, conditional, row = [], [], [], 0
+        for index, prepared in enumerate(batch):
+            own = torch.arange(starts[index], starts[index + 1])
+            shift = row_starts[row] - starts[index]
+            sources += [own] * prepared.num_rows
+            unconditional.append(own + shift)
+            conditional.append(own + shift + (prepared.num_rows - 1) * len(own))
+            row += prepared.num_rows
+        self._sources = torch.cat(sources).to(device) if row > len(batch) else None
+        self._unconditional = torch.cat(unconditional).to(device)
+        self._conditional = torch.cat(conditional).to(device)
+        scales = torch.tensor([prepared.request.guidance_scale for prepared in batch], device=device)
+        self._scale = scales[packing.row_index][:, None, None, None]
+
+    def repeat(self, patches: Tensor) -> Tensor:
+        """Patches of requests -> patches of rows."""
+        return patches if self._sources is None else patches.index_select(0, self._sources)
+
+    def combine(self, prediction: Tensor) -> Tensor:
+        """Predictions of rows -> guided predictions of requests."""
+        if self._sources is None:
+            return prediction
+        # Requests without guidance have one row, which is both; their scale then does nothing.
+        base = prediction.index_select(0, self._unconditional)
+        return torch.addcmul(base, prediction.index_select(0, self._conditional).sub_(base), self._scale)

@@ -1,0 +1,33 @@
+"""A batch of one resolution for the unmodified model: the strongest form of plain diffusers, for every comparison.
+
+The text of all requests is put together once for as long as they stay, guidance and sampler take one operation each for
+all of them, and the model runs in the faster memory format. Both engines and `psctl bench steps` use it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..core.denoise_batch import DenoiseBatch
+from ..core.prepared import PreparedRequest
+from ..layout.packing import WholeImages
+from ..samplers.batched import BatchedSampler
+from ..samplers.single import PerRequestSampler
+from .formats import PlainModels
+
+
+def plain_batch(
+    models: PlainModels,
+    conditions: dict[str, Any],
+    requests: Sequence[PreparedRequest],
+    sampler: BatchedSampler | PerRequestSampler,
+) -> DenoiseBatch:
+    """Batch requests of one resolution; `conditions` are those of all their rows, as the model's forward names them."""
+    device = requests[0].latents.device
+
+    def predict(latents: Tensor, timesteps: Tensor) -> Tensor:
+        return models.predict(latents, timesteps, conditions)
+
+    rows = WholeImages(sum(prepared.num_rows for prepared in requests), device)
+    return DenoiseBatch(requests, WholeImages(len(requests), device), rows, sampler, predict, dtype=models.dtype)
