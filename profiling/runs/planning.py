@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from ...data.errors import RunError, UsageError
 from ...data.requests import Request
 from ...data.traces.traces import retime
-from ...serving.simulator.stage_times import standalone_latency_s
 from .simulate import Deployment
 
 MAX_GPUS = 4096
@@ -57,7 +56,7 @@ def highest_rate(deployment: Deployment, trace_at: Callable[[float], Sequence[Re
     search = _Search(lambda rate: deployment.attainment(trace_at(rate)), target)
     # What one GPU manages one by one, times the GPUs, is a scale for where to start.
     example = trace_at(1.0)[0]
-    low = high = start = deployment.num_gpus / standalone_latency_s(example, deployment.predictor, deployment.times)
+    low = high = start = deployment.num_gpus / deployment.engine.standalone_s(example)
     if search.holds(start):
         high = 2 * start
         while search.holds(high):

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...data.errors import UsageError
 from ...data.files import named_by_content
+from ...data.parsing import parse
 from ...data.requests import Request
 from ...serving.options import EngineName
 from ...serving.scheduling.systems import System
@@ -46,7 +47,7 @@ class SimulatorSide:
         """See `Side`."""
         for request in examples:
             for name in self.settings.engine_names:
-                self.engines[name].durations.steady.step_latency_s((request.resolution,))
+                self.engines[name].durations.steps.told.step_latency_s((request.resolution,))
 
     def head(self, examples: Sequence[Request], known_s: Mapping[str, float]) -> dict[str, Any]:
         """See `Side`."""
@@ -125,16 +126,17 @@ class SimulatorFiles:
         }
         engines: dict[EngineName, SimulatedEngine] = {}
         for name, (path, is_own) in files.items():
-            steady, first, about = load_step_file(path, on_warning=on_warning)
+            steps = load_step_file(path, on_warning=on_warning)
+            about = steps.facts
             if is_own:
-                warn_of_small_table(steady, path, max_batch_size, on_warning)
+                warn_of_small_table(steps.steady, path, max_batch_size, on_warning)
             if is_own and about is not None and about.engine != name:
                 option = "--latency" if name == "patched" else "--plain-latency"
                 raise UsageError(f"{path} is of the {about.engine} engine, but {option} must be of the {name} one")
             if self.calibration is not None and name not in known:
                 engines_of = ", ".join(known)
                 raise UsageError(f"{self.calibration} has no calibration of the {name} engine, but of {engines_of}")
-            engines[name] = SimulatedEngine.of(name, steady, first, known.get(name), times)
+            engines[name] = SimulatedEngine.of(steps.of(name), known.get(name), times)
         return engines
 
 
@@ -152,4 +154,4 @@ def read_calibrations(path: Path) -> dict[str, Calibration]:
         raise UsageError(f"{path}: the calibration is damaged: {error}") from error
     if not isinstance(content, dict) or not content:
         raise UsageError(f"{path}: the calibration is damaged: it names no engine")
-    return {name: Calibration.from_json(data, f"{path}, {name}") for name, data in content.items()}
+    return {name: parse(Calibration, data, f"{path}, {name}") for name, data in content.items()}

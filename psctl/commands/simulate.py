@@ -90,6 +90,7 @@ def simulate(
     from ...profiling.runs.planning import at_rate, gpus_needed, highest_rate
     from ...profiling.runs.simulate import (
         Deployment,
+        SimulatedEngine,
         load_stage_times,
         load_step_file,
         simulation_summary,
@@ -126,21 +127,15 @@ def simulate(
     sizes = tuple(dict.fromkeys((*sizes, *(request.resolution for request in requests))))
     if latency is None:
         latency = table_for_simulation(target.root, target.model, sizes, on_note=out.note)
-    predictor, first, _ = load_step_file(latency, on_warning=out.warn)
-    warn_of_small_table(predictor, latency, max_batch_size, out.warn)
+    steps = load_step_file(latency, on_warning=out.warn)
+    warn_of_small_table(steps.steady, latency, max_batch_size, out.warn)
     if chosen.cache != "off":
         out.note("The patch cache is not simulated: steps last as long as without it.")
-    deployment = Deployment(
-        chosen,
-        predictor,
-        StageTimes.constant(sizes, prepare_ms / 1e3, postprocess_ms / 1e3)
-        if stage_times is None
-        else load_stage_times(stage_times),
-        num_gpus=gpus,
-        max_batch_size=max_batch_size,
-        slo_scale=slo_scale,
-        first=first,
-    )
+    times = StageTimes.constant(sizes, prepare_ms / 1e3, postprocess_ms / 1e3)
+    if stage_times is not None:
+        times = load_stage_times(stage_times)
+    simulated = SimulatedEngine.of(steps.of(chosen.engine), times=times)
+    deployment = Deployment(chosen, simulated, num_gpus=gpus, max_batch_size=max_batch_size, slo_scale=slo_scale)
     require_places(file=output_file)
     config = {
         **trace.to_config(),
