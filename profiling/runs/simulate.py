@@ -3,6 +3,8 @@
 A run leaves in its folder of the workspace what a served one does; the steps are those of the first GPU.
 """
 
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +34,7 @@ from .figures import run_figures
 from .outside_profile import predictions_outside
 from .run_folder import write_run
 
+_FULL_BATCHES = 20
 OnFinish = Callable[[RequestRecord], None] | None
 
 
@@ -70,6 +73,16 @@ class SimulatedEngine:
         durations = self.durations
         return standalone_latency_s(request, durations.steps.told, self.times, scale=durations.scale_of(1))
 
+    def capacity(self, system: System, requests: Sequence[Request], max_batch_size: int, num_gpus: int = 1) -> float:
+        """Requests per second that a system completes where such requests always queue. Raises as `serve`."""
+        times = math.ceil(_FULL_BATCHES * max_batch_size * num_gpus / len(requests))
+        many = [
+            replace(request, request_id=index, arrival_s=0.0, slo_s=None)
+            for index, request in enumerate(itertools.chain.from_iterable([requests] * times))
+        ]
+        result = self.serve(system, many, self.standalone_s, max_batch_size, num_gpus)
+        return len(many) / result.duration_s
+
     def serve(
         self,
         system: System,
@@ -94,7 +107,7 @@ class SimulatedEngine:
         policy = get_policy(system.policy)
         told = self.durations.steps.told
         if policy.requires_predictor and not self.durations.is_as_told:
-            told = OnlineCorrection(told, scale=self.told_scale)
+            told = OnlineCorrection(told, scale=self.told_scale, after_s=self.times.postprocess_s)
         alone_s = {request.request_id: standalone_s(request) for request in requests}
         return simulate(
             list(map(system.adapt, requests)),

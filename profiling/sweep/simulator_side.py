@@ -15,7 +15,7 @@ from ...serving.scheduling.systems import System
 from ..runs.calibration import Calibration
 from ..runs.outside_profile import warn_of_small_table
 from ..runs.simulate import SimulatedEngine, load_stage_times, load_step_file, loop_figures
-from .figures import EngineKind
+from .figures import EngineKind, steps_by_batch
 from .runner import Serve, Standalone
 from .settings import Served, SweepFolder, SweepSettings
 
@@ -65,9 +65,12 @@ class SimulatorSide:
     def run(self, system: System, requests: Sequence[Request], standalone_s: Standalone) -> Served:
         """See `Serve`."""
         engine, limits = self.engines[system.engine], (self.settings.max_batch_size, self.settings.num_gpus)
-        result = engine.serve(system, requests, standalone_s, *limits)
-        busy_rate = [busy_s / result.duration_s for busy_s in result.busy_s]
-        return Served(result.records, result.duration_s, loop_figures(result) | {"busy_rate": busy_rate})
+        result = engine.serve(system, requests, standalone_s, *limits, keep_steps=True)
+        figures = loop_figures(result) | {
+            "busy_rate": [busy_s / result.duration_s for busy_s in result.busy_s],
+            "steps_by_batch": steps_by_batch(result.steps),
+        }
+        return Served(result.records, result.duration_s, figures)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ PREPARE, STEP, DECODE = range(3)
 Slowdown = tuple[tuple[float, float, float], tuple[float, float, float], tuple[float, float, float]]
 """By which share each of `STAGES` (rows) is prolonged by each (columns) that works beside it: 1 is twice as long. Two
 at once add up, and the diagonal does not count, as every stage does one thing at a time."""
-UNDISTURBED: Slowdown = ((0.0, 0.0, 0.0),) * 3
+UNDISTURBED: Slowdown = ((0.0, 0.0, 0.0), (0.0, 0.0, 0.0), (0.0, 0.0, 0.0))
 MAX_SLOWDOWN = 9.0
 
 

@@ -1,9 +1,9 @@
 """The simulator's results on 20 seeded traces are those that it gave before the scheduler became one with the engine's.
 
-`golden.json` was written by the simulator that still had a state machine of its own; since stages share the processor,
-and decoding ends when it does, the order of ends and the cases that are disturbed are those of today. Times are compared
-bit for bit: arrivals are multiples of 1/4096 s and everything else is sums and products, so no mathematical library is
-involved.
+`golden.json` was written by the simulator that still had a state machine of its own; since stages share
+the processor, and decoding ends when it does, the order of ends and the disturbed cases are those of today. Times are
+compared bit for bit: arrivals are multiples of 1/4096 s and everything else is sums and products, so no mathematical
+library is involved.
 To write the file anew, because results are meant to change: `python tests/serving/simulator/test_golden.py`.
 """
 
