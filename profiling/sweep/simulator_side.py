@@ -10,6 +10,7 @@ from ...data.errors import UsageError
 from ...data.files import named_by_content
 from ...data.parsing import parse
 from ...data.requests import Request
+from ...data.tables.latency import TABLE_PATTERN
 from ...serving.options import EngineName
 from ...serving.scheduling.systems import System
 from ..runs.calibration import Calibration
@@ -117,7 +118,6 @@ class SimulatorFiles:
             RunError: no request of the served run was completed.
         """
         times = None if self.stage_times is None else load_stage_times(self.stage_times)
-        known = {} if self.calibration is None else read_calibrations(self.calibration)
         if self.plain_latency is None:
             on_warning(
                 f"no --plain-latency is given: systems of the plain engine take the times that {self.latency} has for "
@@ -136,11 +136,26 @@ class SimulatorFiles:
             if is_own and about is not None and about.engine != name:
                 option = "--latency" if name == "patched" else "--plain-latency"
                 raise UsageError(f"{path} is of the {about.engine} engine, but {option} must be of the {name} one")
-            if self.calibration is not None and name not in known:
-                engines_of = ", ".join(known)
-                raise UsageError(f"{self.calibration} has no calibration of the {name} engine, but of {engines_of}")
-            engines[name] = SimulatedEngine.of(steps.of(name), known.get(name), times)
+            known = None if self.calibration is None else calibration_of(self.calibration, name)
+            engines[name] = SimulatedEngine.of(steps.of(name), known, times)
         return engines
+
+
+def calibration_of(path: Path, engine: EngineName) -> Calibration:
+    """The calibration of an engine. Raises UsageError as `read_calibrations`, or if the file has none of it."""
+    known = read_calibrations(path)
+    if engine not in known:
+        raise UsageError(f"{path} has no calibration of the {engine} engine, but of {', '.join(known)}")
+    return known[engine]
+
+
+def table_of(path: Path, engine: EngineName) -> Path:
+    """The table of step latencies that a calibration was fitted to. Raises UsageError: it is not beside the file."""
+    folder = path.parent / "tables" / engine
+    tables = list(folder.glob(TABLE_PATTERN))
+    if len(tables) != 1:
+        raise UsageError(f"{folder} holds {len(tables)} tables of step latencies, but it must be one: give --latency")
+    return tables[0]
 
 
 def read_calibrations(path: Path) -> dict[str, Calibration]:
