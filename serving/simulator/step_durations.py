@@ -104,12 +104,12 @@ class StepDurations:
 
     def scale_of(self, num_requests: int) -> float:
         """How many times as long as profiled a step of so many requests lasts."""
+        if len(self.scales) == 1:
+            return next(iter(self.scales.values()))
         sizes = list(self.scales)
-        place = bisect(sizes, num_requests)
-        if place in (0, len(sizes)):
-            return self.scales[sizes[max(0, place - 1)]]
+        place = min(max(1, bisect(sizes, num_requests)), len(sizes) - 1)
         low, high = sizes[place - 1 : place + 1]
-        share = (num_requests - low) / (high - low)
+        share = min(max(0.0, (num_requests - low) / (high - low)), 1.0)
         return self.scales[low] + share * (self.scales[high] - self.scales[low])
 
     def undisturbed_s(self, batch: Sequence[Resolution], changed: Collection[Resolution] = ()) -> float:

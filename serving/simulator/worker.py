@@ -13,7 +13,7 @@ from ..core.request_state import RequestRecord, RequestState
 from ..core.step_row import StepRow
 from ..scheduling.scheduler import Scheduler
 from .stage_times import StageTimes
-from .step_durations import DECODE, PREPARE, STEP, StepDurations
+from .step_durations import DECODE, PREPARE, STEP, UNDISTURBED, StepDurations
 
 BETWEEN = 3
 """The event that follows a step: the time between steps is over. The others are the ends of stages."""
@@ -157,11 +157,14 @@ class SimulatedWorker:
 
     def _begin(self, stage: int, request_id: int, work_s: float, now_s: float) -> None:
         """Let a stage work for what takes it `work_s` seconds alone."""
-        self._works[stage] = _Work(request_id, now_s, work_s, now_s, 0.0, 0.0, 0)
+        event = self._clock.push(now_s + work_s, stage, self.index)
+        self._works[stage] = _Work(request_id, now_s, work_s, now_s, 1.0, work_s, event)
         self._share(now_s)
 
     def _share(self, now_s: float) -> None:
         """Share the processor anew: the stages that work now are not those that did."""
+        if self._clock.durations.slowdown == UNDISTURBED:
+            return
         for stage, work in enumerate(self._works):
             if work is None:
                 continue
@@ -171,9 +174,8 @@ class SimulatedWorker:
                     factor += slowdown[other]
             if factor == work.factor:
                 continue
-            if work.factor:
-                # The event may be due at this very moment, give or take a rounding error.
-                work.left_s = max(0.0, work.left_s - (now_s - work.since_s) / work.factor)
+            # The event may be due at this very moment, give or take a rounding error.
+            work.left_s = max(0.0, work.left_s - (now_s - work.since_s) / work.factor)
             work.since_s, work.factor = now_s, factor
             work.duration_s = (now_s - work.start_s) + work.left_s * factor
             work.event = self._clock.push(now_s + work.left_s * factor, stage, self.index)
