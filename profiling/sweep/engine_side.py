@@ -46,6 +46,8 @@ from .simulator_side import SimulatorSide, read_calibrations
 CALIBRATION_FILE = "calibration.json"
 _CALIBRATION_LOADS = (0.4, 0.8, 1.3)
 """Shares of an engine's capacity: next to nobody waits, some do, and more and more do."""
+_CALIBRATION_SEED = 1_000_000
+"""Far from those of the sweep's traces, also of seeds that are added to it later."""
 _WARMUP_SYSTEM: Mapping[EngineName, str] = {"plain": "bucketed", "patched": "patched-fcfs"}
 
 
@@ -84,7 +86,7 @@ class EngineSide:
         self._rate = median_low(settings.rates)
         self._warm = self._trace(max(settings.seeds) + 1, 1.0)
         self._calibrating = {
-            (load, seed): self._trace(max(settings.seeds) + 2 + seed, load / _CALIBRATION_LOADS[1])
+            (load, seed): self._trace(_CALIBRATION_SEED + seed, load / _CALIBRATION_LOADS[1])
             for seed, load in itertools.product(settings.seeds, _CALIBRATION_LOADS if settings.engine == "both" else ())
         }
         self._sizes = ()
@@ -142,9 +144,16 @@ class EngineSide:
         }
 
     def begin(self, folder: SweepFolder, standalone_s: Standalone) -> Mapping[EngineKind, Serve]:
-        """Warm the engines up, and profile them where the simulator serves, too. Raises KeyboardInterrupt."""
+        """Warm the engines up, and profile them where the simulator serves, too.
+
+        Raises:
+            KeyboardInterrupt: on Ctrl-C.
+            UsageError: the folder's calibration is damaged.
+        """
         self._folder, self._standalone_s = folder, standalone_s
-        is_both = self._settings.engine == "both"
+        is_both, file = self._settings.engine == "both", folder.path / CALIBRATION_FILE
+        # Of engines that were served before and are not now. Read early, as it may be damaged.
+        self._known = read_calibrations(file) if is_both and file.exists() else {}
         for name in self._models:
             self._on_note(f"Warming up the {name} engine: {len(self._warm)} requests at {self._rate:g}/s ...")
             self._serve_other(name, self._warm)
@@ -189,9 +198,8 @@ class EngineSide:
         for name in self._models:
             runs = [self._folder.load_calibration(name, *key) for key in self._calibrating]
             found[name] = calibrate(runs, self._profiled[name])
-        file = self._folder.path / CALIBRATION_FILE
-        known = read_calibrations(file) if file.exists() else {}
-        write_json(file, {name: asdict(each) for name, each in (known | found).items()})
+        content = {name: asdict(each) for name, each in (self._known | found).items()}
+        write_json(self._folder.path / CALIBRATION_FILE, content)
         return {name: SimulatedEngine.of(self._profiled[name], each) for name, each in found.items()}
 
     def _calibrate_beside(self, name: EngineName, *, all_left: bool = False) -> None:
