@@ -126,8 +126,18 @@ def calibrate(runs: Sequence[ServedRun], steps: ProfiledSteps) -> Calibration:
     changed = [each for run in runs for each in _changed(run)]
     steady_s = np.array([steps.told.step_latency_s(batch) for batch in batches])
     extra_s = np.array([steps.extra_s(*each) for each in zip(batches, changed, strict=True)])
-    sizes, hats = _hats(np.array([len(batch) for batch in batches]))
-    step = _fit(works, STEP, np.column_stack([hats * steady_s[:, None], extra_s]))
+    counts = np.array([len(batch) for batch in batches])
+    sizes = [size for size in _SIZES if size <= counts.max()]
+    while True:
+        # How much each size counts for each step, on straight lines between them.
+        hats = np.stack([np.interp(counts, sizes, row) for row in np.eye(len(sizes))], 1)
+        step = _fit(works, STEP, np.column_stack([hats * steady_s[:, None], extra_s]))
+        num_near = hats.sum(0) * (step.weights[:-1] > 0)
+        if len(sizes) == 1 or num_near.min() >= _MIN_STEPS:
+            break
+        sizes.pop(int(num_near.argmin()))
+    if step.weights[0] <= 0:  # too few steps to tell first ones from others
+        step = _fit(works, STEP, np.column_stack([hats * steady_s[:, None], 0 * extra_s]))
     shares = {STEP: step.lost}
     alone: dict[int, dict[str, float]] = {}
     for stage in (PREPARE, DECODE):
@@ -194,7 +204,9 @@ def _fit(works: Sequence[_Works], stage: int, columns: np.ndarray) -> _Fit:
     weights, shares = found[: columns.shape[1]], np.minimum(found[-3:], MAX_SLOWDOWN / (1 + MAX_SLOWDOWN))
     lost_s = beside_s @ shares
     if lost_s.sum() >= durations_s.sum() or not (columns @ weights).sum():
-        raise RunError(f"the calibration runs do not tell how long the {STAGES[stage]} stage takes: give more requests")
+        # It never worked without others beside it, so that there is no telling what it lost to them.
+        shares, lost_s = np.zeros(3), np.zeros(len(durations_s))
+        weights = nnls(columns / durations_s[:, None], np.ones(len(durations_s)))[0]
     # Whatever the shares, all of it is to last as long as it did.
     weights = weights * ((durations_s - lost_s).sum() / (columns @ weights).sum())
     slowdowns = (shares[:2] / (1 - shares[:2])).clip(max=MAX_SLOWDOWN).tolist()
@@ -229,17 +241,6 @@ def _changed(run: ServedRun) -> list[set[Resolution]]:
             if time_s is not None and (place := int(np.searchsorted(starts_s, time_s - _EQUAL_S))) < len(changed):
                 changed[place].add(record.resolution)
     return changed
-
-
-def _hats(sizes: np.ndarray) -> tuple[list[int], np.ndarray]:
-    """Batch sizes at which scales are fitted, and (n, sizes) how much each counts for each step, in straight lines."""
-    known = [size for size in _SIZES if size <= sizes.max()]
-    while True:
-        hats = np.stack([np.interp(sizes, known, row) for row in np.eye(len(known))], 1)
-        rare = int(hats.sum(0).argmin())
-        if len(known) == 1 or hats[:, rare].sum() >= _MIN_STEPS:
-            return known, hats
-        known.pop(rare)
 
 
 def _between_s(runs: Sequence[ServedRun]) -> float:

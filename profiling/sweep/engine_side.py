@@ -84,9 +84,10 @@ class EngineSide:
             name: self._plain if name == "plain" else model for name in settings.engine_names
         }
         self._rate = median_low(settings.rates)
-        self._warm = self._trace(max(settings.seeds) + 1, 1.0)
+        self._warm = self._trace(max(settings.seeds) + 1, self._warm_up.num_requests)
+        num = self._warm_up.num_requests / _CALIBRATION_LOADS[1]
         self._calibrating = {
-            (load, seed): self._trace(_CALIBRATION_SEED + seed, load / _CALIBRATION_LOADS[1])
+            (load, seed): self._trace(_CALIBRATION_SEED + seed, max(2, round(load * num)))
             for seed, load in itertools.product(settings.seeds, _CALIBRATION_LOADS if settings.engine == "both" else ())
         }
         self._sizes = ()
@@ -224,9 +225,8 @@ class EngineSide:
             raise KeyboardInterrupt
         return result
 
-    def _trace(self, seed: int, share: float) -> list[Request]:
-        """Requests beside the sweep's own: this share of those that warm up."""
-        num = max(2, round(share * self._warm_up.num_requests)) if share != 1 else self._warm_up.num_requests
+    def _trace(self, seed: int, num: int) -> list[Request]:
+        """Requests beside the sweep's own."""
         trace = replace(self._settings.trace, num_prompts=num, duration_s=None)
         return replace(self._settings, trace=trace).requests(self._rate, seed, self._model.defaults)
 

@@ -193,6 +193,26 @@ def test_only_a_resolution_that_changed_takes_a_first_pass() -> None:
     assert [row.duration_s for row in result.steps] == pytest.approx(seconds)
 
 
+def test_calibration_where_stages_were_never_alone() -> None:
+    # Steps without a pause and next to nothing of the rest: whatever cannot be told apart, the means stay.
+    steps = ProfiledSteps(Steps(), Steps(1.5))
+    truth = StepDurations(steps, slowdown=((0.0, 1.0, 0.0), (0.0, 0.0, 0.0), (0.0, 1.0, 0.0)))
+    requests = [request(index, steps=30 if index == 0 else 1) for index in range(6)]
+    result = simulate(requests, get_policy("continuous"), Steps(), times=TIMES, durations=truth, keep_steps=True)
+    run = ServedRun(result.records, result.steps)
+    found = calibrate([run], steps)
+    again = simulate(
+        requests,
+        get_policy("continuous"),
+        Steps(),
+        times=found.times,
+        durations=found.durations(steps),
+        keep_steps=True,
+    )
+    means = [fmean(record.latency_s or 0 for record in each.records) for each in (result, again)]
+    assert means[1] == pytest.approx(means[0], rel=0.05)
+
+
 def test_calibration_of_next_to_nothing() -> None:
     result = simulate([request(0)], get_policy("fcfs"), Steps(), keep_steps=True)
     with pytest.raises(RunError, match="took 2 steps, but at least 20"):
