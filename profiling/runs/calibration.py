@@ -39,6 +39,7 @@ from ...serving.simulator.step_durations import (
     Slowdown,
     StepDurations,
 )
+from ...training.latency.online_correction import LONGEST
 
 _MIN_STEPS = 20
 _EQUAL_S = 1e-9
@@ -207,8 +208,10 @@ def _fit(works: Sequence[_Works], stage: int, columns: np.ndarray) -> _Fit:
         # It never worked without others beside it, so that there is no telling what it lost to them.
         shares, lost_s = np.zeros(3), np.zeros(len(durations_s))
         weights = nnls(columns / durations_s[:, None], np.ones(len(durations_s)))[0]
-    # Whatever the shares, all of it is to last as long as it did.
-    weights = weights * ((durations_s - lost_s).sum() / (columns @ weights).sum())
+    # Whatever the shares, all of it is to last as long as it did; a process that was stopped meanwhile counts as little
+    # as where policies learn.
+    counted_s = np.minimum(durations_s, LONGEST * (columns @ weights + lost_s))
+    weights = weights * max((counted_s - lost_s).sum() / (columns @ weights).sum(), _EQUAL_S)
     slowdowns = (shares[:2] / (1 - shares[:2])).clip(max=MAX_SLOWDOWN).tolist()
     slowdowns.insert(stage, 0.0)
     return _Fit(weights, tuple(slowdowns), columns @ weights + lost_s)

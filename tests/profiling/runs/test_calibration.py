@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -171,6 +171,10 @@ def test_calibration_finds_what_was_put_in(by_resolution: bool) -> None:
         real, other = serve(truth, rate, seed=1), serve(found.durations(steps), rate, seed=1, times=found.times)
         means = [fmean(record.latency_s or 0 for record in each.records) for each in (real, other)]
         assert means[1] == pytest.approx(means[0], rel=0.03)
+    # A process that was stopped for a minute counts as one slow step.
+    rows = [*results[1].steps[:-1], replace(results[1].steps[-1], duration_s=60.0)]
+    stopped = calibrate([ServedRun(results[1].records, rows)], steps).durations(steps)
+    assert stopped.scale_of(4) == pytest.approx(truth.scale_of(4), rel=0.1)
     # Knowing nothing of first steps it must blame the scales.
     blind = calibrate([ServedRun(result.records, result.steps) for result in results], ProfiledSteps(steps.told))
     assert blind.durations(steps).scale_of(4) > 1.03 * truth.scale_of(4)
