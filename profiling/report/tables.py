@@ -64,12 +64,22 @@ def resolution_table(per_resolution: Mapping[str, Mapping[str, Any]]) -> Table:
 def search_table(found: Mapping[str, Any]) -> Table:
     """What a search for a rate, or for a number of GPUs, has found."""
     rate, reached = found["highest_request_rate"], found["attainment_at_highest_rate"]
-    rows = [("highest rate", f"{rate:.3g}", str(found["gpus"]), share(reached, 2))]
+    rows = [
+        ("highest rate", f"{rate:.3g}{_ends(found, 'highest_request_rate')}", str(found["gpus"]), share(reached, 2))
+    ]
     if found["gpus_needed"] is not None:
         reached = share(found["attainment_with_gpus_needed"], 2)
-        rows.append(("GPUs needed", str(found["request_rate"]), str(found["gpus_needed"]), reached))
+        rows.append(
+            ("GPUs needed", str(found["request_rate"]), f"{found['gpus_needed']}{_ends(found, 'gpus_needed')}", reached)
+        )
     title = f"SLO attainment of at least {found['slo_target']:.2%}"
     return Table(title, ("", "requests/s", "GPUs", "attainment"), rows)
+
+
+def _ends(found: Mapping[str, Any], name: str) -> str:
+    """The interval of a figure, if it has one."""
+    figure = found["figures"][name]
+    return "" if figure["low"] is None else f" ({figure['low']:.3g} to {figure['high']:.3g})"
 
 
 def step_tables(result: Mapping[str, Any]) -> list[Table]:

@@ -1,17 +1,22 @@
-"""What the simulator needs to know of a machine besides its latency table: measured in one served run.
+"""What the simulator needs to know of a machine besides its latency table: measured in served runs.
 
-The durations of the run's steps,
+While a stage works for T seconds beside another, it does only T / (1 + slowdown) of its work, so that
 
-    duration = scale * (steady or first step of the table) + share lost * (seconds of stages beside it),
+    duration = work + sum over the others of lost * (seconds beside them), lost = slowdown / (1 + slowdown)
 
-give `scale` and the share by non-negative least squares of relative errors; the gaps between steps and the times of the
-stages are means. The run is one of its own, never one that is then simulated. This module imports no torch.
+where the work of a step is what was profiled, scaled by the size of the batch, and that of the other stages depends on
+the resolution alone. Non-negative least squares of relative errors give the work and the lost shares of each stage; the
+gaps between steps are means. The runs are of their own, never ones that are then simulated. This module imports no
+torch.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Self
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import nnls
@@ -21,13 +26,32 @@ from ...data.resolution import Resolution, parse
 from ...data.tables.latency import LatencyTable
 from ...serving.core.request_state import RequestRecord
 from ...serving.core.step_row import StepRow
-from ...serving.scheduling.policies import StepLatencyPredictor
 from ...serving.scheduling.step_latency import TableLatency
 from ...serving.simulator.stage_times import StageTimes
-from ...serving.simulator.step_durations import MAX_SLOWDOWN, StepDurations
+from ...serving.simulator.step_durations import (
+    DECODE,
+    MAX_SLOWDOWN,
+    PREPARE,
+    STAGES,
+    STEP,
+    UNDISTURBED,
+    ProfiledSteps,
+    Slowdown,
+    StepDurations,
+)
+from ...training.latency.online_correction import LONGEST
 
 _MIN_STEPS = 20
 _EQUAL_S = 1e-9
+_SIZES = (1, 4, 8, 12, 16, 24, 32)
+"""Requests in a batch at which steps have a scale of their own, where enough of them were taken near it."""
+
+
+class ServedRun(NamedTuple):
+    """What a served run with one denoise loop leaves."""
+
+    records: Sequence[RequestRecord]
+    steps: Sequence[StepRow]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +59,30 @@ class Calibration:
     """One engine on one machine.
 
     Attributes:
-        prepare_s, postprocess_s: mean seconds of the stages by resolution, as in "128x128".
-        scale, between_s, slowdown: of `StepDurations`.
+        prepare_s, postprocess_s: seconds of the stages by resolution, as in "128x128", while nothing works beside them.
+        scales, first_scale, between_s, slowdown: of `StepDurations`.
         told_scale: time of all measured steps over what was profiled for steady ones: what a policy's predictor that
             learns on line (`OnlineCorrection`) comes to multiply by.
         num_steps: steps that it was fitted to.
         error: mean of |fitted / measured - 1| over them.
+        ratios: of each run, measured over fitted time of its steps: how far off another run may be.
     """
 
     prepare_s: Mapping[str, float]
     postprocess_s: Mapping[str, float]
-    scale: float = 1.0
+    scales: Mapping[int, float] = field(default_factory=lambda: {1: 1.0})
+    first_scale: float = 1.0
     between_s: float = 0.0
-    slowdown: float = 0.0
+    slowdown: Slowdown = UNDISTURBED
     told_scale: float = 1.0
     num_steps: int = 0
     error: float = 0.0
+    ratios: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 < self.told_scale < math.inf or not all(0 < ratio < math.inf for ratio in self.ratios):
+            raise UsageError("a ratio of a calibration must be more than 0 and finite")
+        _ = self.times, self.durations(ProfiledSteps(TableLatency({(Resolution(8, 8),): 1.0})))
 
     @property
     def times(self) -> StageTimes:
@@ -58,31 +90,9 @@ class Calibration:
         stages = self.prepare_s, self.postprocess_s
         return StageTimes(*({parse(name): time_s for name, time_s in each.items()} for each in stages))
 
-    def durations(self, steady: StepLatencyPredictor, first: StepLatencyPredictor | None) -> StepDurations:
-        """How long steps last where the table says `steady` and `first`."""
-        return StepDurations(steady, first, self.scale, self.between_s, self.slowdown)
-
-    @classmethod
-    def from_json(cls, data: Any, source: str) -> Self:
-        """Raises UsageError, which names `source`, if it is not what `asdict` gives."""
-        names = {field.name for field in fields(cls)}
-        if not isinstance(data, dict) or set(data) != names:
-            raise UsageError(f"{source}: a calibration must have {', '.join(sorted(names))}")
-        try:
-            made = cls(**data)
-            numbers = [made.scale, made.between_s, made.slowdown, made.told_scale, made.error]
-            numbers += [*made.prepare_s.values(), *made.postprocess_s.values()]
-            if not all(math.isfinite(number) for number in numbers) or made.told_scale <= 0:
-                raise ValueError("a number is not finite")
-            _ = made.times, made.durations(_Nothing(), None)
-        except (ValueError, TypeError, AttributeError) as error:
-            raise UsageError(f"{source}: the calibration is damaged: {error}") from error
-        return made
-
-
-class _Nothing:
-    def step_latency_s(self, active: Sequence[Resolution]) -> float:
-        return 0.0
+    def durations(self, steps: ProfiledSteps) -> StepDurations:
+        """How long the steps last of which `steps` were profiled."""
+        return StepDurations(steps, self.scales, self.first_scale, self.between_s, self.slowdown)
 
 
 def step_sources(table: LatencyTable) -> tuple[TableLatency, TableLatency | None]:
@@ -97,93 +107,153 @@ def step_sources(table: LatencyTable) -> tuple[TableLatency, TableLatency | None
     return steady, source(firsts) if all(ms is not None for ms in firsts.values()) else None
 
 
-def calibrate(
-    records: Sequence[RequestRecord],
-    steps: Sequence[StepRow],
-    steady: StepLatencyPredictor,
-    first: StepLatencyPredictor | None,
-) -> Calibration:
-    """Work out what a served run with one denoise loop tells beyond the step latencies that were profiled.
+def calibrate(runs: Sequence[ServedRun], steps: ProfiledSteps) -> Calibration:
+    """Work out what served runs tell beyond the step latencies that were profiled.
 
     Raises:
         RunError: no request was completed, or there are fewer than 20 steps.
         UsageError: the latencies do not know a resolution.
     """
-    times = StageTimes.measured(records)
-    if len(steps) < _MIN_STEPS:
+    done = [record for run in runs for record in run.records if record.status == "completed"]
+    if not done:
+        raise RunError("no request was completed, so there is nothing to calibrate by")
+    rows = [row for run in runs for row in run.steps]
+    if len(rows) < _MIN_STEPS:
         raise RunError(
-            f"the calibration run took {len(steps)} steps, but at least {_MIN_STEPS} are needed: give more requests"
+            f"the calibration runs took {len(rows)} steps, but at least {_MIN_STEPS} are needed: give more requests"
         )
-    batches = [tuple(parse(name) for name, count in row.resolutions.items() for _ in range(count)) for row in steps]
-    start_s = np.array([row.start_s for row in steps])
-    end_s = start_s + np.array([row.duration_s for row in steps])
-    joined_s = _sorted(record.admitted_s for record in records)
-    left_s = _sorted(record.denoise_end_s for record in records)
-    steady_s = np.array([steady.step_latency_s(batch) for batch in batches])
-    profiled_s = steady_s.copy()
-    if first is not None:
-        # Who joined at the start of the step before was in it.
-        is_new = _num_within(joined_s, start_s[:-1] + 2 * _EQUAL_S, start_s[1:]) > 0
-        is_new |= _num_within(left_s, end_s[:-1], start_s[1:]) > 0
-        for index in (0, *(np.flatnonzero(is_new) + 1)):
-            profiled_s[index] = first.step_latency_s(batches[index])
-    beside_s = _beside(records, start_s, end_s)
-    measured_s = end_s - start_s
-    # Divided by what was measured: a millisecond matters more to a short step.
-    _, lost = nnls(np.stack([profiled_s, beside_s], 1) / measured_s[:, None], np.ones(len(steps)))[0]
-    lost = min(float(lost), MAX_SLOWDOWN / (1 + MAX_SLOWDOWN))
-    # Whatever the share, the whole run is to last as long as it did.
-    scale = float((measured_s - lost * beside_s).sum() / profiled_s.sum())
-    if scale <= 0:
-        lost, scale = 0.0, float(measured_s.sum() / profiled_s.sum())
-    fitted_s = scale * profiled_s + lost * beside_s
-    # Gaps count where the batch did not run empty.
-    active = np.array([row.active for row in steps[:-1]])
-    goes_on = _num_within(left_s, end_s[:-1], end_s[:-1]) < active
-    gaps_s = np.maximum(0.0, start_s[1:] - end_s[:-1])[goes_on]
+    works = [_works_of(run) for run in runs]
+    batches = [tuple(parse(name) for name, count in row.resolutions.items() for _ in range(count)) for row in rows]
+    changed = [each for run in runs for each in _changed(run)]
+    steady_s = np.array([steps.told.step_latency_s(batch) for batch in batches])
+    extra_s = np.array([steps.extra_s(*each) for each in zip(batches, changed, strict=True)])
+    counts = np.array([len(batch) for batch in batches])
+    sizes = [size for size in _SIZES if size <= counts.max()]
+    while True:
+        # How much each size counts for each step, on straight lines between them.
+        hats = np.stack([np.interp(counts, sizes, row) for row in np.eye(len(sizes))], 1)
+        step = _fit(works, STEP, np.column_stack([hats * steady_s[:, None], extra_s]))
+        num_near = hats.sum(0) * (step.weights[:-1] > 0)
+        if len(sizes) == 1 or num_near.min() >= _MIN_STEPS:
+            break
+        sizes.pop(int(num_near.argmin()))
+    if step.weights[0] <= 0:  # too few steps to tell first ones from others
+        step = _fit(works, STEP, np.column_stack([hats * steady_s[:, None], 0 * extra_s]))
+    shares = {STEP: step.lost}
+    alone: dict[int, dict[str, float]] = {}
+    for stage in (PREPARE, DECODE):
+        names = [name for each in works for name in each.names[stage]]
+        known = sorted(set(names))
+        fit = _fit(works, stage, np.array([[name == each for each in known] for name in names], dtype=float))
+        shares[stage], alone[stage] = fit.lost, dict(zip(known, fit.weights.tolist(), strict=True))
+    measured_s = np.array([row.duration_s for row in rows])
+    *scales, first_scale = step.weights.tolist()
+    ends = np.cumsum([len(run.steps) for run in runs])[:-1]
+    parts = zip(np.split(measured_s, ends), np.split(step.fitted_s, ends), strict=True)
     return Calibration(
-        {str(size): time_s for size, time_s in times.prepare_s.items()},
-        {str(size): time_s for size, time_s in times.postprocess_s.items()},
-        scale,
-        float(gaps_s.mean()) if len(gaps_s) else 0.0,
-        min(lost / (1 - lost), MAX_SLOWDOWN),  # the quotient may exceed it by a rounding error
+        alone[PREPARE],
+        alone[DECODE],
+        dict(zip(sizes, scales, strict=True)),
+        first_scale,
+        _between_s(runs),
+        (shares[PREPARE], shares[STEP], shares[DECODE]),
         float(measured_s.sum() / steady_s.sum()),
-        len(steps),
-        float(np.abs(fitted_s / measured_s - 1).mean()),
+        len(rows),
+        float(np.abs(step.fitted_s / measured_s - 1).mean()),
+        tuple(float(measured.sum() / fitted.sum()) for measured, fitted in parts if len(measured)),
     )
 
 
-def _sorted(times_s: Iterable[float | None]) -> np.ndarray:
-    return np.sort([time_s for time_s in times_s if time_s is not None])
+class _Works(NamedTuple):
+    """What the stages were at in a run, by stage: starts and ends in seconds, and what (the name of a resolution)."""
+
+    starts: list[list[float]]
+    ends: list[list[float]]
+    names: list[list[str]]
+
+    def beside(self, stage: int) -> np.ndarray:
+        """(n, 3): seconds that each work of a stage had the one other stage beside it, the other, and both."""
+        starts, ends = ([np.array(each) for each in edges] for edges in (self.starts, self.ends))
+        edges = np.unique(np.concatenate([*starts, *ends]))
+        middles = (edges[1:] + edges[:-1]) / 2
+        # A stage does one thing at a time: it works where one more has started than ended.
+        works = [
+            np.searchsorted(np.sort(starts[each]), middles) > np.searchsorted(np.sort(ends[each]), middles)
+            for each in range(len(STAGES))
+        ]
+        one, other = (works[each] for each in range(len(STAGES)) if each != stage)
+        passed = np.stack([one & ~other, other & ~one, one & other], 1) * np.diff(edges)[:, None]
+        until = np.concatenate([np.zeros((1, 3)), np.cumsum(passed, 0)])
+        return until[np.searchsorted(edges, ends[stage])] - until[np.searchsorted(edges, starts[stage])]
 
 
-def _num_within(times_s: np.ndarray, low_s: np.ndarray, high_s: np.ndarray) -> np.ndarray:
-    """How many of the sorted times are within each pair of bounds, give or take a rounding error."""
-    below = np.searchsorted(times_s, low_s - _EQUAL_S, side="left")
-    return np.searchsorted(times_s, high_s + _EQUAL_S, side="right") - below
+class _Fit(NamedTuple):
+    """Weights of the columns, the stage's row of slowdowns, and what both say of each duration."""
+
+    weights: np.ndarray
+    lost: tuple[float, float, float]
+    fitted_s: np.ndarray
 
 
-def _beside(records: Sequence[RequestRecord], start_s: np.ndarray, end_s: np.ndarray) -> np.ndarray:
-    """Seconds that the stages worked beside each step (from `start_s` to `end_s`, (n,) each, rising), both added up."""
-    starts: list[float] = []
-    ends: list[float] = []
-    free_s = 0.0
-    for record in sorted(records, key=lambda record: record.finish_s or 0.0):
-        if record.prepare_start_s is not None and record.prepare_end_s is not None:
-            starts.append(record.prepare_start_s)
-            ends.append(record.prepare_end_s)
-        if record.status == "completed" and record.denoise_end_s is not None and record.finish_s is not None:
-            # Decoding starts when the image before is done.
-            starts.append(max(record.denoise_end_s, free_s))
-            ends.append(record.finish_s)
-            free_s = record.finish_s
+def _fit(works: Sequence[_Works], stage: int, columns: np.ndarray) -> _Fit:
+    """Fit durations of a stage by `columns` (n, k), its work without weights, and by what worked beside it."""
+    durations_s = np.concatenate([np.subtract(each.ends[stage], each.starts[stage]) for each in works])
+    durations_s = np.maximum(durations_s, _EQUAL_S)
+    beside_s = np.concatenate([each.beside(stage) for each in works])
+    # Divided by what was measured: a millisecond matters more to a short step.
+    found = nnls(np.hstack([columns, beside_s]) / durations_s[:, None], np.ones(len(durations_s)))[0]
+    weights, shares = found[: columns.shape[1]], np.minimum(found[-3:], MAX_SLOWDOWN / (1 + MAX_SLOWDOWN))
+    lost_s = beside_s @ shares
+    if lost_s.sum() >= durations_s.sum() or not (columns @ weights).sum():
+        # It never worked without others beside it, so that there is no telling what it lost to them.
+        shares, lost_s = np.zeros(3), np.zeros(len(durations_s))
+        weights = nnls(columns / durations_s[:, None], np.ones(len(durations_s)))[0]
+    # Whatever the shares, all of it is to last as long as it did; a process that was stopped meanwhile counts as little
+    # as where policies learn.
+    counted_s = np.minimum(durations_s, LONGEST * (columns @ weights + lost_s))
+    weights = weights * max((counted_s - lost_s).sum() / (columns @ weights).sum(), _EQUAL_S)
+    slowdowns = (shares[:2] / (1 - shares[:2])).clip(max=MAX_SLOWDOWN).tolist()
+    slowdowns.insert(stage, 0.0)
+    return _Fit(weights, tuple(slowdowns), columns @ weights + lost_s)
 
-    def worked_until(times_s: np.ndarray) -> np.ndarray:
-        """Seconds of all stages up to a time: what has passed since the starts less what has since the ends."""
-        worked_s = np.zeros(len(times_s))
-        for sign, edges in ((1, np.sort(starts)), (-1, np.sort(ends))):
-            num = np.searchsorted(edges, times_s)
-            worked_s += sign * (times_s * num - np.concatenate([[0.0], np.cumsum(edges)])[num])
-        return worked_s
 
-    return worked_until(end_s) - worked_until(start_s)
+def _works_of(run: ServedRun) -> _Works:
+    """When the stages worked, step after step and request after request."""
+    records = [record for record in run.records if record.prepare_end_s is not None]
+    records.sort(key=lambda record: record.prepare_end_s or 0.0)
+    done = [record for record in run.records if record.status == "completed"]
+    done.sort(key=lambda record: record.finish_s or 0.0)
+    prepare = [(record.prepare_start_s or 0.0, record.prepare_end_s or 0.0) for record in records]
+    # Decoding starts when the image before is done.
+    free_s = [0.0, *(record.finish_s or 0.0 for record in done)]
+    decode = [(max(record.denoise_end_s or 0.0, free_s[i]), record.finish_s or 0.0) for i, record in enumerate(done)]
+    step = [(row.start_s, row.start_s + row.duration_s) for row in run.steps]
+    names = [[str(record.resolution) for record in each] for each in (records, done)]
+    spans = prepare, step, decode
+    starts, ends = ([[span[end] for span in each] for each in spans] for end in (0, 1))
+    return _Works(starts, ends, [names[0], [], names[1]])
+
+
+def _changed(run: ServedRun) -> list[set[Resolution]]:
+    """For each step, of which resolutions a request has joined or left since the one before."""
+    changed: list[set[Resolution]] = [set() for _ in run.steps]
+    starts_s = np.array([row.start_s for row in run.steps])
+    for record in run.records:
+        for time_s in (record.admitted_s, record.denoise_end_s):
+            # Who joined at the start of a step was in it; who left at its end was in it, too.
+            if time_s is not None and (place := int(np.searchsorted(starts_s, time_s - _EQUAL_S))) < len(changed):
+                changed[place].add(record.resolution)
+    return changed
+
+
+def _between_s(runs: Sequence[ServedRun]) -> float:
+    """Mean seconds between steps where the batch did not run empty."""
+    gaps_s = []
+    for run in runs:
+        left_s = sorted(record.denoise_end_s for record in run.records if record.denoise_end_s is not None)
+        for row, following in pairwise(run.steps):
+            end_s = row.start_s + row.duration_s
+            num_left = bisect_right(left_s, end_s + _EQUAL_S) - bisect_left(left_s, end_s - _EQUAL_S)
+            if num_left < row.active:
+                gaps_s.append(max(0.0, following.start_s - end_s))
+    return fmean(gaps_s) if gaps_s else 0.0

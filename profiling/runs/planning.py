@@ -1,13 +1,22 @@
-"""Searches that plan a deployment: the rate that GPUs can take, and the GPUs that a rate needs. No torch."""
+"""Searches that plan a deployment: the rate that GPUs can take, and the GPUs that a rate needs. No torch.
 
+They are as good as the simulator, so that they are made three times: as it is, and with steps as much faster and slower
+as runs on the engine were (`how_slow`).
+"""
+
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ...data.errors import RunError, UsageError
 from ...data.requests import Request
+from ...data.statistics import Estimate, student_interval
 from ...data.traces.traces import retime
-from ...serving.simulator.stage_times import standalone_latency_s
+from ...serving.options import EngineName
+from ...serving.scheduling.systems import get_system
+from .calibration import Calibration
 from .simulate import Deployment
 
 MAX_GPUS = 4096
@@ -25,6 +34,74 @@ class SearchResult:
     value: float
     attainment: float
     tried: dict[float, float]
+
+
+class InfeasibleError(RunError):
+    """The target is not met at any rate, or by any number of GPUs."""
+
+
+@dataclass(frozen=True, slots=True)
+class HowSlow:
+    """How many times as long steps of a run may last as the simulator says.
+
+    Attributes:
+        low, high: 95 % of runs are between (Student's prediction interval).
+        num: runs, or systems and rates, that say so.
+        source: `comparison` of the simulator with the engine, or `calibration`: what its fit has left.
+    """
+
+    low: float
+    high: float
+    num: int
+    source: str
+
+
+def how_slow(calibration: Calibration, engine: EngineName, file: Path) -> HowSlow | None:
+    """What the sweep that has left a calibration file tells: its comparison, else the calibration, if one does.
+
+    Raises UsageError: the result of the sweep is damaged.
+    """
+    result, ratios, source = file.with_name("result.json"), list(calibration.ratios), "calibration"
+    if result.exists():
+        try:
+            rows = json.loads(result.read_text(encoding="utf-8"))["agreement"]["rows"]
+            mine = [row for row in rows if get_system(row["policy"], is_simulated=True).engine == engine]
+            compared = [1 / (1 + row["step_difference"]) for row in mine if row["step_difference"] is not None]
+        except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+            raise UsageError(f"{result} is damaged: {error}") from error
+        if len(compared) > 1:
+            ratios, source = compared, "comparison"
+    interval = student_interval(ratios)
+    if interval is None:
+        return None
+    # That of another one, not of the mean.
+    middle, half = sum(interval) / 2, (interval[1] - interval[0]) / 2 * math.sqrt(len(ratios) + 1)
+    return HowSlow(max(middle - half, middle / 10), middle + half, len(ratios), source)
+
+
+def with_error(
+    found: SearchResult,
+    search: Callable[[Deployment], SearchResult],
+    deployment: Deployment,
+    error: HowSlow | None,
+    *,
+    worst: float | None = None,
+) -> Estimate:
+    """What a search has found, with how far it may be off: what it finds where steps last shorter and longer.
+
+    `worst` is taken where the target cannot be met at all then; without it there is no interval. Raises as the search.
+    """
+    if error is None:
+        return Estimate(found.value)
+    ends: list[float | None] = [found.value]
+    for slower in (error.low, error.high):
+        try:
+            ends.append(search(replace(deployment, slower=slower)).value)
+        except InfeasibleError:
+            ends.append(worst)
+    known = [end for end in ends if end is not None]
+    interval = (min(known), max(known)) if len(known) == len(ends) else (None, None)
+    return Estimate(found.value, *interval, error.num)
 
 
 def at_rate(requests: Sequence[Request], rate: float) -> list[Request]:
@@ -52,12 +129,13 @@ def highest_rate(deployment: Deployment, trace_at: Callable[[float], Sequence[Re
 
     Raises:
         UsageError: the target, the trace or a number is out of its range.
-        RunError: the target is not met at any rate, or at every one.
+        InfeasibleError: the target is not met at any rate.
+        RunError: it is met at every one.
     """
     search = _Search(lambda rate: deployment.attainment(trace_at(rate)), target)
     # What one GPU manages one by one, times the GPUs, is a scale for where to start.
     example = trace_at(1.0)[0]
-    low = high = start = deployment.num_gpus / standalone_latency_s(example, deployment.predictor, deployment.times)
+    low = high = start = deployment.num_gpus / deployment.engine.standalone_s(example)
     if search.holds(start):
         high = 2 * start
         while search.holds(high):
@@ -85,7 +163,7 @@ def gpus_needed(deployment: Deployment, requests: Sequence[Request], target: flo
 
     Raises:
         UsageError: the target, the trace or a number is out of its range.
-        RunError: not even one GPU for each request (or `MAX_GPUS`) meets the target.
+        InfeasibleError: not even one GPU for each request (or `MAX_GPUS`) meets the target.
     """
     search = _Search(lambda num_gpus: replace(deployment, num_gpus=int(num_gpus)).attainment(requests), target)
     choices = [1, 2, 4, 8] if deployment.system.spans_gpus else list(range(1, min(len(requests), MAX_GPUS) + 1))
@@ -117,8 +195,8 @@ class _Search:
     def result(self, value: float) -> SearchResult:
         return SearchResult(value, self._tried[value], dict(sorted(self._tried.items())))
 
-    def infeasible(self, value: float, where: str) -> RunError:
-        return RunError(
+    def infeasible(self, value: float, where: str) -> InfeasibleError:
+        return InfeasibleError(
             f"the target of {self._target:.2%} cannot be met: at {where} it is {self._tried[value]:.2%}; the SLO "
             "(--slo-scale) is too short or the policy cannot do it"
         )

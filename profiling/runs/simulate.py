@@ -3,8 +3,10 @@
 A run leaves in its folder of the workspace what a served one does; the steps are those of the first GPU.
 """
 
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -21,11 +23,10 @@ from ...serving.core.metrics import slo_attainment_rate, summarize
 from ...serving.core.request_state import RequestRecord
 from ...serving.options import EngineName
 from ...serving.scheduling.policies import StepLatencyPredictor, get_policy
-from ...serving.scheduling.step_latency import MemoisedLatency, PerResolutionLatency
 from ...serving.scheduling.systems import System
 from ...serving.simulator.simulator import SimulationResult, simulate
 from ...serving.simulator.stage_times import StageTimes, standalone_latency_s
-from ...serving.simulator.step_durations import StepDurations
+from ...serving.simulator.step_durations import ProfiledSteps, StepDurations
 from ...training.latency.online_correction import OnlineCorrection
 from ...training.latency.predictor import LatencyPredictor
 from .calibration import Calibration, step_sources
@@ -33,6 +34,7 @@ from .figures import run_figures
 from .outside_profile import predictions_outside
 from .run_folder import write_run
 
+_FULL_BATCHES = 20
 OnFinish = Callable[[RequestRecord], None] | None
 
 
@@ -41,40 +43,45 @@ class SimulatedEngine:
     """What the simulator knows of one engine.
 
     Attributes:
-        told: step latencies as policies see them at the start; they learn on line, as on the engine.
         durations, times: how long steps and the other stages last.
-        told_scale: what the correction of `told` starts with.
+        told_scale: what the correction starts with of what policies are told, which is what was profiled of steady
+            steps; it learns on line, as on the engine.
     """
 
-    told: StepLatencyPredictor
     durations: StepDurations
     times: StageTimes
     told_scale: float = 1.0
 
     @classmethod
-    def of(
-        cls,
-        name: EngineName,
-        steady: StepLatencyPredictor,
-        first: StepLatencyPredictor | None = None,
-        calibration: Calibration | None = None,
-        times: StageTimes | None = None,
-    ) -> Self:
-        """An engine with these profiled latencies of steady and first steps.
+    def of(cls, steps: ProfiledSteps, calibration: Calibration | None = None, times: StageTimes | None = None) -> Self:
+        """An engine whose steps were profiled.
 
-        The plain engine takes a forward pass for each resolution, so that only latencies of batches of one resolution
-        are looked up, and packs nothing: it has no first steps. Without a calibration, steps last as long as the
-        profile says, and the other stages as `times` does.
+        Without a calibration, steps last as long as the profile says, and the other stages as `times` does.
         """
-        if name == "plain":
-            steady, first = PerResolutionLatency(steady), None
         if calibration is None:
-            return cls(steady, StepDurations(steady, first), times or StageTimes())
-        return cls(steady, calibration.durations(steady, first), calibration.times, calibration.told_scale)
+            return cls(StepDurations(steps), times or StageTimes())
+        return cls(calibration.durations(steps), calibration.times, calibration.told_scale)
+
+    def slowed(self, factor: float) -> Self:
+        """The same engine with steps that last `factor` times as long."""
+        scales = {size: scale * factor for size, scale in self.durations.scales.items()}
+        durations = replace(self.durations, scales=scales, first_scale=self.durations.first_scale * factor)
+        return replace(self, durations=durations, told_scale=self.told_scale * factor)
 
     def standalone_s(self, request: Request) -> float:
         """Latency of a request that is served alone."""
-        return standalone_latency_s(request, self.durations.steady, self.times, scale=self.durations.scale)
+        durations = self.durations
+        return standalone_latency_s(request, durations.steps.told, self.times, scale=durations.scale_of(1))
+
+    def capacity(self, system: System, requests: Sequence[Request], max_batch_size: int, num_gpus: int = 1) -> float:
+        """Requests per second that a system completes where such requests always queue. Raises as `serve`."""
+        times = math.ceil(_FULL_BATCHES * max_batch_size * num_gpus / len(requests))
+        many = [
+            replace(request, request_id=index, arrival_s=0.0, slo_s=None)
+            for index, request in enumerate(itertools.chain.from_iterable([requests] * times))
+        ]
+        result = self.serve(system, many, self.standalone_s, max_batch_size, num_gpus)
+        return len(many) / result.duration_s
 
     def serve(
         self,
@@ -98,9 +105,9 @@ class SimulatedEngine:
             UsageError: the latencies do not know a resolution.
         """
         policy = get_policy(system.policy)
-        told: StepLatencyPredictor = MemoisedLatency(self.told)
-        if policy.requires_predictor and self.durations != StepDurations(self.told):
-            told = OnlineCorrection(told, scale=self.told_scale)
+        told = self.durations.steps.told
+        if policy.requires_predictor and not self.durations.is_as_told:
+            told = OnlineCorrection(told, scale=self.told_scale, after_s=self.times.postprocess_s)
         alone_s = {request.request_id: standalone_s(request) for request in requests}
         return simulate(
             list(map(system.adapt, requests)),
@@ -123,20 +130,18 @@ class Deployment:
 
     Attributes:
         system: whose policy, engine, share of steps and allocation of GPUs are simulated; not its cache.
-        predictor, first: seconds of a step on one GPU and, where that is known, after a request has joined or left:
-            policies are not told, but learn it on line as in `psctl serve`.
-        times: seconds of the other stages.
+        engine: one GPU with this engine.
         num_gpus, max_batch_size: of `simulate`.
         slo_scale: SLO of each request without one: this many times its standalone latency.
+        slower: how many times as long steps last as the engine says, while SLOs stay.
     """
 
     system: System
-    predictor: StepLatencyPredictor
-    times: StageTimes
+    engine: SimulatedEngine
     num_gpus: int = 1
     max_batch_size: int = 16
     slo_scale: float = 5.0
-    first: StepLatencyPredictor | None = None
+    slower: float = 1.0
 
     def run(
         self, requests: Sequence[Request], *, keep_steps: bool = False, on_finish: OnFinish = None
@@ -148,9 +153,10 @@ class Deployment:
         """
         if not requests:
             raise UsageError("the trace is empty, but it must hold at least one request")
-        engine = SimulatedEngine.of(self.system.engine, MemoisedLatency(self.predictor), self.first, times=self.times)
-        promised = assign_slos(requests, engine.standalone_s, self.slo_scale)
-        given = self.system, promised, engine.standalone_s, self.max_batch_size, self.num_gpus
+        alone_s = self.engine.standalone_s
+        promised = assign_slos(requests, alone_s, self.slo_scale)
+        engine = self.engine if self.slower == 1 else self.engine.slowed(self.slower)
+        given = self.system, promised, alone_s, self.max_batch_size, self.num_gpus
         return promised, engine.serve(*given, keep_steps=keep_steps, on_finish=on_finish)
 
     def attainment(self, requests: Sequence[Request]) -> float:
@@ -168,6 +174,10 @@ class StepFile(NamedTuple):
     steady: StepLatencyPredictor
     first: StepLatencyPredictor | None
     facts: RunFacts | None
+
+    def of(self, engine: EngineName) -> ProfiledSteps:
+        """What it says of the steps of an engine; the plain one takes a pass for each resolution."""
+        return ProfiledSteps(self.steady, self.first, by_resolution=engine == "plain")
 
 
 def load_step_file(path: Path, *, on_warning: Callable[[str], None] | None = None) -> StepFile:
@@ -218,7 +228,7 @@ def simulation_summary(
         "denoise_busy_rate": [busy / result.duration_s if result.duration_s else None for busy in result.busy_s],
         "requests_per_gpu": requests_of,
         "num_decisions": result.num_decisions,
-        "predictions_outside": predictions_outside(deployment.predictor),
+        "predictions_outside": predictions_outside(deployment.engine.durations.steps.steady),
         "was_interrupted": False,
         "config": dict(config),
     }

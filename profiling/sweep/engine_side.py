@@ -1,6 +1,12 @@
-"""Sweeps on real engines, which share one set of weights, and in the simulator beside them if the settings say both."""
+"""Sweeps on real engines, which share one set of weights, and then in the simulator if the settings say both.
 
+The simulator is calibrated by served runs of their own (`calibration`), which are spread evenly over those of the
+sweep: a machine that is slower or faster for an hour is so for both.
+"""
+
+import itertools
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,21 +27,27 @@ from ...serving.options import EngineName
 from ...serving.patched.stepper import BatchFailures, PatchedStepper
 from ...serving.scheduling.policies import StepLatencyPredictor, get_policy, require_predictor
 from ...serving.scheduling.systems import System, get_system
+from ...serving.simulator.step_durations import ProfiledSteps
 from ...training.latency.online_correction import OnlineCorrection
 from ..machine import run_facts
 from ..measure.latency import LatencySettings, profile_latency
 from ..measure.standalone import shape_of, standalone_latencies
-from ..runs.calibration import Calibration, calibrate, step_sources
+from ..runs.calibration import Calibration, ServedRun, calibrate, step_sources
 from ..runs.outside_profile import predictions_outside
+from ..runs.planning import at_rate
 from ..runs.serve import engine_figures, what_was_learnt
-from ..runs.simulate import SimulatedEngine
+from ..runs.simulate import SimulatedEngine, StepFile
 from ..runs.step_latencies import tables_measured_under
-from .figures import EngineKind
+from .figures import EngineKind, steps_by_batch
 from .runner import Serve, Standalone, WarmUp
 from .settings import Served, SweepFolder, SweepSettings
 from .simulator_side import SimulatorSide, read_calibrations
 
 CALIBRATION_FILE = "calibration.json"
+_CALIBRATION_LOADS = (0.4, 0.8, 1.3)
+"""Shares of an engine's capacity: next to nobody waits, some do, and more and more do."""
+_CALIBRATION_SEED = 1_000_000
+"""Far from those of the sweep's traces, also of seeds that are added to it later."""
 _WARMUP_SYSTEM: Mapping[EngineName, str] = {"plain": "bucketed", "patched": "patched-fcfs"}
 
 
@@ -71,10 +83,25 @@ class EngineSide:
         self._models: dict[EngineName, ServedModel] = {
             name: self._plain if name == "plain" else model for name in settings.engine_names
         }
-        self._rate, seed = median_low(settings.rates), max(settings.seeds) + 1
-        trace = replace(settings.trace, num_prompts=self._warm_up.num_requests, duration_s=None)
-        self.others = replace(settings, trace=trace).requests(self._rate, seed, model.defaults)
+        self._rate = median_low(settings.rates)
+        self._warm = self._trace(max(settings.seeds) + 1, self._warm_up.num_requests)
+        num = self._warm_up.num_requests / _CALIBRATION_LOADS[1]
+        self._calibrating = {
+            (load, seed): self._trace(_CALIBRATION_SEED + seed, max(2, round(load * num)))
+            for seed, load in itertools.product(settings.seeds, _CALIBRATION_LOADS if settings.engine == "both" else ())
+        }
         self._sizes = ()
+        # Calibration runs that are to come, each with the number of the sweep's runs that come before it.
+        self._due: dict[EngineName, list[tuple[int, tuple[float, int]]]] = {}
+        self._num_served = Counter[EngineName]()
+        self._profiled: dict[EngineName, ProfiledSteps] = {}
+        self._simulated: dict[EngineName, SimulatedEngine] = {}
+        self._capacity: dict[System, float] = {}
+
+    @property
+    def others(self) -> Sequence[Request]:
+        """See `Side`."""
+        return [*self._warm, *itertools.chain.from_iterable(self._calibrating.values())]
 
     def check(self, examples: Sequence[Request]) -> None:
         """See `Side`. Measures as well what is faster for these resolutions, where the workspace does not know."""
@@ -118,44 +145,90 @@ class EngineSide:
         }
 
     def begin(self, folder: SweepFolder, standalone_s: Standalone) -> Mapping[EngineKind, Serve]:
-        """Warm the engines up, and calibrate the simulator by them where it serves, too. Raises KeyboardInterrupt."""
-        is_both = self._settings.engine == "both"
-        sources = {name: step_sources(self._table(name, folder.path)) for name in self._models} if is_both else {}
-        calibrations: dict[str, Calibration] = {}
+        """Warm the engines up, and profile them where the simulator serves, too.
+
+        Raises:
+            KeyboardInterrupt: on Ctrl-C.
+            UsageError: the folder's calibration is damaged.
+        """
+        self._folder, self._standalone_s = folder, standalone_s
+        is_both, file = self._settings.engine == "both", folder.path / CALIBRATION_FILE
+        # Of engines that were served before and are not now. Read early, as it may be damaged.
+        self._known = read_calibrations(file) if is_both and file.exists() else {}
         for name in self._models:
-            self._on_note(f"Warming up the {name} engine: {len(self.others)} requests at {self._rate:g}/s ...")
-            result = self._serve_warm_up(name, standalone_s)
+            self._on_note(f"Warming up the {name} engine: {len(self._warm)} requests at {self._rate:g}/s ...")
+            self._serve_other(name, self._warm)
             if is_both:
-                self._on_note(f"Calibrating the simulator of the {name} engine ...")
-                result = self._serve_warm_up(name, standalone_s)
-                calibrations[name] = calibrate(result.records, result.steps, *sources[name])
-        if not is_both:
-            return {"real": self.run}
-        file = folder.path / CALIBRATION_FILE
-        if file.exists():
-            # Runs that were simulated before and those to come must agree with each other.
-            calibrations |= read_calibrations(file)
-        write_json(file, {name: asdict(each) for name, each in calibrations.items()})
-        engines: dict[EngineName, SimulatedEngine] = {
-            name: SimulatedEngine.of(name, *sources[name], calibrations[name]) for name in self._models
-        }
-        return {"real": self.run, "simulator": SimulatorSide(self._settings, engines).run}
+                self._profiled[name] = StepFile(*step_sources(self._table(name, folder.path)), None).of(name)
+                mine = [run for run in self._settings.runs() if run[0] == "real" and get_system(run[1]).engine == name]
+                num_runs = sum(not folder.has(*run) for run in mine)
+                left = [key for key in self._calibrating if not folder.has_calibration(name, *key)]
+                self._due[name] = [(place * num_runs // len(left), key) for place, key in enumerate(left)]
+                if left or num_runs:
+                    # What was simulated before would not agree with what comes.
+                    folder.forget("simulator")
+        return {"real": self.run, "simulator": self._simulate} if is_both else {"real": self.run}
 
     def run(self, system: System, requests: Sequence[Request], standalone_s: Standalone) -> Served:
         """See `Serve`."""
+        if system.engine in self._due:
+            self._calibrate_beside(system.engine)
+            self._num_served[system.engine] += 1
         predictor = self._predictor if get_policy(system.policy).requires_predictor else None
         before = predictions_outside(predictor)
         result = self._replay(system, requests, standalone_s, predictor)
         figures = engine_figures(result) | what_was_learnt(self._models[system.engine], predictor, before)
+        figures["steps_by_batch"] = steps_by_batch(result.steps)
         return Served(result.records, result.duration_s, figures, result.was_interrupted)
 
-    def _serve_warm_up(self, name: EngineName, standalone_s: Standalone) -> RunResult:
-        """Serve what is not counted, in full batches of all resolutions; the predictor learns from it."""
+    def _simulate(self, system: System, requests: Sequence[Request], standalone_s: Standalone) -> Served:
+        """See `Serve`."""
+        if not self._simulated:
+            for name in self._models:
+                self._calibrate_beside(name, all_left=True)
+            self._simulated = self._calibrated()
+        served = SimulatorSide(self._settings, self._simulated).run(system, requests, standalone_s)
+        if system not in self._capacity:
+            engine, largest = self._simulated[system.engine], self._settings.max_batch_size
+            self._capacity[system] = engine.capacity(system, requests, largest)
+        return replace(served, figures={**served.figures, "capacity_qps": self._capacity[system]})
+
+    def _calibrated(self) -> dict[EngineName, SimulatedEngine]:
+        """The simulator's engines by all calibration runs of the folder, which are told in `CALIBRATION_FILE`."""
+        found: dict[EngineName, Calibration] = {}
+        for name in self._models:
+            runs = [self._folder.load_calibration(name, *key) for key in self._calibrating]
+            found[name] = calibrate(runs, self._profiled[name])
+        content = {name: asdict(each) for name, each in (self._known | found).items()}
+        write_json(self._folder.path / CALIBRATION_FILE, content)
+        return {name: SimulatedEngine.of(self._profiled[name], each) for name, each in found.items()}
+
+    def _calibrate_beside(self, name: EngineName, *, all_left: bool = False) -> None:
+        """Serve the calibration runs that are due before a run of the sweep, or all that are left."""
+        due = self._due[name]
+        while due and (all_left or due[0][0] <= self._num_served[name]):
+            load, seed = due[0][1]
+            self._on_note(f"Calibrating the simulator of the {name} engine at {load:.0%} of its capacity ...")
+            requests = self._calibrating[load, seed]
+            system = get_system(_WARMUP_SYSTEM[name])
+            engine, largest = SimulatedEngine.of(self._profiled[name]), self._settings.max_batch_size
+            requests = at_rate(requests, load * engine.capacity(system, requests, largest))
+            result = self._serve_other(name, requests)
+            self._folder.save_calibration(name, load, seed, ServedRun(result.records, result.steps))
+            del due[0]
+
+    def _serve_other(self, name: EngineName, requests: Sequence[Request]) -> RunResult:
+        """Serve what is not counted, in batches of all resolutions; the predictor learns from it."""
         predictor = self._predictor if name == "patched" else None
-        result = self._replay(get_system(_WARMUP_SYSTEM[name]), self.others, standalone_s, predictor)
+        result = self._replay(get_system(_WARMUP_SYSTEM[name]), requests, self._standalone_s, predictor)
         if result.was_interrupted:
             raise KeyboardInterrupt
         return result
+
+    def _trace(self, seed: int, num: int) -> list[Request]:
+        """Requests beside the sweep's own."""
+        trace = replace(self._settings.trace, num_prompts=num, duration_s=None)
+        return replace(self._settings, trace=trace).requests(self._rate, seed, self._model.defaults)
 
     def _replay(
         self,

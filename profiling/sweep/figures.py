@@ -5,7 +5,7 @@ time; `held` says how sure that is.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ...data.statistics import Estimate
+from ...serving.core.step_row import StepRow
 from .held import RATIO_TARGET, TARGETS, HeldRates, best_held, share_interval
 
 BASELINES = ("diffusers", "diffusers-fcfs", "bucketed")
@@ -25,6 +26,9 @@ _EXTRAS = {
     "predictor_scale": ("predictor_drift", "scale"),
 }
 """Figures that engines tell, where they have them: means over the seeds."""
+
+NEAR_SATURATION = 0.9
+"""Share of a system's capacity from which on small errors of step times become large ones of latencies."""
 
 EngineKind = Literal["real", "simulator"]
 
@@ -107,6 +111,16 @@ def _mean_of(runs: Sequence[FinishedRun], path: Sequence[str]) -> float | None:
     return fmean(values) if values else None
 
 
+def steps_by_batch(steps: Iterable[StepRow]) -> dict[str, list[float]]:
+    """Number of steps and their seconds, by number of requests in the batch, as JSON."""
+    found: dict[str, list[float]] = {}
+    for row in steps:
+        known = found.setdefault(str(row.active), [0, 0.0])
+        known[0] += 1
+        known[1] += row.duration_s
+    return found
+
+
 def sweep_figures(runs: Sequence[FinishedRun]) -> dict[str, Any]:
     """All figures of the runs of one engine: systems in the order in which they first occur, rates rising.
 
@@ -150,7 +164,10 @@ def agreement(runs: Sequence[FinishedRun]) -> dict[str, Any]:
 
     Returns:
         `rows`: attainment and mean latency of both, the difference of attainments in percentage points and that of
-        mean latencies (of completed requests) as a share of the engine's; the largest and mean absolute ones of all.
+        mean latencies (of completed requests) as a share of the engine's; the same of the steps of equally large
+        batches, which near saturation differ less, as there a little slower is a longer queue; and `load`, the rate as
+        a share of what the simulator says that the system can take. Then the largest and mean absolute ones of all, and
+        of mean latencies the largest below `NEAR_SATURATION` and from there on.
     """
     real, simulated = (
         {(run.system, run.request_rate, run.seed): run for run in runs if run.engine == kind}
@@ -164,10 +181,12 @@ def agreement(runs: Sequence[FinishedRun]) -> dict[str, Any]:
             continue
         ours, theirs = (point_figures([each[key] for key in keys]) for each in (real, simulated))
         latencies = ours["latency_mean"], theirs["latency_mean"]
+        capacity = _mean_of([simulated[key] for key in keys], ["capacity_qps"])
         rows.append(
             {
                 "policy": name,
                 "request_rate": rate,
+                "load": rate / capacity if capacity else None,
                 "num_requests": ours["num_requests"],
                 "real_attainment": ours["slo_attainment_rate"],
                 "simulated_attainment": theirs["slo_attainment_rate"],
@@ -178,13 +197,35 @@ def agreement(runs: Sequence[FinishedRun]) -> dict[str, Any]:
                 "real_step_latency_mean": ours["step_latency_mean"],
                 "simulated_step_latency_mean": theirs["step_latency_mean"],
                 "latency_difference": None if None in latencies else latencies[1] / latencies[0] - 1,
+                "step_difference": _step_difference(*([each[key] for key in keys] for each in (real, simulated))),
             }
         )
     found: dict[str, Any] = {"rows": rows}
-    for name in ("attainment_difference_points", "latency_difference"):
+    for name in ("attainment_difference_points", "latency_difference", "step_difference"):
         sizes = [abs(row[name]) for row in rows if row[name] is not None]
         found |= {f"max_{name}": max(sizes, default=None), f"mean_{name}": fmean(sizes) if sizes else None}
+    for name, is_near in (("below", False), ("near", True)):
+        mine = [row for row in rows if row["load"] is not None and (row["load"] >= NEAR_SATURATION) == is_near]
+        sizes = [abs(row["latency_difference"]) for row in mine if row["latency_difference"] is not None]
+        found[f"max_latency_difference_{name}_saturation"] = max(sizes, default=None)
     return found
+
+
+def _step_difference(real: Sequence[FinishedRun], simulated: Sequence[FinishedRun]) -> float | None:
+    """How much longer steps are in the simulator, as a share, for the batch sizes that both have as often as the engine
+    has them.
+    """
+    known = []
+    for runs in (real, simulated):
+        totals: dict[str, list[float]] = {}
+        for run in runs:
+            for size, (num, time_s) in run.figures.get("steps_by_batch", {}).items():
+                before = totals.setdefault(size, [0, 0.0])
+                totals[size] = [before[0] + num, before[1] + time_s]
+        known.append(totals)
+    both = [(*known[0][size], *known[1][size]) for size in known[0] if size in known[1]]
+    measured_s = sum(time_s for _, time_s, _, _ in both)
+    return sum(num * other_s / others for num, _, others, other_s in both) / measured_s - 1 if both else None
 
 
 def estimates(engines: Mapping[str, Mapping[str, Any]], agreed: Mapping[str, Any] | None) -> dict[str, Estimate]:

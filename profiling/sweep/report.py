@@ -13,7 +13,7 @@ from ..report.page import plots_of, render
 from ..report.table import Table
 from ..report.theme import DARK, LIGHT, Theme, add_wide_legend, new_figure, series_colours, style_axes, to_png
 from ..report.words import DASH, plain, seconds, share
-from .figures import FinishedRun, agreement, estimates, sweep_figures
+from .figures import NEAR_SATURATION, FinishedRun, agreement, estimates, sweep_figures
 from .held import RATIO_TARGET, TARGETS
 from .settings import SweepSettings
 
@@ -208,12 +208,14 @@ def _agreement_table(found: Mapping[str, Any]) -> Table:
         (
             row["policy"],
             f"{row['request_rate']:g}/s",
+            DASH if row["load"] is None else f"{row['load']:.0%}",
             share(row["real_attainment"]),
             share(row["simulated_attainment"]),
             f"{row['attainment_difference_points']:+.1f}",
             seconds(row["real_latency_mean"]),
             seconds(row["simulated_latency_mean"]),
-            DASH if row["latency_difference"] is None else f"{row['latency_difference']:+.1%}",
+            _signed(row["latency_difference"]),
+            _signed(row["step_difference"]),
         )
         for row in found["rows"]
     ]
@@ -224,8 +226,16 @@ def _agreement_table(found: Mapping[str, Any]) -> Table:
             f"(mean {found['mean_attainment_difference_points']:.1f}), mean latency within "
             f"{found['max_latency_difference']:.1%} (mean {found['mean_latency_difference']:.1%})."
         )
-    columns = ("system", "rate", "attainment", "simulated", "points", "mean latency", "simulated", "difference")
+        for name, where in (("below", f"Below {NEAR_SATURATION:.0%} of capacity"), ("near", "From there on")):
+            largest = found[f"max_latency_difference_{name}_saturation"]
+            note += "" if largest is None else f" {where} mean latency is within {largest:.1%}."
+    columns = ("system", "rate", "of capacity", "attainment", "simulated", "points", "mean latency", "simulated")
+    columns += ("difference", "steps at equal batch")
     return Table("Simulator against engine", columns, rows, note=note)
+
+
+def _signed(difference: float | None) -> str:
+    return DASH if difference is None else f"{difference:+.1%}"
 
 
 def _rate(held: Mapping[str, Any]) -> str:

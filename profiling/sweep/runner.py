@@ -1,5 +1,6 @@
 """`psctl bench slo`: one runner for all sweeps, driven by the side that serves: engines, or the simulator. No torch."""
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +24,8 @@ class WarmUp:
     """What comes before the sweep on an engine.
 
     Attributes:
-        num_requests: served by each engine at the middle rate before anything counts; twice if the simulator is to be
-            calibrated, by the second time.
+        num_requests: served by each engine at the middle rate before anything counts; and, if the simulator is to be
+            calibrated, about as many in each run for that.
         combinations, repeats: of the latency tables, where the simulator needs one that the workspace does not have.
     """
 
@@ -143,7 +144,7 @@ def run_sweep(
     on_run: Callable[[str], None] = lambda text: None,
     on_done: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Serve all runs that are not finished, and keep each as it ends.
+    """Serve all runs that are not finished, those of one engine before those of the next, and keep each as it ends.
 
     Args:
         settings, defaults: what is swept, and the model's defaults.
@@ -160,21 +161,20 @@ def run_sweep(
         UsageError: a trace cannot be drawn or served.
     """
     try:
-        for rate, seed, names in settings.order():
+        for engine, (rate, seed, names) in itertools.product(settings.engines, list(settings.order())):
             requests: list[Request] | None = None
             for name in names:
-                for engine in settings.engines:
-                    if not folder.has(engine, name, rate, seed):
-                        if requests is None:
-                            drawn = settings.requests(rate, seed, defaults)
-                            requests = assign_slos(drawn, standalone_s, settings.slo_scale)
-                        on_run(f"{name} at {rate:g}/s, seed {seed}")
-                        system = get_system(name, is_simulated=engine == "simulator")
-                        served = runners[engine](system, requests, standalone_s)
-                        if served.was_interrupted:
-                            return True
-                        folder.save(engine, name, rate, seed, served)
-                    on_done()
+                if not folder.has(engine, name, rate, seed):
+                    if requests is None:
+                        drawn = settings.requests(rate, seed, defaults)
+                        requests = assign_slos(drawn, standalone_s, settings.slo_scale)
+                    on_run(f"{name} at {rate:g}/s, seed {seed}")
+                    system = get_system(name, is_simulated=engine == "simulator")
+                    served = runners[engine](system, requests, standalone_s)
+                    if served.was_interrupted:
+                        return True
+                    folder.save(engine, name, rate, seed, served)
+                on_done()
     except KeyboardInterrupt:
         return True
     return False

@@ -20,13 +20,15 @@ from ...data.errors import UsageError
 from ...data.files import named_by_content, write_json
 from ...data.requests import Request
 from ...data.resolution import Resolution
-from ...data.tables.schemas import RECORDS, about_of, read_table, write_table
+from ...data.tables.schemas import RECORDS, STEPS, about_of, read_rows, read_table, write_table
 from ...data.traces.traces import TRACE_KINDS
 from ...serving.core.request_state import RequestRecord
+from ...serving.core.step_row import StepRow
 from ...serving.models.defaults import ModelDefaults
 from ...serving.options import EngineName
 from ...serving.scheduling.systems import System, get_system
 from ...serving.simulator.distrifusion import speedup
+from ..runs.calibration import ServedRun
 from ..runs.trace_settings import TraceSettings, check_slo_scale, draw_requests
 from .figures import EngineKind, FinishedRun
 
@@ -153,7 +155,8 @@ class Served:
 
 class SweepFolder:
     """The folder of a sweep: `sweep.json` (its head), `runs/ENGINE-SYSTEM-RATE-SEED.parquet` (the requests of every
-    finished run), what drives the simulator (`calibration.json`, `tables/`), and the figures of all finished runs.
+    finished run), what drives the simulator (`calibration.json` and its runs in `calibration/`, `tables/`), and the
+    figures of all finished runs.
 
     Args:
         path: an existing folder.
@@ -201,6 +204,31 @@ class SweepFolder:
         about |= {"duration_s": served.duration_s, "figures": dict(served.figures)}
         path = self._file(engine, system, rate, seed)
         write_table(path, RECORDS, [record.to_row() for record in served.records], about=about)
+
+    def forget(self, engine: EngineKind) -> None:
+        """Let go of all finished runs of an engine. Raises OSError."""
+        for path in self.runs.glob(f"{engine}-*.parquet"):
+            path.unlink()
+
+    def _calibration(self, engine: EngineName, load: float, seed: int) -> Path:
+        return self.path / "calibration" / f"{engine}-{load:g}-{seed}"
+
+    def has_calibration(self, engine: EngineName, load: float, seed: int) -> bool:
+        """Whether a calibration run at a share of an engine's capacity is finished."""
+        return (self._calibration(engine, load, seed) / "records.parquet").exists()
+
+    def save_calibration(self, engine: EngineName, load: float, seed: int, run: ServedRun) -> None:
+        """Keep a finished calibration run. Raises OSError."""
+        path = self._calibration(engine, load, seed)
+        path.mkdir(parents=True, exist_ok=True)
+        write_table(path / "steps.parquet", STEPS, [row.to_row() for row in run.steps])
+        write_table(path / "records.parquet", RECORDS, [record.to_row() for record in run.records])
+
+    def load_calibration(self, engine: EngineName, load: float, seed: int) -> ServedRun:
+        """Read a finished calibration run. Raises UsageError: a file is damaged."""
+        path = self._calibration(engine, load, seed)
+        records = [RequestRecord.from_row(row) for row in read_rows(path / "records.parquet", RECORDS)]
+        return ServedRun(records, [StepRow(**row) for row in read_rows(path / "steps.parquet", STEPS)])
 
     def load(self, engine: EngineKind, system: str, rate: float, seed: int) -> FinishedRun:
         """Read what figures need of a finished run. Raises UsageError: the file is damaged or of another run."""

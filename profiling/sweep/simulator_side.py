@@ -8,13 +8,15 @@ from typing import Any
 
 from ...data.errors import UsageError
 from ...data.files import named_by_content
+from ...data.parsing import parse
 from ...data.requests import Request
+from ...data.tables.latency import TABLE_PATTERN
 from ...serving.options import EngineName
 from ...serving.scheduling.systems import System
 from ..runs.calibration import Calibration
 from ..runs.outside_profile import warn_of_small_table
 from ..runs.simulate import SimulatedEngine, load_stage_times, load_step_file, loop_figures
-from .figures import EngineKind
+from .figures import EngineKind, steps_by_batch
 from .runner import Serve, Standalone
 from .settings import Served, SweepFolder, SweepSettings
 
@@ -46,7 +48,7 @@ class SimulatorSide:
         """See `Side`."""
         for request in examples:
             for name in self.settings.engine_names:
-                self.engines[name].durations.steady.step_latency_s((request.resolution,))
+                self.engines[name].durations.steps.told.step_latency_s((request.resolution,))
 
     def head(self, examples: Sequence[Request], known_s: Mapping[str, float]) -> dict[str, Any]:
         """See `Side`."""
@@ -64,9 +66,12 @@ class SimulatorSide:
     def run(self, system: System, requests: Sequence[Request], standalone_s: Standalone) -> Served:
         """See `Serve`."""
         engine, limits = self.engines[system.engine], (self.settings.max_batch_size, self.settings.num_gpus)
-        result = engine.serve(system, requests, standalone_s, *limits)
-        busy_rate = [busy_s / result.duration_s for busy_s in result.busy_s]
-        return Served(result.records, result.duration_s, loop_figures(result) | {"busy_rate": busy_rate})
+        result = engine.serve(system, requests, standalone_s, *limits, keep_steps=True)
+        figures = loop_figures(result) | {
+            "busy_rate": [busy_s / result.duration_s for busy_s in result.busy_s],
+            "steps_by_batch": steps_by_batch(result.steps),
+        }
+        return Served(result.records, result.duration_s, figures)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +118,6 @@ class SimulatorFiles:
             RunError: no request of the served run was completed.
         """
         times = None if self.stage_times is None else load_stage_times(self.stage_times)
-        known = {} if self.calibration is None else read_calibrations(self.calibration)
         if self.plain_latency is None:
             on_warning(
                 f"no --plain-latency is given: systems of the plain engine take the times that {self.latency} has for "
@@ -125,17 +129,33 @@ class SimulatorFiles:
         }
         engines: dict[EngineName, SimulatedEngine] = {}
         for name, (path, is_own) in files.items():
-            steady, first, about = load_step_file(path, on_warning=on_warning)
+            steps = load_step_file(path, on_warning=on_warning)
+            about = steps.facts
             if is_own:
-                warn_of_small_table(steady, path, max_batch_size, on_warning)
+                warn_of_small_table(steps.steady, path, max_batch_size, on_warning)
             if is_own and about is not None and about.engine != name:
                 option = "--latency" if name == "patched" else "--plain-latency"
                 raise UsageError(f"{path} is of the {about.engine} engine, but {option} must be of the {name} one")
-            if self.calibration is not None and name not in known:
-                engines_of = ", ".join(known)
-                raise UsageError(f"{self.calibration} has no calibration of the {name} engine, but of {engines_of}")
-            engines[name] = SimulatedEngine.of(name, steady, first, known.get(name), times)
+            known = None if self.calibration is None else calibration_of(self.calibration, name)
+            engines[name] = SimulatedEngine.of(steps.of(name), known, times)
         return engines
+
+
+def calibration_of(path: Path, engine: EngineName) -> Calibration:
+    """The calibration of an engine. Raises UsageError as `read_calibrations`, or if the file has none of it."""
+    known = read_calibrations(path)
+    if engine not in known:
+        raise UsageError(f"{path} has no calibration of the {engine} engine, but of {', '.join(known)}")
+    return known[engine]
+
+
+def table_of(path: Path, engine: EngineName) -> Path:
+    """The table of step latencies that a calibration was fitted to. Raises UsageError: it is not beside the file."""
+    folder = path.parent / "tables" / engine
+    tables = list(folder.glob(TABLE_PATTERN))
+    if len(tables) != 1:
+        raise UsageError(f"{folder} holds {len(tables)} tables of step latencies, but it must be one: give --latency")
+    return tables[0]
 
 
 def read_calibrations(path: Path) -> dict[str, Calibration]:
@@ -152,4 +172,4 @@ def read_calibrations(path: Path) -> dict[str, Calibration]:
         raise UsageError(f"{path}: the calibration is damaged: {error}") from error
     if not isinstance(content, dict) or not content:
         raise UsageError(f"{path}: the calibration is damaged: it names no engine")
-    return {name: Calibration.from_json(data, f"{path}, {name}") for name, data in content.items()}
+    return {name: parse(Calibration, data, f"{path}, {name}") for name, data in content.items()}

@@ -13,7 +13,7 @@ from ...profiling.runs.trace_settings import TraceSettings
 from ...serving.options import EngineOptions
 from ...serving.scheduling.systems import SYSTEMS
 from ..flags import flag, given_flags
-from ..options.common import Gpus, MaxBatchSize, OutputFile, Seed, SloScale, StageTimesRun, numbers_of
+from ..options.common import CalibrationFile, Gpus, MaxBatchSize, OutputFile, Seed, SloScale, StageTimesRun, numbers_of
 from ..options.groups import ENGINE, TRACE
 from ..options.system import systems_of_policies, with_cache_of
 from ..options.target import Target
@@ -92,10 +92,7 @@ def bench_slo(
     plain_latency: Annotated[
         Path | None, flag("--plain-latency", "Simulator: those of the plain engine.", metavar="FILE", dir_okay=False)
     ] = None,
-    calibration: Annotated[
-        Path | None,
-        flag("--calibration", "Simulator: calibration.json of a sweep with --on both.", metavar="FILE", dir_okay=False),
-    ] = None,
+    calibration: CalibrationFile = None,
     stage_times: StageTimesRun = None,
     gpus: Gpus = 1,
     resume: Annotated[

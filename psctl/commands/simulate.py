@@ -1,7 +1,7 @@
 """`psctl simulate`: serve a trace on a virtual clock, and plan how many GPUs a rate needs."""
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,7 +12,7 @@ from ...profiling.runs.trace_settings import TraceSettings
 from ...serving.options import EngineOptions
 from ...serving.scheduling.systems import DEFAULT_SYSTEM
 from ..flags import flag
-from ..options.common import Gpus, MaxBatchSize, OutputFile, SloScale, StageTimesRun
+from ..options.common import CalibrationFile, Gpus, MaxBatchSize, OutputFile, SloScale, StageTimesRun
 from ..options.groups import ENGINE, TRACE
 from ..options.system import PolicyName, SystemName, chosen_system
 from ..options.target import WHERE, Target
@@ -60,6 +60,7 @@ def simulate(
     prepare_ms: Annotated[float, flag("--prepare-ms", "Milliseconds of text encoding a request.")] = 0.0,
     postprocess_ms: Annotated[float, flag("--postprocess-ms", "Milliseconds of decoding an image.")] = 0.0,
     stage_times: StageTimesRun = None,
+    calibration: CalibrationFile = None,
     slo_target: Annotated[
         float | None,
         flag(
@@ -80,16 +81,20 @@ def simulate(
 
         psctl simulate --request-rate 8 --num-prompts 100000
         psctl simulate --latency h200.csv --resolutions 512,768,1024 --gpus 4 --slo-target 0.99 --request-rate 20
+        psctl simulate --calibration psctl-workspace/emoji-xl/cpu/runs/slo-20260131T094500Z/calibration.json \
+            --slo-target 0.95
         psctl simulate --latency table.csv --trace diurnal --amplitude 0.9 --period 3600 --duration 7200
         psctl simulate --latency table.csv --trace azure --arrivals splitwise_code.csv --request-rate 5 --json
     """
+    from ...data.figures import write_figures
     from ...data.traces.traces import TRACE_KINDS
     from ...profiling.report.table import to_rich
     from ...profiling.report.tables import run_tables, search_table
     from ...profiling.runs.outside_profile import warn_of_small_table
-    from ...profiling.runs.planning import at_rate, gpus_needed, highest_rate
+    from ...profiling.runs.planning import at_rate, gpus_needed, highest_rate, how_slow, with_error
     from ...profiling.runs.simulate import (
         Deployment,
+        SimulatedEngine,
         load_stage_times,
         load_step_file,
         simulation_summary,
@@ -97,6 +102,7 @@ def simulate(
     )
     from ...profiling.runs.step_latencies import table_for_simulation
     from ...profiling.runs.trace_settings import check_slo_scale, draw_requests
+    from ...profiling.sweep.simulator_side import calibration_of, table_of
     from ...serving.simulator.stage_times import StageTimes
 
     is_file = trace.trace not in TRACE_KINDS
@@ -110,7 +116,12 @@ def simulate(
         raise UsageError(f"--slo-target is {slo_target:g}, but it must be more than 0 and at most 1")
     if stage_times is not None and (prepare_ms or postprocess_ms):
         raise UsageError("--stage-times takes the place of --prepare-ms and --postprocess-ms; give one or the other")
+    if calibration is not None and (stage_times is not None or prepare_ms or postprocess_ms):
+        raise UsageError("--calibration brings the times of the stages; give it or those, not both")
     chosen = chosen_system(system, policy, engine, out, is_simulated=True)
+    calibrated = None if calibration is None else calibration_of(calibration, chosen.engine)
+    if calibration is not None and latency is None:
+        latency = table_of(calibration, chosen.engine)
     defaults = target.defaults()
     num_prompts = trace.num_prompts
     trace = replace(trace, request_rate=1.0 if request_rate is None else request_rate)
@@ -126,21 +137,15 @@ def simulate(
     sizes = tuple(dict.fromkeys((*sizes, *(request.resolution for request in requests))))
     if latency is None:
         latency = table_for_simulation(target.root, target.model, sizes, on_note=out.note)
-    predictor, first, _ = load_step_file(latency, on_warning=out.warn)
-    warn_of_small_table(predictor, latency, max_batch_size, out.warn)
+    steps = load_step_file(latency, on_warning=out.warn)
+    warn_of_small_table(steps.steady, latency, max_batch_size, out.warn)
     if chosen.cache != "off":
         out.note("The patch cache is not simulated: steps last as long as without it.")
-    deployment = Deployment(
-        chosen,
-        predictor,
-        StageTimes.constant(sizes, prepare_ms / 1e3, postprocess_ms / 1e3)
-        if stage_times is None
-        else load_stage_times(stage_times),
-        num_gpus=gpus,
-        max_batch_size=max_batch_size,
-        slo_scale=slo_scale,
-        first=first,
-    )
+    times = StageTimes.constant(sizes, prepare_ms / 1e3, postprocess_ms / 1e3)
+    if stage_times is not None:
+        times = load_stage_times(stage_times)
+    simulated = SimulatedEngine.of(steps.of(chosen.engine), calibrated, times)
+    deployment = Deployment(chosen, simulated, num_gpus=gpus, max_batch_size=max_batch_size, slo_scale=slo_scale)
     require_places(file=output_file)
     config = {
         **trace.to_config(),
@@ -156,12 +161,25 @@ def simulate(
         "prepare_ms": prepare_ms,
         "postprocess_ms": postprocess_ms,
         "stage_times": None if stage_times is None else str(stage_times),
+        "calibration": None if calibration is None else str(calibration),
     }
 
     if slo_target is not None:
         with out.status("Searching ..."):
             rate = highest_rate(deployment, trace_at, slo_target)
             needed = None if request_rate is None else gpus_needed(deployment, requests, slo_target)
+            error = None
+            if calibrated is not None and calibration is not None:
+                error = how_slow(calibrated, chosen.engine, calibration)
+            figures = {
+                "highest_request_rate": with_error(
+                    rate, lambda each: highest_rate(each, trace_at, slo_target), deployment, error, worst=0.0
+                )
+            }
+            if needed is not None:
+                figures["gpus_needed"] = with_error(
+                    needed, lambda each: gpus_needed(each, requests, slo_target), deployment, error
+                )
         found: dict[str, Any] = {
             "slo_target": slo_target,
             "gpus": gpus,
@@ -172,9 +190,14 @@ def simulate(
             "gpus_needed": None if needed is None else int(needed.value),
             "attainment_with_gpus_needed": None if needed is None else needed.attainment,
             "tried_gpus": None if needed is None else _tried(needed, "gpus"),
+            "error_of_steps": None if error is None else asdict(error),
             "config": config,
         }
-        out.data(found, table=lambda: search_table(found).to_rich(), file=output_file)
+        out.data(write_figures(found, figures), table=lambda: search_table(found).to_rich(), file=output_file)
+        if error is None:
+            out.note(
+                "How far the simulator is off is not known: psctl bench slo --on both measures it (--calibration)."
+            )
         return
 
     require_places(target.workspace)

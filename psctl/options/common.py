@@ -49,6 +49,10 @@ StageTimesRun = Annotated[
         file_okay=False,
     ),
 ]
+CalibrationFile = Annotated[
+    Path | None,
+    flag("--calibration", "Simulator: calibration.json of a sweep with --on both.", metavar="FILE", dir_okay=False),
+]
 Gpus = Annotated[int, flag("--gpus", "GPUs that serve in data parallel, all alike.", min=1, max=4096)]
 
 

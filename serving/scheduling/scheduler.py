@@ -55,7 +55,7 @@ class Scheduler:
 
     Attributes:
         batch: resolutions of the active requests, sorted.
-        has_changed: whether the batch is another than in the last step.
+        changed: resolutions of which a request has joined the batch or left it since the last step.
         num_steps: steps that were taken.
         num_prepared, max_prepared: prepared requests that still have steps to take, now and at the most.
         pixel_steps: what is still to be denoised: pixels times remaining steps, over all requests.
@@ -77,7 +77,7 @@ class Scheduler:
         if policy.requires_predictor:
             require_predictor(policy, predictor)
         self.batch: list[Resolution] = []
-        self.has_changed = False
+        self.changed: set[Resolution] = set()
         self.num_steps = self.num_prepared = self.max_prepared = self.pixel_steps = 0
         self._policy = policy
         self._predictor = predictor
@@ -248,7 +248,7 @@ class Scheduler:
         """
         self.num_steps += 1
         self.pixel_steps -= self._batch_pixels
-        self.has_changed = False
+        self.changed.clear()
         self._has_news = True
         # A step that failed is repeated in parts, so how long it took says nothing about other steps.
         if self._learner is not None and not failures:
@@ -327,7 +327,7 @@ class Scheduler:
         self._active.append(state)
         self._batch_pixels += state.request.resolution.pixels
         insort(self.batch, state.request.resolution)
-        self.has_changed = True
+        self.changed.add(state.request.resolution)
 
     def _stop_waiting(self, request_id: int) -> None:
         self._waiting.remove(request_id)
@@ -352,7 +352,7 @@ class Scheduler:
             self.batch.remove(resolution)
             self._batch_pixels -= resolution.pixels
             self._next_leave = min((one.first_step + one.num_iterations for one in self._active), default=0)
-            self.has_changed = True
+            self.changed.add(resolution)
 
     def _pixel_steps_of(self, state: RequestState) -> int:
         steps_done = self.num_steps - state.first_step if state.stage == "active" else 0

@@ -20,8 +20,8 @@ from ..scheduling.scheduler import Scheduler
 from ..scheduling.step_latency import MemoisedLatency
 from .distrifusion import DistriFusionLatency
 from .stage_times import StageTimes
-from .step_durations import StepDurations
-from .worker import PREPARED, SimulatedWorker, SimulationClock
+from .step_durations import ProfiledSteps, StepDurations
+from .worker import SimulatedWorker, SimulationClock
 
 
 @dataclass(slots=True)
@@ -91,16 +91,11 @@ def simulate(
     require_counts({"number of GPUs": num_gpus})
     # One that learns changes, so that nothing it says is remembered.
     latency = predictor if isinstance(predictor, LearningPredictor) else MemoisedLatency(predictor)
-    if durations is None:
-        durations = StepDurations(latency)
-    else:
-        first = None if durations.first is None else MemoisedLatency(durations.first)
-        durations = replace(durations, steady=MemoisedLatency(durations.steady), first=first)
+    durations = durations or StepDurations(ProfiledSteps(latency))
     num_workers = num_gpus
     if spans_gpus:
         latency, num_workers = MemoisedLatency(DistriFusionLatency(predictor, num_gpus)), 1
-        steady = MemoisedLatency(DistriFusionLatency(durations.steady, num_gpus))
-        durations = replace(durations, steady=steady, first=None)
+        durations = replace(durations, steps=ProfiledSteps(DistriFusionLatency(durations.steps.told, num_gpus)))
     clock = SimulationClock(durations, times or StageTimes(), on_finish)
     workers = [
         SimulatedWorker(
@@ -138,9 +133,9 @@ def simulate(
             touched.add(worker.index)
             place += 1
         while events and events[0][0] <= now_s:
-            _, kind, index, request_id = heappop(events)
-            (workers[index].prepared if kind == PREPARED else workers[index].stepped)(request_id, now_s)
-            touched.add(index)
+            _, what, index, number = heappop(events)
+            if workers[index].happened(what, number, now_s):
+                touched.add(index)
         for index in sorted(touched):
             workers[index].proceed(now_s)
     return SimulationResult(

@@ -1,25 +1,30 @@
-"""One GPU of the simulator: a scheduler whose stages take virtual time. `simulate` hands it the events of the clock."""
+"""One GPU of the simulator: a scheduler whose stages take virtual time. `simulate` hands it the events of the clock.
+
+Stages that work at the same time share the processor: each then runs at 1 / (1 + the sum of its slowdowns by the
+others) of its speed, and whenever one begins or ends, the ends of the others move.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappush
 
 from ...data.requests import Request
-from ..core.request_state import RequestRecord
+from ..core.request_state import RequestRecord, RequestState
 from ..core.step_row import StepRow
 from ..scheduling.scheduler import Scheduler
 from .stage_times import StageTimes
-from .step_durations import StepDurations
+from .step_durations import DECODE, PREPARE, STEP, UNDISTURBED, StepDurations
 
-# What happens to a worker. At equal times all of it happens before the worker continues.
-PREPARED, STEPPED = 0, 1
+BETWEEN = 3
+"""The event that follows a step: the time between steps is over. The others are the ends of stages."""
 
 
 @dataclass(slots=True)
 class SimulationClock:
     """The events to come, and what all workers share: the arguments of `simulate` and parts of its result.
 
-    `events` is a heap of (time, what happens, index of the worker, id of the request or -1).
+    `events` is a heap of (time, what ends, index of the worker, number of the event). At equal times all of them happen
+    before the workers continue.
     """
 
     durations: StepDurations
@@ -27,8 +32,15 @@ class SimulationClock:
     on_finish: Callable[[RequestRecord], None] | None
     events: list[tuple[float, int, int, int]] = field(default_factory=list)
     records: list[RequestRecord] = field(default_factory=list)
+    num_events: int = 0
     num_decisions: int = 0
     decision_s: float = 0.0
+
+    def push(self, time_s: float, what: int, index: int) -> int:
+        """Add an event; return its number."""
+        self.num_events += 1
+        heappush(self.events, (time_s, what, index, self.num_events))
+        return self.num_events
 
     def close(self, record: RequestRecord) -> None:
         """Keep a record that is final."""
@@ -40,6 +52,20 @@ class SimulationClock:
         """Count a decision of the policy."""
         self.num_decisions += 1
         self.decision_s += decision_s
+
+
+@dataclass(slots=True)
+class _Work:
+    """What a stage is at: `left_s` seconds of work at `since_s`, of which each takes `factor` seconds; `duration_s` in
+    all, and `event` is its end."""
+
+    request_id: int
+    start_s: float
+    left_s: float
+    since_s: float
+    factor: float
+    duration_s: float
+    event: int
 
 
 class SimulatedWorker:
@@ -59,61 +85,97 @@ class SimulatedWorker:
         self.busy_s = 0.0
         self._clock = clock
         self._keep_steps = keep_steps
-        self._is_stepping = False
-        # Until when the stages beside the steps are busy; the end of the current step; what it lost to preparing that
-        # began meanwhile, which the next step makes up for.
-        self._decoder_free_s = self._preparer_free_s = 0.0
-        self._step_s = self._step_end_s = self._late_s = 0.0
+        self._works: list[_Work | None] = [None, None, None]
+        self._is_between = False
+        self._num_waiting = 0
+        # Denoised requests that are not decoded yet, in order; the first is being decoded.
+        self._decoding: dict[int, RequestState] = {}
 
     def arrive(self, request: Request, standalone_s: float | None, now_s: float) -> None:
         """A request was sent here."""
         self.scheduler.add(request, standalone_s)
         self._prepare_next(now_s)
 
-    def prepared(self, request_id: int, now_s: float) -> None:
-        """The prepare stage is done with a request."""
-        self.scheduler.prepared(request_id, now_s)
-        self._prepare_next(now_s)
-
-    def stepped(self, _: int, now_s: float) -> None:
-        """The time of a step and what follows it are over: requests that have taken their last step are decoded."""
-        scheduler, clock = self.scheduler, self._clock
-        self._is_stepping = False
-        for state in scheduler.stepped(self._step_end_s, self._step_s):
-            decode_s = clock.times.postprocess_of(state.request.resolution)
-            self._decoder_free_s = max(self._step_end_s, self._decoder_free_s) + decode_s
-            scheduler.end(state.request.request_id, "completed", self._decoder_free_s)
-            clock.close(state.record)
-        if not scheduler.active:
-            self._late_s = 0.0
+    def happened(self, what: int, number: int, now_s: float) -> bool:
+        """An event of the clock; returns whether it still counts, as ends of stages may have moved since."""
+        if what == BETWEEN:
+            self._is_between = False
+            return True
+        work = self._works[what]
+        if work is None or work.event != number:
+            return False
+        self._works[what] = None
+        self._share(now_s)
+        if what == PREPARE:
+            self.scheduler.prepared(work.request_id, now_s)
+            self._prepare_next(now_s)
+        elif what == DECODE:
+            state = self._decoding.pop(work.request_id)
+            self.scheduler.end(work.request_id, "completed", now_s)
+            self._clock.close(state.record)
+            self._decode_next(now_s)
+        else:
+            self._stepped(work, now_s)
+        return True
 
     def proceed(self, now_s: float) -> None:
         """Ask the policy and start a step, unless one is running."""
-        if self._is_stepping:
+        if self._is_between or self._works[STEP] is not None:
             return
         scheduler, clock = self.scheduler, self._clock
         for state in scheduler.decide(now_s):
             clock.close(state.record)
         self._prepare_next(now_s)
-        if not scheduler.can_step:
-            return
-        durations, batch = clock.durations, scheduler.batch
-        step_s = durations.undisturbed_s(batch, is_first=scheduler.has_changed) + self._late_s
-        step_s = durations.stretched_s(step_s, self._preparer_free_s - now_s, self._decoder_free_s - now_s)
-        self._is_stepping, self._late_s = True, 0.0
-        self._step_s, self._step_end_s = step_s, now_s + step_s
-        self.busy_s += step_s
-        heappush(clock.events, (now_s + step_s + durations.between_s, STEPPED, self.index, -1))
+        if scheduler.can_step:
+            self._num_waiting = scheduler.num_waiting
+            self._begin(STEP, -1, clock.durations.undisturbed_s(scheduler.batch, scheduler.changed), now_s)
+
+    def _stepped(self, work: _Work, now_s: float) -> None:
+        """A step is over: requests that have taken their last one are decoded."""
+        scheduler, clock = self.scheduler, self._clock
+        self.busy_s += work.duration_s
         if self._keep_steps:
-            self.rows.append(StepRow.of(scheduler.num_steps, now_s, step_s, batch, scheduler.num_waiting))
+            row = (scheduler.num_steps, work.start_s, work.duration_s, scheduler.batch, self._num_waiting)
+            self.rows.append(StepRow.of(*row))
+        for state in scheduler.stepped(now_s, work.duration_s):
+            self._decoding[state.request.request_id] = state
+        self._decode_next(now_s)
+        if clock.durations.between_s:
+            self._is_between = True
+            clock.push(now_s + clock.durations.between_s, BETWEEN, self.index)
 
     def _prepare_next(self, now_s: float) -> None:
         state = self.scheduler.next_to_prepare(now_s)
-        if state is None:
+        if state is not None:
+            request = state.request
+            self._begin(PREPARE, request.request_id, self._clock.times.prepare_of(request.resolution), now_s)
+
+    def _decode_next(self, now_s: float) -> None:
+        if self._decoding and self._works[DECODE] is None:
+            request_id, state = next(iter(self._decoding.items()))
+            self._begin(DECODE, request_id, self._clock.times.postprocess_of(state.request.resolution), now_s)
+
+    def _begin(self, stage: int, request_id: int, work_s: float, now_s: float) -> None:
+        """Let a stage work for what takes it `work_s` seconds alone."""
+        event = self._clock.push(now_s + work_s, stage, self.index)
+        self._works[stage] = _Work(request_id, now_s, work_s, now_s, 1.0, work_s, event)
+        self._share(now_s)
+
+    def _share(self, now_s: float) -> None:
+        """Share the processor anew: the stages that work now are not those that did."""
+        if self._clock.durations.slowdown == UNDISTURBED:
             return
-        prepare_s = self._clock.times.prepare_of(state.request.resolution)
-        self._preparer_free_s = now_s + prepare_s
-        if self._is_stepping and now_s < self._step_end_s:
-            beside_s = min(self._preparer_free_s, self._step_end_s) - now_s
-            self._late_s += self._clock.durations.lost_s(beside_s)
-        heappush(self._clock.events, (now_s + prepare_s, PREPARED, self.index, state.request.request_id))
+        for stage, work in enumerate(self._works):
+            if work is None:
+                continue
+            factor, slowdown = 1.0, self._clock.durations.slowdown[stage]
+            for other, beside in enumerate(self._works):
+                if beside is not None and other != stage:
+                    factor += slowdown[other]
+            if factor == work.factor:
+                continue
+            # The event may be due at this very moment, give or take a rounding error.
+            work.left_s = max(0.0, work.left_s - (now_s - work.since_s) / work.factor)
+            work.since_s, work.factor = now_s, factor
+            work.duration_s = (now_s - work.start_s) + work.left_s * factor
+            work.event = self._clock.push(now_s + work.left_s * factor, stage, self.index)

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import pytest
 from patchedserve.data.errors import RunError, UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
+from patchedserve.data.tables.latency import LatencyRow, LatencyTable, write_latencies
 from patchedserve.data.tables.schemas import RECORDS, STEPS, read_rows
 from patchedserve.data.traces.traces import TraceConfig, generate_trace
+from patchedserve.profiling.runs.calibration import Calibration
 from patchedserve.profiling.runs.planning import at_rate, gpus_needed, highest_rate
-from patchedserve.profiling.runs.simulate import Deployment, load_step_file
+from patchedserve.profiling.runs.simulate import Deployment, SimulatedEngine, load_step_file
 from patchedserve.psctl.app import main
 from patchedserve.serving.scheduling.systems import get_system
-from patchedserve.serving.simulator.stage_times import StageTimes
 
 S, L = Resolution(128, 128), Resolution(256, 256)
 TABLE = "combination,ms\n128x128,20\n256x256,30\n128x128 + 256x256,40\n8*128x128 + 8*256x256,200\n"
@@ -222,9 +224,58 @@ def test_infeasible_target_is_one_line(folder: Path, capsys: pytest.CaptureFixtu
 
 
 def deployment(folder: Path, system: str = "patchedserve", **fields: Any) -> Deployment:
-    return Deployment(
-        get_system(system, is_simulated=True), load_step_file(folder / "table.csv").steady, StageTimes(), **fields
+    chosen = get_system(system, is_simulated=True)
+    return Deployment(chosen, SimulatedEngine.of(load_step_file(folder / "table.csv").of(chosen.engine)), **fields)
+
+
+def test_a_search_tells_how_far_it_may_be_off(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = folder / "slo-1"
+    (sweep / "tables" / "patched").mkdir(parents=True)
+    rows = tuple(
+        LatencyRow({size: count for size, count in ((S, small), (L, large)) if count}, (20.0 + 9 * small + 12 * large,))
+        for small, large in _COUNTS
     )
+    write_latencies(sweep / "tables" / "patched" / "latency-1.parquet", LatencyTable(rows))
+    calibration = Calibration({"128x128": 0.001}, {"128x128": 0.01}, {1: 1.0, 8: 1.2}, ratios=(0.9, 1.0, 1.1))
+    (sweep / "calibration.json").write_text(json.dumps({"patched": asdict(calibration)}))
+    base = ("--num-inference-steps", "10", "--num-prompts", "100", "--slo-target", "0.9", "--gpus", "2", "--json")
+    asked = (*base, "--calibration", str(sweep / "calibration.json"), "--request-rate", "40")
+    found = summary_of(simulate(capsys, *asked, "--quiet"))
+    # Student's: 1 +- 4.303 x 0.1 x sqrt(1 + 1/3), so that steps last from half to one and a half times as long.
+    error = found["error_of_steps"]
+    assert (error["num"], error["source"]) == (3, "calibration")
+    assert (error["low"], error["high"]) == pytest.approx((1 - 0.4968, 1 + 0.4968), abs=1e-4)
+    rate, gpus = (found["figures"][name] for name in ("highest_request_rate", "gpus_needed"))
+    assert rate["value"] == found["highest_request_rate"]
+    assert gpus["value"] == found["gpus_needed"]
+    # Steps are most of it, and the batch is bounded by its deadlines: roughly inversely.
+    assert rate["value"] * 0.4 < rate["low"] < rate["value"] * 0.8
+    assert rate["value"] * 1.5 < rate["high"] < rate["value"] * 3
+    assert gpus["low"] < gpus["value"] < gpus["high"]
+    # A comparison with the engine tells more; that of the other engine tells nothing.
+    compared = [("patchedserve", -0.02), ("patched-fcfs", 0.02), ("bucketed", 0.5)]
+    agreed = {"rows": [{"policy": name, "step_difference": off} for name, off in compared]}
+    (sweep / "result.json").write_text(json.dumps({"agreement": agreed}))
+    surer = summary_of(simulate(capsys, *asked, "--quiet"))
+    assert (surer["error_of_steps"]["num"], surer["error_of_steps"]["source"]) == (2, "comparison")
+    code, out, _ = simulate(capsys, *asked[: asked.index("--json")], *asked[asked.index("--json") + 1 :])
+    assert code == 0
+    assert f"({surer['figures']['highest_request_rate']['low']:.3g} to " in out
+    # Without a calibration there is no interval, and that is said.
+    code, out, err = simulate(capsys, *base, "--latency", "table.csv")
+    assert code == 0
+    assert json.loads(out)["figures"]["highest_request_rate"]["low"] is None
+    assert "is not known: psctl bench slo --on both" in " ".join(err.split())
+    for more, message in (
+        (("--prepare-ms", "1"), "--calibration brings the times of the stages"),
+        (("--system", "bucketed"), "has no calibration of the plain engine, but of patched"),
+    ):
+        code, _, err = simulate(capsys, *asked, *more)
+        assert code == 2
+        assert message in err
+
+
+_COUNTS = [(1, 0), (0, 1), (1, 1), (2, 0), (0, 2), (4, 4), (8, 8), (16, 0), (0, 16)]
 
 
 def trace_at(rate: float) -> Sequence[Request]:

@@ -2,25 +2,27 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal
+from statistics import fmean
+from typing import Any, Literal
 
 import pytest
 
 from patchedserve.data.errors import RunError, UsageError
+from patchedserve.data.parsing import parse
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.data.tables.latency import LatencyRow, LatencyTable, write_latencies
 from patchedserve.data.traces.traces import TraceConfig, assign_slos, generate_trace
-from patchedserve.profiling.runs.calibration import Calibration, calibrate, step_sources
-from patchedserve.profiling.runs.simulate import Deployment, SimulatedEngine, load_step_file
+from patchedserve.profiling.runs.calibration import Calibration, ServedRun, calibrate, step_sources
+from patchedserve.profiling.runs.simulate import Deployment, SimulatedEngine, StepFile, load_step_file
 from patchedserve.profiling.sweep.simulator_side import read_calibrations
 from patchedserve.serving.scheduling.policies import get_policy
 from patchedserve.serving.scheduling.systems import get_system
 from patchedserve.serving.simulator.simulator import SimulationResult, simulate
 from patchedserve.serving.simulator.stage_times import StageTimes
-from patchedserve.serving.simulator.step_durations import StepDurations
+from patchedserve.serving.simulator.step_durations import ProfiledSteps, Slowdown, StepDurations
 from patchedserve.training.latency.online_correction import OnlineCorrection
 
 S, L = Resolution(128, 128), Resolution(256, 256)
@@ -42,50 +44,53 @@ class Unit:
         return 1.0
 
 
+UNIT = ProfiledSteps(Unit())
+
+
 def request(request_id: int, arrival_s: float = 0.0, steps: int = 2, size: Resolution = S) -> Request:
     return Request(request_id, "", size, steps, arrival_s=arrival_s)
 
 
-def serve(durations: StepDurations, rate: float = 2.0, count: int = 60, policy: str = "continuous") -> SimulationResult:
-    config = TraceConfig(request_rate=rate, num_prompts=count, num_inference_steps=10, resolutions=(S, L))
-    requests = assign_slos(generate_trace(config, ["a"]), lambda request: 0.5, 5.0)
-    return simulate(requests, get_policy(policy), Steps(), times=TIMES, durations=durations, keep_steps=True)
+def serve(
+    durations: StepDurations, rate: float, count: int = 60, seed: int = 0, times: StageTimes = TIMES
+) -> SimulationResult:
+    config = TraceConfig(request_rate=rate, num_prompts=count, num_inference_steps=10, resolutions=(S, L), seed=seed)
+    requests = generate_trace(config, ["a"])
+    return simulate(requests, get_policy("continuous"), Steps(), times=times, durations=durations, keep_steps=True)
 
 
-def test_a_step_beside_busy_stages() -> None:
-    durations = StepDurations(Unit(), slowdown=1.0)
-    assert durations.stretched_s(1.0) == 1.0
-    assert durations.stretched_s(1.0, -5.0, 0.0) == 1.0
-    # Half speed all the time.
-    assert durations.stretched_s(1.0, 10.0) == 2.0
-    # Half speed for 0.5 s, which does 0.25 of it.
-    assert durations.stretched_s(1.0, 0.5) == pytest.approx(1.25)
-    # A third of the speed for 0.6 s (0.2 done), half of it until 1 s (0.2 done), then 0.6 s alone.
-    assert durations.stretched_s(1.0, 1.0, 0.6) == pytest.approx(1.6)
-    assert durations.lost_s(0.5) == 0.25
-    assert StepDurations(Unit()).stretched_s(1.0, 10.0) == 1.0
+def test_scales_are_on_straight_lines_between_batch_sizes() -> None:
+    durations = StepDurations(UNIT, {2: 1.0, 6: 2.0})
+    assert [durations.undisturbed_s((S,) * count) for count in (1, 2, 3, 6, 9)] == [1.0, 1.0, 1.25, 2.0, 2.0]
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
-    [({"scale": 0.0}, "scale"), ({"between_s": -1.0}, "between"), ({"slowdown": 99.0}, "slowdown is 99")],
+    [
+        ({"scales": {1: 0.0}}, "scale of step durations is 0"),
+        ({"scales": {}}, "rising batch sizes"),
+        ({"scales": {4: 1.0, 2: 1.0}}, "rising batch sizes"),
+        ({"first_scale": -1.0}, "first_scale is -1"),
+        ({"between_s": -1.0}, "between_s is -1"),
+        ({"slowdown": ((0, 99, 0), (0, 0, 0), (0, 0, 0))}, "slowdown is 99"),
+    ],
 )
-def test_durations_are_checked(fields: dict[str, float], message: str) -> None:
+def test_durations_are_checked(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        StepDurations(Unit(), **fields)  # type: ignore[arg-type]
+        StepDurations(UNIT, **fields)
 
 
 def test_first_steps_and_gaps_by_hand() -> None:
     # Alone: a first step of 3 s, one of 1 s. The second arrives at 0.5 and joins at 3.25: again a first step, in which
     # the first request ends; the batch has changed, so that the second's last step is a first one, too.
-    durations = StepDurations(Unit(), first=_Three(), between_s=0.25)
+    durations = StepDurations(ProfiledSteps(Unit(), _Three()), between_s=0.25)
     result = simulate(
         [request(0), request(1, 0.5)], get_policy("continuous"), Unit(), durations=durations, keep_steps=True
     )
     assert [(row.start_s, row.duration_s) for row in result.steps] == [(0.0, 3.0), (3.25, 3.0), (6.5, 3.0)]
     assert [record.denoise_end_s for record in result.records] == [6.25, 9.5]
     # Nobody joins or leaves: the second and third are steady ones; all of it twice as long.
-    slow = StepDurations(Unit(), first=_Three(), scale=2.0)
+    slow = StepDurations(ProfiledSteps(Unit(), _Three()), {1: 2.0}, first_scale=2.0)
     alone = simulate([request(0, steps=3)], get_policy("fcfs"), Unit(), durations=slow, keep_steps=True)
     assert [row.duration_s for row in alone.steps] == [6.0, 2.0, 2.0]
 
@@ -95,19 +100,33 @@ class _Three:
         return 3.0
 
 
-def test_stages_slow_the_steps_by_hand() -> None:
-    # The second request is prepared from 0.5 to 0.9 beside the first's first step, which began before and cannot know:
-    # the 0.2 s that it costs are made up for by the next step. From 2.2 to 3.2 the first image is decoded: 0.5 of the
-    # second's step are done in it, the other half alone.
-    durations = StepDurations(Unit(), slowdown=1.0)
-    times = StageTimes({S: 0.0}, {S: 1.0})
+def test_stages_share_the_processor_by_hand() -> None:
     requests = [request(0), request(1, 0.5, steps=3)]
-    plain = simulate(requests, get_policy("continuous"), Unit(), durations=durations, times=times, keep_steps=True)
-    assert [row.duration_s for row in plain.steps] == pytest.approx([1.0, 1.0, 1.5, 1.0])
-    times = StageTimes({S: 0.4}, {S: 1.0})
-    late = simulate(requests, get_policy("continuous"), Unit(), durations=durations, times=times, keep_steps=True)
-    assert [row.start_s for row in late.steps][:2] == pytest.approx([0.4, 1.4])
-    assert [row.duration_s for row in late.steps] == pytest.approx([1.0, 1.2, 1.5, 1.0])
+
+    def ends(prepare_s: float, slowdown: Slowdown) -> tuple[list[float], list[float | None]]:
+        durations, times = StepDurations(UNIT, slowdown=slowdown), StageTimes({S: prepare_s}, {S: 1.0})
+        result = simulate(requests, get_policy("continuous"), Unit(), durations=durations, times=times, keep_steps=True)
+        return [row.duration_s for row in result.steps], [record.finish_s for record in result.records]
+
+    # The first image is decoded from 2 to 3 beside the third step, which has done half by then; the other half alone.
+    assert ends(0.0, ((0, 0, 0), (0, 0, 1), (0, 0, 0))) == ([1.0, 1.0, 1.5, 1.0], [3.0, 5.5])
+    # Decoding is slowed as well, so that both take twice as long.
+    assert ends(0.0, ((0, 0, 0), (0, 0, 1), (0, 1, 0))) == ([1.0, 1.0, 2.0, 1.0], [4.0, 6.0])
+    # The second is prepared from 0.5 on, beside the first's first step (from 0.4): 0.4 s take 0.8 s, until 1.3. That
+    # step has done 0.1 before and 0.4 meanwhile, and ends at 1.8; decoding, from 2.8 on, slows nothing.
+    steps, finished = ends(0.4, ((0, 1, 0), (1, 0, 0), (0, 0, 0)))
+    assert steps == pytest.approx([1.4, 1.0, 1.0, 1.0])
+    assert finished == pytest.approx([3.8, 5.8])
+    # All three at once add up: from 1 to 2 two prepare and step, then decoding joins them.
+    slow = ((0.0, 0.5, 0.25), (1.0, 0.0, 2.0), (0.0, 0.0, 0.0))
+    durations, times = StepDurations(UNIT, slowdown=slow), StageTimes({S: 0.0, L: 3.0}, {S: 1.0, L: 1.0})
+    requests = [request(0, steps=1), request(1, steps=4), request(2, 0.0, size=L)]
+    result = simulate(requests, get_policy("continuous"), Unit(), durations=durations, times=times, keep_steps=True)
+    # The first step beside preparing lasts until 2, by when 2 / 1.5 of 3 s are prepared. Decoding until 3 leaves a
+    # quarter of the second step, and 1 / 1.75 more is prepared. It ends at 4.5 beside preparing.
+    assert [row.duration_s for row in result.steps][:2] == pytest.approx([2.0, 2.5])
+    assert result.records[0].finish_s == pytest.approx(3.0)
+    assert result.records[2].prepare_end_s == pytest.approx(3.0 + 1.5 * (3.0 - 2.0 / 1.5 - 1.0 / 1.75))
 
 
 def test_deployments_know_first_steps(tmp_path: Path) -> None:
@@ -117,50 +136,97 @@ def test_deployments_know_first_steps(tmp_path: Path) -> None:
     assert load_step_file(tmp_path / "foreign.csv").first is None
 
     def latency_of(name: str, engine: Literal["patched", "plain"]) -> float | None:
-        steady, first, _ = load_step_file(tmp_path / name)
         system = get_system("diffusers-fcfs").overridden(engine=engine)
-        deployment = Deployment(system, steady, StageTimes(), first=first)
+        deployment = Deployment(system, SimulatedEngine.of(load_step_file(tmp_path / name).of(engine)))
         return deployment.run([request(0, steps=4)])[1].records[0].latency_s
 
     assert latency_of("foreign.csv", "patched") == pytest.approx(0.040)
     assert latency_of("own.parquet", "patched") == pytest.approx(0.060)
-    assert latency_of("own.parquet", "plain") == pytest.approx(0.040)
+    assert latency_of("own.parquet", "plain") == pytest.approx(0.060)
 
 
-def test_calibration_finds_what_was_put_in() -> None:
-    table, first = Steps(), Steps(1.5)
-    truth = StepDurations(table, first, scale=1.2, between_s=0.002, slowdown=0.8)
-    result = serve(truth)
-    found = calibrate(result.records, result.steps, table, first)
-    assert found.between_s == pytest.approx(0.002, rel=0.02)
-    assert found.scale == pytest.approx(1.2, rel=0.02)
-    # Preparing that begins in the middle of a step is paid for by the next one, which blurs it a little.
-    assert found.slowdown == pytest.approx(0.8, rel=0.15)
-    assert found.prepare_s == pytest.approx({"128x128": 0.004, "256x256": 0.004})
-    assert found.postprocess_s == pytest.approx({"128x128": 0.03, "256x256": 0.09})
-    assert found.error < 0.05
-    assert 1.2 - 1e-9 < found.told_scale < 1.9
-    # Without knowing of first steps and stages it must blame the scale.
-    assert calibrate(result.records, result.steps, table, None).scale > 1.25
-    again = Calibration.from_json(json.loads(json.dumps(asdict(found))), "x")
-    assert again == found
-    # What follows simulates as the truth did.
-    other = serve(again.durations(table, first), rate=3.0)
-    real = serve(truth, rate=3.0)
-    means = [sum(record.latency_s or 0 for record in each.records) for each in (real, other)]
-    assert means[1] == pytest.approx(means[0], rel=0.03)
+@pytest.mark.parametrize("by_resolution", [False, True])
+def test_calibration_finds_what_was_put_in(by_resolution: bool) -> None:
+    # The latencies of the plain engine are asked about one resolution only, and their constant counts for each.
+    steps = ProfiledSteps(Steps(), Steps(1.5), by_resolution=by_resolution)
+    slowdown: Slowdown = ((0.0, 0.6, 0.0), (0.5, 0.0, 0.8), (0.0, 0.7, 0.0))
+    truth = StepDurations(steps, {1: 1.1, 16: 1.4}, 0.6, 0.002, slowdown)
+    # From next to nobody to all at once, as calibrations are.
+    results = [serve(truth, rate, count) for rate, count in ((0.7, 40), (2.0, 80), (20.0, 120))]
+    found = calibrate([ServedRun(result.records, result.steps) for result in results], steps)
+    assert found.between_s == pytest.approx(0.002, rel=1e-6)
+    assert found.first_scale == pytest.approx(0.6, rel=0.02)
+    durations = found.durations(steps)
+    for size in (1, 4, 8, 16):
+        assert durations.scale_of(size) == pytest.approx(truth.scale_of(size), rel=0.01)
+    for row, expected in zip(found.slowdown, slowdown, strict=True):
+        assert row == pytest.approx(expected, rel=0.05, abs=0.05)
+    assert found.prepare_s == pytest.approx({"128x128": 0.004, "256x256": 0.004}, rel=0.02)
+    assert found.postprocess_s == pytest.approx({"128x128": 0.03, "256x256": 0.09}, rel=0.02)
+    assert found.error < 0.01
+    assert found.ratios == pytest.approx([1.0] * 3, rel=0.01)
+    assert parse(Calibration, json.loads(json.dumps(asdict(found))), "x") == found
+    # What follows simulates as the truth did, at every rate.
+    for rate in (1.0, 3.0, 6.0):
+        real, other = serve(truth, rate, seed=1), serve(found.durations(steps), rate, seed=1, times=found.times)
+        means = [fmean(record.latency_s or 0 for record in each.records) for each in (real, other)]
+        assert means[1] == pytest.approx(means[0], rel=0.03)
+    # A process that was stopped for a minute counts as one slow step.
+    rows = [*results[1].steps[:-1], replace(results[1].steps[-1], duration_s=60.0)]
+    stopped = calibrate([ServedRun(results[1].records, rows)], steps).durations(steps)
+    assert stopped.scale_of(4) == pytest.approx(truth.scale_of(4), rel=0.1)
+    # Knowing nothing of first steps it must blame the scales.
+    blind = calibrate([ServedRun(result.records, result.steps) for result in results], ProfiledSteps(steps.told))
+    assert blind.durations(steps).scale_of(4) > 1.03 * truth.scale_of(4)
+
+
+def test_only_a_resolution_that_changed_takes_a_first_pass() -> None:
+    # L joins the running S: its pass alone is a first one. S leaves: L's stays as it was.
+    steps = ProfiledSteps(Steps(), Steps(1.5), by_resolution=True)
+    small, large = Steps().step_latency_s((S,)), Steps().step_latency_s((L,))
+    requests = [request(0, steps=3), request(1, 0.001, steps=4, size=L)]
+    durations = StepDurations(steps)
+    result = simulate(requests, get_policy("continuous"), Steps(), durations=durations, keep_steps=True)
+    seconds = [1.5 * small, small + 1.5 * large, small + large, large, large]
+    assert [row.duration_s for row in result.steps] == pytest.approx(seconds)
+    # Patches are packed anew for all of them.
+    mixed = Steps().step_latency_s((S, L))
+    durations = StepDurations(ProfiledSteps(Steps(), Steps(1.5)))
+    result = simulate(requests, get_policy("continuous"), Steps(), durations=durations, keep_steps=True)
+    seconds = [1.5 * small, 1.5 * mixed, mixed, 1.5 * large, large]
+    assert [row.duration_s for row in result.steps] == pytest.approx(seconds)
+
+
+def test_calibration_where_stages_were_never_alone() -> None:
+    # Steps without a pause and next to nothing of the rest: whatever cannot be told apart, the means stay.
+    steps = ProfiledSteps(Steps(), Steps(1.5))
+    truth = StepDurations(steps, slowdown=((0.0, 1.0, 0.0), (0.0, 0.0, 0.0), (0.0, 1.0, 0.0)))
+    requests = [request(index, steps=30 if index == 0 else 1) for index in range(6)]
+    result = simulate(requests, get_policy("continuous"), Steps(), times=TIMES, durations=truth, keep_steps=True)
+    run = ServedRun(result.records, result.steps)
+    found = calibrate([run], steps)
+    again = simulate(
+        requests,
+        get_policy("continuous"),
+        Steps(),
+        times=found.times,
+        durations=found.durations(steps),
+        keep_steps=True,
+    )
+    means = [fmean(record.latency_s or 0 for record in each.records) for each in (result, again)]
+    assert means[1] == pytest.approx(means[0], rel=0.05)
 
 
 def test_calibration_of_next_to_nothing() -> None:
     result = simulate([request(0)], get_policy("fcfs"), Steps(), keep_steps=True)
     with pytest.raises(RunError, match="took 2 steps, but at least 20"):
-        calibrate(result.records, result.steps, Steps(), None)
+        calibrate([ServedRun(result.records, result.steps)], ProfiledSteps(Steps()))
     with pytest.raises(RunError, match="no request was completed"):
-        calibrate([], [], Steps(), None)
+        calibrate([], ProfiledSteps(Steps()))
 
 
 def test_a_learning_predictor_is_told_every_step() -> None:
-    durations = StepDurations(Steps(), scale=2.0)
+    durations = StepDurations(ProfiledSteps(Steps()), {1: 2.0})
     config = TraceConfig(request_rate=2.0, num_prompts=80, num_inference_steps=10, resolutions=(S, L))
     requests = assign_slos(generate_trace(config, ["a"]), lambda request: 0.5, 3.0)
     correction = OnlineCorrection(Steps())
@@ -183,12 +249,14 @@ def test_plain_and_patch_engine_have_latencies_of_their_own() -> None:
             LatencyRow({S: 1, L: 1}, (22.0,), (30.0,)),
         )
     )
-    patched, plain = (SimulatedEngine.of(name, *step_sources(table)) for name in ("patched", "plain"))
-    assert patched.durations.undisturbed_s((S, L), is_first=False) == 0.022
-    assert patched.durations.undisturbed_s((S, L), is_first=True) == 0.03
-    # A pass for each resolution; nothing is packed.
-    assert plain.durations.undisturbed_s((S, L), is_first=True) == pytest.approx(0.03)
-    assert plain.told.step_latency_s((S, L)) == pytest.approx(0.03)
+    file = StepFile(*step_sources(table), None)
+    patched, plain = (SimulatedEngine.of(file.of(name)) for name in ("patched", "plain"))
+    assert patched.durations.undisturbed_s((S, L)) == 0.022
+    assert patched.durations.undisturbed_s((S, L), {S}) == 0.03
+    # A pass for each resolution, and only those that have changed are longer.
+    assert plain.durations.undisturbed_s((S, L)) == pytest.approx(0.03)
+    assert plain.durations.undisturbed_s((S, L), {S}) == pytest.approx(0.05)
+    assert plain.durations.steps.told.step_latency_s((S, L)) == pytest.approx(0.03)
     # A foreign table knows no first steps.
     assert step_sources(LatencyTable((LatencyRow({S: 1}, (10.0,)),)))[1] is None
 
@@ -198,11 +266,14 @@ def test_plain_and_patch_engine_have_latencies_of_their_own() -> None:
     [
         ("{", "is damaged"),
         ("{}", "names no engine"),
-        ('{"plain": {"scale": 1}}', "a calibration must have"),
-        (json.dumps({"plain": asdict(Calibration({"128x128": -1.0}, {}))}), "prepare_s of 128x128 is -1 s"),
-        (json.dumps({"plain": asdict(Calibration({"wide": 1.0}, {}))}), "resolution is 'wide'"),
-        (json.dumps({"plain": asdict(Calibration({}, {}, scale=0.0))}), "scale of step durations is 0"),
-        (json.dumps({"plain": asdict(Calibration({}, {})) | {"error": "x"}}), "is damaged"),
+        ('{"plain": {"scales": {"1": 1.0}}}', "plain: 'prepare_s' is missing"),
+        (
+            json.dumps({"plain": asdict(Calibration({}, {})) | {"prepare_s": {"128x128": -1.0}}}),
+            "prepare_s of 128x128 is -1 s",
+        ),
+        (json.dumps({"plain": asdict(Calibration({}, {})) | {"prepare_s": {"wide": 1.0}}}), "resolution is 'wide'"),
+        (json.dumps({"plain": asdict(Calibration({}, {})) | {"scales": {"1": 0.0}}}), "scale of step durations is 0"),
+        (json.dumps({"plain": asdict(Calibration({}, {})) | {"error": "x"}}), "error is 'x', but it must be a number"),
     ],
 )
 def test_damaged_calibrations_are_one_line(tmp_path: Path, content: str, message: str) -> None:

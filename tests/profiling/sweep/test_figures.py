@@ -134,8 +134,34 @@ def test_agreement_of_simulator_and_engine() -> None:
     assert (second["attainment_difference_points"], second["latency_difference"]) == pytest.approx((0.0, 0.25))
     assert found["max_attainment_difference_points"] == 25.0
     assert found["mean_latency_difference"] == pytest.approx((1 / 3 + 0.25) / 2)
+    # Neither says how large its batches were, nor what it could take.
+    assert (first["step_difference"], first["load"]) == (None, None)
     empty = agreement([run([1.0])])
     assert (empty["rows"], empty["max_latency_difference"]) == ([], None)
+
+
+def test_agreement_at_equal_batch_size_and_by_load() -> None:
+    steps: list[Any] = [
+        {"1": [10, 1.0], "4": [10, 2.0], "8": [5, 9.0]},
+        {"1": [1, 0.11], "4": [3, 0.66], "16": [9, 9.0]},
+    ]
+    runs = [
+        replace(run([1.0], rate=rate, engine=engine), figures={"steps_by_batch": own, "capacity_qps": 4.0})
+        for rate in (1.0, 3.7)
+        for engine, own in zip(("real", "simulator"), steps, strict=True)
+    ]
+    runs += [replace(run([1.3], rate=1.0, seed=1)), run([1.0], rate=1.0, seed=1, engine="simulator")]
+    found = agreement(runs)
+    # Ten steps each of 0.11 and 0.22 s against 3 s: those of 8 and 16 requests are on one side only.
+    assert [row["step_difference"] for row in found["rows"]] == pytest.approx([0.1, 0.1])
+    assert [row["load"] for row in found["rows"]] == [0.25, 0.925]
+    assert found["max_step_difference"] == pytest.approx(0.1)
+    assert found["max_latency_difference_below_saturation"] == pytest.approx(1 - 1 / 1.15)
+    assert found["max_latency_difference_near_saturation"] == 0
+    table = tables_of({"engines": {}, "agreement": found})[0]
+    assert table.rows[0][2] == "25%"
+    assert table.rows[0][-1] == "+10.0%"
+    assert "Below 90% of capacity mean latency is within 13.0%. From there on" in table.note
 
 
 def test_tables_say_bounds_and_lost_requests() -> None:

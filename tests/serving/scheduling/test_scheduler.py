@@ -83,9 +83,9 @@ def test_the_life_of_a_request() -> None:
     assert scheduler.prepared(3, 2.0) is state
     assert (state.stage, scheduler.is_due, scheduler.can_step) == ("joining", True, False)
     scheduler.decide(2.5)
-    assert (state.stage, scheduler.can_step, scheduler.batch, scheduler.has_changed) == ("active", True, [S], True)
+    assert (state.stage, scheduler.can_step, scheduler.batch, scheduler.changed) == ("active", True, [S], {S})
     assert scheduler.stepped(3.0, 0.5) == ()
-    assert (scheduler.has_changed, scheduler.pixel_steps, scheduler.num_prepared) == (False, S.pixels, 1)
+    assert (scheduler.changed, scheduler.pixel_steps, scheduler.num_prepared) == (set(), S.pixels, 1)
     assert scheduler.stepped(4.0, 1.0) == [state]
     assert (state.stage, scheduler.pixel_steps, scheduler.num_prepared, scheduler.batch) == ("decoding", 0, 0, [])
     assert scheduler.is_idle
