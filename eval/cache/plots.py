@@ -82,6 +82,6 @@ def _draw(
     """One figure against another: a line for each kind that was measured."""
     colours = series_colours(list(_KINDS), theme)
     for kind, marker in zip(kinds, "osD^", strict=False):
-        if points := sorted((row[x], row[y]) for row in rows if row["kind"] == kind):
+        if points := sorted((row[x], row[y]) for row in rows if row["kind"] == kind and row[x] is not None):
             line = {"color": colours[kind], "marker": marker, "markersize": 5, "label": _KINDS[kind]}
             ax.plot(*zip(*points, strict=True), **line)
