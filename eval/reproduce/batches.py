@@ -14,7 +14,7 @@ from ..cache.quality import QualityOptions
 from ..cache.sides import Setting, settings_of
 from ..metrics.judges import Judges
 from .lab import Lab, finish
-from .paper import Found, Statement
+from .paper import SDXL, Found, Statement
 
 _Settings = Mapping[str, Any]
 
@@ -106,12 +106,14 @@ def savings_of_patches_and_images(lab: Lab, settings: _Settings) -> Found:
         )
         for name in found
     ]
-    first, *_, last = found
-    text = f"saved patch by patch, {first} over {last} (of SDXL)"
-    statements.append(Statement(text, saved(first, "patch") - saved(last, "patch"), (), "points", 0))
-    times = [1 - found[name]["patch"]["image_ms"] / found[name]["off"]["image_ms"] for name in (first, last)]
-    text = f"time saved patch by patch, {last} over {first} (of SDXL)"
-    statements.append(Statement(text, 100 * (times[1] - times[0]), (), "points", 0))
+    if type(lab.model.pipe).__name__ == SDXL:
+        first, *_, last = found
+        less = saved(first, "patch") - saved(last, "patch")
+        times = [found[name]["patch"]["image_ms"] / found[name]["off"]["image_ms"] for name in (first, last)]
+        statements += [
+            Statement(f"saved patch by patch, {first} over {last}", less, unit="points", neutral=0),
+            Statement(f"time saved, {last} over {first}", 100 * (times[0] - times[1]), unit="points", neutral=0),
+        ]
     return Found({"threshold": threshold, "requests": size, "by_resolution": found}, statements)
 
 

@@ -1,8 +1,8 @@
 """A paper is a list of exhibits: figures and tables that are measured once, drawn, and kept beside the paper's numbers.
 
-An exhibit leaves two files in the folder of its model: `figure-5.json` (settings, what was measured, what the paper
-says of it) and the picture `figure-5.png`, of a table `table-1.md`. The JSON is written last: an exhibit that has
-one is finished, and is not measured again. No torch.
+An exhibit leaves in the folder of its model `figure-5.json` (settings, what was measured, what the paper says of it)
+and the pictures `figure-5.png` and `figure-5-dark.png`, of a table `table-1.md`. The JSON is written last: an exhibit
+that has one is finished, and is not measured again. No torch.
 """
 
 import time
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 RESULT_KIND = "psctl-reproduce"
 INDEX_FILE = "index.html"
+SDXL, SD3 = "StableDiffusionXLPipeline", "StableDiffusion3Pipeline"
+"""Classes of diffusers pipelines."""
 Unit = Literal["x", "points", "share", "score"]
 _FORMATS: Mapping[str, str] = {"x": "{:.2f}x", "points": "{:+.1f} points", "share": "{:.1%}", "score": "{:+.2f}"}
 
@@ -58,7 +60,7 @@ class Statement:
     def to_json(self) -> dict[str, Any]:
         """A mapping that JSON can hold, with the two sides as people read them."""
         shown = _FORMATS[self.unit].format
-        said = " to ".join(map(shown, self.paper)) or f"{'more' if self.is_more else 'less'} than {shown(self.neutral)}"
+        said = " to ".join(map(shown, self.paper)) or ("more" if self.is_more else "less")
         found = DASH if self.ours is None else shown(self.ours)
         return {**asdict(self), "agrees": self.agrees, "paper_text": said, "ours_text": found}
 
@@ -111,7 +113,7 @@ class Exhibit:
         """Whether it is of models with this class of pipeline."""
         return not self.pipelines or pipeline in self.pipelines
 
-    def picture(self, result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes:
+    def picture(self, result: Mapping[str, Any], theme: Theme) -> bytes:
         """The PNG of a figure."""
         return to_png(self.draw(result, theme))  # type: ignore[call-arg, arg-type]
 
@@ -244,7 +246,8 @@ def _measure(paper: Paper, exhibit: Exhibit, settings: Mapping[str, Any], lab: "
 
 def _write(exhibit: Exhibit, result: Mapping[str, Any], folder: Path) -> None:
     if exhibit.kind == "figure":
-        write_bytes(folder / f"{exhibit.key}.png", exhibit.picture(result))
+        for name, theme in ((f"{exhibit.key}.png", LIGHT), (f"{exhibit.key}-dark.png", DARK)):
+            write_bytes(folder / name, exhibit.picture(result, theme))
     else:
         text = "\n\n".join(table.to_markdown() for table in (exhibit.table(result), statements_table(result)))
         write_text(folder / f"{exhibit.key}.md", text + "\n")
@@ -269,8 +272,8 @@ def write_index(paper: Paper, folder: Path) -> Path:
             result, model = _read(path), path.parent.name
             plots, table = [], None
             if exhibit.kind == "figure":
-                drawn = {exhibit.key: (exhibit.picture(result, LIGHT), exhibit.picture(result, DARK))}
-                plots = plots_of(drawn, {exhibit.key: f"{exhibit.title}, {model}"}, drawn)
+                light, dark = ((path.parent / f"{exhibit.key}{end}").read_bytes() for end in (".png", "-dark.png"))
+                plots = plots_of({"": (light, dark)}, {"": f"{exhibit.title}, {model}"}, ("",))
             else:
                 table = exhibit.table(result)
             facts = result["circumstances"]["described"], f"measured in {seconds(result['wall_s'])}"

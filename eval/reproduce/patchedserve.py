@@ -9,10 +9,9 @@ from importlib import import_module
 from typing import Any
 
 from . import plots
-from .paper import Exhibit, Measure, Paper
+from .paper import SD3, SDXL, Exhibit, Measure, Paper
 
 _Settings = Mapping[str, Any]
-_SDXL, _SD3 = "StableDiffusionXLPipeline", "StableDiffusion3Pipeline"
 
 
 def _from(module: str, name: str, **given: Any) -> Measure:
@@ -113,7 +112,7 @@ PATCHEDSERVE = Paper(
                 quick={**_QUICK_SWEEP, **_QUICK_GPUS},
                 pipelines=(pipeline,),
             )
-            for number, name, pipeline in ((12, "SDXL", _SDXL), (13, "SD3", _SD3))
+            for number, name, pipeline in ((12, "SDXL", SDXL), (13, "SD3", SD3))
         ),
         Exhibit(
             "figure",

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 from ...data.tables.latency import TABLE_PATTERN
@@ -30,21 +31,21 @@ def served_on_one_gpu(lab: Lab, settings: _Settings) -> Found:
     own, others = _points(figures, "patchedserve"), _points(figures, "patched-fcfs")
     statements = [
         Statement(
-            "patchedserve over nirvana, mean of the rates",
+            "PatchedServe over NIRVANA, mean of the rates",
             mean["patchedserve"] - mean["nirvana"],
             (30.1,),
             unit="points",
             neutral=0,
         ),
-        Statement("patchedserve in time at the lowest rate", own[0], (0.99,), unit="share", neutral=0.985),
+        Statement("PatchedServe in time at the lowest rate", own[0], (0.99,), unit="share", neutral=0.99),
         Statement(
-            "patchedserve over patched-fcfs at the highest rate", 100 * (own[-1] - others[-1]), unit="points", neutral=0
+            "PatchedServe over PatchedCache at the highest rate", 100 * (own[-1] - others[-1]), unit="points", neutral=0
         ),
     ]
     held = {each["policy"]: each["held_rates"] for each in figures["policies"]}
     for target, said in zip(TARGETS, (1.5, 1.12, 1.1), strict=True):
         rate, base = (HeldRate(**_only(held[name][f"{target:.2f}"])) for name in ("patchedserve", "patched-fcfs"))
-        text = f"rate with {target:.0%} in time, patchedserve against patched-fcfs"
+        text = f"rate with {target:.0%} in time, PatchedServe against PatchedCache"
         statements.append(Statement(text, ratio(rate, base)["value"], (said,)))
     return Found(_served_json(result), statements)
 
@@ -56,13 +57,14 @@ def served_on_many_gpus(lab: Lab, settings: _Settings) -> Found:
     they did on this machine in a run at the middle rate, which says as well how far the simulator is off.
     """
     rates = lab.rates(settings["shares"], _BATCH)
-    middle = rates[len(rates) // 2]
+    middle = median_low(rates)
     checked = _served(lab, settings, _SYSTEMS, [middle], 1)
     source = Path(checked["run_dir"])
     tables = [next((source / "tables" / name).glob(TABLE_PATTERN)) for name in ("patched", "plain")]
     files = SimulatorFiles(*tables, source / CALIBRATION_FILE)
     engines = files.engines(_BATCH, lab.on_warning)
-    ours: dict[str, Any] = {"agreement": checked["agreement"], "middle_rate": middle, "gpus": {}}
+    ours: dict[str, Any] = {"agreement": checked["agreement"], "middle_rate": middle, "served_in": str(source)}
+    ours["gpus"] = {}
     statements = []
     for num_gpus in settings["gpus"]:
         names = ("distrifusion-fcfs", *_SYSTEMS)
@@ -77,11 +79,11 @@ def served_on_many_gpus(lab: Lab, settings: _Settings) -> Found:
         mean = {each["policy"]: 100 * each["mean_attainment"] for each in figures["policies"]}
         best = max(mean[name] for name in names if name != "patchedserve")
         gain = mean["patchedserve"] - best
-        text = f"{num_gpus} GPUs: patchedserve over the best other, mean of the rates"
+        text = f"{num_gpus} GPUs: PatchedServe over the best other, mean of the rates"
         statements.append(Statement(text, gain, unit="points", neutral=0))
         nirvana, spanning = _points(figures, "nirvana"), _points(figures, "distrifusion-fcfs")
         for place, where, is_more in ((0, "lowest", False), (-1, "highest", True)):
-            text = f"{num_gpus} GPUs: nirvana over distrifusion at the {where} rate"
+            text = f"{num_gpus} GPUs: NIRVANA over DistriFusion at the {where} rate"
             difference = 100 * (nirvana[place] - spanning[place])
             statements.append(Statement(text, difference, unit="points", neutral=0, is_more=is_more))
     return Found(ours, statements)
