@@ -1,18 +1,21 @@
 """The requests of a batch as the cache sees them: their patches, and which of these must be computed at a step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from ..layout.packing import Packing
-from .active import ActiveRows
+from .active import ActiveRows, ActiveSet
 from .cells import CellTables, Integers, SlotTable
 from .rules import Booleans
 
-_KEPT_ROWS = 16
-"""Sets of rows whose index tables are kept while the batch lasts: the same requests come together every few steps."""
+_KEPT = 16
+"""Sets of rows, and masks, whose index tables are kept while the batch lasts: blocks share them, and some recur."""
+
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,8 @@ class PatchBatch:
         self.patch_of_cell: Integers = np.empty(self.tables.num_cells, np.int64)
         self.patch_of_cell[self.first_cell] = self.patch_of_cell[self.last_cell] = np.arange(self.num_patches)
         self._rows, self._counts = rows, counts
-        self._active_rows: dict[bytes, ActiveRows] = {}
+        self._rows_kept: dict[bytes, ActiveRows] = {}
+        self._masks_kept: dict[bytes, ActiveSet] = {}
         device = self.tables.device
         self.patch: Integers = patch
         self.first_cell_tensor = torch.from_numpy(self.first_cell).to(device)
@@ -99,10 +103,18 @@ class PatchBatch:
         np.copyto(reuse, np.repeat(~is_touched, self._counts))
         if is_touched.all() or not num_touched:
             return None
-        key = is_touched.tobytes()
-        if key not in self._active_rows:
-            if len(self._active_rows) == _KEPT_ROWS:
-                del self._active_rows[next(iter(self._active_rows))]
-            rows = np.flatnonzero(np.repeat(is_touched, np.diff(self._rows)))
-            self._active_rows[key] = ActiveRows(self.tables, rows)
-        return self._active_rows[key]
+        rows = np.repeat(is_touched, np.diff(self._rows))
+        return _kept(self._rows_kept, rows, lambda: ActiveRows(self.tables, np.flatnonzero(rows)))
+
+    def mask(self, is_reused: Booleans) -> ActiveSet:
+        """The cells that are not reused, of (cells,)."""
+        return _kept(self._masks_kept, is_reused, lambda: ActiveSet(self.tables, np.flatnonzero(~is_reused)))
+
+
+def _kept(kept: dict[bytes, _Made], chosen: Booleans, make: Callable[[], _Made]) -> _Made:
+    key = chosen.tobytes()
+    if key not in kept:
+        if len(kept) == _KEPT:
+            del kept[next(iter(kept))]
+        kept[key] = make()
+    return kept[key]

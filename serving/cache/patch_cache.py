@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...data.errors import UsageError
 from ..layout.packing import Packing
-from .active import Active, ActiveSet
+from .active import Active
 from .cells import CellTables, SlotTable
 from .options import CacheOptions
 from .patch_batch import CachedRequest, PatchBatch
@@ -99,6 +99,8 @@ class PatchCache:
         stats: what it has done so far.
         on_computed: called whenever a block has run in full.
         names, stores: of the blocks, in the order in which a step runs them.
+        wants_masks: of each block, whether some of its patches were ever wanted without the others of their request.
+            From then on its operators keep what they read.
 
     Raises:
         UsageError: the patch size of the cache does not suit the model.
@@ -118,8 +120,12 @@ class PatchCache:
         self._kept: list[list[SlotBuffer]] = []
         self._slots = SlotTable()
         self._previous = BlockStore()
+        self.wants_masks: list[bool] = []
+        self._has_inputs: list[bool] = []
+        """Whether operators of a block have kept what they read of all requests, as masks need it."""
         self._bytes: list[int] = []
-        self._bytes_per_cell: dict[int, float] = {}
+        self._bytes_per_cell: dict[int, tuple[float, float]] = {}
+        """What a block keeps of each cell: by itself, and for masks."""
         self._batch: PatchBatch | None = None
         self._is_first_block = False
         self._step = 0
@@ -149,6 +155,8 @@ class PatchCache:
         self.names.append(name)
         self.stores.append(BlockStore(compares=self.rule.needs_change))
         self._kept.append(kept)
+        self.wants_masks.append(False)
+        self._has_inputs.append(False)
         self._bytes.append(0)
         return len(self.names) - 1
 
@@ -195,7 +203,15 @@ class PatchCache:
             if self.options.mode == "image" and not reuse.all():
                 reuse[:] = False
         rows = batch.fill(reuse, self.options.full_above)
-        if not reuse.all() and not self.has_room(block):
+        if rows is None and reuse.any() and not reuse.all():
+            self.wants_masks[block] = True
+            if not self._has_room(block, for_masks=True):
+                self._let_go_of_inputs(block)
+                rows = batch.fill(reuse, 0.0)
+            elif not self._has_inputs[block]:
+                # From now on operators keep what they read, beginning with all requests.
+                reuse[:] = False
+        if not reuse.all() and not self._has_room(block):
             # What is kept of others would be of no use: the block is about to be forgotten.
             reuse[:] = False
         num_active = batch.num_patches - int(reuse.sum())
@@ -214,7 +230,7 @@ class PatchCache:
             self.stats.rows += 1
             return Decision("rows", rows)
         self.stats.masked += 1
-        return Decision("masked", ActiveSet(batch.tables, np.flatnonzero(~is_reused)))
+        return Decision("masked", batch.mask(is_reused))
 
     def keep(self, block: int, inputs: Tokens, outputs: Tokens, row_outputs: Tokens, active: Active) -> None:
         """Keep what a block has computed, if there is room."""
@@ -222,28 +238,55 @@ class PatchCache:
         store = self.stores[block]
         if active is None and self.on_computed is not None:
             self.on_computed(block, inputs, outputs)
-        if active is None and not self.has_room(block):
+        if active is None and not self._has_room(block):
             self.stats.uncached += 1
             self._forget(block)
             return
         self._unregister(store)
         store.put(inputs, outputs, row_outputs, active, self._step)
         self._register(store)
-        self._bytes[block] = store.num_bytes + sum(kept.num_bytes for kept in self._kept[block])
-        num_cells = self.tables.num_cells
-        own = store.num_bytes / num_cells
-        self._bytes_per_cell[block] = own + sum(kept.bytes_per_cell(num_cells) for kept in self._kept[block])
-        if active is None and self.num_bytes > self.options.memory_mb * 1e6:
-            # Only now it is known how much this block keeps.
-            self.stats.uncached += 1
-            self._forget(block)
+        self._weigh(block)
+        most = self.options.memory_mb * 1e6
+        if self.num_bytes > most:
+            # Only now it is known how much this block keeps: without what masks need, if that is enough, or nothing.
+            self._let_go_of_inputs(block)
+            if active is None and self.num_bytes > most:
+                self.stats.uncached += 1
+                self._forget(block)
         self.stats.peak_bytes = max(self.stats.peak_bytes, self.num_bytes)
         self.stats.overhead_s += time.perf_counter() - started
 
-    def has_room(self, block: int) -> bool:
+    def keeps_inputs(self, block: int, active: Active) -> bool:
+        """Whether the operators of a block that is about to run for whole requests shall keep what they read.
+
+        They do from the first mask on, and only as long as there is room.
+        """
+        if self.wants_masks[block]:
+            if not self._has_room(block, for_masks=True):
+                self._let_go_of_inputs(block)
+            elif active is None:
+                self._has_inputs[block] = True
+        return self._has_inputs[block]
+
+    def _has_room(self, block: int, *, for_masks: bool = False) -> bool:
         """Whether what a block keeps fits into the memory bound beside what the others keep now."""
-        wanted = self._bytes_per_cell.get(block, 0.0) * self.tables.num_cells
+        own, inputs = self._bytes_per_cell.get(block, (0.0, 0.0))
+        wanted = (own + inputs * for_masks) * self.tables.num_cells
         return self.num_bytes - self._bytes[block] + wanted <= self.options.memory_mb * 1e6
+
+    def _weigh(self, block: int) -> None:
+        """Note how much a block keeps."""
+        num_cells, store = self.tables.num_cells, self.stores[block]
+        inputs = sum(kept.bytes_per_cell(num_cells) for kept in self._kept[block])
+        _, before = self._bytes_per_cell.get(block, (0.0, 0.0))
+        self._bytes_per_cell[block] = store.num_bytes / num_cells, inputs or before
+        self._bytes[block] = store.num_bytes + sum(kept.num_bytes for kept in self._kept[block])
+
+    def _let_go_of_inputs(self, block: int) -> None:
+        self._has_inputs[block] = False
+        for kept in self._kept[block]:
+            kept.clear()
+        self._bytes[block] = self.stores[block].num_bytes
 
     def forget(self) -> None:
         """Let go of everything, for example after a failure half way through a step."""
@@ -261,9 +304,7 @@ class PatchCache:
     def _forget(self, block: int) -> None:
         self._unregister(self.stores[block])
         self.stores[block].clear()
-        self._bytes[block] = 0
-        for kept in self._kept[block]:
-            kept.clear()
+        self._let_go_of_inputs(block)
 
     @property
     def num_bytes(self) -> int:

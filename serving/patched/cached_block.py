@@ -60,10 +60,8 @@ class _Wrapper:
         context, cache = self.context, self.cache
         if isinstance(active, ActiveSet):
             context.active = active
-        elif active is not None:
-            context.cells = active.own
-        elif cache.has_room(self.number):
-            context.cells = cache.tables
+        elif cache.keeps_inputs(self.number, active):
+            context.cells = cache.tables if active is None else active.own
         try:
             with context.only(active) if isinstance(active, ActiveRows) else nullcontext():
                 return self.run(*arguments, **named)

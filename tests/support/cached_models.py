@@ -62,9 +62,12 @@ class Switch(ReuseRule):
 def cached_model(
     name: str, order: Any, rule: Any, options: CacheOptions = OPTIONS, **changes: Any
 ) -> tuple[Any, PatchedModel, PatchCache]:
+    """A small model with random weights, the same patched, and its cache, whose blocks keep what masks need."""
     model = MODELS[name](**changes)
     patched = PatchedModel(model, order=order, patch_size=8 if order == "patch" else None, strategy="regroup")
     cache = patched.use_cache(options, rule)
+    # Else the first step that wants a mask is computed in full.
+    cache.wants_masks[:] = [True] * len(cache.names)
     return model, patched, cache
 
 
