@@ -35,7 +35,8 @@ def compared(lab: Lab, settings: Mapping[str, Any], metric: str, said: tuple[flo
             drawn = draw_set(model, plan, options, lab.place, start_phase=lab.start, what=f"denoising steps, {what}")
             folders.append(drawn.folder)
         comparison = compare(
-            *folders,
+            folders[0],
+            folders[1],
             (metric,),
             lab.judges,
             seed=lab.seed,

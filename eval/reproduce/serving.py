@@ -60,8 +60,8 @@ def served_on_many_gpus(lab: Lab, settings: _Settings) -> Found:
     middle = median_low(rates)
     checked = _served(lab, settings, _SYSTEMS, [middle], 1)
     source = Path(checked["run_dir"])
-    tables = [next((source / "tables" / name).glob(TABLE_PATTERN)) for name in ("patched", "plain")]
-    files = SimulatorFiles(*tables, source / CALIBRATION_FILE)
+    patched, plain = (next((source / "tables" / name).glob(TABLE_PATTERN)) for name in ("patched", "plain"))
+    files = SimulatorFiles(patched, plain, source / CALIBRATION_FILE)
     engines = files.engines(_BATCH, lab.on_warning)
     ours: dict[str, Any] = {"agreement": checked["agreement"], "middle_rate": middle, "served_in": str(source)}
     ours["gpus"] = {}

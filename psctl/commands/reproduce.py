@@ -82,9 +82,10 @@ def _reproduce(paper: "Paper", choice: Choice, judging: JudgeFlags, seed: int, t
         choice.figures or (), choice.tables or (), read_index(index, source=target.model)["_class_name"]
     )
     sizes = target.defaults().resolutions if choice.resolutions is None else parse_list(choice.resolutions)
-    sizes = tuple(sorted(sizes, key=lambda size: (size.pixels, size)))
+    sizes = tuple(sorted(set(sizes), key=lambda size: (size.pixels, size)))
     if len(sizes) < 2:
-        raise UsageError(f"the only resolution is {sizes[0]}, but a paper on mixed resolutions needs two or more")
+        only = ", ".join(map(str, sizes))
+        raise UsageError(f"the only resolution is {only}, but figures of mixed resolutions need two or more")
     folder = choice.output_dir or target.workspace / "reproduce" / (paper.name + "-quick" * choice.is_quick)
     # A smoke run leaves nothing that other commands would take for a measurement.
     inside = replace(target, workspace=folder / "workspace") if choice.is_quick else target
