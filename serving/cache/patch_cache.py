@@ -128,6 +128,8 @@ class PatchCache:
         """What a block keeps of each cell: by itself, and for masks."""
         self._batch: PatchBatch | None = None
         self._is_first_block = False
+        self._ahead: dict[int, Booleans] = {}
+        """What the rule has said of later blocks at this step."""
         self._step = 0
         self._maker: dict[int, BlockStore] = {}
         """Which store keeps the tensor at an address: inputs of a block that others have made need no second look."""
@@ -176,7 +178,13 @@ class PatchCache:
         """Say how far each request is, before every step."""
         self.batch.start_step(np.asarray(steps_done), self.options.warmup_steps)
         self._is_first_block = True
+        self._ahead.clear()
         self._step += 1
+        for store in self.stores:
+            if store.tables is not self.tables:
+                self._unregister(store)
+                store.move_to(self.tables, self.batch.keys)
+                self._register(store)
 
     def decide(self, block: int, inputs: Tokens) -> Decision:
         """Say which cells go through a block that is handed these tokens.
@@ -185,10 +193,6 @@ class PatchCache:
         """
         started = time.perf_counter()
         batch, store = self.batch, self.stores[block]
-        if store.tables is not batch.tables:
-            self._unregister(store)
-            store.move_to(batch.tables, batch.keys)
-            self._register(store)
         if self._is_first_block and self.rule.observes:
             self._observe(batch, inputs)
         self._is_first_block = False
@@ -199,7 +203,7 @@ class PatchCache:
         )
         reuse = np.zeros(batch.num_patches, bool)
         if not must.all():
-            reuse = self._ask(block, store, inputs, batch, must) & ~must
+            reuse = self._ask(block, inputs, must) & ~must
             if self.options.mode == "image" and not reuse.all():
                 reuse[:] = False
         rows = batch.fill(reuse, self.options.full_above)
@@ -311,15 +315,37 @@ class PatchCache:
         """What all blocks keep."""
         return sum(self._bytes)
 
-    def _ask(self, block: int, store: BlockStore, inputs: Tokens, batch: PatchBatch, must: Booleans) -> Booleans:
-        change = None
+    def _ask(self, block: int, inputs: Tokens, must: Booleans) -> Booleans:
+        """Which patches the rule lets be reused before a block; what it says of those that `must` has no meaning.
+
+        Later blocks are asked about together with the first one of which the rule can judge by what is known already:
+        most often their inputs do not change any more at this step.
+        """
+        batch, store = self.batch, self.stores[block]
         if self.rule.needs_change:
             makers = [self._maker.get(tensor.data_ptr()) for tensor in inputs]
             stamps = [None if maker is None else maker.changed_at for maker in makers]
-            by_cell = store.change(inputs, stamps, self._step, ~must[batch.patch_of_cell])
-            change = torch.maximum(by_cell.take(batch.first_cell_tensor), by_cell.take(batch.last_cell_tensor))
-        known = batch.request, batch.steps_done, batch.num_steps, store.reuses[batch.first_cell], batch.pixels
-        return self.rule.may_reuse(PatchView(block, len(self.stores), change, *known))
+            if store.look(inputs, stamps, self._step, ~must[batch.patch_of_cell]):
+                return self._answers([block])[block]
+        if block not in self._ahead:
+            later = range(block, len(self.stores))
+            self._ahead = self._answers([each for each in later if self.stores[each].is_known.any()])
+        return self._ahead[block]
+
+    def _answers(self, blocks: Sequence[int]) -> dict[int, Booleans]:
+        """What the rule says before these blocks."""
+        batch, stores, change = self.batch, [self.stores[block] for block in blocks], None
+        if self.rule.needs_change:
+            by_cell = torch.stack([store.change() for store in stores])
+            of_rows = (by_cell.index_select(1, cells) for cells in (batch.first_cell_tensor, batch.last_cell_tensor))
+            change = torch.maximum(*of_rows).flatten()
+        count = len(blocks)
+        known = (np.tile(each, count) for each in (batch.request, batch.steps_done, batch.num_steps, batch.pixels))
+        request, steps_done, num_steps, pixels = known
+        reuses = np.concatenate([store.reuses[batch.first_cell] for store in stores])
+        numbers = np.repeat(blocks, batch.num_patches)
+        view = PatchView(numbers, len(self.stores), change, request, steps_done, num_steps, reuses, pixels)
+        return dict(zip(blocks, np.split(self.rule.may_reuse(view), count), strict=True))
 
     def _observe(self, batch: PatchBatch, inputs: Tokens) -> None:
         """Let the rule see how far every request's input has moved since the last step."""
@@ -327,8 +353,8 @@ class PatchCache:
         store.move_to(tables, batch.keys)
         changes = np.full(len(batch.request_keys), np.inf)
         if store.square is not None:
-            moved = store.moved(inputs, [None] * len(inputs), self._step, store.is_known)
-            sums = torch.stack([moved, store.square]).double().cpu().numpy()
+            store.look(inputs, [None] * len(inputs), self._step, store.is_known)
+            sums = torch.stack([store.moved(), store.square]).double().cpu().numpy()
             first = batch.first_cell[batch.request_start]
             sums = np.add.reduceat(sums[:, batch.first_cell] + sums[:, batch.last_cell], batch.request_start, axis=1)
             changes = np.where(store.is_known[first], np.sqrt(sums[0] / sums[1]), np.inf)

@@ -24,19 +24,20 @@ Booleans = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PatchView:
-    """The patches of all active requests before one block; arrays (patches,) unless said otherwise.
+    """Patches of all active requests, before one block or, one after the other, before several; arrays (patches,).
 
     Attributes:
-        block, num_blocks: which block it is, from 0, and how many there are.
+        block: which block it is, from 0.
+        num_blocks: how many there are, an integer.
         change: relative mean squared change of the block's input since it was last computed (the larger one of a
             guided request's two rows), float32 on the model's device; None unless the rule wants it.
-        request: place of the patch's request in the batch, ascending.
+        request: place of the patch's request in the batch, ascending for every block.
         steps_done, num_steps: of that request.
         reuses: how often in a row this block was reused for the patch.
         pixels: width times height of the request's image.
     """
 
-    block: int
+    block: Integers
     num_blocks: int
     change: Tensor | None
     request: Integers
@@ -47,7 +48,10 @@ class PatchView:
 
 
 class ReuseRule(Protocol):
-    """Says before each block which patches may be reused; new ones, first and last steps are not up to it.
+    """Says which patches may be reused before a block; new ones, first and last steps are not up to it.
+
+    It is asked once or several times at a step, about all blocks together where that is possible, and answers for every
+    patch by itself.
 
     Attributes:
         needs_change: whether it wants `PatchView.change`.
@@ -112,9 +116,9 @@ class Predicted(ReuseRule):
     def may_reuse(self, view: PatchView) -> Booleans:
         assert view.change is not None
         device = view.change.device
-        others = np.stack([view.steps_done / view.num_steps, view.reuses, view.pixels]).astype(np.float32)
-        fraction, reuses, pixels = torch.from_numpy(others).to(device)
-        features = features_of(view.change, view.block, fraction, reuses, pixels)
+        fraction = view.steps_done / view.num_steps
+        others = np.stack([view.block, fraction, view.reuses, view.pixels]).astype(np.float32)
+        features = features_of(view.change, *torch.from_numpy(others).to(device))
         return self.predictor.may_reuse(features, kernels=self._kernels).cpu().numpy()
 
 
@@ -125,9 +129,8 @@ class Interval(ReuseRule):
         self.interval = interval
 
     def may_reuse(self, view: PatchView) -> Booleans:
-        if view.block in (0, view.num_blocks - 1):
-            return np.zeros(len(view.request), bool)
-        return view.steps_done % self.interval != 0
+        is_inner = (view.block > 0) & (view.block < view.num_blocks - 1)
+        return is_inner & (view.steps_done % self.interval != 0)
 
 
 class Accumulated(ReuseRule):

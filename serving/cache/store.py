@@ -111,31 +111,35 @@ class BlockStore:
             missing = np.flatnonzero(is_reused & ~self.is_known)
             raise RuntimeError(f"the mask reuses cells that are not in the cache: {missing[:8].tolist()}")
 
-    def change(
+    def look(
         self, inputs: Sequence[Tensor], changed_at: Sequence[Integers | None], now: int, asked: NDArray[np.bool_]
-    ) -> Tensor:
-        """(cells,): what `moved` says, relative to the mean square of the input."""
-        assert self.square is not None
-        return self.moved(inputs, changed_at, now, asked).div_(self.square)
-
-    def moved(
-        self, inputs: Sequence[Tensor], changed_at: Sequence[Integers | None], now: int, asked: NDArray[np.bool_]
-    ) -> Tensor:
-        """(cells,): mean squared change of the input since a cell was last computed.
+    ) -> bool:
+        """See how far the input has changed; returns whether there was anything new to see.
 
         Args:
             inputs: tokens [tokens, channels] of all cells.
             changed_at: for each input, the step at which each cell of it was last computed; None if that is not known.
             now: this step.
-            asked: (cells,) for which the answer must hold. What has not changed there is not looked at again.
+            asked: (cells,) for which `moved` must hold. What has not changed there is not looked at again.
         """
         assert self.tables is not None
+        is_new = False
         for number, (tensor, stamps) in enumerate(zip(inputs, changed_at, strict=True)):
             if stamps is None or (asked & (stamps > self._told_at[number])).any():
                 taken = sampled(tensor, self.tables).sub_(self.samples[number])
                 self._moved[number] = (taken * taken).sum(1, dtype=torch.float32)
                 self._told_at[number][:] = now
+                is_new = True
+        return is_new
+
+    def moved(self) -> Tensor:
+        """(cells,): mean squared change of the input since a cell was last computed, as far as it was looked at."""
         return torch.stack(self._moved).sum(0).div_(self._sample_size)
+
+    def change(self) -> Tensor:
+        """(cells,): what `moved` says, relative to the mean square of the input."""
+        assert self.square is not None
+        return self.moved().div_(self.square)
 
     @property
     def _sample_size(self) -> int:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from patchedserve.serving.cache.cells import SlotTable, match_keys
-from patchedserve.serving.cache.patch_cache import Decision, PatchCache
+from patchedserve.serving.cache.patch_cache import PatchCache
 from patchedserve.serving.cache.rules import Booleans, InputThreshold, NeverReuse, PatchView
 from patchedserve.serving.cache.store import BlockStore, mean_square, sampled
 
-from ...support.cached_models import OPTIONS, SIZES, ByPlace, begin, cached_model, step
+from ...support.cached_models import SIZES, ByPlace, begin, cached_model, step
 from ...support.patched_models import draw_rows
 
 
@@ -38,54 +38,53 @@ def test_changes_are_told_from_a_fair_sample(name: str, order: Any) -> None:
 
 
 class Spy(InputThreshold):
-    """Reuses all it may, from step 15 what `ByPlace` says; compares every change with one told from scratch."""
+    """Reuses all it may, from step 15 what `ByPlace` says; keeps the changes that it was told of every block."""
 
-    def __init__(self, cache: list[PatchCache]) -> None:
+    def __init__(self) -> None:
         super().__init__(0.0)
-        self.cache, self.by_place, self.num_compared = cache, ByPlace(), 0
-        self.inputs: tuple[Tensor, ...] = ()
+        self.by_place, self.told = ByPlace(), dict[int, Tensor]()
 
     def may_reuse(self, view: PatchView) -> Booleans:
-        (cache,) = self.cache
-        store, inputs, batch = cache.stores[view.block], self.inputs, cache.batch
         assert view.change is not None
-        assert store.square is not None
-        must = batch.is_forced | ~store.is_known[batch.first_cell] | (view.reuses >= OPTIONS.max_reuse)
-        sums = sum((sampled(x, cache.tables) - y).square().sum(1) for x, y in zip(inputs, store.samples, strict=True))
-        told = sums / sum(sample.shape[1] for sample in store.samples) / store.square
-        expected = torch.maximum(told[batch.first_cell_tensor], told[batch.last_cell_tensor])
-        asked = torch.from_numpy(~must)
-        assert torch.allclose(view.change[asked], expected[asked], rtol=1e-4, atol=1e-7)
-        self.num_compared += int((~must).sum())
-        return self.by_place.may_reuse(view) if view.steps_done[0] >= 15 else np.ones(len(must), bool)
+        for block in np.unique(view.block).tolist():
+            self.told[block] = view.change[torch.from_numpy(view.block == block)]
+        return self.by_place.may_reuse(view) if view.steps_done[0] >= 15 else np.ones(len(view.block), bool)
 
 
 @pytest.mark.parametrize("name", ["sdxl", "sd35"])
 def test_what_has_not_changed_need_not_be_looked_at_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Changes are told from the blocks that have run; the same as from all inputs, while requests join and leave."""
-    caches: list[PatchCache] = []
-    rule, decide, looked = Spy(caches), PatchCache.decide, 0
+    """Changes are told from the blocks that have run, and of several blocks at once; the same as from all inputs, while
+    requests join and leave.
+    """
+    rule, ask, num_compared, looked = Spy(), PatchCache._ask, 0, 0
 
-    def spied(self: PatchCache, block: int, inputs: tuple[Tensor, ...]) -> Decision:
-        rule.inputs = inputs
-        return decide(self, block, inputs)
+    def compared(self: PatchCache, block: int, inputs: tuple[Tensor, ...], must: Booleans) -> Booleans:
+        nonlocal num_compared
+        answer, store, batch = ask(self, block, inputs, must), self.stores[block], self.batch
+        assert store.square is not None
+        sums = sum((sampled(x, self.tables) - y).square().sum(1) for x, y in zip(inputs, store.samples, strict=True))
+        change = sums / sum(sample.shape[1] for sample in store.samples) / store.square
+        expected = torch.maximum(change[batch.first_cell_tensor], change[batch.last_cell_tensor])
+        asked = torch.from_numpy(~must)
+        assert torch.allclose(rule.told[block][asked], expected[asked], rtol=1e-4, atol=1e-7)
+        num_compared += int((~must).sum())
+        return answer
 
     def counted(*arguments: Any) -> Tensor:
         nonlocal looked
         looked += len(arguments) == 2  # of all cells
         return sampled(*arguments)
 
-    monkeypatch.setattr(PatchCache, "decide", spied)
+    monkeypatch.setattr(PatchCache, "_ask", compared)
     monkeypatch.setattr("patchedserve.serving.cache.store.sampled", counted)
     model, patched, cache = cached_model(name, "image", rule)
-    caches.append(cache)
     num_inputs = 0
     for keys, steps in (([0, 1, 2, 3, 4], range(3, 9)), ([0, 5, 2, 3, 6], range(9, 17))):
         begin(patched, draw_rows(model, SIZES), keys)
         for done in steps:
             step(patched, draw_rows(model, SIZES, seed=done), [done] * len(SIZES))
             num_inputs += sum(len(store.samples) for store in cache.stores)
-    assert rule.num_compared > 100
+    assert num_compared > 100
     assert cache.stats.rows >= len(cache.names)
     assert cache.stats.masked >= len(cache.names)
     assert looked < 0.6 * num_inputs
