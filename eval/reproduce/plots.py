@@ -9,7 +9,7 @@ from matplotlib.ticker import PercentFormatter
 
 from ...profiling.report.table import Cell, Table
 from ...profiling.report.theme import Theme, add_legend, add_wide_legend, new_figure, series_colours, style_axes
-from ...profiling.report.words import DASH
+from ...profiling.report.words import DASH, number, share
 
 _CHANGES = {"mse": "mean square error, as in the paper", "relative": "relative to the output's mean square"}
 _PANEL_IN, _LINE_IN = 3.4, 0.24
@@ -31,7 +31,7 @@ def block_savings(result: Mapping[str, Any], theme: Theme) -> Figure:
     figure, (left, right) = _sheet(result, theme, 2)
     for place, (kind, shares) in enumerate(ours["shares"].items()):
         values = list(shares.values())
-        _bars(left, values, place, len(ours["shares"]), theme.series[place], _CHANGES[kind], "{:.0%}", theme)
+        _bars(left, values, place, len(ours["shares"]), theme.series[place], _CHANGES[kind], True, theme)
     title = f"Blocks that change by less than {ours['threshold']:g} in a step"
     style_axes(left, theme, title, "resolution", "share")
     left.set_xticks(range(len(ours["patches_by_threshold"])), list(ours["patches_by_threshold"]))
@@ -58,7 +58,7 @@ def step_latencies(result: Mapping[str, Any], theme: Theme) -> Figure:
     times = [row["patched_ms"] for row in rows]
     ax.bar(range(len(rows)), times, 0.74, color=theme.series[0], label="here")
     for place, (own, row) in enumerate(zip(times, rows, strict=True)):
-        _above(ax, place, row["patched_p90_ms"], f"{own:.3g}", theme)
+        _above(ax, place, row["patched_p90_ms"], number(own), theme)
     ends = [[own - row["patched_p10_ms"], row["patched_p90_ms"] - own] for own, row in zip(times, rows, strict=True)]
     low, high = zip(*(map(abs, each) for each in ends), strict=True)
     ax.errorbar(
@@ -102,7 +102,7 @@ def batches(result: Mapping[str, Any], theme: Theme) -> Figure:
     figure, (left, right) = _sheet(result, theme, 2)
     for place, (name, label) in enumerate(_SIDES.items()):
         seconds = [row["image_ms"][name] * row["requests"] / 1e3 for row in rows]
-        _bars(left, seconds, place, len(_SIDES), theme.series[place], label, "{:.2g}", theme)
+        _bars(left, seconds, place, len(_SIDES), theme.series[place], label, False, theme)
         rates = [1e3 / row["image_ms"][name] for row in rows]
         right.plot(range(len(rows)), rates, color=theme.series[place], marker=_MARKERS[place], markersize=5)
     for place, row in enumerate(rows):
@@ -129,8 +129,8 @@ def savings(result: Mapping[str, Any], theme: Theme) -> Figure:
         found = [each[kind] for each in ours["by_resolution"].values()]
         if kind != "off":
             shares = [each["saved_computation"] for each in found]
-            _bars(left, shares, place - 1, 2, colours[kind], label, "{:.0%}", theme)
-        _bars(right, [each["image_ms"] for each in found], place, 3, colours[kind], label, "{:.3g}", theme)
+            _bars(left, shares, place - 1, 2, colours[kind], label, True, theme)
+        _bars(right, [each["image_ms"] for each in found], place, 3, colours[kind], label, False, theme)
     style_axes(
         left, theme, f"Saved computation, threshold {ours['threshold']:.2g}", "resolution", "patches, blocks and steps"
     )
@@ -153,7 +153,7 @@ def quality_table(result: Mapping[str, Any]) -> Table:
         [
             side,
             *(_estimate(found["sides"][side]) for found in datasets.values()),
-            *(f"{number:.2f}" for number in numbers.values()),
+            *(f"{each:.2f}" for each in numbers.values()),
         ]
         for side, numbers in printed.items()
     ]
@@ -162,8 +162,8 @@ def quality_table(result: Mapping[str, Any]) -> Table:
     rows.append(["difference", *changes, *(f"{one - two:+.2f}" for one, two in zip(own, other, strict=True))])
     model = result["settings"]["model"].rstrip("/").rpartition("/")[2]
     heads = [f"{model}, {name}, {found['metric']}" for name, found in datasets.items()]
-    number = result["settings"]["num_prompts"]
-    note = f"Ours: {number} captions of each data set, {result['settings']['num_steps']} steps, 95 % intervals."
+    count = result["settings"]["num_prompts"]
+    note = f"Ours: {count} captions of each data set, {result['settings']['num_steps']} steps, 95 % intervals."
     return Table(result["title"], ["", *heads, *(f"paper: {name}" for name in columns)], rows, note=note)
 
 
@@ -180,10 +180,10 @@ def _sheet(result: Mapping[str, Any], theme: Theme, num_panels: int) -> tuple[Fi
     places = (0, 0.64, 0.82)
     for place, head in zip(places, ("What the paper says of it", "paper", "here"), strict=True):
         text.text(place, 0, head, fontsize=9, fontweight="bold", color=theme.ink, va="center")
-    for number, (*cells, agrees) in enumerate(lines, 1):
+    for line, (*cells, agrees) in enumerate(lines, 1):
         colours = (theme.ink, theme.ink, {True: theme.good, False: theme.bad, None: theme.muted}[agrees])
         for place, cell, colour in zip(places, cells, colours, strict=True):
-            text.text(place, -number, cell, fontsize=8.5, color=colour, va="center")
+            text.text(place, -line, cell, fontsize=8.5, color=colour, va="center")
     about = result["circumstances"]["described"] + ("; a smoke run" if result["settings"]["is_quick"] else "")
     note = f"green: the paper's way, red: the other way. {about}"
     text.text(0, -len(lines) - 1.3, note, fontsize=8, color=theme.muted, va="center")
@@ -191,14 +191,14 @@ def _sheet(result: Mapping[str, Any], theme: Theme, num_panels: int) -> tuple[Fi
 
 
 def _bars(
-    ax: Axes, values: Sequence[float], place: int, of: int, colour: str, label: str, form: str, theme: Theme
+    ax: Axes, values: Sequence[float], place: int, of: int, colour: str, label: str, is_share: bool, theme: Theme
 ) -> None:
     """One bar in each group of `of`, with its value above."""
     width = 0.8 / of
     places = [index + (place - (of - 1) / 2) * width for index in range(len(values))]
     ax.bar(places, values, width * 0.92, color=colour, label=label)
     for where, value in zip(places, values, strict=True):
-        _above(ax, where, value, form.format(value), theme)
+        _above(ax, where, value, share(value, 0) if is_share else number(value), theme)
 
 
 def _above(ax: Axes, x: float, y: float, text: str, theme: Theme) -> None:
