@@ -9,6 +9,7 @@ No torch.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -34,11 +35,13 @@ def patch_size_of(latent_sizes: Sequence[tuple[int, int]]) -> int:
     return math.gcd(*(int(side) for side in _checked_sizes(latent_sizes).flat))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class PatchLayout:
     """The patches of all active requests, as one list. Built once per change of the active set; read-only.
 
     n requests, m resolutions, P patches. A request's place below is its position in sorted order; `order` translates.
+    What there is for each patch is worked out when it is first asked for: in image order nobody does, and sizes without
+    a common divisor have as many patches as positions.
 
     Attributes:
         patch_size: side of a patch in latent pixels.
@@ -49,9 +52,6 @@ class PatchLayout:
         resolution_patch_offset: (m + 1,) the first patch of each resolution, then P.
         request_offset: (n + 1,) the first patch of each request, then P.
         grid: (n, 2) rows and columns of patches of each request.
-        request_index: (P,) the request of each patch; never decreases.
-        row, col: (P,) where each patch lies in the grid of its request.
-        neighbours: (P, 8) the patches around each patch in the order of `DIRECTIONS`; -1 beyond the edge of the image.
     """
 
     patch_size: int
@@ -61,14 +61,10 @@ class PatchLayout:
     resolution_patch_offset: Integers
     request_offset: Integers
     grid: Integers
-    request_index: Integers
-    row: Integers
-    col: Integers
-    neighbours: Integers
 
     @classmethod
     def build(cls, latent_sizes: Sequence[tuple[int, int]], patch_size: int) -> Self:
-        """Lay out the patches of requests with these latent sizes, in O(patches).
+        """Lay out the patches of requests with these latent sizes.
 
         Args:
             latent_sizes: (height, width) of the latent of each active request.
@@ -93,18 +89,6 @@ class PatchLayout:
         request_offset = np.zeros(len(sizes) + 1, dtype=np.int64)
         np.cumsum(num_patches, out=request_offset[1:])
 
-        request_index = np.repeat(np.arange(len(sizes)), num_patches)
-        patch = np.arange(len(request_index))
-        rows, cols = grid[request_index].T
-        row, col = np.divmod(patch - request_offset[request_index], cols)
-
-        # Eight candidates for each patch; a step down is one row of patches, a step right is one patch.
-        neighbour_row = row[:, None] + _DOWN
-        neighbour_col = col[:, None] + _RIGHT
-        is_inside = (neighbour_row >= 0) & (neighbour_row < rows[:, None])
-        is_inside &= (neighbour_col >= 0) & (neighbour_col < cols[:, None])
-        neighbours = np.where(is_inside, patch[:, None] + _DOWN * cols[:, None] + _RIGHT, -1)
-
         layout = cls(
             patch_size=patch_size,
             order=order,
@@ -113,10 +97,6 @@ class PatchLayout:
             resolution_patch_offset=request_offset[resolution_offset],
             request_offset=request_offset,
             grid=grid,
-            request_index=request_index,
-            row=row,
-            col=col,
-            neighbours=neighbours,
         )
         for each in fields(layout):
             if isinstance(array := getattr(layout, each.name), np.ndarray):
@@ -125,12 +105,54 @@ class PatchLayout:
 
     @property
     def num_patches(self) -> int:
-        return len(self.request_index)
+        return int(self.request_offset[-1])
+
+    @cached_property
+    def request_index(self) -> Integers:
+        """(P,) the request of each patch; never decreases."""
+        return _read_only(np.repeat(np.arange(len(self.grid)), np.diff(self.request_offset)))
+
+    @cached_property
+    def row(self) -> Integers:
+        """(P,) the row of each patch in the grid of its request."""
+        return _read_only(self._place // self._grid_cols)
+
+    @cached_property
+    def col(self) -> Integers:
+        """(P,) the column of each patch in the grid of its request."""
+        return _read_only(self._place % self._grid_cols)
+
+    @cached_property
+    def neighbours(self) -> Integers:
+        """(P, 8) the patches around each patch in the order of `DIRECTIONS`; -1 beyond the edge of the image."""
+        rows, cols = self.grid[self.request_index].T
+        # Eight candidates for each patch; a step down is one row of patches, a step right is one patch.
+        neighbour_row = self.row[:, None] + _DOWN
+        neighbour_col = self.col[:, None] + _RIGHT
+        is_inside = (neighbour_row >= 0) & (neighbour_row < rows[:, None])
+        is_inside &= (neighbour_col >= 0) & (neighbour_col < cols[:, None])
+        steps = _DOWN * cols[:, None] + _RIGHT
+        return _read_only(np.where(is_inside, np.arange(self.num_patches)[:, None] + steps, -1))
+
+    @property
+    def _place(self) -> Integers:
+        """(P,) the number of each patch in its image."""
+        return np.arange(self.num_patches) - self.request_offset[self.request_index]
+
+    @property
+    def _grid_cols(self) -> Integers:
+        """(P,) columns of the grid that each patch is in."""
+        return self.grid[self.request_index, 1]
 
 
 def by_size(size: tuple[int, int]) -> tuple[int, int, int]:
     """Sort key of latent sizes (height, width): fewest pixels first, then height, then width."""
     return (size[0] * size[1], *size)
+
+
+def _read_only(array: Integers) -> Integers:
+    array.flags.writeable = False
+    return array
 
 
 def _checked_sizes(latent_sizes: Sequence[tuple[int, int]]) -> Integers:

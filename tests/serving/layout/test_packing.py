@@ -1,6 +1,7 @@
 """Where patches lie (serving/layout/packing.py), against plain slices and torch's own unfold and interpolate."""
 
 import re
+import tracemalloc
 from collections.abc import Sequence
 
 import pytest
@@ -140,6 +141,26 @@ def test_image_order_regroups_without_copies() -> None:
     tokens = torch.zeros(level.num_tokens, 3)
     places = {image.untyped_storage().data_ptr() for image in images_of(tokens, level)}
     assert places == {tokens.untyped_storage().data_ptr()}
+
+
+def test_sizes_without_a_common_divisor_cost_no_more_memory() -> None:
+    """1000 and 1024 px in one batch of SDXL, image order: their largest common patch is one latent pixel."""
+    peaks = []
+    for side in (128, 125):
+        tracemalloc.start()
+        packing = pack_rows(
+            [(side, side)] * 4 + [(128, 128)] * 4,
+            order="image",
+            patch_size=None,
+            num_levels=3,
+            unit=1,
+            device=torch.device("cpu"),
+        )
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert packing.levels[0].num_tokens == 4 * side**2 + 4 * 128**2
+        assert "neighbours" not in vars(packing.layout)
+    assert peaks[1] < 1.1 * peaks[0]
 
 
 def test_tokens_and_patches_are_views_of_each_other() -> None:
