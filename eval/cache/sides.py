@@ -14,6 +14,7 @@ from ...data.workspace import ModelWorkspace
 from ...serving.cache.options import CacheOptions
 from ...serving.cache.patch_cache import CacheStats, PatchCache
 from ...serving.cache.rules import Predicted, ReuseRule
+from ...serving.core.prepared import PreparedRequest
 from ...serving.core.stepper import Stepper
 from ...serving.core.timing import synchronize
 from ...serving.models.build import build_stepper
@@ -66,6 +67,11 @@ class Side:
         del self.seconds[count:]
         del self.images[count * num_requests :]
 
+    def step(self, active: Sequence[PreparedRequest]) -> list[str]:
+        """Take one step of all requests; returns why it failed, also where smaller batches then did not."""
+        failures = list(self.stepper.step(active).values())
+        return [*self.stepper.batch_failures, *failures] if isinstance(self.stepper, PatchedStepper) else failures
+
     def serve(
         self, model: ServedModel, requests: Sequence[Request], joins: Sequence[int], *, num_steps: int | None = None
     ) -> None:
@@ -93,11 +99,9 @@ class Side:
                 active.append(waiting.pop(0)[1])
             synchronize(model.device)
             started = time.perf_counter()
-            failures = list(self.stepper.step(active).values())
+            failures = self.step(active)
             synchronize(model.device)
             seconds += time.perf_counter() - started
-            if isinstance(self.stepper, PatchedStepper):
-                failures = self.stepper.batch_failures or failures
             if failures:
                 raise RunError(failures[0])
             active = [prepared for prepared in active if not prepared.state.is_finished]
