@@ -26,7 +26,7 @@ from ...serving.scheduling.systems import System
 from ...serving.simulator.simulator import SimulationResult, simulate
 from ...serving.simulator.stage_times import StageTimes, standalone_latency_s
 from ...serving.simulator.step_durations import StepDurations
-from ...training.latency.online_correction import OnlineCorrection
+from ...training.latency.online_correction import MAX_SCALE, OnlineCorrection
 from ...training.latency.predictor import LatencyPredictor
 from .calibration import Calibration, step_sources
 from .figures import run_figures
@@ -100,7 +100,8 @@ class SimulatedEngine:
         policy = get_policy(system.policy)
         told: StepLatencyPredictor = MemoisedLatency(self.told)
         if policy.requires_predictor and self.durations != StepDurations(self.told):
-            told = OnlineCorrection(told, scale=self.told_scale)
+            # Where the calibration met a machine busy with other things, it may lie beyond what is ever learnt.
+            told = OnlineCorrection(told, scale=min(max(self.told_scale, 1 / MAX_SCALE), MAX_SCALE))
         alone_s = {request.request_id: standalone_s(request) for request in requests}
         return simulate(
             list(map(system.adapt, requests)),
