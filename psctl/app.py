@@ -30,6 +30,7 @@ from .commands.generate import generate
 from .commands.groups import profile, train_predictor
 from .commands.models import models_card, models_list, models_train
 from .commands.profile import profile_blocks, profile_latency
+from .commands.reproduce import reproduce_patchedserve
 from .commands.serve import serve
 from .commands.simulate import simulate
 from .commands.train_predictor import train_predictor_cache, train_predictor_latency
@@ -51,6 +52,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("bench steps", bench_steps),
     ("bench cache", bench_cache),
     ("bench slo", bench_slo),
+    ("reproduce patchedserve", reproduce_patchedserve),
     ("eval all", eval_all),
     ("eval fid", eval_fid),
     ("eval kid", eval_kid),
@@ -69,7 +71,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
 _PANELS = {
     "Serve": ("serve", "generate", "demo"),
     "Measure the machine, and learn from it": ("profile", "train-predictor"),
-    "Plan and compare": ("simulate", "bench"),
+    "Plan and compare": ("simulate", "bench", "reproduce"),
     "Quality": ("eval", "gate"),
     "Models and set-up": ("models", "doctor"),
 }
@@ -99,6 +101,13 @@ _GROUPS = {
         psctl models list
         psctl models card emoji-clip
         psctl models train text
+    """,
+    "reproduce": """Measure the figures and tables of a paper, beside its own numbers.
+
+    Examples:
+
+        psctl reproduce patchedserve --quick
+        psctl reproduce patchedserve --figure 14 --table 1
     """,
 }
 _GROUPS_THAT_RUN: dict[str, Callable[..., None]] = {"profile": profile, "train-predictor": train_predictor}

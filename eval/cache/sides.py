@@ -14,9 +14,12 @@ from ...data.workspace import ModelWorkspace
 from ...serving.cache.options import CacheOptions
 from ...serving.cache.patch_cache import CacheStats, PatchCache
 from ...serving.cache.rules import Predicted, ReuseRule
+from ...serving.core.prepared import PreparedRequest
+from ...serving.core.stepper import Stepper
 from ...serving.core.timing import synchronize
 from ...serving.models.build import build_stepper
 from ...serving.models.served import ServedModel
+from ...serving.options import EngineName, EngineOptions
 from ...serving.patched.stepper import PatchedStepper
 
 
@@ -29,12 +32,14 @@ class Setting:
         kind: what belongs to one line of the plot.
         options: of the cache.
         rule: decides instead of the one that the options would load; None to load that.
+        engine: what serves; `plain` is same-resolution batches of diffusers, which have no cache.
     """
 
     label: str
     kind: str
     options: CacheOptions
     rule: ReuseRule | None = None
+    engine: EngineName = "patched"
 
 
 @dataclass(slots=True)
@@ -42,13 +47,13 @@ class Side:
     """One setting with what was measured of it."""
 
     setting: Setting
-    stepper: PatchedStepper
+    stepper: Stepper
     seconds: list[float] = field(default_factory=list)
     images: list[Image] = field(default_factory=list)
 
     @property
     def cache(self) -> PatchCache | None:
-        return self.stepper.model.cache
+        return self.stepper.model.cache if isinstance(self.stepper, PatchedStepper) else None
 
     def forget(self) -> None:
         """Begin anew: nothing measured, nothing in the cache."""
@@ -61,6 +66,12 @@ class Side:
         """Forget what was measured after so many rounds of so many requests."""
         del self.seconds[count:]
         del self.images[count * num_requests :]
+
+    def step(self, active: Sequence[PreparedRequest]) -> list[str]:
+        """Take one step of all requests; returns why it failed, also where smaller batches then did not."""
+        failures = list(self.stepper.step(active).values())
+        first = self.stepper.batch_failures.first if isinstance(self.stepper, PatchedStepper) else None
+        return failures if first is None else [first, *failures]
 
     def serve(
         self, model: ServedModel, requests: Sequence[Request], joins: Sequence[int], *, num_steps: int | None = None
@@ -78,6 +89,9 @@ class Side:
         """
         served = [model.prepare(request) for request in requests]
         for prepared in served:
+            if self.setting.engine == "plain":
+                # The model has prepared it for the patch engine, which takes float32.
+                prepared.latents = prepared.latents.to(model.dtype)
             self.stepper.prepare(prepared)
         active, waiting = [], list(zip(joins, served, strict=True))
         step, seconds = 0, 0.0
@@ -86,11 +100,11 @@ class Side:
                 active.append(waiting.pop(0)[1])
             synchronize(model.device)
             started = time.perf_counter()
-            failures = self.stepper.step(active)
+            failures = self.step(active)
             synchronize(model.device)
             seconds += time.perf_counter() - started
-            if reason := self.stepper.batch_failures.first or next(iter(failures.values()), None):
-                raise RunError(reason)
+            if failures:
+                raise RunError(failures[0])
             active = [prepared for prepared in active if not prepared.state.is_finished]
             step += 1
         if num_steps is None:
@@ -107,9 +121,11 @@ def make_side(
         UsageError: the options do not suit the model.
     """
     options = replace(model.options, cache=CacheOptions() if setting.rule is not None else setting.options)
+    if setting.engine == "plain":
+        options = EngineOptions("plain", compile=model.options.compile)
     stepper = build_stepper(model.pipe, model.family, options, model.block_facts)
-    assert isinstance(stepper, PatchedStepper)
     if setting.rule is not None:
+        assert isinstance(stepper, PatchedStepper), "only the patch engine has a cache"
         stepper.model.use_cache(setting.options, setting.rule)
     stepper.tune(model.tuning(resolutions, workspace.tables))
     return Side(setting, stepper)
@@ -124,7 +140,7 @@ def settings_of(
     image_thresholds: Sequence[float],
     intervals: Sequence[int],
     sums: Sequence[float],
-    max_reuses: Sequence[int | None],
+    max_reuses: Sequence[int | None] = (None,),
     seed: int,
     max_rows: int = 300_000,
 ) -> list[Setting]:

@@ -10,6 +10,8 @@ from ...data.tables.schemas import BLOCKS
 from ...data.tables.streams import read_batches, read_facts
 from .theme import LIGHT, add_wide_legend, new_figure, series_colours, style_axes, to_png
 
+WHOLE_THRESHOLD = 0.1
+"""Of whole blocks, as in the paper's figure 4."""
 THRESHOLDS = tuple(float(f"{value:.3g}") for value in np.geomspace(1e-4, 1.0, 41))
 TABLE_THRESHOLD = 0.01
 
@@ -19,7 +21,9 @@ def summarize_block_changes(table: Path) -> dict[str, Any]:
 
     Returns:
         `thresholds`, `by_resolution` (resolution -> share below each threshold), `by_block` (resolution -> block ->
-        share below `table_threshold`), `blocks`, `num_rows`.
+        share below `table_threshold`), `blocks`, `num_rows`; `whole_blocks`: as in the paper, the share of blocks
+        (of one request and step) whose mean change over their patches is below `threshold`, by resolution: of the mean
+        square error (`mse`), and `relative` to the mean square.
 
     Raises:
         UsageError: the table is damaged.
@@ -28,10 +32,11 @@ def summarize_block_changes(table: Path) -> dict[str, Any]:
     below: dict[str, np.ndarray] = {}
     counts: dict[str, np.ndarray] = {}
     num_rows = 0
-    columns = ("width", "height", "block_index", "lag", "output_mse_normalised")
+    columns = ("width", "height", "block_index", "lag", "output_mse_normalised", "output_mse", "request_id", "step")
+    sums: dict[str, list[np.ndarray]] = {}
     for batch in read_batches(table, BLOCKS, columns):
         num_rows += batch.num_rows
-        width, height, block, lag, change = (batch.column(name).to_numpy() for name in columns)
+        width, height, block, lag, change, mse, request, step = (batch.column(name).to_numpy() for name in columns)
         for pair in np.unique(np.stack([width, height]), axis=1).T:
             chosen = (width == pair[0]) & (height == pair[1]) & (lag == 1)
             name = f"{pair[0]}x{pair[1]}"
@@ -39,19 +44,41 @@ def summarize_block_changes(table: Path) -> dict[str, Any]:
             counts.setdefault(name, np.zeros(len(facts.blocks)))
             np.add.at(below[name], block[chosen], change[chosen, None] < np.array(THRESHOLDS))
             np.add.at(counts[name], block[chosen], 1)
+            wholes = np.stack([request[chosen], step[chosen], block[chosen]])
+            sums.setdefault(name, []).append(
+                _summed(wholes, np.stack([np.ones(chosen.sum()), mse[chosen], change[chosen]]))
+            )
     names = sorted(below, key=lambda name: int(np.prod([int(side) for side in name.split("x")])))
+    means = {name: _mean_of_blocks(np.concatenate(sums[name], 1)) for name in names}
+    whole = {
+        kind: {name: float((means[name][place] < WHOLE_THRESHOLD).mean()) for name in names}
+        for place, kind in enumerate(("mse", "relative"))
+    }
     place = int(np.argmin(np.abs(np.array(THRESHOLDS) - TABLE_THRESHOLD)))
     return {
         "thresholds": list(THRESHOLDS),
         "table_threshold": THRESHOLDS[place],
         "blocks": list(facts.blocks),
         "num_rows": num_rows,
+        "whole_blocks": {"threshold": WHOLE_THRESHOLD, "shares": whole},
         "by_resolution": {name: (below[name].sum(0) / counts[name].sum()).tolist() for name in names},
         "by_block": {
             name: dict(zip(facts.blocks, (below[name][:, place] / counts[name]).tolist(), strict=True))
             for name in names
         },
     }
+
+
+def _summed(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Columns of equal keys (3, n) added up: (3 + k, groups), the keys above the sums of the values (k, n)."""
+    groups, place = np.unique(keys, axis=1, return_inverse=True)
+    return np.concatenate([groups, [np.bincount(place.ravel(), row, groups.shape[1]) for row in values]])
+
+
+def _mean_of_blocks(sums: np.ndarray) -> np.ndarray:
+    """(2, blocks of all requests and steps) from what `_summed` gave for pieces of the table."""
+    _, _, _, count, *changes = _summed(sums[:3], sums[3:])
+    return np.stack(changes) / count
 
 
 def plot_block_changes(result: dict[str, Any]) -> bytes:

@@ -61,10 +61,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         for side, own, found in zip(sides, active, times, strict=True):
             synchronize(model.device)
             started = time.perf_counter()
-            failures = side.stepper.step(own)
+            failures = side.step(own)
             synchronize(model.device)
-            if reason := side.stepper.batch_failures.first or next(iter(failures.values()), None):
-                raise SystemExit(f"a step failed: {reason}")
+            if failures:
+                raise SystemExit(f"a step failed: {failures[0]}")
             if number >= arguments.warmup:
                 found.append((time.perf_counter() - started) * 1e3)
     rows = []

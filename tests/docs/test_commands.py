@@ -60,6 +60,7 @@ TINY: dict[str, dict[str, str]] = {
         "--combinations": "1,1", "--rounds": "1", "--num-inference-steps": "6", "--resolutions": SIZES,
         "--image-thresholds": "", "--intervals": "2", "--sums": "", "--num-real": "2",
     },
+    "reproduce patchedserve": {"--quick": "true", "--resolutions": SIZES},
     "eval all": DRAWING,
     "eval fid": DRAWING,
     "eval clip": DRAWING,
@@ -156,6 +157,8 @@ def run_psctl(house: House, words: list[str]) -> int:
             own["--resolutions"] = "128,192,256"
         else:
             own.pop("--resolutions", None)
+    # A switch takes no value; the environment has set it.
+    own.pop("--quick", None)
     profile = Workspace().for_model(model, "cpu").newest_table("blocks.parquet")
     if profile is not None:
         threshold = str(read_frame(profile, BLOCKS)["output_mse_normalised"].median())

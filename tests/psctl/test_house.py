@@ -300,6 +300,7 @@ def test_help_has_the_commands_as_a_day_goes(spawn_psctl: RunPsctl) -> None:
         "train-predictor",
         "simulate",
         "bench",
+        "reproduce",
         "eval",
         "gate",
         "models",

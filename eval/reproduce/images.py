@@ -1,0 +1,59 @@
+"""What the cache costs in quality: PatchedServe's tables 1 and 2 (section 8.2)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..compare.run import compare
+from ..options import FEATURES_DIR, SAMPLES_DIR, EvalOptions, plan_eval
+from ..run import draw_set
+from .lab import Lab
+from .paper import Found, Statement
+
+
+def compared(lab: Lab, settings: Mapping[str, Any], metric: str, said: tuple[float, ...], *, is_more: bool) -> Found:
+    """A metric of plain diffusers' images and of ours with the cache, for every data set.
+
+    Args:
+        lab, settings: as of `Measure`.
+        metric: `clip` or `fid`.
+        said: the smallest and the largest change that the paper prints.
+        is_more: whether it is to rise.
+    """
+    found, statements = {}, []
+    for dataset in settings["datasets"]:
+        options = EvalOptions(
+            metrics=(metric,),
+            dataset=dataset,
+            num_prompts=settings["num_prompts"],
+            seed=lab.seed,
+            resolutions=",".join(map(str, lab.sizes)),
+            num_inference_steps=settings["num_steps"],
+        )
+        plan = plan_eval(options, lab.model.defaults, lab.root)
+        folders = []
+        for what, model in (("plain diffusers", lab.plain_model()), ("the cache", lab.cached_model())):
+            drawn = draw_set(model, plan, options, lab.place, start_phase=lab.start, what=f"denoising steps, {what}")
+            folders.append(drawn.folder)
+        comparison = compare(
+            folders[0],
+            folders[1],
+            (metric,),
+            lab.judges,
+            seed=lab.seed,
+            features_dir=lab.root / FEATURES_DIR,
+            samples_dir=lab.root / SAMPLES_DIR,
+            start_phase=lab.start,
+        )
+        name, change = next((name, each) for name, each in comparison.differences.items() if name.startswith(metric))
+        sides = {"Original": comparison.first, "PatchedServe": comparison.second}
+        found[dataset] = {
+            "metric": name,
+            "sides": {side: each.metrics[name].to_json() for side, each in sides.items()},
+            "difference": change.estimate.to_json(),
+            "cache_use": comparison.second.cache_use,
+        }
+        text = f"{name}, PatchedServe against the original, {dataset}"
+        # What the paper calls similar is no worse than the worst change that it prints.
+        neutral = min(0, *said) if is_more else max(0, *said)
+        statements.append(Statement(text, change.difference, said, "score", neutral, is_more))
+    return Found({"datasets": found}, statements)

@@ -1,0 +1,177 @@
+"""What the exhibits of a paper are measured with: the loaded model, and what has to be profiled and trained before."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...data.files import write_json
+from ...data.prompts.captions import load_prompts
+from ...data.resolution import Resolution
+from ...data.run_facts import describe
+from ...data.workspace import ModelWorkspace
+from ...profiling.machine import run_facts
+from ...profiling.measure.blocks import TABLE_FILE, BlockProfileSettings, run_block_profile
+from ...profiling.measure.latency import LatencySettings, profile_latency, workspace_predictor
+from ...serving.cache.options import CACHE_PREDICTOR_FILE, CacheOptions
+from ...serving.models.build import with_engine
+from ...serving.models.loading import resolve_model
+from ...serving.models.served import ServedModel
+from ...serving.options import EngineOptions
+from ...training.cache.fitting import FitSettings, fit_cache_predictor
+from ...training.cache.samples import load_samples
+from ...training.latency.fitting import fit_latency_predictor
+from ...training.latency.predictor import PREDICTOR_FILE, LatencyPredictor
+from ..metrics.judges import Judges
+from .scale import Scale
+
+_TRAIN_ROWS = 300_000
+_BOTH_CLASSES = 0.005
+"""Share of a profile that must stay within a threshold, and that must not, for a predictor to learn from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lab:
+    """The model and the workspace, and how what is measured is told.
+
+    Attributes:
+        model: loaded for the patch engine, without a cache.
+        place: its part of the workspace. What is missing there is measured and stays: predictors, tables.
+        root: of the workspace, for samples of data sets and features.
+        work: where exhibits keep what is unfinished, so that they go on from there.
+        sizes: of the requests.
+        seed: of everything random.
+        scale: how much is profiled before anything else.
+        judges: of images.
+        start: begins a phase of so many units; gives what is called with each number of units done.
+        on_note, on_warning: told what happens, and what may be inexact.
+    """
+
+    model: ServedModel
+    place: ModelWorkspace
+    root: Path
+    work: Path
+    sizes: tuple[Resolution, ...]
+    seed: int
+    scale: Scale
+    judges: Judges
+    start: Callable[[str, int], Callable[[int], None]]
+    on_note: Callable[[str], None]
+    on_warning: Callable[[str], None]
+
+    def circumstances(self) -> dict[str, Any]:
+        """What the results depend on, as JSON."""
+        facts = run_facts(self.model).to_json()
+        return {**facts, "described": f"{describe(facts)}, {facts['date']}"}
+
+    def folder(self, name: str, *decisive: Any) -> Path:
+        """A folder that is kept for what is measured under these settings, which are JSON."""
+        settings = [self.model.name, self.model.fingerprint, list(map(str, self.sizes)), self.seed, *decisive]
+        digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:8]
+        path = self.work / f"{name}-{digest}"
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def block_profile(self) -> Path:
+        """How much blocks change from step to step: the table, measured if it is not there. Raises RunError."""
+        folder = self.folder("blocks", asdict(self.scale))
+        if (folder / TABLE_FILE).is_file():
+            return folder / TABLE_FILE
+        scale, recording = self.scale, CacheOptions("patch", threshold=0.0)
+        settings = BlockProfileSettings(num_prompts=scale.profile_prompts, seed=self.seed)
+        batches = -(-settings.num_prompts // settings.batch_size)
+        done = self.start("steps of the block profile", batches * scale.num_steps)
+        return run_block_profile(
+            self._with(recording),
+            load_prompts(),
+            self.sizes,
+            folder,
+            settings,
+            num_inference_steps=scale.num_steps,
+            guidance_scale=self.model.defaults.guidance_scale,
+            on_step=lambda: done(1),
+        )
+
+    def typical_change(self) -> float:
+        """The change, relative to the mean square, that half of the patches of the block profile stay within."""
+        return float(np.median(load_samples(self.block_profile(), max_rows=_TRAIN_ROWS, seed=self.seed)[1].output_mse))
+
+    def cache(self) -> CacheOptions:
+        """The patch cache with the predictor of the workspace, else with the one that the model brings.
+
+        One is trained in the workspace if there is neither. Its threshold is the default one, or, where that would tell
+        nothing apart, the typical change.
+        """
+        file = self.place.predictors / CACHE_PREDICTOR_FILE
+        found = CacheOptions("patch").with_predictor_of(self.place.predictors, resolve_model(self.model.name))
+        if found.predictor is not None and found.predictor.is_file():
+            return found
+        if not file.is_file():
+            facts, samples = load_samples(self.block_profile(), max_rows=_TRAIN_ROWS, seed=self.seed)
+            settings = FitSettings(seed=self.seed)
+            within = float((samples.output_mse <= settings.threshold).mean())
+            if not _BOTH_CLASSES < within < 1 - _BOTH_CLASSES:
+                settings = FitSettings(threshold=self.typical_change(), seed=self.seed)
+            self.on_note(f"Training the cache predictor, threshold {settings.threshold:.3g}: {file}")
+            fit_cache_predictor(samples, facts, settings).save(file)
+        return CacheOptions("patch", predictor=file)
+
+    def cached_model(self) -> ServedModel:
+        """The same model with the patch cache."""
+        return self._with(self.cache())
+
+    def plain_model(self) -> ServedModel:
+        """The same model, unmodified."""
+        return with_engine(self.model, EngineOptions("plain"))
+
+    def _with(self, cache: CacheOptions) -> ServedModel:
+        model = with_engine(self.model, EngineOptions(cache=cache))
+        model.tune(self.sizes, self.place.tables)
+        return model
+
+    def latency_predictor(self, max_batch_size: int) -> LatencyPredictor:
+        """The workspace's predictor of step latencies; one is profiled and trained if there is none.
+
+        Raises:
+            UsageError: the workspace's is of another machine, model or engine.
+            KeyboardInterrupt: on Ctrl-C; the profile goes on from there.
+        """
+        if self.place.find_predictor(PREDICTOR_FILE) is None:
+            phases: list[Callable[[int], None]] = []
+
+            def on_start(num_all: int, num_done: int) -> None:
+                phases.append(self.start("visits of the latency profile", num_all - num_done))
+
+            scale = self.scale
+            settings = LatencySettings(self.sizes, scale.combinations, max_batch_size, scale.repeats, self.seed)
+            outcome = profile_latency(
+                self.model, settings, self.place, on_start=on_start, on_visit=lambda: phases[0](1)
+            )
+            finish(outcome.was_interrupted)
+            facts = outcome.table.circumstances
+            fitted = fit_latency_predictor(outcome.table.rows, seed=self.seed, circumstances=facts)
+            fitted.save(self.place.predictors / PREDICTOR_FILE)
+        return workspace_predictor(self.model, self.place, on_warning=self.on_warning)
+
+    def rates(self, shares: Sequence[float], max_batch_size: int) -> list[float]:
+        """Request rates, in requests per second: these shares of what denoising alone could take in full batches of all
+        sizes, without the cache. Once chosen, they stay, so that what was measured can be continued.
+        """
+        folder = self.folder("rates", self.scale.num_steps, list(shares), max_batch_size)
+        file = folder / "rates.json"
+        if not file.is_file():
+            batch = [self.sizes[index % len(self.sizes)] for index in range(max_batch_size)]
+            step_s = self.latency_predictor(max_batch_size).step_latency_s(batch)
+            most = max_batch_size / (self.scale.num_steps * step_s)
+            write_json(file, [float(f"{share * most:.2g}") for share in shares])
+        return json.loads(file.read_text())
+
+
+def finish(was_interrupted: bool) -> None:
+    """Raise KeyboardInterrupt if a bench that keeps what it has was ended by Ctrl-C: its exhibit is not finished."""
+    if was_interrupted:
+        raise KeyboardInterrupt

@@ -1,0 +1,137 @@
+"""`psctl reproduce PAPER`: the figures and tables of a paper, measured here, beside its own numbers."""
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from ...data.errors import UsageError
+from ...data.files import require_places
+from ...data.resolution import parse_list
+from ..flags import flag
+from ..options.common import Resolutions, Seed
+from ..options.groups import JudgeFlags
+from ..options.target import Target
+from ..output import Output
+
+if TYPE_CHECKING:
+    from ...eval.reproduce.lab import Lab
+    from ...eval.reproduce.paper import Exhibit, Paper
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is reproduced of a paper, and where it goes."""
+
+    figures: Annotated[list[int] | None, flag("--figure", "Number of a figure; may be repeated.", metavar="N")] = None
+    tables: Annotated[list[int] | None, flag("--table", "Number of a table; may be repeated.", metavar="N")] = None
+    is_quick: Annotated[
+        bool, flag("--quick", "A smoke run of the same code, about a minute for each figure, in a place of its own.")
+    ] = False
+    resolutions: Resolutions = None
+    datasets: Annotated[
+        list[str] | None,
+        flag(
+            "--dataset",
+            "Tables: captions to draw and images to compare with, as in psctl eval; may be repeated. Default: emoji.",
+            metavar="emoji|coco:PATH|...",
+        ),
+    ] = None
+    num_prompts: Annotated[
+        int | None, flag("--num-prompts", "Tables: captions of each data set. Default: 256 (paper: 5000).", min=2)
+    ] = None
+    output_dir: Annotated[
+        Path | None,
+        flag(
+            "--output-dir -o",
+            "Where page, pictures and numbers go. Default: reproduce/PAPER in the workspace.",
+            file_okay=False,
+        ),
+    ] = None
+
+
+def reproduce_patchedserve(*, choice: Choice, judging: JudgeFlags, seed: Seed = 0, target: Target, out: Output) -> None:
+    """Measure figures 4, 5, 11, 12, 13, 14, 15 and tables 1 and 2; without a choice, all that suit the model.
+
+    Each gives a picture (tables: markdown) and a JSON file, with the paper's own numbers beside ours; one page shows
+    those of all models. What is finished is kept: the same command, or one for other figures or another model, goes on
+    from there. What the workspace lacks is profiled and trained first. Figure 12 is of SDXL, 13 of SD3.
+
+    Examples:
+
+        psctl reproduce patchedserve --quick
+        psctl reproduce patchedserve --figure 5 --figure 14 --table 1
+        psctl reproduce patchedserve --model emoji-3 --figure 13 --json
+        psctl reproduce patchedserve --table 2 --dataset coco:coco/val2014 --num-prompts 5000
+        psctl reproduce patchedserve --model stabilityai/stable-diffusion-xl-base-1.0 --resolutions 512,768,1024
+    """
+    from ...eval.reproduce.patchedserve import PATCHEDSERVE
+
+    _reproduce(PATCHEDSERVE, choice, judging, seed, target, out)
+
+
+def _reproduce(paper: "Paper", choice: Choice, judging: JudgeFlags, seed: int, target: Target, out: Output) -> None:
+    from ...data.workspace import Workspace
+    from ...eval.reproduce.paper import reproduce, statements_table
+    from ...eval.reproduce.scale import FULL, QUICK
+    from ...profiling.report.table import to_rich
+    from ...serving.models.checkpoint import read_index
+    from ...serving.models.loading import resolve_model
+
+    index = resolve_model(target.model) / "model_index.json"
+    exhibits = paper.chosen(
+        choice.figures or (), choice.tables or (), read_index(index, source=target.model)["_class_name"]
+    )
+    sizes = target.defaults().resolutions if choice.resolutions is None else parse_list(choice.resolutions)
+    sizes = tuple(sorted(set(sizes), key=lambda size: (size.pixels, size)))
+    if len(sizes) < 2:
+        only = ", ".join(map(str, sizes))
+        raise UsageError(f"the only resolution is {only}, but figures of mixed resolutions need two or more")
+    folder = choice.output_dir or target.workspace / "reproduce" / (paper.name + "-quick" * choice.is_quick)
+    # A smoke run leaves nothing that other commands would take for a measurement.
+    inside = replace(target, workspace=folder / "workspace") if choice.is_quick else target
+    require_places(folder, inside.workspace)
+    scale = QUICK if choice.is_quick else FULL
+
+    def settings_of(exhibit: "Exhibit") -> dict[str, Any]:
+        settings: dict[str, Any] = {
+            **{name: getattr(target, name) for name in ("model", "device", "dtype")},
+            "resolutions": list(map(str, sizes)),
+            "seed": seed,
+            "is_quick": choice.is_quick,
+            **asdict(scale),
+            **(exhibit.quick if choice.is_quick else exhibit.full),
+        }
+        if exhibit.kind == "table":
+            settings |= {"datasets": choice.datasets or ["emoji"], "clip_model": judging.clip_model}
+            settings |= {} if choice.num_prompts is None else {"num_prompts": choice.num_prompts}
+        return settings
+
+    part = Workspace(folder).for_model(target.model, "any").root.parent
+    with out.phases() as start:
+
+        def open_lab() -> "Lab":
+            model, place = inside.load(out)
+            from ...eval.reproduce.lab import Lab
+
+            judges = judging.to_judges(model.device)
+            judges.check(tuple(metric for exhibit in exhibits for metric in exhibit.metrics))
+            return Lab(
+                model, place, inside.root.root, part / "work", sizes, seed, scale, judges, start, out.note, out.warn
+            )
+
+        wanted = [(exhibit, settings_of(exhibit)) for exhibit in exhibits]
+        outcome = reproduce(paper, wanted, open_lab, part, on_exhibit=out.note)
+    out.data(
+        {
+            "paper": paper.name,
+            "exhibits": outcome.results,
+            "measured": outcome.measured,
+            "page": outcome.index,
+            "was_interrupted": outcome.was_interrupted,
+        },
+        table=lambda: to_rich(map(statements_table, outcome.results)),
+    )
+    out.note(f"Open in a browser: file://{outcome.index.resolve()}")
+    if outcome.was_interrupted:
+        out.note("The same command continues from here.")
+        raise KeyboardInterrupt

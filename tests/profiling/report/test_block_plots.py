@@ -1,0 +1,26 @@
+"""What a block profile says of whole blocks, as PatchedServe's figure 4 has it."""
+
+from pathlib import Path
+
+import pytest
+
+from patchedserve.data.tables.schemas import BLOCKS, read_frame
+from patchedserve.profiling.report.block_plots import WHOLE_THRESHOLD, summarize_block_changes
+
+from ...support.block_profiles import write_profile
+
+
+def test_whole_blocks_change_by_the_mean_over_their_patches(tmp_path: Path) -> None:
+    table = write_profile(tmp_path / "blocks.parquet", num_requests=6)
+    found = summarize_block_changes(table)["whole_blocks"]
+    assert found["threshold"] == WHOLE_THRESHOLD
+    frame = read_frame(table, BLOCKS)
+    frame = frame[frame["lag"] == 1]
+    for kind, column in (("mse", "output_mse"), ("relative", "output_mse_normalised")):
+        by_block = frame.groupby(["width", "request_id", "step", "block_index"], as_index=False).agg({column: "mean"})
+        expected = {
+            f"{width}x{width}": float((of_width[column] < WHOLE_THRESHOLD).mean())
+            for width, of_width in by_block.groupby("width")
+        }
+        assert found["shares"][kind] == pytest.approx(expected)
+        assert 0 < min(expected.values()) <= max(expected.values()) < 1
