@@ -20,7 +20,7 @@ def test_whole_blocks_change_by_the_mean_over_their_patches(tmp_path: Path) -> N
     for kind, column in (("mse", "output_mse"), ("relative", "output_mse_normalised")):
         by_block = frame.groupby(["width", "request_id", "step", "block_index"], as_index=False).agg({column: "mean"})
         expected = {
-            f"{width}x{width}": float(np.mean(of_width[column].to_numpy() < WHOLE_THRESHOLD))
+            f"{width}x{width}": float(np.mean(np.asarray(of_width[column]) < WHOLE_THRESHOLD))
             for width, of_width in by_block.groupby("width")
         }
         assert found["shares"][kind] == pytest.approx(expected)
