@@ -107,7 +107,7 @@ class PatchCache:
         stats: what it has done so far.
         on_computed: called whenever a block has run in full.
         patch_size: side of a patch in latent pixels.
-        max_reuse: how often in a row a patch may reuse a block.
+        max_reuse, full_above: of the options, or else of the rule.
         names, stores: of the blocks, in the order in which a step runs them.
         wants_masks: of each block, whether some of its patches were ever wanted without the others of their request.
             From then on its operators keep what they read.
@@ -126,6 +126,7 @@ class PatchCache:
             )
         self.options, self.rule, self.unit = options, rule, unit
         self.max_reuse = rule.max_reuse if options.max_reuse is None else options.max_reuse
+        self.full_above = rule.full_above if options.full_above is None else options.full_above
         self.stats = CacheStats()
         self.on_computed: OnComputed | None = None
         self.names: list[str] = []
@@ -224,7 +225,7 @@ class PatchCache:
         self.stats.refused += int((~must & ~reuse).sum())
         if self.options.mode == "image" and not reuse.all():
             reuse[:] = False
-        rows = batch.fill(reuse, self.options.full_above)
+        rows = batch.fill(reuse, self.full_above)
         # What is computed for want of room says nothing about other blocks.
         self._is_fresh |= is_known & ~reuse
         if rows is None and reuse.any() and not reuse.all():

@@ -288,7 +288,7 @@ def test_eval_takes_the_flags_of_the_cache(
     assert main(common) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert "cache.full_above is 0.5, but its images were drawn with 0.0" in said.err
+    assert "cache.interval is 3, but its images were drawn with 2" in said.err
     assert said.err.count("\n") == 1
 
 
