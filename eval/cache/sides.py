@@ -12,8 +12,9 @@ from ...data.requests import Request
 from ...data.resolution import Resolution
 from ...data.workspace import ModelWorkspace
 from ...serving.cache.options import CacheOptions
-from ...serving.cache.patch_cache import CacheStats, PatchCache
+from ...serving.cache.patch_cache import PatchCache
 from ...serving.cache.rules import Predicted, ReuseRule
+from ...serving.cache.stats import CacheStats
 from ...serving.core.prepared import PreparedRequest
 from ...serving.core.stepper import Stepper
 from ...serving.core.timing import synchronize

@@ -79,7 +79,8 @@ def savings_of_patches_and_images(lab: Lab, settings: _Settings) -> Found:
     sides = settings_of(
         lab.model,
         lab.block_profile(),
-        CacheOptions("patch", threshold=0.0),
+        # Else requests would be computed whole: here patches decide one by one, as in the paper.
+        CacheOptions("patch", threshold=0.0, full_above=1.0),
         thresholds=[threshold],
         image_thresholds=[threshold],
         intervals=[],

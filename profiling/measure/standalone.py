@@ -1,9 +1,10 @@
 """Standalone latency: how long a request takes alone on plain diffusers, the unit of SLOs (PatchedServe section 8).
 
-There is one definition for all systems, commands and options: it is measured end to end (text encoding, denoising,
-decoding) through the plain engine, whatever engine is to serve, one request at a time on the idle machine, and kept in
-the workspace's table `standalone.json`. A measurement is used again only for the same model files, dtype, device,
-number of CPU threads, torch version and `--compile`, and the same resolution, steps and kind of guidance.
+There is one definition for all systems of every command that serves: it is measured end to end (text encoding,
+denoising, decoding) through the plain engine, whatever engine is to serve, one request at a time on the idle machine,
+and kept in the workspace's table `standalone.json`. (`psctl simulate` serves nothing, and takes what its own table
+says.) A measurement is used again only for the same model files, dtype, device, number of CPU threads, torch version
+and `--compile`, and the same resolution, steps and kind of guidance.
 """
 
 import json

@@ -17,7 +17,7 @@ from ...data.files import atomic_write, named_by_content, write_json
 from ...data.requests import Request
 from ...data.tables.latency import LatencyTable
 from ...data.workspace import ModelWorkspace
-from ...serving.cache.patch_cache import CacheStats
+from ...serving.cache.stats import CacheStats
 from ...serving.engine.engine import Engine
 from ...serving.engine.replay import replay
 from ...serving.engine.run_result import RunResult

@@ -34,8 +34,7 @@ class CacheOptions:
         memory_mb: bound of what the cache keeps; a block that would exceed it runs uncached.
         full_above: of the requests that have patches to compute: the share of these above which a block computes all
             patches of these requests; at 0 they are computed whole or not at all. None for what suits the rule: 0 where
-            a predictor decides, else 0.5. Half of the patches take 0.6 to 0.9 of the time of all, measured with
-            emoji-xl on a CPU.
+            a predictor decides, else 0.5.
 
     Raises:
         UsageError: a value is not allowed.

@@ -202,18 +202,3 @@ def sampled(tensor: Tensor, tables: CellTables, cells: Tensor | None = None) -> 
     places = tables.sample(tables.level_of(len(tensor)).index)
     places = places if cells is None else places.index_select(0, cells)
     return tensor.index_select(0, places.flatten()).view(len(places), -1)
-
-
-def mean_square(tensors: Sequence[Tensor], tables: CellTables, minus: Sequence[Tensor] | None = None) -> Tensor:
-    """(cells,) float32: mean square of each cell's values, told from a sample of its tokens.
-
-    `tensors` are tokens [tokens, channels] of any levels; `minus` is subtracted from them first, if given.
-    """
-    total, count = torch.zeros(tables.num_cells, device=tables.device), 0
-    for number, tensor in enumerate(tensors):
-        taken = sampled(tensor, tables)
-        count += taken.shape[1]
-        if minus is not None:
-            taken.sub_(sampled(minus[number], tables))
-        total += (taken * taken).sum(1, dtype=torch.float32)
-    return total / count

@@ -2,10 +2,9 @@
 
 The paper's support vector regression on its features (requests of each resolution, number of different resolutions,
 number of patches) and the logarithm of the last; but of what a linear model leaves, as the logarithm of a ratio, so
-that small batches weigh as much as large ones. On noisy tables of 30 to 60 combinations that was off by 9 to 16 % where
-a regression of milliseconds by itself was off by 11 to 22 % and the linear model by 10 to 17 % (cross-validated). Where
-the linear model alone is no worse, it is all that is kept (`fitting`). What was learned is kept as flat arrays and
-evaluated here with numpy alone, so that a policy can ask without torch and without scikit-learn.
+that small batches weigh as much as large ones. Where the linear model alone is no worse, it is all that is kept
+(`fitting`). What was learned is kept as flat arrays and evaluated here with numpy alone, so that a policy can ask
+without torch and without scikit-learn.
 """
 
 import warnings
