@@ -6,6 +6,10 @@ from typing import Any
 
 from ..errors import UsageError
 
+WHOLE_MODEL = "model"
+"""The name of all blocks of a model as one, from the input of the first to the output of the last; its number is that
+behind the last block's."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockFacts:

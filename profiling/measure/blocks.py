@@ -23,7 +23,7 @@ from ...data.errors import RunError, UsageError
 from ...data.files import write_json
 from ...data.requests import Request
 from ...data.resolution import Resolution
-from ...data.tables.block_facts import BlockFacts
+from ...data.tables.block_facts import WHOLE_MODEL, BlockFacts
 from ...data.tables.schemas import BLOCKS
 from ...data.tables.streams import TableWriter
 from ...serving.cache.cells import Integers
@@ -146,7 +146,7 @@ def _num_rows(model: ServedModel, facts: BlockFacts, requests: Sequence[Request]
     sizes = [model.family.latent_size(request.resolution) for request in requests]
     steps = requests[0].num_inference_steps
     pairs = sum(max(steps - lag, 0) for lag in range(1, max_lag + 1))
-    return pairs * len(facts.blocks) * sum(height * width // facts.patch_size**2 for height, width in sizes)
+    return pairs * (len(facts.blocks) + 1) * sum(height * width // facts.patch_size**2 for height, width in sizes)
 
 
 def _check_settings(
@@ -192,6 +192,7 @@ def _changes(
     found: list[dict[str, Any]] = []
     scheduler, step = type(model.pipe.scheduler).__name__, 0
     chosen = np.empty(0, np.int64)
+    first_changes = np.empty(0, np.float32), np.empty(0, np.float32)
     # The engine sorts its batch; keys say which request is which.
     by_key = {each.cache_key: each.request for each in prepared}
 
@@ -223,7 +224,7 @@ def _changes(
         return absolute, relative
 
     def on_computed(block: int, inputs: Tokens, outputs: Tokens) -> None:
-        nonlocal chosen
+        nonlocal chosen, first_changes
         batch = cache.batch
         if block == 0:
             chosen = choose(batch.num_patches)
@@ -233,26 +234,32 @@ def _changes(
         owners = [by_key[key] for key in batch.request_keys]
         of_requests = np.array([(owner.request_id, *owner.resolution) for owner in owners]).T
         lags = len(input_mse) // max(len(chosen), 1)
+        changes_of = {block: (cache.names[block], input_mse, input_relative)}
+        if block == 0:
+            first_changes = input_mse, input_relative
+        if block == len(cache.names) - 1:
+            changes_of[block + 1] = (WHOLE_MODEL, *first_changes)
         of_patches = {
             **dict(zip(("request_id", "width", "height"), of_requests[:, batch.request[chosen]], strict=True)),
             "num_steps": batch.num_steps[chosen],
             "step_fraction": step / batch.num_steps[chosen],
             "patch": batch.patch[chosen],
         }
-        found.append(
-            {name: np.tile(values, lags) for name, values in of_patches.items()}
-            | {
-                "scheduler": scheduler,
-                "step": step,
-                "block": cache.names[block],
-                "block_index": block,
-                "lag": np.repeat(np.arange(1, lags + 1), len(chosen)),
-                "input_mse": input_mse,
-                "output_mse": output_mse,
-                "input_mse_normalised": input_relative,
-                "output_mse_normalised": output_relative,
-            }
-        )
+        for index, (name, mse, relative) in changes_of.items():
+            found.append(
+                {column: np.tile(values, lags) for column, values in of_patches.items()}
+                | {
+                    "scheduler": scheduler,
+                    "step": step,
+                    "block": name,
+                    "block_index": index,
+                    "lag": np.repeat(np.arange(1, lags + 1), len(chosen)),
+                    "input_mse": mse,
+                    "output_mse": output_mse,
+                    "input_mse_normalised": relative,
+                    "output_mse_normalised": output_relative,
+                }
+            )
 
     cache.on_computed = on_computed
     try:

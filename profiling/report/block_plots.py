@@ -38,7 +38,7 @@ def summarize_block_changes(table: Path) -> dict[str, Any]:
         num_rows += batch.num_rows
         width, height, block, lag, change, mse, request, step = (batch.column(name).to_numpy() for name in columns)
         for pair in np.unique(np.stack([width, height]), axis=1).T:
-            chosen = (width == pair[0]) & (height == pair[1]) & (lag == 1)
+            chosen = (width == pair[0]) & (height == pair[1]) & (lag == 1) & (block < len(facts.blocks))
             name = f"{pair[0]}x{pair[1]}"
             below.setdefault(name, np.zeros((len(facts.blocks), len(THRESHOLDS))))
             counts.setdefault(name, np.zeros(len(facts.blocks)))

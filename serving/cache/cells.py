@@ -16,6 +16,7 @@ from torch import Tensor
 from ..layout.packing import Level, Packing
 
 Integers = NDArray[np.int64]
+Floats = NDArray[np.float32]
 
 _SAMPLE_FROM_SIDE = 4
 """The change of a cell of so many tokens on a side is told from every other token of every other line: comparing all of

@@ -33,8 +33,9 @@ class CacheOptions:
         warmup_steps: first steps of a request that are computed in full; so is its last step.
         memory_mb: bound of what the cache keeps; a block that would exceed it runs uncached.
         full_above: of the requests that have patches to compute: the share of these above which a block computes all
-            patches of these requests; at 0 they are computed whole or not at all. None for what suits the rule: 0 where
-            a predictor decides, else 0.5.
+            patches of these requests; at 0 they are computed whole or not at all. None for what suits the rule: where
+            a predictor or `accumulated` decides, a request takes all blocks of a step or none, and what it would have
+            got is forecast from its last two steps (`forecast`); for the others it is 0.5.
 
     Raises:
         UsageError: a value is not allowed.
@@ -82,6 +83,11 @@ class CacheOptions:
         """Whether a trained predictor decides."""
         return self.mode in ("patch", "image") and self.threshold is None
 
+    @property
+    def full_above_or_default(self) -> float:
+        """`full_above` where blocks are asked about one by one."""
+        return 0.5 if self.full_above is None else self.full_above
+
     def with_predictor_of(self, *folders: Path) -> "CacheOptions":
         """The same options with the predictor of the first of these folders that has one, where they name none.
 
@@ -113,8 +119,8 @@ class CacheOptions:
         """
         content = asdict(self if self.is_on else CacheOptions(patch_size=8))
         asks = self.is_on and self.needs_predictor
-        if content["full_above"] is None:
-            content["full_above"] = 0.0 if asks else 0.5
+        if not asks and self.mode != "accumulated":
+            content["full_above"] = self.full_above_or_default
         if not asks:
             content["max_reuse"] = content["max_reuse"] or 4
         if self.predictor is not None:

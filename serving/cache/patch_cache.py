@@ -42,13 +42,15 @@ class Decision:
 class PatchCache:
     """Decides and keeps for all blocks of one patched model. One thread at a time.
 
-    `unit` is the side of the model's smallest token in latent pixels, `num_levels` its number of levels.
+    `unit` is the side of the model's smallest token in latent pixels, `num_levels` its number of levels, `num_blocks`
+    that of its blocks.
 
     Attributes:
         stats: what it has done so far.
         on_computed: called whenever a block has run in full.
         patch_size: side of a patch in latent pixels.
-        max_reuse, full_above: of the options, or else of the rule.
+        max_reuse: of the options, or else of the rule.
+        is_whole: whether all blocks are one (`WHOLE_MODEL`): a request takes a step whole or not at all.
         names, stores: of the blocks, in the order in which a step runs them.
         wants_masks: of each block, whether some of its patches were ever wanted without the others of their request.
             From then on its operators keep what they read.
@@ -57,7 +59,7 @@ class PatchCache:
         UsageError: the patch size of the cache does not suit the model.
     """
 
-    def __init__(self, options: CacheOptions, rule: ReuseRule, *, unit: int, num_levels: int) -> None:
+    def __init__(self, options: CacheOptions, rule: ReuseRule, *, unit: int, num_levels: int, num_blocks: int) -> None:
         multiple = unit << (num_levels - 1)
         assert options.patch_size is not None, "whoever builds the model says what suits it"
         self.patch_size = options.patch_size
@@ -65,9 +67,10 @@ class PatchCache:
             raise UsageError(
                 f"the cache's patch size is {self.patch_size}, but this model needs a multiple of {multiple}"
             )
-        self.options, self.rule, self.unit = options, rule, unit
+        self.options, self.rule, self.unit, self.num_blocks = options, rule, unit, num_blocks
         self.max_reuse = rule.max_reuse if options.max_reuse is None else options.max_reuse
-        self.full_above = rule.full_above if options.full_above is None else options.full_above
+        self.is_whole = rule.is_whole and options.full_above is None
+        self._full_above = 0.0 if self.is_whole else options.full_above_or_default
         self.stats = CacheStats()
         self.on_computed: OnComputed | None = None
         self.names: list[str] = []
@@ -83,9 +86,6 @@ class PatchCache:
         """What a block keeps of each cell: by itself, and for masks."""
         self._batch: PatchBatch | None = None
         self._is_first_block = False
-        self._is_fresh: Booleans = np.zeros(0, bool)
-        self._ahead: dict[int, Booleans] = {}
-        """What the rule has said of later blocks at this step."""
         self._step = 0
         self._maker: dict[int, BlockStore] = {}
         """Which store keeps the tensor at an address: inputs of a block that others have made need no second look."""
@@ -134,8 +134,6 @@ class PatchCache:
         """Say how far each request is, before every step."""
         self.batch.start_step(np.asarray(steps_done), self.options.warmup_steps)
         self._is_first_block = True
-        self._is_fresh = np.zeros(self.batch.num_patches, bool)
-        self._ahead.clear()
         self._step += 1
         for store in self.stores:
             if store.tables is not self.tables:
@@ -160,15 +158,11 @@ class PatchCache:
         reuse = np.zeros(batch.num_patches, bool)
         if not must.all():
             reuse = self._ask(block, inputs, must) & ~must
-            if self.rule.follows:
-                reuse &= ~self._is_fresh
         self.stats.expired += int(has_expired.sum())
         self.stats.refused += int((~must & ~reuse).sum())
         if self.options.mode == "image" and not reuse.all():
             reuse[:] = False
-        rows = batch.fill(reuse, self.full_above)
-        # What is computed for want of room says nothing about other blocks.
-        self._is_fresh |= is_known & ~reuse
+        rows = batch.fill(reuse, self._full_above)
         if rows is None and reuse.any() and not reuse.all():
             self.wants_masks[block] = True
             if not self._has_room(block, for_masks=True):
@@ -184,7 +178,7 @@ class PatchCache:
         self.stats.count(self.names[block], batch.num_patches, batch.num_patches - num_active)
         is_reused = reuse[batch.patch_of_cell]
         store.check_mask(is_reused)
-        store.reuses = np.where(is_reused, store.reuses + 1, 0)
+        store.count(is_reused)
         self.stats.overhead_s += time.perf_counter() - started
         if num_active == batch.num_patches:
             self.stats.whole += 1
@@ -281,36 +275,17 @@ class PatchCache:
         return sum(self._bytes)
 
     def _ask(self, block: int, inputs: Tokens, must: Booleans) -> Booleans:
-        """Which patches the rule lets be reused before a block; what it says of those that `must` has no meaning.
-
-        Later blocks are asked about together with the first one of which the rule can judge by what is known already:
-        most often their inputs do not change any more at this step.
-        """
-        batch, store = self.batch, self.stores[block]
+        """Which patches the rule lets be reused before a block; what it says of those that `must` has no meaning."""
+        batch, store, change = self.batch, self.stores[block], None
         if self.rule.needs_change:
             makers = [self._maker.get(tensor.data_ptr()) for tensor in inputs]
             stamps = [None if maker is None else maker.changed_at for maker in makers]
-            if store.look(inputs, stamps, self._step, ~must[batch.patch_of_cell]):
-                return self._answers([block])[block]
-        if block not in self._ahead:
-            later = range(block, len(self.stores))
-            self._ahead = self._answers([each for each in later if self.stores[each].is_known.any()])
-        return self._ahead[block]
-
-    def _answers(self, blocks: Sequence[int]) -> dict[int, Booleans]:
-        """What the rule says before these blocks."""
-        batch, stores, change = self.batch, [self.stores[block] for block in blocks], None
-        if self.rule.needs_change:
-            by_cell = torch.stack([store.change() for store in stores])
-            of_rows = (by_cell.index_select(1, cells) for cells in (batch.first_cell_tensor, batch.last_cell_tensor))
-            change = torch.maximum(*of_rows).flatten()
-        count = len(blocks)
-        known = (np.tile(each, count) for each in (batch.request, batch.steps_done, batch.num_steps, batch.pixels))
-        request, steps_done, num_steps, pixels = known
-        reuses = np.concatenate([store.reuses[batch.first_cell] for store in stores])
-        numbers = np.repeat(blocks, batch.num_patches)
-        view = PatchView(numbers, len(self.stores), change, request, steps_done, num_steps, reuses, pixels)
-        return dict(zip(blocks, np.split(self.rule.may_reuse(view), count), strict=True))
+            store.look(inputs, stamps, self._step, ~must[batch.patch_of_cell])
+            by_cell = store.change()
+            change = torch.maximum(by_cell[batch.first_cell_tensor], by_cell[batch.last_cell_tensor])
+        number = self.num_blocks if self.is_whole else block
+        known = batch.request, batch.steps_done, batch.num_steps, store.reuses[batch.first_cell], batch.pixels
+        return self.rule.may_reuse(PatchView(number, self.num_blocks, change, *known))
 
     def _observe(self, batch: PatchBatch, inputs: Tokens) -> None:
         """Let the rule see how far every request's input has moved since the last step."""

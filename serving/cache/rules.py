@@ -24,20 +24,20 @@ Booleans = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PatchView:
-    """Patches of all active requests, before one block or, one after the other, before several; arrays (patches,).
+    """Patches of all active requests before one block; arrays are (patches,).
 
     Attributes:
-        block: which block it is, from 0.
-        num_blocks: how many there are, an integer.
+        block: which block it is, from 0; `num_blocks` for all of them as one.
+        num_blocks: how many there are.
         change: relative mean squared change of the block's input since it was last computed (the larger one of a
             guided request's two rows), float32 on the model's device; None unless the rule wants it.
-        request: place of the patch's request in the batch, ascending for every block.
+        request: place of the patch's request in the batch, ascending.
         steps_done, num_steps: of that request.
         reuses: how often in a row this block was reused for the patch.
         pixels: width times height of the request's image.
     """
 
-    block: Integers
+    block: int
     num_blocks: int
     change: Tensor | None
     request: Integers
@@ -50,22 +50,17 @@ class PatchView:
 class ReuseRule(Protocol):
     """Says which patches may be reused before a block; new ones, first and last steps are not up to it.
 
-    It is asked once or several times at a step, about all blocks together where that is possible, and answers for every
-    patch by itself.
-
     Attributes:
         needs_change: whether it wants `PatchView.change`.
         observes: whether it wants `observe` before the first block of every step.
-        follows: whether what one block computes of a patch, the blocks after it compute, too, whatever the rule says.
-        max_reuse: how often in a row it lets a patch reuse a block, where the options do not say.
-        full_above: see `CacheOptions.full_above`, where the options do not say.
+        is_whole: whether it decides about all blocks of a model as one, where the options do not say (`full_above`).
+        max_reuse: how often in a row it lets a patch be reused, where the options do not say.
     """
 
     needs_change: bool = False
     observes: bool = False
-    follows: bool = False
+    is_whole: bool = False
     max_reuse: int = 4
-    full_above: float = 0.5
 
     def observe(self, keys: Sequence[int], changes: NDArray[np.float64], is_forced: Booleans) -> None:
         """Take note of how the input of a step has changed.
@@ -105,17 +100,17 @@ class InputThreshold(ReuseRule):
 class Predicted(ReuseRule):
     """Asks the trained predictor, which is on the model's device (PatchedServe sections 5.1 and 7).
 
-    Blocks follow the ones before them, because their old output does harm beside the new one of those: with emoji-xl at
-    equal savings the SSIM to images without a cache was 0.967 without this and 0.980 with it. Requests are computed
-    whole or not at all, because old borders, sums and keys beside new ones do harm, too: 0.965 instead of 0.934.
+    Unless the options say otherwise, a request takes a step whole or not at all, because old borders, sums and outputs
+    of blocks do harm beside new ones: with emoji-xl at equal savings the SSIM to images without a cache rose from 0.934
+    to 0.965 where requests took each block whole, and to 0.980 where they took all blocks from the first one that was
+    computed. `psctl reproduce patchedserve --figure 15` shows patch by patch.
 
     Raises:
         UsageError: patches may be reused more often in a row than the predictor has seen.
     """
 
     needs_change = True
-    follows = True
-    full_above = 0.0
+    is_whole = True
 
     def __init__(self, predictor: CachePredictor, max_reuse: int | None = None, kernels: str = "auto") -> None:
         self.max_reuse = predictor.max_lag if max_reuse is None else max_reuse
@@ -128,10 +123,8 @@ class Predicted(ReuseRule):
 
     def may_reuse(self, view: PatchView) -> Booleans:
         assert view.change is not None
-        device = view.change.device
-        fraction = view.steps_done / view.num_steps
-        others = np.stack([view.block, fraction, view.reuses, view.pixels]).astype(np.float32)
-        features = features_of(view.change, *torch.from_numpy(others).to(device))
+        others = np.stack([view.steps_done / view.num_steps, view.reuses, view.pixels]).astype(np.float32)
+        features = features_of(view.change, view.block, *torch.from_numpy(others).to(view.change.device))
         return self.predictor.may_reuse(features, kernels=self._kernels).cpu().numpy()
 
 
@@ -142,14 +135,15 @@ class Interval(ReuseRule):
         self.interval = interval
 
     def may_reuse(self, view: PatchView) -> Booleans:
-        is_inner = (view.block > 0) & (view.block < view.num_blocks - 1)
-        return is_inner & (view.steps_done % self.interval != 0)
+        is_inner = 0 < view.block < view.num_blocks - 1
+        return (view.steps_done % self.interval != 0) & is_inner
 
 
 class Accumulated(ReuseRule):
     """A request skips all blocks until the changes of its input add up to more than a threshold (TeaCache)."""
 
     observes = True
+    is_whole = True
 
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold

@@ -29,6 +29,7 @@ class BlockStore:
         square: (cells,) mean square of the samples, float32, never 0.
         is_known: (cells,) whether a cell has been computed.
         reuses: (cells,) how often in a row a cell was reused.
+        gaps: (cells,) how many steps before the last computation of a cell the one before it was; 1 for the first.
         changed_at: (cells,) the step at which each cell of the outputs was last computed.
     """
 
@@ -46,6 +47,7 @@ class BlockStore:
         self.square: Tensor | None = None
         self.is_known: NDArray[np.bool_] = np.empty(0, bool)
         self.reuses: Integers = np.empty(0, np.int64)
+        self.gaps: Integers = np.empty(0, np.int64)
         self.changed_at: Integers = np.empty(0, np.int64)
         # Of each input: by cell, sum of the squared change, and the step at whose end that was so.
         self._moved: list[Tensor] = []
@@ -70,7 +72,8 @@ class BlockStore:
             new[here] = array[there]
             return new
 
-        self.is_known, self.reuses, self.changed_at = map(in_order, (self.is_known, self.reuses, self.changed_at))
+        arrays = self.is_known, self.reuses, self.gaps, self.changed_at
+        self.is_known, self.reuses, self.gaps, self.changed_at = map(in_order, arrays)
         if old is not None and (self.outputs or self.samples):
             to, of = (torch.from_numpy(index).to(tables.device) for index in (here, there))
 
@@ -105,6 +108,11 @@ class BlockStore:
             )
         self.tables, self.keys = tables, keys
 
+    def count(self, is_reused: NDArray[np.bool_]) -> None:
+        """Begin a step at which these cells (cells,) are reused, and the others computed."""
+        self.gaps = np.where(is_reused, self.gaps, self.reuses + 1)
+        self.reuses = np.where(is_reused, self.reuses + 1, 0)
+
     def check_mask(self, is_reused: NDArray[np.bool_]) -> None:
         """Raise RuntimeError if a mask (cells,) points to a cell that is not in the Common Set (section 5.2)."""
         if not self.is_known[is_reused].all():
@@ -113,8 +121,8 @@ class BlockStore:
 
     def look(
         self, inputs: Sequence[Tensor], changed_at: Sequence[Integers | None], now: int, asked: NDArray[np.bool_]
-    ) -> bool:
-        """See how far the input has changed; returns whether there was anything new to see.
+    ) -> None:
+        """See how far the input has changed.
 
         Args:
             inputs: tokens [tokens, channels] of all cells.
@@ -123,14 +131,11 @@ class BlockStore:
             asked: (cells,) for which `moved` must hold. What has not changed there is not looked at again.
         """
         assert self.tables is not None
-        is_new = False
         for number, (tensor, stamps) in enumerate(zip(inputs, changed_at, strict=True)):
             if stamps is None or (asked & (stamps > self._told_at[number])).any():
                 taken = sampled(tensor, self.tables).sub_(self.samples[number])
                 self._moved[number] = (taken * taken).sum(1, dtype=torch.float32)
                 self._told_at[number][:] = now
-                is_new = True
-        return is_new
 
     def moved(self) -> Tensor:
         """(cells,): mean squared change of the input since a cell was last computed, as far as it was looked at."""

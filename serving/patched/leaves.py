@@ -282,7 +282,11 @@ class PatchedPatchEmbed(nn.Module):
         tokens = F.linear(pixels.reshape(-1, grain**2, channels * unit**2), weight, projection.bias)
         if "positions" not in self.context.kept:
             self.context.kept["positions"] = self._positions(level)
-        return (tokens + self.context.kept["positions"]).to(tokens.dtype)
+        positions = self.context.kept["positions"]
+        if self.context.rows is not None:
+            own = self.context.rows.tokens(0)
+            positions = positions.flatten(0, 1).index_select(0, own).view(tokens.shape)
+        return (tokens + positions).to(tokens.dtype)
 
     def _positions(self, level: Level) -> Tensor:
         parts, unit = [], self.embed.patch_size

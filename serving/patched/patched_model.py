@@ -10,6 +10,9 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
 from ...data.errors import UsageError
+from ...data.tables.block_facts import WHOLE_MODEL
+from ..cache.active import ActiveRows
+from ..cache.forecast import forecast, with_previous
 from ..cache.options import CacheOptions
 from ..cache.patch_batch import CachedRequest
 from ..cache.patch_cache import PatchCache
@@ -18,10 +21,10 @@ from ..core.denoiser import copy_modules, denoise
 from ..layout.packing import Order, Packing, check_patch_size, pack_rows
 from ..layout.patch_layout import patch_size_of
 from .attention import PatchedCrossAttention, biases_of
-from .cached_block import install
+from .cached_block import blocks_of, install
 from .captured import PATIENCE, CapturedPasses, Recorder
 from .compiled import compile_blocks, compiler_settings
-from .context import Choose, PatchContext, Strategy
+from .context import Choose, PatchContext, Strategy, to_tokens
 from .leaves import PatchedConv
 from .strategy import StrategyTable
 from .swap import Swap
@@ -86,12 +89,13 @@ class PatchedModel:
         return compile_blocks(self.model, backend=backend)
 
     def use_cache(self, options: CacheOptions, rule: ReuseRule) -> PatchCache:
-        """Let the patch cache decide before every block from now on.
+        """Let the patch cache decide from now on: before every block, or about all of them as one.
 
         Raises:
             UsageError: if its patch size does not suit the model, or differs from that of `patch` order.
         """
-        cache = PatchCache(options, rule, unit=self.unit, num_levels=self.num_levels)
+        num_blocks = len(list(blocks_of(self.model)))
+        cache = PatchCache(options, rule, unit=self.unit, num_levels=self.num_levels, num_blocks=num_blocks)
         if self.order == "patch":
             if self.patch_size not in (None, options.patch_size):
                 raise UsageError(
@@ -99,7 +103,10 @@ class PatchedModel:
                     "with --order patch they must be the same"
                 )
             self.patch_size = options.patch_size
-        install(self.model, cache, self.context)
+        if cache.is_whole:
+            cache.add_block(WHOLE_MODEL, [])
+        else:
+            install(self.model, cache, self.context)
         self.cache = cache
         return cache
 
@@ -184,6 +191,8 @@ class PatchedModel:
         """
         if self.cache is not None and self.cache.is_used:
             self.cache.begin_step(steps_done)
+            if self.cache.is_whole:
+                return self._step_of_some(self.cache, patches, timesteps, conditions)
         inputs = {"patches": patches, "timesteps": timesteps, "conditions": conditions}
         context = self.context
         if self.captured is None:
@@ -197,12 +206,62 @@ class PatchedModel:
         before, context.kept = context.kept, kept
         try:
             self._read_text(conditions["encoder_hidden_states"], kept)
-            # A U-Net repeats one timestep for every patch; `RowTimesteps` puts those of the rows in its place.
-            timestep = timesteps[0] if self.is_unet else timesteps
-            with compiler_settings() if self.is_compiled else nullcontext():
-                return denoise(self.model, inputs["patches"], timestep, conditions)
+            return self._denoise(inputs["patches"], timesteps, conditions)
         finally:
             context.kept = before
+
+    def _denoise(self, patches: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
+        # A U-Net repeats one timestep for every patch; `RowTimesteps` puts those of the rows in its place.
+        timestep = timesteps[0] if self.is_unet else timesteps
+        with compiler_settings() if self.is_compiled else nullcontext():
+            return denoise(self.model, patches, timestep, conditions)
+
+    def _step_of_some(
+        self, cache: PatchCache, patches: Tensor, timesteps: Tensor, conditions: dict[str, Any]
+    ) -> Tensor:
+        """Predict, in float32: for the requests that the cache wants computed by the model, for the others by forecast.
+
+        What the cache compares is the first block's input.
+        """
+        context, store = self.context, cache.stores[0]
+        context.begin_pass(timesteps)
+        entry = self.model.conv_in(patches) if self.is_unet else self.model.pos_embed(patches)
+        inputs = (to_tokens(entry) if self.is_unet else entry.flatten(0, 1),)
+        decision = cache.decide(0, inputs)
+        active = decision.active
+        if decision.kind != "skipped":
+            context.begin_pass(timesteps)
+            self._read_text(conditions["encoder_hidden_states"], context.kept)
+            if active is None:
+                output = self._denoise(patches, timesteps, conditions)
+            else:
+                assert isinstance(active, ActiveRows), "requests are computed whole"
+                with context.only(active):
+                    context.timesteps = timesteps.index_select(0, active.rows)
+                    own = self._patches_of(patches, active)
+                    output = self._denoise(own, context.timesteps, _of_rows(conditions, active.rows))
+            outputs = with_previous(store, self._to_tokens(output.float()), active)
+            cache.keep(0, inputs, outputs, (), active)
+            if active is None:
+                return output.float()
+        return self._from_tokens(forecast(store), patches.shape)
+
+    def _patches_of(self, patches: Tensor, active: ActiveRows) -> Tensor:
+        tokens_of_patch = (patches.shape[2] // self.unit) ** 2
+        first = active.tokens(0)[::tokens_of_patch]
+        return patches.index_select(0, first // tokens_of_patch)
+
+    def _to_tokens(self, patches: Tensor) -> Tensor:
+        """Patches of latents -> [tokens of the finest level, what a token stands for]."""
+        count, channels, side, unit = patches.shape[0], patches.shape[1], patches.shape[2], self.unit
+        cut = patches.reshape(count, channels, side // unit, unit, side // unit, unit)
+        return cut.permute(0, 2, 4, 1, 3, 5).reshape(-1, channels * unit**2)
+
+    def _from_tokens(self, tokens: Tensor, shape: torch.Size) -> Tensor:
+        """The inverse of `_to_tokens`."""
+        (count, channels, side, _), unit = shape, self.unit
+        cut = tokens.view(count, side // unit, side // unit, channels, unit, unit)
+        return cut.permute(0, 3, 1, 4, 2, 5).reshape(shape)
 
     def _read_text(self, text: Tensor, kept: dict[Any, Any]) -> None:
         """Give the attention leaves what they keep of the text; the first pass of a batch works it out."""
@@ -214,6 +273,17 @@ class PatchedModel:
             if "biases" not in kept:
                 kept["biases"] = biases_of(self.context.packing.levels[0], text.shape[1], kept["repeats"], text)
             self.context.biases = kept["biases"]
+
+
+def _of_rows(conditions: dict[str, Any], rows: Tensor) -> dict[str, Any]:
+    """Conditions of some rows; what is no tensor stays as it is."""
+
+    def of(value: Any) -> Any:
+        if isinstance(value, dict):
+            return _of_rows(value, rows)
+        return value.index_select(0, rows) if isinstance(value, Tensor) else value
+
+    return {name: of(value) for name, value in conditions.items()}
 
 
 def unet_level(name: str, num_levels: int) -> int:

@@ -18,14 +18,9 @@ from patchedserve.data.resolution import parse_list
 from patchedserve.data.tables.schemas import BLOCKS
 from patchedserve.data.tables.streams import read_batches, read_facts
 from patchedserve.data.workspace import Workspace
-from patchedserve.eval.cache.bench import Arrivals, CacheBenchSettings, run_cache_bench
-from patchedserve.eval.cache.quality import QualityOptions
-from patchedserve.eval.cache.sides import Setting
-from patchedserve.eval.metrics.judges import Judges
 from patchedserve.profiling.measure.blocks import BlockProfileSettings, run_block_profile
 from patchedserve.profiling.report.tables import run_tables
 from patchedserve.profiling.report.words import share
-from patchedserve.profiling.steps.combinations import Combination
 from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.cache.store import sampled
 from patchedserve.serving.models.loading import load_model
@@ -34,7 +29,7 @@ from patchedserve.serving.patched.stepper import PatchedStepper
 from patchedserve.training.cache.predictor import CachePredictor
 
 from ..conftest import RunPsctl
-from ..support.tiny_models import save_tiny, tiny_sd3, tiny_sdxl
+from ..support.tiny_models import save_tiny, tiny_sdxl
 
 SIZES = ("64", "96")
 STEPS, LAGS = 6, 2
@@ -93,8 +88,9 @@ def test_from_profile_to_serving(run_psctl: RunPsctl, environment: dict[str, str
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     rows = rows_of(Path(said["table"]))
-    # From step 1 on with one lag, then two; 7 blocks; 4 patches of the small and 9 of the larger, two requests each.
-    assert len(rows["step"]) == said["num_rows"] == (1 + 4 * 2) * 7 * (2 * 4 + 2 * 9)
+    # From step 1 on with one lag, then two; 7 blocks and all as one; 4 patches of the small and 9 of the larger, two
+    # requests each.
+    assert len(rows["step"]) == said["num_rows"] == (1 + 4 * 2) * 8 * (2 * 4 + 2 * 9)
     assert set(rows["lag"]) == {1, 2}
     assert (rows["step"] >= rows["lag"]).all()
     assert Image.open(said["plot"]).width > 600
@@ -139,7 +135,9 @@ def test_threshold_0_draws_the_same_images(run_psctl: RunPsctl, environment: dic
         done = run_psctl("generate", "a", "b", "-r", "64", "-r", "96", "-o", tmp_path / name, *options, **environment)
         assert done.returncode == 0, done.stderr
     for number in ("000.png", "001.png"):
-        assert (tmp_path / "plain" / number).read_bytes() == (tmp_path / "cached" / number).read_bytes()
+        # When the second joins differs from run to run, and rounding with it.
+        plain, cached = (np.asarray(Image.open(tmp_path / side / number), int) for side in ("plain", "cached"))
+        assert abs(plain - cached).max() <= 1
 
 
 @pytest.mark.parametrize(
@@ -233,15 +231,18 @@ def test_rows_of_a_profile_say_how_tensors_have_changed(environment: dict[str, s
     stepper.prepare(request)
     for _ in range(3):
         assert not stepper.step([request])
-    first, last = cache.batch.first_cell, cache.batch.last_cell
-    for block in range(7):
+    first_cell, last_cell = cache.batch.first_cell, cache.batch.last_cell
+    for block in range(8):
         steps = [tensors for number, tensors in seen if number == block]
+        if block == 7:  # all as one: what the first reads, and what the last gives
+            ends = ([tensors for number, tensors in seen if number == end] for end in (0, 6))
+            steps = [[first[0], last[1]] for first, last in zip(*ends, strict=True)]
         for lag in (1, 2):
             for side, name in enumerate(("input", "output")):
                 old, new = steps[2 - lag][side], steps[2][side]
                 change = ((new - old) ** 2).mean(1)
                 for column, values in (("_mse", change), ("_mse_normalised", change / (old**2).mean(1))):
-                    of_rows = torch.maximum(values[first], values[last]).numpy()
+                    of_rows = torch.maximum(values[first_cell], values[last_cell]).numpy()
                     chosen = (rows["step"] == 2) & (rows["block_index"] == block) & (rows["lag"] == lag)
                     assert rows[name + column][chosen] == pytest.approx(of_rows, rel=1e-3)
 
@@ -291,103 +292,6 @@ def test_a_model_may_bring_its_predictor(run_psctl: RunPsctl, tmp_path: Path) ->
     assert done.returncode == 2
     last = done.stderr.splitlines()[-1]
     assert "made for patches of 8 latent pixels, but they have 4 now; give --cache-patch-size 8" in last
-
-
-def bench_of(
-    model: Any, folder: Path, counts: list[tuple[int, int]], arrivals: Arrivals = "together", **options: Any
-) -> Any:
-    sizes = parse_list(",".join(SIZES))
-    base: dict[str, Any] = {"patch_size": 4, "warmup_steps": 1}
-    settings = [
-        Setting("never", "patch", CacheOptions("patch", 0.0, **base)),
-        Setting("always", "patch", CacheOptions("patch", 1e9, **base)),
-        Setting("interval", "interval", CacheOptions("interval", interval=2, **base)),
-        Setting("accumulated", "accumulated", CacheOptions("accumulated", 1e9, max_reuse=2, **base)),
-    ]
-    return run_cache_bench(
-        model,
-        [Combination(sizes, each) for each in counts],
-        settings,
-        Workspace(folder).for_model("tiny", "cpu"),
-        CacheBenchSettings(rounds=2, num_inference_steps=STEPS, arrivals=arrivals),
-        QualityOptions(clip=False),
-        Judges(),
-        **options,
-    )
-
-
-@pytest.mark.slow
-def test_bench_serves_requests_at_different_steps(tmp_path: Path) -> None:
-    save_tiny(tmp_path / "model", tiny_sdxl(), guidance_scale=3.0, resolutions=list(SIZES))
-    outcome = bench_of(load_model(str(tmp_path / "model"), "cpu", "float32"), tmp_path / "w", [(1, 2)], "staggered")
-    assert CacheBenchSettings(num_inference_steps=STEPS, arrivals="staggered").joins(3) == [0, 2, 4, 6, 8, 10]
-    [row] = outcome.result["rows"]
-    rows = {side["label"]: side for side in row["sides"]}
-    # As many again follow the first three, in both rounds.
-    assert {side["num_images"] for side in row["sides"]} == {2 * 6}
-    # Without a cache, batches of one resolution are the plain model's, which rounds otherwise.
-    assert rows["never"]["ssim_min"] > 0.99999
-    assert rows["never"]["psnr_db"] > 75
-    # All but the first and the last step of each request are reused, at whatever step the others are.
-    assert rows["always"]["saved_computation"] == pytest.approx(4 / 6)
-    assert rows["always"]["blocks_rows"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [tiny_sdxl, tiny_sd3])
-def test_bench_compares_with_the_engine_without_cache(make: Any, tmp_path: Path) -> None:
-    save_tiny(tmp_path / "model", make(), guidance_scale=3.0, resolutions=list(SIZES))
-    model = load_model(str(tmp_path / "model"), "cpu", "float32")
-    outcome = bench_of(model, tmp_path / "w", [(1, 2), (0, 1)])
-    assert [row["label"] for row in outcome.result["rows"]] == ["SLL", "L"]
-    assert json.loads((outcome.run_dir / "cache.json").read_text()) == outcome.result
-    assert Image.open(outcome.run_dir / "cache.png").width > 500
-    assert Image.open(outcome.run_dir / "cache-saved.png").width > 500
-    # Five sides, the three images of the first batch.
-    assert Image.open(outcome.run_dir / "cache-images.png").size == (3 * (128 + 10) + 10, 5 * (128 + 30 + 10) + 10)
-    for row, count in zip(outcome.result["rows"], (3, 1), strict=True):
-        rows = {side["label"]: side for side in row["sides"]}
-        assert list(rows) == ["off", "never", "always", "interval", "accumulated"]
-        assert {side["num_images"] for side in row["sides"]} == {2 * count}
-        assert rows["never"]["saved_computation"] == 0
-        assert (rows["never"]["ssim_min"], rows["never"]["psnr_db"]) == (1.0, 100.0)
-        # All but the first and the last step are reused.
-        assert rows["always"]["saved_computation"] == pytest.approx(4 / 6)
-        assert rows["accumulated"]["saved_computation"] == pytest.approx(3 / 6)
-        num_blocks = len(rows["interval"]["saved_by_block"])
-        assert rows["interval"]["saved_computation"] == pytest.approx(2 / 6 * (num_blocks - 2) / num_blocks)
-        assert rows["always"]["ssim"] < 1
-        for side in row["sides"][1:]:
-            low, high = side["intervals"]["ssim"]
-            assert low <= side["ssim"] <= high
-            # Two rounds tell nothing of the spread of a median.
-            assert side["intervals"]["speedup"] is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("at_batch", "labels", "rounds"), [(5 + 7, ["SLL"], [1]), (15 + 5 + 8, ["SLL", "L"], [2, 1])])
-def test_an_interrupted_bench_keeps_finished_rounds(
-    environment: dict[str, str], tmp_path: Path, at_batch: int, labels: list[str], rounds: list[int]
-) -> None:
-    model = load_model(environment["PSCTL_MODEL"], "cpu", "float32")
-    seen = []
-
-    def stop(label: str) -> None:
-        seen.append(label)
-        if len(seen) == at_batch:
-            raise KeyboardInterrupt
-
-    outcome = bench_of(model, tmp_path, [(1, 2), (0, 1)], on_batch=stop)
-    assert outcome.was_interrupted
-    assert [row["label"] for row in outcome.result["rows"]] == labels
-    assert [row["rounds"] for row in outcome.result["rows"]] == rounds
-    last = outcome.result["rows"][-1]
-    assert {side["num_images"] for side in last["sides"]} == {rounds[-1] * (3 if labels[-1] == "SLL" else 1)}
-    assert json.loads((outcome.run_dir / "cache.json").read_text())["was_interrupted"]
-
-    seen[:] = [""] * (at_batch - 5)
-    with pytest.raises(KeyboardInterrupt):
-        bench_of(model, tmp_path / "early", [(1, 2), (0, 1)], on_batch=stop)
 
 
 @pytest.mark.slow

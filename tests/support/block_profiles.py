@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from patchedserve.data.tables.block_facts import BlockFacts
+from patchedserve.data.tables.block_facts import WHOLE_MODEL, BlockFacts
 from patchedserve.data.tables.schemas import BLOCKS
 from patchedserve.data.tables.streams import TableWriter
 from patchedserve.training.cache.samples import BlockSamples, load_samples
 
 FACTS = BlockFacts("emoji-xl", "0a4d4b3caea134bf", "EulerDiscreteScheduler", 8, ("down0", "mid", "up0"))
-GAIN = (0.1, 10.0, 1.0)
-"""The output of each block changes by this factor more than its input does."""
+GAIN = (0.1, 10.0, 1.0, 2.0)
+"""The output of each block, and of all as one, changes by this factor more than its input does."""
 THRESHOLD = 0.01
 """Of the predictors that tests train."""
 
@@ -37,7 +37,7 @@ def write_profile(
             patches = np.arange((side // 64) ** 2)
             for step in range(1, num_steps):
                 for lag in (lag for lag in lags if lag <= step):
-                    for index, block in enumerate(facts.blocks):
+                    for index, block in enumerate((*facts.blocks, WHOLE_MODEL)):
                         change = 10 ** generator.normal(-2.5, 0.8, len(patches)) * lag
                         output = change * GAIN[index] * 10 ** generator.normal(0, noise, len(patches))
                         writer.write(

@@ -9,10 +9,10 @@ import pyarrow as pa
 import torch
 
 from ...data.errors import UsageError
-from ...data.tables.block_facts import BlockFacts
+from ...data.tables.block_facts import WHOLE_MODEL, BlockFacts
 from ...data.tables.schemas import BLOCKS
 from ...data.tables.streams import count_rows, read_batches, read_facts
-from .predictor import features_of
+from .predictor import FEATURES, features_of
 
 _COLUMNS = (
     *("request_id", "width", "height", "scheduler", "block", "block_index", "step_fraction", "lag"),
@@ -44,6 +44,10 @@ class BlockSamples:
     def __len__(self) -> int:
         return len(self.request)
 
+    def is_whole(self, facts: BlockFacts) -> np.ndarray:
+        """(rows,) which of them are about all blocks as one."""
+        return self.features[:, FEATURES.index("block_index")] == len(facts.blocks)
+
     def where(self, chosen: np.ndarray) -> "BlockSamples":
         """The rows of a mask or an index."""
         arrays = {name: getattr(self, name)[chosen] for name in _ARRAYS}
@@ -58,9 +62,11 @@ def load_samples(
 ) -> tuple[BlockFacts, BlockSamples]:
     """Read a profile, a piece at a time; of a larger one, a random sample of its rows.
 
+    Half of the sample are rows of all blocks as one, as most decisions are about them.
+
     Args:
         path: the table `BLOCKS` that `psctl profile blocks` has written.
-        max_rows: each row is taken with such a chance that about this many are.
+        max_rows: rows are taken with such chances that about this many are.
         seed: of the sample.
         max_lag: rows of larger lags are left out; None for none.
 
@@ -74,11 +80,14 @@ def load_samples(
     facts = BlockFacts.from_json(read_facts(path, BLOCKS), source=str(path))
     num_profiled = count_rows(path, BLOCKS)
     generator = np.random.default_rng(seed)
-    share = min(1.0, max_rows / max(num_profiled, 1))
+    num_whole = num_profiled / (len(facts.blocks) + 1)
+    whole_share = min(1.0, max_rows / 2 / max(num_whole, 1))
+    share = min(1.0, (max_rows - whole_share * num_whole) / max(num_profiled - num_whole, 1))
     parts: list[BlockSamples] = []
     for batch in read_batches(path, BLOCKS, _COLUMNS):
         _check(batch, facts, path)
-        chosen = np.flatnonzero(generator.random(batch.num_rows) < share)
+        is_whole = batch.column("block_index").to_numpy() == len(facts.blocks)
+        chosen = np.flatnonzero(generator.random(batch.num_rows) < np.where(is_whole, whole_share, share))
         part = _samples(batch.take(pa.array(chosen)), num_profiled)
         parts.append(part if max_lag is None else part.where(part.lag <= max_lag))
     if not sum(map(len, parts)):
@@ -89,7 +98,10 @@ def load_samples(
             f"{path}: has lags up to {joined['lag'].max()}, but {max_lag} reuses in a row are to be learnt; "
             f"run psctl profile blocks --max-lag {max_lag}"
         )
-    return facts, BlockSamples(**joined, num_profiled=num_profiled)
+    samples = BlockSamples(**joined, num_profiled=num_profiled)
+    if not samples.is_whole(facts).any():
+        raise UsageError(f"{path} has no rows of the whole model; run psctl profile blocks again")
+    return facts, samples
 
 
 def _samples(batch: pa.RecordBatch, num_profiled: int) -> BlockSamples:
@@ -135,10 +147,11 @@ def _check(batch: pa.RecordBatch, facts: BlockFacts, path: Path) -> None:
     index = batch.column("block_index").to_numpy()
     if not len(index):
         return
-    if index.min() < 0 or index.max() >= len(facts.blocks):
+    blocks = *facts.blocks, WHOLE_MODEL
+    if index.min() < 0 or index.max() >= len(blocks):
         worst = index.min() if index.min() < 0 else index.max()
         raise UsageError(f"{path}: column block_index holds {worst}, but there are {len(facts.blocks)} blocks")
-    names = np.array(facts.blocks)[index]
+    names = np.array(blocks)[index]
     wrong = np.flatnonzero(names != batch.column("block").cast(pa.string()).to_numpy(zero_copy_only=False))
     if len(wrong):
         found = batch.column("block")[int(wrong[0])].as_py()

@@ -43,16 +43,13 @@ class Spy(InputThreshold):
 
     def may_reuse(self, view: PatchView) -> Booleans:
         assert view.change is not None
-        for block in np.unique(view.block).tolist():
-            self.told[block] = view.change[torch.from_numpy(view.block == block)]
-        return self.by_place.may_reuse(view) if view.steps_done[0] >= 15 else np.ones(len(view.block), bool)
+        self.told[view.block] = view.change
+        return self.by_place.may_reuse(view) if view.steps_done[0] >= 15 else np.ones(len(view.request), bool)
 
 
 @pytest.mark.parametrize("name", ["sdxl", "sd35"])
 def test_what_has_not_changed_need_not_be_looked_at_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Changes are told from the blocks that have run, and of several blocks at once; the same as from all inputs, while
-    requests join and leave.
-    """
+    """Changes are told from the blocks that have run, the same as from all inputs, while requests join and leave."""
     rule, ask, num_compared, looked = Spy(), PatchCache._ask, 0, 0
 
     def compared(self: PatchCache, block: int, inputs: tuple[Tensor, ...], must: Booleans) -> Booleans:

@@ -91,6 +91,18 @@ def test_large_profiles_are_sampled(profile: Path, samples: BlockSamples) -> Non
         np.testing.assert_allclose(shares[0], shares[1], atol=0.04)
 
 
+def test_half_of_a_sample_are_rows_of_all_blocks_as_one(profile: Path, samples: BlockSamples) -> None:
+    facts, some = load_samples(profile, max_rows=1000, seed=0)
+    assert some.is_whole(facts).mean() == pytest.approx(0.5, abs=0.05)
+    assert samples.is_whole(facts).mean() == pytest.approx(0.25, abs=0.01)
+
+
+def test_a_profile_of_blocks_alone_is_too_old(tmp_path: Path) -> None:
+    path = write_profile(tmp_path / "b.parquet", num_requests=2, num_steps=3, block_index=0, block="down0")
+    with pytest.raises(UsageError, match="has no rows of the whole model; run psctl profile blocks again"):
+        load_samples(path, max_rows=1000, seed=0)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -98,7 +110,7 @@ def test_large_profiles_are_sampled(profile: Path, samples: BlockSamples) -> Non
         ({"input_mse_normalised": -0.5}, "column input_mse_normalised holds -0.5, but it must be at least 0"),
         ({"step_fraction": 1.5}, "column step_fraction holds 1.5, but it must be from 0 to 1"),
         ({"width": 0}, "column width holds 0, but it must be at least 1"),
-        ({"block_index": 3}, "column block_index holds 3, but there are 3 blocks"),
+        ({"block_index": 4}, "column block_index holds 4, but there are 3 blocks"),
         ({"block_index": -1}, "column block_index holds -1, but there are 3 blocks"),
         ({"block": "up9"}, "block 0 is called up9, but its head says down0"),
         ({"scheduler": "DDIMScheduler"}, "rows of the scheduler DDIMScheduler, but its head says EulerDiscrete"),

@@ -1,0 +1,134 @@
+"""All blocks as one: a request takes a step whole or not at all, and what it would have got is forecast."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from patchedserve.data.tables.block_facts import WHOLE_MODEL
+from patchedserve.serving.cache.options import CacheOptions
+from patchedserve.serving.cache.patch_batch import CachedRequest
+from patchedserve.serving.cache.rules import Booleans, PatchView, ReuseRule
+from patchedserve.serving.patched.patched_model import PatchedModel
+
+from ...support.cached_models import OPTIONS, SIZES, STEPS, begin, step
+from ...support.patched_models import MODELS, draw_rows, relative_error
+
+WHOLE = replace(OPTIONS, full_above=None, max_reuse=STEPS)
+
+
+class Skips(ReuseRule):
+    """Lets these requests skip a step, by their place in the batch; asks for changes and notes them."""
+
+    needs_change = True
+    is_whole = True
+
+    def __init__(self) -> None:
+        self.places: set[int] = set()
+        self.changes: list[float] = []
+
+    def may_reuse(self, view: PatchView) -> Booleans:
+        assert view.change is not None
+        assert view.block == view.num_blocks, "all blocks are asked about as one"
+        starts = np.searchsorted(view.request, range(view.request[-1] + 1))
+        self.changes = view.change[torch.from_numpy(starts)].tolist()
+        return np.isin(view.request, list(self.places))
+
+
+def whole_model(name: str, order: Any = "image", options: CacheOptions = WHOLE) -> tuple[Any, PatchedModel, Skips]:
+    model = MODELS[name]()
+    patched = PatchedModel(model, order=order, patch_size=8 if order == "patch" else None, strategy="regroup")
+    rule = Skips()
+    patched.use_cache(options, rule)
+    return model, patched, rule
+
+
+@pytest.mark.parametrize("order", ["image", "patch"])
+@pytest.mark.parametrize("name", ["sdxl", "sd35"])
+def test_requests_that_are_computed_get_what_they_get_alone_and_the_others_their_forecast(
+    name: str, order: Any
+) -> None:
+    model, patched, rule = whole_model(name, order)
+    plain = PatchedModel(model, order=order, patch_size=8 if order == "patch" else None, strategy="regroup")
+    # Requests join and leave in between: they are known by their keys, and SIZES has two of one size.
+    said: dict[int, list[tuple[int, torch.Tensor]]] = {}
+    for keys, steps in (([0, 1, 2, 3, 4], range(1, 8)), ([0, 5, 2, 3, 6], range(8, 14))):
+        for done in steps:
+            drawn = draw_rows(model, SIZES, seed=done)
+            rows = [replace(row, latents=own.latents) for row, own in zip(draw_rows(model, SIZES), drawn, strict=True)]
+            if done == steps[0]:
+                begin(patched, rows, keys)
+                begin(plain, rows, keys)
+            rule.places = set() if done < 3 else {place for place in range(5) if (done + keys[place]) % 3}
+            expected, found = (step(each, rows, [done] * 5) for each in (plain, patched))
+            for place, key in enumerate(keys):
+                outputs = said.setdefault(key, [])
+                if place not in rule.places or not outputs:
+                    assert relative_error(found[place], expected[place]) < 1e-5
+                    outputs.append((done, expected[place]))
+                    continue
+                last, output = outputs[-1]
+                before, previous = outputs[-2] if len(outputs) > 1 else (last - 1, output)
+                skipped, gap = done - last, last - before
+                forecast = output + (output - previous) * skipped / (skipped + gap)
+                assert relative_error(found[place], forecast) < 1e-5
+    cache = patched.cache
+    assert cache is not None
+    assert cache.names == [WHOLE_MODEL]
+    assert cache.stats.rows > 5
+    assert cache.stats.masked == 0
+
+
+@pytest.mark.parametrize("name", ["sdxl", "sd35"])
+def test_guided_requests_and_steps_that_all_skip(name: str) -> None:
+    model, patched, rule = whole_model(name)
+    rows = draw_rows(model, [(16, 16), (24, 24)], num_each=2)
+    requests = [CachedRequest(5, 2, STEPS, 128 * 128), CachedRequest(9, 2, STEPS, 192 * 192)]
+    patched.begin(patched.pack([row.size for row in rows]), requests=requests)
+    expected = step(patched, rows, [2, 2])
+    for done, places, computed in ((3, {0, 1}, set()), (4, {1}, {0, 1}), (5, {0}, {2, 3}), (6, set(), {0, 1, 2, 3})):
+        rule.places = places
+        found = step(patched, rows, [done, done])
+        # The same inputs again: whoever computes gets the same, and so do forecasts of what does not change.
+        assert relative_error(found, expected) < 1e-5
+        assert patched.cache is not None
+        reuses = patched.cache.stores[0].reuses
+        assert {row for row in range(4) if not reuses[patched.cache.tables.row_start[row]]} == computed
+    assert rule.changes == pytest.approx([0.0, 0.0], abs=1e-9)
+
+
+def test_little_is_kept() -> None:
+    """Two outputs and the samples of one input: not what every block hands on."""
+    model, patched, _ = whole_model("sdxl")
+    rows = draw_rows(model, SIZES)
+    begin(patched, rows)
+    for done in (3, 4):
+        step(patched, rows, [done] * len(rows))
+    cache = patched.cache
+    assert cache is not None
+    latents = sum(row.latents.numel() for row in rows) * 4
+    assert (
+        2 * latents < cache.num_bytes < 2 * latents + cache.tables.num_cells * 16 * model.conv_in.out_channels * 4 + 1
+    )
+
+
+def test_without_room_all_are_computed() -> None:
+    options = replace(WHOLE, memory_mb=1)
+    model, patched, rule = whole_model("sdxl", options=options)
+    rows = draw_rows(model, [(64, 64)] * 24)
+    begin(patched, rows)
+    rule.places = set(range(24))
+    expected = step(patched, rows, [3] * 24)
+    assert relative_error(step(patched, rows, [4] * 24), expected) < 1e-5
+    assert patched.cache is not None
+    assert patched.cache.stats.to_json()["uncached_blocks"] == [WHOLE_MODEL]
+    assert patched.cache.stats.skipped == 0
+
+
+def test_a_share_of_patches_asks_block_by_block() -> None:
+    model = MODELS["sdxl"]()
+    cache = PatchedModel(model).use_cache(OPTIONS, Skips())
+    assert not cache.is_whole
+    assert len(cache.names) == cache.num_blocks > 1
