@@ -192,7 +192,7 @@ def _changes(
     found: list[dict[str, Any]] = []
     scheduler, step = type(model.pipe.scheduler).__name__, 0
     chosen = np.empty(0, np.int64)
-    first_changes = np.empty(0, np.float32), np.empty(0, np.float32)
+    first_changes: tuple[Floats, Floats] | None = None
     # The engine sorts its batch; keys say which request is which.
     by_key = {each.cache_key: each.request for each in prepared}
 
@@ -237,7 +237,7 @@ def _changes(
         changes_of = {block: (cache.names[block], input_mse, input_relative)}
         if block == 0:
             first_changes = input_mse, input_relative
-        if block == len(cache.names) - 1:
+        if block == len(cache.names) - 1 and first_changes is not None:
             changes_of[block + 1] = (WHOLE_MODEL, *first_changes)
         of_patches = {
             **dict(zip(("request_id", "width", "height"), of_requests[:, batch.request[chosen]], strict=True)),

@@ -103,7 +103,8 @@ class Predicted(ReuseRule):
     Unless the options say otherwise, a request takes a step whole or not at all, because old borders, sums and outputs
     of blocks do harm beside new ones: with emoji-xl at equal savings the SSIM to images without a cache rose from 0.934
     to 0.965 where requests took each block whole, and to 0.980 where they took all blocks from the first one that was
-    computed. `psctl reproduce patchedserve --figure 15` shows patch by patch.
+    computed. A request then goes by the mean vote of its patches: with emoji-3 the SSIM was 0.985 at 63 % saved, and
+    0.978 where every patch had to agree. `psctl reproduce patchedserve --figure 15` shows patch by patch.
 
     Raises:
         UsageError: patches may be reused more often in a row than the predictor has seen.
@@ -125,7 +126,12 @@ class Predicted(ReuseRule):
         assert view.change is not None
         others = np.stack([view.steps_done / view.num_steps, view.reuses, view.pixels]).astype(np.float32)
         features = features_of(view.change, view.block, *torch.from_numpy(others).to(view.change.device))
-        return self.predictor.may_reuse(features, kernels=self._kernels).cpu().numpy()
+        if view.block < view.num_blocks:
+            return self.predictor.may_reuse(features, kernels=self._kernels).cpu().numpy()
+        votes = self.predictor.votes(features, kernels=self._kernels).cpu().numpy()
+        starts = np.flatnonzero(np.diff(view.request, prepend=-1))
+        counts = np.diff(starts, append=len(votes))
+        return np.repeat(np.add.reduceat(votes, starts) > self.predictor.min_confidence * counts, counts)
 
 
 class Interval(ReuseRule):

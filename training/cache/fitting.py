@@ -17,7 +17,6 @@ import torch
 from ... import __version__
 from ...data.errors import MissingExtraError, UsageError
 from ...data.tables.block_facts import BlockFacts
-from ...kernels.forest import forest_votes
 from ...kernels.forest_tables import SEGMENT_LEAVES, FlatForest
 from .predictor import FEATURES, CachePredictor
 from .samples import BlockSamples
@@ -105,7 +104,7 @@ def fit_cache_predictor(samples: BlockSamples, facts: BlockFacts, settings: FitS
     )
     is_reused = predictor.may_reuse(torch.from_numpy(test.features)).numpy()
     figures = _figures(is_reused, truth)
-    votes = forest_votes(torch.from_numpy(test.features), forest).numpy()
+    votes = predictor.votes(torch.from_numpy(test.features)).numpy()
     report = {
         **asdict(settings),
         "library": library,

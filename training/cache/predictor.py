@@ -22,7 +22,7 @@ from safetensors.torch import save
 from ...data.errors import UsageError
 from ...data.files import write_bytes
 from ...data.tables.block_facts import BlockFacts
-from ...kernels.forest import forest_predict
+from ...kernels.forest import forest_predict, forest_votes
 from ...kernels.forest_tables import FlatForest
 
 FEATURES = ("log10_input_mse_normalised", "block_index", "step_fraction", "reuses_in_row", "pixels")
@@ -75,7 +75,8 @@ class CachePredictor:
         facts: the model, scheduler, patch size and blocks that it was trained for.
         threshold: largest mean square difference of a block's output and the cached one, divided by the mean square of
             the cached output, at which the cached one may be used.
-        min_confidence: the cached output is used where the forest's vote is above this.
+        min_confidence: the cached output is used where the forest's vote is above this; where all blocks are one, where
+            the mean vote of a request's patches is.
         max_lag: largest number of steps between a tensor and the cached one in the training; beyond max_lag - 1 reuses
             in a row the forest has seen nothing.
         report: figures of the training, as JSON (`fitting.fit_cache_predictor`).
@@ -98,6 +99,10 @@ class CachePredictor:
         Raises ValueError as `kernels.forest.forest_proba`.
         """
         return forest_predict(features, self.forest, min_confidence=self.min_confidence, kernels=kernels)
+
+    def votes(self, features: torch.Tensor, *, kernels: str = "auto") -> torch.Tensor:
+        """Return how sure the forest is that patches may use it, (rows,) float64; as `may_reuse` otherwise."""
+        return forest_votes(features, self.forest, kernels=kernels)
 
     def to(self, device: torch.device | str) -> "CachePredictor":
         """Return the predictor with its forest on a device."""

@@ -66,14 +66,14 @@ def test_requests_that_are_computed_get_what_they_get_alone_and_the_others_their
             for place, key in enumerate(keys):
                 outputs = said.setdefault(key, [])
                 if place not in rule.places or not outputs:
-                    assert relative_error(found[place], expected[place]) < 1e-5
+                    assert relative_error([found[place]], [expected[place]]) < 1e-5
                     outputs.append((done, expected[place]))
                     continue
                 last, output = outputs[-1]
                 before, previous = outputs[-2] if len(outputs) > 1 else (last - 1, output)
                 skipped, gap = done - last, last - before
                 forecast = output + (output - previous) * skipped / (skipped + gap)
-                assert relative_error(found[place], forecast) < 1e-5
+                assert relative_error([found[place]], [forecast]) < 1e-5
     cache = patched.cache
     assert cache is not None
     assert cache.names == [WHOLE_MODEL]
