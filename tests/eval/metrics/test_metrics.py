@@ -25,7 +25,7 @@ from patchedserve.eval.metrics.images import batches_by_size
 from patchedserve.eval.metrics.kid import kid
 from patchedserve.eval.metrics.lpips import Lpips, find_lpips_weights, load_lpips
 from patchedserve.eval.metrics.psnr import psnr
-from patchedserve.eval.metrics.ssim import ssim
+from patchedserve.eval.metrics.ssim import WINDOW_PX, ssim
 from patchedserve.eval.results import MetricResult
 
 from ...support.eval_cases import torchmetrics_fid
@@ -68,9 +68,20 @@ def test_ssim_and_psnr_are_those_of_scikit_image() -> None:
             image, other, channel_axis=2, data_range=255, gaussian_weights=True, sigma=1.5, use_sample_covariance=False
         )
         assert value == pytest.approx(expected, abs=1e-6)
-        assert psnr(other, image) == pytest.approx(metrics.peak_signal_noise_ratio(image, other), rel=1e-9)
+        assert psnr(other, image) == pytest.approx(metrics.peak_signal_noise_ratio(image, other), rel=1e-6)
     assert len({round(value, 2) for value in found.tolist()}) == 3
     assert ssim(_tensor(images), _tensor(images)).tolist() == pytest.approx([1, 1, 1])
+
+
+def test_ssim_is_that_of_torchmetrics_without_its_mirrored_borders() -> None:
+    from torchmetrics.functional.image import structural_similarity_index_measure
+
+    images, border = _pictures(3), WINDOW_PX // 2
+    pair = [_tensor(each) for each in (_noisy(images, 12.0), images)]
+    sides = (each.double() for each in pair)
+    _, maps = structural_similarity_index_measure(*sides, data_range=255.0, reduction="none", return_full_image=True)
+    expected = maps[..., border:-border, border:-border].mean((1, 2, 3))
+    assert torch.allclose(ssim(*pair), expected, atol=1e-9)
 
 
 def test_ssim_refuses_what_it_cannot_compare() -> None:
