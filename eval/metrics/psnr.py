@@ -26,5 +26,5 @@ def psnr(image: AnyImage, reference: AnyImage) -> float:
             f"images are {one.shape[1]}x{one.shape[0]} and {other.shape[1]}x{other.shape[0]}, "
             "but PSNR compares images of one size"
         )
-    pair = (torch.from_numpy(each).double() for each in (one, other))
+    pair = (torch.tensor(each, dtype=torch.float64) for each in (one, other))
     return float(peak_signal_noise_ratio(*pair, data_range=255.0))
