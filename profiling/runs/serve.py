@@ -165,7 +165,8 @@ def what_was_learnt(
     model: "ServedModel", predictor: StepLatencyPredictor | None, outside_before: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
     """What the patch cache saved, how far step latencies were off and how often they were asked beyond what was
-    profiled, and why batches failed, where there is any; `outside_before` as in `predictions_outside`.
+    profiled, why batches failed and why passes could not be recorded, where there is any; `outside_before` as in
+    `predictions_outside`.
     """
     from ...serving.patched.stepper import PatchedStepper
 
@@ -176,7 +177,10 @@ def what_was_learnt(
     if outside is not None:
         found["predictions_outside"] = outside
     if isinstance(model.stepper, PatchedStepper):
-        failures, cache = model.stepper.batch_failures, model.stepper.model.cache
+        failures, patched = model.stepper.batch_failures, model.stepper.model
+        cache, captured = patched.cache, patched.captured
+        if captured is not None and captured.failure is not None:
+            found["recording_failure"] = captured.failure
         if failures.count:
             found["batch_failures"] = asdict(failures)
         if cache is not None:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...data.errors import RunError
 from ..core.prepared import describe
 
 Forward = Callable[[dict[str, Any], dict[Any, Any]], Tensor]
@@ -28,10 +27,6 @@ MEMORY_BYTES = 4_000_000_000
 """Of inputs, text keys and values, and results of all recorded passes; they share their working memory."""
 _NUM_COUNTED = 4096
 """Compositions whose passes are counted."""
-
-
-class RecordingError(RunError):
-    """A pass could not be recorded: the device or a kernel does not allow it."""
 
 
 class CudaRecorder:
@@ -75,7 +70,11 @@ class CapturedPasses:
     """Runs passes eagerly or by playing them back. One thread at a time.
 
     The first `patience` passes of a composition run eagerly. Recorded passes hold `memory_bytes` at the most; those
-    that have not been used for longest are dropped.
+    that have not been used for longest are dropped, and have to wait as long again.
+
+    Attributes:
+        failure: why a pass could not be recorded: the device or a kernel does not allow it. From then on all run
+            eagerly, and what has been recorded is played back.
     """
 
     def __init__(self, recorder: Recorder, patience: int = PATIENCE, memory_bytes: int = MEMORY_BYTES) -> None:
@@ -85,6 +84,7 @@ class CapturedPasses:
         self._num_eager: OrderedDict[Hashable, int] = OrderedDict()
         self._batch = 0
         self._is_first = True
+        self.failure: str | None = None
 
     def begin(self) -> None:
         """A new batch: what it keeps has to be worked out."""
@@ -110,9 +110,6 @@ class CapturedPasses:
 
         Returns:
             The result; later passes leave it unchanged.
-
-        Raises:
-            RecordingError: the pass cannot be recorded.
         """
         place = key, tuple((tensor.shape, tensor.dtype) for tensor in _tensors(inputs))
         recorded = self._recorded.get(place)
@@ -122,6 +119,8 @@ class CapturedPasses:
             return forward(inputs, kept)
         if recorded is None:
             recorded = self._record(forward, inputs, kept, held)
+            if recorded is None:
+                return forward(inputs, kept)
             self._keep(place, recorded)
         else:
             self._recorded.move_to_end(place)
@@ -132,12 +131,13 @@ class CapturedPasses:
         recorded.play()
         return recorded.result.clone()
 
-    def _record(self, forward: Forward, inputs: dict[str, Any], kept: dict[Any, Any], held: object) -> _Recorded:
+    def _record(self, forward: Forward, inputs: dict[str, Any], kept: dict[Any, Any], held: object) -> _Recorded | None:
         own_inputs, own_kept = _cloned(inputs), _cloned(kept)
         try:
             play, result = self._recorder(lambda: forward(own_inputs, own_kept))
-        except Exception as error:
-            raise RecordingError(f"--cuda-graphs: {describe('recording a pass', error)}; serve without it") from error
+        except Exception as error:  # noqa: BLE001  whatever it was, the pass itself may well run
+            self.failure = describe("recording a pass", error)
+            return None
         return _Recorded(play, own_inputs, own_kept, result, held, self._batch)
 
     def _is_due(self, place: Hashable) -> bool:
@@ -146,14 +146,15 @@ class CapturedPasses:
         self._num_eager[place] = count + 1
         if len(self._num_eager) > _NUM_COUNTED:
             self._num_eager.popitem(last=False)
-        return count >= self._patience
+        return count >= self._patience and self.failure is None
 
     def _keep(self, place: Hashable, recorded: _Recorded) -> None:
         self._recorded[place] = recorded
         self._num_bytes += recorded.num_bytes
         while self._num_bytes > self._memory_bytes and len(self._recorded) > 1:
-            _, old = self._recorded.popitem(last=False)
+            dropped, old = self._recorded.popitem(last=False)
             self._num_bytes -= old.num_bytes
+            self._num_eager.pop(dropped, None)
 
 
 def _cloned(value: Any) -> Any:

@@ -24,7 +24,6 @@ from ..plain.batch import plain_batch
 from ..plain.formats import PlainModels
 from ..samplers.batched import BatchedSampler
 from ..samplers.single import SamplerState
-from .captured import RecordingError
 from .patched_model import PatchedModel
 from .tuning import strategy_table
 
@@ -94,17 +93,12 @@ class PatchedStepper:
         Returns:
             The requests that failed, by id, with the reason. A failing batch is repeated in halves, and these in
             halves, so that only the requests which fail alone are named; the others have taken their step.
-
-        Raises:
-            RecordingError: a CUDA graph could not be recorded.
         """
         return self._step_or_halves(active, may_be_plain=True) if active else {}
 
     def _step_or_halves(self, active: Sequence[PreparedRequest], *, may_be_plain: bool) -> dict[int, str]:
         try:
             return self._step_together(active, may_be_plain=may_be_plain)
-        except RecordingError:
-            raise
         except Exception as error:  # noqa: BLE001  one failing request must not take down the others
             reason = describe("denoising", error)
         self._let_go(has_failed=True)

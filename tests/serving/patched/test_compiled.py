@@ -18,13 +18,12 @@ from torch._dynamo.utils import counters
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.serving.engine.engine import Engine
+from patchedserve.profiling.runs.serve import what_was_learnt
 from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
-from patchedserve.serving.patched.captured import CapturedPasses, CudaRecorder, Recorder, RecordingError
+from patchedserve.serving.patched.captured import CapturedPasses, CudaRecorder, Recorder
 from patchedserve.serving.patched.stepper import PatchedStepper
-from patchedserve.serving.scheduling.policies import get_policy
 
 from ...support.patched_cases import IMAGE, PATCH_STITCH, TOLERANCE, model_of
 from ...support.patched_models import Way, call_patched, draw_rows, relative_error, run_patched, run_plain
@@ -169,6 +168,18 @@ def test_the_pass_unused_for_longest_is_let_go() -> None:
     assert recorder.recorded == 5
 
 
+def test_a_pass_that_was_let_go_waits_again() -> None:
+    recorder = Rerun()
+    passes = CapturedPasses(recorder, patience=2, memory_bytes=8)  # one float in and one out
+    for key in "abab":
+        passes_of(passes, key, 2)
+    assert recorder.recorded == 2
+    passes_of(passes, "a", 2)
+    assert recorder.recorded == 2, "a made room for b, and is a newcomer again"
+    passes_of(passes, "a", 2)
+    assert recorder.recorded == 3
+
+
 def test_batches_that_stay_or_come_back_are_recorded() -> None:
     recorder = Rerun()
     passes = CapturedPasses(recorder, patience=3)
@@ -184,25 +195,21 @@ def test_batches_that_stay_or_come_back_are_recorded() -> None:
 
 class NotOnThisDevice(Rerun):
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        self.recorded += 1
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
 
-def test_a_pass_that_cannot_be_recorded_ends_the_run() -> None:
-    """Served on quietly, every step would fail once and be repeated."""
-    model = build_model(tiny_sdxl(), name="tiny")
-    assert isinstance(model.stepper, PatchedStepper)
-    model.stepper.model.use_graphs(NotOnThisDevice(), patience=1)
-    active = [model.prepare(Request(n, "a cat", Resolution(32, 32 * n + 32), 4)) for n in range(2)]
-    assert model.stepper.step(active) == {}
-    with pytest.raises(RecordingError, match=r"--cuda-graphs: recording a pass: .*not permitted") as caught:
-        model.stepper.step(active)
-    assert "\n" not in str(caught.value)
-    engine = Engine(model, get_policy("continuous"))
-    for n in range(2):
-        engine.submit(Request(n, "a cat", Resolution(32, 32), 4))
-    engine.close()
-    with pytest.raises(RecordingError):
-        engine.run()
+def test_a_pass_that_cannot_be_recorded_runs_eagerly_and_says_so() -> None:
+    pipe = tiny_sdxl()
+    recorded = build_model(pipe, name="tiny")
+    assert isinstance(recorded.stepper, PatchedStepper)
+    recorder = NotOnThisDevice()
+    recorded.stepper.model.use_graphs(recorder, patience=1)
+    requests = [Request(n, "a cat", Resolution(32, 32 * n + 32), 4, seed=n) for n in range(2)]
+    assert relative_error(_denoised(recorded, requests), _alone(pipe, requests)) <= 1e-4
+    assert recorder.recorded == 1, "it is tried once"
+    failure = what_was_learnt(recorded, None)["recording_failure"]
+    assert failure == "recording a pass: RuntimeError: operation not permitted when stream is capturing"
 
 
 @pytest.mark.slow
