@@ -32,7 +32,8 @@ INPUT_MSE_FLOOR = 1e-10
 """Smaller changes count as this one. It is a relative change of 1e-5: below what any threshold of use asks for, and far
 above the rounding of float32."""
 
-_FORMAT = "1"
+_FORMAT = "2"
+"""Forests of format 1 do not know of all blocks as one."""
 _KIND_KEY, _FORMAT_KEY, _CONTENT_KEY, _SUM_KEY = "psctl.kind", "psctl.format", "psctl.content", "psctl.sha256"
 _KIND = "cache predictor"
 

@@ -126,7 +126,7 @@ def rewritten(saved: Path, content: dict[str, Any], arrays: dict[str, torch.Tens
         ({"features": ["input_mse"]}, {}, {}, r"was trained on the features \['input_mse'\], but this psctl uses"),
         ({"input_mse_floor": 1e-3}, {}, {}, "was trained on the features"),
         ({}, {}, {"psctl.kind": "latency predictor"}, "is a safetensors file, but no cache predictor"),
-        ({}, {}, {"psctl.format": "2"}, "is of format 2, but this psctl reads format 1"),
+        ({}, {}, {"psctl.format": "1"}, "is of format 1, but this psctl reads format 2"),
         ({"blocks": "mid"}, {}, {}, "blocks is 'mid', but it must be of type list"),
         ({"threshold": "low"}, {}, {}, "threshold is 'low', but it must be a number"),
         ({"min_confidence": None}, {}, {}, "min_confidence is None"),
