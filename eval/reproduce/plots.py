@@ -5,6 +5,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import PercentFormatter
 
 from ...profiling.report.table import Cell, Table
@@ -202,7 +203,9 @@ def _bars(
 
 
 def _above(ax: Axes, x: float, y: float, text: str, theme: Theme) -> None:
-    offset = {"xytext": (0, 2), "textcoords": "offset points"}
+    # Outlined, where marks cross it.
+    outline = withStroke(linewidth=2.5, foreground=theme.background)
+    offset = {"xytext": (0, 2.5), "textcoords": "offset points", "zorder": 5, "path_effects": [outline]}
     ax.annotate(text, (x, y), ha="center", fontsize=7.5, color=theme.ink, **offset)
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from ...data.tables.latency import TABLE_PATTERN
 from ...profiling.runs.trace_settings import TraceSettings
-from ...profiling.sweep.engine_side import CALIBRATION_FILE, EngineSide
+from ...profiling.sweep.engine_side import EngineSide
 from ...profiling.sweep.held import TARGETS, HeldRate, ratio
 from ...profiling.sweep.runner import Side, WarmUp, sweep
 from ...profiling.sweep.settings import SweepEngine, SweepSettings
-from ...profiling.sweep.simulator_side import SimulatorFiles, SimulatorSide
+from ...profiling.sweep.simulator_side import CALIBRATION_FILE, SimulatorFiles, SimulatorSide
 from ...training.latency.predictor import PREDICTOR_FILE
 from .lab import Lab, finish
 from .paper import Found, Statement

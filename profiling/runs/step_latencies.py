@@ -67,7 +67,7 @@ def latencies_for_serving(
         else:
             return predictor
     for path, table in tables_measured_under(about, workspace.root / "tables"):
-        if set(wanted) <= _measured_alone(table):
+        if set(wanted) <= measured_alone(table):
             on_note(f"Step latencies: {path}")
             return step_sources(table)[0]
     on_note(
@@ -102,7 +102,7 @@ def table_for_simulation(
     published = published_table(model)
     for path in (*tables, *([] if published is None else [published])):
         table = read_latencies(path)
-        if wanted <= _measured_alone(table):
+        if wanted <= measured_alone(table):
             origin = "the table in the box" if path == published else str(path)
             measured = "" if table.circumstances is None else f" ({describe(table.circumstances.to_json())})"
             on_note(f"Step latencies: {origin}{measured}")
@@ -127,6 +127,6 @@ def _newest_first(folder: Path) -> list[Path]:
     return sorted(folder.glob(TABLE_PATTERN), key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
-def _measured_alone(table: LatencyTable) -> set[Resolution]:
+def measured_alone(table: LatencyTable) -> set[Resolution]:
     """The resolutions of which a table has at least one request alone: the corner that interpolation starts from."""
     return {next(iter(row.counts)) for row in table.rows if row.num_requests == 1}

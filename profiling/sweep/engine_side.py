@@ -41,9 +41,8 @@ from ..runs.step_latencies import tables_measured_under
 from .figures import EngineKind, steps_by_batch
 from .runner import Serve, Standalone, WarmUp
 from .settings import Served, SweepFolder, SweepSettings
-from .simulator_side import SimulatorSide, read_calibrations
+from .simulator_side import CALIBRATION_FILE, SimulatorSide, read_calibrations
 
-CALIBRATION_FILE = "calibration.json"
 _CALIBRATION_LOADS = (0.4, 0.8, 1.3)
 """Shares of an engine's capacity: next to nobody waits, some do, and more and more do."""
 _CALIBRATION_SEED = 1_000_000

@@ -10,15 +10,21 @@ from ...data.errors import UsageError
 from ...data.files import named_by_content
 from ...data.parsing import parse
 from ...data.requests import Request
-from ...data.tables.latency import TABLE_PATTERN
+from ...data.resolution import Resolution
+from ...data.tables.latency import TABLE_PATTERN, read_latencies
+from ...data.workspace import Workspace
 from ...serving.options import EngineName
 from ...serving.scheduling.systems import System
 from ..runs.calibration import Calibration
 from ..runs.outside_profile import warn_of_small_table
 from ..runs.simulate import SimulatedEngine, load_stage_times, load_step_file, loop_figures
+from ..runs.step_latencies import measured_alone
 from .figures import EngineKind, steps_by_batch
 from .runner import Serve, Standalone
 from .settings import Served, SweepFolder, SweepSettings
+
+CALIBRATION_FILE = "calibration.json"
+"""In a sweep's folder: what its comparison with real runs says of the simulator, by engine."""
 
 _Tell = Callable[[str], None]
 
@@ -147,6 +153,20 @@ def calibration_of(path: Path, engine: EngineName) -> Calibration:
     if engine not in known:
         raise UsageError(f"{path} has no calibration of the {engine} engine, but of {', '.join(known)}")
     return known[engine]
+
+
+def newest_calibration(
+    workspace: Workspace, model: str, engine: EngineName, resolutions: Sequence[Resolution]
+) -> Path | None:
+    """The newest `calibration.json` in a workspace that suits an engine and whose table has these resolutions.
+
+    Raises UsageError: a file is damaged, or its table is not beside it.
+    """
+    folder = workspace.for_model(model, "any").root.parent
+    files = sorted(folder.glob(f"*/runs/*/{CALIBRATION_FILE}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    suiting = (file for file in files if engine in read_calibrations(file))
+    wanted = set(resolutions)
+    return next((file for file in suiting if wanted <= measured_alone(read_latencies(table_of(file, engine)))), None)
 
 
 def table_of(path: Path, engine: EngineName) -> Path:

@@ -102,7 +102,7 @@ def simulate(
     )
     from ...profiling.runs.step_latencies import table_for_simulation
     from ...profiling.runs.trace_settings import check_slo_scale, draw_requests
-    from ...profiling.sweep.simulator_side import calibration_of, table_of
+    from ...profiling.sweep.simulator_side import calibration_of, newest_calibration, table_of
     from ...serving.simulator.stage_times import StageTimes
 
     is_file = trace.trace not in TRACE_KINDS
@@ -119,9 +119,6 @@ def simulate(
     if calibration is not None and (stage_times is not None or prepare_ms or postprocess_ms):
         raise UsageError("--calibration brings the times of the stages; give it or those, not both")
     chosen = chosen_system(system, policy, engine, out, is_simulated=True)
-    calibrated = None if calibration is None else calibration_of(calibration, chosen.engine)
-    if calibration is not None and latency is None:
-        latency = table_of(calibration, chosen.engine)
     defaults = target.defaults()
     num_prompts = trace.num_prompts
     trace = replace(trace, request_rate=1.0 if request_rate is None else request_rate)
@@ -135,6 +132,13 @@ def simulate(
     requests = trace_at(request_rate)
     sizes = defaults.resolutions if trace.resolutions is None else parse_list(trace.resolutions)
     sizes = tuple(dict.fromkeys((*sizes, *(request.resolution for request in requests))))
+    if latency is None and calibration is None and stage_times is None and not (prepare_ms or postprocess_ms):
+        calibration = newest_calibration(target.root, target.model, chosen.engine, sizes)
+        if calibration is not None:
+            out.note(f"Calibrated by the newest comparison with real runs, {calibration}; --latency leaves it out.")
+    calibrated = None if calibration is None else calibration_of(calibration, chosen.engine)
+    if calibration is not None and latency is None:
+        latency = table_of(calibration, chosen.engine)
     if latency is None:
         latency = table_for_simulation(target.root, target.model, sizes, on_note=out.note)
     steps = load_step_file(latency, on_warning=out.warn)

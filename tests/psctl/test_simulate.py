@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -261,6 +262,12 @@ def test_a_search_tells_how_far_it_may_be_off(folder: Path, capsys: pytest.Captu
     code, out, _ = simulate(capsys, *asked[: asked.index("--json")], *asked[asked.index("--json") + 1 :])
     assert code == 0
     assert f"({surer['figures']['highest_request_rate']['low']:.3g} to " in out
+    # The newest sweep of the workspace is taken by itself, unless latencies are named.
+    shutil.copytree(sweep, folder / "psctl-workspace" / "emoji-xl" / "cpu" / "runs" / "slo-1")
+    code, out, err = simulate(capsys, *base, "--request-rate", "40")
+    assert code == 0
+    assert json.loads(out)["error_of_steps"] == surer["error_of_steps"]
+    assert "Calibrated by the newest comparison with real runs, psctl-workspace/" in " ".join(err.split())
     # Without a calibration there is no interval, and that is said.
     code, out, err = simulate(capsys, *base, "--latency", "table.csv")
     assert code == 0

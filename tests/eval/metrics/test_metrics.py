@@ -78,8 +78,10 @@ def test_ssim_is_that_of_torchmetrics_without_its_mirrored_borders() -> None:
 
     images, border = _pictures(3), WINDOW_PX // 2
     pair = [_tensor(each) for each in (_noisy(images, 12.0), images)]
-    sides = (each.double() for each in pair)
-    _, maps = structural_similarity_index_measure(*sides, data_range=255.0, reduction="none", return_full_image=True)
+    found, reference = (each.double() for each in pair)
+    _, maps = structural_similarity_index_measure(
+        found, reference, data_range=255.0, reduction="none", return_full_image=True
+    )
     expected = maps[..., border:-border, border:-border].mean((1, 2, 3))
     assert torch.allclose(ssim(*pair), expected, atol=1e-9)
 
