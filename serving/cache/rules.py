@@ -103,8 +103,8 @@ class Predicted(ReuseRule):
     Unless the options say otherwise, a request takes a step whole or not at all, because old borders, sums and outputs
     of blocks do harm beside new ones: with emoji-xl at equal savings the SSIM to images without a cache rose from 0.934
     to 0.965 where requests took each block whole, and to 0.980 where they took all blocks from the first one that was
-    computed. A request then goes by the mean vote of its patches: with emoji-3 the SSIM was 0.985 at 63 % saved, and
-    0.978 where every patch had to agree. `psctl reproduce patchedserve --figure 15` shows patch by patch.
+    computed. A request then goes by the mean vote of its patches: with emoji-3 the SSIM was 0.983 at 64 % saved, and
+    0.978 at 63 % where every patch had to agree. `psctl reproduce patchedserve --figure 15` shows patch by patch.
 
     Raises:
         UsageError: patches may be reused more often in a row than the predictor has seen.
