@@ -9,7 +9,7 @@ from ...data.run_facts import describe
 from ...profiling.report.theme import LIGHT, Theme, add_wide_legend, new_figure, series_colours, style_axes, to_png
 
 _KINDS = {
-    "patch": "patch by patch, predicted",
+    "patch": "each for itself, predicted",
     "image": "whole batch, predicted",
     "interval": "fixed interval",
     "accumulated": "accumulated change",
@@ -49,7 +49,7 @@ def plot_quality(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes:
 
 
 def plot_saved(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes:
-    """Saved computation and speed-up against the threshold, patch by patch and whole batches; a PNG.
+    """Saved computation and speed-up against the threshold, each for itself and whole batches; a PNG.
 
     A column for every batch, as in figure 15 of PatchedServe.
     """

@@ -151,7 +151,7 @@ def settings_of(
         model: the loaded model.
         table: block profile that predictors are trained on now, one for each threshold.
         base: options that all sides share.
-        thresholds, image_thresholds: of predictors that decide patch by patch, and for whole batches.
+        thresholds, image_thresholds: of predictors that decide for each by itself, and for whole batches.
         intervals: of reuse at fixed intervals.
         sums: of accumulated input changes.
         max_reuses: of predictors, how often in a row they may reuse; a side for each; None for as often as they know.

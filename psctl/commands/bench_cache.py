@@ -28,7 +28,7 @@ def bench_cache(
         flag("--combinations", "Batches: requests of each resolution. Default: 2 of each.", metavar="N,N,...;..."),
     ] = None,
     thresholds: Annotated[
-        str, flag("--thresholds", "Of predictors that decide patch by patch.", metavar="X,...")
+        str, flag("--thresholds", "Of predictors that decide for each request.", metavar="X,...")
     ] = "0.003,0.01,0.03,0.1,0.3",
     image_thresholds: Annotated[
         str, flag("--image-thresholds", "Of predictors with --cache image.", metavar="X,...")

@@ -26,8 +26,8 @@ CACHE = Flags(
     {
         "mode": flag(
             "--cache",
-            "Reuse what blocks gave at earlier steps: patch by patch, only where the whole batch agrees (image), at "
-            "fixed intervals, or until a request's changes add up (accumulated).",
+            "Reuse what earlier steps gave: as a predictor or a limit says (patch), only where the whole batch agrees "
+            "(image), at fixed intervals, or until a request's changes add up (accumulated).",
             is_shared=True,
         ),
         "threshold": flag(

@@ -1,3 +1,4 @@
-"""The patch cache (PatchedServe section 5): before each block of the model it is decided patch by patch whether last
-step's output still serves, and only the other patches go through the block. `cells` and `active` say where patches lie,
-`slots` and `store` keep tensors, `rules` decide, and `patch_cache` puts it together. It knows nothing of models."""
+"""The patch cache (PatchedServe section 5): before each block of the model it is decided patch by patch, or for all blocks
+as one request by request, whether an earlier step's output still serves, and only the others are computed. `cells` and
+`active` say where patches lie, `slots` and `store` keep tensors, `forecast` carries outputs on, `rules` decide, and
+`patch_cache` puts it together. It knows nothing of models."""
