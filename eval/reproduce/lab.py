@@ -97,7 +97,7 @@ class Lab:
         )
 
     def typical_change(self) -> float:
-        """The change, relative to the mean square, that half of the patches of the block profile stay within."""
+        """The relative change that half of a sample of the block profile stays within, all blocks as one included."""
         return float(np.median(load_samples(self.block_profile(), max_rows=_TRAIN_ROWS, seed=self.seed)[1].output_mse))
 
     def cache(self) -> CacheOptions:

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ...data.checks import require_counts
@@ -26,14 +25,13 @@ from ...data.resolution import Resolution
 from ...data.tables.block_facts import WHOLE_MODEL, BlockFacts
 from ...data.tables.schemas import BLOCKS
 from ...data.tables.streams import TableWriter
-from ...serving.cache.cells import Integers
+from ...serving.cache.cells import Floats, Integers
 from ...serving.cache.patch_cache import PatchCache, Tokens
 from ...serving.cache.rules import NeverReuse
 from ...serving.cache.store import LEAST_SQUARE, sampled
 from ...serving.models.served import ServedModel
 from ..steps.sides import patched_stepper
 
-Floats = NDArray[np.float32]
 TABLE_FILE = "blocks.parquet"
 _PARTS, _SETTINGS_FILE = "blocks.parts", "settings.json"
 

@@ -35,8 +35,8 @@ class FitSettings:
     """How a predictor is trained.
 
     Attributes:
-        threshold: largest normalised mean square difference of the output at which the cached one may be used. 0.2 is
-            what `psctl bench cache` found best for both bundled models, with at most four reuses in a row.
+        threshold: largest normalised mean square difference of the output at which the cached one may be used. What
+            suits a model its images tell (`--target-ssim`).
         trees, depth: size of the forest. With 16 trees of depth 8 and 63 leaves a CPU core decides over 512 patches in
             0.15 ms.
         leaves: most leaves of a tree; more than 63 double what a tree costs on a CPU.
