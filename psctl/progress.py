@@ -9,8 +9,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-_SAMPLE_SHARE, _MAX_SAMPLE = 20, 5
-"""The time of a phase is estimated from a twentieth of its units, but no more than 5."""
+_SAMPLE_SHARE, _MAX_SAMPLE = 20, 20
+"""The time of a phase is estimated from a twentieth of its units, but no more than 20; not from the first, which sets
+everything up, unless it is the only one."""
 
 
 class Phase:
@@ -38,7 +39,8 @@ class Phase:
         self._what, self._left, self._done = what, total - done, 0
         self._bars, self._tell = bars, tell if self._left > 0 else None
         self._bar = bars.add_task(what, total=total, completed=done)
-        self._started_s = time.monotonic()
+        self._started_s = self._first_s = time.monotonic()
+        self._first = 0
         self._sample = max(1, min(_MAX_SAMPLE, self._left // _SAMPLE_SHARE))
         self._reached: int | None = None
         self._is_announced = False
@@ -49,7 +51,10 @@ class Phase:
         self._done += count
         self._bars.advance(self._bar, count)
         if not self._is_announced and self._done >= self._sample:
-            self._announce((time.monotonic() - self._started_s) / self._done * self._left)
+            passed_s = time.monotonic() - self._first_s
+            self._announce(passed_s / (self._done - self._first) * self._left)
+        elif self._done == count:
+            self._first, self._first_s = self._done, time.monotonic()
         if self._done >= self._left:
             self.end()
 
