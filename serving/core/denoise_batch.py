@@ -73,6 +73,10 @@ class DenoiseBatch:
         """Whether these are the requests of this batch, in any order."""
         return set(map(id, active)) == self._ids
 
+    def has(self, prepared: PreparedRequest) -> bool:
+        """Whether this is a request of the batch."""
+        return id(prepared) in self._ids
+
     def step(self) -> None:
         """Take one denoising step of every request. If the model fails, none has taken it."""
         sampler = self._sampler
@@ -92,6 +96,18 @@ class DenoiseBatch:
                 name = self.requests[index].request.request_id
                 found.setdefault(name, "denoising: latents are not finite (NaN or infinity)")
         return found
+
+    def x0_of(self, prepared: PreparedRequest) -> Tensor | None:
+        """The clean latents (1, channels, height, width) that the last step predicts of one of these requests; None
+        before the first step, or where the request's own scheduler is called, which does not tell.
+        """
+        sampler = self._sampler
+        if isinstance(sampler, PerRequestBatch) or sampler.last is None:
+            return None
+        index = next(index for index, each in enumerate(self.requests) if each is prepared)
+        latents, output = (self._packing.unpack(each, index)[None] for each in sampler.last)
+        of_latents, of_output = sampler.sampler.x0_factors(prepared.state)
+        return latents * of_latents + output * of_output
 
     def unpack(self) -> None:
         """Give every request its latents, and what its next step reads of this one."""

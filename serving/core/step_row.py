@@ -17,6 +17,8 @@ class StepRow:
         start_s, duration_s: when the step started on the engine's clock and how long it took, in seconds.
         active, waiting: number of requests in the batch, and of requests that have arrived and are not in it.
         resolutions: number of active requests of each resolution, by its name ("128x128").
+        computed: of these, the requests that the model ran for; the others reuse what it said of steps before. None:
+            all.
         schedule_s: how long the policy took since the step before, in seconds.
     """
 
@@ -27,6 +29,7 @@ class StepRow:
     waiting: int
     resolutions: dict[str, int]
     schedule_s: float = 0.0
+    computed: dict[str, int] | None = None
 
     @classmethod
     def of(
@@ -37,10 +40,12 @@ class StepRow:
         batch: Sequence[Resolution],
         num_waiting: int,
         schedule_s: float = 0.0,
+        computed: Sequence[Resolution] | None = None,
     ) -> Self:
         """The row of a step of `batch`, while `num_waiting` requests had arrived and were not in it."""
         resolutions = dict(Counter(map(str, batch)))
-        return cls(step, start_s, duration_s, len(batch), num_waiting, resolutions, schedule_s)
+        ran = None if computed is None else dict(Counter(map(str, computed)))
+        return cls(step, start_s, duration_s, len(batch), num_waiting, resolutions, schedule_s, ran)
 
     def to_row(self) -> dict[str, Any]:
         """One row of the steps table."""

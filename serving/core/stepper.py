@@ -1,6 +1,6 @@
 """The seam between the engine and whatever denoises: plain diffusers, patches, and the systems to come."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -45,6 +45,11 @@ class Stepper(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def forecast(self) -> Collection[int]:
+        """The requests, by id, that took the last step without the model, by what it said of steps before."""
+        ...
+
     def tune(self, target: Tuning) -> None:
         """Measure what is faster for such requests, or read what was measured before. Raises as `ServedModel.tune`."""
         ...
@@ -65,5 +70,11 @@ class Stepper(Protocol):
 
         Returns:
             The requests that failed, by id, with the reason. The others have taken their step.
+        """
+        ...
+
+    def peek(self, prepared: PreparedRequest) -> torch.Tensor | None:
+        """The clean latents (1, channels, height / 8, width / 8) that the last step predicts of a request of its batch,
+        in float32 and in memory of their own; None where that cannot be told. Called between two steps.
         """
         ...

@@ -17,8 +17,9 @@ from functools import partial
 
 from ...data.errors import UsageError
 from ...data.requests import Request
+from ..core.failures import Failures
 from ..core.prepared import PreparedRequest
-from ..core.request_state import RequestRecord
+from ..core.request_state import RequestRecord, RequestState
 from ..core.step_row import StepRow
 from ..models.served import ServedModel
 from ..scheduling.policies import Policy, StepLatencyPredictor
@@ -26,6 +27,7 @@ from ..scheduling.scheduler import Scheduler
 from .collectors import Collector, InMemory
 from .run_result import RunResult
 from .side_stages import ImagePath, SideStages
+from .watch import Watch
 
 
 class Engine:
@@ -37,7 +39,8 @@ class Engine:
         collector: takes what the run leaves behind; None keeps records and steps in memory, for the result.
         image_path: where to save each image (atomically; the suffix sets the format); None does not save it.
         on_finish: called with each record when it has become final, from the collector's thread.
-        on_step: called after each denoising iteration, likewise.
+        on_step: called after each denoising iteration, likewise. An error of either ends nothing
+            (`callback_failures`), while one of the collector ends the run: what it was to keep would be lost.
 
     Attributes:
         collector: the collector.
@@ -76,8 +79,14 @@ class Engine:
         )
         # Guards the scheduler, the open requests and the fields below.
         self._changed = self._stages.changed
-        self._is_closed = False
+        self._is_closed = self._is_aborted = False
+        self._cancelled: list[tuple[RequestState, str]] = []
         self._zero: float | None = None
+
+    @property
+    def callback_failures(self) -> Failures:
+        """How often a callback or a `Watch` has failed, and why the first time; its traceback went to stderr."""
+        return self._stages.callback_failures
 
     def start(self) -> None:
         """Start the stage threads and set the engine's clock to 0. `run` does it if it has not been done.
@@ -95,12 +104,13 @@ class Engine:
             raise RuntimeError("the engine has not been started")
         return time.perf_counter() - self._zero
 
-    def submit(self, request: Request, *, standalone_s: float | None = None) -> None:
+    def submit(self, request: Request, *, standalone_s: float | None = None, watch: Watch | None = None) -> None:
         """Hand in a request; any thread may, also while the engine runs.
 
         Args:
             request: what to draw. Its `arrival_s` is when its latency starts to count on the engine's clock.
             standalone_s: its latency when served alone, for policies that ask for it.
+            watch: told how far it has come.
 
         An id is taken until the collector is told that its request has ended, and free again from then on: in
         `on_finish` already, and without a memory of who had it before.
@@ -116,6 +126,8 @@ class Engine:
             if request.request_id in self._stages.open:
                 raise UsageError(f"request id {request.request_id} is used twice")
             self._stages.open[request.request_id] = self._scheduler.add(request, standalone_s)
+            if watch is not None:
+                self._stages.watches[request.request_id] = watch
             self._stages.prepare_next()
             self._changed.notify_all()
 
@@ -125,11 +137,30 @@ class Engine:
             self._is_closed = True
             self._changed.notify_all()
 
+    def cancel(self, request_id: int, reason: str) -> bool:
+        """End an open request as "cancelled" before the next step, whatever stage it is in; any thread may.
+
+        Returns whether there is an open request of this id. It may still be completed meanwhile.
+        """
+        with self._changed:
+            state = self._stages.open.get(request_id)
+            if state is not None:
+                self._cancelled.append((state, reason))
+                self._changed.notify_all()
+        return state is not None
+
+    def abort(self) -> None:
+        """End the run before the next step, from any thread: all requests that are open then are "cancelled"."""
+        with self._changed:
+            self._is_closed = self._is_aborted = True
+            self._changed.notify_all()
+
     def run(self) -> RunResult:
         """Serve until the engine is closed and every request has ended; blocks the calling thread.
 
         Ctrl-C ends the run: images whose denoising is done are still written, all other requests are "cancelled", and
-        the result is returned with `was_interrupted`. A second Ctrl-C gives up the images that are not written yet.
+        the result is returned with `was_interrupted`. A second Ctrl-C gives up the images that are not written yet, as
+        `abort` does at once.
         """
         if self._zero is None:
             self.start()
@@ -140,7 +171,7 @@ class Engine:
             was_interrupted = True
         finally:
             self.close()
-            was_interrupted |= self._stages.stop()
+            was_interrupted |= self._stages.stop(at_once=self._is_aborted) or self._is_aborted
         if self._stages.error is not None:
             raise self._stages.error
         duration_s = self.now_s() if self._stages.last_end_s is None else self._stages.last_end_s
@@ -154,21 +185,34 @@ class Engine:
         scheduler, stages = self._scheduler, self._stages
         while True:
             with self._changed:
-                while stages.error is None and not scheduler.is_due:
+                while not (self._is_aborted or self._cancelled or stages.error or scheduler.is_due):
                     if self._is_closed and scheduler.is_idle:
                         return
                     self._changed.wait()
-                if stages.error is not None:
+                if self._is_aborted or stages.error is not None:
                     return
-                dropped = scheduler.decide(self.now_s())
+                ended = self._end_cancelled()
+                ended += scheduler.decide(self.now_s())
                 stages.prepare_next()
                 num_waiting = scheduler.num_waiting
                 batch = [stages.prepared[state.request.request_id] for state in scheduler.active]
                 can_step = scheduler.can_step
-            for state in dropped:
+            for state in ended:
                 stages.let_go(state)
             if can_step:
                 self._step(batch, num_waiting)
+
+    def _end_cancelled(self) -> list[RequestState]:
+        """Close what is to be cancelled and has not ended meanwhile. The lock is held."""
+        cancelled, self._cancelled = self._cancelled, []
+        now_s = self.now_s()
+        # Another request may have the id by now, so that the record says whether it is still this one.
+        return [
+            state
+            for state, reason in cancelled
+            if state.record.status == "pending"
+            and self._scheduler.end(state.request.request_id, "cancelled", now_s, reason)
+        ]
 
     def _step(self, batch: Sequence[PreparedRequest], num_waiting: int) -> None:
         start_s = self.now_s()
@@ -176,12 +220,17 @@ class Engine:
         end_s = self.now_s()
         decided_s, self._decided_s = self._decided_s, 0.0
         scheduler = self._scheduler
-        row = StepRow.of(scheduler.num_steps, start_s, end_s - start_s, scheduler.batch, num_waiting, decided_s)
+        ran, forecast = None, self._model.stepper.forecast
+        if forecast:
+            ran = [each.request.resolution for each in batch if each.request.request_id not in forecast]
+        row = StepRow.of(scheduler.num_steps, start_s, end_s - start_s, scheduler.batch, num_waiting, decided_s, ran)
         with self._changed:
             left = scheduler.stepped(end_s, row.duration_s, failures)
         self._stages.collect(partial(self.collector.on_step, row))
         if self._on_step is not None:
-            self._stages.collect(partial(self._on_step, row))
+            self._stages.collect(partial(self._stages.call, partial(self._on_step, row)))
+        if self._stages.watches:
+            self._stages.show_progress(batch, self._model.stepper.peek)
         for state in left:
             if state.stage == "decoding":
                 self._stages.postprocess(state)

@@ -1,7 +1,8 @@
 """The two stages beside the denoise loop, prepare and postprocess, and the thread of the collector."""
 
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,17 +11,21 @@ import torch
 
 from ...data.files import atomic_write
 from ...data.requests import Request
+from ..core.failures import Failures
 from ..core.prepared import PreparedRequest, describe
 from ..core.request_state import RequestRecord, RequestState
 from ..models.served import ServedModel
 from ..scheduling.scheduler import Scheduler
 from .collectors import Collector
 from .stages import StageThread
+from .watch import Watch
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 ImagePath = Callable[[Request], Path | None]
+Peek = Callable[[PreparedRequest], torch.Tensor | None]
+"""`core.stepper.Stepper.peek`."""
 
 
 class SideStages:
@@ -36,6 +41,8 @@ class SideStages:
         changed: guards the scheduler, `open` and `prepared`; notified when the denoise loop may have something to do.
         open: requests of which the collector has not been told yet, by id.
         prepared: encoded text and latents by request id, from the end of preparing until the last step.
+        watches: who is told how far a request has come, by its id; those of open requests.
+        callback_failures: errors of callbacks, which end nothing.
         last_end_s: when the last of those requests ended of which the collector has been told; None if there is none.
     """
 
@@ -52,7 +59,9 @@ class SideStages:
         self.changed = threading.Condition()
         self.open: dict[int, RequestState] = {}
         self.prepared: dict[int, PreparedRequest] = {}
+        self.watches: dict[int, Watch] = {}
         self.last_end_s: float | None = None
+        self.callback_failures = Failures()
         self._model = model
         self._scheduler = scheduler
         self._collector = collector
@@ -61,8 +70,8 @@ class SideStages:
         self._on_finish = on_finish
         self._is_running = False
         self._prepare = StageThread("psctl-prepare", self._prepare_one, device=model.device, on_error=self._wake)
-        self._postprocess = StageThread(
-            "psctl-postprocess", self._postprocess_one, device=model.device, on_error=self._wake
+        self._postprocess = StageThread[Callable[[], None]](
+            "psctl-postprocess", lambda work: work(), device=model.device, on_error=self._wake
         )
         self._collect = StageThread[Callable[[], None]](
             "psctl-collect", lambda tell: tell(), device=torch.device("cpu"), on_error=self._wake
@@ -93,11 +102,20 @@ class SideStages:
             prepared = self.prepared.pop(state.request.request_id)
         assert prepared.state.is_finished, "the stepper and the scheduler count steps differently"
         # The latents are all that decoding needs; the rest, mostly the encoded text, would wait with them.
-        self._postprocess.put((state, prepared.latents))
+        self._postprocess.put(partial(self._postprocess_one, state, prepared.latents))
 
     def collect(self, tell: Callable[[], None]) -> None:
         """Have something told in the collector's thread, in the order of the calls."""
         self._collect.put(tell)
+
+    def call(self, callback: Callable[[], None]) -> None:
+        """Call what others have given, whose errors are counted, and warned of once."""
+        try:
+            callback()
+        except Exception as error:  # noqa: BLE001  whoever looks on must not be able to end the run
+            if not self.callback_failures.count:
+                traceback.print_exc()
+            self.callback_failures.note(describe("callback", error))
 
     def let_go(self, state: RequestState, image: "Image | None" = None, latents: torch.Tensor | None = None) -> None:
         """Release the tensors of a request that has ended, and tell the collector; any thread may."""
@@ -105,14 +123,30 @@ class SideStages:
             self.prepared.pop(state.request.request_id, None)
         self.collect(partial(self._tell, state, image, latents))
 
-    def stop(self) -> bool:
+    def show_progress(self, batch: Sequence[PreparedRequest], peek: Peek) -> None:
+        """Tell those who watch requests of a batch that has taken a step, and have their partial images drawn."""
+        for prepared in batch:
+            watch = self.watches.get(prepared.request.request_id)
+            if watch is None:
+                continue
+            steps_done = prepared.state.steps_done
+            self.collect(partial(self.call, partial(watch.on_step, steps_done)))
+            if watch.is_due(steps_done, prepared.state.num_steps) and (latents := peek(prepared)) is not None:
+                watch.taken()
+                self._postprocess.put(
+                    partial(self._draw_partial, self.open[prepared.request.request_id], watch, latents)
+                )
+
+    def stop(self, *, at_once: bool = False) -> bool:
         """End the threads and close every open record. Returns whether Ctrl-C came meanwhile.
 
-        Images whose denoising is done are still written, unless Ctrl-C comes.
+        Images whose denoising is done are still written, unless Ctrl-C comes or it is to be `at_once`.
         """
         with self.changed:
             self._is_running = False
         self._prepare.discard_queued()
+        if at_once:
+            self._postprocess.discard_queued()
         was_interrupted = False
         for stage in (self._prepare, self._postprocess):
             try:
@@ -141,11 +175,12 @@ class SideStages:
             if self.open.get(state.request.request_id) is not state:
                 return
             del self.open[state.request.request_id]
+            self.watches.pop(state.request.request_id, None)
         assert state.record.finish_s is not None
         self.last_end_s = max(self.last_end_s or 0.0, state.record.finish_s)
         self._collector.on_finish(state.record, image, latents)
         if self._on_finish is not None:
-            self._on_finish(state.record)
+            self.call(partial(self._on_finish, state.record))
 
     def _prepare_one(self, request: Request) -> None:
         prepared = failure = None
@@ -168,8 +203,18 @@ class SideStages:
         if state is not None and prepared is None:
             self.let_go(state)
 
-    def _postprocess_one(self, item: tuple[RequestState, torch.Tensor]) -> None:
-        state, latents = item
+    def _draw_partial(self, state: RequestState, watch: Watch, latents: torch.Tensor) -> None:
+        if state.record.status != "pending":  # cancelled meanwhile
+            return
+        try:
+            image = self._model.decode(latents)
+        except Exception:  # noqa: BLE001  its last image is decoded alike, and tells what is wrong
+            return
+        self.collect(partial(self.call, partial(watch.show, image)))
+
+    def _postprocess_one(self, state: RequestState, latents: torch.Tensor) -> None:
+        if state.record.status != "pending":  # cancelled meanwhile
+            return
         request, image, failure = state.request, None, None
         try:
             image = self._model.decode(latents)
@@ -182,9 +227,12 @@ class SideStages:
             image, failure = None, describe("postprocessing", error)
         status = "completed" if failure is None else "failed"
         with self.changed:
-            ended = self._scheduler.end(request.request_id, status, self._now_s(), failure)
-        if ended is not None:  # a second Ctrl-C may have cancelled it meanwhile
-            self.let_go(ended, image, latents if failure is None else None)
+            # It may have been cancelled while it was decoded, and another request may have its id by now.
+            is_open = state.record.status == "pending"
+            if is_open:
+                self._scheduler.end(request.request_id, status, self._now_s(), failure)
+        if is_open:
+            self.let_go(state, image, latents if failure is None else None)
 
     def _wake(self) -> None:
         with self.changed:

@@ -16,7 +16,7 @@ from ..cache.forecast import forecast, with_previous
 from ..cache.options import CacheOptions
 from ..cache.patch_batch import CachedRequest
 from ..cache.patch_cache import PatchCache
-from ..cache.rules import ReuseRule
+from ..cache.rules import Booleans, ReuseRule
 from ..core.denoiser import copy_modules, denoise
 from ..layout.packing import Order, Packing, check_patch_size, pack_rows
 from ..layout.patch_layout import patch_size_of
@@ -199,6 +199,11 @@ class PatchedModel:
             return self._forward(inputs, context.kept)
         key = context.packing.sizes, context.kept["repeats"]
         return self.captured.run(key, context.kept, self._forward, inputs, held=context.packing)
+
+    @property
+    def reused(self) -> Booleans | None:
+        """(requests,) which of those given to `begin` the last call left out whole; None where that is never done."""
+        return None if self.cache is None or not self.cache.is_used else self.cache.reused
 
     def _forward(self, inputs: dict[str, Any], kept: dict[Any, Any]) -> Tensor:
         context, timesteps, conditions = self.context, inputs["timesteps"], inputs["conditions"]

@@ -6,7 +6,6 @@ step).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from ..cache.patch_batch import CachedRequest
 from ..core.denoise_batch import DenoiseBatch, join_conditioning
 from ..core.denoiser import Conditions
+from ..core.failures import Failures
 from ..core.prepared import PreparedRequest, describe
 from ..core.stepper import Tuning
 from ..core.timing import finish_stream
@@ -28,25 +28,13 @@ from .patched_model import PatchedModel
 from .tuning import strategy_table
 
 
-@dataclass(slots=True)
-class BatchFailures:
-    """How often a step of a whole batch has failed, and why the first time."""
-
-    count: int = 0
-    first: str | None = None
-
-    def note(self, reason: str) -> None:
-        """Count one more."""
-        self.count += 1
-        self.first = self.first or reason
-
-
 class PatchedStepper:
     """Advances all active requests by one denoising step, on a patched model or the unmodified one (`plain`).
 
     Attributes:
         batch: the requests of the last step, unless one has finished or failed.
         batch_failures: steps of whole batches that failed, even if all requests then took them in smaller ones.
+        forecast: see `Stepper`.
     """
 
     name = "patched"
@@ -57,7 +45,9 @@ class PatchedStepper:
         self.model, self.plain, self.conditions, self.sampler = model, plain, conditions, sampler
         self.batch: PackedBatch | None = None
         self._cache_keys = count()
-        self.batch_failures = BatchFailures()
+        self.batch_failures = Failures()
+        self.forecast: set[int] = set()
+        self._stepped: list[DenoiseBatch] = []
 
     def tune(self, target: Tuning) -> None:
         """Measure the strategies of convolutions, and the memory format for batches of one resolution.
@@ -94,7 +84,15 @@ class PatchedStepper:
             The requests that failed, by id, with the reason. A failing batch is repeated in halves, and these in
             halves, so that only the requests which fail alone are named; the others have taken their step.
         """
+        self.forecast.clear()
+        self._stepped.clear()
         return self._step_or_halves(active, may_be_plain=True) if active else {}
+
+    @torch.inference_mode()
+    def peek(self, prepared: PreparedRequest) -> Tensor | None:
+        """See `Stepper`."""
+        batch = next((batch for batch in self._stepped if batch.has(prepared)), None)
+        return None if batch is None else batch.x0_of(prepared)
 
     def _step_or_halves(self, active: Sequence[PreparedRequest], *, may_be_plain: bool) -> dict[int, str]:
         try:
@@ -118,6 +116,8 @@ class PatchedStepper:
             self._let_go()
             batch = self.batch = PackedBatch(self, active, may_be_plain=may_be_plain)
         batch.together.step()
+        self.forecast |= batch.forecast
+        self._stepped.append(batch.together)
         failures = batch.together.failures()
         if failures or any(prepared.state.is_finished for prepared in active):
             self._let_go()
@@ -166,6 +166,12 @@ class PackedBatch:
         self.together = DenoiseBatch(
             batch, model.pack(sizes), row_packing, stepper.sampler, self._predict, dtype=model.dtype
         )
+
+    @property
+    def forecast(self) -> set[int]:
+        """Ids of the requests that took the last step without the model."""
+        reused = None if self.is_plain else self._model.reused
+        return set() if reused is None else {self._batch[index].request.request_id for index in reused.nonzero()[0]}
 
     def _predict(self, patches: Tensor, timesteps: Tensor) -> Tensor:
         done = [prepared.state.steps_done for prepared in self._batch]

@@ -29,6 +29,7 @@ class PlainStepper:
     """
 
     name = "plain"
+    forecast: tuple[()] = ()
 
     def __init__(
         self,
@@ -40,6 +41,7 @@ class PlainStepper:
         self.models = models
         self._conditions, self._sampler, self._alone = conditions, sampler, alone
         self._batches: list[DenoiseBatch] = []
+        self._stepped: list[DenoiseBatch] = []
 
     def tune(self, target: Tuning) -> None:
         """Measure the memory formats, or read what was measured before."""
@@ -73,7 +75,7 @@ class PlainStepper:
             self._step_or_halves(group, failures)
         # The only waits for the device in an iteration, after all of it was launched. They make measured step times
         # honest, and after them no kernel of this step still reads tensors that other threads are about to use.
-        left = []
+        left, self._stepped = [], self._batches.copy()
         for batch in self._batches:
             failed = batch.failures()
             if failed or any(prepared.state.is_finished for prepared in batch.requests):
@@ -81,6 +83,12 @@ class PlainStepper:
             failures |= failed
         self._let_go(left)
         return failures
+
+    @torch.inference_mode()
+    def peek(self, prepared: PreparedRequest) -> torch.Tensor | None:
+        """See `Stepper`."""
+        batch = next((batch for batch in self._stepped if batch.has(prepared)), None)
+        return None if batch is None else batch.x0_of(prepared)
 
     def _step_or_halves(self, group: Sequence[PreparedRequest], failures: dict[int, str]) -> None:
         """Step a group of one resolution, together if possible, else in halves."""

@@ -68,7 +68,14 @@ def _euler(scheduler: Any, timesteps: torch.Tensor) -> _Columns:
     ratio = next_level / level
     kept = ratio**2 if type(scheduler).__name__ == "EulerAncestralDiscreteScheduler" else ratio
     sample, output = kept + (1 - kept) * a * alpha, (1 - kept) * b
-    return {"scale": alpha, "sample": sample, "output": output, "noise": next_level * (1 - ratio**2).sqrt()}
+    return {
+        "scale": alpha,
+        "x0_sample": a * alpha,
+        "x0_output": b,
+        "sample": sample,
+        "output": output,
+        "noise": next_level * (1 - ratio**2).sqrt(),
+    }
 
 
 def _dpm_solver(scheduler: Any, timesteps: torch.Tensor) -> _Columns:
@@ -103,7 +110,7 @@ def _dpm_solver(scheduler: Any, timesteps: torch.Tensor) -> _Columns:
 def _flow_match(scheduler: Any, timesteps: torch.Tensor) -> _Columns:
     """Euler along the predicted velocity: x' = x + (level' - level) out (Esser et al. 2024, section 2)."""
     level, next_level = _levels(scheduler, timesteps)
-    return {"output": next_level - level}
+    return {"x0_sample": torch.ones_like(level), "x0_output": -level, "output": next_level - level}
 
 
 # Scheduler class -> its columns, and option -> the values that they cover; all other options shape only what is read
@@ -190,6 +197,12 @@ class BatchedSampler:
             state.coefficients = table
         return state.coefficients
 
+    def x0_factors(self, state: SamplerState) -> tuple[float, float]:
+        """The factors of x and out in the x0 of the step that a request has taken last, which is one at the least."""
+        columns = self._columns(state.scheduler, state.timesteps.cpu())
+        sample, output = (float(columns[name][state.steps_done - 1]) for name in ("x0_sample", "x0_output"))
+        return sample, output
+
 
 class SamplerBatch:
     """The sampler's side of a packed batch: the latents of all requests in patches, advanced together.
@@ -206,8 +219,10 @@ class SamplerBatch:
             hold anything. None if all are at their first step, or if the sampler needs no history.
 
     Attributes:
+        sampler: as given.
         latents: as after the last step.
         previous_x0: the predicted clean latents of the last step; None if the sampler needs no history.
+        last: the latents before the last step and the prediction in it; None before the first.
         needs_noise, needs_history: the sampler's. With the latter, a missing `previous_x0` raises ValueError.
     """
 
@@ -221,7 +236,7 @@ class SamplerBatch:
     ) -> None:
         assert latents.dtype == torch.float32
         self.needs_noise, self.needs_history = sampler.needs_noise, sampler.needs_history
-        self._sampler, self._states, self.latents = sampler, tuple(states), latents
+        self.sampler, self._states, self.latents = sampler, tuple(states), latents
         self.previous_x0 = self._history(patch_request, previous_x0) if self.needs_history else None
         # The steps of all requests, one after another, one row each.
         self._table = torch.cat([sampler.table(state) for state in states]).to(latents.device)
@@ -233,6 +248,7 @@ class SamplerBatch:
         self._rows = torch.cat([request_rows, request_rows[patch_request]])
         self._request_rows, self._patch_rows = self._rows.split([len(states), len(patch_request)])
         self._coefficients: _Columns | None = None
+        self.last: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def timesteps(self) -> torch.Tensor:
         """Return the current timestep of every request, (n,), in the dtype of the scheduler's timesteps."""
@@ -241,7 +257,7 @@ class SamplerBatch:
 
     def model_input(self) -> torch.Tensor:
         """Return what the model sees, (P, channels, s, s) float32; the latents themselves if nothing scales them."""
-        return self.latents * self._current()["scale"] if "scale" in self._sampler.terms else self.latents
+        return self.latents * self._current()["scale"] if "scale" in self.sampler.terms else self.latents
 
     def step(self, prediction: torch.Tensor, draw_noise: Callable[[], torch.Tensor] | None = None) -> None:
         """Advance every request by one step.
@@ -257,15 +273,15 @@ class SamplerBatch:
         updated = torch.addcmul(x * of["sample"] if "sample" in of else x, output, of["output"])
         if "x0_sample" in of:
             x0 = (x * of["x0_sample"]).addcmul_(output, of["x0_output"])
-            if self._sampler.clip is not None:
-                updated.addcmul_(x0.clamp_(-self._sampler.clip, self._sampler.clip), of["x0"])
+            if self.sampler.clip is not None:
+                updated.addcmul_(x0.clamp_(-self.sampler.clip, self.sampler.clip), of["x0"])
             if self.previous_x0 is not None:
                 updated.addcmul_(self.previous_x0, of["previous_x0"])
                 self.previous_x0 = x0
         if "noise" in of:
             assert draw_noise is not None
             updated.addcmul_(draw_noise().float(), of["noise"])
-        self.latents = updated
+        self.latents, self.last = updated, (x, output)
         self._rows += 1
         self._coefficients = None
         for state in self._states:
@@ -276,7 +292,7 @@ class SamplerBatch:
         self._check_unfinished()
         if self._coefficients is None:
             columns = self._table.index_select(0, self._patch_rows)[:, :, None, None, None].unbind(1)
-            self._coefficients = dict(zip(self._sampler.terms, columns, strict=True))
+            self._coefficients = dict(zip(self.sampler.terms, columns, strict=True))
         return self._coefficients
 
     def _check_unfinished(self) -> None:

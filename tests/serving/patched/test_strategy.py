@@ -12,12 +12,13 @@ import torch
 from patchedserve.data.errors import RunError, UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
+from patchedserve.serving.core.failures import Failures
 from patchedserve.serving.core.stepper import Tuning
 from patchedserve.serving.models.build import build_model
 from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.patched import leaves, tuning
 from patchedserve.serving.patched.patched_model import PatchedModel
-from patchedserve.serving.patched.stepper import BatchFailures, PatchedStepper, _without_repeats
+from patchedserve.serving.patched.stepper import PatchedStepper, _without_repeats
 from patchedserve.serving.patched.strategy import Point, StrategyTable
 from patchedserve.serving.patched.tuning import MEASURED_ROWS
 
@@ -153,7 +154,7 @@ def test_a_batch_too_large_goes_on_in_halves(monkeypatch: pytest.MonkeyPatch) ->
     assert served.stepper.step(batch) == {}
     assert tried == [8, 4, 4]  # two rows a request
     assert [prepared.state.steps_done for prepared in batch] == [1] * 4
-    assert served.stepper.batch_failures == BatchFailures(1, "denoising: OutOfMemoryError: too large")
+    assert served.stepper.batch_failures == Failures(1, "denoising: OutOfMemoryError: too large")
 
 
 def test_norm_and_stitching_are_measured_as_they_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,6 +89,41 @@ def test_whole_run_equals_diffusers(case: str) -> None:
         assert float((one.latents - latents).abs().max()) <= 5 * TOLERANCE * float(latents.abs().max())
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if "clip" not in case])
+def test_predicted_clean_latents_are_those_of_diffusers(case: str) -> None:
+    sampler = BatchedSampler(make_scheduler(case), pass_step_kwargs=True)
+    served = [start(case, 0), start(case, 2)]
+    batch, of_first = pack(sampler, served), served[0].num_patches
+    for _ in range(REQUESTS[0][0] - 1):
+        expected = [_clean_latents_of_diffusers(one) for one in served]
+        advance(batch, served)
+        assert batch.last is not None
+        latents, output = batch.last
+        for number, (one, x0) in enumerate(zip(served, expected, strict=True)):
+            own = slice(of_first) if number == 0 else slice(of_first, None)
+            of_latents, of_output = sampler.x0_factors(one.state)
+            found = latents[own] * of_latents + output[own] * of_output
+            tolerance = 1e-5 * float(torch.stack([found.abs().max(), latents[own].abs().max()]).max())
+            torch.testing.assert_close(found, cut(x0), rtol=1e-4, atol=tolerance)
+
+
+def _clean_latents_of_diffusers(one: Served) -> Any:
+    """What diffusers' own scheduler takes for the clean latents in its next step, which it takes."""
+    state = one.reference
+    done, scheduler = state.steps_done, state.scheduler
+    prediction, timestep = one.predictions[done], state.timesteps[done]
+    if hasattr(scheduler, "scale_model_input"):
+        scheduler.scale_model_input(one.latents, timestep)
+    result = scheduler.step(prediction, timestep, one.latents, **state.step_kwargs)
+    state.steps_done += 1
+    if isinstance(scheduler, diffusers.DPMSolverMultistepScheduler):
+        return scheduler.model_outputs[-1]
+    if isinstance(scheduler, diffusers.FlowMatchEulerDiscreteScheduler):
+        assert scheduler.sigmas is not None
+        return one.latents - scheduler.sigmas[done] * prediction
+    return result.pred_original_sample
+
+
 def test_fewest_terms() -> None:
     terms = {case: BatchedSampler(make_scheduler(case), pass_step_kwargs=True).terms for case in CASES}
     assert terms["flow"] == ("output",)

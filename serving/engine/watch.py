@@ -1,0 +1,45 @@
+"""Who follows one request while it is drawn."""
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class Watch:
+    """Follows a request: told of each of its steps, and given partial images, which are spread evenly over its steps.
+
+    A partial image shows the clean latents that a step predicts. Where the scheduler does not tell them there are none.
+
+    Args:
+        num_partials: partial images that are wanted.
+        on_step: called with the number of steps done, from the collector's thread.
+        on_partial: called with the number of a partial image, from 0, and the image, from the collector's thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_partials: int = 0,
+        on_step: Callable[[int], None] = lambda steps_done: None,
+        on_partial: "Callable[[int, Image], None]" = lambda index, image: None,
+    ) -> None:
+        self.on_step, self.on_partial = on_step, on_partial
+        self._num_partials, self._num_taken, self._num_drawn = num_partials, 0, 0
+
+    def is_due(self, steps_done: int, num_steps: int) -> bool:
+        """Whether a partial image is to be made of this step."""
+        if self._num_taken >= self._num_partials or steps_done >= num_steps:
+            return False
+        return steps_done >= math.ceil(num_steps * (self._num_taken + 1) / (self._num_partials + 1))
+
+    def taken(self) -> None:
+        """Count one more partial image that will be drawn."""
+        self._num_taken += 1
+
+    def show(self, image: "Image") -> None:
+        """Hand out a partial image."""
+        self._num_drawn += 1
+        self.on_partial(self._num_drawn - 1, image)
