@@ -89,7 +89,7 @@ RECORDS = TableSchema(
 
 STEPS = TableSchema(
     "steps",
-    2,
+    3,
     (
         column("step", _I, meaning="number of the denoising iteration, from 0"),
         column("start_s", _F, "s", meaning="from the start of the trace"),
@@ -98,6 +98,9 @@ STEPS = TableSchema(
         column("waiting", _I, meaning="requests that had arrived and were not in the batch"),
         column("resolutions", pa.map_(_S, _I), meaning="requests in the batch by resolution, as WIDTHxHEIGHT"),
         column("schedule_s", _F, "s", meaning="what the policy took since the step before"),
+        column(
+            "computed", pa.map_(_S, _I), nullable=True, meaning="of these, requests that the model ran for; null: all"
+        ),
     ),
 )
 """One row per denoising iteration, in order (`serving.core.step_row.StepRow.to_row`)."""

@@ -36,6 +36,7 @@ from ...serving.simulator.step_durations import (
     STEP,
     UNDISTURBED,
     ProfiledSteps,
+    Reuse,
     Slowdown,
     StepDurations,
 )
@@ -60,11 +61,11 @@ class Calibration:
 
     Attributes:
         prepare_s, postprocess_s: seconds of the stages by resolution, as in "128x128", while nothing works beside them.
-        scales, first_scale, between_s, slowdown: of `StepDurations`.
+        scales, first_scale, between_s, slowdown, reuse: of `StepDurations`.
         told_scale: time of all measured steps over what was profiled for steady ones: what a policy's predictor that
             learns on line (`OnlineCorrection`) comes to multiply by.
         num_steps: steps that it was fitted to.
-        error: mean of |fitted / measured - 1| over them.
+        error: mean of |fitted - measured| over the mean that was measured.
         ratios: of each run, measured over fitted time of its steps: how far off another run may be.
     """
 
@@ -78,6 +79,7 @@ class Calibration:
     num_steps: int = 0
     error: float = 0.0
     ratios: tuple[float, ...] = ()
+    reuse: Reuse | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.told_scale < math.inf or not all(0 < ratio < math.inf for ratio in self.ratios):
@@ -92,7 +94,7 @@ class Calibration:
 
     def durations(self, steps: ProfiledSteps) -> StepDurations:
         """How long the steps last of which `steps` were profiled."""
-        return StepDurations(steps, self.scales, self.first_scale, self.between_s, self.slowdown)
+        return StepDurations(steps, self.scales, self.first_scale, self.between_s, self.slowdown, self.reuse)
 
 
 def step_sources(table: LatencyTable) -> tuple[TableLatency, TableLatency | None]:
@@ -107,8 +109,13 @@ def step_sources(table: LatencyTable) -> tuple[TableLatency, TableLatency | None
     return steady, source(firsts) if all(ms is not None for ms in firsts.values()) else None
 
 
-def calibrate(runs: Sequence[ServedRun], steps: ProfiledSteps) -> Calibration:
+def calibrate(runs: Sequence[ServedRun], steps: ProfiledSteps, *, warmup_steps: int = 0) -> Calibration:
     """Work out what served runs tell beyond the step latencies that were profiled.
+
+    Args:
+        runs: of one engine.
+        steps: its profile.
+        warmup_steps: first steps of every request in which its cache reuses nothing.
 
     Raises:
         RunError: no request was completed, or there are fewer than 20 steps.
@@ -123,22 +130,28 @@ def calibrate(runs: Sequence[ServedRun], steps: ProfiledSteps) -> Calibration:
             f"the calibration runs took {len(rows)} steps, but at least {_MIN_STEPS} are needed: give more requests"
         )
     works = [_works_of(run) for run in runs]
-    batches = [tuple(parse(name) for name, count in row.resolutions.items() for _ in range(count)) for row in rows]
+    measured_s = np.array([row.duration_s for row in rows])
+    # What the model ran for; where that is nothing, a step lasts as long as reuse takes aside.
+    batches = [_batch(row.resolutions if row.computed is None else row.computed) for row in rows]
     changed = [each for run in runs for each in _changed(run)]
-    steady_s = np.array([steps.told.step_latency_s(batch) for batch in batches])
-    extra_s = np.array([steps.extra_s(*each) for each in zip(batches, changed, strict=True)])
+    steady_s = np.array([steps.told.step_latency_s(batch) if batch else 0.0 for batch in batches])
+    extra_s = np.array([steps.extra_s(*each) if each[0] else 0.0 for each in zip(batches, changed, strict=True)])
     counts = np.array([len(batch) for batch in batches])
-    sizes = [size for size in _SIZES if size <= counts.max()]
+    is_reusing = np.array([row.computed is not None for row in rows], dtype=float)
+    nothing_ran_s = measured_s[counts == 0]
+    expected_s = steady_s + extra_s
+    expected_s += is_reusing * (np.median(nothing_ran_s) if len(nothing_ran_s) else 0.0)
+    sizes = [size for size in _SIZES if size <= max(1, counts.max())]
     while True:
         # How much each size counts for each step, on straight lines between them.
-        hats = np.stack([np.interp(counts, sizes, row) for row in np.eye(len(sizes))], 1)
-        step = _fit(works, STEP, np.column_stack([hats * steady_s[:, None], extra_s]))
-        num_near = hats.sum(0) * (step.weights[:-1] > 0)
+        hats = np.stack([np.interp(counts, sizes, row) for row in np.eye(len(sizes))], 1) * (counts > 0)[:, None]
+        step = _fit(works, STEP, np.column_stack([hats * steady_s[:, None], extra_s, is_reusing]), expected_s)
+        num_near = hats.sum(0) * (step.weights[: len(sizes)] > 0)
         if len(sizes) == 1 or num_near.min() >= _MIN_STEPS:
             break
         sizes.pop(int(num_near.argmin()))
     if step.weights[0] <= 0:  # too few steps to tell first ones from others
-        step = _fit(works, STEP, np.column_stack([hats * steady_s[:, None], 0 * extra_s]))
+        step = _fit(works, STEP, np.column_stack([hats * steady_s[:, None], 0 * extra_s, is_reusing]), expected_s)
     shares = {STEP: step.lost}
     alone: dict[int, dict[str, float]] = {}
     for stage in (PREPARE, DECODE):
@@ -146,8 +159,8 @@ def calibrate(runs: Sequence[ServedRun], steps: ProfiledSteps) -> Calibration:
         known = sorted(set(names))
         fit = _fit(works, stage, np.array([[name == each for each in known] for name in names], dtype=float))
         shares[stage], alone[stage] = fit.lost, dict(zip(known, fit.weights.tolist(), strict=True))
-    measured_s = np.array([row.duration_s for row in rows])
-    *scales, first_scale = step.weights.tolist()
+    *scales, first_scale, aside_s = step.weights.tolist()
+    full_s = sum(steps.told.step_latency_s(_batch(row.resolutions)) for row in rows)
     ends = np.cumsum([len(run.steps) for run in runs])[:-1]
     parts = zip(np.split(measured_s, ends), np.split(step.fitted_s, ends), strict=True)
     return Calibration(
@@ -157,11 +170,27 @@ def calibrate(runs: Sequence[ServedRun], steps: ProfiledSteps) -> Calibration:
         first_scale,
         _between_s(runs),
         (shares[PREPARE], shares[STEP], shares[DECODE]),
-        float(measured_s.sum() / steady_s.sum()),
+        float(measured_s.sum() / full_s),
         len(rows),
-        float(np.abs(step.fitted_s / measured_s - 1).mean()),
+        float(np.abs(step.fitted_s - measured_s).sum() / measured_s.sum()),
         tuple(float(measured.sum() / fitted.sum()) for measured, fitted in parts if len(measured)),
+        _reuse(runs, warmup_steps, aside_s) if is_reusing.any() else None,
     )
+
+
+def _batch(counts: Mapping[str, int]) -> tuple[Resolution, ...]:
+    """The resolutions of a batch, by how many there are of each name."""
+    return tuple(parse(name) for name, count in counts.items() for _ in range(count))
+
+
+def _reuse(runs: Sequence[ServedRun], warmup_steps: int, aside_s: float) -> Reuse:
+    """How many steps apart computed ones were on average, besides those that always are."""
+    rows = [row for run in runs for row in run.steps]
+    took = sum(row.active for row in rows)
+    ran = sum(row.active if row.computed is None else sum(row.computed.values()) for row in rows)
+    asked = [record.num_inference_steps for run in runs for record in run.records if record.admitted_s is not None]
+    always = sum(min(num_steps, warmup_steps + 1) for num_steps in asked)
+    return Reuse(warmup_steps, max(1.0, (took - always) / max(1, ran - always)), aside_s)
 
 
 class _Works(NamedTuple):
@@ -195,22 +224,31 @@ class _Fit(NamedTuple):
     fitted_s: np.ndarray
 
 
-def _fit(works: Sequence[_Works], stage: int, columns: np.ndarray) -> _Fit:
-    """Fit durations of a stage by `columns` (n, k), its work without weights, and by what worked beside it."""
+def _fit(works: Sequence[_Works], stage: int, columns: np.ndarray, expected_s: np.ndarray | None = None) -> _Fit:
+    """Fit durations of a stage by `columns` (n, k), its work without weights, and by what worked beside it.
+
+    Errors count relative to `expected_s`: a millisecond matters more to a short step. Never to what was measured, where
+    that is known: with a cache some steps take next to no time, and nothing else would count beside them.
+    """
     durations_s = np.concatenate([np.subtract(each.ends[stage], each.starts[stage]) for each in works])
     durations_s = np.maximum(durations_s, _EQUAL_S)
     beside_s = np.concatenate([each.beside(stage) for each in works])
-    # Divided by what was measured: a millisecond matters more to a short step.
-    found = nnls(np.hstack([columns, beside_s]) / durations_s[:, None], np.ones(len(durations_s)))[0]
+    everything = np.hstack([columns, beside_s])
+    if expected_s is None:
+        found = nnls(everything / durations_s[:, None], np.ones(len(durations_s)))[0]
+        typical_s = np.maximum(everything @ found, _EQUAL_S)
+    else:
+        typical_s = expected_s
+    # A process that was stopped meanwhile counts as little as where policies learn.
+    counted_s = np.minimum(durations_s, LONGEST * typical_s)
+    found = nnls(everything / typical_s[:, None], counted_s / typical_s)[0]
     weights, shares = found[: columns.shape[1]], np.minimum(found[-3:], MAX_SLOWDOWN / (1 + MAX_SLOWDOWN))
     lost_s = beside_s @ shares
     if lost_s.sum() >= durations_s.sum() or not (columns @ weights).sum():
         # It never worked without others beside it, so that there is no telling what it lost to them.
         shares, lost_s = np.zeros(3), np.zeros(len(durations_s))
-        weights = nnls(columns / durations_s[:, None], np.ones(len(durations_s)))[0]
-    # Whatever the shares, all of it is to last as long as it did; a process that was stopped meanwhile counts as little
-    # as where policies learn.
-    counted_s = np.minimum(durations_s, LONGEST * (columns @ weights + lost_s))
+        weights = nnls(columns / typical_s[:, None], counted_s / typical_s)[0]
+    # Whatever the shares, all of it is to last as long as it did.
     weights = weights * max((counted_s - lost_s).sum() / (columns @ weights).sum(), _EQUAL_S)
     slowdowns = (shares[:2] / (1 - shares[:2])).clip(max=MAX_SLOWDOWN).tolist()
     slowdowns.insert(stage, 0.0)

@@ -18,13 +18,14 @@ from ...data.requests import Request
 from ...data.tables.latency import LatencyTable
 from ...data.workspace import ModelWorkspace
 from ...serving.cache.stats import CacheStats
+from ...serving.core.failures import Failures
 from ...serving.engine.engine import Engine
 from ...serving.engine.replay import replay
 from ...serving.engine.run_result import RunResult
 from ...serving.models.build import as_plain, without_cache
 from ...serving.models.served import ServedModel
 from ...serving.options import EngineName
-from ...serving.patched.stepper import BatchFailures, PatchedStepper
+from ...serving.patched.stepper import PatchedStepper
 from ...serving.scheduling.policies import StepLatencyPredictor, get_policy, require_predictor
 from ...serving.scheduling.systems import System, get_system
 from ...serving.simulator.step_durations import ProfiledSteps
@@ -197,7 +198,8 @@ class EngineSide:
         found: dict[EngineName, Calibration] = {}
         for name in self._models:
             runs = [self._folder.load_calibration(name, *key) for key in self._calibrating]
-            found[name] = calibrate(runs, self._profiled[name])
+            cache = self._models[name].options.cache
+            found[name] = calibrate(runs, self._profiled[name], warmup_steps=cache.warmup_steps if cache.is_on else 0)
         content = {name: asdict(each) for name, each in (self._known | found).items()}
         write_json(self._folder.path / CALIBRATION_FILE, content)
         return {name: SimulatedEngine.of(self._profiled[name], each) for name, each in found.items()}
@@ -239,7 +241,7 @@ class EngineSide:
         model = self._models[system.engine]
         if isinstance(model.stepper, PatchedStepper):
             # The cache's figures and the failures are to be those of one run.
-            model.stepper.batch_failures = BatchFailures()
+            model.stepper.batch_failures = Failures()
             cache = model.stepper.model.cache
             if cache is not None:
                 cache.forget()

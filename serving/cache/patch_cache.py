@@ -51,6 +51,7 @@ class PatchCache:
         patch_size: side of a patch in latent pixels.
         max_reuse: of the options, or else of the rule.
         is_whole: whether all blocks are one (`WHOLE_MODEL`): a request takes a step whole or not at all.
+        reused: then, for each request of the batch, whether the last step left it out; None before the first.
         names, stores: of the blocks, in the order in which a step runs them.
         wants_masks: of each block, whether some of its patches were ever wanted without the others of their request.
             From then on its operators keep what they read.
@@ -73,6 +74,7 @@ class PatchCache:
         self._full_above = 0.0 if self.is_whole else options.full_above_or_default
         self.stats = CacheStats()
         self.on_computed: OnComputed | None = None
+        self.reused: Booleans | None = None
         self.names: list[str] = []
         self.stores: list[BlockStore] = []
         self._kept: list[list[SlotBuffer]] = []
@@ -129,6 +131,7 @@ class PatchCache:
             self._batch = None
             return
         self._batch = PatchBatch(packing, requests, self._slots, self.patch_size, self.unit)
+        self.reused = None
 
     def begin_step(self, steps_done: Sequence[int]) -> None:
         """Say how far each request is, before every step."""
@@ -176,6 +179,8 @@ class PatchCache:
             reuse[:] = False
         num_active = batch.num_patches - int(reuse.sum())
         self.stats.count(self.names[block], batch.num_patches, batch.num_patches - num_active)
+        if self.is_whole:
+            self.reused = reuse[batch.request_start]
         is_reused = reuse[batch.patch_of_cell]
         store.check_mask(is_reused)
         store.count(is_reused)

@@ -63,6 +63,38 @@ class ProfiledSteps:
 
 
 @dataclass(frozen=True, slots=True)
+class Reuse:
+    """Which steps of a request the model runs for where the patch cache takes a request whole or not at all.
+
+    Which ones these are depends on the image; here all requests have as many, evenly spread.
+
+    Attributes:
+        warmup_steps: the first steps of every request, which are all computed, as is the last.
+        interval: of the steps between, one of so many is computed.
+        aside_s: seconds that a step takes where requests reuse, besides those of the requests that are computed.
+
+    Raises:
+        UsageError: a number is out of its range.
+    """
+
+    warmup_steps: int
+    interval: float
+    aside_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, low in (("warmup_steps", 0), ("interval", 1), ("aside_s", 0)):
+            if not low <= getattr(self, name) < math.inf:
+                raise UsageError(f"{name} of reuse is {getattr(self, name):g}, but it must be finite and {low} or more")
+
+    def is_computed(self, steps_done: int, num_steps: int) -> bool:
+        """Whether the model runs for a request in its next step."""
+        between = steps_done - self.warmup_steps
+        if between < 0 or steps_done >= num_steps - 1:
+            return True
+        return math.floor((between + 1) / self.interval) > math.floor(between / self.interval)
+
+
+@dataclass(frozen=True, slots=True)
 class StepDurations:
     """How long steps last, and how stages that work at the same time slow each other.
 
@@ -73,6 +105,7 @@ class StepDurations:
         first_scale: the same for what first steps take longer.
         between_s: from the end of a step to the start of the next, while there is a batch.
         slowdown: of steps and the other stages by each other.
+        reuse: which requests of a batch the model runs for; None: all of them.
 
     Raises:
         UsageError: a number is out of its range.
@@ -83,6 +116,7 @@ class StepDurations:
     first_scale: float = 1.0
     between_s: float = 0.0
     slowdown: Slowdown = UNDISTURBED
+    reuse: Reuse | None = None
 
     def __post_init__(self) -> None:
         if not self.scales or list(self.scales) != sorted(self.scales):
@@ -112,7 +146,15 @@ class StepDurations:
         share = min(max(0.0, (num_requests - low) / (high - low)), 1.0)
         return self.scales[low] + share * (self.scales[high] - self.scales[low])
 
-    def undisturbed_s(self, batch: Sequence[Resolution], changed: Collection[Resolution] = ()) -> float:
-        """Seconds of a step of this batch while no other stage works; `changed` as for `ProfiledSteps.extra_s`."""
+    def undisturbed_s(
+        self, batch: Sequence[Resolution], changed: Collection[Resolution] = (), *, is_reusing: bool = False
+    ) -> float:
+        """Seconds of a step that the model takes for this batch while no other stage works.
+
+        `changed` is as for `ProfiledSteps.extra_s`. With `is_reusing`, other requests take the step by reuse.
+        """
+        aside_s = self.reuse.aside_s if is_reusing and self.reuse is not None else 0.0
+        if not batch:
+            return aside_s
         steady_s = self.steps.told.step_latency_s(batch) * self.scale_of(len(batch))
-        return steady_s + self.steps.extra_s(batch, changed) * self.first_scale
+        return aside_s + steady_s + self.steps.extra_s(batch, changed) * self.first_scale

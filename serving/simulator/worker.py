@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from heapq import heappush
 
 from ...data.requests import Request
+from ...data.resolution import Resolution
 from ..core.request_state import RequestRecord, RequestState
 from ..core.step_row import StepRow
 from ..scheduling.scheduler import Scheduler
@@ -88,6 +89,7 @@ class SimulatedWorker:
         self._works: list[_Work | None] = [None, None, None]
         self._is_between = False
         self._num_waiting = 0
+        self._ran: list[Resolution] = []
         # Denoised requests that are not decoded yet, in order; the first is being decoded.
         self._decoding: dict[int, RequestState] = {}
 
@@ -128,7 +130,22 @@ class SimulatedWorker:
         self._prepare_next(now_s)
         if scheduler.can_step:
             self._num_waiting = scheduler.num_waiting
-            self._begin(STEP, -1, clock.durations.undisturbed_s(scheduler.batch, scheduler.changed), now_s)
+            ran = self._ran = self._computed()
+            is_reusing = len(ran) < len(scheduler.batch)
+            work_s = clock.durations.undisturbed_s(ran, scheduler.changed, is_reusing=is_reusing)
+            self._begin(STEP, -1, work_s, now_s)
+
+    def _computed(self) -> list[Resolution]:
+        """The resolutions of the active requests that the model runs for in the next step, sorted."""
+        reuse, scheduler = self._clock.durations.reuse, self.scheduler
+        if reuse is None:
+            return scheduler.batch
+        done = scheduler.num_steps
+        return sorted(
+            state.request.resolution
+            for state in scheduler.active
+            if reuse.is_computed(done - state.first_step, state.num_iterations)
+        )
 
     def _stepped(self, work: _Work, now_s: float) -> None:
         """A step is over: requests that have taken their last one are decoded."""
@@ -136,7 +153,8 @@ class SimulatedWorker:
         self.busy_s += work.duration_s
         if self._keep_steps:
             row = (scheduler.num_steps, work.start_s, work.duration_s, scheduler.batch, self._num_waiting)
-            self.rows.append(StepRow.of(*row))
+            ran = self._ran if len(self._ran) < len(scheduler.batch) else None
+            self.rows.append(StepRow.of(*row, computed=ran))
         for state in scheduler.stepped(now_s, work.duration_s):
             self._decoding[state.request.request_id] = state
         self._decode_next(now_s)

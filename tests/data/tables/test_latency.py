@@ -160,6 +160,7 @@ def test_wrong_parquet_files(tmp_path: Path) -> None:
         "waiting": 1,
         "resolutions": {},
         "schedule_s": 0.001,
+        "computed": None,
     }
     write_table(path, STEPS, [step])
     with pytest.raises(UsageError, match="is the steps table, but it must be the latencies table"):

@@ -25,6 +25,7 @@ STEP = {
     "waiting": 1,
     "resolutions": {"128x128": 2, "64x72": 1},
     "schedule_s": 0.0001,
+    "computed": None,
 }
 
 
@@ -127,8 +128,8 @@ def test_files_that_are_something_else(tmp_path: Path) -> None:
     write_table(path, STEPS, [STEP])
     with pytest.raises(UsageError, match="is the steps table, but it must be the records table"):
         read_table(path, RECORDS)
-    with pytest.raises(UsageError, match="is version 2 of the steps table, but it must be version 3"):
-        read_table(path, replace(STEPS, version=3))
+    with pytest.raises(UsageError, match="is version 3 of the steps table, but it must be version 4"):
+        read_table(path, replace(STEPS, version=4))
     pq.write_table(pa.table({"a": [1]}), path)
     with pytest.raises(UsageError, match="is a file of another program, but it must be the records table"):
         read_table(path, RECORDS)

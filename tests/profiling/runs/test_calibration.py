@@ -22,7 +22,7 @@ from patchedserve.serving.scheduling.policies import get_policy
 from patchedserve.serving.scheduling.systems import get_system
 from patchedserve.serving.simulator.simulator import SimulationResult, simulate
 from patchedserve.serving.simulator.stage_times import StageTimes
-from patchedserve.serving.simulator.step_durations import ProfiledSteps, Slowdown, StepDurations
+from patchedserve.serving.simulator.step_durations import ProfiledSteps, Reuse, Slowdown, StepDurations
 from patchedserve.training.latency.online_correction import OnlineCorrection
 
 S, L = Resolution(128, 128), Resolution(256, 256)
@@ -178,6 +178,33 @@ def test_calibration_finds_what_was_put_in(by_resolution: bool) -> None:
     # Knowing nothing of first steps it must blame the scales.
     blind = calibrate([ServedRun(result.records, result.steps) for result in results], ProfiledSteps(steps.told))
     assert blind.durations(steps).scale_of(4) > 1.03 * truth.scale_of(4)
+
+
+def test_calibration_finds_how_often_the_cache_computes() -> None:
+    steps = ProfiledSteps(Steps(), Steps(1.5))
+    truth = StepDurations(steps, {1: 1.1, 8: 1.3}, 0.6, 0.001, reuse=Reuse(3, 3.0, 0.002))
+    results = [serve(truth, rate, count) for rate, count in ((2.0, 40), (6.0, 80), (40.0, 120))]
+    runs = [ServedRun(result.records, result.steps) for result in results]
+    assert any(row.computed == {} for run in runs for row in run.steps), "a step of reuse alone"
+    found = calibrate(runs, steps, warmup_steps=3)
+    assert found.reuse is not None
+    assert found.reuse.interval == pytest.approx(3.0, rel=0.01)
+    assert found.reuse.aside_s == pytest.approx(0.002, rel=0.1)
+    assert found.ratios == pytest.approx([1.0] * 3, rel=0.05)
+    assert parse(Calibration, json.loads(json.dumps(asdict(found))), "x") == found
+    for rate in (2.0, 8.0, 16.0):
+        real, other = serve(truth, rate, seed=1), serve(found.durations(steps), rate, seed=1, times=found.times)
+        means = [fmean(record.latency_s or 0 for record in each.records) for each in (real, other)]
+        assert means[1] == pytest.approx(means[0], rel=0.05)
+
+
+def test_which_steps_are_computed() -> None:
+    every = [Reuse(2, 3.0).is_computed(done, 12) for done in range(12)]
+    assert every == [done in {0, 1, 4, 7, 10, 11} for done in range(12)]
+    assert all(Reuse(0, 1.0).is_computed(done, 5) for done in range(5))
+    for wrong in ({"warmup_steps": -1}, {"interval": 0.5}, {"aside_s": -1.0}):
+        with pytest.raises(UsageError, match=f"{next(iter(wrong))} of reuse is"):
+            replace(Reuse(1, 2.0), **wrong)
 
 
 def test_only_a_resolution_that_changed_takes_a_first_pass() -> None:

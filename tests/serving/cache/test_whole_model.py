@@ -63,6 +63,9 @@ def test_requests_that_are_computed_get_what_they_get_alone_and_the_others_their
                 begin(plain, rows, keys)
             rule.places = set() if done < 3 else {place for place in range(5) if (done + keys[place]) % 3}
             expected, found = (step(each, rows, [done] * 5) for each in (plain, patched))
+            assert patched.reused is not None
+            assert set(np.flatnonzero(patched.reused)) == {place for place in rule.places if said.get(keys[place])}
+            assert plain.reused is None
             for place, key in enumerate(keys):
                 outputs = said.setdefault(key, [])
                 if place not in rule.places or not outputs:
