@@ -2,9 +2,9 @@
 
 There is one definition for all systems of every command that serves: it is measured end to end (text encoding,
 denoising, decoding) through the plain engine, whatever engine is to serve, one request at a time on the idle machine,
-and kept in the workspace's table `standalone.json`. (`psctl simulate` serves nothing, and takes what its own table
-says.) A measurement is used again only for the same model files, dtype, device, number of CPU threads, torch version
-and `--compile`, and the same resolution, steps and kind of guidance.
+and kept in the workspace's table `standalone.json`. (`psctl simulate` serves nothing: it adds up the stages by a table
+of step latencies of the plain engine.) A measurement is used again only for the same model files, dtype, device, number
+of CPU threads, torch version and `--compile`, and the same resolution, steps and kind of guidance.
 """
 
 import json

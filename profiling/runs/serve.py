@@ -28,6 +28,7 @@ from ..measure.standalone import RequestShape, shape_of, standalone_latencies
 from .figures import run_figures
 from .outside_profile import predictions_outside
 from .run_folder import write_run
+from .trace_settings import DEFAULT_SLO_SCALE
 
 if TYPE_CHECKING:
     from ...serving.engine.run_result import RunResult
@@ -56,7 +57,7 @@ def run_serve(
     dataset: str,
     config: dict[str, Any],
     predictor: StepLatencyPredictor | None = None,
-    slo_scale: float = 5.0,
+    slo_scale: float = DEFAULT_SLO_SCALE,
     max_batch_size: int = 16,
     save_dir: Path | None = None,
     remeasure: bool = False,

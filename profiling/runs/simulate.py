@@ -33,6 +33,7 @@ from .calibration import Calibration, step_sources
 from .figures import run_figures
 from .outside_profile import predictions_outside
 from .run_folder import write_run
+from .trace_settings import DEFAULT_SLO_SCALE
 
 _FULL_BATCHES = 20
 OnFinish = Callable[[RequestRecord], None] | None
@@ -65,7 +66,13 @@ class SimulatedEngine:
     def slowed(self, factor: float) -> Self:
         """The same engine with steps that last `factor` times as long."""
         scales = {size: scale * factor for size, scale in self.durations.scales.items()}
-        durations = replace(self.durations, scales=scales, first_scale=self.durations.first_scale * factor)
+        reuse = self.durations.reuse
+        durations = replace(
+            self.durations,
+            scales=scales,
+            first_scale=self.durations.first_scale * factor,
+            reuse=None if reuse is None else replace(reuse, aside_s=reuse.aside_s * factor),
+        )
         return replace(self, durations=durations, told_scale=self.told_scale * factor)
 
     def standalone_s(self, request: Request) -> float:
@@ -97,7 +104,7 @@ class SimulatedEngine:
         """Simulate a trace that has its SLOs.
 
         Args:
-            system: whose policy, share of steps and allocation of GPUs are simulated; not its cache.
+            system: whose policy, share of steps and allocation of GPUs are simulated.
             requests: as they were asked for.
             standalone_s, max_batch_size, num_gpus, keep_steps, on_finish: of `simulate`.
 
@@ -131,19 +138,22 @@ class Deployment:
     """What serves a simulated trace.
 
     Attributes:
-        system: whose policy, engine, share of steps and allocation of GPUs are simulated; not its cache.
+        system: whose policy, engine, share of steps and allocation of GPUs are simulated; its cache, if the engine was
+            calibrated with one.
         engine: one GPU with this engine.
         num_gpus, max_batch_size: of `simulate`.
         slo_scale: SLO of each request without one: this many times its standalone latency.
         slower: how many times as long steps last as the engine says, while SLOs stay.
+        alone: the plain engine, of whose latency of a request alone SLOs are multiples; None: `engine` is asked.
     """
 
     system: System
     engine: SimulatedEngine
     num_gpus: int = 1
     max_batch_size: int = 16
-    slo_scale: float = 5.0
+    slo_scale: float = DEFAULT_SLO_SCALE
     slower: float = 1.0
+    alone: SimulatedEngine | None = None
 
     def run(
         self, requests: Sequence[Request], *, keep_steps: bool = False, on_finish: OnFinish = None
@@ -155,7 +165,7 @@ class Deployment:
         """
         if not requests:
             raise UsageError("the trace is empty, but it must hold at least one request")
-        alone_s = self.engine.standalone_s
+        alone_s = (self.alone or self.engine).standalone_s
         promised = assign_slos(requests, alone_s, self.slo_scale)
         engine = self.engine if self.slower == 1 else self.engine.slowed(self.slower)
         given = self.system, promised, alone_s, self.max_batch_size, self.num_gpus

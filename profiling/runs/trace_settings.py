@@ -17,6 +17,10 @@ _DEFAULT_NUM_PROMPTS = 32
 _DEFAULT_GAMMA_CV = 2.0
 
 
+DEFAULT_SLO_SCALE = 5.0
+"""The paper's, section 8.1."""
+
+
 @dataclass(frozen=True, slots=True)
 class TraceSettings:
     """What the user asked for; None leaves it to the model or to the kind of trace.

@@ -29,7 +29,7 @@ from ...serving.options import EngineName
 from ...serving.scheduling.systems import System, get_system
 from ...serving.simulator.distrifusion import speedup
 from ..runs.calibration import ServedRun
-from ..runs.trace_settings import TraceSettings, check_slo_scale, draw_requests
+from ..runs.trace_settings import DEFAULT_SLO_SCALE, TraceSettings, check_slo_scale, draw_requests
 from .figures import EngineKind, FinishedRun
 
 SweepEngine = Literal["real", "simulator", "both"]
@@ -62,7 +62,7 @@ class SweepSettings:
     seeds: tuple[int, ...] = (0,)
     engine: SweepEngine = "real"
     trace: TraceSettings = field(default_factory=TraceSettings)
-    slo_scale: float = 5.0
+    slo_scale: float = DEFAULT_SLO_SCALE
     max_batch_size: int = 16
     num_gpus: int = 1
 

@@ -15,6 +15,7 @@ from ...data.tables.latency import TABLE_PATTERN, read_latencies
 from ...data.workspace import Workspace
 from ...serving.options import EngineName
 from ...serving.scheduling.systems import System
+from ...serving.simulator.stage_times import StageTimes
 from ..runs.calibration import Calibration
 from ..runs.outside_profile import warn_of_small_table
 from ..runs.simulate import SimulatedEngine, load_stage_times, load_step_file, loop_figures
@@ -156,17 +157,49 @@ def calibration_of(path: Path, engine: EngineName) -> Calibration:
 
 
 def newest_calibration(
-    workspace: Workspace, model: str, engine: EngineName, resolutions: Sequence[Resolution]
+    workspace: Workspace, model: str, engine: EngineName, resolutions: Sequence[Resolution], on_warning: _Tell
 ) -> Path | None:
     """The newest `calibration.json` in a workspace that suits an engine and whose table has these resolutions.
 
-    Raises UsageError: a file is damaged, or its table is not beside it.
+    One that is damaged, or whose table is not beside it, is warned of and passed over: nobody has asked for it.
     """
     folder = workspace.for_model(model, "any").root.parent
     files = sorted(folder.glob(f"*/runs/*/{CALIBRATION_FILE}"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    suiting = (file for file in files if engine in read_calibrations(file))
     wanted = set(resolutions)
-    return next((file for file in suiting if wanted <= measured_alone(read_latencies(table_of(file, engine)))), None)
+    for file in files:
+        try:
+            if engine in read_calibrations(file) and wanted <= measured_alone(read_latencies(table_of(file, engine))):
+                return file
+        except UsageError as error:
+            on_warning(f"{error}; it is passed over")
+    return None
+
+
+def plain_engine(
+    latency: Path | None, calibration: Path | None, times: StageTimes, *, on_warning: _Tell
+) -> SimulatedEngine | None:
+    """The plain engine by a file of its step latencies, else by a calibration; None if both say nothing of it.
+
+    Args:
+        latency: step latencies.
+        calibration: `calibration.json`, with the table beside it.
+        times: of the other stages, where there is no calibration of the plain engine.
+        on_warning: of `load_step_file`.
+
+    Raises:
+        UsageError: a file cannot be read, is damaged, or is of another engine.
+    """
+    known = None if calibration is None else read_calibrations(calibration).get("plain")
+    if latency is None:
+        if calibration is None or known is None:
+            return None
+        latency = table_of(calibration, "plain")
+    steps = load_step_file(latency, on_warning=on_warning)
+    if steps.facts is not None and steps.facts.engine != "plain":
+        raise UsageError(
+            f"{latency} is of the {steps.facts.engine} engine, but --plain-latency must be of the plain one"
+        )
+    return SimulatedEngine.of(steps.of("plain"), known, times)
 
 
 def table_of(path: Path, engine: EngineName) -> Path:

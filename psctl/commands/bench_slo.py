@@ -9,7 +9,7 @@ import typer
 
 from ...data.errors import UsageError
 from ...data.files import require_places
-from ...profiling.runs.trace_settings import TraceSettings
+from ...profiling.runs.trace_settings import DEFAULT_SLO_SCALE, TraceSettings
 from ...serving.options import EngineOptions
 from ...serving.scheduling.systems import SYSTEMS
 from ..flags import flag, given_flags
@@ -63,7 +63,7 @@ def bench_slo(
             ),
         ),
     ],
-    slo_scale: SloScale = 5.0,
+    slo_scale: SloScale = DEFAULT_SLO_SCALE,
     max_batch_size: MaxBatchSize = 16,
     predictor: Annotated[
         Path | None,

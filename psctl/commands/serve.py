@@ -8,6 +8,7 @@ import typer
 
 from ...data.errors import RunError
 from ...data.files import require_places
+from ...profiling.runs.trace_settings import DEFAULT_SLO_SCALE
 from ...serving.scheduling.systems import DEFAULT_SYSTEM
 from ..flags import flag, given_flags
 from ..options.common import MaxBatchSize, OutputFile, SloScale
@@ -21,7 +22,7 @@ def serve(
     *,
     context: typer.Context,
     trace: TraceFlags,
-    slo_scale: SloScale = 5.0,
+    slo_scale: SloScale = DEFAULT_SLO_SCALE,
     policy: PolicyName = None,
     system: SystemName = DEFAULT_SYSTEM,
     predictor: Annotated[

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from ...data.errors import UsageError
 from ...data.files import require_places
 from ...data.resolution import parse_list
-from ...profiling.runs.trace_settings import TraceSettings
+from ...profiling.runs.trace_settings import DEFAULT_SLO_SCALE, TraceSettings
 from ...serving.options import EngineOptions
 from ...serving.scheduling.systems import DEFAULT_SYSTEM
 from ..flags import flag
@@ -42,6 +42,16 @@ def simulate(
             dir_okay=False,
         ),
     ] = None,
+    plain_latency: Annotated[
+        Path | None,
+        flag(
+            "--plain-latency",
+            "Step latencies of plain diffusers, for the latency of a request alone, of which SLOs are multiples. "
+            "Default: the calibration's, else --latency.",
+            metavar="FILE",
+            dir_okay=False,
+        ),
+    ] = None,
     request_rate: Annotated[
         float | None,
         flag(
@@ -52,7 +62,7 @@ def simulate(
     trace: Annotated[
         TraceSettings, TRACE.without("request_rate", "prompts", "guidance_scale").using(num_prompts=_NUM_PROMPTS)
     ],
-    slo_scale: SloScale = 5.0,
+    slo_scale: SloScale = DEFAULT_SLO_SCALE,
     policy: PolicyName = None,
     system: SystemName = DEFAULT_SYSTEM,
     gpus: Gpus = 1,
@@ -102,7 +112,7 @@ def simulate(
     )
     from ...profiling.runs.step_latencies import table_for_simulation
     from ...profiling.runs.trace_settings import check_slo_scale, draw_requests
-    from ...profiling.sweep.simulator_side import calibration_of, newest_calibration, table_of
+    from ...profiling.sweep.simulator_side import calibration_of, newest_calibration, plain_engine, table_of
     from ...serving.simulator.stage_times import StageTimes
 
     is_file = trace.trace not in TRACE_KINDS
@@ -133,7 +143,7 @@ def simulate(
     sizes = defaults.resolutions if trace.resolutions is None else parse_list(trace.resolutions)
     sizes = tuple(dict.fromkeys((*sizes, *(request.resolution for request in requests))))
     if latency is None and calibration is None and stage_times is None and not (prepare_ms or postprocess_ms):
-        calibration = newest_calibration(target.root, target.model, chosen.engine, sizes)
+        calibration = newest_calibration(target.root, target.model, chosen.engine, sizes, out.warn)
         if calibration is not None:
             out.note(f"Calibrated by the newest comparison with real runs, {calibration}; --latency leaves it out.")
     calibrated = None if calibration is None else calibration_of(calibration, chosen.engine)
@@ -143,13 +153,22 @@ def simulate(
         latency = table_for_simulation(target.root, target.model, sizes, on_note=out.note)
     steps = load_step_file(latency, on_warning=out.warn)
     warn_of_small_table(steps.steady, latency, max_batch_size, out.warn)
-    if chosen.cache != "off":
+    if chosen.cache != "off" and (calibrated is None or calibrated.reuse is None):
         out.note("The patch cache is not simulated: steps last as long as without it.")
     times = StageTimes.constant(sizes, prepare_ms / 1e3, postprocess_ms / 1e3)
     if stage_times is not None:
         times = load_stage_times(stage_times)
     simulated = SimulatedEngine.of(steps.of(chosen.engine), calibrated, times)
-    deployment = Deployment(chosen, simulated, num_gpus=gpus, max_batch_size=max_batch_size, slo_scale=slo_scale)
+    alone = None
+    if chosen.engine != "plain":
+        alone = plain_engine(plain_latency, calibration, times, on_warning=out.warn)
+        if alone is None:
+            out.note(
+                f"SLOs are multiples of what {latency} says of a request alone; --plain-latency takes plain diffusers."
+            )
+    deployment = Deployment(
+        chosen, simulated, num_gpus=gpus, max_batch_size=max_batch_size, slo_scale=slo_scale, alone=alone
+    )
     require_places(file=output_file)
     config = {
         **trace.to_config(),
@@ -159,6 +178,7 @@ def simulate(
         "policy": chosen.policy,
         "engine": engine.engine,
         "latency": str(latency),
+        "plain_latency": None if plain_latency is None else str(plain_latency),
         "slo_scale": slo_scale,
         "gpus": gpus,
         "max_batch_size": max_batch_size,

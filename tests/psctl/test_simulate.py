@@ -268,6 +268,13 @@ def test_a_search_tells_how_far_it_may_be_off(folder: Path, capsys: pytest.Captu
     assert code == 0
     assert json.loads(out)["error_of_steps"] == surer["error_of_steps"]
     assert "Calibrated by the newest comparison with real runs, psctl-workspace/" in " ".join(err.split())
+    # A newer one that is damaged is warned of, and the one before it is taken.
+    half = folder / "psctl-workspace" / "emoji-xl" / "cpu" / "runs" / "slo-2" / "calibration.json"
+    half.parent.mkdir()
+    half.write_text('{"patched": {')
+    code, again, err = simulate(capsys, *base, "--request-rate", "40")
+    assert (code, again) == (0, out)
+    assert "slo-2/calibration.json: the calibration is damaged" in " ".join(err.split())
     # Without a calibration there is no interval, and that is said.
     code, out, err = simulate(capsys, *base, "--latency", "table.csv")
     assert code == 0
@@ -280,6 +287,22 @@ def test_a_search_tells_how_far_it_may_be_off(folder: Path, capsys: pytest.Captu
         code, _, err = simulate(capsys, *asked, *more)
         assert code == 2
         assert message in err
+
+
+def test_slos_are_multiples_of_plain_diffusers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = ("--latency", "table.csv", "--num-prompts", "40", "--request-rate", "0.1", "--num-inference-steps", "10")
+    code, _, err = simulate(capsys, *base)
+    assert code == 0
+    assert "--plain-latency takes plain diffusers" in " ".join(err.split())
+    lines = [
+        "combination,ms",
+        *(f"{count}*{size},{ms * count}" for size, ms in ((S, 10), (L, 40)) for count in (1, 16)),
+    ]
+    (folder / "plain.csv").write_text("\n".join(lines))
+    found = summary_of(simulate(capsys, *base, "--plain-latency", "plain.csv", "--quiet", "--json"))
+    trace = [json.loads(line) for line in (folder / found["run_dir"] / "trace.jsonl").read_text().splitlines()]
+    slos = {each["width"]: each["slo_s"] for each in trace}
+    assert slos == pytest.approx({S.width: 5 * 10 * 0.01, L.width: 5 * 10 * 0.04})
 
 
 _COUNTS = [(1, 0), (0, 1), (1, 1), (2, 0), (0, 2), (4, 4), (8, 8), (16, 0), (0, 16)]
