@@ -7,26 +7,25 @@ from pathlib import Path
 
 from ...data.errors import RunError
 from ...data.requests import Request
-from ...data.resolution import Resolution
 from ...data.run_facts import describe
 from ...data.traces.traces import assign_slos
 from ...data.workspace import ModelWorkspace
 from ...serving.models.build import as_plain
 from ...serving.models.served import ServedModel
-from ...serving.scheduling.policies import StepLatencyPredictor
-from ...serving.scheduling.systems import get_system
+from ...serving.scheduling.systems import System, get_system
 from ...training.latency.online_correction import OnlineCorrection
 from ..machine import run_facts
 from ..measure.standalone import shape_of, standalone_latencies
 from ..report.comparison import ComparedRun, headline, write_comparison
 from ..report.run_data import RunData
-from .serve import run_serve
+from .serve import ServeOutcome, run_serve
 from .step_latencies import latencies_for_serving
-from .trace_settings import TraceSettings, draw_requests
+from .trace_settings import DEFAULT_SLO_SCALE, TraceSettings, draw_requests
 
 SYSTEMS = ("bucketed", "patchedserve")
-_WARM_UP, _NEVER_LATE_S = 12, 600.0
-"""Requests that each system serves before its run counts, and their SLO."""
+_BASE = SYSTEMS[0]
+_WARM_UP, _NEVER_LATE_S = 32, 600.0
+"""Requests that each system serves before its run counts, all at once, and their SLO."""
 _Tell = Callable[[str], None]
 
 
@@ -36,8 +35,7 @@ class DemoSettings:
 
     Attributes:
         duration_s: seconds in which requests arrive.
-        load: request rate as a share of what full mixed batches could denoise on this machine. Preparing and decoding
-            take their part of it, on a CPU about a third.
+        load: request rate, as a multiple of what bucketed diffusers serve here of requests that queue.
         num_inference_steps: of every request.
         slo_scale: SLO of a request: this many times its standalone latency on plain diffusers.
         max_batch_size: requests denoised together.
@@ -45,9 +43,9 @@ class DemoSettings:
     """
 
     duration_s: float = 15.0
-    load: float = 0.65
+    load: float = 1.3
     num_inference_steps: int = 20
-    slo_scale: float = 5.0
+    slo_scale: float = DEFAULT_SLO_SCALE
     max_batch_size: int = 16
     seed: int = 7
 
@@ -73,10 +71,11 @@ def run_demo(
 ) -> DemoOutcome:
     """Serve the same trace with both systems, one after the other, and write a page that compares them.
 
-    Both are warmed up alike, and share the weights and the SLOs. The rate follows the machine (`DemoSettings.load`).
+    Both are warmed up alike, and share the weights and the SLOs. The rate follows from how fast bucketed diffusers
+    serve the requests of the warm-up.
 
     Args:
-        model: loaded for the patch engine.
+        model: loaded for the patch engine, with a cache or without.
         workspace: of the model; both runs go there.
         folder: where the page, its picture and all images go.
         settings: what is served.
@@ -95,13 +94,48 @@ def run_demo(
     latency = latencies_for_serving(
         model, workspace, sizes, settings.max_batch_size, on_note=on_note, on_warning=on_warning
     )
-    most = capacity(latency, sizes, settings)
-    rate = settings.load * most
+    corrections = {name: OnlineCorrection(latency) for name in SYSTEMS}
     trace = TraceSettings(
+        request_rate=math.inf,
+        num_prompts=_WARM_UP,
+        num_inference_steps=settings.num_inference_steps,
+        seed=settings.seed + 1,
+    )
+
+    def serve(
+        name: str,
+        requests: Sequence[Request],
+        save_dir: Path | None = None,
+        on_finish: Callable[[], None] = lambda: None,
+    ) -> tuple[System, ServeOutcome]:
+        system = get_system(name)
+        outcome = run_serve(
+            plain if system.engine == "plain" else model,
+            requests,
+            system,
+            workspace,
+            dataset="demo",
+            config={**trace.to_config(), "system": name, "policy": system.policy, "engine": system.engine},
+            predictor=corrections[name],
+            slo_scale=settings.slo_scale,
+            max_batch_size=settings.max_batch_size,
+            save_dir=save_dir,
+            on_finish=lambda record: on_finish(),
+        )
+        if outcome.was_interrupted:
+            raise KeyboardInterrupt
+        if not any(record.status == "completed" for record in outcome.records):
+            raise RunError(f"{name} completed no request: {outcome.records[0].reason}")
+        return system, outcome
+
+    warm = [replace(request, slo_s=_NEVER_LATE_S) for request in draw_requests(trace, model.defaults)]
+    served_at = {name: serve(name, warm)[1].summary["throughput_qps"] for name in SYSTEMS}
+    rate = settings.load * served_at[_BASE]
+    trace = replace(
+        trace,
         request_rate=rate,
         duration_s=settings.duration_s,
-        num_prompts=round(rate * settings.duration_s),
-        num_inference_steps=settings.num_inference_steps,
+        num_prompts=max(1, round(rate * settings.duration_s)),
         seed=settings.seed,
     )
     requests = draw_requests(trace, model.defaults)
@@ -109,38 +143,17 @@ def run_demo(
     requests = assign_slos(requests, lambda request: alone_s[shape_of(plain, request)], settings.slo_scale)
     on_note(
         f"{len(requests)} requests of {', '.join(map(str, sizes))} px arrive in {settings.duration_s:g} s: "
-        f"{rate:.3g}/s, where denoising alone could take {most:.3g}/s in full batches"
+        f"{rate:.3g}/s, {settings.load:g} times what {_BASE} serves of a queue"
     )
     runs: list[ComparedRun] = []
     for name in SYSTEMS:
-        system = get_system(name)
-        served = plain if system.engine == "plain" else model
-        at_once = replace(trace, request_rate=math.inf, num_prompts=_WARM_UP, seed=settings.seed + 1)
-        warm = [replace(request, slo_s=_NEVER_LATE_S) for request in draw_requests(at_once, model.defaults)]
-        correction = OnlineCorrection(latency)
-        for batch, is_counted in ((warm, False), (requests, True)):
-            on_finish = on_start(name, batch) if is_counted else (lambda: None)
-            outcome = run_serve(
-                served,
-                batch,
-                system,
-                workspace,
-                dataset="demo",
-                config={**trace.to_config(), "system": name, "policy": system.policy, "engine": system.engine},
-                predictor=correction,
-                slo_scale=settings.slo_scale,
-                max_batch_size=settings.max_batch_size,
-                save_dir=folder / name if is_counted else None,
-                on_finish=lambda record, on_finish=on_finish: on_finish(),
-            )
-            if outcome.was_interrupted:
-                raise KeyboardInterrupt
-        if not any(record.status == "completed" for record in outcome.records):
-            raise RunError(f"{name} completed no request: {outcome.records[0].reason}")
+        system, outcome = serve(name, requests, folder / name, on_start(name, requests))
         runs.append(
             ComparedRun(
                 name,
-                system.about if system.cache == served.options.cache.mode else f"{system.about}; the cache is off",
+                system.about
+                if system.cache in ("off", model.options.cache.mode)
+                else f"{system.about}; the cache is off",
                 outcome.summary,
                 RunData.of(outcome.summary.get("duration"), outcome.records, outcome.steps),
                 {
@@ -153,9 +166,3 @@ def run_demo(
     facts = [describe(run_facts(model).to_json()), f"{len(requests)} requests at {rate:.3g}/s"]
     facts.append(f"SLO {settings.slo_scale:g} times the standalone latency on plain diffusers")
     return DemoOutcome(tuple(runs), write_comparison(folder, runs, facts), headline(runs))
-
-
-def capacity(latency: StepLatencyPredictor, sizes: Sequence[Resolution], settings: DemoSettings) -> float:
-    """Requests per second that denoising could take in full batches, as many of each size."""
-    batch = [sizes[index % len(sizes)] for index in range(settings.max_batch_size)]
-    return settings.max_batch_size / (settings.num_inference_steps * latency.step_latency_s(batch))

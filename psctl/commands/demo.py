@@ -4,8 +4,11 @@ from pathlib import Path
 from typing import Annotated
 
 from ...data.files import require_places
+from ...serving.options import EngineOptions
+from ...serving.scheduling.systems import DEFAULT_SYSTEM, get_system
 from ..flags import flag
 from ..options.common import NumInferenceSteps, Seed
+from ..options.system import with_cache_of
 from ..options.target import Target
 from ..output import Output
 
@@ -14,8 +17,9 @@ def demo(
     *,
     duration: Annotated[float, flag("--duration", "Seconds in which requests arrive.", min=0.1)] = 15.0,
     load: Annotated[
-        float, flag("--load", "Request rate as a share of what denoising in full batches could take.", min=0.01)
-    ] = 0.65,
+        float,
+        flag("--load", "Request rate, as a multiple of what bucketed diffusers serve here of a queue.", min=0.01),
+    ] = 1.3,
     num_inference_steps: NumInferenceSteps = 20,
     seed: Seed = 7,
     output_dir: Annotated[Path, flag("--output-dir -o", "Where the page and the images go.", file_okay=False)] = Path(
@@ -32,10 +36,10 @@ def demo(
     Examples:
 
         psctl demo
-        psctl demo --model emoji-3 --load 0.8 --output-dir demo-emoji-3
+        psctl demo --model emoji-3 --load 2 --output-dir demo-emoji-3
     """
     require_places(output_dir, target.workspace)
-    served, place = target.load(out)
+    served, place = target.load(out, with_cache_of([get_system(DEFAULT_SYSTEM)], EngineOptions(), {}, target, out))
     from ...profiling.runs.demo import DemoSettings, run_demo
 
     settings = DemoSettings(duration, load, num_inference_steps or DemoSettings.num_inference_steps, seed=seed)
