@@ -132,7 +132,11 @@ def bench_cache(
         )
     if trained:
         options = target.with_predictor(replace(cache, mode="patch", threshold=None))
-        cached.insert(0, Setting("trained", "patch", options))
+        of_each = [
+            Setting(f"trained, {most} in a row" if in_a_row else "trained", "patch", replace(options, max_reuse=most))
+            for most in in_a_row or [None]
+        ]
+        cached = [*of_each, *cached]
     with out.phases() as start:
         advance = start("batches", len(batches) * (len(cached) + 1) * (rounds + 1))
 
