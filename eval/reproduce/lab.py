@@ -97,14 +97,15 @@ class Lab:
         )
 
     def typical_change(self) -> float:
-        """The relative change that half of a sample of the block profile stays within, all blocks as one included."""
-        return float(np.median(load_samples(self.block_profile(), max_rows=_TRAIN_ROWS, seed=self.seed)[1].output_mse))
+        """The relative change of a block's output that half of a sample of the block profile stays within."""
+        facts, samples = load_samples(self.block_profile(), max_rows=_TRAIN_ROWS, seed=self.seed)
+        return float(np.median(samples.output_mse[~samples.is_whole(facts)]))
 
     def cache(self) -> CacheOptions:
         """The patch cache with the predictor of the workspace, else with the one that the model brings.
 
         One is trained in the workspace if there is neither. Its threshold is the default one, or, where that would tell
-        nothing apart, the typical change.
+        nothing apart, the change that half of the samples stay within.
         """
         file = self.place.predictors / CACHE_PREDICTOR_FILE
         found = CacheOptions("patch").with_predictor_of(self.place.predictors, resolve_model(self.model.name))
@@ -115,7 +116,7 @@ class Lab:
             settings = FitSettings(seed=self.seed)
             within = float((samples.output_mse <= settings.threshold).mean())
             if not _BOTH_CLASSES < within < 1 - _BOTH_CLASSES:
-                settings = FitSettings(threshold=self.typical_change(), seed=self.seed)
+                settings = FitSettings(threshold=float(np.median(samples.output_mse)), seed=self.seed)
             self.on_note(f"Training the cache predictor, threshold {settings.threshold:.3g}: {file}")
             fit_cache_predictor(samples, facts, settings).save(file)
         return CacheOptions("patch", predictor=file)
@@ -157,16 +158,16 @@ class Lab:
             fitted.save(self.place.predictors / PREDICTOR_FILE)
         return workspace_predictor(self.model, self.place, on_warning=self.on_warning)
 
-    def rates(self, shares: Sequence[float], max_batch_size: int) -> list[float]:
+    def rates(self, shares: Sequence[float], max_batch_size: int, num_steps: int) -> list[float]:
         """Request rates, in requests per second: these shares of what denoising alone could take in full batches of all
         sizes, without the cache. Once chosen, they stay, so that what was measured can be continued.
         """
-        folder = self.folder("rates", self.scale.num_steps, list(shares), max_batch_size)
+        folder = self.folder("rates", num_steps, list(shares), max_batch_size)
         file = folder / "rates.json"
         if not file.is_file():
             batch = [self.sizes[index % len(self.sizes)] for index in range(max_batch_size)]
             step_s = self.latency_predictor(max_batch_size).step_latency_s(batch)
-            most = max_batch_size / (self.scale.num_steps * step_s)
+            most = max_batch_size / (num_steps * step_s)
             write_json(file, [float(f"{share * most:.2g}") for share in shares])
         return json.loads(file.read_text())
 

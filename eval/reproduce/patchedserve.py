@@ -43,7 +43,9 @@ def _table(number: int, metric: str, title: str, about: str, printed: Mapping[st
 
 
 _SWEEP: _Settings = {
-    "shares": [0.3, 0.6, 0.9, 1.2, 1.6],
+    "shares": [0.4, 0.7, 1.1, 1.6, 2.2],
+    "num_steps": 30,
+    "slo_scales": [3, 10],
     "num_prompts": 70,
     "num_seeds": 3,
     "warmup_requests": 32,
@@ -52,6 +54,7 @@ _SWEEP: _Settings = {
 }
 _QUICK_SWEEP: _Settings = {
     "shares": [0.5, 1.5],
+    "slo_scales": [3],
     "num_prompts": 6,
     "num_seeds": 1,
     "warmup_requests": 6,

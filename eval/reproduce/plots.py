@@ -17,13 +17,15 @@ _PANEL_IN, _LINE_IN = 3.4, 0.24
 _SYSTEMS = {
     "nirvana": "NIRVANA",
     "distrifusion-fcfs": "DistriFusion",
-    "diffusers-fcfs": "DistriFusion (on one GPU: one request at a time)",
+    "diffusers": "diffusers, static batches",
+    "diffusers-fcfs": "diffusers, one by one (DistriFusion on one GPU)",
+    "bucketed": "a batch per resolution",
     "patched-fcfs": "PatchedCache",
     "patchedserve": "PatchedServe",
 }
 """Systems as the paper calls them."""
 _SIDES = {"baseline": "baseline: a batch per resolution", "patched": "patched", "patched + cache": "patched + cache"}
-_MARKERS = "os^D"
+_MARKERS = "os^DvP"
 
 
 def block_savings(result: Mapping[str, Any], theme: Theme) -> Figure:
@@ -76,12 +78,16 @@ def step_latencies(result: Mapping[str, Any], theme: Theme) -> Figure:
 
 
 def attainment(result: Mapping[str, Any], theme: Theme) -> Figure:
-    """Figure 11: SLO attainment over the rate; dotted: the simulator."""
-    figure, (ax,) = _sheet(result, theme, 1)
-    engines = result["ours"]["engines"]
-    _lines(ax, engines["real"], theme)
-    _lines(ax, engines["simulator"], theme, is_dotted=True)
+    """Figure 11: SLO attainment over the rate (dotted: the simulator), and over the SLO scale at the middle rate."""
+    figure, (ax, beside) = _sheet(result, theme, 2)
+    engines, by_scale = result["ours"]["engines"], result["ours"]["by_slo_scale"]
+    _lines(ax, engines["real"]["points"], theme)
+    _lines(ax, engines["simulator"]["points"], theme, is_dotted=True)
     _style_rates(ax, theme, "Requests in time", "requests per second (dotted: simulator)")
+    scaled = [{**point, "slo_scale": float(scale)} for scale, points in by_scale["points"].items() for point in points]
+    _lines(beside, scaled, theme, over="slo_scale")
+    title = f"At {by_scale['request_rate']:g} requests per second"
+    _style_rates(beside, theme, title, "SLO, times the latency alone")
     add_wide_legend(figure, ax, theme)
     return figure
 
@@ -91,7 +97,7 @@ def attainment_by_gpus(result: Mapping[str, Any], theme: Theme) -> Figure:
     by_gpus = result["ours"]["gpus"]
     figure, panels = _sheet(result, theme, len(by_gpus))
     for ax, (num_gpus, found) in zip(panels, by_gpus.items(), strict=True):
-        _lines(ax, found["engines"]["simulator"], theme)
+        _lines(ax, found["engines"]["simulator"]["points"], theme)
         _style_rates(ax, theme, f"{num_gpus} GPUs, simulated", "requests per second")
     add_wide_legend(figure, panels[0], theme)
     return figure
@@ -209,21 +215,27 @@ def _above(ax: Axes, x: float, y: float, text: str, theme: Theme) -> None:
     ax.annotate(text, (x, y), ha="center", fontsize=7.5, color=theme.ink, **offset)
 
 
-def _lines(ax: Axes, figures: Mapping[str, Any], theme: Theme, *, is_dotted: bool = False) -> None:
-    """Attainment of all systems over the rate, with its intervals."""
-    names = [each["policy"] for each in figures["policies"]]
+def _lines(
+    ax: Axes,
+    all_points: Sequence[Mapping[str, Any]],
+    theme: Theme,
+    *,
+    over: str = "request_rate",
+    is_dotted: bool = False,
+) -> None:
+    """Attainment of all systems over the rate or the SLO scale, with its intervals."""
     colours = series_colours(list(_SYSTEMS), theme)
-    for place, name in enumerate(names):
-        points = [each for each in figures["points"] if each["policy"] == name]
-        rates, shares = ([each[key] for each in points] for key in ("request_rate", "slo_attainment_rate"))
+    for place, name in enumerate(dict.fromkeys(each["policy"] for each in all_points)):
+        points = [each for each in all_points if each["policy"] == name]
+        places, shares = ([each[key] for each in points] for key in (over, "slo_attainment_rate"))
         if is_dotted:
-            ax.plot(rates, shares, color=colours[name], linestyle=":", linewidth=1.3)
+            ax.plot(places, shares, color=colours[name], linestyle=":", linewidth=1.3)
             continue
         ax.plot(
-            rates, shares, color=colours[name], marker=_MARKERS[place], markersize=5, label=_SYSTEMS[name], zorder=3
+            places, shares, color=colours[name], marker=_MARKERS[place], markersize=5, label=_SYSTEMS[name], zorder=3
         )
         low, high = ([each[end] for each in points] for end in ("interval_low", "interval_high"))
-        ax.fill_between(rates, low, high, color=colours[name], alpha=0.1, linewidth=0)
+        ax.fill_between(places, low, high, color=colours[name], alpha=0.1, linewidth=0)
 
 
 def _style_rates(ax: Axes, theme: Theme, title: str, x_label: str) -> None:

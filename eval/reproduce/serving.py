@@ -6,9 +6,9 @@ from statistics import median_low
 from typing import Any
 
 from ...data.tables.latency import TABLE_PATTERN
-from ...profiling.runs.trace_settings import TraceSettings
+from ...profiling.runs.trace_settings import DEFAULT_SLO_SCALE, TraceSettings
 from ...profiling.sweep.engine_side import EngineSide
-from ...profiling.sweep.held import TARGETS, HeldRate, ratio
+from ...profiling.sweep.held import RATIO_TARGET, TARGETS, HeldRate, ratio
 from ...profiling.sweep.runner import Side, WarmUp, sweep
 from ...profiling.sweep.settings import SweepEngine, SweepSettings
 from ...profiling.sweep.simulator_side import CALIBRATION_FILE, SimulatorFiles, SimulatorSide
@@ -17,6 +17,7 @@ from .lab import Lab, finish
 from .paper import Found, Statement
 
 _Settings = Mapping[str, Any]
+_PLAIN_SYSTEMS = ("diffusers", "diffusers-fcfs", "bucketed")
 _SYSTEMS = ("nirvana", "patched-fcfs", "patchedserve")
 _BATCH = 16
 """Largest batch of all systems, section 8."""
@@ -24,8 +25,9 @@ _BATCH = 16
 
 def served_on_one_gpu(lab: Lab, settings: _Settings) -> Found:
     """Figure 11: SLO attainment over the request rate, on the engine and in the simulator beside it."""
-    rates = lab.rates(settings["shares"], _BATCH)
-    result = _served(lab, settings, ("diffusers-fcfs", *_SYSTEMS), rates, settings["num_seeds"])
+    rates = lab.rates(settings["shares"], _BATCH, settings["num_steps"])
+    systems = (*_PLAIN_SYSTEMS, *_SYSTEMS)
+    result = _served(lab, settings, systems, rates, settings["num_seeds"])
     figures = result["engines"]["real"]
     mean = {each["policy"]: 100 * each["mean_attainment"] for each in figures["policies"]}
     own, others = _points(figures, "patchedserve"), _points(figures, "patched-fcfs")
@@ -42,12 +44,40 @@ def served_on_one_gpu(lab: Lab, settings: _Settings) -> Found:
             "PatchedServe over PatchedCache at the highest rate", 100 * (own[-1] - others[-1]), unit="points", neutral=0
         ),
     ]
-    held = {each["policy"]: each["held_rates"] for each in figures["policies"]}
+    held = {
+        each["policy"]: {target: HeldRate(**_only(rate)) for target, rate in each["held_rates"].items()}
+        for each in figures["policies"]
+    }
+    key = f"{RATIO_TARGET:.2f}"
+    text = f"rate with {RATIO_TARGET:.0%} in time, PatchedServe against NIRVANA"
+    statements.append(_held_longer(text, held["patchedserve"][key], held["nirvana"][key]))
     for target, said in zip(TARGETS, (1.5, 1.12, 1.1), strict=True):
-        rate, base = (HeldRate(**_only(held[name][f"{target:.2f}"])) for name in ("patchedserve", "patched-fcfs"))
+        rate, base = (held[name][f"{target:.2f}"] for name in ("patchedserve", "patched-fcfs"))
         text = f"rate with {target:.0%} in time, PatchedServe against PatchedCache"
-        statements.append(Statement(text, ratio(rate, base)["value"], (said,)))
-    return Found(_served_json(result), statements)
+        statements.append(_held_longer(text, rate, base, said))
+    ours = _served_json(result) | {"by_slo_scale": _by_slo_scale(lab, settings, systems, median_low(rates), figures)}
+    return Found(ours, statements)
+
+
+def _held_longer(text: str, rate: HeldRate, base: HeldRate, *said: float) -> Statement:
+    """How many times as high a rate is held, which may be known from one side only."""
+    found = ratio(rate, base)
+    bound = {"least": ", at least", "most": ", at most"}.get(found["kind"], "")
+    return Statement(text + bound, found["value"], said)
+
+
+def _by_slo_scale(
+    lab: Lab, settings: _Settings, systems: Sequence[str], rate: float, figures: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The points of a rate with other SLOs beside those of `figures`, by SLO scale; served on the engine alone."""
+    points = {DEFAULT_SLO_SCALE: figures["points"]}
+    for scale in settings["slo_scales"]:
+        result = _served(lab, settings, systems, [rate], settings["num_seeds"], "real", scale)
+        points[scale] = result["engines"]["real"]["points"]
+    of_rate = {
+        f"{scale:g}": [each for each in points[scale] if each["request_rate"] == rate] for scale in sorted(points)
+    }
+    return {"request_rate": rate, "points": of_rate}
 
 
 def served_on_many_gpus(lab: Lab, settings: _Settings) -> Found:
@@ -56,7 +86,7 @@ def served_on_many_gpus(lab: Lab, settings: _Settings) -> Found:
     A request goes to the GPU with the fewest pixels left to draw; DistriFusion spans them all. Steps and stages last as
     they did on this machine in a run at the middle rate, which says as well how far the simulator is off.
     """
-    rates = lab.rates(settings["shares"], _BATCH)
+    rates = lab.rates(settings["shares"], _BATCH, settings["num_steps"])
     middle = median_low(rates)
     checked = _served(lab, settings, _SYSTEMS, [middle], 1)
     source = Path(checked["run_dir"])
@@ -70,7 +100,14 @@ def served_on_many_gpus(lab: Lab, settings: _Settings) -> Found:
         names = ("distrifusion-fcfs", *_SYSTEMS)
         scaled = [float(f"{rate * num_gpus:.3g}") for rate in rates]
         asked = _sweep_settings(
-            lab, names, scaled, settings["num_seeds"], settings["simulated_prompts"] * num_gpus, "simulator", num_gpus
+            lab,
+            settings,
+            names,
+            scaled,
+            settings["num_seeds"],
+            settings["simulated_prompts"] * num_gpus,
+            "simulator",
+            num_gpus,
         )
         side = SimulatorSide(asked, engines, lab.model.name, files.sources())
         result = _sweep(lab, asked, side, lab.folder("gpus", asked.fixed(), files.sources()))
@@ -90,10 +127,18 @@ def served_on_many_gpus(lab: Lab, settings: _Settings) -> Found:
 
 
 def _served(
-    lab: Lab, settings: _Settings, systems: Sequence[str], rates: Sequence[float], num_seeds: int
+    lab: Lab,
+    settings: _Settings,
+    systems: Sequence[str],
+    rates: Sequence[float],
+    num_seeds: int,
+    engine: SweepEngine = "both",
+    slo_scale: float = DEFAULT_SLO_SCALE,
 ) -> dict[str, Any]:
     """Runs on the engine, and in the simulator beside it; what other calls have finished is not served again."""
-    asked = _sweep_settings(lab, systems, rates, num_seeds, settings["num_prompts"], "both")
+    asked = _sweep_settings(
+        lab, settings, systems, rates, num_seeds, settings["num_prompts"], engine, slo_scale=slo_scale
+    )
     model = lab.cached_model()
     warm_up = WarmUp(settings["warmup_requests"], settings["tables"], settings["table_repeats"])
     side = EngineSide(
@@ -110,17 +155,19 @@ def _served(
 
 def _sweep_settings(
     lab: Lab,
+    settings: _Settings,
     systems: Sequence[str],
     rates: Sequence[float],
     num_seeds: int,
     num_prompts: int,
     engine: SweepEngine,
     num_gpus: int = 1,
+    slo_scale: float = DEFAULT_SLO_SCALE,
 ) -> SweepSettings:
     sizes = ",".join(map(str, lab.sizes))
-    trace = TraceSettings(num_prompts=num_prompts, num_inference_steps=lab.scale.num_steps, resolutions=sizes)
+    trace = TraceSettings(num_prompts=num_prompts, num_inference_steps=settings["num_steps"], resolutions=sizes)
     seeds = tuple(range(lab.seed, lab.seed + num_seeds))
-    return SweepSettings(tuple(systems), tuple(rates), seeds, engine, trace, max_batch_size=_BATCH, num_gpus=num_gpus)
+    return SweepSettings(tuple(systems), tuple(rates), seeds, engine, trace, slo_scale, _BATCH, num_gpus)
 
 
 def _sweep(lab: Lab, settings: SweepSettings, side: Side, folder: Path) -> dict[str, Any]:

@@ -101,7 +101,13 @@ def test_what_is_served_in_time_and_what_patches_save(run_psctl: RunPsctl, tmp_p
     on_one, on_many, saved = (each["ours"] for each in results)
     assert set(on_one["engines"]) == {"real", "simulator"}
     systems = [each["policy"] for each in on_one["engines"]["real"]["policies"]]
-    assert systems == ["diffusers-fcfs", "nirvana", "patched-fcfs", "patchedserve"]
+    assert systems == ["diffusers", "diffusers-fcfs", "bucketed", "nirvana", "patched-fcfs", "patchedserve"]
+    by_scale = on_one["by_slo_scale"]
+    assert by_scale["request_rate"] in {point["request_rate"] for point in on_one["engines"]["real"]["points"]}
+    assert {scale: [each["policy"] for each in points] for scale, points in by_scale["points"].items()} == {
+        "3": systems,
+        "5": systems,
+    }
     # Both numbers of GPUs, at rates that grow with them; the simulator was checked against what was served before.
     rates = {
         num_gpus: {point["request_rate"] for point in found["engines"]["simulator"]["points"]}
