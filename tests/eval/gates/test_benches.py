@@ -161,7 +161,6 @@ def test_rows_of_steps_and_cache(tmp_path: Path) -> None:
     ("name", "command"),
     [
         ("steps-emoji-xl-bfloat16", "psctl bench steps"),
-        ("slo-emoji-xl-bfloat16", "psctl bench slo"),
         ("slo-emoji-3-bfloat16", "psctl bench slo"),
     ],
 )
