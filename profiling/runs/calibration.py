@@ -132,7 +132,7 @@ def calibrate(runs: Sequence[ServedRun], steps: ProfiledSteps, *, warmup_steps: 
     works = [_works_of(run) for run in runs]
     measured_s = np.array([row.duration_s for row in rows])
     # What the model ran for; where that is nothing, a step lasts as long as reuse takes aside.
-    batches = [_batch(row.resolutions if row.computed is None else row.computed) for row in rows]
+    batches = [_batch(row.ran) for row in rows]
     changed = [each for run in runs for each in _changed(run)]
     steady_s = np.array([steps.told.step_latency_s(batch) if batch else 0.0 for batch in batches])
     extra_s = np.array([steps.extra_s(*each) if each[0] else 0.0 for each in zip(batches, changed, strict=True)])
@@ -187,7 +187,7 @@ def _reuse(runs: Sequence[ServedRun], warmup_steps: int, aside_s: float) -> Reus
     """How many steps apart computed ones were on average, besides those that always are."""
     rows = [row for run in runs for row in run.steps]
     took = sum(row.active for row in rows)
-    ran = sum(row.active if row.computed is None else sum(row.computed.values()) for row in rows)
+    ran = sum(sum(row.ran.values()) for row in rows)
     asked = [record.num_inference_steps for run in runs for record in run.records if record.admitted_s is not None]
     always = sum(min(num_steps, warmup_steps + 1) for num_steps in asked)
     return Reuse(warmup_steps, max(1.0, (took - always) / max(1, ran - always)), aside_s)

@@ -47,6 +47,11 @@ class StepRow:
         ran = None if computed is None else dict(Counter(map(str, computed)))
         return cls(step, start_s, duration_s, len(batch), num_waiting, resolutions, schedule_s, ran)
 
+    @property
+    def ran(self) -> dict[str, int]:
+        """Number of requests that the model ran for, by resolution."""
+        return self.resolutions if self.computed is None else self.computed
+
     def to_row(self) -> dict[str, Any]:
         """One row of the steps table."""
         return {each.name: getattr(self, each.name) for each in fields(self)}

@@ -145,6 +145,14 @@ def test_deployments_know_first_steps(tmp_path: Path) -> None:
     assert latency_of("own.parquet", "plain") == pytest.approx(0.060)
 
 
+def check_means(truth: StepDurations, found: Calibration, rates: Sequence[float]) -> None:
+    """What was found simulates as the truth does: mean latencies are within 3 % at every rate."""
+    for rate in rates:
+        real, other = serve(truth, rate, seed=1), serve(found.durations(truth.steps), rate, seed=1, times=found.times)
+        means = [fmean(record.latency_s or 0 for record in each.records) for each in (real, other)]
+        assert means[1] == pytest.approx(means[0], rel=0.03)
+
+
 @pytest.mark.parametrize("by_resolution", [False, True])
 def test_calibration_finds_what_was_put_in(by_resolution: bool) -> None:
     # The latencies of the plain engine are asked about one resolution only, and their constant counts for each.
@@ -167,10 +175,7 @@ def test_calibration_finds_what_was_put_in(by_resolution: bool) -> None:
     assert found.ratios == pytest.approx([1.0] * 3, rel=0.01)
     assert parse(Calibration, json.loads(json.dumps(asdict(found))), "x") == found
     # What follows simulates as the truth did, at every rate.
-    for rate in (1.0, 3.0, 6.0):
-        real, other = serve(truth, rate, seed=1), serve(found.durations(steps), rate, seed=1, times=found.times)
-        means = [fmean(record.latency_s or 0 for record in each.records) for each in (real, other)]
-        assert means[1] == pytest.approx(means[0], rel=0.03)
+    check_means(truth, found, (1.0, 3.0, 6.0))
     # A process that was stopped for a minute counts as one slow step.
     rows = [*results[1].steps[:-1], replace(results[1].steps[-1], duration_s=60.0)]
     stopped = calibrate([ServedRun(results[1].records, rows)], steps).durations(steps)
@@ -192,10 +197,7 @@ def test_calibration_finds_how_often_the_cache_computes() -> None:
     assert found.reuse.aside_s == pytest.approx(0.002, rel=0.1)
     assert found.ratios == pytest.approx([1.0] * 3, rel=0.05)
     assert parse(Calibration, json.loads(json.dumps(asdict(found))), "x") == found
-    for rate in (2.0, 8.0, 16.0):
-        real, other = serve(truth, rate, seed=1), serve(found.durations(steps), rate, seed=1, times=found.times)
-        means = [fmean(record.latency_s or 0 for record in each.records) for each in (real, other)]
-        assert means[1] == pytest.approx(means[0], rel=0.05)
+    check_means(truth, found, (2.0, 8.0, 16.0))
 
 
 def test_which_steps_are_computed() -> None:
