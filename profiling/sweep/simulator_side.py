@@ -18,7 +18,7 @@ from ...serving.scheduling.systems import System
 from ...serving.simulator.stage_times import StageTimes
 from ..runs.calibration import Calibration
 from ..runs.outside_profile import warn_of_small_table
-from ..runs.simulate import SimulatedEngine, load_stage_times, load_step_file, loop_figures
+from ..runs.simulate import SimulatedEngine, StepFile, load_stage_times, load_step_file, loop_figures
 from ..runs.step_latencies import measured_alone
 from .figures import EngineKind, steps_by_batch
 from .runner import Serve, Standalone
@@ -137,12 +137,9 @@ class SimulatorFiles:
         engines: dict[EngineName, SimulatedEngine] = {}
         for name, (path, is_own) in files.items():
             steps = load_step_file(path, on_warning=on_warning)
-            about = steps.facts
             if is_own:
                 warn_of_small_table(steps.steady, path, max_batch_size, on_warning)
-            if is_own and about is not None and about.engine != name:
-                option = "--latency" if name == "patched" else "--plain-latency"
-                raise UsageError(f"{path} is of the {about.engine} engine, but {option} must be of the {name} one")
+                _require_engine(steps, path, name)
             known = None if self.calibration is None else calibration_of(self.calibration, name)
             engines[name] = SimulatedEngine.of(steps.of(name), known, times)
         return engines
@@ -195,11 +192,15 @@ def plain_engine(
             return None
         latency = table_of(calibration, "plain")
     steps = load_step_file(latency, on_warning=on_warning)
-    if steps.facts is not None and steps.facts.engine != "plain":
-        raise UsageError(
-            f"{latency} is of the {steps.facts.engine} engine, but --plain-latency must be of the plain one"
-        )
+    _require_engine(steps, latency, "plain")
     return SimulatedEngine.of(steps.of("plain"), known, times)
+
+
+def _require_engine(steps: StepFile, path: Path, engine: EngineName) -> None:
+    """Raise UsageError if a file is known to be of the other engine."""
+    if steps.facts is not None and steps.facts.engine != engine:
+        option = "--latency" if engine == "patched" else "--plain-latency"
+        raise UsageError(f"{path} is of the {steps.facts.engine} engine, but {option} must be of the {engine} one")
 
 
 def table_of(path: Path, engine: EngineName) -> Path:

@@ -129,6 +129,8 @@ def simulate(
     if calibration is not None and (stage_times is not None or prepare_ms or postprocess_ms):
         raise UsageError("--calibration brings the times of the stages; give it or those, not both")
     chosen = chosen_system(system, policy, engine, out, is_simulated=True)
+    if plain_latency is not None and chosen.engine == "plain":
+        raise UsageError(f"{chosen.name} runs on the plain engine, so that --latency is its file, not --plain-latency")
     defaults = target.defaults()
     num_prompts = trace.num_prompts
     trace = replace(trace, request_rate=1.0 if request_rate is None else request_rate)

@@ -303,6 +303,9 @@ def test_slos_are_multiples_of_plain_diffusers(folder: Path, capsys: pytest.Capt
     trace = [json.loads(line) for line in (folder / found["run_dir"] / "trace.jsonl").read_text().splitlines()]
     slos = {each["width"]: each["slo_s"] for each in trace}
     assert slos == pytest.approx({S.width: 5 * 10 * 0.01, L.width: 5 * 10 * 0.04})
+    code, _, err = simulate(capsys, *base, "--plain-latency", "plain.csv", "--system", "bucketed")
+    assert code == 2
+    assert "bucketed runs on the plain engine, so that --latency is its file" in err
 
 
 _COUNTS = [(1, 0), (0, 1), (1, 1), (2, 0), (0, 2), (4, 4), (8, 8), (16, 0), (0, 16)]
