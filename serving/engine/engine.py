@@ -88,6 +88,21 @@ class Engine:
         """How often a callback or a `Watch` has failed, and why the first time; its traceback went to stderr."""
         return self._stages.callback_failures
 
+    @property
+    def num_active(self) -> int:
+        """Requests in the batch."""
+        return len(self._scheduler.active)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are not in the batch yet."""
+        return self._scheduler.num_waiting
+
+    @property
+    def pixel_steps(self) -> int:
+        """Pixels times steps that are still to be taken."""
+        return self._scheduler.pixel_steps
+
     def start(self) -> None:
         """Start the stage threads and set the engine's clock to 0. `run` does it if it has not been done.
 
