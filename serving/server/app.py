@@ -1,0 +1,229 @@
+"""The HTTP API: what is where. Bodies are read and checked by `guards`, `json_body` and `protocol`. No torch."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from .batches.api import batch_routes
+from .batches.store import Batches
+from .errors import ApiError
+from .front_end import FrontEnd, metrics_of
+from .guards import caller_of
+from .images import base64_of
+from .json_body import parse_object
+from .live import Live
+from .metrics import CONTENT_TYPE, Metrics
+from .openapi import errors, generation_body
+from .page import page_response
+from .protocol import check_model, parse_generation
+from .sse import events_of, usage_of
+from .tickets import Ticket
+
+GENERATIONS = "/v1/images/generations"
+_CREATED = int(time.time())
+
+
+def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches) -> FastAPI:
+    """The API over a front end."""
+    app = FastAPI(title="psctl", summary="OpenAI's images API over the patch engine", docs_url=None, redoc_url=None)
+
+    @app.exception_handler(ApiError)
+    async def told(request: Request, error: ApiError) -> Response:
+        return JSONResponse(error.to_json(), error.status, error.headers)
+
+    @app.exception_handler(HTTPException)
+    async def not_here(request: Request, error: HTTPException) -> Response:
+        codes = {404: "unknown_url", 405: "method_not_allowed"}
+        told = ApiError(error.status_code, f"{error.detail}: {request.method} {request.url.path}", code="http_error")
+        told.code = codes.get(error.status_code, told.code)
+        return JSONResponse(told.to_json(), error.status_code, error.headers)
+
+    @app.exception_handler(Exception)
+    async def our_fault(request: Request, error: Exception) -> Response:
+        told = ApiError(500, "the server has made a mistake; its log says which", code="internal_error")
+        return JSONResponse(told.to_json(), 500)
+
+    @app.post(
+        GENERATIONS,
+        openapi_extra=generation_body(front_end.model, front_end.limits),
+        responses=errors(400, 401, 403, 404, 408, 409, 413, 415, 429, 500, 503, 504),
+    )
+    async def generate(request: Request) -> Response:
+        arrival_s = asyncio.get_running_loop().time()
+        content_type = request.headers.get("content-type", "")
+        if content_type.partition(";")[0].strip().lower() != "application/json":
+            raise ApiError(415, "the body must be JSON (Content-Type: application/json)", code="unsupported_media_type")
+        caller = caller_of(request.scope)
+        wanted = parse_generation(
+            parse_object(await request.body()),
+            front_end.model,
+            front_end.limits,
+            header_slo=request.headers.get("x-slo-seconds"),
+        )
+        ticket = await front_end.generate(wanted, key=caller.key, arrival_s=arrival_s, streams=wanted.stream)
+        if wanted.stream:
+            return StreamingResponse(
+                _stream(front_end, ticket),
+                media_type="text/event-stream",
+                headers={"Cache-Control": "no-cache", "X-Generation-Id": ticket.id},
+            )
+        async with _cancelled_with(request, ticket):
+            await front_end.wait(ticket)
+        return JSONResponse(_images_of(ticket, str(request.base_url)))
+
+    @app.get(GENERATIONS + "/{ticket_id}", responses=errors(401, 403, 404))
+    async def look(ticket_id: str, request: Request) -> dict[str, Any]:
+        return _status_of(front_end.ticket(ticket_id, caller_of(request.scope).key), str(request.base_url))
+
+    @app.delete(GENERATIONS + "/{ticket_id}", responses=errors(401, 403, 404))
+    async def cancel(ticket_id: str, request: Request) -> dict[str, Any]:
+        ticket = front_end.ticket(ticket_id, caller_of(request.scope).key)
+        ticket.cancel("its client has cancelled it")
+        return _status_of(ticket, str(request.base_url))
+
+    @app.get("/v1/images/{name}/content", responses=errors(401, 403, 404))
+    async def content(name: str) -> Response:
+        found = front_end.image(name)
+        if found is None:
+            raise ApiError(404, "there is no such image, or it is too old", code="not_found")
+        return Response(found.content, media_type=found.media_type, headers={"Cache-Control": "private, max-age=3600"})
+
+    @app.post("/v1/images/edits", include_in_schema=False)
+    @app.post("/v1/images/variations", include_in_schema=False)
+    async def edits() -> None:
+        raise ApiError(404, "images cannot be edited here", code="unsupported_endpoint")
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model_card(name, front_end) for name in front_end.model.names]}
+
+    @app.get("/v1/models/{name:path}", responses=errors(401, 403, 404))
+    async def model(name: str) -> dict[str, Any]:
+        check_model(name, front_end.model)
+        return _model_card(name, front_end)
+
+    @app.get("/health")
+    async def health() -> Response:
+        is_well = front_end.backend.health.value in ("ready", "starting")
+        return JSONResponse({"status": front_end.backend.health.value}, 200 if is_well else 503)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        state = "draining" if front_end.is_draining else front_end.backend.health.value
+        return JSONResponse({"status": state}, 200 if front_end.is_ready else 503)
+
+    @app.get("/v1/state")
+    async def state(request: Request) -> dict[str, Any]:
+        return live.state(caller_of(request.scope).key)
+
+    @app.get("/v1/state/stream")
+    async def state_stream(request: Request) -> Response:
+        live.check_viewers()
+        states = live.stream(caller_of(request.scope).key)
+        return StreamingResponse(states, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return page_response()
+
+    @app.get("/metrics")
+    async def scrape() -> Response:
+        return Response(metrics.exposition(), media_type=CONTENT_TYPE)
+
+    app.include_router(batch_routes(batches))
+    return app
+
+
+@contextlib.asynccontextmanager
+async def _cancelled_with(request: Request, ticket: Ticket) -> AsyncIterator[None]:
+    """Cancel a ticket if its client leaves meanwhile."""
+
+    async def watch() -> None:
+        while not await request.is_disconnected():
+            await asyncio.sleep(0.1)
+        ticket.cancel("its client has left")
+
+    watching = asyncio.ensure_future(watch())
+    try:
+        yield
+    finally:
+        watching.cancel()
+
+
+async def _stream(front_end: FrontEnd, ticket: Ticket) -> AsyncIterator[bytes]:
+    try:
+        async for part in events_of(ticket, front_end.limits.request_timeout_s):
+            yield part
+    finally:
+        # Also where the client has left, which ends this generator.
+        ticket.cancel("its client has left")
+
+
+def _images_of(ticket: Ticket, base_url: str) -> dict[str, Any]:
+    wanted = ticket.generation
+    return {
+        "created": int(ticket.created_s),
+        "id": ticket.id,
+        "data": [_image_of(ticket, index, base_url) for index in range(len(wanted.seeds))],
+        "seeds": list(wanted.seeds),
+        "size": str(wanted.resolution),
+        "quality": wanted.quality,
+        "background": "opaque",
+        "output_format": wanted.output_format,
+        "usage": usage_of(wanted, len(wanted.seeds)),
+        "metrics": metrics_of(ticket),
+    }
+
+
+def _image_of(ticket: Ticket, index: int, base_url: str) -> dict[str, str]:
+    if ticket.generation.response_format == "url":
+        return {"url": f"{base_url}v1/images/{ticket.id}-{index}/content"}
+    return {"b64_json": base64_of(ticket.drawn[index].content)}
+
+
+def _status_of(ticket: Ticket, base_url: str) -> dict[str, Any]:
+    wanted, status = ticket.generation, ticket.status
+    found: dict[str, Any] = {
+        "id": ticket.id,
+        "object": "image.generation",
+        "status": status,
+        "created": int(ticket.created_s),
+        "seeds": list(wanted.seeds),
+        "num_inference_steps": wanted.num_inference_steps,
+        "steps_done": [ticket.steps_done.get(index, 0) for index in range(len(wanted.seeds))],
+    }
+    if status == "completed":
+        found |= _images_of(ticket, base_url)
+    if ticket.error is not None:
+        found |= ticket.error.to_json()
+    return found
+
+
+def _model_card(name: str, front_end: FrontEnd) -> dict[str, Any]:
+    model, limits = front_end.model, front_end.limits
+    return {
+        "id": name,
+        "object": "model",
+        "created": _CREATED,
+        "owned_by": "psctl",
+        "sizes": list(map(str, model.defaults.resolutions)),
+        "size_multiple": model.size_multiple,
+        "dtype": model.dtype,
+        "defaults": {
+            "size": str(model.defaults.default_resolution),
+            "num_inference_steps": model.defaults.num_inference_steps,
+            "guidance_scale": model.defaults.guidance_scale,
+        },
+        "limits": {
+            "n": 10,
+            "max_pixels": limits.max_pixels,
+            "num_inference_steps": limits.max_steps,
+            "prompt_characters": limits.max_prompt,
+        },
+    }

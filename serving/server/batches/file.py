@@ -1,0 +1,159 @@
+"""A batch: a file of requests, one JSON object a line, and what has become of each of them. No torch.
+
+An image is renamed into its place before the output line that tells of it is written, and that line is on the disk
+before the next one begins: whatever kills the process, a line that is there is true, and a later run goes on after it.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ....data.errors import RunError, UsageError
+from ..errors import ApiError, invalid
+from ..json_body import parse_object
+from ..limits import Limits
+from ..protocol import Generation, ModelFacts, parse_generation, shown
+
+URL = "/v1/images/generations"
+MAX_LINES = 50_000
+OUTPUT_FILE, ERROR_FILE = "output.jsonl", "errors.jsonl"
+_MAX_ID = 64
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
+_FIELDS = {"custom_id", "method", "url", "body"}
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLine:
+    """One request of a batch.
+
+    Attributes:
+        number: of the line, from 1.
+        custom_id: the client's name for it.
+        body: as `parse_generation` takes it.
+    """
+
+    number: int
+    custom_id: str
+    body: Mapping[str, Any]
+
+    def generation(self, model: ModelFacts, limits: Limits) -> Generation:
+        """What it asks for. Raises ApiError."""
+        wanted = parse_generation(self.body, model, limits)
+        if wanted.stream:
+            raise invalid("stream is true, but lines of a batch are not streamed", "stream")
+        return wanted
+
+    def image_name(self, index: int, suffix: str) -> str:
+        """The name of the file of an image; no two lines share one."""
+        return f"{self.number:05}-{_UNSAFE.sub('_', self.custom_id)[:_MAX_ID]}-{index}.{suffix}"
+
+
+def read_lines(path: Path) -> list[BatchLine]:
+    """Read a batch.
+
+    Raises:
+        UsageError: it cannot be read, is empty, has too many lines, or a line is no request or has the id of another
+            one; the line is named.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from error
+    found: list[BatchLine] = []
+    known: dict[str, int] = {}
+    for number, raw in enumerate(content.split(b"\n"), 1):
+        if not raw.strip():
+            continue
+        if len(found) == MAX_LINES:
+            raise UsageError(f"{path.name} has more than {MAX_LINES:,} lines")
+        try:
+            line = _line(number, parse_object(raw))
+        except ApiError as error:
+            raise UsageError(f"{path.name}, line {number}: {error.message}") from None
+        if line.custom_id in known:
+            raise UsageError(
+                f"{path.name}, line {number}: custom_id {shown(line.custom_id)} is that of line {known[line.custom_id]}"
+            )
+        known[line.custom_id] = number
+        found.append(line)
+    if not found:
+        raise UsageError(f"{path.name} holds no request")
+    return found
+
+
+def _line(number: int, content: Mapping[str, Any]) -> BatchLine:
+    for name in content.keys() - _FIELDS:
+        raise invalid(f"the field {shown(name)} is unknown", name)
+    custom_id, body = content.get("custom_id"), content.get("body")
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= 512 or not custom_id.isprintable():
+        raise invalid(f"custom_id is {shown(custom_id)}, but it must be text of 1 to 512 characters", "custom_id")
+    if content.get("method", "POST") != "POST":
+        raise invalid(f"method is {shown(content['method'])}, but it must be POST", "method")
+    if content.get("url", URL) != URL:
+        raise invalid(f"url is {shown(content['url'])}, but it must be {URL}", "url")
+    if not isinstance(body, dict):
+        raise invalid(f"body is {shown(body)}, but it must be an object", "body")
+    return BatchLine(number, custom_id, body)
+
+
+class BatchOutput:
+    """What has become of the lines of a batch, in a folder: `output.jsonl`, and `errors.jsonl` for those that failed.
+
+    Attributes:
+        folder: of both, and of `images/`.
+        done: ids of the lines that have an answer, by whether it is an image.
+
+    Raises:
+        RunError: a file is damaged in its middle; a last line that is only half there is cut off.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.done = folder, dict[str, bool]()
+        (folder / "images").mkdir(parents=True, exist_ok=True)
+        for name, is_good in ((OUTPUT_FILE, True), (ERROR_FILE, False)):
+            path = folder / name
+            _cut_half_line(path)
+            for number, line in enumerate(_lines_of(path), 1):
+                try:
+                    self.done[json.loads(line)["custom_id"]] = is_good
+                except (ValueError, KeyError, TypeError) as error:
+                    raise RunError(f"{path}, line {number}: is damaged") from error
+
+    def completed(self, line: BatchLine, body: Mapping[str, Any], request_id: str) -> None:
+        """A line has its images, which are in their places already."""
+        response = {"status_code": 200, "request_id": request_id, "body": body}
+        self._append(OUTPUT_FILE, line, response, None)
+        self.done[line.custom_id] = True
+
+    def failed(self, line: BatchLine, error: ApiError, request_id: str) -> None:
+        """A line has no images."""
+        response = {"status_code": error.status, "request_id": request_id, "body": error.to_json()}
+        self._append(ERROR_FILE, line, response, {"code": error.code, "message": error.message})
+        self.done[line.custom_id] = False
+
+    def _append(self, name: str, line: BatchLine, response: Mapping[str, Any], error: Mapping[str, str] | None) -> None:
+        content = {"id": f"batch_req_{line.number}", "custom_id": line.custom_id, "response": response, "error": error}
+        with (self.folder / name).open("ab") as file:
+            file.write(json.dumps(content, ensure_ascii=False).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _cut_half_line(path: Path) -> None:
+    """Cut off what was being written when the process was killed."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        content = file.read()
+        if content and not content.endswith(b"\n"):
+            file.truncate(content.rfind(b"\n") + 1)
+
+
+def _lines_of(path: Path) -> Iterator[bytes]:
+    if path.exists():
+        with path.open("rb") as file:
+            yield from file

@@ -1,0 +1,225 @@
+"""What stands before the API: who may ask, from where, how much, and how slowly. Plain ASGI, no torch."""
+
+import asyncio
+import hashlib
+import hmac
+import json
+import re
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import ApiError
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+BODY_WITHIN_S, FILE_WITHIN_S, SEND_WITHIN_S = 10.0, 300.0, 30.0
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/favicon.ico"})
+"""Need no key: they tell nothing of anybody's requests. The page asks for the key and sends it with what it fetches."""
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+_IMAGE_PATH = re.compile(r"/v1/images/[^/]+/content")
+"""Needs no key either: nobody guesses the name of an image, and pages show it by its address."""
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}", re.ASCII)
+_STATE_KEY = "psctl"
+_MOST_HEAD = 32_768
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whose request it is, for what comes behind the guards: the id of the request, and a digest of the key."""
+
+    request_id: str
+    key: str
+
+
+class Keys:
+    """The keys that are let in; none: everybody is. Kept as digests, and compared in constant time."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._digests = tuple(hashlib.sha256(key.encode()).digest() for key in keys)
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def owner(self, authorization: str | None) -> str:
+        """A name for the key of a header. Raises ApiError: there is none, or it is not one of these."""
+        if not self._digests:
+            return ""
+        scheme, _, given = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not given:
+            raise ApiError(
+                401,
+                "an API key is needed: Authorization: Bearer KEY",
+                code="missing_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        digest = hashlib.sha256(given.strip().encode("utf-8", "surrogateescape")).digest()
+        # All of them are looked at, whichever it is.
+        matches = [hmac.compare_digest(digest, each) for each in self._digests]
+        if not any(matches):
+            raise ApiError(401, "the API key is wrong", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        return digest.hex()[:16]
+
+
+class Guards:
+    """Checks a request before the API sees it, and watches over how it is read and answered.
+
+    The caller is in the scope's state as `caller_of` finds it. Every answer carries `X-Request-Id`.
+
+    Args:
+        app: what is guarded.
+        keys: that are let in.
+        hosts: names that the server may be asked by, without ports: others are DNS rebinding. None: any.
+        max_body: bytes of a JSON body.
+        large_paths: bytes of what is sent to these paths, which may take longer.
+        on_answer: told path, method and status of every answer.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        keys: Keys,
+        hosts: Sequence[str] | None,
+        max_body: int,
+        large_paths: MutableMapping[str, int] | None = None,
+        on_answer: Callable[[Scope, int], None] = lambda scope, status: None,
+    ) -> None:
+        self._app, self._keys = app, keys
+        self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
+        self._max_body, self._large_paths, self._on_answer = max_body, large_paths or {}, on_answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = _Headers(scope["headers"])
+        given_id = headers.get("x-request-id")
+        request_id = given_id if given_id and _REQUEST_ID.fullmatch(given_id) else secrets.token_hex(8)
+        has_begun = False
+
+        async def guarded_send(message: Message) -> None:
+            nonlocal has_begun
+            if message["type"] == "http.response.start":
+                has_begun = True
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                self._on_answer(scope, message["status"])
+            # A client that does not read what it is sent would hold it in memory for ever.
+            await asyncio.wait_for(send(message), SEND_WITHIN_S)
+
+        try:
+            if sum(len(name) + len(value) for name, value in scope["headers"]) > _MOST_HEAD:
+                raise ApiError(400, f"the headers are longer than {_MOST_HEAD:,} bytes", code="invalid_http")
+            self._check_host(headers)
+            owner = (
+                ""
+                if scope["path"] in OPEN_PATHS or _IMAGE_PATH.fullmatch(scope["path"])
+                else self._keys.owner(headers.get("authorization"))
+            )
+            body = await self._read(scope, headers, receive)
+            scope.setdefault("state", {})[_STATE_KEY] = Caller(request_id, owner)
+            await self._app(scope, _Replay(body, receive), guarded_send)
+        except ApiError as error:
+            if has_begun:
+                raise
+            await answer(error, guarded_send)
+        except (TimeoutError, _GoneError):
+            # Nobody reads any more; the connection is closed by what called us.
+            return
+
+    def _check_host(self, headers: "_Headers") -> None:
+        host = headers.get("host")
+        if self._hosts is not None and (host is None or _without_port(host).lower() not in self._hosts):
+            raise ApiError(403, "the server is not asked by this name (--allowed-host)", code="host_not_allowed")
+        origin = headers.get("origin")
+        if origin is not None and origin.partition("://")[2] != host:
+            raise ApiError(403, "pages of other sites may not ask", code="origin_not_allowed")
+
+    async def _read(self, scope: Scope, headers: "_Headers", receive: Receive) -> bytes:
+        """The whole body, which is small. Raises ApiError: it is too large or too slow, or compressed."""
+        encoding = headers.get("content-encoding")
+        if encoding is not None and encoding.lower() != "identity":
+            raise ApiError(415, "the body must not be compressed", code="unsupported_content_encoding")
+        most, within_s = self._max_body, BODY_WITHIN_S
+        if scope["path"] in self._large_paths:
+            most, within_s = self._large_paths[scope["path"]], FILE_WITHIN_S
+        too_large = ApiError(413, f"the body is larger than {most:,} bytes", code="body_too_large")
+        length = headers.get("content-length")
+        if length is not None and headers.get("transfer-encoding") is not None:
+            # Two servers in a row could read two different requests out of it.
+            raise ApiError(400, "Content-Length and Transfer-Encoding are both there", code="invalid_http")
+        if length is not None and length.isascii() and length.isdigit() and int(length[:20]) > most:
+            raise too_large
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(within_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise _GoneError
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > most:
+                        raise too_large
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError:
+            raise ApiError(408, f"the body did not come within {within_s:g} s", code="body_too_slow") from None
+
+
+def caller_of(scope: Scope) -> Caller:
+    """Whose request it is."""
+    return scope["state"][_STATE_KEY]
+
+
+async def answer(error: ApiError, send: Send) -> None:
+    """Answer with an error."""
+    body = json.dumps(error.to_json()).encode()
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
+    if error.status in (408, 413) or error.code == "invalid_http":
+        headers["connection"] = "close"
+    pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": pairs})
+    await send({"type": "http.response.body", "body": body})
+
+
+class _GoneError(Exception):
+    """The client has left before it had said what it wants."""
+
+
+class _Headers:
+    """Headers by name; of one that comes twice the first."""
+
+    def __init__(self, pairs: Sequence[tuple[bytes, bytes]]) -> None:
+        self._found: dict[bytes, bytes] = {}
+        for name, value in pairs:
+            self._found.setdefault(name.lower(), value)
+
+    def get(self, name: str) -> str | None:
+        value = self._found.get(name.encode())
+        return None if value is None else value.decode("latin-1")
+
+
+class _Replay:
+    """Gives the body that was read, then what comes after it: that the client has left."""
+
+    def __init__(self, body: bytes, receive: Receive) -> None:
+        self._body: bytes | None = body
+        self._receive = receive
+
+    async def __call__(self) -> Message:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        return await self._receive()
+
+
+def _without_port(host: str) -> str:
+    if host.startswith("["):
+        return host.partition("]")[0] + "]"
+    return host.partition(":")[0]

@@ -1,0 +1,46 @@
+"""JSON as strict as clients may expect it to be: what two parsers could read differently is refused."""
+
+import json
+from typing import Any
+
+from .errors import invalid
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The object in the body of a request.
+
+    Raises:
+        ApiError: it is not valid UTF-8 or JSON (NaN and Infinity are not, and no key may come twice), too deeply
+            nested, or no object.
+    """
+    if body.startswith(b"\xef\xbb\xbf"):
+        raise invalid("the body begins with a byte order mark, but it must be plain UTF-8", code="invalid_json")
+    try:
+        content = json.loads(body.decode(), parse_constant=_no_number, object_pairs_hook=_no_key_twice)
+    except RecursionError:
+        raise invalid("the body is nested too deeply", code="invalid_json") from None
+    except UnicodeDecodeError:
+        raise invalid("the body is not valid UTF-8", code="invalid_json") from None
+    except ValueError as error:
+        raise invalid(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(content, dict):
+        raise invalid(
+            f"the body is a {_NAMES.get(type(content), 'value')}, but it must be an object", code="invalid_json"
+        )
+    return content
+
+
+_NAMES = {list: "list", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is not a number")
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice[:80]!r} comes twice")
+    return found

@@ -1,0 +1,312 @@
+"""The backend of one process: an engine in a thread of its own, made anew when it crashes."""
+
+import asyncio
+import itertools
+import os
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ...data.errors import RunError
+from ...data.requests import Request
+from ...data.resolution import parse
+from ..core.request_state import RequestRecord
+from ..core.step_row import StepRow
+from ..engine.collectors import Collector
+from ..engine.engine import Engine
+from ..engine.watch import Watch
+from ..scheduling.policies import StepLatencyPredictor, get_policy
+from ..scheduling.systems import System
+from .backend import Follower, Health, Load, ReplicaState
+from .errors import ApiError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from ..models.served import ServedModel
+
+MAX_RESTARTS, RESTARTS_WITHIN_S = 3, 600.0
+STALLED_S, STALLED_STEPS = 30.0, 20.0
+"""Without a step for so long, and for so many times as long as the last one took, a busy engine counts as stalled."""
+_RATE_WEIGHT = 0.05
+_LOOK_EVERY_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSetup:
+    """What an engine of the server is made of.
+
+    Attributes:
+        model: loaded and tuned.
+        system: whose policy and share of steps requests get.
+        predictor: step latencies, for policies that look ahead.
+        max_batch_size: largest number of requests in the batch.
+        standalone_s: latency of a request alone, for policies that ask for it; called where requests are handed in.
+        warm_up: served before the backend is ready, one batch after the other.
+    """
+
+    model: "ServedModel"
+    system: System
+    predictor: StepLatencyPredictor | None = None
+    max_batch_size: int = 16
+    standalone_s: Callable[[Request], float | None] = lambda request: None
+    warm_up: Sequence[Sequence[Request]] = ()
+
+
+def engine_thread() -> ThreadPoolExecutor:
+    """The one thread of a process that computes with torch: it loads the model, measures, and runs the engine.
+
+    OpenMP keeps workers for each thread that computes. Where these are more than there are processors, they no longer
+    spin from one parallel region to the next but sleep (libgomp): with a model loaded in the main thread, steps of a
+    second one took 2.4 times as long on 2 cores.
+    """
+    return ThreadPoolExecutor(1, thread_name_prefix="psctl-engine")
+
+
+class LocalBackend:
+    """See `Backend`. A crash of the engine ends the requests that are open; the next engine has the same model.
+
+    Args:
+        setup: what the engine is made of.
+        thread: in which the model was loaded.
+        on_row: told of every step, on the event loop.
+
+    Attributes:
+        on_stopped: see `Backend`.
+    """
+
+    def __init__(
+        self,
+        setup: LocalSetup,
+        *,
+        thread: ThreadPoolExecutor | None = None,
+        on_row: Callable[[StepRow], None] = lambda row: None,
+    ) -> None:
+        self._setup, self.on_row = setup, on_row
+        self.on_stopped: Callable[[str], None] = lambda reason: None
+        self._health = Health.STARTING
+        self._engine: Engine | None = None
+        self._thread = thread or engine_thread()
+        self._running: Future[None] | None = None
+        self._is_stopping = False
+        self._crashes: deque[float] = deque(maxlen=MAX_RESTARTS + 1)
+        self._rate: float | None = None
+        self._last_step_s = time.monotonic()
+        self._last_duration_s = 0.0
+        # `check_request` may run torch: not on the event loop.
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="psctl-submit", initializer=_compute_alone)
+        self._has_begun = threading.Event()
+        self._followers: dict[int, Follower] = {}
+        # Filled by the engine's thread, emptied by the event loop: see `_look`.
+        self._rows: deque[StepRow] = deque()
+        self._steps: dict[int, int] = {}
+        self._looking: asyncio.Task[None] | None = None
+
+    @property
+    def health(self) -> Health:
+        """See `Backend`."""
+        idle_s = time.monotonic() - self._last_step_s
+        is_busy = self._engine is not None and self._engine.num_active > 0
+        if self._health is Health.READY and is_busy and idle_s > max(STALLED_S, STALLED_STEPS * self._last_duration_s):
+            return Health.STALLED
+        return self._health
+
+    @property
+    def load(self) -> Load:
+        """See `Backend`."""
+        engine = self._engine
+        if engine is None:
+            return Load(rate=self._rate)
+        return Load(engine.num_active, engine.num_waiting, engine.pixel_steps, self._rate)
+
+    @property
+    def replicas(self) -> Sequence[ReplicaState]:
+        """See `Backend`: this process."""
+        return (ReplicaState("local", os.getpid(), self.health, self.load),)
+
+    async def start(self) -> None:
+        """See `Backend`. Raises RunError if a request of the warm-up fails."""
+        self._loop = asyncio.get_running_loop()
+        self._begin()
+        await self._loop.run_in_executor(None, self._has_begun.wait)
+        numbers = itertools.count()
+        for batch in self._setup.warm_up:
+            waiting = [_Awaited(self._loop) for _ in batch]
+            for request, awaited in zip(batch, waiting, strict=True):
+                own = replace(request, request_id=next(numbers), arrival_s=self._loop.time(), slo_s=None)
+                await self._submit(own, awaited)
+            for awaited in waiting:
+                record = await awaited.ended
+                if record.status != "completed":
+                    raise RunError(f"warming up: {record.reason}")
+        self._health = Health.READY
+
+    async def submit(
+        self, request: Request, follower: Follower, *, num_partials: int = 0, follows_steps: bool = False
+    ) -> None:
+        """See `Backend`."""
+        if self._health not in (Health.READY, Health.STALLED):
+            raise ApiError(503, f"the engine is {self._health.value}", code="not_ready", headers={"Retry-After": "5"})
+        await self._submit(request, follower, num_partials, follows_steps)
+
+    async def _submit(
+        self, request: Request, follower: Follower, num_partials: int = 0, follows_steps: bool = False
+    ) -> None:
+        number = request.request_id
+        self._followers[number] = follower
+        if self._looking is None or self._looking.done():
+            self._looking = self._loop.create_task(self._look())
+        watch = Watch(
+            num_partials=num_partials,
+            on_step=partial(self._post if follows_steps else self._note, follower.on_step, number),
+            on_partial=partial(self._post, follower.on_partial, number),
+        )
+        try:
+            await self._loop.run_in_executor(self._pool, self._hand_in, request, watch)
+        except BaseException:
+            self._followers.pop(number, None)
+            raise
+
+    def _hand_in(self, request: Request, watch: Watch | None) -> None:
+        engine, setup = self._engine, self._setup
+        if engine is None:
+            raise ApiError(503, "the engine is restarting", code="not_ready", headers={"Retry-After": "5"})
+        if setup.predictor is not None:
+            # A size that it does not know would end the engine where the policy asks about it.
+            setup.predictor.step_latency_s((request.resolution,))
+        # The engine's clock is another one; both run alike.
+        arrival_s = max(0.0, engine.now_s() - (time.monotonic() - request.arrival_s))
+        own = setup.system.adapt(replace(request, arrival_s=arrival_s))
+        try:
+            engine.submit(own, standalone_s=setup.standalone_s(request), watch=watch)
+        except RuntimeError:
+            raise ApiError(503, "the engine is restarting", code="not_ready", headers={"Retry-After": "5"}) from None
+
+    def cancel(self, request_id: int, reason: str) -> None:
+        """See `Backend`."""
+        if self._engine is not None:
+            self._engine.cancel(request_id, reason)
+
+    async def stop(self) -> None:
+        """See `Backend`."""
+        self._is_stopping = True
+        self._health = Health.STOPPED
+        if self._engine is not None:
+            self._engine.abort()
+        if self._running is not None:
+            await asyncio.wait([asyncio.wrap_future(self._running)])
+        self._thread.shutdown(wait=False)
+        self._pool.shutdown(wait=False)
+
+    def _begin(self) -> None:
+        self._has_begun.clear()
+        self._running = self._thread.submit(self._run)
+
+    def _run(self) -> None:
+        setup = self._setup
+        try:
+            engine = Engine(
+                setup.model,
+                get_policy(setup.system.policy),
+                predictor=setup.predictor,
+                max_batch_size=setup.max_batch_size,
+                collector=_Posts(self),
+            )
+            engine.start()
+            self._engine = engine
+            self._has_begun.set()
+            engine.run()
+        except BaseException:  # noqa: BLE001  whatever it is, the server goes on
+            traceback.print_exc()
+        self._has_begun.set()
+        if not self._is_stopping:
+            self._post(self._crashed)
+
+    def _crashed(self) -> None:
+        """Begin anew, unless that has been tried too often."""
+        now_s = time.monotonic()
+        self._crashes.append(now_s)
+        self._engine = None
+        if len(self._crashes) > MAX_RESTARTS and now_s - self._crashes[0] < RESTARTS_WITHIN_S:
+            self._health = Health.STOPPED
+            self.on_stopped(f"the engine has crashed {len(self._crashes)} times within {RESTARTS_WITHIN_S / 60:g} min")
+            return
+        self._begin()
+
+    def _post(self, call: Callable[..., None], *given: Any) -> None:
+        """Have something called on the event loop, from any thread."""
+        try:
+            self._loop.call_soon_threadsafe(call, *given)
+        except RuntimeError:  # the loop is closed: nobody listens any more
+            return
+
+    def _note(self, on_step: Callable[[int, int], None], number: int, steps_done: int) -> None:
+        self._steps[number] = steps_done
+
+    async def _look(self) -> None:
+        """Take what steps have left, some times a second, while any request is open.
+
+        Waking the event loop for each of them takes a core from a step: single requests took a fifth longer on 2 cores.
+        """
+        while self._followers:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            self._take()
+
+    def _take(self) -> None:
+        while self._rows:
+            self._stepped(self._rows.popleft())
+        for number in list(self._steps):
+            steps_done = self._steps.pop(number)
+            if (follower := self._followers.get(number)) is not None:
+                follower.on_step(number, steps_done)
+
+    def _ended(self, record: RequestRecord, image: "Image | None") -> None:
+        self._take()
+        follower = self._followers.pop(record.request_id, None)
+        if follower is not None:
+            follower.on_end(record, image)
+
+    def _stepped(self, row: StepRow) -> None:
+        pixels = sum(parse(name).pixels * count for name, count in row.resolutions.items())
+        rate = pixels / max(row.duration_s + row.schedule_s, 1e-6)
+        self._rate = rate if self._rate is None else self._rate + _RATE_WEIGHT * (rate - self._rate)
+        self.on_row(row)
+
+
+def _compute_alone() -> None:
+    """Let a thread have no workers of OpenMP: see `engine_thread`."""
+    import torch
+
+    # A thread's first query sets its number to the process's; ours must come after that, or it is lost.
+    torch.get_num_threads()
+    torch.set_num_threads(1)
+
+
+class _Posts(Collector):
+    """Hands on what an engine tells, to the event loop."""
+
+    def __init__(self, backend: LocalBackend) -> None:
+        self._backend = backend
+
+    def on_finish(self, record: RequestRecord, image: "Image | None", latents: Any) -> None:
+        self._backend._post(self._backend._ended, record, image)
+
+    def on_step(self, row: StepRow) -> None:
+        self._backend._last_step_s, self._backend._last_duration_s = time.monotonic(), row.duration_s
+        self._backend._rows.append(row)
+
+
+class _Awaited(Follower):
+    """Waits for the end of a request of the warm-up."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.ended: asyncio.Future[RequestRecord] = loop.create_future()
+
+    def on_end(self, record: RequestRecord, image: "Image | None") -> None:
+        self.ended.set_result(record)

@@ -1,0 +1,114 @@
+"""Prometheus metrics: psctl_ and the stems that vLLM uses. No torch.
+
+Labels are served sizes (others are `other`), codes and routes; never users or ids.
+"""
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from ...data.resolution import Resolution
+from ..core.step_row import StepRow
+from .backend import Backend
+from .errors import ApiError
+from .front_end import Watcher
+from .tickets import Ticket
+
+_SECONDS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
+_STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+_COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 64)
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+
+class Metrics(Watcher):
+    """Counts what a server does.
+
+    Args:
+        sizes: that have a label of their own.
+        backend: its load is asked for at every scrape.
+    """
+
+    def __init__(self, sizes: Sequence[Resolution], backend: Backend) -> None:
+        self._sizes = frozenset(map(str, sizes))
+        registry = self._registry = CollectorRegistry()
+
+        def gauge(name: str, about: str) -> Gauge:
+            return Gauge(f"psctl_{name}", about, registry=registry)
+
+        def seconds(name: str, about: str) -> Histogram:
+            return Histogram(f"psctl_{name}", about, buckets=_SECONDS, registry=registry)
+
+        def counter(name: str, about: str, *labels: str) -> Counter:
+            return Counter(f"psctl_{name}", about, labels, registry=registry)
+
+        gauge("num_requests_running", "Images in the batch.").set_function(lambda: backend.load.num_running)
+        gauge("num_requests_waiting", "Images that are not in the batch yet.").set_function(
+            lambda: backend.load.num_waiting
+        )
+        gauge("pixel_steps_pending", "Pixels times steps still to be denoised.").set_function(
+            lambda: backend.load.pixel_steps
+        )
+        self.predictor_scale = gauge("predictor_scale", "What predicted step latencies are multiplied by.")
+        self.cache_reused_share = gauge("cache_reused_share", "Share of computation that the patch cache has saved.")
+        self._ended = counter("request_success", "Images that have ended, by how.", "finished_reason")
+        self._met = counter("slo_met", "Images in time.", "resolution")
+        self._missed = counter("slo_missed", "Images that were late, or never came.", "resolution")
+        self._rejected = counter("rejected", "Requests that were not let in.", "code")
+        self._answers = counter("http_requests", "Answers.", "route", "code")
+        self._latency = seconds("e2e_request_latency_seconds", "From the request to its image.")
+        self._queue = seconds("request_queue_time_seconds", "From the request to the batch.")
+        self._prepare = seconds("request_prepare_time_seconds", "Text encoding and first latents.")
+        self._denoise = seconds("request_denoise_time_seconds", "In the batch.")
+        self._decode = seconds("request_decode_time_seconds", "From the last step to the image.")
+        self._first = seconds("time_to_first_image_seconds", "From the request to its first image.")
+        self._step = Histogram(
+            "psctl_step_duration_seconds", "Denoising steps.", buckets=_STEP_SECONDS, registry=registry
+        )
+        self._batch = Histogram("psctl_batch_size", "Images in a step.", buckets=_COUNTS, registry=registry)
+        self._resolutions = Histogram(
+            "psctl_batch_resolutions", "Different sizes in a step.", buckets=_COUNTS[:5], registry=registry
+        )
+
+    def exposition(self) -> bytes:
+        """What Prometheus reads."""
+        return generate_latest(self._registry)
+
+    def on_row(self, row: StepRow) -> None:
+        """A step was taken."""
+        self._step.observe(row.duration_s)
+        self._batch.observe(row.active)
+        self._resolutions.observe(len(row.resolutions))
+
+    def on_answer(self, route: str, status: int) -> None:
+        """A request of HTTP was answered."""
+        self._answers.labels(route, str(status)).inc()
+
+    def on_accepted(self, ticket: Ticket) -> None:
+        """See `Watcher`."""
+
+    def on_rejected(self, error: ApiError) -> None:
+        """See `Watcher`."""
+        self._rejected.labels(error.code).inc()
+
+    def on_over(self, ticket: Ticket) -> None:
+        """See `Watcher`."""
+        ends = [record.finish_s for record in ticket.records if record.status == "completed"]
+        if ends:
+            self._first.observe(min(end_s for end_s in ends if end_s is not None) - ticket.records[0].arrival_s)
+        for record in ticket.records:
+            self._ended.labels(record.status).inc()
+            size = str(record.resolution)
+            if record.slo_s is not None and record.status != "cancelled":
+                (self._met if record.slo_met else self._missed).labels(size if size in self._sizes else "other").inc()
+            if record.latency_s is not None:
+                self._latency.observe(record.latency_s)
+            if record.queueing_s is not None:
+                self._queue.observe(record.queueing_s)
+            for histogram, start_s, end_s in (
+                (self._prepare, record.prepare_start_s, record.prepare_end_s),
+                (self._denoise, record.admitted_s, record.denoise_end_s),
+                (self._decode, record.denoise_end_s, record.finish_s),
+            ):
+                if start_s is not None and end_s is not None:
+                    histogram.observe(end_s - start_s)

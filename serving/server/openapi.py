@@ -1,0 +1,93 @@
+"""What `/openapi.json` says of bodies, which `protocol` checks by hand, and of errors. No torch."""
+
+from typing import Any
+
+from ...data.requests import MAX_SEED
+from .limits import Limits
+from .protocol import MAX_IMAGES, MAX_PARTIALS, MAX_USER, QUALITIES, ModelFacts
+
+_ERROR = {
+    "description": "an error",
+    "content": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "required": ["error"],
+                "properties": {
+                    "error": {
+                        "type": "object",
+                        "required": ["message", "type", "param", "code"],
+                        "properties": {
+                            "message": {"type": "string"},
+                            "type": {"type": "string"},
+                            "param": {"type": ["string", "null"]},
+                            "code": {"type": "string"},
+                        },
+                    }
+                },
+            }
+        }
+    },
+}
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The errors of a route, in the one form that they all have."""
+    return dict.fromkeys(statuses, _ERROR)
+
+
+def generation_body(model: ModelFacts, limits: Limits) -> dict[str, Any]:
+    """The body of `POST /v1/images/generations`, for `openapi_extra`."""
+    sizes = ["auto", *map(str, model.defaults.resolutions)]
+    properties: dict[str, Any] = {
+        "prompt": {"type": "string", "maxLength": limits.max_prompt},
+        "model": {"enum": list(model.names)},
+        "n": _whole(1, MAX_IMAGES),
+        "size": {"type": "string", "pattern": "^(auto|[1-9][0-9]{0,5}x[1-9][0-9]{0,5})$", "examples": sizes},
+        "response_format": {"enum": ["b64_json", "url"]},
+        "output_format": {"enum": ["png", "jpeg", "webp"]},
+        "output_compression": _whole(0, 100),
+        "background": {"enum": ["auto", "opaque"]},
+        "stream": {"type": "boolean"},
+        "partial_images": _whole(0, MAX_PARTIALS),
+        "user": {"type": "string", "maxLength": MAX_USER},
+        "moderation": {"enum": ["auto", "low"]},
+        "quality": {"enum": list(QUALITIES)},
+        "style": {"enum": ["vivid", "natural"]},
+        "seed": _whole(0, MAX_SEED),
+        "num_inference_steps": _whole(1, limits.max_steps),
+        "guidance_scale": {"type": "number", "minimum": 0, "maximum": 100},
+        "negative_prompt": {"type": "string", "maxLength": limits.max_prompt},
+        "progress": {"type": "boolean"},
+        "slo": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1e9},
+    }
+    schema = {"type": "object", "required": ["prompt"], "properties": properties, "additionalProperties": False}
+    return body_of(schema)
+
+
+def batch_body() -> dict[str, Any]:
+    """The body of `POST /v1/batches`."""
+    properties: dict[str, Any] = {
+        "input_file_id": {"type": "string"},
+        "endpoint": {"enum": ["/v1/images/generations"]},
+        "completion_window": {"enum": ["24h"]},
+        "metadata": {"type": ["object", "null"]},
+    }
+    required = ["input_file_id", "endpoint"]
+    return body_of({"type": "object", "required": required, "properties": properties, "additionalProperties": False})
+
+
+def file_body() -> dict[str, Any]:
+    """The body of `POST /v1/files`."""
+    properties = {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": ["batch"]}}
+    schema = {"type": "object", "required": ["file", "purpose"], "properties": properties}
+    return body_of(schema, "multipart/form-data")
+
+
+def body_of(schema: dict[str, Any], media_type: str = "application/json") -> dict[str, Any]:
+    """A schema as the body of a route, for `openapi_extra`."""
+    return {"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}}
+
+
+def _whole(low: int, high: int) -> dict[str, Any]:
+    return {"type": "integer", "minimum": low, "maximum": high}

@@ -1,0 +1,51 @@
+"""One JSON line on stderr for every request that has ended or was not let in. No torch."""
+
+import json
+import sys
+import time
+from typing import Any, TextIO
+
+from .errors import ApiError
+from .front_end import Watcher, metrics_of
+from .tickets import Ticket
+
+
+class RequestLog(Watcher):
+    """Writes the lines; with `with_prompts` also what was asked for, which else nobody finds in a log."""
+
+    def __init__(self, *, with_prompts: bool = False, file: TextIO | None = None) -> None:
+        self._with_prompts, self._file = with_prompts, file or sys.stderr
+
+    def on_accepted(self, ticket: Ticket) -> None:
+        """See `Watcher`."""
+
+    def on_rejected(self, error: ApiError) -> None:
+        """See `Watcher`."""
+        self._write({"event": "rejected", "status": error.status, "code": error.code})
+
+    def on_over(self, ticket: Ticket) -> None:
+        """See `Watcher`."""
+        wanted = ticket.generation
+        line: dict[str, Any] = {
+            "event": ticket.status,
+            "id": ticket.id,
+            "n": len(wanted.seeds),
+            "size": str(wanted.resolution),
+            "num_inference_steps": wanted.num_inference_steps,
+        }
+        if ticket.records:
+            line |= {name: _short(value) for name, value in metrics_of(ticket).items()}
+        if ticket.error is not None:
+            line |= {"code": ticket.error.code, "reason": ticket.error.message}
+        if self._with_prompts:
+            line["prompt"] = wanted.prompt
+        self._write(line)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime())
+        self._file.write(json.dumps({"time": f"{at}Z", **line}, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+
+def _short(value: Any) -> Any:
+    return round(value, 4) if isinstance(value, float) else value

@@ -1,0 +1,211 @@
+"""Runs the server: uvicorn on the main thread, from loading to the end of draining. No torch."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from ...data.errors import RunError, UsageError
+from .app import GENERATIONS, make_app
+from .batches.api import FILES
+from .batches.store import MAX_FILE_BYTES, Batches
+from .connections import TimedConnection
+from .front_end import FrontEnd
+from .guards import LOOPBACK, Guards, Keys, Scope
+from .live import Live
+from .metrics import Metrics
+
+_BACKLOG = 256
+_KEEP_ALIVE_S = 15
+_LAST_ANSWERS_S = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server listens, and who may ask.
+
+    Attributes:
+        host, port: 0 for any port that is free.
+        keys: that are let in; none: everybody.
+        allowed_hosts: names that it may be asked by besides the host; on other hosts than loopback none means any.
+        drain_timeout_s: how long what is open may still take after a signal.
+        is_open: whether it may listen elsewhere than on loopback without keys.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    keys: Sequence[str] = field(default=(), repr=False)
+    allowed_hosts: Sequence[str] = ()
+    drain_timeout_s: float = 30.0
+    is_open: bool = False
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can ask."""
+        return self.host in ("localhost", "127.0.0.1", "::1")
+
+    def check(self) -> None:
+        """Raise UsageError where anybody on the network could ask."""
+        if not self.is_loopback and not self.keys and not self.is_open:
+            raise UsageError(
+                f"--host is {self.host}, where others can ask: set PSCTL_API_KEY or --api-key-file, or say --insecure"
+            )
+
+    def listen(self) -> socket.socket:
+        """The socket, so that a port that is taken is told before anything is loaded. Raises RunError."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        # Named as TCP, or asyncio does not send small answers at once: on kept connections each took 40 ms longer.
+        listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((self.host, self.port))
+        except OSError as error:
+            listening.close()
+            raise RunError(f"cannot listen on {self.host}:{self.port}: {error.strerror}") from error
+        return listening
+
+    @property
+    def hosts(self) -> tuple[str, ...] | None:
+        """Names that the server may be asked by; None: any."""
+        if self.is_loopback or self.allowed_hosts:
+            return (*LOOPBACK, self.host, *self.allowed_hosts)
+        return None
+
+
+def serve_forever(
+    front_end: FrontEnd,
+    metrics: Metrics,
+    live: Live,
+    batches: Batches,
+    address: Address,
+    listening: socket.socket,
+    *,
+    on_ready: Callable[[str], None],
+) -> None:
+    """Serve until a signal comes, then drain; a second signal ends it at once.
+
+    Args:
+        front_end: answers.
+        metrics: told of every answer.
+        live: what the page shows.
+        batches: files and batches of the workspace.
+        address: who may ask, and how long draining may take.
+        listening: the socket.
+        on_ready: told the base URL when the backend is ready.
+
+    Raises:
+        RunError: the backend could not start, or has given up.
+    """
+    asyncio.run(_serve(front_end, metrics, live, batches, address, listening, on_ready))
+
+
+async def _serve(
+    front_end: FrontEnd,
+    metrics: Metrics,
+    live: Live,
+    batches: Batches,
+    address: Address,
+    listening: socket.socket,
+    on_ready: Callable[[str], None],
+) -> None:
+    app = make_app(front_end, metrics, live, batches)
+    paths = {route.path for route in app.routes if hasattr(route, "path")}  # type: ignore[attr-defined]
+
+    def on_answer(scope: Scope, status: int) -> None:
+        route = scope.get("route")
+        metrics.on_answer(
+            getattr(route, "path", "other") if route is not None else _known(scope["path"], paths), status
+        )
+
+    guarded = Guards(
+        app,
+        keys=Keys(address.keys),
+        hosts=address.hosts,
+        max_body=front_end.limits.max_body_bytes,
+        large_paths={FILES: MAX_FILE_BYTES},
+        on_answer=on_answer,
+    )
+    config = uvicorn.Config(
+        guarded,
+        http=TimedConnection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=_BACKLOG,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_LAST_ANSWERS_S,
+    )
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    server = _DrainingServer(config, front_end, address.drain_timeout_s)
+    port = listening.getsockname()[1]
+    host = f"[{address.host}]" if ":" in address.host else address.host
+
+    async def start() -> None:
+        await front_end.backend.start()
+        batches.start()
+        on_ready(f"http://{host}:{port}/v1")
+
+    front_end.backend.on_stopped = server.give_up
+    starting = asyncio.ensure_future(start())
+    starting.add_done_callback(server.backend_started)
+    await server.serve(sockets=[listening])
+    if not starting.done():
+        starting.cancel()
+    await batches.stop()
+    # Also where nothing was drained: the process must not end while a thread computes.
+    await front_end.backend.stop()
+    if server.failure is not None:
+        raise server.failure
+
+
+class _DrainingServer(uvicorn.Server):
+    """Drains before it stops listening: meanwhile `/ready` says no, and new work is refused."""
+
+    def __init__(self, config: uvicorn.Config, front_end: FrontEnd, drain_timeout_s: float) -> None:
+        super().__init__(config)
+        self.failure: BaseException | None = None
+        self._front_end, self._drain_timeout_s = front_end, drain_timeout_s
+        self._draining: asyncio.Future[None] | None = None
+        self._loop = asyncio.get_running_loop()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take a signal: the first drains, a second ends everything at once."""
+        if self._front_end.is_draining:
+            self.should_exit = self.force_exit = True
+            return
+        self._front_end.is_draining = True
+        self._loop.call_soon_threadsafe(self._begin_draining)
+
+    def give_up(self, reason: str) -> None:
+        """End with an error, as the backend is gone."""
+        self.failure = RunError(reason)
+        self.should_exit = True
+
+    def backend_started(self, starting: "asyncio.Future[Any]") -> None:
+        """The backend is ready, or never will be."""
+        error = None if starting.cancelled() else starting.exception()
+        if error is not None and not self._front_end.is_draining:
+            self.failure = error
+            self.should_exit = True
+
+    def _begin_draining(self) -> None:
+        self._draining = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        try:
+            await self._front_end.drain(self._drain_timeout_s)
+        finally:
+            self.should_exit = True
+
+
+def _known(path: str, paths: set[str]) -> str:
+    """A route for answers that came before any route was looked for."""
+    return path if path in paths or path == GENERATIONS else "other"

@@ -1,0 +1,91 @@
+"""Server-sent events: what a stream tells, and a comment where nothing is told for a while. No torch."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from .errors import ApiError
+from .images import base64_of
+from .protocol import Generation
+from .tickets import Drawn, Partial, Progress, Ticket
+
+COMMENT_EVERY_S = 10.0
+_COMMENT = b": waiting\n\n"
+
+
+def event(content: Mapping[str, Any], name: str | None = None) -> bytes:
+    """One event."""
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {json.dumps(content, ensure_ascii=False)}\n\n".encode()
+
+
+async def events_of(ticket: Ticket, timeout_s: float) -> AsyncIterator[bytes]:
+    """All that a ticket tells, until it has ended, which is after so many seconds at the latest."""
+    assert ticket.events is not None
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + timeout_s
+    while True:
+        left_s = end_s - loop.time()
+        if left_s <= 0:
+            ticket.cancel("it took too long", ApiError(504, f"it took more than {timeout_s:g} s", code="timeout"))
+            left_s = COMMENT_EVERY_S
+        try:
+            told = await asyncio.wait_for(ticket.events.get(), min(left_s, COMMENT_EVERY_S))
+        except TimeoutError:
+            yield _COMMENT
+            continue
+        if told is None:
+            return
+        if isinstance(told, ApiError):
+            yield event(told.to_json(), "error")
+            continue
+        content = _content_of(told, ticket)
+        yield event(content, content["type"])
+
+
+def usage_of(generation: Generation, num_images: int) -> dict[str, Any]:
+    """What OpenAI's clients want to be told of tokens: there are none, so it is images and pixels."""
+    pixels = generation.resolution.pixels * num_images
+    return {
+        "input_tokens": 0,
+        "input_tokens_details": {"image_tokens": 0, "text_tokens": 0},
+        "output_tokens": pixels,
+        "total_tokens": pixels,
+    }
+
+
+def _content_of(told: Partial | Progress | Drawn, ticket: Ticket) -> dict[str, Any]:
+    wanted = ticket.generation
+    if isinstance(told, Progress):
+        return {
+            "type": "image_generation.progress",
+            "image_index": told.image_index,
+            "steps_done": told.steps_done,
+            "num_inference_steps": told.num_steps,
+        }
+    shared = {
+        "created_at": int(ticket.created_s),
+        "size": str(wanted.resolution),
+        "quality": wanted.quality,
+        "background": "opaque",
+        "output_format": wanted.output_format,
+    }
+    if isinstance(told, Partial):
+        return {
+            "type": "image_generation.partial_image",
+            "b64_json": base64_of(told.content),
+            "partial_image_index": told.index,
+            "image_index": told.image_index,
+            **shared,
+        }
+    index = ticket.numbers.index(told.record.request_id)
+    return {
+        "type": "image_generation.completed",
+        "b64_json": base64_of(told.content),
+        "image_index": index,
+        "seed": wanted.seeds[index],
+        "id": ticket.id,
+        "usage": usage_of(wanted, 1),
+        **shared,
+    }

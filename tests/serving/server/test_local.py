@@ -1,0 +1,200 @@
+"""The engine behind the server: crashes at every stage, too many of them, a stall, and what it cannot serve."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from patchedserve.data.errors import UsageError
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.serving.core.request_state import RequestRecord, RequestState, Stage
+from patchedserve.serving.models.loading import load_model
+from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.scheduling.scheduler import Scheduler
+from patchedserve.serving.scheduling.systems import get_system
+from patchedserve.serving.server import local
+from patchedserve.serving.server.backend import FIRST_ID, Follower, Health
+from patchedserve.serving.server.errors import ApiError
+from patchedserve.serving.server.local import MAX_RESTARTS, LocalBackend, LocalSetup
+
+from ...support.tiny_models import save_tiny, tiny_sdxl
+
+SIZE = Resolution(32, 32)
+Bomb = Callable[[Sequence[RequestState]], bool]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    return load_model(str(save_tiny(folder, tiny_sdxl(), guidance_scale=3.0)), "cpu", "float32")
+
+
+class Ending(Follower):
+    """Waits for the end of a request."""
+
+    def __init__(self) -> None:
+        self.ended: asyncio.Future[tuple[RequestRecord, Any]] = asyncio.get_running_loop().create_future()
+
+    def on_end(self, record: RequestRecord, image: Any) -> None:
+        self.ended.set_result((record, image))
+
+
+def request(number: int, steps: int = 6, size: Resolution = SIZE) -> Request:
+    return Request(FIRST_ID + number, "a cat", size, steps, 3.0, arrival_s=time.monotonic())
+
+
+async def is_taken(backend: LocalBackend, asked: Request, ending: Ending) -> bool:
+    """Hand a request in, unless there is no engine just now."""
+    try:
+        await backend.submit(asked, ending)
+    except ApiError as error:
+        if error.code != "not_ready":
+            raise
+        return False
+    return True
+
+
+def run(work: Callable[[LocalBackend], Coroutine[Any, Any, None]], model: ServedModel) -> None:
+    async def whole() -> None:
+        backend = LocalBackend(LocalSetup(model, get_system("patched-fcfs"), warm_up=[[request(0, 1)]]))
+        await backend.start()
+        try:
+            await asyncio.wait_for(work(backend), 60)
+        finally:
+            await backend.stop()
+
+    asyncio.run(whole())
+
+
+def bombed(monkeypatch: pytest.MonkeyPatch, goes_off: Bomb) -> list[str]:
+    """Let the engine's loop crash where `goes_off` says so of the requests that are open; returns when it did."""
+    crashes: list[str] = []
+    real = Scheduler.decide
+
+    def decide(scheduler: Scheduler, now_s: float) -> Sequence[RequestState]:
+        # The one step of the warm-up is left alone.
+        states = [state for state in scheduler._open.values() if state.num_iterations > 1]
+        if states and goes_off(states):
+            crashes.append(threading.current_thread().name)
+            raise RuntimeError("a fault in the loop")
+        return real(scheduler, now_s)
+
+    monkeypatch.setattr(Scheduler, "decide", decide)
+    return crashes
+
+
+def once_at(stage: str) -> Bomb:
+    """The first time that a request is there."""
+    has_gone = False
+
+    def goes_off(states: Sequence[RequestState]) -> bool:
+        nonlocal has_gone
+        if has_gone or all(state.stage != stage for state in states):
+            return False
+        has_gone = True
+        return True
+
+    return goes_off
+
+
+@pytest.mark.parametrize("stage", get_args(Stage))
+def test_after_a_crash_the_next_engine_serves(stage: str, model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    crashes = bombed(monkeypatch, once_at(stage))
+
+    async def work(backend: LocalBackend) -> None:
+        endings = []
+        for number, steps in enumerate((3, 6, 30)):
+            ending = Ending()
+            if await is_taken(backend, request(number, steps), ending):
+                endings.append(ending)
+        records = [(await ending.ended)[0] for ending in endings]
+        assert len(crashes) == 1, "or the test shows nothing"
+        # Each has an end: an image that was finished before, or none.
+        assert {record.status for record in records} <= {"completed", "cancelled"}
+        assert "cancelled" in {record.status for record in records}
+        start_s = time.monotonic()
+        again = Ending()
+        while not await is_taken(backend, request(9), again):
+            await asyncio.sleep(0.02)
+        record, image = await again.ended
+        assert record.status == "completed"
+        assert image.size == (32, 32)
+        assert time.monotonic() - start_s < 5
+        assert backend.health is Health.READY
+
+    run(work, model)
+
+
+def test_too_many_crashes_are_the_end(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    crashes = bombed(monkeypatch, lambda states: True)
+
+    async def work(backend: LocalBackend) -> None:
+        told: list[str] = []
+        backend.on_stopped = told.append
+        while not told:
+            ending = Ending()
+            if await is_taken(backend, request(len(crashes)), ending):
+                assert (await ending.ended)[0].status == "cancelled"
+            else:
+                await asyncio.sleep(0.02)
+        assert len(crashes) == MAX_RESTARTS + 1
+        assert "has crashed 4 times" in told[0]
+        assert backend.health is Health.STOPPED
+
+    run(work, model)
+
+
+def test_a_stall_is_told(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "STALLED_S", 0.2)
+    monkeypatch.setattr(local, "STALLED_STEPS", 0.0)
+    goes_on = threading.Event()
+
+    def waits(states: Sequence[RequestState]) -> bool:
+        if any(state.stage == "active" for state in states):
+            goes_on.wait(20)
+        return False
+
+    bombed(monkeypatch, waits)
+
+    async def work(backend: LocalBackend) -> None:
+        ending = Ending()
+        await backend.submit(request(0), ending)
+        while backend.health is not Health.STALLED:
+            await asyncio.sleep(0.02)
+        goes_on.set()
+        assert (await ending.ended)[0].status == "completed"
+        assert backend.health is Health.READY
+
+    run(work, model)
+
+
+def test_what_the_model_cannot_serve_is_refused_at_once(model: ServedModel) -> None:
+    async def work(backend: LocalBackend) -> None:
+        with pytest.raises(UsageError, match="it may have at most"):
+            await backend.submit(request(0, size=Resolution(8000, 8000)), Ending())
+        ending = Ending()
+        await backend.submit(request(1, steps=200), ending)
+        backend.cancel(FIRST_ID + 1, "its client has left")
+        record, image = await ending.ended
+        assert (record.status, record.reason, image) == ("cancelled", "its client has left", None)
+        assert (backend.load.num_running, backend.load.num_waiting, backend.load.pixel_steps) == (0, 0, 0)
+        assert backend.load.rate is not None
+
+    run(work, model)
+
+
+def test_the_unit_of_time_is_shared(model: ServedModel, tmp_path: Path) -> None:
+    async def work(backend: LocalBackend) -> None:
+        early, ending = request(0), Ending()
+        await asyncio.sleep(0.3)
+        await backend.submit(early, ending)
+        record, _ = await ending.ended
+        assert record.latency_s is not None
+        assert record.latency_s >= 0.3, "the time before it was handed in counts"
+
+    run(work, model)

@@ -1,0 +1,118 @@
+"""What clients may send: every wrong body is told in one line, with the field and a code."""
+
+import json
+from typing import Any
+
+import pytest
+
+from patchedserve.data.resolution import Resolution
+from patchedserve.serving.models.defaults import ModelDefaults
+from patchedserve.serving.server.errors import ApiError
+from patchedserve.serving.server.json_body import parse_object
+from patchedserve.serving.server.limits import Limits
+from patchedserve.serving.server.protocol import Generation, ModelFacts, parse_generation
+
+from ...support.bad_requests import BODIES, WRONG
+
+SIZES = (Resolution(128, 128), Resolution(192, 192), Resolution(256, 256))
+MODEL = ModelFacts("tiny", ModelDefaults(30, 4.0, SIZES[0], SIZES), aliases=("dall-e-3",))
+LIMITS = Limits(max_pixels=256 * 256)
+
+
+def parsed(header_slo: str | None = None, **fields: Any) -> Generation:
+    return parse_generation({"prompt": "a cat", **fields}, MODEL, LIMITS, header_slo=header_slo)
+
+
+def refused(**fields: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        parsed(**fields)
+    return caught.value
+
+
+def test_what_is_not_said_is_the_models() -> None:
+    found = parsed()
+    assert (found.resolution, found.num_inference_steps, found.guidance_scale) == (SIZES[0], 30, 4.0)
+    assert (found.response_format, found.output_format, found.stream, found.partial_images) == (
+        "b64_json",
+        "png",
+        False,
+        0,
+    )
+    assert len(found.seeds) == 1
+    assert found.slo_s is None
+    assert parsed().seeds != parsed().seeds, "a seed is drawn"
+    assert parsed(size=None, n=None, seed=None, stream=None).resolution == SIZES[0], "null is as good as nothing"
+
+
+def test_everything_that_may_be_said() -> None:
+    found = parsed(
+        model="dall-e-3",
+        n=3,
+        size="256x128",
+        response_format="b64_json",
+        output_format="webp",
+        output_compression=40,
+        background="opaque",
+        stream=True,
+        partial_images=3,
+        user="somebody",
+        moderation="low",
+        quality="high",
+        seed=7,
+        guidance_scale=2,
+        negative_prompt="a dog",
+        progress=True,
+        slo=4.5,
+        style="natural",
+        header_slo="3",
+    )
+    assert found == Generation(
+        "a cat",
+        Resolution(256, 128),
+        60,
+        2.0,
+        (7, 8, 9),
+        negative_prompt="a dog",
+        output_format="webp",
+        output_compression=40,
+        stream=True,
+        partial_images=3,
+        progress=True,
+        slo_s=3.0,
+        quality="high",
+    )
+    assert found.pixel_steps == 3 * 256 * 128 * 60
+    assert parsed(slo=2, header_slo="3").slo_s == 2.0
+
+
+@pytest.mark.parametrize(
+    ("quality", "steps"), [("low", 15), ("medium", 30), ("standard", 30), ("auto", 30), ("hd", 60), ("high", 60)]
+)
+def test_quality_is_a_share_of_the_models_steps(quality: str, steps: int) -> None:
+    assert parsed(quality=quality).num_inference_steps == steps
+    assert parsed(quality=quality, num_inference_steps=7).num_inference_steps == 7, "said outright it wins"
+
+
+@pytest.mark.parametrize(("fields", "param", "code", "status"), WRONG)
+def test_what_is_refused(fields: dict[str, Any], param: str | None, code: str, status: int) -> None:
+    error = refused(**fields)
+    assert (error.status, error.param, error.code) == (status, param, code)
+    assert len(error.message) < 250
+    assert "\n" not in error.message
+    told = error.to_json()["error"]
+    assert told["type"] == "invalid_request_error"
+    json.dumps(told).encode()
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_bodies_that_are_no_json_object(body: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_object(body)
+    error = caught.value
+    assert (error.status, error.code, error.param) == (400, "invalid_json", None)
+    assert "\n" not in error.message
+    assert len(error.message) < 250
+
+
+def test_a_body_may_be_any_object() -> None:
+    assert parse_object('{"prompt": "ä \\ud83d\\ude00"}'.encode()) == {"prompt": "ä 😀"}
