@@ -1,0 +1,385 @@
+"""The backend of many processes: replicas that Ray Serve places, starts and starts again, on one machine or a cluster.
+
+Ray does not repeat a request that a replica has accepted: where its process dies, the front end hands the request in
+again, from its beginning. The same seed gives the same image.
+"""
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, redirect_stdout, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ...data.errors import MissingExtraError, RunError, UsageError
+from ...data.requests import Request
+from ..core.request_state import RequestRecord, Status
+from ..core.step_row import StepRow
+from ..server.backend import Follower, Health, Load, ReplicaState
+from ..server.errors import ApiError
+from .load_book import BOOK, LoadBook
+from .messages import Accepted, Ended, PartialImage, Refused, ReplicaStatus, Stepped
+
+if TYPE_CHECKING:
+    from ..server.local import LocalSetup
+
+MAX_RESUBMITS = 2
+APP, DEPLOYMENT = "psctl", "engine"
+_STATUS_EVERY_S, _STATUS_WITHIN_S = 0.5, 10.0
+_ALL_GONE_S = 60.0
+"""Without any replica for so long, the server says that it is not ready; what comes in waits until then."""
+_HEALTH_EVERY_S = 2.0
+_LONGEST_START_S = 1800.0
+_LOADED_S, _CALM_S = 2.0, 30.0
+"""So long more replicas must have been needed before one is started, and fewer before one is stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPlan:
+    """How many replicas there are, and what each takes.
+
+    Attributes:
+        least, most: number of replicas; equal for a fixed number.
+        takes_gpu: one GPU each; else one CPU core each.
+        max_ongoing: requests that a replica may have open, above what its queue and its batch can hold.
+        target_s: what is pending shall be done within so long, where the number is not fixed.
+        drain_s: how long a replica that is stopped may still take.
+
+    Raises:
+        UsageError: there is no such number.
+    """
+
+    least: int
+    most: int
+    takes_gpu: bool
+    max_ongoing: int
+    target_s: float = 10.0
+    drain_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.most:
+            raise UsageError(f"replicas go from {self.least} to {self.most}, but it must be from 1 on, and not fall")
+
+
+class ClusterBackend:
+    """See `server.backend.Backend`; `deploy` comes first.
+
+    Args:
+        plan: how many replicas.
+        build: makes the parts of an engine, and what is to be known of them, in a replica's process: it is pickled.
+        book: what is pending where.
+
+    Attributes:
+        on_stopped: see `Backend`.
+        on_row: told of every step of every replica, some time later, on the event loop.
+    """
+
+    def __init__(
+        self, plan: ReplicaPlan, build: "Callable[[], tuple[LocalSetup, object]]", *, book: LoadBook = BOOK
+    ) -> None:
+        self._plan, self._build, self._book = plan, build, book
+        self.on_stopped: Callable[[str], None] = lambda reason: None
+        self.on_row: Callable[[StepRow], None] = lambda row: None
+        self._replicas: tuple[ReplicaState, ...] = ()
+        self._is_stopped = self._has_begun = False
+        self._seen_s = 0.0
+        self._open: dict[int, _Open] = {}
+        self._watching: asyncio.Task[None] | None = None
+        self._owns_ray = False
+        self._redirected = ExitStack()
+
+    def deploy(self) -> Any:
+        """Start the replicas and wait until they are warm; returns what `build` tells. Takes as long as loading does.
+
+        Raises:
+            MissingExtraError: Ray is not installed.
+            UsageError: the cluster has no room for so many replicas.
+            RunError: they do not start.
+        """
+        try:
+            import ray
+            from ray import serve
+            from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+        except ImportError as error:
+            raise MissingExtraError(error.name or "ray", "ray") from error
+        from .autoscale import ByPixelSteps
+        from .replica import Replica
+        from .router import FewestPixelSteps
+
+        plan = self._plan
+        # Ray tells of actors that die on stdout, which is for results.
+        self._redirected.enter_context(redirect_stdout(sys.stderr))
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        if not ray.is_initialized():
+            # RAY_ADDRESS names a cluster; without it one of this machine is started, and ended with this process.
+            ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+            self._owns_ray = True
+        self._check_room(ray.cluster_resources())
+        serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
+        replicas: dict[str, Any] = {"num_replicas": plan.least}
+        if plan.most > plan.least:
+            policy = AutoscalingPolicy(
+                policy_function=_path_of(ByPixelSteps, ":"),
+                policy_kwargs={"target_s": plan.target_s},
+            )
+            replicas = {
+                "autoscaling_config": AutoscalingConfig(
+                    min_replicas=plan.least,
+                    max_replicas=plan.most,
+                    metrics_interval_s=1.0,
+                    look_back_period_s=2.0,
+                    upscale_delay_s=_LOADED_S,
+                    downscale_delay_s=_CALM_S,
+                    policy=policy,
+                )
+            }
+        router: dict[str, Any] = {"request_router_class": _path_of(FewestPixelSteps, ".")}
+        deployment = serve.deployment(Replica).options(
+            name=DEPLOYMENT,
+            ray_actor_options={"num_gpus": 1} if plan.takes_gpu else {"num_cpus": 1},
+            max_ongoing_requests=plan.max_ongoing,
+            health_check_period_s=_HEALTH_EVERY_S,
+            health_check_timeout_s=_STATUS_WITHIN_S * 3,
+            graceful_shutdown_timeout_s=plan.drain_s,
+            graceful_shutdown_wait_loop_s=1.0,
+            max_constructor_retry_count=2,
+            request_router_config=RequestRouterConfig(**router),
+            **replicas,
+        )
+        try:
+            self._handle = serve.run(deployment.bind(self._build), name=APP, route_prefix=None)
+            self._draw = self._handle.options(method_name="draw", stream=True)
+            return self._handle.describe.remote().result(timeout_s=_LONGEST_START_S)
+        except Exception as error:
+            self._end_ray()
+            raise RunError(f"the replicas do not start: {str(error).strip().splitlines()[-1]}") from error
+
+    def _check_room(self, resources: Mapping[str, float]) -> None:
+        kind = "GPU" if self._plan.takes_gpu else "CPU"
+        found = int(resources.get(kind, 0))
+        if found < self._plan.most:
+            self._end_ray()
+            raise UsageError(f"{self._plan.most} replicas take one {kind} each, but the cluster has {found}")
+
+    @property
+    def health(self) -> Health:
+        """See `Backend`. One replica is enough; the others are on their way."""
+        if self._is_stopped:
+            return Health.STOPPED
+        if not self._has_begun:
+            return Health.STARTING
+        gone_s = asyncio.get_running_loop().time() - self._seen_s
+        return Health.READY if gone_s < _ALL_GONE_S else Health.RESTARTING
+
+    @property
+    def load(self) -> Load:
+        """See `Backend`; the rate is that of all replicas together."""
+        running = sum(entry.steps_done > 0 for entry in self._open.values())
+        rates = [each.load.rate for each in self._replicas if each.load.rate]
+        rate = sum(rates) / len(rates) * len(self._replicas) if rates else None
+        return Load(running, len(self._open) - running, self._book.pending(), rate)
+
+    @property
+    def replicas(self) -> Sequence[ReplicaState]:
+        """See `Backend`: those that have answered lately."""
+        return self._replicas
+
+    async def start(self) -> None:
+        """See `Backend`."""
+        self._seen_s, self._has_begun = asyncio.get_running_loop().time(), True
+        self._watching = asyncio.ensure_future(self._watch())
+
+    async def submit(
+        self, request: Request, follower: Follower, *, num_partials: int = 0, follows_steps: bool = False
+    ) -> None:
+        """See `Backend`. Waits until a replica has taken it."""
+        if self._is_stopped or self.health is Health.RESTARTING:
+            raise ApiError(503, "no replica is there now", code="not_ready", headers={"Retry-After": "5"})
+        loop = asyncio.get_running_loop()
+        entry = self._open[request.request_id] = _Open(
+            request, follower, num_partials, follows_steps, loop.create_future()
+        )
+        entry.task = loop.create_task(self._follow(entry))
+        try:
+            await entry.accepted
+        except BaseException:
+            # It was refused, or who hands it in has been cancelled: its follower hears nothing of it.
+            entry.is_mute = True
+            entry.task.cancel()
+            raise
+
+    def cancel(self, request_id: int, reason: str) -> None:
+        """See `Backend`."""
+        entry = self._open.get(request_id)
+        if entry is not None and entry.reason is None and entry.task is not None:
+            entry.reason = reason
+            entry.task.cancel()
+
+    async def stop(self) -> None:
+        """See `Backend`."""
+        self._is_stopped = True
+        for number in list(self._open):
+            self.cancel(number, "the server is shutting down")
+        if self._watching is not None:
+            self._watching.cancel()
+        await asyncio.gather(*(entry.task for entry in self._open.values() if entry.task), return_exceptions=True)
+        await asyncio.get_running_loop().run_in_executor(None, self._end_ray)
+
+    async def _follow(self, entry: "_Open") -> None:
+        """Have a request drawn, and again where its replica dies meanwhile; its follower is told how it ends."""
+        request, end = entry.request, None
+        try:
+            for tried in range(1 + MAX_RESUBMITS):
+                end = await self._attempt(entry)
+                if end is not None or not _is_worth_it(request):
+                    break
+                entry.num_lost = tried + 1
+        except asyncio.CancelledError:
+            end = _closed(request, "cancelled", entry.reason or "the server is shutting down")
+        except Exception as error:  # noqa: BLE001  whatever Ray says, its client must not wait for ever
+            end = _closed(request, "failed", f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}")
+        finally:
+            self._book.release(request.request_id)
+            self._open.pop(request.request_id, None)
+        if end is None:
+            end = _closed(request, "failed", f"the replicas that drew it have died, {entry.num_lost + 1} in a row")
+        if not entry.accepted.done():
+            if entry.refused is not None:
+                entry.accepted.set_exception(entry.refused)
+                return
+            entry.accepted.set_result(None)
+        if not entry.is_mute:
+            entry.follower.on_end(end.record, end.image)
+
+    async def _attempt(self, entry: "_Open") -> Ended | None:
+        """One replica draws a request; None: it has died."""
+        from ray.exceptions import RayActorError, RayError
+
+        request, number = entry.request, entry.request.request_id
+        waited_s = max(0.0, asyncio.get_running_loop().time() - request.arrival_s)
+        events: Any = self._draw.remote(request, waited_s, entry.num_partials, entry.follows_steps)
+        entry.steps_done = 0
+        try:
+            async for told in events:
+                if isinstance(told, Accepted):
+                    if not entry.accepted.done():
+                        entry.accepted.set_result(None)
+                elif isinstance(told, Refused):
+                    entry.refused = (
+                        ApiError(503, told.reason, code="not_ready", headers={"Retry-After": "5"})
+                        if told.is_busy
+                        else UsageError(told.reason)
+                    )
+                    return _closed(request, "failed", told.reason)
+                elif isinstance(told, Stepped):
+                    entry.steps_done = told.steps_done
+                    self._book.stepped(number, request.num_inference_steps - told.steps_done)
+                    # What another replica has shown already is not shown again.
+                    if told.steps_done > entry.most_steps:
+                        entry.most_steps = told.steps_done
+                        entry.follower.on_step(number, told.steps_done)
+                elif isinstance(told, PartialImage):
+                    if told.index >= entry.next_partial:
+                        entry.next_partial = told.index + 1
+                        entry.follower.on_partial(number, told.index, told.image)
+                else:
+                    return _with_times_of(told, request)
+        except asyncio.CancelledError:
+            events.cancel()
+            raise
+        except RayActorError:
+            self._book.release(number)
+            return None
+        except RayError as error:
+            raise RunError(str(error)) from error
+        return None
+
+    async def _watch(self) -> None:
+        """Ask the replicas how they are, again and again."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(_STATUS_EVERY_S)
+            try:
+                found: Sequence[ReplicaStatus] = await loop.run_in_executor(None, self._ask)
+            except Exception:  # noqa: BLE001  a replica that has just died; the next time it is not asked
+                continue
+            if found:
+                self._seen_s = loop.time()
+            self._replicas = tuple(each.state for each in found)
+            for each in found:
+                for row in each.rows:
+                    self.on_row(row)
+
+    def _ask(self) -> Sequence[ReplicaStatus]:
+        return self._handle.broadcast("status").results(timeout_s=_STATUS_WITHIN_S)
+
+    def _end_ray(self) -> None:
+        import ray
+        from ray import serve
+
+        with self._redirected, suppress(Exception):
+            if not ray.is_initialized():
+                return
+            if not self._owns_ray:
+                serve.delete(APP)
+                return
+            serve.shutdown()
+            ray.shutdown()
+
+
+def _path_of(kind: type, mark: str) -> str:
+    """Where Ray finds a class."""
+    return f"{kind.__module__}{mark}{kind.__name__}"
+
+
+@dataclass(eq=False, slots=True)
+class _Open:
+    """A request that is open.
+
+    Attributes:
+        accepted: done when a replica has it, or none will.
+        reason: why it is cancelled.
+        refused: why no replica takes it.
+        is_mute: nobody wants to hear of it.
+        steps_done, most_steps: of the replica that draws it, and the most that any has told of.
+        next_partial: of those that were shown.
+        num_lost: replicas that died with it.
+    """
+
+    request: Request
+    follower: Follower
+    num_partials: int
+    follows_steps: bool
+    accepted: "asyncio.Future[None]"
+    task: "asyncio.Task[None] | None" = None
+    reason: str | None = None
+    refused: Exception | None = None
+    is_mute: bool = False
+    steps_done: int = 0
+    most_steps: int = 0
+    next_partial: int = 0
+    num_lost: int = 0
+
+
+def _is_worth_it(request: Request) -> bool:
+    """Whether a request that was lost may be handed in again: its deadline, if it has one, is still to come."""
+    now_s = asyncio.get_running_loop().time()
+    return request.slo_s is None or now_s < request.arrival_s + request.slo_s
+
+
+def _closed(request: Request, status: Status, reason: str) -> Ended:
+    record = RequestRecord.of(request)
+    record.close(status, asyncio.get_running_loop().time(), reason)
+    return Ended(record, None)
+
+
+def _with_times_of(told: Ended, request: Request) -> Ended:
+    """Moved to the clock of this process: it ends now, and began when it came in."""
+    record = told.record
+    later_s = asyncio.get_running_loop().time() - (record.finish_s or 0.0)
+    for name in ("prepare_start_s", "prepare_end_s", "admitted_s", "denoise_end_s", "finish_s"):
+        if (time_s := getattr(record, name)) is not None:
+            setattr(record, name, time_s + later_s)
+    record.arrival_s, record.slo_s = request.arrival_s, request.slo_s
+    return told

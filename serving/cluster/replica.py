@@ -1,0 +1,116 @@
+"""One replica: an engine of its own, in a process that Ray places, starts and starts again."""
+
+import asyncio
+import itertools
+import os
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ...data.errors import UsageError
+from ...data.requests import Request
+from ..core.request_state import RequestRecord
+from ..core.step_row import StepRow
+from ..server.backend import FIRST_ID, Follower, Health, ReplicaState
+from ..server.errors import ApiError
+from .messages import Accepted, Ended, PartialImage, Refused, ReplicaStatus, Stepped, Told
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from ..server.local import LocalSetup
+
+_MOST_ROWS = 2000
+
+
+class Replica:
+    """What Ray Serve runs in a process of its own; its engine is a `LocalBackend`.
+
+    Args:
+        build: makes the engine's parts, and what the front end must know of them; called in the replica's process.
+    """
+
+    async def __init__(self, build: "Callable[[], tuple[LocalSetup, object]]") -> None:  # type: ignore[misc]
+        from ray import serve
+
+        from ..server.local import LocalBackend, engine_thread
+
+        self._name = serve.get_replica_context().replica_id.unique_id
+        thread = engine_thread()
+        setup, self._described = await asyncio.get_running_loop().run_in_executor(thread, build)
+        self._rows: deque[StepRow] = deque(maxlen=_MOST_ROWS)
+        self._backend = LocalBackend(setup, thread=thread, on_row=self._rows.append)
+        self._numbers = itertools.count(FIRST_ID)
+        await self._backend.start()
+
+    async def describe(self) -> object:
+        """What `build` says of the engine."""
+        return self._described
+
+    async def draw(
+        self, request: Request, waited_s: float, num_partials: int, follows_steps: bool
+    ) -> AsyncIterator[Told]:
+        """Draw a request; closing the iterator cancels it.
+
+        Args:
+            request: its `arrival_s` counts for nothing, as clocks of machines differ.
+            waited_s: how long ago it came in.
+            num_partials: partial images that are wanted.
+            follows_steps: whether every step is told, instead of some of them.
+        """
+        number, box = next(self._numbers), _Box()
+        arrival_s = asyncio.get_running_loop().time() - waited_s
+        try:
+            await self._backend.submit(
+                replace(request, request_id=number, arrival_s=arrival_s),
+                box,
+                num_partials=num_partials,
+                follows_steps=follows_steps,
+            )
+        except (UsageError, ApiError) as error:
+            yield Refused(str(error), is_busy=isinstance(error, ApiError))
+            return
+        try:
+            yield Accepted(self._name)
+            while not isinstance(told := await box.told.get(), Ended):
+                yield told
+            told.record.request_id = request.request_id
+            yield told
+        finally:
+            # Does nothing where it has ended.
+            self._backend.cancel(number, "its client has left")
+
+    async def status(self) -> ReplicaStatus:
+        """What it is at; rows are told once."""
+        rows = tuple(self._rows)
+        self._rows.clear()
+        state = ReplicaState(self._name, os.getpid(), self._backend.health, self._backend.load)
+        return ReplicaStatus(state, rows)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """For `autoscale.ByPixelSteps`."""
+        load = self._backend.load
+        return {"pixel_steps": float(load.pixel_steps), "rate": load.rate or 0.0}
+
+    async def check_health(self) -> None:
+        """Ray starts another one in its place if this raises."""
+        health = self._backend.health
+        if health in (Health.STALLED, Health.STOPPED):
+            raise RuntimeError(f"the engine is {health.value}")
+
+
+class _Box(Follower):
+    """Keeps what is told of a request until it is sent."""
+
+    def __init__(self) -> None:
+        self.told: asyncio.Queue[Told] = asyncio.Queue()
+
+    def on_step(self, request_id: int, steps_done: int) -> None:
+        self.told.put_nowait(Stepped(steps_done))
+
+    def on_partial(self, request_id: int, index: int, image: "Image") -> None:
+        self.told.put_nowait(PartialImage(index, image))
+
+    def on_end(self, record: RequestRecord, image: "Image | None") -> None:
+        self.told.put_nowait(Ended(record, image))

@@ -1,0 +1,83 @@
+"""Where requests go, and how many replicas there are: the parts that need no Ray."""
+
+import random
+import threading
+
+import pytest
+
+from patchedserve.data.errors import UsageError
+from patchedserve.serving.cluster.autoscale import replicas_needed
+from patchedserve.serving.cluster.load_book import LoadBook
+
+
+def test_a_request_goes_where_the_least_is_pending() -> None:
+    book = LoadBook()
+    assert book.reserve(1, 100, 10, ["a", "b"])[0] == "a"
+    assert book.reserve(2, 10, 10, ["a", "b"])[0] == "b"
+    assert book.reserve(3, 10, 10, ["a", "b"])[0] == "b"
+    assert (book.pending("a"), book.pending("b"), book.pending()) == (1000, 200, 1200)
+    # Its steps shrink it, and never grow it again.
+    book.stepped(1, 1)
+    book.stepped(1, 5)
+    assert book.pending("a") == 100
+    assert book.reserve(4, 1, 1, ["a", "b"])[0] == "a"
+    # It went elsewhere after all.
+    book.confirm(4, "b")
+    assert (book.pending("a"), book.pending("b")) == (100, 201)
+    for _ in range(2):
+        book.release(4)
+    assert book.pending("b") == 200
+
+
+def test_what_a_dead_replica_had_is_told_and_goes_elsewhere() -> None:
+    book = LoadBook()
+    for number in range(4):
+        book.reserve(number, 10, 1, ["a", "b"])
+    lost = book.forget("a")
+    assert len(lost) == 2
+    assert book.pending("a") == 0
+    assert book.pending() == 40
+    for number in lost:
+        assert book.reserve(number, 10, 1, ["b"]) == ["b"]
+    assert book.pending("b") == 40
+    assert book.reserve(9, 10, 1, []) == []
+    assert book.pending() == 50
+
+
+def test_the_books_balance_whatever_threads_do() -> None:
+    book, names = LoadBook(), ["a", "b", "c"]
+
+    def work(seed: int) -> None:
+        draws = random.Random(seed)
+        for each in range(300):
+            number = seed * 1000 + each
+            book.reserve(number, draws.randrange(1, 50), 10, names)
+            book.confirm(number, draws.choice(names))
+            for left in range(9, draws.randrange(10), -1):
+                book.stepped(number, left)
+            if draws.random() < 0.1:
+                book.forget(draws.choice(names))
+            book.release(number)
+            book.release(number)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert book.pending() == 0
+    assert [book.pending(name) for name in names] == [0, 0, 0]
+
+
+def test_how_many_replicas() -> None:
+    bounds = {"least": 1, "most": 8}
+    assert replicas_needed(0, 100, 10, **bounds) == 1
+    assert replicas_needed(1000, 100, 10, **bounds) == 1
+    assert replicas_needed(1001, 100, 10, **bounds) == 2
+    assert replicas_needed(1e9, 100, 10, **bounds) == 8
+    assert replicas_needed(1e9, None, 10, now=3, **bounds) == 3
+    for wrong in ({"least": 0}, {"least": 3, "most": 2}):
+        with pytest.raises(UsageError, match="replicas go from"):
+            replicas_needed(1, 1, 1, **wrong)
+    with pytest.raises(UsageError, match="must be more than 0"):
+        replicas_needed(1, 1, 0)
