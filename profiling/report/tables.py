@@ -29,12 +29,14 @@ def run_tables(summary: Mapping[str, Any]) -> list[Table]:
         if name in ("total", "completed") or summary[f"{name}_requests"]
     ]
     rows += [(f"  {reason}", str(count)) for reason, count in summary["discarded_by_reason"].items()]
-    rows += [(label, number(summary[key], unit)) for label, key, unit in _SUMMARY_ROWS]
-    decision_s = summary["scheduling_mean"]
-    rows += [
-        ("scheduling mean", number(None if decision_s is None else decision_s * 1e3, "ms")),
-        (f"SLO attainment ({summary['slo_scale']:g}x standalone)", share(summary["slo_attainment_rate"])),
-    ]
+    # What only the engine itself knows is missing where it was asked over HTTP.
+    rows += [(label, number(summary[key], unit)) for label, key, unit in _SUMMARY_ROWS if key in summary]
+    if "scheduling_mean" in summary:
+        decision_s = summary["scheduling_mean"]
+        rows.append(("scheduling mean", number(None if decision_s is None else decision_s * 1e3, "ms")))
+    if summary["slo_scale"] is not None:
+        name = f"SLO attainment ({summary['slo_scale']:g}x standalone)"
+        rows.append((name, share(summary["slo_attainment_rate"])))
     config = summary["config"]
     if "cache" in config:
         rows.append(("patch cache", config["cache"]))

@@ -1,4 +1,4 @@
-"""`psctl serve`: replay a trace of requests on the wall clock and report latency, queueing and SLO attainment."""
+"""`psctl serve`: replay a trace of requests on the wall clock, or serve whoever asks over HTTP, for ever."""
 
 from functools import cache
 from pathlib import Path
@@ -6,21 +6,31 @@ from typing import Annotated
 
 import typer
 
-from ...data.errors import RunError
+from ...data.errors import RunError, UsageError
 from ...data.files import require_places
+from ...data.resolution import parse_list
 from ...profiling.runs.trace_settings import DEFAULT_SLO_SCALE
 from ...serving.scheduling.systems import DEFAULT_SYSTEM
 from ..flags import flag, given_flags
 from ..options.common import MaxBatchSize, OutputFile, SloScale
 from ..options.groups import EngineFlags, TraceFlags
+from ..options.http import HttpFlags
+from ..options.replicas import ReplicaFlags
 from ..options.system import PolicyName, SystemName, chosen_system, with_cache_of
 from ..options.target import Target
 from ..output import Output
+from .http_server import serve_http
+
+_OF_TRACES = ("--trace", "--request-rate", "--num-prompts", "--duration", "--save-dir", "--output-file", "--prompts")
+"""Options that say nothing to a server that waits for clients."""
 
 
 def serve(
     *,
     context: typer.Context,
+    http: Annotated[
+        bool, flag("--http", "Serve whoever asks over HTTP, with OpenAI's images API, until a signal comes.")
+    ] = False,
     trace: TraceFlags,
     slo_scale: SloScale = DEFAULT_SLO_SCALE,
     policy: PolicyName = None,
@@ -37,10 +47,12 @@ def serve(
         bool, flag("--remeasure", "Measure standalone latencies again instead of using the workspace's.")
     ] = False,
     engine: EngineFlags,
+    web: HttpFlags,
+    replicas: ReplicaFlags,
     target: Target,
     out: Output,
 ) -> None:
-    """Serve a trace of requests and report latency, queueing and SLO attainment.
+    """Serve a trace of requests and report latency, queueing and SLO attainment; or with --http whoever asks.
 
     Requests arrive on the wall clock. The run's records, steps, summary and HTML report go to the workspace. Ctrl-C
     ends the run early and keeps what is finished.
@@ -50,6 +62,8 @@ def serve(
         psctl serve --trace poisson --request-rate 2 --num-prompts 60
         psctl serve --trace gamma --cv 3 --duration 60 --resolutions 128,256 --mix 3,1 --system diffusers
         psctl serve --trace requests.jsonl --json --output-file summary.json
+        psctl serve --http --port 8000
+        psctl serve --http --num-replicas 4 --device cuda
     """
     # Everything that can be wrong is looked at before torch is imported and the model loaded.
     from ...profiling.report.table import to_rich
@@ -63,6 +77,16 @@ def serve(
     from ...serving.scheduling.policies import get_policy
 
     chosen = chosen_system(system, policy, engine, out)
+    if http:
+        given = given_flags(context)
+        for option in _OF_TRACES:
+            if option in given:
+                raise UsageError(f"{option} belongs to traces, and --http serves whoever asks: give one or the other")
+        sizes = target.defaults().resolutions if trace.resolutions is None else tuple(parse_list(trace.resolutions))
+        check_slo_scale(slo_scale)
+        engine = with_cache_of([chosen], engine, given, target, out)
+        serve_http(chosen, web, replicas, sizes, slo_scale, max_batch_size, engine, target, out)
+        return
     step_latency = None
     if predictor is not None:
         step_latency = load_step_file(predictor, on_warning=out.warn).steady

@@ -296,6 +296,7 @@ def test_help_has_the_commands_as_a_day_goes(spawn_psctl: RunPsctl) -> None:
     names = [
         "serve",
         "generate",
+        "batch",
         "demo",
         "profile",
         "train-predictor",
@@ -430,5 +431,5 @@ def test_doctor_reports_the_machine(spawn_psctl: RunPsctl, tmp_path: Path) -> No
 @pytest.mark.slow
 def test_doctor_shows_people_the_same(spawn_psctl: RunPsctl) -> None:
     done = spawn_psctl("doctor", "--quiet")
-    for word in ("libraries", "devices", "extras", "models", "workspace", "psctl[ray]", "emoji-xl"):
+    for word in ("libraries", "devices", "extras", "models", "workspace", "psctl[gpu]", "emoji-xl"):
         assert word in done.stdout

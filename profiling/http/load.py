@@ -1,0 +1,251 @@
+"""Load over HTTP: a trace sent to a server of OpenAI's images API, open loop, and what became of it. No torch.
+
+Latency counts from when a request was to be sent, so that a slow server cannot hide behind a sender that waits for it;
+how late the sender itself was is told, and a run in which it was too late says nothing (`is_valid`).
+"""
+
+import asyncio
+import base64
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from ...data.errors import RunError, UsageError
+from ...data.files import atomic_write
+from ...data.requests import Request
+from ...serving.core.metrics import summarize
+from ...serving.core.request_state import RequestRecord, Status
+
+MAX_SEND_LAG_S = 0.05
+ENDPOINT = "/images/generations"
+_LEAVE_AFTER_S = (0.05, 2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSettings:
+    """Where the load goes, and how.
+
+    Attributes:
+        base_url: of the API, with `/v1`.
+        endpoint: below it.
+        key: sent with every request; None for none.
+        model: asked for; None for whichever there is.
+        stream: whether images are streamed.
+        max_concurrency: requests that may be open; None for any number. What waits for a place counts from when it was
+            to be sent all the same.
+        disconnect_rate: share of the requests whose client leaves before it has an answer.
+        timeout_s: after which an answer is given up.
+        save_dir: where images go; None: nowhere.
+        seed: of who leaves, and when.
+    """
+
+    base_url: str
+    endpoint: str = ENDPOINT
+    key: str | None = None
+    model: str | None = None
+    stream: bool = False
+    max_concurrency: int | None = None
+    disconnect_rate: float = 0.0
+    timeout_s: float = 600.0
+    save_dir: Path | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.base_url.startswith(("http://", "https://")):
+            raise UsageError(f"--base-url is {self.base_url!r}, but it must begin with http:// or https://")
+        if not 0 <= self.disconnect_rate <= 1:
+            raise UsageError(f"--disconnect-rate is {self.disconnect_rate:g}, but it must be from 0 to 1")
+        if self.max_concurrency is not None and self.max_concurrency < 1:
+            raise UsageError(f"--max-concurrency is {self.max_concurrency}, but it must be 1 or more")
+
+    @property
+    def url(self) -> str:
+        """Where requests are sent."""
+        return self.base_url.rstrip("/") + "/" + self.endpoint.lstrip("/")
+
+
+@dataclass(slots=True)
+class LoadResult:
+    """What became of a load.
+
+    Attributes:
+        records: of the requests, in their order; a rejected one has failed.
+        codes: how often each status of HTTP came; 0 for no answer.
+        errors: how often each code of an error came.
+        send_lag_s: how much later than it was to be each request was sent.
+        first_image_s: from when a request was to be sent to its first image, partial ones included.
+        duration_s: from the first request to the last answer.
+    """
+
+    records: list[RequestRecord] = field(default_factory=list)
+    codes: Counter[int] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    send_lag_s: list[float] = field(default_factory=list)
+    first_image_s: list[float] = field(default_factory=list)
+    duration_s: float = 0.0
+
+    @property
+    def send_lag_p99(self) -> float:
+        """The 99th percentile of the sender's own delay, in seconds."""
+        return float(np.percentile(self.send_lag_s, 99)) if self.send_lag_s else 0.0
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the sender kept up."""
+        return self.send_lag_p99 <= MAX_SEND_LAG_S
+
+    def summary(self, *, slo_scale: float | None, model: str, dataset: str) -> dict[str, Any]:
+        """The figures, by the names of other benchmark clients."""
+        found = summarize(self.records, self.duration_s, slo_scale=slo_scale, model=model, dataset=dataset)
+        return found | {
+            "rejected_requests": self.codes[429],
+            "by_code": {str(code): count for code, count in sorted(self.codes.items())},
+            "by_error": dict(self.errors.most_common()),
+            "time_to_first_image_mean": float(np.mean(self.first_image_s)) if self.first_image_s else None,
+            "send_lag_p99": self.send_lag_p99,
+            "is_valid": self.is_valid,
+        }
+
+
+def send_load(
+    requests: Sequence[Request], settings: LoadSettings, *, on_finish: Callable[[RequestRecord], None] | None = None
+) -> LoadResult:
+    """Send a trace, in order of arrival, and wait for all answers.
+
+    Raises:
+        RunError: nobody answers at all.
+        KeyboardInterrupt: on Ctrl-C.
+    """
+    result = asyncio.run(_send_all(requests, settings, on_finish))
+    if requests and set(result.codes) == {0}:
+        reason = next((record.reason for record in result.records if record.reason), "no answer")
+        raise RunError(f"{settings.url} does not answer: {reason}")
+    return result
+
+
+async def _send_all(
+    requests: Sequence[Request], settings: LoadSettings, on_finish: Callable[[RequestRecord], None] | None
+) -> LoadResult:
+    result, draws = LoadResult(), random.Random(settings.seed)
+    places = asyncio.Semaphore(settings.max_concurrency or len(requests) or 1)
+    leaves = [draws.uniform(*_LEAVE_AFTER_S) if draws.random() < settings.disconnect_rate else None for _ in requests]
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    headers = {} if settings.key is None else {"Authorization": f"Bearer {settings.key}"}
+    async with httpx.AsyncClient(limits=limits, headers=headers, timeout=settings.timeout_s) as client:
+        start_s = time.perf_counter()
+
+        async def one(request: Request, leave_after_s: float | None) -> RequestRecord:
+            await asyncio.sleep(max(0.0, request.arrival_s - (time.perf_counter() - start_s)))
+            result.send_lag_s.append(time.perf_counter() - start_s - request.arrival_s)
+            record = RequestRecord.of(request)
+            async with places:
+                sender = _Sender(client, settings, result, record, start_s)
+                try:
+                    async with asyncio.timeout(leave_after_s):
+                        status, reason = await sender.send(request)
+                except TimeoutError:
+                    status, reason = "cancelled", "the client has left"
+            record.close(status, time.perf_counter() - start_s, reason)
+            if on_finish is not None:
+                on_finish(record)
+            return record
+
+        sent = [one(request, leave) for request, leave in zip(requests, leaves, strict=True)]
+        result.records = list(await asyncio.gather(*sent))
+        result.duration_s = time.perf_counter() - start_s
+    return result
+
+
+@dataclass(slots=True)
+class _Sender:
+    """Sends one request."""
+
+    client: httpx.AsyncClient
+    settings: LoadSettings
+    result: LoadResult
+    record: RequestRecord
+    start_s: float
+
+    async def send(self, request: Request) -> tuple[Status, str | None]:
+        """Send it; returns how it ended."""
+        body = body_of(request, self.settings)
+        try:
+            if self.settings.stream:
+                return await self._stream(body)
+            answer = await self.client.post(self.settings.url, json=body)
+        except httpx.HTTPError as error:
+            self.result.codes[0] += 1
+            return "failed", f"{type(error).__name__}: {error}"
+        self.result.codes[answer.status_code] += 1
+        if answer.status_code != 200:
+            return self._refused(answer.content)
+        self._shown()
+        return self._completed(answer.json()["data"][0].get("b64_json"))
+
+    async def _stream(self, body: dict[str, Any]) -> tuple[Status, str | None]:
+        async with self.client.stream("POST", self.settings.url, json=body) as answer:
+            self.result.codes[answer.status_code] += 1
+            if answer.status_code != 200:
+                return self._refused(await answer.aread())
+            is_first = True
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: "):
+                    continue
+                told = json.loads(line[6:])
+                if "error" in told:
+                    return self._refused(line[6:].encode())
+                if is_first and "b64_json" in told:
+                    is_first = False
+                    self._shown()
+                if told.get("type") == "image_generation.completed":
+                    return self._completed(told["b64_json"])
+        return "failed", "the stream ended without an image"
+
+    def _shown(self) -> None:
+        self.result.first_image_s.append(time.perf_counter() - self.start_s - self.record.arrival_s)
+
+    def _refused(self, content: bytes) -> tuple[Status, str | None]:
+        try:
+            error = json.loads(content)["error"]
+            code, message = str(error["code"]), str(error["message"])
+        except (ValueError, KeyError, TypeError):
+            code, message = "unknown", content[:200].decode("utf-8", "replace")
+        self.result.errors[code] += 1
+        return "discarded" if code == "deadline_unreachable" else "failed", f"{code}: {message}"
+
+    def _completed(self, b64_json: str | None) -> tuple[Status, str | None]:
+        if b64_json is not None and self.settings.save_dir is not None:
+            path = self.settings.save_dir / f"{self.record.request_id:05}.png"
+            with atomic_write(path) as temporary:
+                temporary.write_bytes(base64.b64decode(b64_json))
+            self.record.image_path = str(path)
+        return "completed", None
+
+
+def body_of(request: Request, settings: LoadSettings) -> dict[str, Any]:
+    """A request as the API takes it."""
+    body: dict[str, Any] = {
+        "prompt": request.prompt,
+        "size": str(request.resolution),
+        "num_inference_steps": request.num_inference_steps,
+        "guidance_scale": request.guidance_scale,
+        "seed": request.seed,
+        "response_format": "b64_json",
+    }
+    if request.negative_prompt is not None:
+        body["negative_prompt"] = request.negative_prompt
+    if request.slo_s is not None:
+        body["slo"] = request.slo_s
+    if settings.model is not None:
+        body["model"] = settings.model
+    if settings.stream:
+        body |= {"stream": True, "partial_images": 3}
+    return body

@@ -1,0 +1,106 @@
+"""What `psctl bench serve` sends: sizes and steps by what the server tells, SLOs by its latencies alone. No torch."""
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import httpx
+
+from ...data.errors import RunError, UsageError
+from ...data.requests import Request
+from ...data.resolution import Resolution, parse, parse_list
+from ...serving.models.defaults import ModelDefaults
+from ..runs.trace_settings import TraceSettings
+from .load import LoadSettings, send_load
+
+Shape = tuple[Resolution, int]
+"""What the latency of a request alone depends on: its size and its number of steps."""
+
+
+def shapes_of(requests: Sequence[Request]) -> dict[Shape, Request]:
+    """The first request of each shape."""
+    found: dict[Shape, Request] = {}
+    for request in requests:
+        found.setdefault((request.resolution, request.num_inference_steps), request)
+    return found
+
+
+def warm_up(
+    shapes: dict[Shape, Request],
+    settings: LoadSettings,
+    repeats: int,
+    num_steps: int | None,
+    on_done: Callable[[], None],
+) -> dict[Shape, float]:
+    """Ask for each shape alone, so many times, and return the shortest latencies in seconds.
+
+    Args:
+        shapes: of the load.
+        settings: of the load; nothing is streamed, saved or left here.
+        repeats: requests of each shape.
+        num_steps: that these take; what they lack is added in proportion. None: as many as in the load.
+        on_done: called after each.
+
+    Raises:
+        RunError: a shape is never drawn.
+    """
+    plain = replace(settings, stream=False, disconnect_rate=0.0, save_dir=None)
+    alone_s: dict[Shape, float] = {}
+    for shape, example in shapes.items():
+        steps = num_steps or example.num_inference_steps
+        asked = replace(example, request_id=0, arrival_s=0.0, slo_s=None, num_inference_steps=steps)
+        records = [send_load([asked], plain, on_finish=lambda record: on_done()).records[0] for _ in range(repeats)]
+        known = [record.latency_s for record in records if record.latency_s is not None]
+        if not known:
+            raise RunError(f"the server draws no {shape[0]}: {records[-1].reason}")
+        alone_s[shape] = min(known) * example.num_inference_steps / steps
+    return alone_s
+
+
+def model_of(base_url: str, key: str | None, trace: TraceSettings) -> tuple[str, ModelDefaults]:
+    """Name and defaults of the model that a server has; of a server that does not tell, what the trace says.
+
+    Raises:
+        RunError: nobody answers.
+        UsageError: neither tells sizes or steps.
+    """
+    try:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        answer = httpx.get(base_url.rstrip("/") + "/models", headers=headers, timeout=30)
+        card: dict[str, Any] = answer.json()["data"][0] if answer.status_code == 200 else {}
+    except httpx.HTTPError as error:
+        raise RunError(f"{base_url} does not answer: {error}") from error
+    except (ValueError, KeyError, IndexError, TypeError):
+        card = {}
+    name = str(card.get("id", "unknown"))
+    if "sizes" in card and "defaults" in card:
+        sizes = tuple(map(parse, card["sizes"]))
+        known = card["defaults"]
+        return name, ModelDefaults(known["num_inference_steps"], known["guidance_scale"], parse(known["size"]), sizes)
+    if trace.resolutions is None or trace.num_inference_steps is None:
+        raise UsageError(
+            f"{base_url} does not tell the sizes and steps of its model: give --resolutions and --num-inference-steps"
+        )
+    sizes = tuple(parse_list(trace.resolutions))
+    return name, ModelDefaults(trace.num_inference_steps, trace.guidance_scale or 5.0, sizes[0], sizes)
+
+
+def redrawn(requests: Sequence[Request], config: str, seed: int) -> list[Request]:
+    """The requests with sizes and steps drawn from a configuration. Raises UsageError: it is not as it should be."""
+    try:
+        entries = json.loads(config)
+        sizes = [Resolution(entry["width"], entry["height"]).checked() for entry in entries]
+        steps = [entry.get("num_inference_steps") for entry in entries]
+        weights = [float(entry.get("weight", 1.0)) for entry in entries]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"--random-request-config is not a list of sizes: {error}") from error
+    if not entries or min(weights) < 0 or not sum(weights):
+        raise UsageError("--random-request-config needs at least one size with a weight above 0")
+    draws = random.Random(seed)
+    places = draws.choices(range(len(sizes)), weights, k=len(requests))
+    return [
+        replace(request, resolution=sizes[place], num_inference_steps=steps[place] or request.num_inference_steps)
+        for request, place in zip(requests, places, strict=True)
+    ]

@@ -1,0 +1,315 @@
+"""The batch server put together: the loaded model, its latencies alone, what is warmed up, and the front end."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ...data.errors import MissingExtraError
+from ...data.requests import Request
+from ...data.resolution import Resolution
+from ...data.workspace import ModelWorkspace
+from ...serving.core.step_row import StepRow
+from ...serving.options import EngineOptions
+from ...serving.scheduling.policies import get_policy
+from ...serving.scheduling.systems import System
+from ...serving.server.limits import Limits
+from ..measure.standalone import shape_of, standalone_latencies
+from ..runs.corrections import correction_of, keep_correction
+from ..runs.step_latencies import latencies_for_serving
+
+if TYPE_CHECKING:
+    from ...serving.cluster.backend import ReplicaPlan
+    from ...serving.models.served import ServedModel
+    from ...serving.server.backend import Backend
+    from ...serving.server.front_end import FrontEnd
+    from ...serving.server.live import Live
+    from ...serving.server.local import LocalSetup
+    from ...serving.server.metrics import Metrics
+    from ...serving.server.protocol import ModelFacts
+    from ...training.latency.online_correction import OnlineCorrection
+
+_WARM_UP_STEPS = 4
+_PROMPT = "a lamp on a blue background"
+_LOCK_FILE = "server.lock"
+_Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRecipe:
+    """What an engine of the server is made of, as plain data: any process can build it.
+
+    Attributes:
+        model: as `load_model` takes it.
+        device, dtype: where and in which number format it runs.
+        options: of the engine; its cache names its predictor.
+        workspace: of the model on this device.
+        system: whose policy and share of steps requests get.
+        sizes: that are warmed up, and whose latency alone is measured.
+        max_batch_size: requests denoised together.
+        needs_standalone: whether requests get SLOs, so that latencies alone must be known.
+        threads: that torch computes with; None: as many as it wants.
+    """
+
+    model: str
+    device: str
+    dtype: str
+    options: EngineOptions
+    workspace: ModelWorkspace
+    system: System
+    sizes: Sequence[Resolution]
+    max_batch_size: int = 16
+    needs_standalone: bool = True
+    threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What the front end must know of an engine."""
+
+    model: "ModelFacts"
+    alone: "StandaloneLatencies"
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """The parts of an engine of this process.
+
+    Attributes:
+        setup: for the backend.
+        facts: for the front end.
+        model: that was loaded.
+        correction: what the policy's predictions are corrected by, if it predicts.
+    """
+
+    setup: "LocalSetup"
+    facts: EngineFacts
+    model: "ServedModel"
+    correction: "OnlineCorrection | None"
+
+    def keep_correction(self, workspace: ModelWorkspace) -> None:
+        """Keep what was learnt of latencies for the next server."""
+        if self.correction is not None:
+            keep_correction(self.model, workspace, self.correction)
+
+
+def _ignore(text: str) -> None:
+    """Tell nobody."""
+
+
+def build_engine(
+    recipe: EngineRecipe, *, model: "ServedModel | None" = None, on_note: _Tell = _ignore, on_warning: _Tell = _ignore
+) -> BuiltEngine:
+    """Load the model, unless it is given, and measure what is not known of it yet.
+
+    Raises:
+        UsageError: the model cannot serve a size, or a table of the workspace is damaged.
+        RunError: the model is damaged, or a measurement fails.
+    """
+    from ...serving.models.loading import load_model
+    from ...serving.server.local import LocalSetup
+    from ...serving.server.protocol import ModelFacts
+
+    if recipe.threads is not None:
+        import torch
+
+        torch.set_num_threads(recipe.threads)
+    if model is None:
+        model = load_model(recipe.model, recipe.device, recipe.dtype, recipe.options)
+    defaults, place, system = model.defaults, recipe.workspace, recipe.system
+    examples = [
+        Request(0, _PROMPT, size, defaults.num_inference_steps, defaults.guidance_scale) for size in recipe.sizes
+    ]
+    for request in examples:
+        model.check_request(system.adapt(request))
+    model.tune(recipe.sizes, place.tables)
+    correction = None
+    if get_policy(system.policy).requires_predictor:
+        latency = latencies_for_serving(
+            model, place, recipe.sizes, recipe.max_batch_size, on_note=on_note, on_warning=on_warning
+        )
+        correction = correction_of(model, place, latency)
+    measured: dict[Resolution, float] = {}
+    if recipe.needs_standalone:
+        of_shape = standalone_latencies(
+            model,
+            examples,
+            place.tables,
+            on_measure=lambda shape: on_note(f"Measuring {shape.resolution} alone on plain diffusers ..."),
+        )
+        measured = {request.resolution: of_shape[shape_of(model, request)] for request in examples}
+    alone = StandaloneLatencies(measured, defaults.num_inference_steps)
+    short = [replace(each, num_inference_steps=min(_WARM_UP_STEPS, each.num_inference_steps)) for each in examples]
+    setup = LocalSetup(
+        model,
+        system,
+        correction,
+        recipe.max_batch_size,
+        alone.latency_s,
+        # Each size alone, then all of them together.
+        warm_up=[*([request] for request in short), short],
+    )
+    usual = defaults.default_resolution
+    if usual not in recipe.sizes:
+        usual = max(recipe.sizes, key=lambda size: size.pixels)
+    defaults = replace(defaults, resolutions=tuple(recipe.sizes), default_resolution=usual)
+    dtype = str(model.dtype).removeprefix("torch.")
+    facts = EngineFacts(ModelFacts(model.name, defaults, (), model.family.size_multiple, dtype), alone)
+    return BuiltEngine(setup, facts, model, correction)
+
+
+def build_for_replica(recipe: EngineRecipe) -> "tuple[LocalSetup, EngineFacts]":
+    """The same in a process of its own. Replicas of one machine measure one after the other: the first one for all."""
+    from filelock import FileLock
+
+    with FileLock(recipe.workspace.tables / _LOCK_FILE):
+        built = build_engine(recipe)
+    return built.setup, built.facts
+
+
+@dataclass(frozen=True, slots=True)
+class ServerParts:
+    """A server that has not begun to serve.
+
+    Attributes:
+        front_end: answers.
+        metrics, live: watch it.
+        engine: of this process; None where replicas draw.
+    """
+
+    front_end: "FrontEnd"
+    metrics: "Metrics"
+    live: "Live"
+    engine: BuiltEngine | None
+
+
+@dataclass(frozen=True, slots=True)
+class HttpSettings:
+    """What a server promises and takes on.
+
+    Attributes:
+        slo_scale: SLO of a request that names none: this many times its latency alone; None for no SLO.
+        limits: what is refused.
+        aliases: other names of the model.
+        log_prompts: whether prompts stand in the log.
+        is_quiet: there is no log and nobody looks on, as where files of requests are drawn.
+    """
+
+    slo_scale: float | None = None
+    limits: Limits = field(default_factory=Limits)
+    aliases: Sequence[str] = ()
+    log_prompts: bool = False
+    is_quiet: bool = False
+
+
+def make_server(
+    recipe: EngineRecipe,
+    settings: HttpSettings,
+    *,
+    plan: "ReplicaPlan | None" = None,
+    load: "Callable[[], ServedModel] | None" = None,
+    on_note: _Tell = _ignore,
+    on_warning: _Tell = _ignore,
+) -> ServerParts:
+    """Put a server together. Nothing is served yet; replicas are warm.
+
+    Args:
+        recipe: of its engine, or of each replica's.
+        settings: what it promises.
+        plan: replicas; None for an engine in this process.
+        load: loads the model of an engine in this process, in the thread that will draw.
+        on_note: told in one line what takes long.
+        on_warning: told what may be inexact.
+
+    Raises:
+        MissingExtraError: a package of the extra `http` or `ray` is missing.
+        UsageError: the model cannot serve a size, or there is no room for the replicas.
+        RunError: loading or a measurement fails.
+    """
+    try:
+        from ...serving.server.metrics import Metrics
+    except ImportError as error:
+        raise MissingExtraError(error.name or "prometheus-client", "http") from error
+    from ...serving.server.front_end import FrontEnd, Pricing
+    from ...serving.server.live import Live
+    from ...serving.server.request_log import RequestLog
+
+    backend: Backend
+    engine = None
+    if plan is None:
+        from ...serving.server.local import LocalBackend, engine_thread
+
+        def build() -> BuiltEngine:
+            return build_engine(recipe, model=load and load(), on_note=on_note, on_warning=on_warning)
+
+        thread = engine_thread()
+        engine = thread.submit(build).result()
+        backend, facts = LocalBackend(engine.setup, thread=thread), engine.facts
+    else:
+        from ...serving.cluster.backend import ClusterBackend
+
+        on_note(f"Starting {plan.least} replicas ...")
+        backend = ClusterBackend(plan, partial(build_for_replica, recipe))
+        facts = backend.deploy()
+    front_end = FrontEnd(
+        replace(facts.model, aliases=tuple(settings.aliases)),
+        settings.limits,
+        backend,
+        Pricing(settings.slo_scale, facts.alone.latency_s),
+    )
+    metrics, live = Metrics(recipe.sizes, backend), Live(front_end)
+    if not settings.is_quiet:
+        front_end.watchers += [metrics, live, RequestLog(with_prompts=settings.log_prompts)]
+
+        def on_row(row: StepRow) -> None:
+            metrics.on_row(row)
+            live.on_row(row)
+
+        backend.on_row = on_row
+    if engine is not None:
+        _follow(engine, metrics)
+    return ServerParts(front_end, metrics, live, engine)
+
+
+def _follow(engine: BuiltEngine, metrics: "Metrics") -> None:
+    """Gauges that ask the engine itself."""
+    from ...serving.patched.stepper import PatchedStepper
+
+    if (correction := engine.correction) is not None:
+        metrics.predictor_scale.set_function(lambda: correction.scale)
+    stepper = engine.model.stepper
+    if isinstance(stepper, PatchedStepper) and (cache := stepper.model.cache) is not None:
+        metrics.cache_reused_share.set_function(lambda: cache.stats.saved_share)
+
+
+class StandaloneLatencies:
+    """Latencies alone of requests of any size and number of steps, by those that were measured.
+
+    Steps count in proportion. A size that was not measured takes as long as the next smaller and larger one tell, on a
+    straight line over the pixels, and beyond them in proportion to its pixels.
+
+    Args:
+        measured_s: by size; none, where latencies alone are not asked for.
+        num_steps: that these took.
+    """
+
+    def __init__(self, measured_s: dict[Resolution, float], num_steps: int) -> None:
+        self._points = sorted((size.pixels, seconds) for size, seconds in measured_s.items())
+        self._num_steps = num_steps
+
+    def latency_s(self, request: Request) -> float | None:
+        """Seconds that a request takes alone; None if nothing was measured."""
+        if not self._points:
+            return None
+        return self._whole_s(request.resolution.pixels) * request.num_inference_steps / self._num_steps
+
+    def _whole_s(self, pixels: int) -> float:
+        least, most = self._points[0], self._points[-1]
+        if not least[0] <= pixels <= most[0]:
+            nearest = least if pixels < least[0] else most
+            return nearest[1] * pixels / nearest[0]
+        high = next(point for point in self._points if point[0] >= pixels)
+        low = next(point for point in reversed(self._points) if point[0] <= pixels)
+        if high[0] == low[0]:
+            return high[1]
+        return low[1] + (high[1] - low[1]) * (pixels - low[0]) / (high[0] - low[0])

@@ -1,0 +1,127 @@
+"""The server of `psctl serve --http`, and the drawing of `psctl batch run`, with the options that both share."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...data.errors import MissingExtraError
+from ...data.files import require_places
+from ...data.resolution import Resolution
+from ..options.http import HttpFlags
+from ..options.replicas import ReplicaFlags
+from ..options.target import Target
+from ..output import Output
+
+if TYPE_CHECKING:
+    from ...profiling.http.server import EngineRecipe, HttpSettings, ServerParts
+    from ...serving.options import EngineOptions
+    from ...serving.scheduling.systems import System
+
+
+def serve_http(
+    system: "System",
+    web: HttpFlags,
+    replicas: ReplicaFlags,
+    sizes: Sequence[Resolution],
+    slo_scale: float,
+    max_batch_size: int,
+    engine: "EngineOptions",
+    target: Target,
+    out: Output,
+) -> None:
+    """Serve until a signal comes. What can be wrong is looked at before the model is loaded.
+
+    Raises:
+        MissingExtraError: a package of the extra `http` or `ray` is missing.
+        UsageError, RunError: as `make_server` and `serve_forever`.
+    """
+    from ...profiling.http.server import HttpSettings
+
+    try:
+        from ...serving.server.batches.store import Batches
+        from ...serving.server.run import serve_forever
+    except ImportError as error:
+        raise MissingExtraError(error.name or "uvicorn", "http") from error
+
+    address = web.address()
+    require_places(target.workspace)
+    listening = address.listen()
+    try:
+        limits = web.limits(max(size.pixels for size in sizes))
+        settings = HttpSettings(slo_scale, limits, tuple(web.served_model_name or ()), web.log_prompts)
+        recipe = recipe_of(system, sizes, max_batch_size, engine, target)
+        max_open = limits.max_queue + max_batch_size
+        parts = make_parts(recipe, settings, replicas, max_open, limits.request_timeout_s, target, out)
+        if parts.engine is not None:
+            out.note("Warming up ...")
+        batches = Batches(recipe.workspace.root / "batches", parts.front_end, max_batch_size)
+        serve_forever(
+            parts.front_end,
+            parts.metrics,
+            parts.live,
+            batches,
+            address,
+            listening,
+            on_ready=lambda url: out.note(f"Serving at {url}"),
+        )
+        if parts.engine is not None:
+            parts.engine.keep_correction(recipe.workspace)
+    finally:
+        listening.close()
+
+
+def recipe_of(
+    system: "System",
+    sizes: Sequence[Resolution],
+    max_batch_size: int,
+    engine: "EngineOptions",
+    target: Target,
+    *,
+    needs_standalone: bool = True,
+) -> "EngineRecipe":
+    """What the engine is made of. Raises UsageError: there is no such model or device."""
+    from ...profiling.http.server import EngineRecipe
+    from ...serving.models.loading import resolve_device
+
+    cache = target.with_predictor(engine.cache)
+    if cache.predictor is not None:
+        cache = replace(cache, predictor=cache.predictor.absolute())
+    place = target.root.for_model(target.model, str(resolve_device(target.device)))
+    # A replica may have another working folder.
+    model = str(Path(target.model).absolute()) if Path(target.model).is_dir() else target.model
+    return EngineRecipe(
+        model,
+        target.device,
+        target.dtype,
+        replace(engine, cache=cache),
+        type(place)(place.root.absolute()),
+        system,
+        tuple(sizes),
+        max_batch_size,
+        needs_standalone,
+    )
+
+
+def make_parts(
+    recipe: "EngineRecipe",
+    settings: "HttpSettings",
+    replicas: ReplicaFlags,
+    max_open: int,
+    drain_s: float,
+    target: Target,
+    out: Output,
+) -> "ServerParts":
+    """The server's parts: an engine in this process, or replicas. Raises as `make_server`."""
+    from ...profiling.http.server import make_server
+    from ...serving.models.loading import resolve_device
+
+    takes_gpu = resolve_device(recipe.device).type == "cuda"
+    plan = replicas.plan(takes_gpu=takes_gpu, max_ongoing=max_open, drain_s=drain_s)
+    if plan is None:
+        return make_server(
+            recipe, settings, load=lambda: target.load(out, recipe.options)[0], on_note=out.note, on_warning=out.warn
+        )
+    if not takes_gpu:
+        recipe = replace(recipe, threads=1)
+    return make_server(recipe, settings, plan=plan, on_note=out.note, on_warning=out.warn)

@@ -1,0 +1,88 @@
+"""Options of the batch server, `psctl serve --http`."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from ...data.errors import UsageError
+from ..flags import flag
+
+if TYPE_CHECKING:
+    from ...serving.server.limits import Limits
+    from ...serving.server.run import Address
+
+KEY_VARIABLE = "PSCTL_API_KEY"
+_HTTP = "With --http: "
+
+
+@dataclass(frozen=True, slots=True)
+class HttpFlags:
+    """Where a server listens, who may ask, and how much it takes on."""
+
+    host: Annotated[str, flag("--host", f"{_HTTP}where it listens. Elsewhere than on loopback it wants a key.")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[int, flag("--port", f"{_HTTP}its port; 0 for a free one.", min=0, max=65535)] = 8000
+    api_key_file: Annotated[
+        Path | None,
+        flag("--api-key-file", f"{_HTTP}keys that are let in, one a line, besides {KEY_VARIABLE}.", dir_okay=False),
+    ] = None
+    insecure: Annotated[bool, flag("--insecure", f"{_HTTP}listen on any host without a key.")] = False
+    allowed_host: Annotated[
+        list[str] | None, flag("--allowed-host", f"{_HTTP}a name that it may be asked by; may be repeated.")
+    ] = None
+    served_model_name: Annotated[
+        list[str] | None, flag("--served-model-name", f"{_HTTP}another name of the model; may be repeated.")
+    ] = None
+    max_queue: Annotated[int, flag("--max-queue", f"{_HTTP}images that may wait or be drawn at a time.", min=1)] = 64
+    max_queue_time: Annotated[
+        float, flag("--max-queue-time", f"{_HTTP}seconds that what waits may take.", min=0.001, metavar="SECONDS")
+    ] = 60.0
+    max_per_key: Annotated[
+        int | None, flag("--max-per-key", f"{_HTTP}images that one key may have open. Default: --max-queue.", min=1)
+    ] = None
+    max_pixels: Annotated[
+        int | None, flag("--max-pixels", f"{_HTTP}of an image. Default: those of the largest served size.", min=64)
+    ] = None
+    max_steps: Annotated[int, flag("--max-steps", f"{_HTTP}of an image.", min=1, max=1000)] = 200
+    request_timeout: Annotated[
+        float, flag("--request-timeout", f"{_HTTP}after which one is given up.", min=0.001, metavar="SECONDS")
+    ] = 600.0
+    drain_timeout: Annotated[
+        float, flag("--drain-timeout", f"{_HTTP}to finish after a signal.", min=0.0, metavar="SECONDS")
+    ] = 30.0
+    log_prompts: Annotated[bool, flag("--log-prompts", f"{_HTTP}write prompts into the log, too.")] = False
+
+    def limits(self, largest_pixels: int) -> "Limits":
+        """What is refused; the largest served size has so many pixels."""
+        from ...serving.server.limits import Limits
+
+        return Limits(
+            max_queue=self.max_queue,
+            max_queue_time_s=self.max_queue_time,
+            max_pixels=largest_pixels if self.max_pixels is None else self.max_pixels,
+            max_steps=self.max_steps,
+            max_per_key=self.max_per_key or self.max_queue,
+            request_timeout_s=self.request_timeout,
+        )
+
+    def address(self) -> "Address":
+        """Where to listen. Raises UsageError: the keys cannot be read, or there is none where there must be."""
+        from ...serving.server.run import Address
+
+        keys = [key for key in (os.environ.get(KEY_VARIABLE, "").strip(),) if key]
+        if self.api_key_file is not None:
+            try:
+                lines = self.api_key_file.read_text(encoding="utf-8").splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise UsageError(f"--api-key-file {self.api_key_file} cannot be read: {error}") from error
+            found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+            if not found:
+                raise UsageError(f"--api-key-file {self.api_key_file} holds no key")
+            keys += found
+        address = Address(
+            self.host, self.port, tuple(keys), tuple(self.allowed_host or ()), self.drain_timeout, self.insecure
+        )
+        address.check()
+        return address

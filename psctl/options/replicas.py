@@ -1,0 +1,50 @@
+"""Options of replicas on Ray Serve."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from ...data.errors import UsageError
+from ..flags import flag
+
+if TYPE_CHECKING:
+    from ...serving.cluster.backend import ReplicaPlan
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaFlags:
+    """How many engines draw, each in a process of its own that Ray places; without any, this process draws."""
+
+    num_replicas: Annotated[
+        int | None,
+        flag("--num-replicas", "Engines, each with a GPU (or a CPU core) of its own, on Ray Serve.", min=1, max=1024),
+    ] = None
+    min_replicas: Annotated[
+        int | None, flag("--min-replicas", "Scale with the load: from so many replicas on.", min=1, max=1024)
+    ] = None
+    max_replicas: Annotated[
+        int | None, flag("--max-replicas", "Scale with the load: up to so many replicas.", min=1, max=1024)
+    ] = None
+    target_queue_time: Annotated[
+        float,
+        flag(
+            "--target-queue-time",
+            "Scale with the load: replicas are started until what is open takes no longer.",
+            min=0.1,
+            metavar="SECONDS",
+        ),
+    ] = 10.0
+
+    def plan(self, *, takes_gpu: bool, max_ongoing: int, drain_s: float) -> "ReplicaPlan | None":
+        """The replicas, if there are to be any. Raises UsageError: the options contradict each other."""
+        from ...serving.cluster.backend import ReplicaPlan
+
+        least, most = self.min_replicas, self.max_replicas
+        if self.num_replicas is not None:
+            if least is not None or most is not None:
+                raise UsageError("--num-replicas is a fixed number: give it or --min-replicas and --max-replicas")
+            least = most = self.num_replicas
+        elif most is None:
+            if least is not None:
+                raise UsageError("--min-replicas needs --max-replicas")
+            return None
+        return ReplicaPlan(least or 1, most, takes_gpu, max_ongoing, self.target_queue_time, drain_s)

@@ -1,0 +1,222 @@
+"""Whatever clients send wrong is told exactly, and the server still draws: over real connections to a real server."""
+
+import gzip
+import json
+import math
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from ..support.bad_requests import BODIES, WRONG
+from ..support.http_server import HttpServer
+from ..support.tiny_models import save_tiny, tiny_sdxl
+
+pytestmark = pytest.mark.slow
+ASK = {"prompt": "a cat", "num_inference_steps": 2, "slo": 60}
+GENERATIONS = "/v1/images/generations"
+HEAD = (
+    f"POST {GENERATIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    "Authorization: Bearer good\r\n"
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
+    folder = tmp_path_factory.mktemp("server")
+    sizes = ["128", "192", "256"]
+    model = save_tiny(folder / "tiny", tiny_sdxl(), guidance_scale=4.0, resolutions=sizes, num_inference_steps=30)
+    with HttpServer(model, folder / "workspace", env={"PSCTL_API_KEY": "good"}) as running:
+        yield running
+
+
+@pytest.fixture
+def http(server: HttpServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60, headers={"authorization": "Bearer good"}) as client:
+        yield client
+        assert client.post(GENERATIONS, json=ASK).status_code == 200, "and the server still draws"
+
+
+def told(answer: httpx.Response) -> tuple[int, str | None, str]:
+    error = answer.json()["error"]
+    assert sorted(error) == ["code", "message", "param", "type"]
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["x-request-id"]
+    return answer.status_code, error["param"], error["code"]
+
+
+def test_wrong_fields(http: httpx.Client) -> None:
+    count = 0
+    for fields, param, code, status in WRONG:
+        if any(isinstance(value, float) and not math.isfinite(value) for value in fields.values()):
+            continue  # is no JSON
+        fields = {"prompt": "a cat", **fields}
+        headers = {"content-type": "application/json"}
+        if "header_slo" in fields:
+            headers["x-slo-seconds"] = fields.pop("header_slo")
+        answer = http.post(GENERATIONS, content=json.dumps(fields).encode(), headers=headers)
+        assert told(answer) == (status, param, code), fields
+        count += 1
+    assert count >= 70
+
+
+def test_bodies_that_are_no_json_object(http: httpx.Client) -> None:
+    for body in BODIES:
+        answer = http.post(GENERATIONS, content=body, headers={"content-type": "application/json"})
+        assert told(answer) == (400, None, "invalid_json"), body[:60]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "change", "wanted"),
+    [
+        (
+            "POST",
+            GENERATIONS,
+            {"content": b"{}", "headers": {"content-type": "text/plain"}},
+            (415, "unsupported_media_type"),
+        ),
+        ("POST", GENERATIONS, {"content": b"{}"}, (415, "unsupported_media_type")),
+        (
+            "POST",
+            GENERATIONS,
+            {"content": gzip.compress(json.dumps(ASK).encode()), "headers": {"content-encoding": "gzip"}},
+            (415, "unsupported_content_encoding"),
+        ),
+        ("POST", GENERATIONS, {"json": {**ASK, "negative_prompt": "x" * 300_000}}, (413, "body_too_large")),
+        ("POST", GENERATIONS, {"json": ASK, "headers": {"authorization": ""}}, (401, "missing_api_key")),
+        ("POST", GENERATIONS, {"json": ASK, "headers": {"authorization": "Basic good"}}, (401, "missing_api_key")),
+        ("POST", GENERATIONS, {"json": ASK, "headers": {"authorization": "Bearer goods"}}, (401, "invalid_api_key")),
+        ("POST", GENERATIONS, {"json": ASK, "headers": {"host": "evil.example"}}, (403, "host_not_allowed")),
+        ("POST", GENERATIONS, {"json": ASK, "headers": {"origin": "http://evil.example"}}, (403, "origin_not_allowed")),
+        ("POST", GENERATIONS, {"json": ASK, "headers": {"origin": "null"}}, (403, "origin_not_allowed")),
+        ("GET", "/metrics", {"headers": {"authorization": ""}}, (401, "missing_api_key")),
+        ("GET", GENERATIONS, {}, (405, "method_not_allowed")),
+        ("PUT", "/v1/models", {"json": {}}, (405, "method_not_allowed")),
+        ("GET", "/v1/nothing", {}, (404, "unknown_url")),
+        ("GET", "/v1/images/..%2f..%2fetc%2fpasswd/content", {}, (404, "unknown_url")),
+        ("GET", "/v1/images/img_0-0/content", {}, (404, "not_found")),
+        ("GET", "/v1/images/%00/content", {}, (404, "not_found")),
+        ("GET", f"{GENERATIONS}/img_0", {}, (404, "not_found")),
+        ("DELETE", f"{GENERATIONS}/img_0", {}, (404, "not_found")),
+        ("GET", "/v1/models/another", {}, (404, "model_not_found")),
+        ("POST", "/v1/images/edits", {"json": {}}, (404, "unsupported_endpoint")),
+        ("POST", "/v1/images/variations", {"json": {}}, (404, "unsupported_endpoint")),
+        ("GET", "/v1/files/file-0", {}, (404, "not_found")),
+        ("GET", "/v1/files/..%2fsecret", {}, (404, "unknown_url")),
+        ("GET", "/v1/files/%2e%2e/content", {}, (404, "not_found")),
+        ("DELETE", "/v1/files/file-0", {}, (404, "not_found")),
+        ("GET", "/v1/batches/batch_0", {}, (404, "not_found")),
+        ("POST", "/v1/batches/batch_0/cancel", {}, (404, "not_found")),
+        ("POST", "/v1/files", {"content": b"x"}, (400, "invalid_value")),
+        ("POST", "/v1/files", {"files": {"file": b"x"}}, (400, "missing_required_parameter")),
+        ("POST", "/v1/files", {"files": {"file": b"x"}, "data": {"purpose": "assistants"}}, (400, "invalid_value")),
+        ("POST", "/v1/batches", {"json": {"endpoint": GENERATIONS}}, (400, "missing_required_parameter")),
+        ("POST", "/v1/batches", {"json": {"endpoint": "/v1/embeddings"}}, (400, "invalid_value")),
+        ("POST", "/v1/batches", {"json": {"endpoint": GENERATIONS, "input_file_id": "file-0"}}, (404, "not_found")),
+        (
+            "POST",
+            "/v1/batches",
+            {"json": {"endpoint": GENERATIONS, "input_file_id": "../../x"}},
+            (404, "not_found"),
+        ),
+        ("POST", "/v1/batches", {"content": b"[]"}, (400, "invalid_json")),
+    ],
+)
+def test_wrong_places_and_people(
+    http: httpx.Client, method: str, path: str, change: dict[str, Any], wanted: tuple[int, str]
+) -> None:
+    answer = http.request(method, path, **change)
+    status, _, code = told(answer)
+    assert (status, code) == wanted, answer.text
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        HEAD + "Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+        HEAD + "Content-Length: 10\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        HEAD + "Content-Length: 10\r\nContent-Length: 20\r\n\r\n{}",
+        HEAD + "Content-Length: -1\r\n\r\n{}",
+        HEAD + f"X-Long: {'x' * 70_000}\r\n\r\n",
+        HEAD + "X-Request-Id: a\nb: c\rd\r\nContent-Length: 2\r\n\r\n{}",
+        "GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        "GET /\r\n\r\n",
+        "\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    ],
+)
+def test_what_is_not_http(http: httpx.Client, server: HttpServer, sent: str) -> None:
+    head, body = spoken(server, sent)
+    assert head.startswith("HTTP/1.1 400 "), sent[:80]
+    assert json.loads(body)["error"]["code"] == "invalid_http"
+
+
+def spoken(server: HttpServer, sent: str) -> tuple[str, str]:
+    """What the server says until it closes the connection."""
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=40) as raw:
+        raw.sendall(sent.encode("latin-1"))
+        parts = []
+        while part := raw.recv(65536):
+            parts.append(part)
+    head, _, body = b"".join(parts).decode().partition("\r\n\r\n")
+    return head, body
+
+
+def test_those_who_are_slow_are_let_go(http: httpx.Client, server: HttpServer) -> None:
+    start = time.monotonic()
+    head, body = spoken(server, HEAD + "Content-Length: 100\r\n\r\n{")
+    assert (head.split()[1], json.loads(body)["error"]["code"]) == ("408", "body_too_slow")
+    assert spoken(server, HEAD) == ("", ""), "no end of the head: closed without an answer"
+    assert time.monotonic() - start < 35
+
+
+def test_ids_of_others_are_not_told(http: httpx.Client, server: HttpServer) -> None:
+    found = http.post(GENERATIONS, json=ASK).json()["id"]
+    assert http.get(f"{GENERATIONS}/{found}").status_code == 200
+    for _ in range(2):
+        assert http.delete(f"{GENERATIONS}/{found}").json()["status"] == "completed", "twice is as good as once"
+    long_id = http.get("/health", headers={"x-request-id": "x" * 200}).headers["x-request-id"]
+    assert len(long_id) == 16
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "holds no request"),
+        (['{"custom_id": "a", "body": {}}'] * 2, "line 2: custom_id 'a' is that of line 1"),
+        (['{"custom_id": "a", "url": "/v1/embeddings", "body": {}}'], "line 1: url is"),
+        ([f'{{"custom_id": "{number}", "body": {{}}}}' for number in range(50_001)], "more than 50,000 lines"),
+        (["no json"], "line 1: the body is not valid JSON"),
+    ],
+)
+def test_files_that_are_no_batch(http: httpx.Client, lines: list[str], message: str) -> None:
+    batch = batch_of(http, lines)
+    assert batch["status"] == "failed"
+    assert message in batch["errors"]["data"][0]["message"]
+
+
+def test_one_bad_line_among_good_ones(http: httpx.Client) -> None:
+    bodies = [dict(ASK, seed=1), {"prompt": 3}, dict(ASK, seed=2)]
+    for body in bodies:
+        body.pop("slo", None)
+    lines = [json.dumps({"custom_id": str(number), "body": body}) for number, body in enumerate(bodies)]
+    batch = batch_of(http, lines)
+    assert (batch["status"], batch["request_counts"]) == ("completed", {"total": 3, "completed": 2, "failed": 1})
+    errors = json.loads(http.get(f"/v1/files/{batch['error_file_id']}/content").text)
+    assert (errors["custom_id"], errors["response"]["status_code"]) == ("1", 400)
+
+
+def batch_of(http: httpx.Client, lines: list[str]) -> dict[str, Any]:
+    """A batch of these lines, once it has ended."""
+    file = http.post("/v1/files", files={"file": "\n".join(lines).encode()}, data={"purpose": "batch"}).json()
+    asked = {"input_file_id": file["id"], "endpoint": GENERATIONS, "completion_window": "24h"}
+    name = http.post("/v1/batches", json=asked).json()["id"]
+    end = time.monotonic() + 60
+    while True:
+        batch = http.get(f"/v1/batches/{name}").json()
+        if batch["status"] in ("completed", "failed"):
+            return batch
+        assert time.monotonic() < end
+        time.sleep(0.05)

@@ -1,0 +1,135 @@
+"""`psctl bench serve` against our server, whose counters must agree, and against the server that users would write."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from ..conftest import RunPsctl
+from ..support.http_server import HttpServer
+from ..support.tiny_models import save_tiny, tiny_sdxl
+
+pytestmark = pytest.mark.slow
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    return save_tiny(folder, tiny_sdxl(), guidance_scale=3.0, resolutions=["32", "64x32"], num_inference_steps=4)
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
+    with HttpServer(model, tmp_path_factory.mktemp("workspace"), "--slo-scale", "100") as running:
+        yield running
+
+
+def metrics_of(server: HttpServer) -> dict[str, float]:
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+
+
+def test_what_is_counted_on_both_sides_is_the_same(server: HttpServer, run_psctl: RunPsctl, tmp_path: Path) -> None:
+    before = metrics_of(server)
+    load = (
+        "--trace",
+        "poisson",
+        "--request-rate",
+        "30",
+        "--num-prompts",
+        "40",
+        "--seed",
+        "3",
+        "--disconnect-rate",
+        "0.1",
+    )
+    done = run_psctl(
+        "bench", "serve", "--base-url", f"{server.url}/v1", *load, "--slo", "--slo-scale", "200",
+        "--output-file", "found.json", "--save-dir", "images", "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert json.loads((tmp_path / "found.json").read_text()) == found
+    assert found["completed_requests"] == len(list((tmp_path / "images").glob("*.png")))
+    left = found["cancelled_requests"]
+    assert left > 0
+    assert found["is_valid"] is True
+    assert found["slo_scale"] == 200
+    for name in ("duration", "throughput_qps", "latency_p99", "slo_attainment_rate", "send_lag_p99", "by_code"):
+        assert found[name] is not None
+    time.sleep(0.5)
+    after = metrics_of(server)
+
+    def grown(name: str) -> float:
+        return after.get(name, 0.0) - before.get(name, 0.0)
+
+    completed = grown('psctl_request_success_total{finished_reason="completed"}')
+    cancelled = grown('psctl_request_success_total{finished_reason="cancelled"}')
+    warm_up = 2 * 2
+    assert completed + cancelled == 40 + warm_up
+    # Who leaves may miss an image that was drawn in the same moment.
+    assert found["completed_requests"] + warm_up <= completed <= found["completed_requests"] + warm_up + left
+    assert grown('psctl_http_requests_total{code="200",route="/v1/images/generations"}') >= found["by_code"]["200"]
+
+
+def test_a_stream_tells_its_first_image(server: HttpServer, run_psctl: RunPsctl) -> None:
+    config = '[{"width": 32, "height": 32, "num_inference_steps": 8, "weight": 3}, {"width": 64, "height": 32}]'
+    done = run_psctl(
+        "bench", "serve", "--base-url", f"{server.url}/v1", "--num-prompts", "10", "--request-rate", "20",
+        "--random-request-config", config, "--stream", "--max-concurrency", "4", "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["completed_requests"] == 10
+    assert 0 < found["time_to_first_image_mean"] < found["latency_mean"]
+
+
+def test_gates_read_it(server: HttpServer, run_psctl: RunPsctl, tmp_path: Path) -> None:
+    done = run_psctl(
+        "bench", "serve", "--base-url", f"{server.url}/v1", "--num-prompts", "5", "--request-rate", "10",
+        "--output-file", "found.json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "gates.toml").write_text('[[gate]]\nfile = "found.json"\nmetric = "failed_requests"\nmax = 0\n')
+    gated = run_psctl("gate", "gates.toml")
+    assert gated.returncode == 0, gated.stderr
+
+
+def test_the_server_that_users_would_write(model: Path, run_psctl: RunPsctl) -> None:
+    command = [sys.executable, str(REPOSITORY / "tests/benchmarks/plain_server.py"), str(model), "--port", "0"]
+    process = subprocess.Popen([*command, "--dtype", "float32"], stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        url = next(match[1] for line in process.stderr if (match := re.search(r"running on (http://\S+)", line)))
+        load = ("--num-prompts", "6", "--request-rate", "20", "--resolutions", "32,64x32", "--num-inference-steps", "3")
+        done = run_psctl("bench", "serve", "--base-url", f"{url}/v1", *load, "--json")
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["completed_requests"] == 6
+        untold = run_psctl("bench", "serve", "--base-url", f"{url}/v1")
+        assert untold.returncode == 2
+        assert "give --resolutions and --num-inference-steps" in untold.stderr
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_wrong_use(run_psctl: RunPsctl, server: HttpServer) -> None:
+    for options, code, message in (
+        (("--base-url", "localhost:8000"), 2, "must begin with http:// or https://"),
+        (("--base-url", "http://127.0.0.1:9/v1"), 1, "does not answer"),
+        (("--disconnect-rate", "1.5"), 2, "must be from 0 to 1"),
+        (("--slo", "--warmup-requests", "0"), 2, "--slo needs --warmup-requests"),
+        (("--random-request-config", "[]"), 2, "needs at least one size"),
+        (("--random-request-config", "{"), 2, "is not a list of sizes"),
+    ):
+        done = run_psctl("bench", "serve", "--base-url", f"{server.url}/v1", *options)
+        assert done.returncode == code, done.stderr
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr

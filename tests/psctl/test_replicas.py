@@ -1,0 +1,143 @@
+"""Replicas on Ray Serve: real processes, really killed."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ..conftest import RunPsctl
+from ..support.http_server import HttpServer
+from ..support.tiny_models import save_tiny, tiny_sdxl
+
+pytest.importorskip("ray", reason="the extra `ray` is not installed")
+pytestmark = pytest.mark.slow
+GENERATIONS = "/v1/images/generations"
+_START_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    return save_tiny(folder, tiny_sdxl(), guidance_scale=3.0, resolutions=["32", "64x32"], num_inference_steps=4)
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
+    options = ("--num-replicas", "2", "--system", "patched-fcfs", "--max-queue", "400")
+    with HttpServer(model, tmp_path_factory.mktemp("workspace"), *options, start_s=_START_S) as running:
+        yield running
+        assert running.stop() == 0
+
+
+def replicas_of(server: HttpServer) -> list[dict[str, Any]]:
+    return httpx.get(f"{server.url}/v1/state", timeout=30).json()["replicas"]
+
+
+def until(is_so: Callable[[], bool], timeout_s: float) -> None:
+    end = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.2)
+
+
+def body(number: int, steps: int = 20) -> dict[str, Any]:
+    size = ("32x32", "64x32")[number % 2]
+    return {"prompt": f"cat {number}", "size": size, "seed": number, "num_inference_steps": steps, "n": 1}
+
+
+async def burst(url: str, bodies: list[dict[str, Any]], kill: Callable[[], None] | None = None) -> list[httpx.Response]:
+    """All at once; and meanwhile somebody is killed."""
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits(max_connections=None)) as client:
+        asked = [asyncio.ensure_future(client.post(GENERATIONS, json=each)) for each in bodies]
+        if kill is not None:
+            await asyncio.sleep(0.3)
+            await asyncio.to_thread(kill)
+        return list(await asyncio.gather(*asked))
+
+
+def test_the_same_pixels_whoever_draws(server: HttpServer) -> None:
+    until(lambda: len(replicas_of(server)) == 2, 60)
+    assert len({each["process_id"] for each in replicas_of(server)} - {server.process.pid}) == 2
+    answers = asyncio.run(burst(server.url, [body(3)] * 6))
+    assert [answer.status_code for answer in answers] == [200] * 6
+    images = {answer.json()["data"][0]["b64_json"] for answer in answers}
+    # Batches may differ in the last bit, so that there may be two of them.
+    assert len(images) <= 2
+    refused = httpx.post(f"{server.url}{GENERATIONS}", json={**body(0), "size": "40x36"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_value")
+
+
+def test_partial_images_come_through(server: HttpServer) -> None:
+    asked = {**body(1), "stream": True, "partial_images": 2, "progress": True}
+    with httpx.stream("POST", f"{server.url}{GENERATIONS}", json=asked, timeout=60) as stream:
+        told = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: ")]
+    kinds = [each["type"].removeprefix("image_generation.") for each in told]
+    assert [each["partial_image_index"] for each in told if each["type"].endswith("partial_image")] == [0, 1]
+    assert kinds.count("progress") == 20
+    assert kinds[-1] == "completed"
+
+
+def test_whoever_leaves_frees_the_replica(server: HttpServer) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}{GENERATIONS}", json=body(0, 200), timeout=1)
+    until(lambda: all(each["pixel_steps"] == 0 for each in replicas_of(server)), 20)
+    assert httpx.post(f"{server.url}{GENERATIONS}", json=body(0), timeout=60).status_code == 200
+
+
+def test_a_killed_replica_loses_nothing(server: HttpServer) -> None:
+    draws = random.Random(0)
+    for number in range(3):
+        until(lambda: len(replicas_of(server)) == 2, 60)
+        victims = [each["process_id"] for each in replicas_of(server)]
+
+        def kill(victims: list[int] = victims) -> None:
+            os.kill(draws.choice(victims), signal.SIGKILL)
+
+        bodies = [body(1000 * number + each) for each in range(60)]
+        answers = asyncio.run(burst(server.url, bodies, kill))
+        assert [answer.status_code for answer in answers] == [200] * 60, [each.text[:200] for each in answers]
+        assert [answer.json()["seeds"] for answer in answers] == [[each["seed"]] for each in bodies]
+        start = time.monotonic()
+        until(
+            lambda gone=victims: (
+                len(replicas_of(server)) == 2 and {each["process_id"] for each in replicas_of(server)} != {*gone}
+            ),
+            60,
+        )
+        assert time.monotonic() - start < 30
+
+
+def test_files_are_drawn_by_replicas(model: Path, run_psctl: RunPsctl, tmp_path: Path) -> None:
+    lines = [json.dumps({"custom_id": str(number), "body": {**body(number, 3), "n": 1}}) for number in range(12)]
+    (tmp_path / "lines.jsonl").write_text("\n".join(lines))
+    done = run_psctl(
+        "batch", "run", "lines.jsonl", "--model", model, "--num-replicas", "2", "--dtype", "float32", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["completed"] == 12
+    too_many = run_psctl("batch", "run", "lines.jsonl", "--model", model, "--num-replicas", "900", "-o", "again")
+    assert too_many.returncode == 2
+    assert "900 replicas take one CPU each" in too_many.stderr
+
+
+def test_replicas_come_and_go_with_the_load(model: Path, tmp_path: Path) -> None:
+    options = ("--min-replicas", "1", "--max-replicas", "2", "--target-queue-time", "0.5", "--system", "patched-fcfs")
+    options += ("--max-queue-time", "600")
+    with HttpServer(model, tmp_path, *options, "--max-queue", "400", start_s=_START_S) as server:
+        until(lambda: len(replicas_of(server)) == 1, 60)
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(lambda: asyncio.run(burst(server.url, [body(number, 200) for number in range(150)])))
+            until(lambda: len(replicas_of(server)) == 2, 60)
+            assert {answer.status_code for answer in asked.result()} == {200}
+        until(lambda: len(replicas_of(server)) == 1, 120)
+        assert httpx.post(f"{server.url}{GENERATIONS}", json=body(0), timeout=60).status_code == 200
+        assert server.stop() == 0

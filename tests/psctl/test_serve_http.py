@@ -1,0 +1,346 @@
+"""`psctl serve --http` as its clients see it: the real client of OpenAI, and raw connections, against a real server."""
+
+import base64
+import io
+import json
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from PIL import Image
+
+from patchedserve.eval.metrics.psnr import psnr
+
+from ..conftest import RunPsctl
+from ..support.http_server import HttpServer
+from ..support.tiny_models import save_tiny, tiny_sdxl
+
+pytestmark = pytest.mark.slow
+ASK = {"prompt": "a cat", "num_inference_steps": 3, "seed": 5, "slo": 60}
+GENERATIONS = "/v1/images/generations"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    return save_tiny(folder, tiny_sdxl(), guidance_scale=3.0, resolutions=["32", "64x32"], num_inference_steps=4)
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("workspace")
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, workspace: Path) -> Iterator[HttpServer]:
+    with HttpServer(model, workspace, "--max-queue", "8", "--served-model-name", "dall-e-3") as running:
+        yield running
+
+
+@pytest.fixture
+def http(server: HttpServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def client(server: HttpServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def picture(b64_json: str | None) -> Image.Image:
+    assert b64_json is not None
+    return Image.open(io.BytesIO(base64.b64decode(b64_json)))
+
+
+def test_the_client_of_openai_draws(client: openai.OpenAI, model: Path, run_psctl: RunPsctl, tmp_path: Path) -> None:
+    def drawn(n: int) -> list[Image.Image]:
+        found = client.images.generate(model="dall-e-3", prompt="a cat", n=n, size="32x32", extra_body=ASK)
+        assert found.data is not None
+        return [picture(each.b64_json) for each in found.data]
+
+    alone, *none = drawn(1)
+    assert not none
+    images = drawn(2)
+    assert [image.size for image in images] == [(32, 32)] * 2
+    for seed, image in zip((5, 6), images, strict=True):
+        options = ("--dtype", "float32", "--resolution", "32x32", "--num-inference-steps", "3", "--seed", str(seed))
+        done = run_psctl("generate", "a cat", "--model", model, *options, "--output", f"{seed}.png")
+        assert done.returncode == 0, done.stderr
+        wanted = Image.open(tmp_path / f"{seed}.png")
+        assert psnr(image, wanted) >= 70, "in a batch, sums are rounded in another order"
+        if seed == 5:
+            assert alone.tobytes() == wanted.tobytes()
+
+
+def test_a_stream_shows_partial_images_then_the_last(client: openai.OpenAI) -> None:
+    body = {**ASK, "num_inference_steps": 8, "progress": True}
+    del body["prompt"]
+    stream = client.images.generate(prompt="a cat", stream=True, partial_images=3, extra_body=body)
+    events = [json.loads(event.model_dump_json()) for event in stream]
+    kinds = [event["type"].removeprefix("image_generation.") for event in events]
+    assert [event["partial_image_index"] for event in events if event["type"].endswith("partial_image")] == [0, 1, 2]
+    assert kinds[-1] == "completed"
+    assert [event["steps_done"] for event in events if event["type"].endswith("progress")] == list(range(1, 9))
+    last = picture(events[-1]["b64_json"])
+    assert last.size == (64, 32) or last.size == (32, 32)
+    assert events[-1]["usage"]["total_tokens"] > 0
+    alone = client.images.generate(prompt="a cat", extra_body=body | {"progress": False})
+    assert alone.data is not None
+    assert picture(alone.data[0].b64_json).tobytes() == last.tobytes()
+
+
+def test_images_by_their_address(http: httpx.Client) -> None:
+    found = http.post(GENERATIONS, json={**ASK, "response_format": "url", "output_format": "webp", "n": 2}).json()
+    urls = [each["url"] for each in found["data"]]
+    assert len(set(urls)) == 2
+    for url in urls:
+        fetched = http.get(url)
+        assert (fetched.status_code, fetched.headers["content-type"]) == (200, "image/webp")
+        assert Image.open(io.BytesIO(fetched.content)).format == "WEBP"
+    status = http.get(f"{GENERATIONS}/{found['id']}").json()
+    assert (status["status"], status["seeds"], status["data"]) == ("completed", [5, 6], found["data"])
+    assert found["metrics"]["slo_met"] is True
+    for name in ("queue_s", "prepare_s", "denoise_s", "decode_s"):
+        assert found["metrics"][name] >= 0
+    assert http.get("/v1/images/img_0-0/content").json()["error"]["code"] == "not_found"
+
+
+def test_models_health_and_metrics(http: httpx.Client) -> None:
+    models = http.get("/v1/models").json()["data"]
+    assert [each["id"] for each in models][1] == "dall-e-3"
+    assert http.get(f"/v1/models/{models[0]['id']}").json()["sizes"] == ["32x32", "64x32"]
+    assert http.get("/v1/models/another").status_code == 404
+    assert http.get("/health").json() == {"status": "ready"}
+    assert http.get("/ready").status_code == 200
+    before = _metric(http, 'psctl_request_success_total{finished_reason="completed"}')
+    http.post(GENERATIONS, json={**ASK, "n": 3}).raise_for_status()
+    assert _metric(http, 'psctl_request_success_total{finished_reason="completed"}') == before + 3
+    assert _metric(http, "psctl_num_requests_running") == 0
+
+
+def test_the_dashboard_asks_for_what_there_is(http: httpx.Client) -> None:
+    dashboard = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())
+    asked = {
+        name
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"psctl_\w+", target["expr"])
+    }
+    there = set(re.findall(r"^# TYPE (psctl_\w+)", http.get("/metrics").text, re.MULTILINE))
+    stems = {re.sub(r"_(bucket|sum|count)$", "", name) for name in asked}
+    assert stems <= there, stems - there
+    assert len(asked) > 15
+
+
+def _metric(http: httpx.Client, name: str) -> float:
+    lines = http.get("/metrics").text.splitlines()
+    return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} ")), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "code"),
+    [
+        ({"content": b"{"}, 400, "invalid_json"),
+        ({"json": {**ASK, "n": 0}}, 400, "invalid_value"),
+        ({"json": {**ASK, "model": "another"}}, 404, "model_not_found"),
+        ({"json": {**ASK, "size": "40x36"}}, 400, "invalid_value"),
+        ({"json": ASK, "headers": {"content-type": "text/plain"}}, 415, "unsupported_media_type"),
+        ({"json": ASK, "headers": {"content-encoding": "gzip"}}, 415, "unsupported_content_encoding"),
+        ({"json": ASK, "headers": {"host": "evil.example"}}, 403, "host_not_allowed"),
+        ({"json": ASK, "headers": {"origin": "http://evil.example"}}, 403, "origin_not_allowed"),
+        ({"json": {**ASK, "prompt": "x" * 300_000}}, 413, "body_too_large"),
+        ({"json": {**ASK, "n": 9}}, 429, "queue_full"),
+        ({"json": {**ASK, "slo": 1e-6}}, 503, "deadline_unreachable"),
+    ],
+)
+def test_what_is_refused_is_one_json_error(http: httpx.Client, change: Any, status: int, code: str) -> None:
+    change["headers"] = {"content-type": "application/json", "x-request-id": "mine", **change.get("headers", {})}
+    answer = http.post(GENERATIONS, **change)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), answer.text
+    assert answer.headers["x-request-id"] == "mine"
+    assert http.post(GENERATIONS, json=ASK).status_code == 200, "and the server still draws"
+
+
+def test_small_answers_are_sent_at_once(http: httpx.Client) -> None:
+    times = []
+    for _ in range(12):
+        start = time.perf_counter()
+        http.get("/health").raise_for_status()
+        times.append(time.perf_counter() - start)
+    # With Nagle's algorithm on a kept connection, all but the first take 40 ms.
+    assert sorted(times)[3] < 0.03, times
+
+
+def test_unknown_places(http: httpx.Client) -> None:
+    for method, path, status, code in (
+        ("GET", "/v1/nothing", 404, "unknown_url"),
+        ("GET", GENERATIONS, 405, "method_not_allowed"),
+        ("POST", "/v1/images/edits", 404, "unsupported_endpoint"),
+        ("GET", "/v1/../../etc/passwd", 404, "unknown_url"),
+        ("DELETE", f"{GENERATIONS}/img_0", 404, "not_found"),
+    ):
+        answer = http.request(method, path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+def test_raw_connections(server: HttpServer, http: httpx.Client) -> None:
+    port = int(server.url.rpartition(":")[2])
+    head = f"POST {GENERATIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    for sent in (
+        head + "Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+        head + "Content-Length: 10\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        head + "Content-Length: 10\r\nContent-Length: 20\r\n\r\n{}",
+        head + f"X-Long: {'x' * 70_000}\r\n\r\n",
+        "GARBAGE\r\n\r\n",
+    ):
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as raw:
+            raw.sendall(sent.encode())
+            head, _, body = _all_of(raw).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 "), sent[:80]
+        assert json.loads(body)["error"]["code"] == "invalid_http"
+    assert http.post(GENERATIONS, json=ASK).status_code == 200
+
+
+def _all_of(raw: socket.socket) -> bytes:
+    """What the server says until it closes the connection."""
+    parts = []
+    while part := raw.recv(65536):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def test_whoever_leaves_frees_the_place(http: httpx.Client, server: HttpServer) -> None:
+    long = {**ASK, "num_inference_steps": 200, "n": 4, "slo": 600}
+    before = _metric(http, 'psctl_request_success_total{finished_reason="cancelled"}')
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}{GENERATIONS}", json=long, timeout=1)
+    _until(lambda: _metric(http, 'psctl_request_success_total{finished_reason="cancelled"}') == before + 4)
+    assert http.post(GENERATIONS, json={**ASK, "n": 8}).status_code == 200
+
+
+def test_delete_cancels(http: httpx.Client, server: HttpServer) -> None:
+    answers: list[httpx.Response] = []
+    long = {**ASK, "num_inference_steps": 200, "slo": 600, "stream": True}
+    with http.stream("POST", GENERATIONS, json=long) as stream:
+        name = stream.headers["x-generation-id"]
+        assert http.get(f"{GENERATIONS}/{name}").json()["status"] in ("queued", "in_progress")
+        answers.append(http.delete(f"{GENERATIONS}/{name}"))
+        stream.read()
+    assert answers[0].status_code == 200
+    _until(lambda: http.get(f"{GENERATIONS}/{name}").json()["status"] == "cancelled")
+    assert http.delete(f"{GENERATIONS}/{name}").status_code == 200
+
+
+def _until(is_so: Any) -> None:
+    end = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_signal_drains(model: Path, workspace: Path) -> None:
+    with HttpServer(model, workspace) as server:
+        found: list[httpx.Response] = []
+        body = {**ASK, "num_inference_steps": 100, "slo": 600}
+        asking = threading.Thread(
+            target=lambda: found.append(httpx.post(f"{server.url}{GENERATIONS}", json=body, timeout=60))
+        )
+        asking.start()
+        _until(lambda: _metric_of(server, "psctl_num_requests_running") == 1)
+        server.process.send_signal(signal.SIGTERM)
+        _until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
+        refused = httpx.post(f"{server.url}{GENERATIONS}", json=ASK)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        asking.join(60)
+        assert found[0].status_code == 200
+        assert server.process.wait(60) == 0
+
+
+def test_what_takes_too_long_is_given_up(model: Path, workspace: Path) -> None:
+    with HttpServer(model, workspace, "--request-timeout", "0.5", "--drain-timeout", "0.5") as server:
+        long = {**ASK, "num_inference_steps": 200, "slo": 600}
+        given_up = httpx.post(f"{server.url}{GENERATIONS}", json=long, timeout=30)
+        assert (given_up.status_code, given_up.json()["error"]["code"]) == (504, "timeout")
+        assert _errors_of(server, long) == ["timeout"]
+        _until(lambda: _metric_of(server, "psctl_num_requests_running") == 0)
+        assert server.stop() == 0
+
+
+def test_what_is_open_after_draining_is_told_so(model: Path, workspace: Path) -> None:
+    with HttpServer(model, workspace, "--drain-timeout", "0.5") as server, ThreadPoolExecutor() as pool:
+        long = {**ASK, "num_inference_steps": 200, "n": 4, "slo": 600}
+        told = pool.submit(_errors_of, server, long)
+        watching = pool.submit(lambda: httpx.get(f"{server.url}/v1/state/stream", timeout=30).text)
+        _until(lambda: _metric_of(server, "psctl_num_requests_running") == 4)
+        start = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - start < 10
+        assert told.result() == ["draining"]
+        assert '"status": "draining"' in watching.result(), "the last that the page is told"
+
+
+def test_a_second_signal_ends_it_at_once(model: Path, workspace: Path) -> None:
+    with HttpServer(model, workspace) as server, ThreadPoolExecutor() as pool:
+        long = {**ASK, "num_inference_steps": 200, "n": 8, "slo": 600}
+        pool.submit(lambda: httpx.post(f"{server.url}{GENERATIONS}", json=long, timeout=30))
+        _until(lambda: _metric_of(server, "psctl_num_requests_running") >= 1)
+        server.process.send_signal(signal.SIGTERM)
+        _until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(5) == 0
+
+
+def _errors_of(server: HttpServer, body: dict[str, Any]) -> list[str]:
+    """The codes of the errors that a stream tells."""
+    with httpx.stream("POST", f"{server.url}{GENERATIONS}", json={**body, "stream": True}, timeout=60) as stream:
+        told = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: ")]
+    return [each["error"]["code"] for each in told if "error" in each]
+
+
+def _metric_of(server: HttpServer, name: str) -> float:
+    with httpx.Client(base_url=server.url) as http:
+        return _metric(http, name)
+
+
+def test_keys(model: Path, workspace: Path) -> None:
+    with HttpServer(model, workspace, env={"PSCTL_API_KEY": "secret"}) as server:
+        for headers, status in (
+            ({}, 401),
+            ({"authorization": "Bearer wrong"}, 401),
+            ({"authorization": "Bearer secret"}, 200),
+        ):
+            assert httpx.post(f"{server.url}{GENERATIONS}", json=ASK, headers=headers, timeout=60).status_code == status
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert httpx.get(f"{server.url}/metrics").status_code == 401
+        key = {"authorization": "Bearer secret"}
+        found = httpx.post(f"{server.url}{GENERATIONS}", json={**ASK, "response_format": "url"}, headers=key).json()
+        assert httpx.get(found["data"][0]["url"]).status_code == 200, "its address is nobody's guess"
+        assert httpx.get(f"{server.url}{GENERATIONS}/{found['id']}").status_code == 401
+        assert server.stop(signal.SIGINT) == 0
+        assert not any("secret" in line for line in server.lines)
+
+
+def test_wrong_use(run_psctl: RunPsctl, model: Path, server: HttpServer) -> None:
+    port = server.url.rpartition(":")[2]
+    for options, message in (
+        (("--request-rate", "3"), "--request-rate belongs to traces"),
+        (("--trace", "poisson"), "--trace belongs to traces"),
+        (("--host", "0.0.0.0"), "set PSCTL_API_KEY or --api-key-file, or say --insecure"),
+        (("--port", port), f"cannot listen on 127.0.0.1:{port}"),
+        (("--api-key-file", "missing"), "missing"),
+        (("--max-queue", "0"), "--max-queue"),
+    ):
+        done = run_psctl("serve", "--http", "--model", model, *options)
+        assert done.returncode in (1, 2)
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr

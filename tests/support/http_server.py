@@ -1,0 +1,71 @@
+"""A server as users start it: `psctl serve --http` in a process of its own, on a port that is free."""
+
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+READY = re.compile(r"Serving at (http://\S+)/v1")
+
+
+class HttpServer:
+    """A running server.
+
+    Attributes:
+        url: without `/v1`.
+        lines: of its stderr so far.
+    """
+
+    def __init__(
+        self,
+        model: Path | str,
+        workspace: Path,
+        *options: str,
+        env: Mapping[str, str] | None = None,
+        start_s: float = 60.0,
+    ) -> None:
+        self._start_s = start_s
+        command = [str(Path(sys.executable).parent / "psctl"), "serve", "--http", "--port", "0", "--model", str(model)]
+        command += ["--workspace", str(workspace), "--dtype", "float32", *options]
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env={**os.environ, **(env or {})}
+        )
+        self.lines: list[str] = []
+        self._said: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self.url = ""
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip())
+            self._said.put(line)
+        self._said.put(None)
+
+    def wait(self, pattern: re.Pattern[str], timeout_s: float = 60) -> re.Match[str]:
+        """The first line from now on that matches."""
+        while True:
+            line = self._said.get(timeout=timeout_s)
+            assert line is not None, "\n".join(["the server has ended:", *self.lines])
+            if match := pattern.search(line):
+                return match
+
+    def stop(self, sig: int = signal.SIGTERM) -> int:
+        """Send a signal; returns the exit code."""
+        self.process.send_signal(sig)
+        return self.process.wait(60)
+
+    def __enter__(self) -> Self:
+        self.url = self.wait(READY, self._start_s)[1]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(60)
