@@ -1,0 +1,33 @@
+"""What machines can think of, sent to a real server: schemathesis by its OpenAPI, and bytes of hypothesis.
+
+    python tests/benchmarks/fuzz_http.py [--cases 20000] [--model emoji-xl]
+
+Wanted: no answer of 5xx but 503, every error as JSON, and the server still draws. Exits with 1 if that is not so.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from patchedserve.tests.support.fuzz import fuzz
+from patchedserve.tests.support.http_server import HttpServer
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="emoji-xl")
+    parser.add_argument("--cases", type=int, default=20_000)
+    given = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        HttpServer(given.model, Path(folder), "--max-steps", "4", "--system", "patched-fcfs") as server,
+    ):
+        counts = fuzz(server.url, given.cases)
+    print(json.dumps(counts, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

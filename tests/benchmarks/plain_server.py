@@ -1,0 +1,54 @@
+"""The server that one would write first: FastAPI around a diffusers pipeline, one request at a time.
+
+    python tests/benchmarks/plain_server.py MODEL_DIR --port 8001
+
+It speaks as much of OpenAI's images API as `psctl bench serve` asks for, so that both are loaded alike.
+"""
+
+import argparse
+import base64
+import io
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import uvicorn
+from fastapi import FastAPI
+
+
+def make_app(model: Path, dtype: torch.dtype) -> FastAPI:
+    """The app over a pipeline of this folder."""
+    pipe: Any = diffusers.DiffusionPipeline.from_pretrained(model, torch_dtype=dtype)
+    pipe.set_progress_bar_config(disable=True)
+    turn = threading.Lock()
+    app = FastAPI()
+
+    @app.post("/v1/images/generations")
+    def generate(body: dict[str, Any]) -> dict[str, Any]:
+        width, height = map(int, body["size"].split("x"))
+        with turn, torch.inference_mode():
+            image = pipe(
+                body["prompt"],
+                width=width,
+                height=height,
+                num_inference_steps=body["num_inference_steps"],
+                guidance_scale=body["guidance_scale"],
+                generator=torch.Generator("cpu").manual_seed(body["seed"]),
+            ).images[0]
+        file = io.BytesIO()
+        image.save(file, "PNG")
+        return {"created": int(time.time()), "data": [{"b64_json": base64.b64encode(file.getvalue()).decode()}]}
+
+    return app
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--port", type=int, default=8001)
+    parser.add_argument("--dtype", default="bfloat16")
+    given = parser.parse_args()
+    uvicorn.run(make_app(given.model, getattr(torch, given.dtype)), port=given.port, access_log=False)
