@@ -29,6 +29,7 @@ from patchedserve.psctl.app import app, main
 
 from ..support.caption_sets import scene_image, write_coco, write_diffusiondb
 from ..support.docs_pages import NOT_RUN, PAGES, REPOSITORY, SHELL_LANGUAGES, Block, blocks_of, commands_of, spans_of
+from ..support.http_server import HttpServer
 from ..support.tiny_models import save_tiny, tiny_sd3, tiny_sdxl
 
 pytest.importorskip("torchmetrics", reason="the extra `eval` is not installed")
@@ -54,6 +55,11 @@ TINY: dict[str, dict[str, str]] = {
     "bench slo": {
         "--num-prompts": "2", "--duration": "0.2", "--rates": "20", "--num-seeds": "1", "--num-inference-steps": "24",
         "--resolutions": SIZES, "--warmup-requests": "1", "--combinations": "6", "--max-batch-size": "3",
+    },
+    "batch run": {},
+    "bench serve": {
+        "--num-prompts": "3", "--num-inference-steps": "2", "--resolutions": SIZES, "--request-rate": "20",
+        "--warmup-requests": "1",
     },
     "bench steps": {"--combinations": "1,1", "--repeats": "1", "--warmup": "1", "--resolutions": SIZES},
     "bench cache": {
@@ -95,6 +101,17 @@ class House:
     folder: Path
     models: dict[str, str]
     done: set[tuple[str, ...]] = field(default_factory=set)
+    server: HttpServer | None = None
+
+    def start_server(self, options: list[str]) -> None:
+        """Serve beside the rest of a page, as its readers do."""
+        self.server = HttpServer(self.models["emoji-xl"], self.folder / "psctl-workspace", *options).__enter__()
+
+    def stop_server(self) -> None:
+        """Stop the page's server, if it has one."""
+        if self.server is not None:
+            assert self.server.stop() == 0
+            self.server = None
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +188,8 @@ def run_psctl(house: House, words: list[str]) -> int:
 def run_command(house: House, words: list[str]) -> None:
     """Run one printed command. Raises AssertionError if it fails, or no test could run it."""
     match words:
+        case ["psctl", "serve", *options] if "--http" in options:
+            house.start_server(options)
         case ["psctl", *arguments]:
             code = run_psctl(house, arguments)
             assert code in (GATE_CODES if arguments[0] == "gate" else (0,)), f"exit code {code}"
@@ -217,14 +236,18 @@ def run_block(house: House, block: Block) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_command_of_the_page_runs(house: House, page: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for block in blocks_of(page.read_text()):
-        try:
-            run_block(house, block)
-        except Exception as error:
-            said = capsys.readouterr().err.strip().splitlines()
-            error.add_note(f"{page.name}:{block.line}: {' '.join(block.body.split())[:300]}\n" + "\n".join(said[-3:]))
-            raise
-        capsys.readouterr()
+    try:
+        for block in blocks_of(page.read_text()):
+            try:
+                run_block(house, block)
+            except Exception as error:
+                said = capsys.readouterr().err.strip().splitlines()
+                told = f"{page.name}:{block.line}: {' '.join(block.body.split())[:300]}"
+                error.add_note("\n".join([told, *said[-3:]]))
+                raise
+            capsys.readouterr()
+    finally:
+        house.stop_server()
 
 
 def options_of(name: str) -> set[str]:
