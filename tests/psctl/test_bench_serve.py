@@ -11,6 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from patchedserve.profiling.http.load import LoadResult
+
 from ..conftest import RunPsctl
 from ..support.http_server import HttpServer
 from ..support.tiny_models import save_tiny, tiny_sdxl
@@ -36,6 +38,16 @@ def metrics_of(server: HttpServer) -> dict[str, float]:
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
 
 
+def require_sent(done: subprocess.CompletedProcess[str]) -> None:
+    """The load was sent; beside other tests perhaps too late to say anything of speed, which is told then."""
+    assert done.returncode == 0 or "too busy to send this load" in done.stderr, done.stderr
+
+
+def test_who_sends_too_late_measures_nothing() -> None:
+    assert LoadResult(send_lag_s=[0.001] * 99 + [0.2]).is_valid
+    assert not LoadResult(send_lag_s=[0.001] * 9 + [0.2] * 3).is_valid
+
+
 def test_what_is_counted_on_both_sides_is_the_same(server: HttpServer, run_psctl: RunPsctl, tmp_path: Path) -> None:
     before = metrics_of(server)
     load = (
@@ -54,13 +66,13 @@ def test_what_is_counted_on_both_sides_is_the_same(server: HttpServer, run_psctl
         "bench", "serve", "--base-url", f"{server.url}/v1", *load, "--slo", "--slo-scale", "200",
         "--output-file", "found.json", "--save-dir", "images", "--json",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    require_sent(done)
     found = json.loads(done.stdout)
     assert json.loads((tmp_path / "found.json").read_text()) == found
     assert found["completed_requests"] == len(list((tmp_path / "images").glob("*.png")))
     left = found["cancelled_requests"]
     assert left > 0
-    assert found["is_valid"] is True
+    assert found["is_valid"] is (found["send_lag_p99"] <= 0.05)
     assert found["slo_scale"] == 200
     for name in ("duration", "throughput_qps", "latency_p99", "slo_attainment_rate", "send_lag_p99", "by_code"):
         assert found[name] is not None
@@ -85,7 +97,7 @@ def test_a_stream_tells_its_first_image(server: HttpServer, run_psctl: RunPsctl)
         "bench", "serve", "--base-url", f"{server.url}/v1", "--num-prompts", "10", "--request-rate", "20",
         "--random-request-config", config, "--stream", "--max-concurrency", "4", "--json",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    require_sent(done)
     found = json.loads(done.stdout)
     assert found["completed_requests"] == 10
     assert 0 < found["time_to_first_image_mean"] < found["latency_mean"]
@@ -96,7 +108,7 @@ def test_gates_read_it(server: HttpServer, run_psctl: RunPsctl, tmp_path: Path) 
         "bench", "serve", "--base-url", f"{server.url}/v1", "--num-prompts", "5", "--request-rate", "10",
         "--output-file", "found.json",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    require_sent(done)
     (tmp_path / "gates.toml").write_text('[[gate]]\nfile = "found.json"\nmetric = "failed_requests"\nmax = 0\n')
     gated = run_psctl("gate", "gates.toml")
     assert gated.returncode == 0, gated.stderr
@@ -110,7 +122,7 @@ def test_the_server_that_users_would_write(model: Path, run_psctl: RunPsctl) -> 
         url = next(match[1] for line in process.stderr if (match := re.search(r"running on (http://\S+)", line)))
         load = ("--num-prompts", "6", "--request-rate", "20", "--resolutions", "32,64x32", "--num-inference-steps", "3")
         done = run_psctl("bench", "serve", "--base-url", f"{url}/v1", *load, "--json")
-        assert done.returncode == 0, done.stderr
+        require_sent(done)
         assert json.loads(done.stdout)["completed_requests"] == 6
         untold = run_psctl("bench", "serve", "--base-url", f"{url}/v1")
         assert untold.returncode == 2
