@@ -7,7 +7,7 @@ what decides them, features by the content of their images.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..data.datasets.base import BadEntries
 from ..data.datasets.folders import pair_folders
@@ -20,11 +20,9 @@ from .metrics.measure import measure_clip, measure_pairs, measure_sets
 from .options import FEATURES_DIR, PAIRED, SETWISE, EvalOptions, EvalPlan, open_folders
 from .result_files import RESULTS_FILE, EvalResults
 from .sets.cache_use import cache_use_of
+from .sets.drawers import Drawer
 from .sets.generate import MANIFEST_FILE, Manifest, generate_set, generation_settings, num_steps_missing, read_manifest
 from .sets.image_sets import fitted_sample, set_of, sources_of_pairs
-
-if TYPE_CHECKING:
-    from ..serving.models.served import ServedModel
 
 StartPhase = Callable[[str, int], Callable[[int], None]]
 """Called with what begins and how much of it there is; gives what to call with each bit that is done."""
@@ -46,7 +44,7 @@ def _silent(what: str, total: int) -> Callable[[int], None]:
 
 
 def evaluate_model(
-    model: "ServedModel",
+    drawer: Drawer,
     plan: EvalPlan,
     options: EvalOptions,
     judges: Judges,
@@ -59,7 +57,7 @@ def evaluate_model(
     """Generate the plan's images through the engine and measure them against the data set.
 
     Args:
-        model: the loaded model.
+        drawer: draws the images.
         plan: from `plan_eval`.
         options: what is measured.
         judges: the networks.
@@ -73,7 +71,7 @@ def evaluate_model(
         KeyboardInterrupt: on Ctrl-C; images and features that are finished are kept.
     """
     judges.check(options.metrics)
-    drawn = draw_set(model, plan, options, workspace, images_dir=images_dir, start_phase=start_phase)
+    drawn = draw_set(drawer, plan, options, workspace, images_dir=images_dir, start_phase=start_phase)
     manifest, folder = drawn.manifest, drawn.folder
     sizes = {item.id: Resolution(item.width, item.height) for item in manifest.items}
     results = measure(
@@ -108,7 +106,7 @@ class DrawnSet:
 
 
 def draw_set(
-    model: "ServedModel",
+    drawer: Drawer,
     plan: EvalPlan,
     options: EvalOptions,
     workspace: ModelWorkspace,
@@ -120,25 +118,25 @@ def draw_set(
     """Draw what is missing of the plan's images, through the engine as it serves.
 
     Args:
-        model, plan, options, workspace, images_dir, start_phase: as in `evaluate_model`.
+        drawer, plan, options, workspace, images_dir, start_phase: as in `evaluate_model`.
         what: name of the phase.
 
     Raises:
         UsageError, RunError, KeyboardInterrupt: as `generate_set`.
     """
     settings = generation_settings(
-        model,
+        drawer.identity,
         policy=options.policy,
         num_inference_steps=plan.num_inference_steps,
         guidance_scale=plan.guidance_scale,
         dataset=options.dataset,
-        **({"max_batch_size": options.max_batch_size} if model.options.cache.is_on else {}),
+        **({"max_batch_size": options.max_batch_size} if drawer.identity.options.cache.is_on else {}),
     )
     manifest = Manifest(plan.items, settings)
     folder = images_dir or workspace.runs / f"images-{manifest.digest[:16]}"
-    model.tune([Resolution(item.width, item.height) for item in plan.items], workspace.tables)
+    drawer.prepare([Resolution(item.width, item.height) for item in plan.items], workspace.tables)
     failed = generate_set(
-        model,
+        drawer,
         folder,
         manifest,
         max_batch_size=options.max_batch_size,

@@ -6,6 +6,7 @@ from typing import Any
 from ..compare.run import compare
 from ..options import FEATURES_DIR, SAMPLES_DIR, EvalOptions, plan_eval
 from ..run import draw_set
+from ..sets.drawers import EngineDrawer
 from .lab import Lab
 from .paper import Found, Statement
 
@@ -32,7 +33,9 @@ def compared(lab: Lab, settings: Mapping[str, Any], metric: str, said: tuple[flo
         plan = plan_eval(options, lab.model.defaults, lab.root)
         folders = []
         for what, model in (("plain diffusers", lab.plain_model()), ("the cache", lab.cached_model())):
-            drawn = draw_set(model, plan, options, lab.place, start_phase=lab.start, what=f"denoising steps, {what}")
+            drawn = draw_set(
+                EngineDrawer(model), plan, options, lab.place, start_phase=lab.start, what=f"denoising steps, {what}"
+            )
             folders.append(drawn.folder)
         comparison = compare(
             folders[0],

@@ -71,10 +71,11 @@ class CacheUse:
 class CacheMeter:
     """Adds what a model's cache saves to the file of a set; without a cache it does nothing."""
 
-    def __init__(self, model: "ServedModel", folder: Path) -> None:
+    def __init__(self, model: "ServedModel | None", folder: Path) -> None:
         from ...serving.patched.stepper import PatchedStepper
 
-        self._cache = model.stepper.model.cache if isinstance(model.stepper, PatchedStepper) else None
+        stepper = None if model is None else model.stepper
+        self._cache = stepper.model.cache if isinstance(stepper, PatchedStepper) else None
         self._folder = folder
         self._before = self._counts()
 

@@ -10,24 +10,20 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ... import __version__
 from ...data.errors import RunError, UsageError
 from ...data.files import require_folder, write_json
 from ...data.requests import MAX_SEED, Request
 from ...data.resolution import Resolution
+from ...serving.models.identity import ModelIdentity
 from ..result_files import read_json
-from .cache_use import CacheMeter
-
-if TYPE_CHECKING:
-    from ...serving.models.served import ServedModel
+from .drawers import Drawer
 
 MANIFEST_FILE = "manifest.json"
 MANIFEST_KIND = "psctl-images"
 VERSION = 1
-_CHUNK = 256
-"""Requests handed to the engine at a time: each holds its text embeddings until it is drawn (1.3 MB with SDXL)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +101,7 @@ def make_items(
 
 
 def generation_settings(
-    model: "ServedModel",
+    model: ModelIdentity,
     *,
     policy: str,
     num_inference_steps: int,
@@ -120,7 +116,7 @@ def generation_settings(
     batch, so where there is a cache, what fills batches belongs to `more`, too.
 
     Args:
-        model: the loaded model.
+        model: that draws.
         policy: which requests join the batch, and when.
         num_inference_steps, guidance_scale: of every request.
         more: whatever else decides them, such as the data set.
@@ -137,8 +133,8 @@ def generation_settings(
         "diffusers_version": diffusers.__version__,
         "model": model.name,
         "fingerprint": model.fingerprint,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": model.device.type,
+        "dtype": model.dtype,
+        "device": model.device,
         "policy": policy,
         "num_inference_steps": num_inference_steps,
         "guidance_scale": guidance_scale,
@@ -187,7 +183,7 @@ def open_set(folder: Path, manifest: Manifest) -> list[ImageItem]:
 
 
 def generate_set(
-    model: "ServedModel",
+    drawer: Drawer,
     folder: Path,
     manifest: Manifest,
     *,
@@ -195,12 +191,12 @@ def generate_set(
     max_bad: int = 0,
     on_step: Callable[[int], None] | None = None,
 ) -> tuple[str, ...]:
-    """Draw the missing images of a set through the engine; each is saved whole as soon as it is drawn.
+    """Draw the missing images of a set; each is saved whole as soon as it is drawn.
 
     What a cache saved meanwhile is added to `cache-use.json` in the folder.
 
     Args:
-        model: the loaded model, tuned, for which the manifest's settings were made.
+        drawer: draws, and is prepared; the manifest's settings were made for its model.
         folder: of the set.
         manifest: what to draw; its settings name the policy, the steps and the guidance scale.
         max_batch_size: of the engine.
@@ -215,33 +211,17 @@ def generate_set(
         RunError: more images failed than allowed; the others are kept.
         KeyboardInterrupt: on Ctrl-C; what is drawn is kept.
     """
-    from ...serving.engine.engine import Engine
-    from ...serving.scheduling.policies import get_policy
-
     requests = {item.file: _request(i, item, manifest.settings) for i, item in enumerate(manifest.items)}
     for request in requests.values():
-        model.check_request(request)
-    missing = open_set(folder, manifest)
+        drawer.check(request)
+    missing = {folder / item.file: requests[item.file] for item in open_set(folder, manifest)}
     failed: list[str] = []
-    meter = CacheMeter(model, folder)
-    for first in range(0, len(missing), _CHUNK):
-        chunk = missing[first : first + _CHUNK]
-        files = {requests[item.file].request_id: folder / item.file for item in chunk}
-        engine = Engine(
-            model,
-            get_policy(manifest.settings["policy"]),
-            max_batch_size=max_batch_size,
-            image_path=lambda request, files=files: files[request.request_id],
-            on_step=None if on_step is None else lambda row: on_step(row.active),
-        )
-        for item in chunk:
-            engine.submit(requests[item.file])
-        engine.close()
-        result = engine.run()
-        meter.note(sum(record.status == "completed" for record in result.records))
-        if result.was_interrupted:
+    meter = drawer.meter(folder)
+    for drawing in drawer.draw(missing, manifest.settings["policy"], max_batch_size, on_step):
+        meter.note(sum(record.status == "completed" for record in drawing.records))
+        if drawing.was_interrupted:
             raise KeyboardInterrupt
-        bad = [record for record in result.records if record.status != "completed"]
+        bad = [record for record in drawing.records if record.status != "completed"]
         failed += [f"{manifest.items[record.request_id].file}: {record.reason}" for record in bad]
         if len(failed) > max_bad:
             raise RunError(

@@ -10,6 +10,7 @@ from ...data.requests import Request
 from ...data.resolution import Resolution
 from ...data.workspace import ModelWorkspace
 from ...serving.core.step_row import StepRow
+from ...serving.models.identity import ModelIdentity
 from ...serving.options import EngineOptions
 from ...serving.scheduling.policies import get_policy
 from ...serving.scheduling.systems import System
@@ -40,7 +41,8 @@ class EngineRecipe:
     """What an engine of the server is made of, as plain data: any process can build it.
 
     Attributes:
-        model: as `load_model` takes it.
+        name: the user's name for the model.
+        model: as `load_model` takes it, wherever it is built.
         device, dtype: where and in which number format it runs.
         options: of the engine; its cache names its predictor.
         workspace: of the model on this device.
@@ -51,6 +53,7 @@ class EngineRecipe:
         threads: that torch computes with; None: as many as it wants.
     """
 
+    name: str
     model: str
     device: str
     dtype: str
@@ -69,6 +72,7 @@ class EngineFacts:
 
     model: "ModelFacts"
     alone: "StandaloneLatencies"
+    identity: ModelIdentity
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +158,11 @@ def build_engine(
         usual = max(recipe.sizes, key=lambda size: size.pixels)
     defaults = replace(defaults, resolutions=tuple(recipe.sizes), default_resolution=usual)
     dtype = str(model.dtype).removeprefix("torch.")
-    facts = EngineFacts(ModelFacts(model.name, defaults, (), model.family.size_multiple, dtype), alone)
+    facts = EngineFacts(
+        ModelFacts(recipe.name, defaults, (), model.family.size_multiple, dtype),
+        alone,
+        replace(model.identity, name=recipe.name),
+    )
     return BuiltEngine(setup, facts, model, correction)
 
 

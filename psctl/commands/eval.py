@@ -1,6 +1,7 @@
 """`psctl eval fid|kid|clip|lpips|psnr|ssim|all`: the quality of images that a model draws, or of folders of images."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,21 +9,26 @@ import typer
 
 from ...data.errors import UsageError
 from ...data.files import require_places, write_json
+from ...data.resolution import Resolution
 from ...eval.options import METRICS, EvalOptions, open_folders, plan_eval
 from ..flags import flag, given_flags
 from ..options.common import OutputFile
 from ..options.groups import DRAW, ENGINE, EngineFlags, JudgeFlags
+from ..options.replicas import REPLICAS, ReplicaFlags
 from ..options.target import Target
 from ..output import Output
+from .http_server import recipe_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from rich.console import RenderableType
 
     from ...eval.result_files import EvalResults
     from ...eval.results import MetricResult
+    from ...eval.sets.drawers import Drawer
     from ...profiling.report.table import Table
+    from ...serving.options import EngineOptions
 
 _WHAT = {
     "fid": "Frechet Inception distance to reference images",
@@ -35,7 +41,7 @@ _WHAT = {
 }
 
 
-_DRAWN_ONLY = {"--images", "--dtype", *ENGINE.names(), *DRAW.without("max_bad", "seed").names()}
+_DRAWN_ONLY = {"--images", "--dtype", *ENGINE.names(), *REPLICAS.names(), *DRAW.without("max_bad", "seed").names()}
 """Options that say what is drawn, and how."""
 
 
@@ -55,6 +61,7 @@ def _command(metric: str) -> Callable[..., None]:
         judging: JudgeFlags,
         output_file: OutputFile = None,
         engine: EngineFlags,
+        replicas: ReplicaFlags,
         target: Target,
         out: Output,
     ) -> None:
@@ -85,10 +92,12 @@ def _command(metric: str) -> Callable[..., None]:
                     generated, reference, drawing, judges, place, shared_root=root, start_phase=start
                 )
         else:
-            served, place = target.load(out, engine)
+            place = target.root.for_model(target.model, str(device))
+            sizes = sorted({Resolution(item.width, item.height) for item in plan.items})
+            drawer = _drawer(drawing, sizes, engine, replicas, target, out)
             with out.phases() as start:
                 outcome = evaluate_model(
-                    served, plan, drawing, judges, place, shared_root=root, images_dir=images, start_phase=start
+                    drawer, plan, drawing, judges, place, shared_root=root, images_dir=images, start_phase=start
                 )
         results = outcome.results
         content = {name: value for name, value in results.to_json().items() if name != "per_image"}
@@ -112,12 +121,36 @@ def _command(metric: str) -> Callable[..., None]:
         psctl eval {metric} --dataset 'coco:~/coco?split=val2017' --num-prompts 5000 --model DIR --policy continuous
         psctl eval {metric} --dataset 'diffusiondb:~/diffusiondb?max_nsfw=0.3' --num-prompts 5000
         psctl eval {metric} --cache patch --cache-predictor cache.safetensors
+        psctl eval {metric} --num-prompts 5000 --device cuda --num-replicas 8
         psctl eval {metric} --generated images --reference originals --json
     """
     return command
 
 
 eval_fid, eval_kid, eval_clip, eval_lpips, eval_psnr, eval_ssim, eval_all = map(_command, _WHAT)
+
+
+def _drawer(
+    drawing: EvalOptions,
+    sizes: "Sequence[Resolution]",
+    engine: "EngineOptions",
+    replicas: ReplicaFlags,
+    target: Target,
+    out: Output,
+) -> "Drawer":
+    """What draws: the engine of this process, or replicas."""
+    from ...eval.sets.drawers import EngineDrawer, ReplicaDrawer
+    from ...serving.models.loading import resolve_device
+    from ...serving.scheduling.systems import System
+
+    takes_gpu = resolve_device(target.device).type == "cuda"
+    plan = replicas.plan(takes_gpu=takes_gpu, max_ongoing=2 * drawing.max_batch_size, drain_s=0.0)
+    if plan is None:
+        return EngineDrawer(target.load(out, engine)[0])
+    system = System("eval", "as this evaluation asks", engine.engine, drawing.policy, engine.cache.mode)
+    recipe = recipe_of(system, sizes, drawing.max_batch_size, engine, target, needs_standalone=False)
+    out.note(f"Starting {plan.least} replicas ...")
+    return ReplicaDrawer(recipe if takes_gpu else replace(recipe, threads=1), plan)
 
 
 def _tables(results: "EvalResults") -> "RenderableType":

@@ -109,6 +109,7 @@ def _draw(
 ) -> tuple[Path, Path]:
     """Draw the same prompts through two engines, one after the other; returns the folders of images."""
     from ...eval.run import draw_set
+    from ...eval.sets.drawers import EngineDrawer
 
     with out.status(f"Drawing {options.num_prompts} text-image pairs from {options.dataset} ..."):
         plan = plan_eval(options, target.defaults(), target.root.root)
@@ -117,7 +118,7 @@ def _draw(
         served, place = target.load(out, engine)
         with out.phases() as start:
             what = f"denoising steps, {engine.engine} engine"
-            drawn = draw_set(served, plan, options, place, start_phase=start, what=what)
+            drawn = draw_set(EngineDrawer(served), plan, options, place, start_phase=start, what=what)
         for reason in drawn.failed:
             out.warn(f"image failed: {reason}")
         folders.append(drawn.folder)

@@ -91,6 +91,7 @@ def recipe_of(
     # A replica may have another working folder.
     model = str(Path(target.model).absolute()) if Path(target.model).is_dir() else target.model
     return EngineRecipe(
+        target.model,
         model,
         target.device,
         target.dtype,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from ...data.errors import UsageError
-from ..flags import flag
+from ..flags import Flags, flag
 
 if TYPE_CHECKING:
     from ...serving.cluster.backend import ReplicaPlan
@@ -48,3 +48,7 @@ class ReplicaFlags:
                 raise UsageError("--min-replicas needs --max-replicas")
             return None
         return ReplicaPlan(least or 1, most, takes_gpu, max_ongoing, self.target_queue_time, drain_s)
+
+
+REPLICAS = Flags.of(ReplicaFlags)
+"""Its options."""

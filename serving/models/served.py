@@ -25,6 +25,7 @@ from ..patched.cached_block import block_facts
 from ..samplers.single import PerRequestSampler, SamplerState
 from .defaults import ModelDefaults
 from .families import Family
+from .identity import ModelIdentity
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -70,6 +71,12 @@ class ServedModel:
         self.device: torch.device = self.denoiser.device
         self.dtype: torch.dtype = self.denoiser.dtype
         self._known_schedules: set[tuple[int, Resolution]] = set()
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """What decides its images."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return ModelIdentity(self.name, self.fingerprint, dtype, self.device.type, self.options)
 
     def check_resolution(self, resolution: Resolution) -> None:
         """Raise UsageError if the model cannot draw this resolution; the message names the allowed multiple."""

@@ -16,6 +16,7 @@ from patchedserve.eval.metrics.psnr import psnr
 from patchedserve.eval.options import EvalOptions, plan_eval
 from patchedserve.eval.result_files import EvalResults
 from patchedserve.eval.run import evaluate_folders, evaluate_model
+from patchedserve.eval.sets.drawers import EngineDrawer
 from patchedserve.eval.sets.generate import generate_set
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
@@ -55,7 +56,9 @@ def test_a_model_is_evaluated_and_the_same_again_is_quick(model: ServedModel, tm
 
         return advance
 
-    outcome = evaluate_model(model, plan, options, Judges(), root, shared_root=tmp_path, start_phase=start_phase)
+    outcome = evaluate_model(
+        EngineDrawer(model), plan, options, Judges(), root, shared_root=tmp_path, start_phase=start_phase
+    )
     assert phases == {"denoising steps": 8, "CLIP score": 4, "pairs": 4}
     results = EvalResults.load(outcome.run_dir)
     assert results == outcome.results
@@ -74,7 +77,9 @@ def test_a_model_is_evaluated_and_the_same_again_is_quick(model: ServedModel, tm
     real = fitted(plan.sample.open_image(item.id), Resolution(48, 32), "center-square")
     image = Image.open(outcome.images_dir / item.file)
     assert results.per_image["psnr"][item.id] == pytest.approx(psnr(image, real))
-    again = evaluate_model(model, plan, options, Judges(), root, shared_root=tmp_path, start_phase=start_phase)
+    again = evaluate_model(
+        EngineDrawer(model), plan, options, Judges(), root, shared_root=tmp_path, start_phase=start_phase
+    )
     assert phases["denoising steps"] == 0
     assert again.images_dir == outcome.images_dir
     assert again.run_dir != outcome.run_dir
@@ -87,7 +92,7 @@ def test_patched_against_plain_differs_by_rounding_only(model: ServedModel, mode
     folders = []
     for name, served in (("plain", plain), ("patched", model)):
         folders.append(tmp_path / name)
-        generate_set(served, folders[-1], manifest_of(served))
+        generate_set(EngineDrawer(served), folders[-1], manifest_of(served))
     found = compare(folders[0], folders[1], ("psnr", "ssim", "clip"), Judges())
     assert found.changed["engine"] == ("plain", "patched")
     # Eight-bit images of float32 latents that agree to 1e-5: nearly all pixels are equal, none is off by more than 1.
@@ -98,7 +103,7 @@ def test_patched_against_plain_differs_by_rounding_only(model: ServedModel, mode
     assert clip.n == 5
     # Other images are told apart.
     other = tmp_path / "other"
-    generate_set(model, other, manifest_of(model, guidance_scale=9.0))
+    generate_set(EngineDrawer(model), other, manifest_of(model, guidance_scale=9.0))
     worse = compare(folders[1], other, ("psnr",), Judges())
     assert worse.metrics["psnr"].value < found.metrics["psnr"].value - 10
     assert worse.changed == {"guidance_scale": (3.0, 9.0)}

@@ -13,6 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
+from PIL import Image
+
+from patchedserve.eval.metrics.psnr import psnr
 
 from ..conftest import RunPsctl
 from ..support.http_server import HttpServer
@@ -127,6 +130,20 @@ def test_files_are_drawn_by_replicas(model: Path, run_psctl: RunPsctl, tmp_path:
     too_many = run_psctl("batch", "run", "lines.jsonl", "--model", model, "--num-replicas", "900", "-o", "again")
     assert too_many.returncode == 2
     assert "900 replicas take one CPU each" in too_many.stderr
+
+
+def test_sets_of_images_are_drawn_by_replicas(model: Path, run_psctl: RunPsctl, tmp_path: Path) -> None:
+    asked = ("eval", "psnr", "--model", model, "--num-prompts", "8", "--resolutions", "32,64x32", "--dtype", "float32")
+    spread = run_psctl(*asked, "--num-inference-steps", "3", "--num-replicas", "2", "--images", "spread", "--json")
+    assert spread.returncode == 0, spread.stderr
+    alone = run_psctl(*asked, "--num-inference-steps", "3", "--images", "alone", "--json")
+    assert alone.returncode == 0, alone.stderr
+    names = sorted(path.name for path in (tmp_path / "spread").glob("*.png"))
+    assert len(names) == 8
+    for name in names:
+        assert psnr(Image.open(tmp_path / "spread" / name), Image.open(tmp_path / "alone" / name)) >= 70
+    manifests = [json.loads((tmp_path / folder / "manifest.json").read_text()) for folder in ("spread", "alone")]
+    assert manifests[0] == manifests[1], "it is the same set, whoever draws it"
 
 
 def test_replicas_come_and_go_with_the_load(model: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def save_eval_model(path: Path) -> Path:
 
 def manifest_of(model: ServedModel, count: int = 5, **changes: Any) -> Manifest:
     """A manifest of images that `model` is to draw, of both sizes in turn; `changes` replace settings."""
-    settings = generation_settings(model, policy="continuous", num_inference_steps=2, guidance_scale=3.0)
+    settings = generation_settings(model.identity, policy="continuous", num_inference_steps=2, guidance_scale=3.0)
     return Manifest(make_items([(f"pair-{i}", f"a hat {i}") for i in range(count)], SIZES, seed=7), settings | changes)
 
 

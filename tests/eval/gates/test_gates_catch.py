@@ -19,6 +19,7 @@ from patchedserve.eval.gates.judging import Gate, judge, write_baseline
 from patchedserve.eval.metrics.judges import Judges
 from patchedserve.eval.metrics.measure import measure_clip
 from patchedserve.eval.result_files import EvalResults
+from patchedserve.eval.sets.drawers import EngineDrawer
 from patchedserve.eval.sets.generate import Manifest, generate_set, generation_settings, make_items
 from patchedserve.eval.sets.image_sets import set_of
 from patchedserve.psctl.app import main
@@ -94,14 +95,14 @@ def draw(
 ) -> Manifest:
     """Draw the set as `psctl eval` does; with a fault, which must have acted."""
     model = loaded(name, options)
-    settings = generation_settings(model, policy="continuous", num_inference_steps=STEPS, guidance_scale=4.0)
+    settings = generation_settings(model.identity, policy="continuous", num_inference_steps=STEPS, guidance_scale=4.0)
     manifest = Manifest(make_items(PROMPTS, SIZES), settings)
     if fault is None:
-        generate_set(model, folder, manifest, max_batch_size=max_batch_size)
+        generate_set(EngineDrawer(model), folder, manifest, max_batch_size=max_batch_size)
         return manifest
     with pytest.MonkeyPatch.context() as patch, broken_engine(fault) as acted:
         patch.setattr(policies, "get_policy", lambda _: FunctionPolicy(one_by_one))
-        generate_set(model, folder, manifest, max_batch_size=max_batch_size)
+        generate_set(EngineDrawer(model), folder, manifest, max_batch_size=max_batch_size)
     assert acted.times > 0
     return manifest
 

@@ -15,6 +15,7 @@ from patchedserve.eval.options import EvalOptions, plan_eval
 from patchedserve.eval.result_files import EvalResults
 from patchedserve.eval.run import EvalOutcome, draw_set, evaluate_folders, evaluate_model
 from patchedserve.eval.sets.cache_use import CACHE_USE_FILE, CacheUse, cache_use_of
+from patchedserve.eval.sets.drawers import EngineDrawer
 from patchedserve.eval.sets.generate import differing_settings
 from patchedserve.psctl.app import main
 from patchedserve.psctl.options.groups import CACHE as CACHE_FLAGS
@@ -79,7 +80,7 @@ def evaluate(
         return advance
 
     outcome = evaluate_model(
-        model, plan, options, Judges(), workspace, shared_root=root, start_phase=start_phase, **more
+        EngineDrawer(model), plan, options, Judges(), workspace, shared_root=root, start_phase=start_phase, **more
     )
     return outcome, steps
 
@@ -236,10 +237,10 @@ def test_an_interrupted_set_keeps_what_was_counted(model_dir: Path, captions: st
 
     arguments = (plan, options, Workspace(tmp_path).for_model("tiny", "cpu"))
     with pytest.raises(KeyboardInterrupt):
-        draw_set(model, *arguments, images_dir=tmp_path / "set", start_phase=start_phase)
+        draw_set(EngineDrawer(model), *arguments, images_dir=tmp_path / "set", start_phase=start_phase)
     drawn = len(list((tmp_path / "set").glob("*.png")))
     assert drawn < 3
-    done = draw_set(model, *arguments, images_dir=tmp_path / "set")
+    done = draw_set(EngineDrawer(model), *arguments, images_dir=tmp_path / "set")
     assert done.failed == ()
     use = CacheUse.read(done.folder)
     assert use is not None

@@ -10,6 +10,7 @@ from PIL import Image
 
 from patchedserve.data.errors import RunError, UsageError
 from patchedserve.data.files import write_json
+from patchedserve.eval.sets.drawers import EngineDrawer
 from patchedserve.eval.sets.generate import Manifest, generate_set, make_items, open_set, read_manifest
 from patchedserve.eval.sets.image_sets import require_same_prompts
 from patchedserve.serving.models.loading import load_model
@@ -37,7 +38,7 @@ def test_a_set_is_what_plain_diffusers_draws_and_goes_on_where_it_stopped(model:
 
     manifest = manifest_of(model)
     steps: list[int] = []
-    assert generate_set(model, tmp_path, manifest, on_step=steps.append) == ()
+    assert generate_set(EngineDrawer(model), tmp_path, manifest, on_step=steps.append) == ()
     assert sum(steps) == 5 * 2
     assert sorted(path.name for path in tmp_path.glob("*.png")) == [f"00{i}.png" for i in range(5)]
     pipe = tiny_sdxl()
@@ -51,7 +52,7 @@ def test_a_set_is_what_plain_diffusers_draws_and_goes_on_where_it_stopped(model:
     first = np.asarray(Image.open(tmp_path / "003.png"), dtype=int)
     (tmp_path / "003.png").unlink()
     steps.clear()
-    generate_set(model, tmp_path, manifest, on_step=steps.append)
+    generate_set(EngineDrawer(model), tmp_path, manifest, on_step=steps.append)
     assert sum(steps) == 2
     assert {path.name for path in tmp_path.glob("*.png") if path.stat().st_mtime_ns != changed[path.name]} == {
         "003.png"
@@ -127,7 +128,7 @@ def test_failed_images_are_counted_and_the_others_kept(model: ServedModel, tmp_p
     (tmp_path / "file").touch()
     (tmp_path / "001.png").symlink_to(tmp_path / "file" / "inside.png")
     with pytest.raises(RunError, match=r"1 of 3 images failed.*001\.png"):
-        generate_set(model, tmp_path, manifest)
+        generate_set(EngineDrawer(model), tmp_path, manifest)
     assert (tmp_path / "002.png").is_file()
-    (failed,) = generate_set(model, tmp_path, manifest, max_bad=1)
+    (failed,) = generate_set(EngineDrawer(model), tmp_path, manifest, max_bad=1)
     assert failed.startswith("001.png: ")
