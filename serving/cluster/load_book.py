@@ -69,15 +69,6 @@ class LoadBook:
         with self._lock:
             self._drop(request_id)
 
-    def forget(self, replica: str) -> list[int]:
-        """A replica is gone; returns the requests that it had, which stay open without one."""
-        with self._lock:
-            lost = [number for number, entry in self._entries.items() if entry.replica == replica]
-            for number in lost:
-                self._entries[number].replica = None
-            self._pending.pop(replica, None)
-            return lost
-
     def pending(self, replica: str | None = None) -> float:
         """What a replica has to do; without one, all that is open."""
         with self._lock:
