@@ -1,5 +1,6 @@
 """The server of `psctl serve --http`, and the drawing of `psctl batch run`, with the options that both share."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -56,14 +57,16 @@ def serve_http(
         if parts.engine is not None:
             out.note("Warming up ...")
         batches = Batches(recipe.workspace.root / "batches", parts.front_end, max_batch_size)
-        serve_forever(
-            parts.front_end,
-            parts.metrics,
-            parts.live,
-            batches,
-            address,
-            listening,
-            on_ready=lambda url: out.note(f"Serving at {url}"),
+        asyncio.run(
+            serve_forever(
+                parts.front_end,
+                parts.metrics,
+                parts.live,
+                batches,
+                address,
+                listening,
+                on_ready=lambda url: out.note(f"Serving at {url}"),
+            )
         )
         if parts.engine is not None:
             parts.engine.keep_correction(recipe.workspace)

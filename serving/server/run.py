@@ -77,7 +77,7 @@ class Address:
         return None
 
 
-def serve_forever(
+async def serve_forever(
     front_end: FrontEnd,
     metrics: Metrics,
     live: Live,
@@ -101,18 +101,6 @@ def serve_forever(
     Raises:
         RunError: the backend could not start, or has given up.
     """
-    asyncio.run(_serve(front_end, metrics, live, batches, address, listening, on_ready))
-
-
-async def _serve(
-    front_end: FrontEnd,
-    metrics: Metrics,
-    live: Live,
-    batches: Batches,
-    address: Address,
-    listening: socket.socket,
-    on_ready: Callable[[str], None],
-) -> None:
     app = make_app(front_end, metrics, live, batches)
     paths = {route.path for route in app.routes if hasattr(route, "path")}  # type: ignore[attr-defined]
 
