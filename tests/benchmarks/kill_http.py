@@ -14,7 +14,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from PIL import Image
 
 from patchedserve.data.files import write_json
 from patchedserve.profiling.machine import cpu_name
 from patchedserve.tests.support.http_server import HttpServer
+from patchedserve.tests.support.killed_batch import draw_and_kill
 
 _SIZES = ("128x128", "192x192", "256x256")
 _STEPS = 8
@@ -43,37 +42,14 @@ def batch(model: str, kills: int, num_lines: int, folder: Path) -> dict[str, Any
     """Draw a file, killed again and again, then to its end."""
     lines = [json.dumps({"custom_id": str(number), "body": body_of(number)}) for number in range(num_lines)]
     (folder / "lines.jsonl").write_text("\n".join(lines))
-    psctl = str(Path(sys.executable).parent / "psctl")
-    command = [psctl, "batch", "run", "lines.jsonl", "-o", "drawn", "--model", model, "--workspace", "workspace"]
-    draws, done = random.Random(0), []
-    output = folder / "drawn" / "output.jsonl"
-    for _ in range(kills):
-        process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        before = output.read_bytes().count(b"\n") if output.exists() else 0
-        # Until it has begun to draw, or has nothing left to do; then a little longer.
-        while process.poll() is None and (output.read_bytes().count(b"\n") if output.exists() else 0) == before:
-            time.sleep(0.01)
-        time.sleep(draws.uniform(0.0, 0.4))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        done.append(output.read_bytes().count(b"\n") if output.exists() else 0)
-    subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
-    told = [json.loads(line) for line in output.read_text().splitlines()]
-    names = Counter(each["custom_id"] for each in told)
-    broken = 0
-    for each in told:
-        try:
-            with Image.open(folder / "drawn" / "images" / each["response"]["body"]["data"][0]["file"]) as image:
-                image.load()
-        except OSError:
-            broken += 1
+    found = draw_and_kill(folder / "lines.jsonl", folder / "drawn", model, kills)
     return {
         "kills": kills,
         "lines": num_lines,
-        "lines_done_at_kills": done,
-        "missing": num_lines - len(names),
-        "doubled": sum(count > 1 for count in names.values()),
-        "broken": broken,
+        "lines_done_at_kills": found.done_at_kills,
+        "missing": num_lines - len(found.names),
+        "doubled": sum(count > 1 for count in found.names.values()),
+        "broken": found.num_broken,
     }
 
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from ..support.bad_requests import BODIES, WRONG
-from ..support.http_server import HttpServer
+from ..support.http_server import HttpServer, until
 from ..support.tiny_models import save_tiny, tiny_sdxl
 
 pytestmark = pytest.mark.slow
@@ -213,10 +213,5 @@ def batch_of(http: httpx.Client, lines: list[str]) -> dict[str, Any]:
     file = http.post("/v1/files", files={"file": "\n".join(lines).encode()}, data={"purpose": "batch"}).json()
     asked = {"input_file_id": file["id"], "endpoint": GENERATIONS, "completion_window": "24h"}
     name = http.post("/v1/batches", json=asked).json()["id"]
-    end = time.monotonic() + 60
-    while True:
-        batch = http.get(f"/v1/batches/{name}").json()
-        if batch["status"] in ("completed", "failed"):
-            return batch
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    until(lambda: http.get(f"/v1/batches/{name}").json()["status"] in ("completed", "failed"), 60)
+    return http.get(f"/v1/batches/{name}").json()

@@ -1,20 +1,14 @@
 """Batches: through the real client of OpenAI, and offline, killed again and again."""
 
 import json
-import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import openai
 import pytest
-from PIL import Image
 
 from ..conftest import RunPsctl
-from ..support.http_server import HttpServer
-from ..support.tiny_models import save_tiny, tiny_sdxl
+from ..support.http_server import HttpServer, small_model, until
+from ..support.killed_batch import draw_and_kill
 
 pytestmark = pytest.mark.slow
 COUNT = 40
@@ -22,15 +16,14 @@ COUNT = 40
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    return save_tiny(folder, tiny_sdxl(), guidance_scale=3.0, resolutions=["32", "64x32"], num_inference_steps=4)
+    return small_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("lines") / "batch.jsonl"
     bodies = [
-        {"prompt": f"cat {number}", "size": ("32x32", "64x32")[number % 2], "seed": number, "num_inference_steps": 3}
+        {"prompt": f"cat {number}", "size": ("32x32", "64x32")[number % 2], "seed": number, "num_inference_steps": 10}
         for number in range(COUNT)
     ]
     bodies[7] = {"prompt": "a cat", "size": "huge"}
@@ -51,10 +44,7 @@ def test_the_client_of_openai_runs_a_batch(model: Path, lines: Path, tmp_path: P
         batch = client.batches.create(input_file_id=file.id, endpoint="/v1/images/generations", completion_window="24h")
         # A request that waits goes first.
         assert client.images.generate(prompt="a dog", extra_body={"num_inference_steps": 2, "slo": 60}).data
-        end = time.monotonic() + 60
-        while client.batches.retrieve(batch.id).status not in ("completed", "failed"):
-            assert time.monotonic() < end
-            time.sleep(0.1)
+        until(lambda: client.batches.retrieve(batch.id).status in ("completed", "failed"), 60)
         batch = client.batches.retrieve(batch.id)
         assert batch.request_counts is not None
         assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == (
@@ -82,15 +72,14 @@ def test_a_batch_goes_on_after_a_restart(model: Path, lines: Path, tmp_path: Pat
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
         file = client.files.create(file=lines, purpose="batch")
         batch = client.batches.create(input_file_id=file.id, endpoint="/v1/images/generations", completion_window="24h")
-        while not (client.batches.retrieve(batch.id).request_counts or batch).completed:  # type: ignore[union-attr]
-            time.sleep(0.01)
+        drawn_s = 0.01
+        until(
+            lambda: bool((counts := client.batches.retrieve(batch.id).request_counts) and counts.completed), 60, drawn_s
+        )
         server.process.kill()
     with HttpServer(model, tmp_path) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-        end = time.monotonic() + 60
-        while client.batches.retrieve(batch.id).status != "completed":
-            assert time.monotonic() < end
-            time.sleep(0.1)
+        until(lambda: client.batches.retrieve(batch.id).status == "completed", 60)
         batch = client.batches.retrieve(batch.id)
         assert batch.output_file_id is not None
         drawn = [json.loads(each)["custom_id"] for each in client.files.content(batch.output_file_id).text.splitlines()]
@@ -101,31 +90,11 @@ def test_a_batch_goes_on_after_a_restart(model: Path, lines: Path, tmp_path: Pat
 def test_killed_at_random_every_line_is_drawn_once(
     model: Path, lines: Path, run_psctl: RunPsctl, tmp_path: Path
 ) -> None:
-    command = [
-        str(Path(sys.executable).parent / "psctl"),
-        "batch",
-        "run",
-        str(lines),
-        "-o",
-        "drawn",
-        "--model",
-        str(model),
-    ]
-    draws = random.Random(1)
-    for _ in range(4):
-        process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        time.sleep(draws.uniform(3, 7))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    done = run_psctl("batch", "run", lines, "-o", "drawn", "--model", model, "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {"total": COUNT, "completed": COUNT - 1, "failed": 1, "output_dir": "drawn"}
-    told = [json.loads(each) for each in (tmp_path / "drawn" / "output.jsonl").read_text().splitlines()]
-    names = [each["custom_id"] for each in told]
-    assert len(names) == len({*names}) == COUNT - 1
-    for each in told:
-        with Image.open(tmp_path / "drawn" / "images" / each["response"]["body"]["data"][0]["file"]) as image:
-            image.load()
+    found = draw_and_kill(lines, tmp_path / "drawn", str(model), kills=3)
+    assert 0 < found.done_at_kills[0] < COUNT - 1, "it was killed while it drew"
+    assert {*found.names.values()} == {1}
+    assert len(found.names) == COUNT - 1
+    assert found.num_broken == 0
     again = run_psctl("batch", "run", lines, "-o", "drawn", "--model", model)
     assert "All 40 lines are done" in again.stderr
 

@@ -18,8 +18,7 @@ from PIL import Image
 from patchedserve.eval.metrics.psnr import psnr
 
 from ..conftest import RunPsctl
-from ..support.http_server import HttpServer
-from ..support.tiny_models import save_tiny, tiny_sdxl
+from ..support.http_server import HttpServer, small_model, until
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
 pytestmark = pytest.mark.slow
@@ -29,8 +28,7 @@ _START_S = 120.0
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    return save_tiny(folder, tiny_sdxl(), guidance_scale=3.0, resolutions=["32", "64x32"], num_inference_steps=4)
+    return small_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +41,6 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ht
 
 def replicas_of(server: HttpServer) -> list[dict[str, Any]]:
     return httpx.get(f"{server.url}/v1/state", timeout=30).json()["replicas"]
-
-
-def until(is_so: Callable[[], bool], timeout_s: float) -> None:
-    end = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.2)
 
 
 def body(number: int, steps: int = 20) -> dict[str, Any]:

@@ -21,8 +21,7 @@ from PIL import Image
 from patchedserve.eval.metrics.psnr import psnr
 
 from ..conftest import RunPsctl
-from ..support.http_server import HttpServer
-from ..support.tiny_models import save_tiny, tiny_sdxl
+from ..support.http_server import HttpServer, small_model, until
 
 pytestmark = pytest.mark.slow
 ASK = {"prompt": "a cat", "num_inference_steps": 3, "seed": 5, "slo": 60}
@@ -31,8 +30,7 @@ GENERATIONS = "/v1/images/generations"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    return save_tiny(folder, tiny_sdxl(), guidance_scale=3.0, resolutions=["32", "64x32"], num_inference_steps=4)
+    return small_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +222,7 @@ def test_whoever_leaves_frees_the_place(http: httpx.Client, server: HttpServer) 
     before = _metric(http, 'psctl_request_success_total{finished_reason="cancelled"}')
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{server.url}{GENERATIONS}", json=long, timeout=1)
-    _until(lambda: _metric(http, 'psctl_request_success_total{finished_reason="cancelled"}') == before + 4)
+    until(lambda: _metric(http, 'psctl_request_success_total{finished_reason="cancelled"}') == before + 4)
     assert http.post(GENERATIONS, json={**ASK, "n": 8}).status_code == 200
 
 
@@ -237,15 +235,8 @@ def test_delete_cancels(http: httpx.Client, server: HttpServer) -> None:
         answers.append(http.delete(f"{GENERATIONS}/{name}"))
         stream.read()
     assert answers[0].status_code == 200
-    _until(lambda: http.get(f"{GENERATIONS}/{name}").json()["status"] == "cancelled")
+    until(lambda: http.get(f"{GENERATIONS}/{name}").json()["status"] == "cancelled")
     assert http.delete(f"{GENERATIONS}/{name}").status_code == 200
-
-
-def _until(is_so: Any) -> None:
-    end = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def test_a_signal_drains(model: Path, workspace: Path) -> None:
@@ -256,9 +247,9 @@ def test_a_signal_drains(model: Path, workspace: Path) -> None:
             target=lambda: found.append(httpx.post(f"{server.url}{GENERATIONS}", json=body, timeout=60))
         )
         asking.start()
-        _until(lambda: _metric_of(server, "psctl_num_requests_running") == 1)
+        until(lambda: _metric_of(server, "psctl_num_requests_running") == 1)
         server.process.send_signal(signal.SIGTERM)
-        _until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
+        until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
         refused = httpx.post(f"{server.url}{GENERATIONS}", json=ASK)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
         asking.join(60)
@@ -272,7 +263,7 @@ def test_what_takes_too_long_is_given_up(model: Path, workspace: Path) -> None:
         given_up = httpx.post(f"{server.url}{GENERATIONS}", json=long, timeout=30)
         assert (given_up.status_code, given_up.json()["error"]["code"]) == (504, "timeout")
         assert _errors_of(server, long) == ["timeout"]
-        _until(lambda: _metric_of(server, "psctl_num_requests_running") == 0)
+        until(lambda: _metric_of(server, "psctl_num_requests_running") == 0)
         assert server.stop() == 0
 
 
@@ -281,7 +272,7 @@ def test_what_is_open_after_draining_is_told_so(model: Path, workspace: Path) ->
         long = {**ASK, "num_inference_steps": 200, "n": 4, "slo": 600}
         told = pool.submit(_errors_of, server, long)
         watching = pool.submit(lambda: httpx.get(f"{server.url}/v1/state/stream", timeout=30).text)
-        _until(lambda: _metric_of(server, "psctl_num_requests_running") == 4)
+        until(lambda: _metric_of(server, "psctl_num_requests_running") == 4)
         start = time.monotonic()
         assert server.stop() == 0
         assert time.monotonic() - start < 10
@@ -293,9 +284,9 @@ def test_a_second_signal_ends_it_at_once(model: Path, workspace: Path) -> None:
     with HttpServer(model, workspace) as server, ThreadPoolExecutor() as pool:
         long = {**ASK, "num_inference_steps": 200, "n": 8, "slo": 600}
         pool.submit(lambda: httpx.post(f"{server.url}{GENERATIONS}", json=long, timeout=30))
-        _until(lambda: _metric_of(server, "psctl_num_requests_running") >= 1)
+        until(lambda: _metric_of(server, "psctl_num_requests_running") >= 1)
         server.process.send_signal(signal.SIGTERM)
-        _until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
+        until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(5) == 0
 

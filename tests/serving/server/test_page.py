@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -10,7 +10,7 @@ import pytest
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 
-from ...support.http_server import HttpServer
+from ...support.http_server import HttpServer, until
 from ...support.tiny_models import save_tiny, tiny_sdxl
 
 pytestmark = pytest.mark.slow
@@ -36,13 +36,6 @@ def browser() -> Iterator[webdriver.Chrome]:
     opened = webdriver.Chrome(options, webdriver.ChromeService(driver))
     yield opened
     opened.quit()
-
-
-def until(is_so: Callable[[], bool], timeout_s: float = 30) -> None:
-    end = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_draw_watch_cancel(server: HttpServer, browser: webdriver.Chrome, tmp_path: Path) -> None:

@@ -1,0 +1,62 @@
+"""A file of requests, drawn by a process that is killed again and again."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image
+
+
+@dataclass(frozen=True, slots=True)
+class KilledBatch:
+    """What is there at the end.
+
+    Attributes:
+        names: how often each line has an image.
+        num_broken: lines whose image cannot be read.
+        done_at_kills: lines that were done when the process was killed.
+    """
+
+    names: Counter[str]
+    num_broken: int
+    done_at_kills: list[int]
+
+
+def draw_and_kill(lines: Path, output_dir: Path, model: str, kills: int, seed: int = 0) -> KilledBatch:
+    """Draw with `psctl batch run`, killed each time soon after it has drawn something, then to the end."""
+    psctl = str(Path(sys.executable).parent / "psctl")
+    command = [psctl, "batch", "run", str(lines), "-o", str(output_dir), "--model", model]
+    command += ["--workspace", str(output_dir / "workspace")]
+    output, draws, done = output_dir / "output.jsonl", random.Random(seed), list[int]()
+
+    def num_done() -> int:
+        return output.read_bytes().count(b"\n") if output.exists() else 0
+
+    for _ in range(kills):
+        before = num_done()
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and num_done() == before:
+            time.sleep(0.005)
+        time.sleep(draws.uniform(0.0, 0.1))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        done.append(num_done())
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    told = [json.loads(line) for line in output.read_text().splitlines()]
+    files = [output_dir / "images" / each["response"]["body"]["data"][0]["file"] for each in told]
+    return KilledBatch(Counter(each["custom_id"] for each in told), sum(map(_is_broken, files)), done)
+
+
+def _is_broken(file: Path) -> bool:
+    try:
+        with Image.open(file) as image:
+            image.load()
+    except OSError:
+        return True
+    return False
