@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from ...profiling.http.server import EngineRecipe
-    from ...serving.cluster.backend import ReplicaPlan
+    from ...serving.cluster.deployment import ReplicaPlan
     from ...serving.models.served import ServedModel
 
 _CHUNK = 256

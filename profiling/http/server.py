@@ -20,7 +20,7 @@ from ..runs.corrections import correction_of, keep_correction
 from ..runs.step_latencies import latencies_for_serving
 
 if TYPE_CHECKING:
-    from ...serving.cluster.backend import ReplicaPlan
+    from ...serving.cluster.deployment import ReplicaPlan
     from ...serving.models.served import ServedModel
     from ...serving.server.backend import Backend
     from ...serving.server.front_end import FrontEnd

@@ -7,7 +7,7 @@ from ...data.errors import UsageError
 from ..flags import Flags, flag
 
 if TYPE_CHECKING:
-    from ...serving.cluster.backend import ReplicaPlan
+    from ...serving.cluster.deployment import ReplicaPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class ReplicaFlags:
 
     def plan(self, *, takes_gpu: bool, max_ongoing: int, drain_s: float) -> "ReplicaPlan | None":
         """The replicas, if there are to be any. Raises UsageError: the options contradict each other."""
-        from ...serving.cluster.backend import ReplicaPlan
+        from ...serving.cluster.deployment import ReplicaPlan
 
         least, most = self.min_replicas, self.max_replicas
         if self.num_replicas is not None:

@@ -5,19 +5,17 @@ again, from its beginning. The same seed gives the same image.
 """
 
 import asyncio
-import logging
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, redirect_stdout, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...data.errors import MissingExtraError, RunError, UsageError
+from ...data.errors import RunError, UsageError
 from ...data.requests import Request
 from ..core.request_state import RequestRecord, Status
 from ..core.step_row import StepRow
 from ..server.backend import Follower, Health, Load, ReplicaState
 from ..server.errors import ApiError
+from .deployment import Deployment, ReplicaPlan
 from .load_book import BOOK, LoadBook
 from .messages import Accepted, Ended, PartialImage, Refused, ReplicaStatus, Stepped
 
@@ -25,41 +23,9 @@ if TYPE_CHECKING:
     from ..server.local import LocalSetup
 
 MAX_RESUBMITS = 2
-APP, DEPLOYMENT = "psctl", "engine"
-_STATUS_EVERY_S, _STATUS_WITHIN_S = 0.5, 10.0
+_STATUS_EVERY_S = 0.5
 _ALL_GONE_S = 60.0
 """Without any replica for so long, the server says that it is not ready; what comes in waits until then."""
-_HEALTH_EVERY_S = 2.0
-_LONGEST_START_S = 1800.0
-_LOADED_S, _CALM_S = 2.0, 30.0
-"""So long more replicas must have been needed before one is started, and fewer before one is stopped."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaPlan:
-    """How many replicas there are, and what each takes.
-
-    Attributes:
-        least, most: number of replicas; equal for a fixed number.
-        takes_gpu: one GPU each; else one CPU core each.
-        max_ongoing: requests that a replica may have open, above what its queue and its batch can hold.
-        target_s: what is pending shall be done within so long, where the number is not fixed.
-        drain_s: how long a replica that is stopped may still take.
-
-    Raises:
-        UsageError: there is no such number.
-    """
-
-    least: int
-    most: int
-    takes_gpu: bool
-    max_ongoing: int
-    target_s: float = 10.0
-    drain_s: float = 600.0
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.least <= self.most:
-            raise UsageError(f"replicas go from {self.least} to {self.most}, but it must be from 1 on, and not fall")
 
 
 class ClusterBackend:
@@ -78,7 +44,7 @@ class ClusterBackend:
     def __init__(
         self, plan: ReplicaPlan, build: "Callable[[], tuple[LocalSetup, object]]", *, book: LoadBook = BOOK
     ) -> None:
-        self._plan, self._build, self._book = plan, build, book
+        self._deployment, self._book = Deployment(plan, build), book
         self.on_stopped: Callable[[str], None] = lambda reason: None
         self.on_row: Callable[[StepRow], None] = lambda row: None
         self._replicas: tuple[ReplicaState, ...] = ()
@@ -86,81 +52,10 @@ class ClusterBackend:
         self._seen_s = 0.0
         self._open: dict[int, _Open] = {}
         self._watching: asyncio.Task[None] | None = None
-        self._owns_ray = False
-        self._redirected = ExitStack()
 
     def deploy(self) -> Any:
-        """Start the replicas and wait until they are warm; returns what `build` tells. Takes as long as loading does.
-
-        Raises:
-            MissingExtraError: Ray is not installed.
-            UsageError: the cluster has no room for so many replicas.
-            RunError: they do not start.
-        """
-        try:
-            import ray
-            from ray import serve
-            from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
-        except ImportError as error:
-            raise MissingExtraError(error.name or "ray", "ray") from error
-        from .autoscale import ByPixelSteps
-        from .replica import Replica
-        from .router import FewestPixelSteps
-
-        plan = self._plan
-        # Ray tells of actors that die on stdout, which is for results.
-        self._redirected.enter_context(redirect_stdout(sys.stderr))
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        if not ray.is_initialized():
-            # RAY_ADDRESS names a cluster; without it one of this machine is started, and ended with this process.
-            ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-            self._owns_ray = True
-        self._check_room(ray.cluster_resources())
-        serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
-        replicas: dict[str, Any] = {"num_replicas": plan.least}
-        if plan.most > plan.least:
-            policy = AutoscalingPolicy(
-                policy_function=_path_of(ByPixelSteps, ":"),
-                policy_kwargs={"target_s": plan.target_s},
-            )
-            replicas = {
-                "autoscaling_config": AutoscalingConfig(
-                    min_replicas=plan.least,
-                    max_replicas=plan.most,
-                    metrics_interval_s=1.0,
-                    look_back_period_s=2.0,
-                    upscale_delay_s=_LOADED_S,
-                    downscale_delay_s=_CALM_S,
-                    policy=policy,
-                )
-            }
-        router: dict[str, Any] = {"request_router_class": _path_of(FewestPixelSteps, ".")}
-        deployment = serve.deployment(Replica).options(
-            name=DEPLOYMENT,
-            ray_actor_options={"num_gpus": 1} if plan.takes_gpu else {"num_cpus": 1},
-            max_ongoing_requests=plan.max_ongoing,
-            health_check_period_s=_HEALTH_EVERY_S,
-            health_check_timeout_s=_STATUS_WITHIN_S * 3,
-            graceful_shutdown_timeout_s=plan.drain_s,
-            graceful_shutdown_wait_loop_s=1.0,
-            max_constructor_retry_count=2,
-            request_router_config=RequestRouterConfig(**router),
-            **replicas,
-        )
-        try:
-            self._handle = serve.run(deployment.bind(self._build), name=APP, route_prefix=None)
-            self._draw = self._handle.options(method_name="draw", stream=True)
-            return self._handle.describe.remote().result(timeout_s=_LONGEST_START_S)
-        except Exception as error:
-            self._end_ray()
-            raise RunError(f"the replicas do not start: {str(error).strip().splitlines()[-1]}") from error
-
-    def _check_room(self, resources: Mapping[str, float]) -> None:
-        kind = "GPU" if self._plan.takes_gpu else "CPU"
-        found = int(resources.get(kind, 0))
-        if found < self._plan.most:
-            self._end_ray()
-            raise UsageError(f"{self._plan.most} replicas take one {kind} each, but the cluster has {found}")
+        """Start the replicas and wait until they are warm; returns what `build` tells. Raises as `Deployment.start`."""
+        return self._deployment.start()
 
     @property
     def health(self) -> Health:
@@ -224,7 +119,7 @@ class ClusterBackend:
         if self._watching is not None:
             self._watching.cancel()
         await asyncio.gather(*(entry.task for entry in self._open.values() if entry.task), return_exceptions=True)
-        await asyncio.get_running_loop().run_in_executor(None, self._end_ray)
+        await asyncio.get_running_loop().run_in_executor(None, self._deployment.end)
 
     async def _follow(self, entry: "_Open") -> None:
         """Have a request drawn, and again where its replica dies meanwhile; its follower is told how it ends."""
@@ -258,7 +153,7 @@ class ClusterBackend:
 
         request, number = entry.request, entry.request.request_id
         waited_s = max(0.0, asyncio.get_running_loop().time() - request.arrival_s)
-        events: Any = self._draw.remote(request, waited_s, entry.num_partials, entry.follows_steps)
+        events = self._deployment.draw(request, waited_s, entry.num_partials, entry.follows_steps)
         entry.steps_done = 0
         try:
             async for told in events:
@@ -301,7 +196,7 @@ class ClusterBackend:
         while True:
             await asyncio.sleep(_STATUS_EVERY_S)
             try:
-                found: Sequence[ReplicaStatus] = await loop.run_in_executor(None, self._ask)
+                found: Sequence[ReplicaStatus] = await loop.run_in_executor(None, self._deployment.statuses)
             except Exception:  # noqa: BLE001  a replica that has just died; the next time it is not asked
                 continue
             if found:
@@ -310,27 +205,6 @@ class ClusterBackend:
             for each in found:
                 for row in each.rows:
                     self.on_row(row)
-
-    def _ask(self) -> Sequence[ReplicaStatus]:
-        return self._handle.broadcast("status").results(timeout_s=_STATUS_WITHIN_S)
-
-    def _end_ray(self) -> None:
-        import ray
-        from ray import serve
-
-        with self._redirected, suppress(Exception):
-            if not ray.is_initialized():
-                return
-            if not self._owns_ray:
-                serve.delete(APP)
-                return
-            serve.shutdown()
-            ray.shutdown()
-
-
-def _path_of(kind: type, mark: str) -> str:
-    """Where Ray finds a class."""
-    return f"{kind.__module__}{mark}{kind.__name__}"
 
 
 @dataclass(eq=False, slots=True)
