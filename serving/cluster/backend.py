@@ -15,7 +15,7 @@ from ..core.request_state import RequestRecord, Status
 from ..core.step_row import StepRow
 from ..server.backend import Follower, Health, Load, ReplicaState
 from ..server.errors import ApiError
-from .deployment import Deployment, ReplicaPlan
+from .deployment import Deployment, ReplicaPlan, last_line_of
 from .load_book import BOOK, LoadBook
 from .messages import Accepted, Ended, PartialImage, Refused, ReplicaStatus, Stepped
 
@@ -133,7 +133,7 @@ class ClusterBackend:
         except asyncio.CancelledError:
             end = _closed(request, "cancelled", entry.reason or "the server is shutting down")
         except Exception as error:  # noqa: BLE001  whatever Ray says, its client must not wait for ever
-            end = _closed(request, "failed", f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}")
+            end = _closed(request, "failed", last_line_of(error))
         finally:
             self._book.release(request.request_id)
             self._open.pop(request.request_id, None)

@@ -126,7 +126,7 @@ class Deployment:
             return self._handle.describe.remote().result(timeout_s=_LONGEST_START_S)
         except Exception as error:
             self.end()
-            raise RunError(f"the replicas do not start: {str(error).strip().splitlines()[-1]}") from error
+            raise RunError(f"the replicas do not start: {last_line_of(error)}") from error
 
     def draw(self, request: Request, waited_s: float, num_partials: int, follows_steps: bool) -> Any:
         """What `Replica.draw` tells, of whichever replica the router chooses: Ray's asynchronous iterator."""
@@ -156,6 +156,11 @@ class Deployment:
         if found < self._plan.most:
             self.end()
             raise UsageError(f"{self._plan.most} replicas take one {kind} each, but the cluster has {found}")
+
+
+def last_line_of(error: Exception) -> str:
+    """What Ray says in the end, after traces of other processes; its kind where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[-1]
 
 
 def _path_of(kind: type, mark: str) -> str:

@@ -7,6 +7,7 @@ import pytest
 
 from patchedserve.data.errors import UsageError
 from patchedserve.serving.cluster.autoscale import replicas_needed
+from patchedserve.serving.cluster.deployment import last_line_of
 from patchedserve.serving.cluster.load_book import LoadBook
 
 
@@ -78,3 +79,8 @@ def test_how_many_replicas() -> None:
             replicas_needed(1, 1, 1, **wrong)
     with pytest.raises(UsageError, match="must be more than 0"):
         replicas_needed(1, 1, 0)
+
+
+def test_what_ray_says_is_one_line_whatever_it_says() -> None:
+    assert last_line_of(RuntimeError("trace\n  of another process\nno room\n")) == "no room"
+    assert last_line_of(RuntimeError("")) == "RuntimeError"
