@@ -58,8 +58,10 @@ def load_model(
     check_directory(model_dir, index)
     defaults = read_defaults(model_dir)
 
+    from ..core.allocator import keep_freed_memory
     from .build import build_model
 
+    keep_freed_memory()
     torch_device = resolve_device(device)
     torch_dtype = _resolve_dtype(dtype, torch_device)
     if options is not None and workspace is not None:

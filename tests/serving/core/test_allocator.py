@@ -1,0 +1,41 @@
+"""What is freed is kept for what is asked for next: without page faults, in any thread."""
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+# Forty pieces of 2 MB, again and again, in a thread that is not the first one.
+SCRIPT = """
+import resource, sys, threading
+import torch
+from patchedserve.serving.core.allocator import keep_freed_memory
+
+def work():
+    for _ in range(20):
+        held = [torch.ones(500_000) for _ in range(40)]
+        del held
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+faults()
+print(faults())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that gives memory back")
+def test_steps_find_the_memory_of_those_before() -> None:
+    kept, given_back = (
+        int(subprocess.run([sys.executable, "-c", SCRIPT, mode], check=True, capture_output=True, text=True).stdout)
+        for mode in ("keep", "leave")
+    )
+    assert kept < 2_000
+    assert given_back > 5 * kept, "or the test shows nothing"
