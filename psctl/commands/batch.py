@@ -1,9 +1,10 @@
 """`psctl batch run`: draw a file of requests, as OpenAI's batches have them, without a server."""
 
 import asyncio
-from collections.abc import Iterable
+import hashlib
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -18,9 +19,6 @@ from ..options.system import with_cache_of
 from ..options.target import Target
 from ..output import Output
 from .http_server import make_parts, recipe_of
-
-if TYPE_CHECKING:
-    from ...serving.server.batches.run import BatchRun
 
 _SYSTEM = "patched-fcfs"
 
@@ -62,45 +60,32 @@ def batch_run(
 
     lines = read_lines(file)
     require_places(output_dir, target.workspace)
-    output = BatchOutput(output_dir)
-    left = [line for line in lines if line.custom_id not in output.done]
-    if not left:
-        out.note(f"All {len(lines)} lines are done: {output_dir}")
-        _tell(out, len(lines), output.done.values(), output_dir)
-        return
-    system = get_system(_SYSTEM)
-    engine = with_cache_of([system], engine, given_flags(context), target, out)
-    sizes = target.defaults().resolutions if resolutions is None else tuple(parse_list(resolutions))
-    limits = Limits(max_pixels=MAX_TIMES_PIXELS * max(size.pixels for size in sizes), max_steps=1000)
-    recipe = recipe_of(system, sizes, max_batch_size, engine, target, needs_standalone=False)
-    at_once = 2 * max_batch_size
-    front_end = make_parts(
-        recipe, HttpSettings(None, limits, is_quiet=True), replicas, at_once, 0.0, target, out
-    ).front_end
-    at_once *= replicas.num_replicas or replicas.max_replicas or 1
-    with out.phases() as start:
-        phase = start("lines", len(lines), done=len(lines) - len(left))
-        run = BatchRun(front_end, lines, output, at_once, on_line=lambda is_good: phase())
-        asyncio.run(_draw(run))
-    _tell(out, len(lines), output.done.values(), output_dir)
-    if not any(output.done.values()):
+    with closing(BatchOutput(output_dir)) as output:
+        sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+        output.keep_to({"file": sha256, "model": target.model, "dtype": target.dtype})
+        num_left = sum(line.custom_id not in output.done for line in lines)
+        if num_left:
+            system = get_system(_SYSTEM)
+            engine = with_cache_of([system], engine, given_flags(context), target, out)
+            sizes = target.defaults().resolutions if resolutions is None else tuple(parse_list(resolutions))
+            limits = Limits(max_pixels=MAX_TIMES_PIXELS * max(size.pixels for size in sizes), max_steps=1000)
+            recipe = recipe_of(system, sizes, max_batch_size, engine, target, needs_standalone=False)
+            settings, at_once = HttpSettings(None, limits, is_quiet=True), 2 * max_batch_size
+            front_end = make_parts(recipe, settings, replicas, at_once, limits.request_timeout_s, target, out).front_end
+            with out.phases() as start:
+                phase = start("lines", len(lines), done=len(lines) - num_left)
+                run = BatchRun(front_end, lines, output, at_once * replicas.most, on_line=lambda is_good: phase())
+                asyncio.run(run.run_alone())
+        else:
+            out.note(f"All {len(lines)} lines are done: {output_dir}")
+        good = [output.done[line.custom_id] for line in lines]
+    out.data(
+        {
+            "total": len(lines),
+            "completed": sum(good),
+            "failed": len(good) - sum(good),
+            "output_dir": str(output_dir),
+        }
+    )
+    if not any(good):
         raise RunError(f"no line could be drawn: {output_dir / 'errors.jsonl'} says why")
-
-
-async def _draw(run: "BatchRun") -> None:
-    await run.front_end.backend.start()
-    try:
-        await run.run()
-    finally:
-        await run.front_end.drain(0)
-
-
-def _tell(out: Output, total: int, done: Iterable[bool], output_dir: Path) -> None:
-    good = list(done)
-    found = {
-        "total": total,
-        "completed": sum(good),
-        "failed": len(good) - sum(good),
-        "output_dir": str(output_dir),
-    }
-    out.data(found)

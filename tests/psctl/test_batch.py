@@ -1,10 +1,13 @@
 """Batches: through the real client of OpenAI, and offline, killed again and again."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import openai
 import pytest
+
+from patchedserve.serving.server.batches.file import BatchOutput
 
 from ..conftest import RunPsctl
 from ..support.http_server import HttpServer, small_model, until
@@ -77,6 +80,9 @@ def test_a_batch_goes_on_after_a_restart(model: Path, lines: Path, tmp_path: Pat
             lambda: bool((counts := client.batches.retrieve(batch.id).request_counts) and counts.completed), 60, drawn_s
         )
         server.process.kill()
+        server.process.wait()
+        before = next(tmp_path.rglob(f"{batch.id}/output.jsonl")).read_bytes().count(b"\n")
+        assert 0 < before < COUNT - 1, "it was killed while it drew"
     with HttpServer(model, tmp_path) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
         until(lambda: client.batches.retrieve(batch.id).status == "completed", 60)
@@ -93,10 +99,20 @@ def test_killed_at_random_every_line_is_drawn_once(
     found = draw_and_kill(lines, tmp_path / "drawn", str(model), kills=3)
     assert 0 < found.done_at_kills[0] < COUNT - 1, "it was killed while it drew"
     assert {*found.names.values()} == {1}
-    assert len(found.names) == COUNT - 1
+    assert len(found.names) == COUNT
     assert found.num_broken == 0
     again = run_psctl("batch", "run", lines, "-o", "drawn", "--model", model)
     assert "All 40 lines are done" in again.stderr
+    assert not list((tmp_path / "drawn" / "images").glob(".*")), "nothing half written is left"
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"custom_id": "line 1", "body": {"prompt": "a dog"}}')
+    for asked, what in (((other,), "file"), ((lines, "--dtype", "float32"), "dtype")):
+        refused = run_psctl("batch", "run", *asked, "-o", "drawn", "--model", model)
+        assert refused.returncode == 2
+        assert f"holds what was drawn of another {what}" in refused.stderr
+    with closing(BatchOutput(tmp_path / "drawn")):
+        refused = run_psctl("batch", "run", lines, "-o", "drawn", "--model", model)
+    assert (refused.returncode, "another process draws into it" in refused.stderr) == (1, True)
 
 
 def test_wrong_files(model: Path, run_psctl: RunPsctl, tmp_path: Path) -> None:

@@ -12,13 +12,15 @@ from pathlib import Path
 
 from PIL import Image
 
+from .http_server import until
+
 
 @dataclass(frozen=True, slots=True)
 class KilledBatch:
     """What is there at the end.
 
     Attributes:
-        names: how often each line has an image.
+        names: how often each line has an answer, an image or an error.
         num_broken: lines whose image cannot be read.
         done_at_kills: lines that were done when the process was killed.
     """
@@ -41,16 +43,19 @@ def draw_and_kill(lines: Path, output_dir: Path, model: str, kills: int, seed: i
     for _ in range(kills):
         before = num_done()
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while process.poll() is None and num_done() == before:
-            time.sleep(0.005)
+        until(lambda: process.poll() is not None or num_done() > before, 600, 0.005)  # noqa: B023
         time.sleep(draws.uniform(0.0, 0.1))
         process.send_signal(signal.SIGKILL)
         process.wait()
         done.append(num_done())
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     told = [json.loads(line) for line in output.read_text().splitlines()]
+    errors = output_dir / "errors.jsonl"
+    names = Counter(each["custom_id"] for each in told)
+    if errors.exists():
+        names.update(json.loads(line)["custom_id"] for line in errors.read_text().splitlines())
     files = [output_dir / "images" / each["response"]["body"]["data"][0]["file"] for each in told]
-    return KilledBatch(Counter(each["custom_id"] for each in told), sum(map(_is_broken, files)), done)
+    return KilledBatch(names, sum(map(_is_broken, files)), done)
 
 
 def _is_broken(file: Path) -> bool:

@@ -1,18 +1,21 @@
 """The routes of Files and Batches, as the client of OpenAI asks for them. No torch."""
 
+import re
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
-from starlette.datastructures import UploadFile
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import FileResponse, Response
+from starlette.datastructures import QueryParams, UploadFile
 
 from ..errors import invalid
-from ..json_body import parse_object
-from ..openapi import batch_body, errors, file_body
+from ..guards import caller_of
+from ..json_body import object_in
+from ..openapi import MAX_LISTED, batch_body, errors, file_body, page_query
+from ..protocol import shown
 from .store import Batches
 
 FILES, BATCHES = "/v1/files", "/v1/batches"
-_MAX_LISTED = 100
 
 
 def batch_routes(batches: Batches) -> APIRouter:
@@ -27,49 +30,58 @@ def batch_routes(batches: Batches) -> APIRouter:
             file, purpose = form.get("file"), form.get("purpose")
             if not isinstance(file, UploadFile) or not isinstance(purpose, str):
                 raise invalid("the fields file and purpose are needed", "file", code="missing_required_parameter")
-            return batches.add_file(file.filename or "batch.jsonl", await file.read(), purpose)
+            name = file.filename or "batch.jsonl"
+            return await run_in_threadpool(batches.add_file, name, file.file, purpose, caller_of(request.scope).key)
 
-    @routes.get(FILES)
-    async def files() -> dict[str, Any]:
-        return _listed(batches.files())
+    @routes.get(FILES, openapi_extra=page_query(), responses=errors(400, 401, 403))
+    async def files(request: Request) -> dict[str, Any]:
+        return _listed(batches.files(caller_of(request.scope).key), request.query_params)
 
     @routes.get(FILES + "/{file_id}", responses=errors(400, 401, 403, 404))
-    async def file(file_id: str) -> dict[str, Any]:
-        return batches.file(file_id)
+    async def file(file_id: str, request: Request) -> dict[str, Any]:
+        return batches.file(file_id, caller_of(request.scope).key)
 
     @routes.delete(FILES + "/{file_id}", responses=errors(400, 401, 403, 404))
-    async def delete(file_id: str) -> dict[str, Any]:
-        return batches.delete_file(file_id)
+    async def delete(file_id: str, request: Request) -> dict[str, Any]:
+        return batches.delete_file(file_id, caller_of(request.scope).key)
 
     @routes.get(FILES + "/{file_id}/content", responses=errors(400, 401, 403, 404))
-    async def content(file_id: str) -> Response:
-        return Response(batches.content(file_id), media_type="application/jsonl")
+    async def content(file_id: str, request: Request) -> Response:
+        return FileResponse(batches.content(file_id, caller_of(request.scope).key), media_type="application/jsonl")
 
-    @routes.post(BATCHES, openapi_extra=batch_body(), responses=errors(400, 401, 403, 404))
+    @routes.post(BATCHES, openapi_extra=batch_body(), responses=errors(400, 401, 403, 404, 415))
     async def create(request: Request) -> dict[str, Any]:
-        return batches.create(parse_object(await request.body()))
+        return batches.create(await object_in(request), caller_of(request.scope).key)
 
-    @routes.get(BATCHES)
-    async def all_batches() -> dict[str, Any]:
-        return _listed(batches.batches())
+    @routes.get(BATCHES, openapi_extra=page_query(), responses=errors(400, 401, 403))
+    async def all_batches(request: Request) -> dict[str, Any]:
+        return _listed(batches.batches(caller_of(request.scope).key), request.query_params)
 
     @routes.get(BATCHES + "/{batch_id}", responses=errors(400, 401, 403, 404))
-    async def batch(batch_id: str) -> dict[str, Any]:
-        return batches.batch(batch_id)
+    async def batch(batch_id: str, request: Request) -> dict[str, Any]:
+        return batches.batch(batch_id, caller_of(request.scope).key)
 
     @routes.post(BATCHES + "/{batch_id}/cancel", responses=errors(400, 401, 403, 404))
-    async def cancel(batch_id: str) -> dict[str, Any]:
-        return batches.cancel(batch_id)
+    async def cancel(batch_id: str, request: Request) -> dict[str, Any]:
+        return batches.cancel(batch_id, caller_of(request.scope).key)
 
     return routes
 
 
-def _listed(found: list[dict[str, Any]]) -> dict[str, Any]:
-    shown = found[:_MAX_LISTED]
+def _listed(found: list[dict[str, Any]], query: QueryParams) -> dict[str, Any]:
+    """A page of them: `limit`, and the id `after` which it begins."""
+    limit, after = query.get("limit", str(MAX_LISTED)), query.get("after")
+    if not re.fullmatch(r"[0-9]{1,3}", limit, re.ASCII) or not 1 <= int(limit) <= MAX_LISTED:
+        raise invalid(f"limit is {shown(limit)}, but it must be a whole number from 1 to {MAX_LISTED}", "limit")
+    ids = [each["id"] for each in found]
+    if after is not None and after not in ids:
+        raise invalid(f"after is {shown(after)}, but nothing listed has this id", "after")
+    rest = found[0 if after is None else ids.index(after) + 1 :]
+    page = rest[: int(limit)]
     return {
         "object": "list",
-        "data": shown,
-        "first_id": shown[0]["id"] if shown else None,
-        "last_id": shown[-1]["id"] if shown else None,
-        "has_more": len(found) > len(shown),
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(rest) > len(page),
     }

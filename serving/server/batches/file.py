@@ -12,18 +12,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from ....data.errors import RunError, UsageError
+from ....data.files import write_json
+from ....data.records import read_json
 from ..errors import ApiError, invalid
 from ..json_body import parse_object
 from ..limits import Limits
-from ..protocol import Generation, ModelFacts, parse_generation, shown
+from ..protocol import GENERATIONS, Generation, ModelFacts, parse_generation, shown
 
-URL = "/v1/images/generations"
 MAX_LINES = 50_000
 OUTPUT_FILE, ERROR_FILE = "output.jsonl", "errors.jsonl"
+_LOCK_FILE, _ABOUT_FILE = ".lock", "about.json"
 _MAX_ID = 64
+_CHUNK = 65536
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 _FIELDS = {"custom_id", "method", "url", "body"}
+
+
+class FolderInUseError(RunError):
+    """Another process has the folder of a batch open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +102,8 @@ def _line(number: int, content: Mapping[str, Any]) -> BatchLine:
         raise invalid(f"custom_id is {shown(custom_id)}, but it must be text of 1 to 512 characters", "custom_id")
     if content.get("method", "POST") != "POST":
         raise invalid(f"method is {shown(content['method'])}, but it must be POST", "method")
-    if content.get("url", URL) != URL:
-        raise invalid(f"url is {shown(content['url'])}, but it must be {URL}", "url")
+    if content.get("url", GENERATIONS) != GENERATIONS:
+        raise invalid(f"url is {shown(content['url'])}, but it must be {GENERATIONS}", "url")
     if not isinstance(body, dict):
         raise invalid(f"body is {shown(body)}, but it must be an object", "body")
     return BatchLine(number, custom_id, body)
@@ -103,17 +112,36 @@ def _line(number: int, content: Mapping[str, Any]) -> BatchLine:
 class BatchOutput:
     """What has become of the lines of a batch, in a folder: `output.jsonl`, and `errors.jsonl` for those that failed.
 
+    Only one process has it open; it is free again when that one closes it, or ends in whatever way.
+
     Attributes:
         folder: of both, and of `images/`.
         done: ids of the lines that have an answer, by whether it is an image.
 
     Raises:
+        FolderInUseError: another process has it open.
         RunError: a file is damaged in its middle; a last line that is only half there is cut off.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.done = folder, dict[str, bool]()
         (folder / "images").mkdir(parents=True, exist_ok=True)
+        self._lock = FileLock(folder / _LOCK_FILE)
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise FolderInUseError(f"{folder}: another process draws into it") from None
+        try:
+            self._read()
+        except BaseException:
+            self.close()
+            raise
+
+    def _read(self) -> None:
+        folder = self.folder
+        for left in folder.glob("images/.*.tmp.*"):
+            # Of an image that was being written when the process was killed.
+            left.unlink(missing_ok=True)
         for name, is_good in ((OUTPUT_FILE, True), (ERROR_FILE, False)):
             path = folder / name
             _cut_half_line(path)
@@ -122,6 +150,21 @@ class BatchOutput:
                     self.done[json.loads(line)["custom_id"]] = is_good
                 except (ValueError, KeyError, TypeError) as error:
                     raise RunError(f"{path}, line {number}: is damaged") from error
+
+    def keep_to(self, about: Mapping[str, str]) -> None:
+        """Remember what is drawn here, by name: its file, its model. Raises UsageError: it was another before."""
+        path = self.folder / _ABOUT_FILE
+        kept = read_json(path, "a batch") if path.exists() else {**about}
+        for name, value in about.items():
+            if kept.get(name) != value:
+                raise UsageError(
+                    f"{self.folder} holds what was drawn of another {name}; choose another folder, or empty this one"
+                )
+        write_json(path, kept)
+
+    def close(self) -> None:
+        """Let others have it. Again does nothing."""
+        self._lock.release()
 
     def completed(self, line: BatchLine, body: Mapping[str, Any], request_id: str) -> None:
         """A line has its images, which are in their places already."""
@@ -138,7 +181,7 @@ class BatchOutput:
     def _append(self, name: str, line: BatchLine, response: Mapping[str, Any], error: Mapping[str, str] | None) -> None:
         content = {"id": f"batch_req_{line.number}", "custom_id": line.custom_id, "response": response, "error": error}
         with (self.folder / name).open("ab") as file:
-            file.write(json.dumps(content, ensure_ascii=False).encode() + b"\n")
+            file.write(json.dumps(content).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -148,9 +191,16 @@ def _cut_half_line(path: Path) -> None:
     if not path.exists():
         return
     with path.open("rb+") as file:
-        content = file.read()
-        if content and not content.endswith(b"\n"):
-            file.truncate(content.rfind(b"\n") + 1)
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - _CHUNK)
+            file.seek(start)
+            last = file.read(end - start).rfind(b"\n")
+            if last >= 0:
+                end = start + last + 1
+                break
+            end = start
+        file.truncate(end)
 
 
 def _lines_of(path: Path) -> Iterator[bytes]:

@@ -2,10 +2,13 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ....data.errors import RunError
 from ....data.files import atomic_write
+from ..backend import Health
 from ..errors import ApiError
 from ..front_end import FrontEnd
 from ..images import base64_of
@@ -13,10 +16,9 @@ from ..sse import usage_of
 from ..tickets import Ticket
 from .file import BatchLine, BatchOutput
 
-_RETRY_S = 1.0
-_RETRIED = frozenset({"not_ready", "engine_error"})
-"""Codes of errors that are not the line's own fault."""
-_MOST_TRIES = 5
+_RETRY_S, _LONGEST_RETRY_S = 1.0, 30.0
+_MOST_CRASHES = 5
+"""Of the engine, while it drew one line: that is its own fault then. As long as there is no engine a line waits."""
 
 
 class May(Protocol):
@@ -48,21 +50,61 @@ class BatchRun:
     on_line: Callable[[bool], None] = lambda is_good: None
     is_cancelled: bool = False
     _open: set[Ticket] = field(default_factory=set)
+    _writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="psctl-batch"))
 
     async def run(self) -> None:
-        """Draw; returns when every line has its answer, or the run was cancelled."""
+        """Draw; returns when every line has its answer, or the run was cancelled. It runs once.
+
+        Raises:
+            OSError: an answer cannot be written.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                await self._begin_all(tasks)
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        finally:
+            self._writer.shutdown()
+
+    async def run_alone(self) -> None:
+        """The same without a server: starts the backend, and ends it.
+
+        Raises:
+            RunError: the backend has given up, or it cannot start.
+            OSError: as `run`.
+        """
+        backend, stopped = self.front_end.backend, list[str]()
+
+        def give_up(reason: str) -> None:
+            stopped.append(reason)
+            self.cancel()
+
+        backend.on_stopped = give_up
+        await backend.start()
+        try:
+            await self.run()
+        finally:
+            await self.front_end.drain(0)
+        if stopped:
+            raise RunError(f"{stopped[0]}; the same command goes on where it was")
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many lines there are, and how many of them have images, or an error."""
+        done = list(self.output.done.values())  # the writer's thread adds to them
+        return {"total": len(self.lines), "completed": sum(done), "failed": len(done) - sum(done)}
+
+    async def _begin_all(self, tasks: asyncio.TaskGroup) -> None:
         places = asyncio.Semaphore(self.at_once)
-        async with asyncio.TaskGroup() as tasks:
-            for line in self.lines:
-                if line.custom_id in self.output.done:
-                    continue
-                await places.acquire()
-                if self.may_begin is not None and not self.is_cancelled:
-                    await self.may_begin()
-                if self.is_cancelled:
-                    places.release()
-                    return
-                tasks.create_task(self._draw(line, places))
+        for line in self.lines:
+            if line.custom_id in self.output.done:
+                continue
+            await places.acquire()
+            if self.may_begin is not None and not self.is_cancelled:
+                await self.may_begin()
+            if self.is_cancelled:
+                return
+            tasks.create_task(self._draw(line, places))
 
     def cancel(self) -> None:
         """Begin no further line, and give up those that are open; they have no answer then."""
@@ -72,26 +114,39 @@ class BatchRun:
 
     async def _draw(self, line: BatchLine, places: asyncio.Semaphore) -> None:
         try:
-            request_id = f"line-{line.number}"
-            for tried in range(_MOST_TRIES):
-                try:
-                    body = await self._body(line)
-                except ApiError as error:
-                    if self.is_cancelled or error.code == "draining":
-                        return  # a later run draws it
-                    if error.code in _RETRIED and tried < _MOST_TRIES - 1:
-                        await asyncio.sleep(_RETRY_S * 2**tried)
-                        continue
-                    self.output.failed(line, error, request_id)
-                    self.on_line(False)
-                    return
-                self.output.completed(line, body, request_id)
-                self.on_line(True)
-                return
+            answer = await self._answer(line)
+            if answer is None:
+                return  # a later run draws it
+            if isinstance(answer, ApiError):
+                await self._write(self.output.failed, line, answer)
+            else:
+                await self._write(self._complete, line, answer)
         finally:
             places.release()
 
-    async def _body(self, line: BatchLine) -> dict[str, Any]:
+    async def _answer(self, line: BatchLine) -> Ticket | ApiError | None:
+        """What becomes of a line; None: nothing yet, as the run ends before."""
+        crashes, wait_s = 0, _RETRY_S
+        while not self.is_cancelled:
+            try:
+                return await self._drawn(line)
+            except ApiError as error:
+                crashes += error.code == "engine_error"
+                if self.is_cancelled or error.code == "draining" or self.front_end.backend.health is Health.STOPPED:
+                    return None
+                if error.code != "not_ready" and (error.code != "engine_error" or crashes >= _MOST_CRASHES):
+                    return error
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, _LONGEST_RETRY_S)
+        return None
+
+    async def _write(self, write: Callable[[BatchLine, Any, str], None], line: BatchLine, answer: Any) -> None:
+        """Write an answer, one after the other, and not on the event loop: it waits for the disk."""
+        writing = asyncio.get_running_loop().run_in_executor(self._writer, write, line, answer, f"line-{line.number}")
+        await asyncio.shield(writing)
+        self.on_line(not isinstance(answer, ApiError))
+
+    async def _drawn(self, line: BatchLine) -> Ticket:
         front_end = self.front_end
         wanted = line.generation(front_end.model, front_end.limits)
         arrival_s = asyncio.get_running_loop().time()
@@ -101,17 +156,21 @@ class BatchRun:
             await front_end.wait(ticket)
         finally:
             self._open.discard(ticket)
-        data = []
+        return ticket
+
+    def _complete(self, line: BatchLine, ticket: Ticket, request_id: str) -> None:
+        wanted, data = ticket.generation, []
         for index in range(len(wanted.seeds)):
             name = line.image_name(index, wanted.output_format)
             content = ticket.drawn[index].content
             with atomic_write(self.output.folder / "images" / name) as temporary:
                 temporary.write_bytes(content)
             data.append({"file": name} | ({"b64_json": base64_of(content)} if self.writes_b64 else {}))
-        return {
+        body = {
             "created": int(ticket.created_s),
             "data": data,
             "seeds": list(wanted.seeds),
             "size": str(wanted.resolution),
             "usage": usage_of(wanted, len(wanted.seeds)),
         }
+        self.output.completed(line, body, request_id)

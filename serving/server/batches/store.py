@@ -4,22 +4,28 @@ import asyncio
 import contextlib
 import json
 import secrets
+import shutil
 import time
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from ....data.errors import RunError, UsageError
 from ....data.files import atomic_write, write_json
 from ..errors import ApiError, invalid
 from ..front_end import FrontEnd
-from .file import ERROR_FILE, OUTPUT_FILE, URL, BatchOutput, read_lines
+from ..protocol import GENERATIONS, is_text, shown
+from .file import ERROR_FILE, OUTPUT_FILE, BatchOutput, FolderInUseError, read_lines
 from .run import BatchRun
 
-BatchStatus = Literal["validating", "in_progress", "finalizing", "completed", "failed", "cancelling", "cancelled"]
+BatchStatus = Literal["validating", "in_progress", "completed", "failed", "cancelling", "cancelled"]
 MAX_FILE_BYTES = 200_000_000
 _ENDED = frozenset({"completed", "failed", "cancelled"})
+_MOST_METADATA, _MOST_KEY, _MOST_VALUE = 16, 64, 512
+_OWNER = "owner"
+"""In the JSON of files and batches: whose they are. It is not told."""
 _POLL_S = 0.02
 _WINDOW_S = 24 * 3600
 _NAME_LENGTH = 200
@@ -27,7 +33,9 @@ _NAME_LENGTH = 200
 
 @dataclass(eq=False)
 class Batches:
-    """Files and batches of a folder.
+    """Files and batches of a folder. Who has another key than theirs finds none of them.
+
+    Methods raise ApiError where there is no such file or batch.
 
     Attributes:
         folder: of `files/` and `batches/`.
@@ -44,8 +52,7 @@ class Batches:
 
     def start(self) -> None:
         """Go on with what an earlier process has left."""
-        for path in sorted(self.folder.glob("batches/*/batch.json")):
-            batch = _read(path)
+        for batch in sorted(map(_read, self.folder.glob("batches/*/batch.json")), key=_age):
             if batch["status"] not in _ENDED:
                 self._begin(batch)
 
@@ -55,20 +62,21 @@ class Batches:
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    def add_file(self, name: str, content: bytes, purpose: str) -> dict[str, Any]:
-        """Keep a file. Raises ApiError: its purpose is not `batch`."""
+    def add_file(self, name: str, content: IO[bytes], purpose: str, key: str) -> dict[str, Any]:
+        """Keep a file; waits for the disk. Raises ApiError: its purpose is not `batch`."""
         if purpose != "batch":
-            raise invalid(f"purpose is {purpose[:60]!r}, but it must be batch", "purpose")
+            raise invalid(f"purpose is {shown(purpose)}, but it must be batch", "purpose")
         file_id = f"file-{secrets.token_hex(12)}"
-        with atomic_write(self._file(file_id)) as temporary:
-            temporary.write_bytes(content)
-        about = {"filename": name[:_NAME_LENGTH], "created_at": int(time.time()), "purpose": purpose}
+        with atomic_write(self._file(file_id)) as temporary, temporary.open("wb") as kept:
+            shutil.copyfileobj(content, kept)
+        told = name[:_NAME_LENGTH].encode("utf-8", "backslashreplace").decode()
+        about = {"filename": told, "created_at": int(time.time()), "purpose": purpose, _OWNER: key}
         write_json(self._file(file_id).with_suffix(".json"), about)
-        return self.file(file_id)
+        return self.file(file_id, key)
 
-    def file(self, file_id: str) -> dict[str, Any]:
-        """What a client is told of a file. Raises ApiError: there is none."""
-        path = self._content_of(file_id)
+    def file(self, file_id: str, key: str) -> dict[str, Any]:
+        """What a client is told of a file."""
+        path = self.content(file_id, key)
         about = path.with_suffix(".json")
         known = json.loads(about.read_text()) if about.is_file() else {"filename": path.name, "purpose": "batch_output"}
         return {
@@ -81,45 +89,48 @@ class Batches:
             "status": "processed",
         }
 
-    def files(self) -> list[dict[str, Any]]:
-        """All files that clients have sent, the newest first."""
-        found = [self.file(path.stem) for path in (self.folder / "files").glob("file-*.jsonl")]
-        return sorted(found, key=lambda each: each["created_at"], reverse=True)
+    def files(self, key: str) -> list[dict[str, Any]]:
+        """All files that a client has sent, the newest first."""
+        found = []
+        for path in (self.folder / "files").glob("file-*.jsonl"):
+            with contextlib.suppress(ApiError):
+                found.append(self.file(path.stem, key))
+        return sorted(found, key=_age, reverse=True)
 
-    def content(self, file_id: str) -> bytes:
-        """The content of a file. Raises ApiError: there is none."""
-        return self._content_of(file_id).read_bytes()
-
-    def delete_file(self, file_id: str) -> dict[str, Any]:
-        """Forget a file that a client has sent. Raises ApiError: there is none."""
-        path = self._content_of(file_id)
+    def delete_file(self, file_id: str, key: str) -> dict[str, Any]:
+        """Forget a file that a client has sent."""
+        path = self.content(file_id, key)
         if path != self._file(file_id):
             raise invalid("this file is the output of a batch and stays with it", "file_id")
         path.unlink()
         path.with_suffix(".json").unlink(missing_ok=True)
         return {"id": file_id, "object": "file", "deleted": True}
 
-    def create(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    def create(self, body: Mapping[str, Any], key: str) -> dict[str, Any]:
         """Begin a batch. Raises ApiError: a field is not allowed, or there is no such file."""
         known = {"input_file_id", "endpoint", "completion_window", "metadata"}
         for name in body.keys() - known:
-            raise invalid(f"the field {name[:60]!r} is unknown", name[:60], code="unknown_parameter")
-        if body.get("endpoint") != URL:
-            raise invalid(f"endpoint must be {URL}", "endpoint")
+            raise invalid(f"the field {shown(name)} is unknown", name[:60], code="unknown_parameter")
+        if body.get("endpoint") != GENERATIONS:
+            raise invalid(f"endpoint must be {GENERATIONS}", "endpoint")
         if body.get("completion_window", "24h") != "24h":
             raise invalid("completion_window must be 24h", "completion_window")
         metadata = body.get("metadata")
-        if metadata is not None and (not isinstance(metadata, dict) or len(json.dumps(metadata)) > 10_000):
-            raise invalid("metadata must be a small object", "metadata")
+        if metadata is not None and not _is_metadata(metadata):
+            raise invalid(
+                f"metadata must be an object of at most {_MOST_METADATA} names of at most {_MOST_KEY} characters, with "
+                f"text of at most {_MOST_VALUE}",
+                "metadata",
+            )
         file_id = body.get("input_file_id")
         if not isinstance(file_id, str):
             raise invalid("input_file_id is missing", "input_file_id", code="missing_required_parameter")
-        self._content_of(file_id)
+        self.content(file_id, key)
         now = int(time.time())
         batch = {
             "id": f"batch_{secrets.token_hex(12)}",
             "object": "batch",
-            "endpoint": URL,
+            "endpoint": GENERATIONS,
             "errors": None,
             "input_file_id": file_id,
             "completion_window": "24h",
@@ -130,29 +141,41 @@ class Batches:
             "expires_at": now + _WINDOW_S,
             "request_counts": {"total": 0, "completed": 0, "failed": 0},
             "metadata": metadata,
+            _OWNER: key,
         }
         self._write(batch)
         self._begin(batch)
-        return batch
+        return _told(batch)
 
-    def batch(self, batch_id: str) -> dict[str, Any]:
-        """What a client is told of a batch. Raises ApiError: there is none."""
-        return _read(self._folder_of(batch_id) / "batch.json")
+    def batch(self, batch_id: str, key: str) -> dict[str, Any]:
+        """What a client is told of a batch."""
+        return _told(self._of(batch_id, key))
 
-    def batches(self) -> list[dict[str, Any]]:
-        """All of them, the newest first."""
+    def batches(self, key: str) -> list[dict[str, Any]]:
+        """All of a client, the newest first."""
         found = [_read(path) for path in self.folder.glob("batches/*/batch.json")]
-        return sorted(found, key=lambda each: each["created_at"], reverse=True)
+        return [_told(batch) for batch in sorted(found, key=_age, reverse=True) if batch.get(_OWNER, "") == key]
 
-    def cancel(self, batch_id: str) -> dict[str, Any]:
-        """End a batch: what it has drawn stays. Raises ApiError: there is none."""
-        batch = self.batch(batch_id)
-        run = self._runs.get(batch_id)
+    def cancel(self, batch_id: str, key: str) -> dict[str, Any]:
+        """End a batch: what it has drawn stays."""
+        batch, run, now = self._of(batch_id, key), self._runs.get(batch_id), int(time.time())
         if batch["status"] not in _ENDED:
-            batch |= {"status": "cancelling", "cancelling_at": int(time.time())}
-            self._write(batch)
+            batch |= {"status": "cancelling", "cancelling_at": now}
             if run is not None:
                 run.cancel()
+            elif (waiting := self._tasks.get(batch_id)) is not None:
+                # Its turn has not come.
+                waiting.cancel()
+                batch |= {"status": "cancelled", "cancelled_at": now}
+            self._write(batch)
+        return _told(batch)
+
+    def _of(self, batch_id: str, key: str) -> dict[str, Any]:
+        batch = _read(self._folder_of(batch_id) / "batch.json")
+        if batch.get(_OWNER, "") != key:
+            raise _no_batch()
+        if (run := self._runs.get(batch_id)) is not None:
+            batch["request_counts"] = run.counts
         return batch
 
     def _begin(self, batch: dict[str, Any]) -> None:
@@ -163,44 +186,52 @@ class Batches:
     async def _work(self, batch: dict[str, Any]) -> None:
         # One batch at a time, in the order in which they came.
         async with self._turn:
-            folder = self._folder_of(batch["id"])
             try:
-                lines = read_lines(self._content_of(batch["input_file_id"]))
-                output = BatchOutput(folder)
-            except (UsageError, RunError, ApiError) as error:
-                errors = {"object": "list", "data": [{"code": "invalid_batch", "message": str(error), "param": None}]}
-                self._write(batch | {"status": "failed", "failed_at": int(time.time()), "errors": errors})
+                output = BatchOutput(self._folder_of(batch["id"]))
+            except FolderInUseError:
+                return  # another server of this workspace draws it
+            except RunError as error:
+                self._fail(batch, error)
                 return
-            counts = {"total": len(lines), "completed": 0, "failed": 0}
-            for is_good in output.done.values():
-                counts["completed" if is_good else "failed"] += 1
-            was = self.batch(batch["id"])["status"]
-            batch |= {"request_counts": counts, "in_progress_at": int(time.time())}
-            batch["status"] = "cancelling" if was == "cancelling" else "in_progress"
-
-            def on_line(is_good: bool) -> None:
-                counts["completed" if is_good else "failed"] += 1
-                self._write(batch | {"status": self.batch(batch["id"])["status"]})
-
-            run = self._runs[batch["id"]] = BatchRun(
-                self.front_end, lines, output, self.at_once, self._nobody_waits, writes_b64=True, on_line=on_line
-            )
-            self._write(batch)
-            if was == "cancelling":
-                run.cancel()
             try:
-                await run.run()
+                await self._draw(batch, output)
+            except Exception as error:  # noqa: BLE001  such as a full disk; the others have their turn
+                traceback.print_exc()
+                with contextlib.suppress(OSError):
+                    self._fail(batch, error)
             finally:
                 self._runs.pop(batch["id"], None)
-            ended = "cancelled" if run.is_cancelled else "completed"
-            batch |= {"status": ended, f"{ended}_at": int(time.time())}
-            for name, file, key in (
-                ("output", OUTPUT_FILE, "output_file_id"),
-                ("errors", ERROR_FILE, "error_file_id"),
-            ):
-                if (folder / file).exists():
-                    batch[key] = f"{batch['id'].replace('batch_', 'file-')}-{name}"
-            self._write(batch)
+                output.close()
+
+    async def _draw(self, batch: dict[str, Any], output: BatchOutput) -> None:
+        try:
+            path = self.content(batch["input_file_id"], batch.get(_OWNER, ""))
+            lines = await asyncio.get_running_loop().run_in_executor(None, read_lines, path)
+        except (UsageError, ApiError) as error:
+            self._fail(batch, error)
+            return
+        run = self._runs[batch["id"]] = BatchRun(
+            self.front_end, lines, output, self.at_once, self._nobody_waits, writes_b64=True
+        )
+        batch |= {"in_progress_at": int(time.time())}
+        if batch["status"] == "cancelling":
+            run.cancel()
+        else:
+            self._write(batch | {"status": "in_progress"})
+        await run.run()
+        ended = "cancelled" if run.is_cancelled else "completed"
+        batch |= {"status": ended, f"{ended}_at": int(time.time()), "request_counts": run.counts}
+        for name, file, field_name in (
+            ("output", OUTPUT_FILE, "output_file_id"),
+            ("errors", ERROR_FILE, "error_file_id"),
+        ):
+            if (output.folder / file).exists():
+                batch[field_name] = f"{batch['id'].replace('batch_', 'file-')}-{name}"
+        self._write(batch)
+
+    def _fail(self, batch: dict[str, Any], error: Exception) -> None:
+        errors = {"object": "list", "data": [{"code": "invalid_batch", "message": str(error), "param": None}]}
+        self._write(batch | {"status": "failed", "failed_at": int(time.time()), "errors": errors})
 
     async def _nobody_waits(self) -> None:
         """Wait until no interactive request does."""
@@ -216,16 +247,18 @@ class Batches:
     def _file(self, file_id: str) -> Path:
         return self.folder / "files" / f"{_safe(file_id, 'file-')}.jsonl"
 
-    def _content_of(self, file_id: str) -> Path:
-        """The file of a client, or the output of a batch."""
-        with contextlib.suppress(ValueError):
-            batch, _, name = file_id.removeprefix("file-").partition("-")
-            if name in ("output", "errors"):
-                path = self._folder_of(f"batch_{batch}") / {"output": OUTPUT_FILE, "errors": ERROR_FILE}[name]
-                if path.is_file():
-                    return path
-        path = self._file(file_id)
-        if not path.is_file():
+    def content(self, file_id: str, key: str) -> Path:
+        """The file of a client, or the output of a batch of its own."""
+        batch, _, name = file_id.removeprefix("file-").partition("-")
+        if name in ("output", "errors"):
+            self._of(f"batch_{batch}", key)
+            path = self._folder_of(f"batch_{batch}") / {"output": OUTPUT_FILE, "errors": ERROR_FILE}[name]
+            owner = key
+        else:
+            path = self._file(file_id)
+            about = path.with_suffix(".json")
+            owner = json.loads(about.read_text()).get(_OWNER, "") if about.is_file() else ""
+        if not path.is_file() or owner != key:
             raise ApiError(404, "there is no such file", code="not_found", param="file_id")
         return path
 
@@ -234,7 +267,28 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ApiError(404, "there is no such batch", code="not_found", param="batch_id") from None
+        raise _no_batch() from None
+
+
+def _no_batch() -> ApiError:
+    return ApiError(404, "there is no such batch", code="not_found", param="batch_id")
+
+
+def _told(batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in batch.items() if name != _OWNER}
+
+
+def _age(found: Mapping[str, Any]) -> tuple[int, str]:
+    return found["created_at"], found["id"]
+
+
+def _is_metadata(given: object) -> bool:
+    """As OpenAI has it: a few names, each with some text."""
+    if not isinstance(given, dict) or len(given) > _MOST_METADATA:
+        return False
+    lengths = {_MOST_KEY: given.keys(), _MOST_VALUE: given.values()}
+    texts = [(text, most) for most, found in lengths.items() for text in found]
+    return all(isinstance(text, str) and len(text) <= most and is_text(text) for text, most in texts)
 
 
 def _safe(name: str, prefix: str) -> str:

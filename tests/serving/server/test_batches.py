@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from patchedserve.data.errors import RunError, UsageError
-from patchedserve.serving.server.batches.file import MAX_LINES, BatchOutput, read_lines
+from patchedserve.serving.server.batches.file import MAX_LINES, BatchOutput, FolderInUseError, read_lines
 from patchedserve.serving.server.errors import invalid
 
 
@@ -67,15 +67,37 @@ def test_what_is_done_stays_done(tmp_path: Path) -> None:
     # The process is killed in the middle of a line.
     with (tmp_path / "out" / "output.jsonl").open("ab") as file:
         file.write(b'{"custom_id": "c", "resp')
+    left = tmp_path / "out" / "images" / ".00003-c-0.12345678.tmp.png"
+    left.write_bytes(b"half")
+    with pytest.raises(FolderInUseError, match="another process draws into it"):
+        BatchOutput(tmp_path / "out")
+    output.close()
     again = BatchOutput(tmp_path / "out")
+    assert not left.exists()
     assert again.done == {"a": True, "b": False}
     again.completed(lines[2], {"data": []}, "three")
     told = [json.loads(each) for each in (tmp_path / "out" / "output.jsonl").read_text().splitlines()]
     assert [each["custom_id"] for each in told] == ["a", "c"]
     errors = json.loads((tmp_path / "out" / "errors.jsonl").read_text())
     assert (errors["response"]["status_code"], errors["error"]["code"]) == (400, "invalid_value")
+    again.close()
     # Damage elsewhere is not passed over.
     path = tmp_path / "out" / "output.jsonl"
     path.write_bytes(b"{}\n" + path.read_bytes())
-    with pytest.raises(RunError, match=r"output.jsonl, line 1: is damaged"):
-        BatchOutput(tmp_path / "out")
+    for _ in range(2):
+        with pytest.raises(RunError, match=r"output.jsonl, line 1: is damaged"):
+            BatchOutput(tmp_path / "out")
+
+
+def test_a_half_line_is_cut_off_however_long_it_is(tmp_path: Path) -> None:
+    whole = b'{"custom_id": "a"}\n'
+    for content, wanted in (
+        (b"", b""),
+        (whole, whole),
+        (whole + b"x" * 200_000, whole),
+        (b"x" * 200_000, b""),
+        (whole * 9000 + b"x", whole * 9000),
+    ):
+        (tmp_path / "output.jsonl").write_bytes(content)
+        BatchOutput(tmp_path).close()
+        assert (tmp_path / "output.jsonl").read_bytes() == wanted
