@@ -34,6 +34,11 @@ class ReplicaFlags:
         ),
     ] = 10.0
 
+    @property
+    def most(self) -> int:
+        """The largest number of engines."""
+        return self.num_replicas or self.max_replicas or 1
+
     def plan(self, *, takes_gpu: bool, max_ongoing: int, drain_s: float) -> "ReplicaPlan | None":
         """The replicas, if there are to be any. Raises UsageError: the options contradict each other."""
         from ...serving.cluster.deployment import ReplicaPlan

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 MAX_RESUBMITS = 2
 _STATUS_EVERY_S = 0.5
+_BUSY_S = 0.5
 _ALL_GONE_S = 60.0
 """Without any replica for so long, the server says that it is not ready; what comes in waits until then."""
 
@@ -138,7 +139,8 @@ class ClusterBackend:
             self._book.release(request.request_id)
             self._open.pop(request.request_id, None)
         if end is None:
-            end = _closed(request, "failed", f"the replicas that drew it have died, {entry.num_lost + 1} in a row")
+            # Not "failed": it is nothing that the request has done.
+            end = _closed(request, "cancelled", f"the replicas that drew it have died, {entry.num_lost + 1} in a row")
         if not entry.accepted.done():
             if entry.refused is not None:
                 entry.accepted.set_exception(entry.refused)
@@ -148,24 +150,26 @@ class ClusterBackend:
             entry.follower.on_end(end.record, end.image)
 
     async def _attempt(self, entry: "_Open") -> Ended | None:
-        """One replica draws a request; None: it has died."""
-        from ray.exceptions import RayActorError, RayError
+        """One replica draws a request; None: it has died, or has no engine now."""
+        from ray.exceptions import RayError, RayTaskError
 
         request, number = entry.request, entry.request.request_id
         waited_s = max(0.0, asyncio.get_running_loop().time() - request.arrival_s)
+        self._book.begin(number, request.resolution.pixels, request.num_inference_steps)
         events = self._deployment.draw(request, waited_s, entry.num_partials, entry.follows_steps)
-        entry.steps_done = 0
+        entry.steps_done, entry.refused = 0, None
         try:
             async for told in events:
+                self._seen_s = asyncio.get_running_loop().time()
                 if isinstance(told, Accepted):
                     if not entry.accepted.done():
                         entry.accepted.set_result(None)
                 elif isinstance(told, Refused):
-                    entry.refused = (
-                        ApiError(503, told.reason, code="not_ready", headers={"Retry-After": "5"})
-                        if told.is_busy
-                        else UsageError(told.reason)
-                    )
+                    if told.is_busy:
+                        entry.refused = ApiError(503, told.reason, code="not_ready", headers={"Retry-After": "5"})
+                        await asyncio.sleep(_BUSY_S)
+                        break
+                    entry.refused = UsageError(told.reason)
                     return _closed(request, "failed", told.reason)
                 elif isinstance(told, Stepped):
                     entry.steps_done = told.steps_done
@@ -178,16 +182,18 @@ class ClusterBackend:
                     if told.index >= entry.next_partial:
                         entry.next_partial = told.index + 1
                         entry.follower.on_partial(number, told.index, told.image)
+                elif told.record.status == "cancelled" and entry.reason is None:
+                    break  # its engine has crashed
                 else:
                     return _with_times_of(told, request)
         except asyncio.CancelledError:
             events.cancel()
             raise
-        except RayActorError:
-            self._book.release(number)
-            return None
-        except RayError as error:
+        except RayTaskError as error:
             raise RunError(str(error)) from error
+        except RayError:
+            pass  # the replica, its node or what it has sent is lost
+        self._book.release(number)
         return None
 
     async def _watch(self) -> None:

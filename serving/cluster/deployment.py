@@ -1,6 +1,8 @@
 """Replicas as a deployment of Ray Serve: placed, started, started again and ended."""
 
 import logging
+import os
+import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout, suppress
@@ -14,7 +16,7 @@ from .messages import ReplicaStatus
 if TYPE_CHECKING:
     from ..server.local import LocalSetup
 
-_APP, _DEPLOYMENT = "psctl", "engine"
+_DEPLOYMENT = "engine"
 _STATUS_WITHIN_S = 10.0
 _HEALTH_EVERY_S = 2.0
 _LONGEST_START_S = 1800.0
@@ -59,6 +61,8 @@ class Deployment:
 
     def __init__(self, plan: ReplicaPlan, build: "Callable[[], tuple[LocalSetup, object]]") -> None:
         self._plan, self._build = plan, build
+        # A cluster may hold those of others, too.
+        self._app = f"psctl-{secrets.token_hex(4)}"
         self._owns_ray = False
         self._redirected = ExitStack()
 
@@ -85,9 +89,10 @@ class Deployment:
         self._redirected.enter_context(redirect_stdout(sys.stderr))
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         if not ray.is_initialized():
-            # RAY_ADDRESS names a cluster; without it one of this machine is started, and ended with this process.
-            ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-            self._owns_ray = True
+            # RAY_ADDRESS names a cluster, which is left standing; without it one of this process's own is started.
+            self._owns_ray = not os.environ.get("RAY_ADDRESS")
+            options: dict[str, Any] = {"address": "local", "include_dashboard": False} if self._owns_ray else {}
+            ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
         self._check_room(ray.cluster_resources())
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
         replicas: dict[str, Any] = {"num_replicas": plan.least}
@@ -121,11 +126,13 @@ class Deployment:
             **replicas,
         )
         try:
-            self._handle = serve.run(deployment.bind(self._build), name=_APP, route_prefix=None)
+            self._handle = serve.run(deployment.bind(self._build), name=self._app, route_prefix=None)
             self._draw = self._handle.options(method_name="draw", stream=True)
             return self._handle.describe.remote().result(timeout_s=_LONGEST_START_S)
-        except Exception as error:
+        except BaseException as error:
             self.end()
+            if not isinstance(error, Exception):
+                raise
             raise RunError(f"the replicas do not start: {last_line_of(error)}") from error
 
     def draw(self, request: Request, waited_s: float, num_partials: int, follows_steps: bool) -> Any:
@@ -145,7 +152,7 @@ class Deployment:
             if not ray.is_initialized():
                 return
             if not self._owns_ray:
-                serve.delete(_APP)
+                serve.delete(self._app)
                 return
             serve.shutdown()
             ray.shutdown()

@@ -23,26 +23,33 @@ class _Entry:
 class LoadBook:
     """Counts pixels times steps by replica; any thread may ask and tell.
 
-    A request is reserved under its id when a replica is chosen for it, confirmed or moved when it is known where it
-    really went, shrinks with every step, and is released once, however often that is said: an attempt that was rejected
-    is released and reserved anew.
+    A request is begun with what it takes, before anybody chooses for it, reserved when a replica is chosen, confirmed
+    or moved when it is known where it really went, shrinks with every step, and is released once, however often that is
+    said: an attempt that was rejected is released and begun anew. Ray chooses in a thread of its own; what it chooses
+    for one that was released meanwhile is not kept.
     """
 
     _entries: dict[int, _Entry] = field(default_factory=dict)
     _pending: dict[str, float] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def reserve(self, request_id: int, pixels: int, num_steps: int, replicas: Iterable[str]) -> list[str]:
+    def begin(self, request_id: int, pixels: int, num_steps: int) -> None:
+        """A request is about to be sent somewhere."""
+        with self._lock:
+            self._drop(request_id)
+            self._entries[request_id] = _Entry(float(pixels * num_steps), float(pixels))
+
+    def reserve(self, request_id: int, replicas: Iterable[str]) -> list[str]:
         """Choose for a request: the replicas in the order of what they have to do, the first one reserved.
 
         The same request again moves to what is least loaded without it.
         """
         with self._lock:
-            self._drop(request_id)
+            entry = self._entries.get(request_id)
+            if entry is not None:
+                self._move(entry, None)
             ranked = sorted(replicas, key=lambda replica: (self._pending.get(replica, 0.0), replica))
-            entry = _Entry(float(pixels * num_steps), float(pixels))
-            self._entries[request_id] = entry
-            if ranked:
+            if entry is not None and ranked:
                 self._move(entry, ranked[0])
             return ranked
 
@@ -76,16 +83,17 @@ class LoadBook:
                 return self._pending.get(replica, 0.0)
             return sum(entry.pixel_steps for entry in self._entries.values())
 
-    def _move(self, entry: _Entry, replica: str) -> None:
+    def _move(self, entry: _Entry, replica: str | None) -> None:
         if entry.replica is not None:
             self._add(entry.replica, -entry.pixel_steps)
         entry.replica = replica
-        self._add(replica, entry.pixel_steps)
+        if replica is not None:
+            self._add(replica, entry.pixel_steps)
 
     def _drop(self, request_id: int) -> None:
         entry = self._entries.pop(request_id, None)
-        if entry is not None and entry.replica is not None:
-            self._add(entry.replica, -entry.pixel_steps)
+        if entry is not None:
+            self._move(entry, None)
 
     def _add(self, replica: str, pixel_steps: float) -> None:
         left = self._pending.get(replica, 0.0) + pixel_steps

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..server.local import LocalSetup
 
 _MOST_ROWS = 2000
+_ALONE_S = 900.0
 
 
 class Replica:
@@ -43,6 +44,8 @@ class Replica:
         self._backend = LocalBackend(setup, thread=thread, on_row=self._rows.append)
         self._numbers = itertools.count(FIRST_ID)
         await self._backend.start()
+        self._asked_s = asyncio.get_running_loop().time()
+        self._ending = asyncio.ensure_future(self._end_when_alone(serve.get_replica_context().app_name))
 
     async def describe(self) -> object:
         """What `build` says of the engine."""
@@ -83,10 +86,19 @@ class Replica:
 
     async def status(self) -> ReplicaStatus:
         """What it is at; rows are told once."""
+        self._asked_s = asyncio.get_running_loop().time()
         rows = tuple(self._rows)
         self._rows.clear()
         state = ReplicaState(self._name, os.getpid(), self._backend.health, self._backend.load)
         return ReplicaStatus(state, rows)
+
+    async def _end_when_alone(self, app_name: str) -> None:
+        """End the application once nobody has asked how it is for long: its front end was killed."""
+        from ray import serve
+
+        while asyncio.get_running_loop().time() - self._asked_s < _ALONE_S:
+            await asyncio.sleep(_ALONE_S / 10)
+        serve.delete(app_name, _blocking=False)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """For `autoscale.ByPixelSteps`."""

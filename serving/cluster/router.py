@@ -22,9 +22,7 @@ class FewestPixelSteps(RequestRouter):
         if request is None:
             return [candidate_replicas]
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        ranked = BOOK.reserve(
-            request.request_id, request.resolution.pixels, request.num_inference_steps, by_name.keys()
-        )
+        ranked = BOOK.reserve(request.request_id, by_name.keys())
         return [[by_name[name]] for name in ranked]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import logging
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +39,20 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ht
     with HttpServer(model, tmp_path_factory.mktemp("workspace"), *options, start_s=_START_S) as running:
         yield running
         assert running.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """One that stands already: commands begin and end their own replicas in it, and leave it standing."""
+    import ray
+    from ray import serve
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    yield
+    assert ray.is_initialized()
+    assert not serve.status().applications
+    serve.shutdown()
+    ray.shutdown()
 
 
 def replicas_of(server: HttpServer) -> list[dict[str, Any]]:
@@ -110,6 +126,7 @@ def test_a_killed_replica_loses_nothing(server: HttpServer) -> None:
         assert time.monotonic() - start < 30
 
 
+@pytest.mark.usefixtures("cluster")
 def test_files_are_drawn_by_replicas(model: Path, run_psctl: RunPsctl, tmp_path: Path) -> None:
     lines = [json.dumps({"custom_id": str(number), "body": {**body(number, 3), "n": 1}}) for number in range(12)]
     (tmp_path / "lines.jsonl").write_text("\n".join(lines))
@@ -123,6 +140,7 @@ def test_files_are_drawn_by_replicas(model: Path, run_psctl: RunPsctl, tmp_path:
     assert "900 replicas take one CPU each" in too_many.stderr
 
 
+@pytest.mark.usefixtures("cluster")
 def test_sets_of_images_are_drawn_by_replicas(model: Path, run_psctl: RunPsctl, tmp_path: Path) -> None:
     asked = ("eval", "psnr", "--model", model, "--num-prompts", "8", "--resolutions", "32,64x32", "--dtype", "float32")
     spread = run_psctl(*asked, "--num-inference-steps", "3", "--num-replicas", "2", "--images", "spread", "--json")
@@ -142,10 +160,22 @@ def test_replicas_come_and_go_with_the_load(model: Path, tmp_path: Path) -> None
     options += ("--max-queue-time", "600")
     with HttpServer(model, tmp_path, *options, "--max-queue", "400", start_s=_START_S) as server:
         until(lambda: len(replicas_of(server)) == 1, 60)
+        is_enough = threading.Event()
+
+        def keep_busy() -> set[int]:
+            codes = set[int]()
+            while not is_enough.is_set():
+                answers = asyncio.run(burst(server.url, [body(number, 200) for number in range(30)]))
+                codes |= {answer.status_code for answer in answers}
+            return codes
+
         with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(lambda: asyncio.run(burst(server.url, [body(number, 200) for number in range(150)])))
-            until(lambda: len(replicas_of(server)) == 2, 60)
-            assert {answer.status_code for answer in asked.result()} == {200}
+            asked = pool.submit(keep_busy)
+            try:
+                until(lambda: len(replicas_of(server)) == 2, _START_S)
+            finally:
+                is_enough.set()
+            assert asked.result() == {200}
         until(lambda: len(replicas_of(server)) == 1, 120)
         assert httpx.post(f"{server.url}{GENERATIONS}", json=body(0), timeout=60).status_code == 200
         assert server.stop() == 0

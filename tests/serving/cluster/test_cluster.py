@@ -13,34 +13,42 @@ from patchedserve.serving.cluster.load_book import LoadBook
 
 def test_a_request_goes_where_the_least_is_pending() -> None:
     book = LoadBook()
-    assert book.reserve(1, 100, 10, ["a", "b"])[0] == "a"
-    assert book.reserve(2, 10, 10, ["a", "b"])[0] == "b"
-    assert book.reserve(3, 10, 10, ["a", "b"])[0] == "b"
-    assert (book.pending("a"), book.pending("b"), book.pending()) == (1000, 200, 1200)
+    for number, pixels, num_steps in ((1, 100, 10), (2, 10, 10), (3, 10, 10), (4, 1, 1)):
+        book.begin(number, pixels, num_steps)
+    assert book.pending() == 1201, "it is to be done before anybody has chosen"
+    assert [book.reserve(number, ["a", "b"])[0] for number in (1, 2, 3)] == ["a", "b", "b"]
+    assert (book.pending("a"), book.pending("b")) == (1000, 200)
     # Its steps shrink it, and never grow it again.
     book.stepped(1, 1)
     book.stepped(1, 5)
     assert book.pending("a") == 100
-    assert book.reserve(4, 1, 1, ["a", "b"])[0] == "a"
+    assert book.reserve(4, ["a", "b"])[0] == "a"
     # It went elsewhere after all.
     book.confirm(4, "b")
     assert (book.pending("a"), book.pending("b")) == (100, 201)
     for _ in range(2):
         book.release(4)
     assert book.pending("b") == 200
+    # Chosen for when it was released already.
+    assert book.reserve(4, ["a", "b"]) == ["a", "b"]
+    book.confirm(4, "a")
+    assert (book.pending("a"), book.pending()) == (100, 300)
 
 
 def test_what_a_dead_replica_had_goes_elsewhere() -> None:
     book = LoadBook()
     for number in range(4):
-        book.reserve(number, 10, 1, ["a", "b"])
+        book.begin(number, 10, 1)
+        book.reserve(number, ["a", "b"])
     assert (book.pending("a"), book.pending("b")) == (20, 20)
     for number in (0, 2):
         book.release(number)
-        assert book.reserve(number, 10, 1, ["b"]) == ["b"]
+        book.begin(number, 10, 1)
+        assert book.reserve(number, ["b"]) == ["b"]
     assert (book.pending("a"), book.pending("b")) == (0, 40)
     # There is none at all: it counts as pending all the same.
-    assert book.reserve(9, 10, 1, []) == []
+    book.begin(9, 10, 1)
+    assert book.reserve(9, []) == []
     assert book.pending() == 50
 
 
@@ -51,12 +59,15 @@ def test_the_books_balance_whatever_threads_do() -> None:
         draws = random.Random(seed)
         for each in range(300):
             number = seed * 1000 + each
-            book.reserve(number, draws.randrange(1, 50), 10, names)
+            book.begin(number, draws.randrange(1, 50), 10)
+            book.reserve(number, names)
             book.confirm(number, draws.choice(names))
             for left in range(9, draws.randrange(10), -1):
                 book.stepped(number, left)
             book.release(number)
             book.release(number)
+            # Ray was about to choose for it, in a thread of its own.
+            book.reserve(number, names)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
     for thread in threads:

@@ -1,0 +1,165 @@
+"""What becomes of requests whose replica dies, is busy or refuses them: the backend, with replicas that do as told."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any
+
+import pytest
+
+from patchedserve.data.errors import UsageError
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.serving.cluster.backend import MAX_RESUBMITS, ClusterBackend
+from patchedserve.serving.cluster.deployment import ReplicaPlan
+from patchedserve.serving.cluster.load_book import LoadBook
+from patchedserve.serving.cluster.messages import Accepted, Ended, PartialImage, Refused, ReplicaStatus, Stepped, Told
+from patchedserve.serving.core.request_state import RequestRecord, Status
+from patchedserve.serving.server.backend import Follower
+from patchedserve.serving.server.errors import ApiError
+
+exceptions = pytest.importorskip("ray.exceptions", reason="the extra `ray` is not installed")
+Script = list["Told | BaseException | Status"]
+
+
+class Scripted:
+    """In the place of a `Deployment`: each attempt to draw tells what its script says; a status ends it."""
+
+    def __init__(self, *scripts: Script) -> None:
+        self.scripts, self.num_asked = list(scripts), 0
+
+    def draw(self, request: Request, waited_s: float, num_partials: int, follows_steps: bool) -> "Scripted._Events":
+        self.num_asked += 1
+        return self._Events(request, self.scripts.pop(0))
+
+    def statuses(self) -> Sequence[ReplicaStatus]:
+        return ()
+
+    def end(self) -> None:
+        pass
+
+    class _Events:
+        def __init__(self, request: Request, script: Script) -> None:
+            self.request, self.script = request, script
+
+        async def __aiter__(self) -> AsyncIterator[Told]:
+            for told in self.script:
+                await asyncio.sleep(0)
+                if isinstance(told, BaseException):
+                    raise told
+                if isinstance(told, str):
+                    record = RequestRecord.of(self.request)
+                    record.close(told, 1.0, "as is said")
+                    told = Ended(record, None)
+                yield told
+
+        def cancel(self) -> None:
+            pass
+
+
+class Heard(Follower):
+    """What a follower is told."""
+
+    def __init__(self) -> None:
+        self.told: list[object] = []
+        self.ended: asyncio.Future[RequestRecord] = asyncio.get_running_loop().create_future()
+
+    def on_step(self, request_id: int, steps_done: int) -> None:
+        self.told.append(steps_done)
+
+    def on_partial(self, request_id: int, index: int, image: Any) -> None:
+        self.told.append(f"partial {index}")
+
+    def on_end(self, record: RequestRecord, image: Any) -> None:
+        self.ended.set_result(record)
+
+
+def run(work: Callable[[ClusterBackend, Scripted, LoadBook], Coroutine[Any, Any, None]], *scripts: Script) -> None:
+    async def whole() -> None:
+        book, deployment = LoadBook(), Scripted(*scripts)
+        backend = ClusterBackend(ReplicaPlan(1, 1, False, 4), lambda: None, book=book)  # type: ignore[arg-type,return-value]
+        backend._deployment = deployment  # type: ignore[assignment]
+        await backend.start()
+        try:
+            await asyncio.wait_for(work(backend, deployment, book), 20)
+            assert book.pending() == 0
+        finally:
+            await backend.stop()
+
+    asyncio.run(whole())
+
+
+def request(slo_s: float | None = None) -> Request:
+    return Request(1, "a cat", Resolution(32, 32), 4, arrival_s=asyncio.get_running_loop().time(), slo_s=slo_s)
+
+
+def died() -> BaseException:
+    return exceptions.ActorDiedError()
+
+
+def test_whoever_draws_it_in_the_end_nothing_is_told_twice() -> None:
+    async def work(backend: ClusterBackend, deployment: Scripted, book: LoadBook) -> None:
+        heard = Heard()
+        await backend.submit(request(), heard, num_partials=2, follows_steps=True)
+        record = await heard.ended
+        assert record.status == "completed"
+        assert heard.told == [1, "partial 0", 2, 3, "partial 1", 4]
+        assert deployment.num_asked == 3
+
+    image: Any = None
+    first: Script = [Accepted("a"), Stepped(1), PartialImage(0, image), Stepped(2), died()]
+    lost: Script = [Accepted("b"), Stepped(1), exceptions.ObjectLostError("0", None, "")]
+    last: Script = [Accepted("c"), Stepped(1), PartialImage(0, image), Stepped(2), Stepped(3), PartialImage(1, image)]
+    run(work, first, lost, [*last, Stepped(4), "completed"])
+
+
+def test_it_is_handed_in_so_many_times_and_not_too_late() -> None:
+    async def work(backend: ClusterBackend, deployment: Scripted, book: LoadBook) -> None:
+        heard = Heard()
+        await backend.submit(request(), heard)
+        record = await heard.ended
+        # Not failed: it may be sent again.
+        assert (record.status, deployment.num_asked) == ("cancelled", 1 + MAX_RESUBMITS)
+        deployment.num_asked, late = 0, Heard()
+        await backend.submit(request(slo_s=1e-9), late)
+        assert ((await late.ended).status, deployment.num_asked) == ("cancelled", 1)
+
+    run(work, *[[Accepted("a"), died()] for _ in range(2 + MAX_RESUBMITS)])
+
+
+def test_a_busy_replica_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("patchedserve.serving.cluster.backend._BUSY_S", 0.01)
+
+    async def work(backend: ClusterBackend, deployment: Scripted, book: LoadBook) -> None:
+        heard = Heard()
+        await backend.submit(request(), heard)
+        assert (await heard.ended).status == "completed"
+        with pytest.raises(ApiError) as caught:
+            await backend.submit(request(), Heard())
+        assert (caught.value.status, caught.value.code) == (503, "not_ready")
+
+    busy: Script = [Refused("the engine is restarting", is_busy=True)]
+    crashed: Script = [Accepted("a"), Stepped(1), "cancelled"]
+    run(work, busy, crashed, [Accepted("b"), Stepped(4), "completed"], busy, busy, busy)
+
+
+def test_what_no_model_can_draw_is_refused_at_once() -> None:
+    async def work(backend: ClusterBackend, deployment: Scripted, book: LoadBook) -> None:
+        heard = Heard()
+        with pytest.raises(UsageError, match="too large"):
+            await backend.submit(request(), heard)
+        assert deployment.num_asked == 1
+        assert not heard.ended.done()
+
+    run(work, [Refused("it is too large", is_busy=False)])
+
+
+def test_a_cancelled_one_is_not_drawn_again() -> None:
+    async def work(backend: ClusterBackend, deployment: Scripted, book: LoadBook) -> None:
+        heard = Heard()
+        await backend.submit(request(), heard)
+        backend.cancel(1, "its client has left")
+        record = await heard.ended
+        assert (record.status, record.reason) == ("cancelled", "its client has left")
+        assert deployment.num_asked == 1
+
+    run(work, [Accepted("a"), *[Stepped(1)] * 1000, "completed"])
