@@ -7,11 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from ...data.errors import RunError
 from ...data.files import atomic_write
 from ...data.requests import Request
 from ...data.resolution import Resolution
 from ...serving.core.request_state import RequestRecord
 from ...serving.models.identity import ModelIdentity
+from ...serving.server.errors import ApiError
 from .cache_use import CacheMeter
 
 if TYPE_CHECKING:
@@ -151,7 +153,10 @@ class ReplicaDrawer:
         async def one(path: Path, request: Request) -> RequestRecord:
             async with places:
                 saved = _Saved(request, path, on_step)
-                await self._backend.submit(saved.request, saved)
+                try:
+                    await self._backend.submit(saved.request, saved)
+                except ApiError as error:
+                    raise RunError(f"the replicas do not draw: {error.message}") from error
                 return await saved.record
 
         await self._backend.start()

@@ -187,8 +187,12 @@ class _Sender:
         self.result.codes[answer.status_code] += 1
         if answer.status_code != 200:
             return self._refused(answer.content)
+        try:
+            b64_json = answer.json()["data"][0].get("b64_json")
+        except (ValueError, LookupError, TypeError, AttributeError):
+            return "failed", f"the answer is not that of an images API: {answer.text[:80]!r}"
         self._shown()
-        return self._completed(answer.json()["data"][0].get("b64_json"))
+        return self._completed(b64_json)
 
     async def _stream(self, body: dict[str, Any]) -> tuple[Status, str | None]:
         async with self.client.stream("POST", self.settings.url, json=body) as answer:
@@ -197,9 +201,12 @@ class _Sender:
                 return self._refused(await answer.aread())
             is_first = True
             async for line in answer.aiter_lines():
-                if not line.startswith("data: "):
+                if not line.startswith("data: {"):  # a comment, a name, or [DONE]
                     continue
-                told = json.loads(line[6:])
+                try:
+                    told = json.loads(line[6:])
+                except ValueError:
+                    return "failed", f"an event is not JSON: {line[:80]!r}"
                 if "error" in told:
                     return self._refused(line[6:].encode())
                 if is_first and "b64_json" in told:

@@ -1,11 +1,13 @@
 """The batch server put together: the loaded model, its latencies alone, what is warmed up, and the front end."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ...data.errors import MissingExtraError
+from ...data.prompts.captions import load_prompts
 from ...data.requests import Request
 from ...data.resolution import Resolution
 from ...data.workspace import ModelWorkspace
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from ...training.latency.online_correction import OnlineCorrection
 
 _WARM_UP_STEPS = 4
-_PROMPT = "a lamp on a blue background"
 _LOCK_FILE = "server.lock"
 _Tell = Callable[[str], None]
 
@@ -121,9 +122,15 @@ def build_engine(
     if model is None:
         model = load_model(recipe.model, recipe.device, recipe.dtype, recipe.options)
     defaults, place, system = model.defaults, recipe.workspace, recipe.system
-    examples = [
-        Request(0, _PROMPT, size, defaults.num_inference_steps, defaults.guidance_scale) for size in recipe.sizes
-    ]
+    prompts = itertools.cycle(load_prompts())
+
+    def one_of_each() -> list[Request]:
+        return [
+            Request(0, next(prompts), size, defaults.num_inference_steps, defaults.guidance_scale)
+            for size in recipe.sizes
+        ]
+
+    examples = one_of_each()
     for request in examples:
         model.check_request(system.adapt(request))
     model.tune(recipe.sizes, place.tables)
@@ -132,7 +139,8 @@ def build_engine(
         latency = latencies_for_serving(
             model, place, recipe.sizes, recipe.max_batch_size, on_note=on_note, on_warning=on_warning
         )
-        correction = correction_of(model, place, latency)
+        first = [system.adapt(each) for each in (*examples, *one_of_each(), *one_of_each())][: recipe.max_batch_size]
+        correction = correction_of(model, place, latency, first=first, on_note=on_note)
     measured: dict[Resolution, float] = {}
     if recipe.needs_standalone:
         of_shape = standalone_latencies(
@@ -143,15 +151,17 @@ def build_engine(
         )
         measured = {request.resolution: of_shape[shape_of(model, request)] for request in examples}
     alone = StandaloneLatencies(measured, defaults.num_inference_steps)
-    short = [replace(each, num_inference_steps=min(_WARM_UP_STEPS, each.num_inference_steps)) for each in examples]
+    steps = min(_WARM_UP_STEPS, defaults.num_inference_steps)
+    alone_first, together = (
+        [replace(each, num_inference_steps=steps) for each in chosen] for chosen in (examples, one_of_each())
+    )
     setup = LocalSetup(
         model,
         system,
         correction,
         recipe.max_batch_size,
         alone.latency_s,
-        # Each size alone, then all of them together.
-        warm_up=[*([request] for request in short), short],
+        warm_up=[*([request] for request in alone_first), together],
     )
     usual = defaults.default_resolution
     if usual not in recipe.sizes:

@@ -41,6 +41,7 @@ _WHAT = {
 }
 
 
+_DRAIN_S = 600.0
 _DRAWN_ONLY = {"--images", "--dtype", *ENGINE.names(), *REPLICAS.names(), *DRAW.without("max_bad", "seed").names()}
 """Options that say what is drawn, and how."""
 
@@ -144,7 +145,7 @@ def _drawer(
     from ...serving.scheduling.systems import System
 
     takes_gpu = resolve_device(target.device).type == "cuda"
-    plan = replicas.plan(takes_gpu=takes_gpu, max_ongoing=2 * drawing.max_batch_size, drain_s=0.0)
+    plan = replicas.plan(takes_gpu=takes_gpu, max_ongoing=2 * drawing.max_batch_size, drain_s=_DRAIN_S)
     if plan is None:
         return EngineDrawer(target.load(out, engine)[0])
     system = System("eval", "as this evaluation asks", engine.engine, drawing.policy, engine.cache.mode)

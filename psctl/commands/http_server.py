@@ -56,7 +56,7 @@ def serve_http(
         parts = make_parts(recipe, settings, replicas, max_open, limits.request_timeout_s, target, out)
         if parts.engine is not None:
             out.note("Warming up ...")
-        batches = Batches(recipe.workspace.root / "batches", parts.front_end, max_batch_size)
+        batches = Batches(recipe.workspace.root / "batches", parts.front_end, max_batch_size * replicas.most)
         asyncio.run(
             serve_forever(
                 parts.front_end,

@@ -11,18 +11,18 @@ from ...data.files import require_places
 from ...data.resolution import parse_list
 from ...profiling.runs.trace_settings import DEFAULT_SLO_SCALE
 from ...serving.scheduling.systems import DEFAULT_SYSTEM
-from ..flags import flag, given_flags
+from ..flags import Flags, flag, given_flags
 from ..options.common import MaxBatchSize, OutputFile, SloScale
-from ..options.groups import EngineFlags, TraceFlags
+from ..options.groups import TRACE, EngineFlags, TraceFlags
 from ..options.http import HttpFlags
-from ..options.replicas import ReplicaFlags
+from ..options.replicas import REPLICAS, ReplicaFlags
 from ..options.system import PolicyName, SystemName, chosen_system, with_cache_of
 from ..options.target import Target
 from ..output import Output
 from .http_server import serve_http
 
-_OF_TRACES = ("--trace", "--request-rate", "--num-prompts", "--duration", "--save-dir", "--output-file", "--prompts")
-"""Options that say nothing to a server that waits for clients."""
+_OF_TRACES = (TRACE.names() | {"--output-file", "--save-dir", "--predictor", "--remeasure"}) - {"--resolutions"}
+_OF_SERVERS = Flags.of(HttpFlags).names() | REPLICAS.names()
 
 
 def serve(
@@ -77,16 +77,19 @@ def serve(
     from ...serving.scheduling.policies import get_policy
 
     chosen = chosen_system(system, policy, engine, out)
+    given = given_flags(context)
     if http:
-        given = given_flags(context)
-        for option in _OF_TRACES:
-            if option in given:
+        for option in given:
+            if option in _OF_TRACES:
                 raise UsageError(f"{option} belongs to traces, and --http serves whoever asks: give one or the other")
         sizes = target.defaults().resolutions if trace.resolutions is None else tuple(parse_list(trace.resolutions))
         check_slo_scale(slo_scale)
         engine = with_cache_of([chosen], engine, given, target, out)
         serve_http(chosen, web, replicas, sizes, slo_scale, max_batch_size, engine, target, out)
         return
+    for option in given:
+        if option in _OF_SERVERS:
+            raise UsageError(f"{option} is for servers: add --http, or leave it out")
     step_latency = None
     if predictor is not None:
         step_latency = load_step_file(predictor, on_warning=out.warn).steady
@@ -95,14 +98,17 @@ def serve(
     check_slo_scale(slo_scale)
     require_places(save_dir, target.workspace, file=output_file)
 
-    engine = with_cache_of([chosen], engine, given_flags(context), target, out)
+    engine = with_cache_of([chosen], engine, given, target, out)
     served, place = target.load(out, engine)
     if step_latency is None and get_policy(chosen.policy).requires_predictor:
         sizes = [request.resolution for request in requests]
         step_latency = latencies_for_serving(
             served, place, sizes, max_batch_size, on_note=out.note, on_warning=out.warn
         )
-    correction = None if step_latency is None else correction_of(served, place, step_latency)
+    correction = None
+    if step_latency is not None:
+        first = [chosen.adapt(request) for request in requests[:max_batch_size]]
+        correction = correction_of(served, place, step_latency, first=first, on_note=out.note)
     with out.phases() as start:
         arrivals = cache(lambda: start("requests", len(requests), expected_s=requests[-1].arrival_s))
         outcome = run_serve(

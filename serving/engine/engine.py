@@ -25,6 +25,7 @@ from ..models.served import ServedModel
 from ..scheduling.policies import Policy, StepLatencyPredictor
 from ..scheduling.scheduler import Scheduler
 from .collectors import Collector, InMemory
+from .preview import Preview
 from .run_result import RunResult
 from .side_stages import ImagePath, SideStages
 from .watch import Watch
@@ -41,6 +42,7 @@ class Engine:
         on_finish: called with each record when it has become final, from the collector's thread.
         on_step: called after each denoising iteration, likewise. An error of either ends nothing
             (`callback_failures`), while one of the collector ends the run: what it was to keep would be lost.
+        preview: draws the partial images of those who watch, as soon as it can; None: they are decoded.
 
     Attributes:
         collector: the collector.
@@ -61,6 +63,7 @@ class Engine:
         image_path: ImagePath | None = None,
         on_finish: Callable[[RequestRecord], None] | None = None,
         on_step: Callable[[StepRow], None] | None = None,
+        preview: Preview | None = None,
     ) -> None:
         self._model = model
         self.collector = collector or InMemory()
@@ -75,7 +78,13 @@ class Engine:
             on_decision=self._decided,
         )
         self._stages = SideStages(
-            model, self._scheduler, self.collector, self.now_s, image_path=image_path, on_finish=on_finish
+            model,
+            self._scheduler,
+            self.collector,
+            self.now_s,
+            image_path=image_path,
+            on_finish=on_finish,
+            preview=preview,
         )
         # Guards the scheduler, the open requests and the fields below.
         self._changed = self._stages.changed
@@ -194,7 +203,7 @@ class Engine:
 
     def _decided(self, decision_s: float) -> None:
         self._decided_s += decision_s
-        self._stages.collect(partial(self.collector.on_decision, decision_s))
+        self._stages.collect(partial(self.collector.on_decision, decision_s), may_lag=True)
 
     def _denoise_until_closed(self) -> None:
         scheduler, stages = self._scheduler, self._stages
@@ -241,7 +250,7 @@ class Engine:
         row = StepRow.of(scheduler.num_steps, start_s, end_s - start_s, scheduler.batch, num_waiting, decided_s, ran)
         with self._changed:
             left = scheduler.stepped(end_s, row.duration_s, failures)
-        self._stages.collect(partial(self.collector.on_step, row))
+        self._stages.collect(partial(self.collector.on_step, row), may_lag=True)
         if self._on_step is not None:
             self._stages.collect(partial(self._stages.call, partial(self._on_step, row)))
         if self._stages.watches:

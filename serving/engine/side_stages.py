@@ -1,7 +1,9 @@
 """The two stages beside the denoise loop, prepare and postprocess, and the thread of the collector."""
 
 import threading
+import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,12 +19,14 @@ from ..core.request_state import RequestRecord, RequestState
 from ..models.served import ServedModel
 from ..scheduling.scheduler import Scheduler
 from .collectors import Collector
+from .preview import Preview
 from .stages import StageThread
 from .watch import Watch
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+_LAG_S = 0.05
 ImagePath = Callable[[Request], Path | None]
 Peek = Callable[[PreparedRequest], torch.Tensor | None]
 """`core.stepper.Stepper.peek`."""
@@ -55,6 +59,7 @@ class SideStages:
         *,
         image_path: ImagePath | None,
         on_finish: Callable[[RequestRecord], None] | None,
+        preview: Preview | None,
     ) -> None:
         self.changed = threading.Condition()
         self.open: dict[int, RequestState] = {}
@@ -68,13 +73,16 @@ class SideStages:
         self._now_s = now_s
         self._image_path = image_path
         self._on_finish = on_finish
+        self._preview = preview
         self._is_running = False
         self._prepare = StageThread("psctl-prepare", self._prepare_one, device=model.device, on_error=self._wake)
         self._postprocess = StageThread[Callable[[], None]](
             "psctl-postprocess", lambda work: work(), device=model.device, on_error=self._wake
         )
-        self._collect = StageThread[Callable[[], None]](
-            "psctl-collect", lambda tell: tell(), device=torch.device("cpu"), on_error=self._wake
+        self._told: deque[Callable[[], None]] = deque()
+        self._handed_over_s = 0.0
+        self._collect = StageThread[bool](
+            "psctl-collect", lambda told: self._tell_all(), device=torch.device("cpu"), on_error=self._wake
         )
 
     @property
@@ -104,9 +112,17 @@ class SideStages:
         # The latents are all that decoding needs; the rest, mostly the encoded text, would wait with them.
         self._postprocess.put(partial(self._postprocess_one, state, prepared.latents))
 
-    def collect(self, tell: Callable[[], None]) -> None:
-        """Have something told in the collector's thread, in the order of the calls."""
-        self._collect.put(tell)
+    def collect(self, tell: Callable[[], None], *, may_lag: bool = False) -> None:
+        """Have something told in the collector's thread, in the order of the calls; what may lag, some time later."""
+        self._told.append(tell)
+        now_s = time.perf_counter()
+        if not may_lag or now_s - self._handed_over_s > _LAG_S:
+            self._handed_over_s = now_s
+            self._collect.put(True)
+
+    def _tell_all(self) -> None:
+        while self._told:
+            self._told.popleft()()
 
     def call(self, callback: Callable[[], None]) -> None:
         """Call what others have given, whose errors are counted, and warned of once."""
@@ -130,7 +146,7 @@ class SideStages:
             if watch is None:
                 continue
             steps_done = prepared.state.steps_done
-            self.collect(partial(self.call, partial(watch.on_step, steps_done)))
+            self.collect(partial(self.call, partial(watch.on_step, steps_done)), may_lag=watch.may_lag)
             if watch.is_due(steps_done, prepared.state.num_steps) and (latents := peek(prepared)) is not None:
                 watch.taken()
                 self._postprocess.put(
@@ -162,6 +178,7 @@ class SideStages:
             if state.record.status == "pending":  # Ctrl-C came when the scheduler was about to close it
                 state.record.close("cancelled", now_s, reason)
             self.let_go(state)
+        self._collect.put(True)
         try:
             self._collect.finish()
         except KeyboardInterrupt:
@@ -207,7 +224,9 @@ class SideStages:
         if state.record.status != "pending":  # cancelled meanwhile
             return
         try:
-            image = self._model.decode(latents)
+            image = None if self._preview is None else self._preview.draw(latents)
+            if image is None:
+                image = self._model.decode(latents)
         except Exception:  # noqa: BLE001  its last image is decoded alike, and tells what is wrong
             return
         self.collect(partial(self.call, partial(watch.show, image)))
@@ -218,6 +237,8 @@ class SideStages:
         request, image, failure = state.request, None, None
         try:
             image = self._model.decode(latents)
+            if self._preview is not None:
+                self.call(partial(self._preview.learn, latents, image))
             path = None if self._image_path is None else self._image_path(request)
             if path is not None:
                 with atomic_write(path) as temporary:

@@ -16,6 +16,7 @@ class Watch:
     Args:
         num_partials: partial images that are wanted.
         on_step: called with the number of steps done, from the collector's thread.
+        may_lag: whether `on_step` may be called some time later: waking that thread at every step takes time from it.
         on_partial: called with the number of a partial image, from 0, and the image, from the collector's thread.
     """
 
@@ -24,9 +25,10 @@ class Watch:
         *,
         num_partials: int = 0,
         on_step: Callable[[int], None] = lambda steps_done: None,
+        may_lag: bool = False,
         on_partial: "Callable[[int, Image], None]" = lambda index, image: None,
     ) -> None:
-        self.on_step, self.on_partial = on_step, on_partial
+        self.on_step, self.on_partial, self.may_lag = on_step, on_partial, may_lag
         self._num_partials, self._num_taken, self._num_drawn = num_partials, 0, 0
 
     def is_due(self, steps_done: int, num_steps: int) -> bool:

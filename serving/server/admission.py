@@ -13,7 +13,6 @@ class Place:
     """What a request has reserved; given back once, whatever becomes of it."""
 
     num_images: int
-    pixel_steps: int
     key: str
     is_held: bool = True
 
@@ -25,7 +24,7 @@ class Admission:
     Attributes:
         limits: of the server.
         rate: pixel steps per second that the server takes, as far as is known; None: not yet.
-        pending: pixel steps that are still to be taken, as the backend knows them.
+        pending: pixel steps that clients wait for, from the moment they are let in.
         num_images: that are open.
     """
 
@@ -35,7 +34,7 @@ class Admission:
     num_images: int = 0
     _of_key: Counter[str] = field(default_factory=Counter)
 
-    def reserve(self, num_images: int, pixel_steps: int, key: str) -> Place:
+    def reserve(self, num_images: int, key: str) -> Place:
         """Take the places of a request.
 
         Raises:
@@ -62,7 +61,7 @@ class Admission:
             )
         self.num_images += num_images
         self._of_key[key] += num_images
-        return Place(num_images, pixel_steps, key)
+        return Place(num_images, key)
 
     def release(self, place: Place) -> None:
         """Give the places back; again does nothing."""
@@ -75,6 +74,6 @@ class Admission:
 
     @property
     def drain_s(self) -> float:
-        """Seconds until all that is open is drawn."""
+        """Seconds until all that clients wait for is drawn."""
         rate = self.rate()
         return self.pending() / rate if rate else 0.0

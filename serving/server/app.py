@@ -1,10 +1,9 @@
 """The HTTP API: what is where. Bodies are read and checked by `guards`, `json_body` and `protocol`. No torch."""
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -12,21 +11,21 @@ from starlette.exceptions import HTTPException
 
 from .batches.api import batch_routes
 from .batches.store import Batches
-from .errors import ApiError
-from .front_end import FrontEnd, metrics_of
+from .errors import ApiError, cancelled
+from .front_end import FrontEnd
 from .guards import caller_of
 from .images import base64_of
-from .json_body import parse_object
+from .json_body import object_in
 from .live import Live
 from .metrics import CONTENT_TYPE, Metrics
 from .openapi import errors, generation_body
 from .page import page_response
-from .protocol import check_model, parse_generation
+from .protocol import GENERATIONS, MAX_IMAGES, check_model, parse_generation
 from .sse import events_of, usage_of
-from .tickets import Ticket
+from .tickets import Ticket, metrics_of
 
-GENERATIONS = "/v1/images/generations"
 _CREATED = int(time.time())
+Result = TypeVar("Result")
 
 
 def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches) -> FastAPI:
@@ -56,25 +55,33 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
     )
     async def generate(request: Request) -> Response:
         arrival_s = asyncio.get_running_loop().time()
-        content_type = request.headers.get("content-type", "")
-        if content_type.partition(";")[0].strip().lower() != "application/json":
-            raise ApiError(415, "the body must be JSON (Content-Type: application/json)", code="unsupported_media_type")
         caller = caller_of(request.scope)
         wanted = parse_generation(
-            parse_object(await request.body()),
+            await object_in(request),
             front_end.model,
             front_end.limits,
             header_slo=request.headers.get("x-slo-seconds"),
         )
-        ticket = await front_end.generate(wanted, key=caller.key, arrival_s=arrival_s, streams=wanted.stream)
+
+        async def drawn() -> Ticket:
+            ticket = await front_end.generate(
+                wanted, key=caller.key, request_id=caller.request_id, arrival_s=arrival_s, streams=wanted.stream
+            )
+            if not wanted.stream:
+                try:
+                    await front_end.wait(ticket)
+                except asyncio.CancelledError:
+                    ticket.cancel("its client has left")
+                    raise
+            return ticket
+
+        ticket = await _unless_left(request, drawn())
         if wanted.stream:
             return StreamingResponse(
                 _stream(front_end, ticket),
                 media_type="text/event-stream",
                 headers={"Cache-Control": "no-cache", "X-Generation-Id": ticket.id},
             )
-        async with _cancelled_with(request, ticket):
-            await front_end.wait(ticket)
         return JSONResponse(_images_of(ticket, str(request.base_url)))
 
     @app.get(GENERATIONS + "/{ticket_id}", responses=errors(401, 403, 404))
@@ -140,20 +147,23 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
     return app
 
 
-@contextlib.asynccontextmanager
-async def _cancelled_with(request: Request, ticket: Ticket) -> AsyncIterator[None]:
-    """Cancel a ticket if its client leaves meanwhile."""
+async def _unless_left(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """What comes out of work, which is cancelled if the client leaves meanwhile. Raises ApiError: it has."""
 
-    async def watch() -> None:
-        while not await request.is_disconnected():
-            await asyncio.sleep(0.1)
-        ticket.cancel("its client has left")
+    async def leave() -> None:
+        # Waiting to be told: asking some times a second, for every open request, takes time from the engine.
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
 
-    watching = asyncio.ensure_future(watch())
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(leave())
     try:
-        yield
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise cancelled("its client has left")
     finally:
-        watching.cancel()
+        for task in (working, leaving):
+            task.cancel()
 
 
 async def _stream(front_end: FrontEnd, ticket: Ticket) -> AsyncIterator[bytes]:
@@ -177,7 +187,7 @@ def _images_of(ticket: Ticket, base_url: str) -> dict[str, Any]:
         "background": "opaque",
         "output_format": wanted.output_format,
         "usage": usage_of(wanted, len(wanted.seeds)),
-        "metrics": metrics_of(ticket),
+        "metrics": metrics_of(ticket.records),
     }
 
 
@@ -221,7 +231,7 @@ def _model_card(name: str, front_end: FrontEnd) -> dict[str, Any]:
             "guidance_scale": model.defaults.guidance_scale,
         },
         "limits": {
-            "n": 10,
+            "n": MAX_IMAGES,
             "max_pixels": limits.max_pixels,
             "num_inference_steps": limits.max_steps,
             "prompt_characters": limits.max_prompt,

@@ -9,17 +9,35 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .errors import invalid
 
-HEAD_WITHIN_S = 10.0
+HEAD_WITHIN_S, READ_WITHIN_S = 10.0, 30.0
+LEAST_READ = 65_536
+"""Bytes that a client takes in `READ_WITHIN_S`, of those that wait for it."""
 
 
 class TimedConnection(H11Protocol):
-    """Closes a connection whose next request has begun and whose head is not there in time, or that sends nothing."""
+    """Closes a connection whose next request has begun and whose head is not there in time, or that sends nothing; and
+    one that does not take what it is sent.
+    """
 
     _head_timer: asyncio.TimerHandle | None = None
+    _send_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        # Tell as soon as the client does not take all of it, and when it has.
+        transport.set_write_buffer_limits(0)
         self._await_head()
+
+    def pause_writing(self) -> None:
+        """The client does not read as fast as it is sent. Closing would wait until it has."""
+        super().pause_writing()
+        if self._send_timer is None:
+            self._await_reading()
+
+    def resume_writing(self) -> None:
+        """It has read everything."""
+        super().resume_writing()
+        self._stop_sending()
 
     def data_received(self, data: bytes) -> None:
         if self._head_timer is None and self.conn.their_state is h11.IDLE:
@@ -43,6 +61,7 @@ class TimedConnection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._stop_sending()
         super().connection_lost(exc)
 
     def _await_head(self) -> None:
@@ -52,6 +71,21 @@ class TimedConnection(H11Protocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _await_reading(self) -> None:
+        left = self.transport.get_write_buffer_size()
+        self._send_timer = self.loop.call_later(READ_WITHIN_S, self._look_whether_it_reads, left)
+
+    def _look_whether_it_reads(self, left_before: int) -> None:
+        if self.transport.get_write_buffer_size() > left_before - LEAST_READ:
+            self.transport.abort()
+        else:
+            self._await_reading()
+
+    def _stop_sending(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
 
     def _give_up(self) -> None:
         self._head_timer = None

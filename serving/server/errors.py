@@ -27,7 +27,9 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.code, self.param = status, message, code, param
+        self.status, self.message, self.code = status, message, code
+        # It may be a key of the client's JSON: halves of surrogate pairs cannot be sent.
+        self.param = None if param is None else param.encode("utf-8", "backslashreplace").decode()
         self.headers = dict(headers or {})
 
     def to_json(self) -> dict[str, Any]:
@@ -46,6 +48,16 @@ def overloaded(message: str, code: str, retry_after_s: float) -> ApiError:
     # The client of OpenAI retries by itself only where this is at most 120 s.
     seconds = min(120, max(1, round(retry_after_s)))
     return ApiError(429, message, code=code, headers={"Retry-After": str(seconds)})
+
+
+def cancelled(message: str) -> ApiError:
+    """Somebody has taken it back: a client that asks again by itself would draw it all the same."""
+    return ApiError(409, message, code="cancelled", headers={"x-should-retry": "false"})
+
+
+def took_too_long(limit_s: float) -> ApiError:
+    """The request was given up."""
+    return ApiError(504, f"it took more than {limit_s:g} s", code="timeout", headers={"x-should-retry": "false"})
 
 
 def too_late(reason: str) -> ApiError:

@@ -5,17 +5,18 @@ No torch. All of it runs on the event loop.
 
 import asyncio
 import itertools
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from ...data.errors import UsageError
 from ...data.requests import Request
-from .admission import Admission, Place
+from .admission import Admission
 from .backend import FIRST_ID, Backend, Health
-from .errors import ApiError, invalid
+from .errors import ApiError, cancelled, invalid, took_too_long
 from .image_store import ImageStore, StoredImage
 from .images import MEDIA_TYPES
 from .limits import Limits
@@ -29,11 +30,12 @@ _MOST_TICKETS, _MOST_BYTES = 512, 256_000_000
 
 
 class Watcher(Protocol):
-    """Told of everything that happens to tickets: metrics, the live page, the log."""
+    """Told of everything that happens to tickets, and of every answer of HTTP: metrics, the live page, the log."""
 
     def on_accepted(self, ticket: Ticket) -> None: ...
-    def on_rejected(self, error: ApiError) -> None: ...
+    def on_rejected(self, error: ApiError, request_id: str) -> None: ...
     def on_over(self, ticket: Ticket) -> None: ...
+    def on_answer(self, route: str, status: int, request_id: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -80,7 +82,7 @@ class FrontEnd:
     ended: OrderedDict[str, Ticket] = field(default_factory=OrderedDict)
 
     def __post_init__(self) -> None:
-        self.admission = Admission(self.limits, lambda: self.backend.load.rate, lambda: self.backend.load.pixel_steps)
+        self.admission = Admission(self.limits, lambda: self.backend.load.rate, self._pending)
         self._numbers = itertools.count(FIRST_ID)
         self._ended_bytes = 0
         self._pool = ThreadPoolExecutor(_ENCODERS, thread_name_prefix="psctl-encode")
@@ -95,6 +97,7 @@ class FrontEnd:
         wanted: Generation,
         *,
         key: str = "",
+        request_id: str = "",
         arrival_s: float,
         streams: bool = False,
         is_batch: bool = False,
@@ -104,6 +107,7 @@ class FrontEnd:
         Args:
             wanted: checked.
             key: whose it is.
+            request_id: the client's name for it; while it is open, no other may have it.
             arrival_s: when it came in, by the loop's clock.
             streams: whether its events are wanted.
             is_batch: it is a line of a batch, which takes no client's place and has no deadline.
@@ -112,27 +116,53 @@ class FrontEnd:
             Its ticket; it ends by itself.
 
         Raises:
-            ApiError: there is no room (429), or nobody to draw it (503), or the model cannot serve it (400).
+            ApiError: there is no room (429), or nobody to draw it (503), or the model cannot serve it (400), or one of
+                this name is open (409), or nobody has taken it for too long (504).
         """
         try:
-            return await self._let_in(wanted, key, arrival_s, streams, is_batch)
+            ticket = self._let_in(wanted, key, request_id, arrival_s, is_batch)
         except ApiError as error:
             for watcher in self.watchers:
-                watcher.on_rejected(error)
+                watcher.on_rejected(error, request_id)
             raise
-
-    async def _let_in(self, wanted: Generation, key: str, arrival_s: float, streams: bool, is_batch: bool) -> Ticket:
-        if self.is_draining:
-            raise ApiError(503, "the server is shutting down", code="draining", headers={"Retry-After": "10"})
-        place = Place(0, 0, key) if is_batch else self.admission.reserve(len(wanted.seeds), wanted.pixel_steps, key)
-        ticket = Ticket(wanted, place, self.backend.cancel, self._pool, self._over, key, arrival_s)
-        ticket.numbers = [next(self._numbers) for _ in wanted.seeds]
         if streams:
             ticket.events = asyncio.Queue()
+        for watcher in self.watchers:
+            watcher.on_accepted(ticket)
+        limit_s = self.limits.request_timeout_s
+        try:
+            async with asyncio.timeout(None if is_batch else limit_s):
+                await self._hand_in(ticket)
+        except TimeoutError:
+            raise took_too_long(limit_s) from None
+        return ticket
+
+    def _let_in(self, wanted: Generation, key: str, request_id: str, arrival_s: float, is_batch: bool) -> Ticket:
+        if self.is_draining:
+            raise ApiError(503, "the server is shutting down", code="draining", headers={"Retry-After": "10"})
+        if request_id and any(each.request_id == request_id and each.key == key for each in self.open.values()):
+            raise ApiError(
+                409,
+                f"a request with the X-Request-Id {request_id} is open",
+                code="id_in_flight",
+                headers={"x-should-retry": "false"},
+            )
+        place = None if is_batch else self.admission.reserve(len(wanted.seeds), key)
+        ticket = Ticket(wanted, place, self.backend.cancel, self._pool, self._over, key, request_id, arrival_s)
+        ticket.numbers = [next(self._numbers) for _ in wanted.seeds]
         self.open[ticket.id] = ticket
-        num_in = 0
+        return ticket
+
+    def _pending(self) -> int:
+        return sum(ticket.pixel_steps for ticket in self.open.values() if ticket.place is not None)
+
+    async def _hand_in(self, ticket: Ticket) -> None:
+        wanted, num_in = ticket.generation, 0
+        is_batch = ticket.place is None
         try:
             for number, seed in zip(ticket.numbers, wanted.seeds, strict=True):
+                if ticket.error is not None or ticket.is_cancelled:
+                    break
                 request = Request(
                     number,
                     wanted.prompt,
@@ -141,8 +171,8 @@ class FrontEnd:
                     wanted.guidance_scale,
                     seed,
                     wanted.negative_prompt,
-                    arrival_s,
-                    wanted.slo_s,
+                    ticket.arrival_s,
+                    None if is_batch else wanted.slo_s,
                 )
                 if request.slo_s is None and not is_batch:
                     request = replace(request, slo_s=self.pricing.slo_s(request))
@@ -150,24 +180,31 @@ class FrontEnd:
                 await self.backend.submit(
                     request,
                     ticket,
-                    num_partials=wanted.partial_images if streams else 0,
+                    num_partials=0 if ticket.events is None else wanted.partial_images,
                     follows_steps=wanted.progress,
                 )
                 num_in += 1
+                if ticket.error is not None or ticket.is_cancelled:
+                    # Meanwhile; the backend did not know it yet.
+                    self.backend.cancel(number, "the request was cancelled")
+            if num_in < len(wanted.seeds):
+                ticket.fail(None, len(wanted.seeds) - num_in)
         except (UsageError, ApiError) as error:
             told = error if isinstance(error, ApiError) else invalid(str(error))
             ticket.fail(told, len(wanted.seeds) - num_in)
             raise told from None
+        except asyncio.CancelledError:
+            ticket.cancel("its client has left, or it took too long")
+            ticket.fail(None, len(wanted.seeds) - num_in)
+            raise
         except BaseException:
             gone = ApiError(500, "the request was given up", code="engine_error")
             ticket.fail(gone, len(wanted.seeds) - num_in)
             raise
-        for watcher in self.watchers:
-            watcher.on_accepted(ticket)
-        return ticket
 
     def _over(self, ticket: Ticket) -> None:
-        self.admission.release(ticket.place)
+        if ticket.place is not None:
+            self.admission.release(ticket.place)
         self.open.pop(ticket.id, None)
         if ticket.status == "completed" and ticket.generation.response_format == "url":
             media_type = MEDIA_TYPES[ticket.generation.output_format]
@@ -187,7 +224,7 @@ class FrontEnd:
         ticket = self.ended.get(ticket_id)
         if stored is not None or ticket is None or not number.isascii() or not number.isdigit():
             return stored
-        drawn = ticket.drawn.get(int(number[:3]))
+        drawn = None if time.time() - ticket.created_s > self.store.max_age_s else ticket.drawn.get(int(number[:3]))
         media_type = MEDIA_TYPES[ticket.generation.output_format]
         return None if drawn is None else StoredImage(drawn.content, media_type, 0.0)
 
@@ -199,17 +236,21 @@ class FrontEnd:
         return found
 
     async def wait(self, ticket: Ticket) -> None:
-        """Wait for the end of a ticket, as long as a request may take. Raises ApiError if it has no images then."""
+        """Wait for the end of a ticket, as long as a request may take; lines of a batch may take any time.
+
+        Raises ApiError if it has no images then.
+        """
+        limit_s = self.limits.request_timeout_s
         try:
-            await asyncio.wait_for(ticket.over.wait(), self.limits.request_timeout_s)
+            await asyncio.wait_for(ticket.over.wait(), None if ticket.place is None else limit_s)
         except TimeoutError:
-            gone = ApiError(504, f"it took more than {self.limits.request_timeout_s:g} s", code="timeout")
+            gone = took_too_long(limit_s)
             ticket.cancel("it took too long", gone)
             raise gone from None
         if ticket.error is not None:
             raise ticket.error
         if ticket.is_cancelled:
-            raise ApiError(409, "the generation was cancelled", code="cancelled")
+            raise cancelled("the generation was cancelled")
 
     async def drain(self, timeout_s: float) -> None:
         """Let nothing more in, wait for what is open, then cancel it, and stop the backend."""
@@ -227,19 +268,3 @@ class FrontEnd:
         end_s = loop.time() + timeout_s
         while self.open and loop.time() < end_s:
             await asyncio.sleep(_POLL_S)
-
-
-def metrics_of(ticket: Ticket) -> dict[str, Any]:
-    """Where the time of a ticket went, by its slowest image, in seconds."""
-    record = max(ticket.records, key=lambda each: each.finish_s or 0.0)
-    times = record.arrival_s, record.prepare_start_s, record.prepare_end_s, record.admitted_s, record.denoise_end_s
-    arrival_s, prepare_start_s, prepare_end_s, admitted_s, denoise_end_s = (time_s or 0.0 for time_s in times)
-    return {
-        "queue_s": max(0.0, admitted_s - arrival_s - (prepare_end_s - prepare_start_s)),
-        "prepare_s": prepare_end_s - prepare_start_s,
-        "denoise_s": denoise_end_s - admitted_s,
-        "decode_s": (record.finish_s or 0.0) - denoise_end_s,
-        "latency_s": record.latency_s,
-        "slo_s": record.slo_s,
-        "slo_met": None if record.slo_s is None else all(each.slo_met is True for each in ticket.records),
-    }

@@ -1,6 +1,7 @@
 """What stands before the API: who may ask, from where, how much, and how slowly. Plain ASGI, no torch."""
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import json
@@ -8,6 +9,7 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Any
 
 from .errors import ApiError
@@ -19,9 +21,13 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 BODY_WITHIN_S, FILE_WITHIN_S, SEND_WITHIN_S = 10.0, 300.0, 30.0
+_MOST_FILES = 4
+"""Large bodies that are read at the same time: each is in memory as a whole."""
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/favicon.ico"})
 """Need no key: they tell nothing of anybody's requests. The page asks for the key and sends it with what it fetches."""
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+ANY_ADDRESS = "*"
+"""Among the names of a server: any address in numbers, which no name server can have pointed at it."""
 _IMAGE_PATH = re.compile(r"/v1/images/[^/]+/content")
 """Needs no key either: nobody guesses the name of an image, and pages show it by its address."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}", re.ASCII)
@@ -58,7 +64,8 @@ class Keys:
                 code="missing_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        digest = hashlib.sha256(given.strip().encode("utf-8", "surrogateescape")).digest()
+        # Headers are bytes; `_Headers` has read them as Latin-1.
+        digest = hashlib.sha256(given.strip().encode("latin-1")).digest()
         # All of them are looked at, whichever it is.
         matches = [hmac.compare_digest(digest, each) for each in self._digests]
         if not any(matches):
@@ -74,10 +81,11 @@ class Guards:
     Args:
         app: what is guarded.
         keys: that are let in.
-        hosts: names that the server may be asked by, without ports: others are DNS rebinding. None: any.
+        hosts: names that the server may be asked by, without ports, and addresses in numbers: other names are DNS
+            rebinding. None: any.
         max_body: bytes of a JSON body.
-        large_paths: bytes of what is sent to these paths, which may take longer.
-        on_answer: told path, method and status of every answer.
+        large_paths: bytes of what is posted to these paths, which may take longer.
+        on_answer: told of every answer its scope, its status and the id of the request.
     """
 
     def __init__(
@@ -88,11 +96,12 @@ class Guards:
         hosts: Sequence[str] | None,
         max_body: int,
         large_paths: MutableMapping[str, int] | None = None,
-        on_answer: Callable[[Scope, int], None] = lambda scope, status: None,
+        on_answer: Callable[[Scope, int, str], None] = lambda scope, status, request_id: None,
     ) -> None:
         self._app, self._keys = app, keys
         self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
         self._max_body, self._large_paths, self._on_answer = max_body, large_paths or {}, on_answer
+        self._files = asyncio.Semaphore(_MOST_FILES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -108,7 +117,7 @@ class Guards:
             if message["type"] == "http.response.start":
                 has_begun = True
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
-                self._on_answer(scope, message["status"])
+                self._on_answer(scope, message["status"], request_id)
             # A client that does not read what it is sent would hold it in memory for ever.
             await asyncio.wait_for(send(message), SEND_WITHIN_S)
 
@@ -121,9 +130,10 @@ class Guards:
                 if scope["path"] in OPEN_PATHS or _IMAGE_PATH.fullmatch(scope["path"])
                 else self._keys.owner(headers.get("authorization"))
             )
-            body = await self._read(scope, headers, receive)
             scope.setdefault("state", {})[_STATE_KEY] = Caller(request_id, owner)
-            await self._app(scope, _Replay(body, receive), guarded_send)
+            async with self._files if self._is_large(scope) else contextlib.nullcontext():
+                body = await self._read(scope, headers, receive)
+                await self._app(scope, _Replay(body, receive), guarded_send)
         except ApiError as error:
             if has_begun:
                 raise
@@ -134,11 +144,23 @@ class Guards:
 
     def _check_host(self, headers: "_Headers") -> None:
         host = headers.get("host")
-        if self._hosts is not None and (host is None or _without_port(host).lower() not in self._hosts):
+        if self._hosts is not None and (host is None or not self._is_ours(_without_port(host).lower())):
             raise ApiError(403, "the server is not asked by this name (--allowed-host)", code="host_not_allowed")
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2] != host:
             raise ApiError(403, "pages of other sites may not ask", code="origin_not_allowed")
+
+    def _is_large(self, scope: Scope) -> bool:
+        return scope["method"] == "POST" and scope["path"] in self._large_paths
+
+    def _is_ours(self, name: str) -> bool:
+        assert self._hosts is not None
+        if name in self._hosts:
+            return True
+        try:
+            return bool(ip_address(name.removeprefix("[").removesuffix("]"))) and ANY_ADDRESS in self._hosts
+        except ValueError:
+            return False
 
     async def _read(self, scope: Scope, headers: "_Headers", receive: Receive) -> bytes:
         """The whole body, which is small. Raises ApiError: it is too large or too slow, or compressed."""
@@ -146,7 +168,7 @@ class Guards:
         if encoding is not None and encoding.lower() != "identity":
             raise ApiError(415, "the body must not be compressed", code="unsupported_content_encoding")
         most, within_s = self._max_body, BODY_WITHIN_S
-        if scope["path"] in self._large_paths:
+        if self._is_large(scope):
             most, within_s = self._large_paths[scope["path"]], FILE_WITHIN_S
         too_large = ApiError(413, f"the body is larger than {most:,} bytes", code="body_too_large")
         length = headers.get("content-length")
@@ -178,11 +200,11 @@ def caller_of(scope: Scope) -> Caller:
 
 
 async def answer(error: ApiError, send: Send) -> None:
-    """Answer with an error."""
+    """Answer with an error, and close the connection."""
     body = json.dumps(error.to_json()).encode()
-    headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
-    if error.status in (408, 413) or error.code == "invalid_http":
-        headers["connection"] = "close"
+    # Its body was not read: whoever goes on sending it would hold the connection.
+    headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+    headers |= error.headers
     pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": pairs})
     await send({"type": "http.response.body", "body": body})

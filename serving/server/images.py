@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MEDIA_TYPES: dict[OutputFormat, str] = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
-_PNG_LEVEL = 6
+_PNG_LEVEL = 1
 
 
 def encode(image: "Image", output_format: OutputFormat, compression: int = 100) -> bytes:

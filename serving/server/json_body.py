@@ -3,7 +3,20 @@
 import json
 from typing import Any
 
-from .errors import invalid
+from starlette.requests import Request
+
+from .errors import ApiError, invalid
+
+
+async def object_in(request: Request) -> dict[str, Any]:
+    """The object that a request has as its body. Raises as `parse_object`, and ApiError: it is not said to be JSON.
+
+    Pages of others cannot send this type without asking first.
+    """
+    content_type = request.headers.get("content-type", "")
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, "the body must be JSON (Content-Type: application/json)", code="unsupported_media_type")
+    return parse_object(await request.body())
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -38,9 +51,9 @@ def _no_number(name: str) -> float:
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice[:80]!r} comes twice")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the key {name[:80]!r} comes twice")
+        found[name] = value
     return found

@@ -45,19 +45,21 @@ class Live(Watcher):
     _ended: deque[_Ended] = field(default_factory=lambda: deque(maxlen=_MOST_ENDED))
     _images: deque[tuple[str, dict[str, Any]]] = field(default_factory=lambda: deque(maxlen=RECENT_IMAGES))
     _last_row: StepRow | None = None
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
-    _num_viewers: int = 0
+    _viewers: set[asyncio.Event] = field(default_factory=set)
 
     def on_row(self, row: StepRow) -> None:
         """A step was taken."""
         self._last_row = row
-        self._news.set()
+        self._tell()
 
     def on_accepted(self, ticket: Ticket) -> None:
         """See `Watcher`."""
-        self._news.set()
+        self._tell()
 
-    def on_rejected(self, error: ApiError) -> None:
+    def on_rejected(self, error: ApiError, request_id: str) -> None:
+        """See `Watcher`."""
+
+    def on_answer(self, route: str, status: int, request_id: str) -> None:
         """See `Watcher`."""
 
     def on_over(self, ticket: Ticket) -> None:
@@ -77,11 +79,15 @@ class Live(Watcher):
                 "slo_met": drawn.record.slo_met,
             }
             self._images.appendleft((ticket.key, image))
-        self._news.set()
+        self._tell()
+
+    def _tell(self) -> None:
+        for news in self._viewers:
+            news.set()
 
     def check_viewers(self) -> None:
         """Raise ApiError if too many look on already."""
-        if self._num_viewers >= _MOST_VIEWERS:
+        if len(self._viewers) >= _MOST_VIEWERS:
             raise ApiError(503, f"{_MOST_VIEWERS} look on already", code="too_many_viewers")
 
     def state(self, key: str) -> dict[str, Any]:
@@ -115,20 +121,21 @@ class Live(Watcher):
 
     async def stream(self, key: str) -> AsyncIterator[bytes]:
         """The state whenever it has changed, some times a second at the most."""
-        self._num_viewers += 1
+        news = asyncio.Event()
+        self._viewers.add(news)
         try:
             while True:
-                self._news.clear()
+                news.clear()
                 yield event(self.state(key))
                 if self.front_end.is_draining:
                     return
                 await asyncio.sleep(1 / UPDATES_PER_S)
                 try:
-                    await asyncio.wait_for(self._news.wait(), _IDLE_S)
+                    await asyncio.wait_for(news.wait(), _IDLE_S)
                 except TimeoutError:
                     continue
         finally:
-            self._num_viewers -= 1
+            self._viewers.discard(news)
 
     def _batch(self) -> dict[str, Any] | None:
         row = self._last_row

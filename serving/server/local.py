@@ -13,18 +13,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...data.errors import RunError
+from ...data.errors import RunError, UsageError
 from ...data.requests import Request
 from ...data.resolution import parse
 from ..core.request_state import RequestRecord
 from ..core.step_row import StepRow
 from ..engine.collectors import Collector
 from ..engine.engine import Engine
+from ..engine.preview import Preview
 from ..engine.watch import Watch
 from ..scheduling.policies import StepLatencyPredictor, get_policy
 from ..scheduling.systems import System
 from .backend import Follower, Health, Load, ReplicaState
-from .errors import ApiError
+from .errors import ApiError, invalid
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -97,6 +98,7 @@ class LocalBackend:
         self._is_stopping = False
         self._crashes: deque[float] = deque(maxlen=MAX_RESTARTS + 1)
         self._rate: float | None = None
+        self._preview = Preview()
         self._last_step_s = time.monotonic()
         self._last_duration_s = 0.0
         # `check_request` may run torch: not on the event loop.
@@ -159,12 +161,16 @@ class LocalBackend:
         self, request: Request, follower: Follower, num_partials: int = 0, follows_steps: bool = False
     ) -> None:
         number = request.request_id
+        if not self._followers:
+            # It has been idle: what comes now counts from now, not from the last step of before.
+            self._last_step_s = time.monotonic()
         self._followers[number] = follower
         if self._looking is None or self._looking.done():
             self._looking = self._loop.create_task(self._look())
         watch = Watch(
             num_partials=num_partials,
             on_step=partial(self._post if follows_steps else self._note, follower.on_step, number),
+            may_lag=not follows_steps,
             on_partial=partial(self._post, follower.on_partial, number),
         )
         try:
@@ -179,7 +185,10 @@ class LocalBackend:
             raise ApiError(503, "the engine is restarting", code="not_ready", headers={"Retry-After": "5"})
         if setup.predictor is not None:
             # A size that it does not know would end the engine where the policy asks about it.
-            setup.predictor.step_latency_s((request.resolution,))
+            try:
+                setup.predictor.step_latency_s((request.resolution,))
+            except UsageError as error:
+                raise invalid(str(error), "size") from error
         # The engine's clock is another one; both run alike.
         arrival_s = max(0.0, engine.now_s() - (time.monotonic() - request.arrival_s))
         own = setup.system.adapt(replace(request, arrival_s=arrival_s))
@@ -217,10 +226,14 @@ class LocalBackend:
                 predictor=setup.predictor,
                 max_batch_size=setup.max_batch_size,
                 collector=_Posts(self),
+                preview=self._preview,
             )
             engine.start()
             self._engine = engine
+            if self._is_stopping:  # `stop` found no engine to abort
+                engine.abort()
             self._has_begun.set()
+            self._post(self._began)
             engine.run()
         except BaseException:  # noqa: BLE001  whatever it is, the server goes on
             traceback.print_exc()
@@ -232,12 +245,16 @@ class LocalBackend:
         """Begin anew, unless that has been tried too often."""
         now_s = time.monotonic()
         self._crashes.append(now_s)
-        self._engine = None
+        self._engine, self._health = None, Health.RESTARTING
         if len(self._crashes) > MAX_RESTARTS and now_s - self._crashes[0] < RESTARTS_WITHIN_S:
             self._health = Health.STOPPED
             self.on_stopped(f"the engine has crashed {len(self._crashes)} times within {RESTARTS_WITHIN_S / 60:g} min")
             return
         self._begin()
+
+    def _began(self) -> None:
+        if self._health is Health.RESTARTING:
+            self._health = Health.READY
 
     def _post(self, call: Callable[..., None], *given: Any) -> None:
         """Have something called on the event loop, from any thread."""

@@ -51,6 +51,9 @@ class Metrics(Watcher):
         )
         self.predictor_scale = gauge("predictor_scale", "What predicted step latencies are multiplied by.")
         self.cache_reused_share = gauge("cache_reused_share", "Share of computation that the patch cache has saved.")
+        for known_here in (self.predictor_scale, self.cache_reused_share):
+            # Engines in processes of their own do not tell.
+            known_here.set(float("nan"))
         self._ended = counter("request_success", "Images that have ended, by how.", "finished_reason")
         self._met = counter("slo_met", "Images in time.", "resolution")
         self._missed = counter("slo_missed", "Images that were late, or never came.", "resolution")
@@ -61,7 +64,7 @@ class Metrics(Watcher):
         self._prepare = seconds("request_prepare_time_seconds", "Text encoding and first latents.")
         self._denoise = seconds("request_denoise_time_seconds", "In the batch.")
         self._decode = seconds("request_decode_time_seconds", "From the last step to the image.")
-        self._first = seconds("time_to_first_image_seconds", "From the request to its first image.")
+        self._first = seconds("time_to_first_image_seconds", "From the request to its first image, partial or not.")
         self._step = Histogram(
             "psctl_step_duration_seconds", "Denoising steps.", buckets=_STEP_SECONDS, registry=registry
         )
@@ -80,22 +83,21 @@ class Metrics(Watcher):
         self._batch.observe(row.active)
         self._resolutions.observe(len(row.resolutions))
 
-    def on_answer(self, route: str, status: int) -> None:
-        """A request of HTTP was answered."""
+    def on_answer(self, route: str, status: int, request_id: str) -> None:
+        """See `Watcher`."""
         self._answers.labels(route, str(status)).inc()
 
     def on_accepted(self, ticket: Ticket) -> None:
         """See `Watcher`."""
 
-    def on_rejected(self, error: ApiError) -> None:
+    def on_rejected(self, error: ApiError, request_id: str) -> None:
         """See `Watcher`."""
         self._rejected.labels(error.code).inc()
 
     def on_over(self, ticket: Ticket) -> None:
         """See `Watcher`."""
-        ends = [record.finish_s for record in ticket.records if record.status == "completed"]
-        if ends:
-            self._first.observe(min(end_s for end_s in ends if end_s is not None) - ticket.records[0].arrival_s)
+        if ticket.first_image_s is not None:
+            self._first.observe(ticket.first_image_s)
         for record in ticket.records:
             self._ended.labels(record.status).inc()
             size = str(record.resolution)

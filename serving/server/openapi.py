@@ -4,8 +4,9 @@ from typing import Any
 
 from ...data.requests import MAX_SEED
 from .limits import Limits
-from .protocol import MAX_IMAGES, MAX_PARTIALS, MAX_USER, QUALITIES, ModelFacts
+from .protocol import GENERATIONS, MAX_IMAGES, MAX_PARTIALS, MAX_USER, QUALITIES, ModelFacts
 
+MAX_LISTED = 100
 _ERROR = {
     "description": "an error",
     "content": {
@@ -69,9 +70,14 @@ def batch_body() -> dict[str, Any]:
     """The body of `POST /v1/batches`."""
     properties: dict[str, Any] = {
         "input_file_id": {"type": "string"},
-        "endpoint": {"enum": ["/v1/images/generations"]},
+        "endpoint": {"enum": [GENERATIONS]},
         "completion_window": {"enum": ["24h"]},
-        "metadata": {"type": ["object", "null"]},
+        "metadata": {
+            "type": ["object", "null"],
+            "maxProperties": 16,
+            "propertyNames": {"maxLength": 64},
+            "additionalProperties": {"type": "string", "maxLength": 512},
+        },
     }
     required = ["input_file_id", "endpoint"]
     return body_of({"type": "object", "required": required, "properties": properties, "additionalProperties": False})
@@ -82,6 +88,13 @@ def file_body() -> dict[str, Any]:
     properties = {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": ["batch"]}}
     schema = {"type": "object", "required": ["file", "purpose"], "properties": properties}
     return body_of(schema, "multipart/form-data")
+
+
+def page_query() -> dict[str, Any]:
+    """The query of lists."""
+    limit, after = _whole(1, MAX_LISTED), {"type": "string"}
+    fields = (("limit", limit), ("after", after))
+    return {"parameters": [{"name": name, "in": "query", "schema": schema} for name, schema in fields]}
 
 
 def body_of(schema: dict[str, Any], media_type: str = "application/json") -> dict[str, Any]:

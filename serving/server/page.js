@@ -60,9 +60,11 @@
     canvas.height = Math.max(60, y + row + 2);
     pen.clearRect(0, 0, canvas.width, canvas.height);
     const ran = state.batch ? { ...state.batch.computed } : {};
+    // The last step is that of one replica: of several, nobody knows which images it had.
+    const isKnown = state.batch && state.replicas.length < 2;
     for (const place of places) {
       const name = `${place.request.id}-${place.index}`, count = place.width * place.height;
-      const isComputed = (ran[place.request.size] || 0) > 0;
+      const isComputed = !isKnown || (ran[place.request.size] || 0) > 0;
       if (isComputed) ran[place.request.size] -= 1;
       const filled = Math.round((count * place.done) / place.request.num_inference_steps);
       for (let each = 0; each < count; each += 1) {

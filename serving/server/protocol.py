@@ -17,6 +17,7 @@ from ..models.defaults import ModelDefaults
 from .errors import ApiError, invalid
 from .limits import Limits
 
+GENERATIONS = "/v1/images/generations"
 OutputFormat = Literal["png", "jpeg", "webp"]
 ResponseFormat = Literal["b64_json", "url"]
 MAX_IMAGES, MAX_PARTIALS, MAX_USER = 10, 3, 256
@@ -167,6 +168,11 @@ def parse_size(text: str, model: ModelFacts, limits: Limits) -> Resolution:
     return size
 
 
+def is_text(value: str) -> bool:
+    """Whether it can be stored and sent: no NUL, and no half of a surrogate pair."""
+    return "\0" not in value and not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
 def shown(value: object) -> str:
     """A value as an error repeats it: on one line, and short."""
     text = repr(value)
@@ -200,7 +206,7 @@ class _Fields:
             raise invalid(f"{name} is {shown(value)}, but it must be a string", name)
         if len(value) > most:
             raise invalid(f"{name} has {len(value):,} characters, but it may have at most {most:,}", name)
-        if "\0" in value or any("\ud800" <= letter <= "\udfff" for letter in value):
+        if not is_text(value):
             raise invalid(f"{name} holds a character that is not text (NUL or half of a surrogate pair)", name)
         return value
 

@@ -6,8 +6,10 @@ import time
 from typing import Any, TextIO
 
 from .errors import ApiError
-from .front_end import Watcher, metrics_of
-from .tickets import Ticket
+from .front_end import Watcher
+from .tickets import Ticket, metrics_of
+
+_NEVER_LET_IN = frozenset({400, 401, 403, 404, 405, 408, 413, 415})
 
 
 class RequestLog(Watcher):
@@ -19,9 +21,14 @@ class RequestLog(Watcher):
     def on_accepted(self, ticket: Ticket) -> None:
         """See `Watcher`."""
 
-    def on_rejected(self, error: ApiError) -> None:
+    def on_rejected(self, error: ApiError, request_id: str) -> None:
         """See `Watcher`."""
-        self._write({"event": "rejected", "status": error.status, "code": error.code})
+        self._write({"event": "rejected", "request_id": request_id, "status": error.status, "code": error.code})
+
+    def on_answer(self, route: str, status: int, request_id: str) -> None:
+        """See `Watcher`. What comes to a ticket or to its place has its own line."""
+        if status in _NEVER_LET_IN:
+            self._write({"event": "refused", "request_id": request_id, "route": route, "status": status})
 
     def on_over(self, ticket: Ticket) -> None:
         """See `Watcher`."""
@@ -29,12 +36,13 @@ class RequestLog(Watcher):
         line: dict[str, Any] = {
             "event": ticket.status,
             "id": ticket.id,
+            "request_id": ticket.request_id,
             "n": len(wanted.seeds),
             "size": str(wanted.resolution),
             "num_inference_steps": wanted.num_inference_steps,
         }
         if ticket.records:
-            line |= {name: _short(value) for name, value in metrics_of(ticket).items()}
+            line |= {name: _short(value) for name, value in metrics_of(ticket.records).items()}
         if ticket.error is not None:
             line |= {"code": ticket.error.code, "reason": ticket.error.message}
         if self._with_prompts:

@@ -11,14 +11,15 @@ from typing import Any
 import uvicorn
 
 from ...data.errors import RunError, UsageError
-from .app import GENERATIONS, make_app
+from .app import make_app
 from .batches.api import FILES
 from .batches.store import MAX_FILE_BYTES, Batches
 from .connections import TimedConnection
 from .front_end import FrontEnd
-from .guards import LOOPBACK, Guards, Keys, Scope
+from .guards import ANY_ADDRESS, LOOPBACK, Guards, Keys, Scope
 from .live import Live
 from .metrics import Metrics
+from .protocol import GENERATIONS
 
 _BACKLOG = 256
 _KEEP_ALIVE_S = 15
@@ -71,10 +72,10 @@ class Address:
 
     @property
     def hosts(self) -> tuple[str, ...] | None:
-        """Names that the server may be asked by; None: any."""
+        """Names that the server may be asked by; None: any, as pages of others do not have the key."""
         if self.is_loopback or self.allowed_hosts:
             return (*LOOPBACK, self.host, *self.allowed_hosts)
-        return None
+        return None if self.keys else (*LOOPBACK, self.host, socket.gethostname(), socket.getfqdn(), ANY_ADDRESS)
 
 
 async def serve_forever(
@@ -91,7 +92,7 @@ async def serve_forever(
 
     Args:
         front_end: answers.
-        metrics: told of every answer.
+        metrics: what `/metrics` tells.
         live: what the page shows.
         batches: files and batches of the workspace.
         address: who may ask, and how long draining may take.
@@ -104,11 +105,11 @@ async def serve_forever(
     app = make_app(front_end, metrics, live, batches)
     paths = {route.path for route in app.routes if hasattr(route, "path")}  # type: ignore[attr-defined]
 
-    def on_answer(scope: Scope, status: int) -> None:
-        route = scope.get("route")
-        metrics.on_answer(
-            getattr(route, "path", "other") if route is not None else _known(scope["path"], paths), status
-        )
+    def on_answer(scope: Scope, status: int, request_id: str) -> None:
+        found = scope.get("route")
+        route = getattr(found, "path", "other") if found is not None else _known(scope["path"], paths)
+        for watcher in front_end.watchers:
+            watcher.on_answer(route, status, request_id)
 
     guarded = Guards(
         app,

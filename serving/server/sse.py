@@ -5,10 +5,10 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from .errors import ApiError
+from .errors import ApiError, took_too_long
 from .images import base64_of
 from .protocol import Generation
-from .tickets import Drawn, Partial, Progress, Ticket
+from .tickets import Drawn, Partial, Progress, Ticket, metrics_of
 
 COMMENT_EVERY_S = 10.0
 _COMMENT = b": waiting\n\n"
@@ -28,8 +28,11 @@ async def events_of(ticket: Ticket, timeout_s: float) -> AsyncIterator[bytes]:
     while True:
         left_s = end_s - loop.time()
         if left_s <= 0:
-            ticket.cancel("it took too long", ApiError(504, f"it took more than {timeout_s:g} s", code="timeout"))
-            left_s = COMMENT_EVERY_S
+            # Not waiting until the engine has let go of it.
+            gone = took_too_long(timeout_s)
+            ticket.cancel("it took too long", gone)
+            yield event(gone.to_json(), "error")
+            return
         try:
             told = await asyncio.wait_for(ticket.events.get(), min(left_s, COMMENT_EVERY_S))
         except TimeoutError:
@@ -87,5 +90,6 @@ def _content_of(told: Partial | Progress | Drawn, ticket: Ticket) -> dict[str, A
         "seed": wanted.seeds[index],
         "id": ticket.id,
         "usage": usage_of(wanted, 1),
+        "metrics": metrics_of([told.record]),
         **shared,
     }

@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..core.request_state import RequestRecord
 from .admission import Place
 from .backend import Follower
-from .errors import ApiError, too_late
+from .errors import ApiError, cancelled, too_late
 from .images import encode
 from .protocol import Generation
 
@@ -58,28 +58,31 @@ class Ticket(Follower):
 
     Attributes:
         generation: what was asked for.
-        place: what it has reserved.
+        place: what it has reserved; None for a line of a batch, which takes no client's place.
         cancel_one: ends a request of the backend, with a reason.
         pool: encodes images.
         on_over: called once, when all its requests have ended.
         key: whose it is.
+        request_id: its client's name for it.
         arrival_s, slo_s: when it came in, by the loop's clock, and how long its images may take.
         id: unguessable.
         created_s: seconds since 1970.
         numbers: ids of its requests, in the order of the images.
         drawn: the images, as far as they are there.
         steps_done: of each image.
+        first_image_s: how long it took until there was an image of it, a partial one or a last one.
         error: why there are none.
         over: set when it has ended.
         events: for the stream, if there is one.
     """
 
     generation: Generation
-    place: Place
+    place: Place | None
     cancel_one: Callable[[int, str], None]
     pool: Executor
     on_over: "Callable[[Ticket], None]"
     key: str = ""
+    request_id: str = ""
     arrival_s: float = 0.0
     slo_s: float | None = None
     id: str = field(default_factory=lambda: f"img_{secrets.token_hex(16)}")
@@ -88,6 +91,7 @@ class Ticket(Follower):
     drawn: dict[int, Drawn] = field(default_factory=dict)
     records: list[RequestRecord] = field(default_factory=list)
     steps_done: dict[int, int] = field(default_factory=dict)
+    first_image_s: float | None = None
     error: ApiError | None = None
     is_cancelled: bool = False
     over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -103,6 +107,13 @@ class Ticket(Follower):
                 return "cancelled"
             return "failed" if self.error is not None else "completed"
         return "in_progress" if self.steps_done or self.drawn else "queued"
+
+    @property
+    def pixel_steps(self) -> int:
+        """Pixels times steps that are still to be taken."""
+        wanted = self.generation
+        done = sum(self.steps_done.get(index, 0) for index in range(len(wanted.seeds)))
+        return wanted.pixel_steps - done * wanted.resolution.pixels
 
     @property
     def num_bytes(self) -> int:
@@ -136,11 +147,16 @@ class Ticket(Follower):
             if index not in self.drawn:
                 self.cancel_one(number, reason)
 
-    def fail(self, error: ApiError, num_missing: int) -> None:
-        """It could not be handed in as a whole: so many of its requests will never end, as they never began."""
-        self.error = self.error or error
+    def fail(self, error: ApiError | None, num_missing: int) -> None:
+        """It was not handed in as a whole: so many of its requests will never end, as they never began.
+
+        Without an error, it has been cancelled or has failed meanwhile.
+        """
         self._num_ended += num_missing
-        self.cancel("another image of the request could not be handed in", error)
+        if error is not None:
+            self.error = self.error or error
+        if self.error is not None:
+            self.cancel("another image of the request could not be handed in", self.error)
         self._end_if_all_have()
 
     def _in_turn(self, work: Any) -> None:
@@ -154,6 +170,10 @@ class Ticket(Follower):
 
         self._tail = asyncio.ensure_future(after())
 
+    def _has_shown(self) -> None:
+        if self.first_image_s is None:
+            self.first_image_s = asyncio.get_running_loop().time() - self.arrival_s
+
     async def _say(self, event: Event) -> None:
         if self.events is not None:
             self.events.put_nowait(event)
@@ -165,15 +185,18 @@ class Ticket(Follower):
 
     async def _say_partial(self, image_index: int, index: int, image: "Image") -> None:
         if self.events is not None and not self.over.is_set():
-            await self._say(Partial(image_index, index, await self._encoded(image)))
+            content = await self._encoded(image)
+            self._has_shown()
+            await self._say(Partial(image_index, index, content))
 
     async def _end_one(self, index: int, record: RequestRecord, image: "Image | None") -> None:
         error = None
         if image is None:
-            error = error_of(record)
+            error = error_of(record, self.id)
         else:
             try:
                 drawn = self.drawn[index] = Drawn(await self._encoded(image), record)
+                self._has_shown()
                 await self._say(drawn)
             except Exception as failure:  # noqa: BLE001  whatever it is, its client must not wait for ever
                 error = ApiError(500, f"the image could not be encoded: {failure}", code="generation_failed")
@@ -186,17 +209,34 @@ class Ticket(Follower):
         if self._num_ended < len(self.generation.seeds) or self.over.is_set():
             return
         if self.events is not None:
-            if self.error is not None:
-                self.events.put_nowait(self.error)
+            error = self.error or (cancelled("the generation was cancelled") if self.is_cancelled else None)
+            if error is not None:
+                self.events.put_nowait(error)
             self.events.put_nowait(None)
         self.over.set()
         self.on_over(self)
 
 
-def error_of(record: RequestRecord) -> ApiError:
+def error_of(record: RequestRecord, ticket_id: str) -> ApiError:
     """What a client is told of a request without an image."""
     if record.status == "discarded":
         return too_late(f"the deadline cannot be met: {record.reason}")
     if record.status == "failed":
         return ApiError(500, f"the image could not be drawn: {record.reason}", code="generation_failed")
-    return ApiError(500, "the engine has stopped; the request may be sent again", code="engine_error")
+    return ApiError(500, f"the engine has stopped, and {ticket_id} with it; it may be sent again", code="engine_error")
+
+
+def metrics_of(records: Sequence[RequestRecord]) -> dict[str, Any]:
+    """Where the time of a ticket went, by the slowest of its images, in seconds."""
+    record = max(records, key=lambda each: each.finish_s or 0.0)
+    times = record.arrival_s, record.prepare_start_s, record.prepare_end_s, record.admitted_s, record.denoise_end_s
+    arrival_s, prepare_start_s, prepare_end_s, admitted_s, denoise_end_s = (time_s or 0.0 for time_s in times)
+    return {
+        "queue_s": max(0.0, admitted_s - arrival_s - (prepare_end_s - prepare_start_s)),
+        "prepare_s": prepare_end_s - prepare_start_s,
+        "denoise_s": denoise_end_s - admitted_s,
+        "decode_s": (record.finish_s or 0.0) - denoise_end_s,
+        "latency_s": record.latency_s,
+        "slo_s": record.slo_s,
+        "slo_met": None if record.slo_s is None else all(each.slo_met is True for each in records),
+    }

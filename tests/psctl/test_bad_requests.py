@@ -29,7 +29,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
     folder = tmp_path_factory.mktemp("server")
     sizes = ["128", "192", "256"]
     model = save_tiny(folder / "tiny", tiny_sdxl(), guidance_scale=4.0, resolutions=sizes, num_inference_steps=30)
-    with HttpServer(model, folder / "workspace", env={"PSCTL_API_KEY": "good"}) as running:
+    (folder / "keys").write_text("# of others\nanother\nschl\u00fcssel\n", encoding="utf-8")
+    options = ("--api-key-file", str(folder / "keys"))
+    with HttpServer(model, folder / "workspace", *options, env={"PSCTL_API_KEY": "good"}) as running:
         yield running
 
 
@@ -122,7 +124,36 @@ def test_bodies_that_are_no_json_object(http: httpx.Client) -> None:
             {"json": {"endpoint": GENERATIONS, "input_file_id": "../../x"}},
             (404, "not_found"),
         ),
-        ("POST", "/v1/batches", {"content": b"[]"}, (400, "invalid_json")),
+        ("POST", "/v1/batches", {"content": b"{}"}, (415, "unsupported_media_type")),
+        (
+            "POST",
+            "/v1/batches",
+            {"content": b"[]", "headers": {"content-type": "application/json"}},
+            (400, "invalid_json"),
+        ),
+        *(
+            ("POST", "/v1/batches", {"json": {"endpoint": GENERATIONS, "metadata": metadata}}, (400, "invalid_value"))
+            for metadata in (
+                3,
+                {"a": 1},
+                {"a": "x" * 513},
+                {"x" * 65: "a"},
+                {"a": "\0"},
+                dict.fromkeys("abcdefghijklmnopq", "a"),
+            )
+        ),
+        (
+            "POST",
+            "/v1/batches",
+            {
+                "content": b'{"endpoint": "/v1/images/generations", "metadata": {"a": 1e999}}',
+                "headers": {"content-type": "application/json"},
+            },
+            (400, "invalid_value"),
+        ),
+        ("GET", "/v1/batches?limit=0", {}, (400, "invalid_value")),
+        ("GET", "/v1/batches?limit=1e1", {}, (400, "invalid_value")),
+        ("GET", "/v1/files?after=file-0", {}, (400, "invalid_value")),
     ],
 )
 def test_wrong_places_and_people(
@@ -179,6 +210,46 @@ def test_ids_of_others_are_not_told(http: httpx.Client, server: HttpServer) -> N
         assert http.delete(f"{GENERATIONS}/{found}").json()["status"] == "completed", "twice is as good as once"
     long_id = http.get("/health", headers={"x-request-id": "x" * 200}).headers["x-request-id"]
     assert len(long_id) == 16
+    # Nor are files and batches, to who has another key.
+    batch = batch_of(http, [json.dumps({"custom_id": "a", "body": {"prompt": "a cat", "num_inference_steps": 1}})])
+    assert http.get("/v1/batches").json()["data"][0]["id"] == batch["id"]
+    assert "owner" not in batch
+    paths = [f"/v1/batches/{batch['id']}", f"{GENERATIONS}/{found}"]
+    paths += [f"/v1/files/{batch[name]}/content" for name in ("input_file_id", "output_file_id")]
+    for path in paths:
+        assert http.get(path).status_code == 200
+        for key in ("another", "schl\u00fcssel"):
+            refused = http.get(path, headers={b"authorization": f"Bearer {key}".encode()})
+            assert told(refused)[::2] == (404, "not_found"), path
+    others = {"authorization": "Bearer another"}
+    assert http.post(f"/v1/batches/{batch['id']}/cancel", headers=others).status_code == 404
+    assert http.delete(f"/v1/files/{batch['input_file_id']}", headers=others).status_code == 404
+    assert [http.get(path, headers=others).json()["data"] for path in ("/v1/files", "/v1/batches")] == [[], []]
+
+
+def test_lists_have_pages(http: httpx.Client) -> None:
+    names = {http.post("/v1/files", files={"file": b"x"}, data={"purpose": "batch"}).json()["id"] for _ in range(3)}
+    found: list[str] = []
+    page: dict[str, Any] = {"has_more": True}
+    while page["has_more"]:
+        page = http.get("/v1/files", params={"limit": 2, **({"after": found[-1]} if found else {})}).json()
+        assert len(page["data"]) <= 2
+        found += [each["id"] for each in page["data"]]
+    assert len(found) == len({*found})
+    assert names <= {*found}
+    for name in names:
+        http.delete(f"/v1/files/{name}").raise_for_status()
+
+
+def test_nobody_waits_for_one_body(http: httpx.Client) -> None:
+    # As many keys as there is room for, the last of them twice.
+    keys = [f'"{number:x}":1' for number in range(25_000)]
+    body = ("{" + ",".join([*keys, keys[-1]]) + "}").encode()
+    assert len(body) < 256 * 1024
+    start = time.monotonic()
+    answer = http.post(GENERATIONS, content=body, headers={"content-type": "application/json"})
+    assert told(answer) == (400, None, "invalid_json")
+    assert time.monotonic() - start < 1
 
 
 @pytest.mark.parametrize(
@@ -198,14 +269,14 @@ def test_files_that_are_no_batch(http: httpx.Client, lines: list[str], message: 
 
 
 def test_one_bad_line_among_good_ones(http: httpx.Client) -> None:
-    bodies = [dict(ASK, seed=1), {"prompt": 3}, dict(ASK, seed=2)]
-    for body in bodies:
-        body.pop("slo", None)
+    bodies: list[dict[str, Any]] = [dict(ASK, seed=1), {"prompt": 3, "\ud800": 1}, dict(ASK, seed=2), {"\ud800": 1}]
+    bodies[3]["prompt"] = "a cat"
     lines = [json.dumps({"custom_id": str(number), "body": body}) for number, body in enumerate(bodies)]
     batch = batch_of(http, lines)
-    assert (batch["status"], batch["request_counts"]) == ("completed", {"total": 3, "completed": 2, "failed": 1})
-    errors = json.loads(http.get(f"/v1/files/{batch['error_file_id']}/content").text)
-    assert (errors["custom_id"], errors["response"]["status_code"]) == ("1", 400)
+    assert (batch["status"], batch["request_counts"]) == ("completed", {"total": 4, "completed": 2, "failed": 2})
+    errors = [json.loads(line) for line in http.get(f"/v1/files/{batch['error_file_id']}/content").text.splitlines()]
+    told_of = [(each["custom_id"], each["response"]["body"]["error"]["param"]) for each in errors]
+    assert sorted(told_of) == [("1", "prompt"), ("3", "\\ud800")]
 
 
 def batch_of(http: httpx.Client, lines: list[str]) -> dict[str, Any]:

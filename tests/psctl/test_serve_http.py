@@ -1,11 +1,11 @@
 """`psctl serve --http` as its clients see it: the real client of OpenAI, and raw connections, against a real server."""
 
+import asyncio
 import base64
 import io
 import json
 import re
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +25,9 @@ from ..support.http_server import HttpServer, small_model, until
 
 pytestmark = pytest.mark.slow
 ASK = {"prompt": "a cat", "num_inference_steps": 3, "seed": 5, "slo": 60}
+LONG = {**ASK, "num_inference_steps": 1000, "slo": 600}
+"""Seconds on the fastest machine."""
+MAX_STEPS = ("--max-steps", "1000")
 GENERATIONS = "/v1/images/generations"
 
 
@@ -40,7 +43,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path, workspace: Path) -> Iterator[HttpServer]:
-    with HttpServer(model, workspace, "--max-queue", "8", "--served-model-name", "dall-e-3") as running:
+    with HttpServer(model, workspace, "--max-queue", "8", "--served-model-name", "dall-e-3", *MAX_STEPS) as running:
         yield running
 
 
@@ -142,31 +145,58 @@ def test_the_dashboard_asks_for_what_there_is(http: httpx.Client) -> None:
 
 def _metric(http: httpx.Client, name: str) -> float:
     lines = http.get("/metrics").text.splitlines()
+    if f"# TYPE {name.partition('{')[0].removesuffix('_total')}" not in "\n".join(lines):
+        raise AssertionError(f"there is no metric {name}")
+    # One with labels comes with its first count.
     return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} ")), 0.0)
 
 
-@pytest.mark.parametrize(
-    ("change", "status", "code"),
-    [
-        ({"content": b"{"}, 400, "invalid_json"),
-        ({"json": {**ASK, "n": 0}}, 400, "invalid_value"),
-        ({"json": {**ASK, "model": "another"}}, 404, "model_not_found"),
-        ({"json": {**ASK, "size": "40x36"}}, 400, "invalid_value"),
-        ({"json": ASK, "headers": {"content-type": "text/plain"}}, 415, "unsupported_media_type"),
-        ({"json": ASK, "headers": {"content-encoding": "gzip"}}, 415, "unsupported_content_encoding"),
-        ({"json": ASK, "headers": {"host": "evil.example"}}, 403, "host_not_allowed"),
-        ({"json": ASK, "headers": {"origin": "http://evil.example"}}, 403, "origin_not_allowed"),
-        ({"json": {**ASK, "prompt": "x" * 300_000}}, 413, "body_too_large"),
-        ({"json": {**ASK, "n": 9}}, 429, "queue_full"),
-        ({"json": {**ASK, "slo": 1e-6}}, 503, "deadline_unreachable"),
-    ],
-)
-def test_what_is_refused_is_one_json_error(http: httpx.Client, change: Any, status: int, code: str) -> None:
-    change["headers"] = {"content-type": "application/json", "x-request-id": "mine", **change.get("headers", {})}
-    answer = http.post(GENERATIONS, **change)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), answer.text
-    assert answer.headers["x-request-id"] == "mine"
-    assert http.post(GENERATIONS, json=ASK).status_code == 200, "and the server still draws"
+def test_whether_to_ask_again_is_told(http: httpx.Client) -> None:
+    for change, status, code, header in (
+        ({"n": 9}, 429, "queue_full", "retry-after"),
+        ({"slo": 1e-6}, 503, "deadline_unreachable", "x-should-retry"),
+    ):
+        answer = http.post(GENERATIONS, json={**ASK, **change}, headers={"x-request-id": "mine"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), answer.text
+        assert answer.headers["x-request-id"] == "mine"
+        assert answer.headers[header] == {"retry-after": "1", "x-should-retry": "false"}[header]
+
+
+def test_every_request_has_a_line_in_the_log(http: httpx.Client, server: HttpServer) -> None:
+    def line_of(name: str, **change: Any) -> dict[str, Any]:
+        http.post(GENERATIONS, json={**ASK, "prompt": "a secret", **change}, headers={"x-request-id": name})
+        until(lambda: any(f'"request_id": "{name}"' in line for line in server.lines))
+        [found] = [json.loads(line) for line in server.lines if f'"request_id": "{name}"' in line]
+        return found
+
+    drawn = line_of("drawn")
+    assert (drawn["event"], drawn["n"], drawn["slo_met"]) == ("completed", 1, True)
+    refused = line_of("wrong", size="huge")
+    assert (refused["event"], refused["route"], refused["status"]) == ("refused", GENERATIONS, 400)
+    assert line_of("full", n=9)["code"] == "queue_full"
+    assert line_of("late", slo=1e-6)["code"] == "deadline_unreachable"
+    assert not any("a secret" in line for line in server.lines)
+
+
+def test_an_id_is_open_once(http: httpx.Client) -> None:
+    long = {**LONG, "stream": True}
+    with http.stream("POST", GENERATIONS, json=long, headers={"x-request-id": "mine"}):
+        again = http.post(GENERATIONS, json=ASK, headers={"x-request-id": "mine"})
+        assert (again.status_code, again.json()["error"]["code"]) == (409, "id_in_flight")
+        assert again.headers["x-should-retry"] == "false"
+    until(lambda: http.post(GENERATIONS, json=ASK, headers={"x-request-id": "mine"}).status_code == 200)
+
+
+def test_the_asynchronous_client_draws(server: HttpServer) -> None:
+    async def drawn() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            asked = [client.images.generate(prompt="a cat", size="32x32", extra_body=ASK) for _ in range(3)]
+            stream = await client.images.generate(prompt="a cat", stream=True, partial_images=1, extra_body=ASK)
+            kinds = [event.type async for event in stream]
+            assert all(found.data for found in await asyncio.gather(*asked))
+            return kinds
+
+    assert asyncio.run(drawn()) == ["image_generation.partial_image", "image_generation.completed"]
 
 
 def test_small_answers_are_sent_at_once(http: httpx.Client) -> None:
@@ -179,46 +209,8 @@ def test_small_answers_are_sent_at_once(http: httpx.Client) -> None:
     assert sorted(times)[3] < 0.03, times
 
 
-def test_unknown_places(http: httpx.Client) -> None:
-    for method, path, status, code in (
-        ("GET", "/v1/nothing", 404, "unknown_url"),
-        ("GET", GENERATIONS, 405, "method_not_allowed"),
-        ("POST", "/v1/images/edits", 404, "unsupported_endpoint"),
-        ("GET", "/v1/../../etc/passwd", 404, "unknown_url"),
-        ("DELETE", f"{GENERATIONS}/img_0", 404, "not_found"),
-    ):
-        answer = http.request(method, path)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
-
-
-def test_raw_connections(server: HttpServer, http: httpx.Client) -> None:
-    port = int(server.url.rpartition(":")[2])
-    head = f"POST {GENERATIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    for sent in (
-        head + "Transfer-Encoding: chunked\r\n\r\nzz\r\n",
-        head + "Content-Length: 10\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-        head + "Content-Length: 10\r\nContent-Length: 20\r\n\r\n{}",
-        head + f"X-Long: {'x' * 70_000}\r\n\r\n",
-        "GARBAGE\r\n\r\n",
-    ):
-        with socket.create_connection(("127.0.0.1", port), timeout=20) as raw:
-            raw.sendall(sent.encode())
-            head, _, body = _all_of(raw).partition(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 400 "), sent[:80]
-        assert json.loads(body)["error"]["code"] == "invalid_http"
-    assert http.post(GENERATIONS, json=ASK).status_code == 200
-
-
-def _all_of(raw: socket.socket) -> bytes:
-    """What the server says until it closes the connection."""
-    parts = []
-    while part := raw.recv(65536):
-        parts.append(part)
-    return b"".join(parts)
-
-
 def test_whoever_leaves_frees_the_place(http: httpx.Client, server: HttpServer) -> None:
-    long = {**ASK, "num_inference_steps": 200, "n": 4, "slo": 600}
+    long = {**LONG, "n": 4}
     before = _metric(http, 'psctl_request_success_total{finished_reason="cancelled"}')
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{server.url}{GENERATIONS}", json=long, timeout=1)
@@ -228,12 +220,13 @@ def test_whoever_leaves_frees_the_place(http: httpx.Client, server: HttpServer) 
 
 def test_delete_cancels(http: httpx.Client, server: HttpServer) -> None:
     answers: list[httpx.Response] = []
-    long = {**ASK, "num_inference_steps": 200, "slo": 600, "stream": True}
+    long = {**LONG, "stream": True}
     with http.stream("POST", GENERATIONS, json=long) as stream:
         name = stream.headers["x-generation-id"]
         assert http.get(f"{GENERATIONS}/{name}").json()["status"] in ("queued", "in_progress")
         answers.append(http.delete(f"{GENERATIONS}/{name}"))
-        stream.read()
+        told = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: ")]
+    assert [each["error"]["code"] for each in told] == ["cancelled"]
     assert answers[0].status_code == 200
     until(lambda: http.get(f"{GENERATIONS}/{name}").json()["status"] == "cancelled")
     assert http.delete(f"{GENERATIONS}/{name}").status_code == 200
@@ -258,18 +251,17 @@ def test_a_signal_drains(model: Path, workspace: Path) -> None:
 
 
 def test_what_takes_too_long_is_given_up(model: Path, workspace: Path) -> None:
-    with HttpServer(model, workspace, "--request-timeout", "0.5", "--drain-timeout", "0.5") as server:
-        long = {**ASK, "num_inference_steps": 200, "slo": 600}
-        given_up = httpx.post(f"{server.url}{GENERATIONS}", json=long, timeout=30)
+    with HttpServer(model, workspace, "--request-timeout", "0.5", "--drain-timeout", "0.5", *MAX_STEPS) as server:
+        given_up = httpx.post(f"{server.url}{GENERATIONS}", json=LONG, timeout=30)
         assert (given_up.status_code, given_up.json()["error"]["code"]) == (504, "timeout")
-        assert _errors_of(server, long) == ["timeout"]
+        assert _errors_of(server, LONG) == ["timeout"]
         until(lambda: _metric_of(server, "psctl_num_requests_running") == 0)
         assert server.stop() == 0
 
 
 def test_what_is_open_after_draining_is_told_so(model: Path, workspace: Path) -> None:
-    with HttpServer(model, workspace, "--drain-timeout", "0.5") as server, ThreadPoolExecutor() as pool:
-        long = {**ASK, "num_inference_steps": 200, "n": 4, "slo": 600}
+    with HttpServer(model, workspace, "--drain-timeout", "0.5", *MAX_STEPS) as server, ThreadPoolExecutor() as pool:
+        long = {**LONG, "n": 4}
         told = pool.submit(_errors_of, server, long)
         watching = pool.submit(lambda: httpx.get(f"{server.url}/v1/state/stream", timeout=30).text)
         until(lambda: _metric_of(server, "psctl_num_requests_running") == 4)
@@ -281,8 +273,8 @@ def test_what_is_open_after_draining_is_told_so(model: Path, workspace: Path) ->
 
 
 def test_a_second_signal_ends_it_at_once(model: Path, workspace: Path) -> None:
-    with HttpServer(model, workspace) as server, ThreadPoolExecutor() as pool:
-        long = {**ASK, "num_inference_steps": 200, "n": 8, "slo": 600}
+    with HttpServer(model, workspace, *MAX_STEPS) as server, ThreadPoolExecutor() as pool:
+        long = {**LONG, "n": 8}
         pool.submit(lambda: httpx.post(f"{server.url}{GENERATIONS}", json=long, timeout=30))
         until(lambda: _metric_of(server, "psctl_num_requests_running") >= 1)
         server.process.send_signal(signal.SIGTERM)
@@ -304,7 +296,7 @@ def _metric_of(server: HttpServer, name: str) -> float:
 
 
 def test_keys(model: Path, workspace: Path) -> None:
-    with HttpServer(model, workspace, env={"PSCTL_API_KEY": "secret"}) as server:
+    with HttpServer(model, workspace, "--log-prompts", env={"PSCTL_API_KEY": "secret"}) as server:
         for headers, status in (
             ({}, 401),
             ({"authorization": "Bearer wrong"}, 401),
@@ -319,6 +311,7 @@ def test_keys(model: Path, workspace: Path) -> None:
         assert httpx.get(f"{server.url}{GENERATIONS}/{found['id']}").status_code == 401
         assert server.stop(signal.SIGINT) == 0
         assert not any("secret" in line for line in server.lines)
+        assert any('"prompt": "a cat"' in line for line in server.lines)
 
 
 def test_wrong_use(run_psctl: RunPsctl, model: Path, server: HttpServer) -> None:
@@ -330,8 +323,12 @@ def test_wrong_use(run_psctl: RunPsctl, model: Path, server: HttpServer) -> None
         (("--port", port), f"cannot listen on 127.0.0.1:{port}"),
         (("--api-key-file", "missing"), "missing"),
         (("--max-queue", "0"), "--max-queue"),
+        (("--predictor", "missing"), "--predictor belongs to traces"),
+        (("--remeasure",), "--remeasure belongs to traces"),
     ):
         done = run_psctl("serve", "--http", "--model", model, *options)
         assert done.returncode in (1, 2)
         assert message in done.stderr
         assert "Traceback" not in done.stderr
+    done = run_psctl("serve", "--model", model, "--num-replicas", "2")
+    assert (done.returncode, "--num-replicas is for servers: add --http" in done.stderr) == (2, True)

@@ -68,6 +68,7 @@ WRONG: list[tuple[dict[str, Any], str | None, str, int]] = [
     ({"model": 1}, "model", "invalid_value", 400),
     ({"colour": "red"}, "colour", "unknown_parameter", 400),
     ({"a" * 1000: 1}, "a" * 256, "unknown_parameter", 400),
+    ({"\ud800": 1}, "\\ud800", "unknown_parameter", 400),
 ]
 """Fields beside a prompt (`header_slo` is a header): the field that is named, the code and the status."""
 

@@ -17,7 +17,6 @@ from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.scheduling.scheduler import Scheduler
 from patchedserve.serving.scheduling.systems import get_system
-from patchedserve.serving.server import local
 from patchedserve.serving.server.backend import FIRST_ID, Follower, Health
 from patchedserve.serving.server.errors import ApiError
 from patchedserve.serving.server.local import MAX_RESTARTS, LocalBackend, LocalSetup
@@ -149,26 +148,48 @@ def test_too_many_crashes_are_the_end(model: ServedModel, monkeypatch: pytest.Mo
     run(work, model)
 
 
-def test_a_stall_is_told(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "STALLED_S", 0.2)
-    monkeypatch.setattr(local, "STALLED_STEPS", 0.0)
-    goes_on = threading.Event()
+def held(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """The engine waits where requests are active: the first is set when it does, and it goes on with the second."""
+    is_held, goes_on = threading.Event(), threading.Event()
 
     def waits(states: Sequence[RequestState]) -> bool:
         if any(state.stage == "active" for state in states):
-            goes_on.wait(20)
+            is_held.set()
+            assert goes_on.wait(30)
         return False
 
     bombed(monkeypatch, waits)
+    return is_held, goes_on
+
+
+def test_a_stall_is_told(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_held, goes_on = held(monkeypatch)
 
     async def work(backend: LocalBackend) -> None:
         ending = Ending()
         await backend.submit(request(0), ending)
-        while backend.health is not Health.STALLED:
-            await asyncio.sleep(0.02)
+        await asyncio.to_thread(is_held.wait, 30)
+        assert backend.health is Health.READY
+        backend._last_step_s -= 1000
+        assert backend.health is Health.STALLED
         goes_on.set()
         assert (await ending.ended)[0].status == "completed"
         assert backend.health is Health.READY
+
+    run(work, model)
+
+
+def test_idling_is_no_stall(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_held, goes_on = held(monkeypatch)
+
+    async def work(backend: LocalBackend) -> None:
+        backend._last_step_s -= 1000
+        ending = Ending()
+        await backend.submit(request(0, 2), ending)
+        await asyncio.to_thread(is_held.wait, 30)
+        assert backend.health is Health.READY
+        goes_on.set()
+        assert (await ending.ended)[0].status == "completed"
 
     run(work, model)
 

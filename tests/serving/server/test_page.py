@@ -1,7 +1,6 @@
 """The live page in a real browser."""
 
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,8 +73,11 @@ def test_draw_watch_cancel(server: HttpServer, browser: webdriver.Chrome, tmp_pa
     until(lambda: text("told") == "cancelled")
     until(lambda: 'finished_reason="cancelled"} 1.0' in httpx.get(f"{server.url}/metrics").text)
     for width in (1200, 400):
-        browser.set_window_size(width, 1400)
-        time.sleep(0.3)
+        browser.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride",
+            {"width": width, "height": 1400, "deviceScaleFactor": 1, "mobile": width < 1000},
+        )
+        until(lambda width=width: browser.execute_script("return window.innerWidth") == width)
         assert browser.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
         browser.save_screenshot(str(tmp_path / f"page-{width}.png"))
     errors = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
