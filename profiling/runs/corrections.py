@@ -5,16 +5,19 @@ give up its first requests.
 """
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from ...data.errors import UsageError
 from ...data.files import write_json
 from ...data.parsing import parse
+from ...data.requests import Request
+from ...data.resolution import Resolution
 from ...data.resolution import parse as parse_resolution
-from ...serving.scheduling.policies import StepLatencyPredictor
-from ...training.latency.online_correction import OnlineCorrection
+from ...serving.scheduling.policies import StepLatencyPredictor, get_policy
+from ...training.latency.online_correction import MAX_SCALE, OnlineCorrection
 from ..measure.standalone import context_key
 
 if TYPE_CHECKING:
@@ -33,16 +36,37 @@ class Learnt:
     scale: float = 1.0
     after_s: dict[str, float] | None = None
 
+    @classmethod
+    def of(cls, scale: float, after_s: Mapping[Resolution, float]) -> Self:
+        """The same, as it is kept."""
+        return cls(scale, {str(resolution): seconds for resolution, seconds in after_s.items()})
 
-def correction_of(model: "ServedModel", workspace: "ModelWorkspace", latency: StepLatencyPredictor) -> OnlineCorrection:
+
+def correction_of(
+    model: "ServedModel",
+    workspace: "ModelWorkspace",
+    latency: StepLatencyPredictor,
+    *,
+    first: Sequence[Request] = (),
+    on_note: Callable[[str], None] = lambda note: None,
+) -> OnlineCorrection:
     """A correction of these latencies that starts where the last run of this engine and cache has ended.
 
+    Where there was none, and the engine has a cache, of which profiles know nothing, the `first` requests are served
+    together to learn it: else the first run would give up requests that it could well have drawn in time.
+
     Raises:
-        UsageError: the workspace's file is damaged.
+        UsageError: the workspace's file is damaged, or the model cannot serve one of the requests.
         OSError: the cache's predictor cannot be read.
+        KeyboardInterrupt: on Ctrl-C while it learns; nothing is kept then.
     """
     path = workspace.root / "tables" / CORRECTIONS_FILE
-    known = _read(path).get(_key(model), Learnt())
+    known = _read(path).get(_key(model))
+    if known is None and first and model.options.cache.is_on:
+        on_note(f"Learning how long steps take with the cache: {len(first)} requests ...")
+        known = _learnt_from(model, latency, first)
+        _keep(model, workspace, known)
+    known = known or Learnt()
     after_s = {parse_resolution(name): seconds for name, seconds in (known.after_s or {}).items()}
     try:
         return OnlineCorrection(latency, scale=known.scale, after_s=after_s)
@@ -50,13 +74,36 @@ def correction_of(model: "ServedModel", workspace: "ModelWorkspace", latency: St
         raise UsageError(f"{path}: {error}") from error
 
 
+def _learnt_from(model: "ServedModel", latency: StepLatencyPredictor, requests: Sequence[Request]) -> Learnt:
+    from ...serving.engine.engine import Engine
+
+    learner = OnlineCorrection(latency)
+    engine = Engine(model, get_policy("continuous"), predictor=learner, max_batch_size=len(requests))
+    for number, request in enumerate(requests):
+        engine.submit(replace(request, request_id=number, arrival_s=0.0, slo_s=None))
+    engine.close()
+    result = engine.run()
+    if result.was_interrupted:
+        raise KeyboardInterrupt
+    predicted_s = 0.0
+    for row in result.steps:
+        sizes = [parse_resolution(name) for name, count in row.resolutions.items() for _ in range(count)]
+        predicted_s += latency.step_latency_s(sorted(sizes))
+    # Of all steps alike: a moving average forgets too slowly to learn it from so few.
+    scale = sum(row.duration_s for row in result.steps) / predicted_s if predicted_s > 0 else 1.0
+    return Learnt.of(min(max(scale, 1 / MAX_SCALE), MAX_SCALE), learner.after_s)
+
+
 def keep_correction(model: "ServedModel", workspace: "ModelWorkspace", correction: OnlineCorrection) -> None:
     """Keep what a run has learnt, if it was long enough. Raises as `correction_of`."""
     if correction.drift().num_observations < _LEAST_STEPS:
         return
+    _keep(model, workspace, Learnt.of(correction.scale, correction.after_s))
+
+
+def _keep(model: "ServedModel", workspace: "ModelWorkspace", learnt: Learnt) -> None:
     path = workspace.tables / CORRECTIONS_FILE
-    after_s = {str(resolution): seconds for resolution, seconds in correction.after_s.items()}
-    known = _read(path) | {_key(model): Learnt(correction.scale, after_s)}
+    known = _read(path) | {_key(model): learnt}
     write_json(path, {key: asdict(each) for key, each in known.items()})
 
 

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 from patchedserve.data.errors import UsageError
+from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.data.workspace import Workspace
 from patchedserve.profiling.runs.corrections import CORRECTIONS_FILE, correction_of, keep_correction
 from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.models.build import with_engine
 from patchedserve.serving.models.loading import load_model
+from patchedserve.training.latency.online_correction import MAX_SCALE
 
 from ...support.tiny_models import save_tiny, tiny_sdxl
 
@@ -55,3 +57,18 @@ def test_the_next_run_starts_where_the_last_has_ended(tmp_path: Path) -> None:
         file.write_text(damage)
         with pytest.raises(UsageError, match=rf"corrections\.json: {message}"):
             correction_of(cached, workspace, OneSecond())
+
+
+def test_nothing_known_is_learnt_first(tmp_path: Path) -> None:
+    model = load_model(str(save_tiny(tmp_path / "tiny", tiny_sdxl())), "cpu", "float32")
+    cached = with_engine(model, replace(model.options, cache=CacheOptions("interval", patch_size=4)))
+    workspace = Workspace(tmp_path).for_model(model.name, "cpu")
+    requests = [Request(0, "a cat", S, 6, arrival_s=9.0, slo_s=0.1) for _ in range(3)]
+    notes: list[str] = []
+    assert correction_of(model, workspace, OneSecond(), first=requests, on_note=notes.append).scale == 1.0
+    assert not notes, "without the cache profiles tell all"
+    for _ in range(2):
+        known = correction_of(cached, workspace, OneSecond(), first=requests, on_note=notes.append)
+        assert known.scale == 1 / MAX_SCALE, "such a model takes milliseconds"
+        assert 0 < known.after_s[S] < 1
+    assert notes == ["Learning how long steps take with the cache: 3 requests ..."]
