@@ -12,6 +12,8 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,31 +27,39 @@ from patchedserve.profiling.steps.combinations import Combination, parse_combina
 from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.core.timing import synchronize
 from patchedserve.serving.models.loading import load_model
+from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
 from patchedserve.tests.support.imposed_reuse import Imposed
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What is timed: requests of a batch, shares that are reused, and how often."""
+
+    batch: Combination
+    shares: Sequence[float]
+    cache_patch_size: int = 8
+    guidance_scale: float = 4.0
+    warmup: int = 5
+    repeats: int = 20
+
+
+def measure(model: ServedModel, timing: Timing) -> dict[str, Any]:
     """The result as it is written: step times by share, with the circumstances."""
-    sizes = parse_list(arguments.resolutions)
-    batch = Combination(sizes, (2,) * len(sizes))
-    if arguments.combination is not None:
-        batch = parse_combinations(arguments.combination, sizes)[0]
-    model = load_model(arguments.model, arguments.device, arguments.dtype, EngineOptions())
-    shares = [float(share) for share in arguments.shares.split(",")]
+    sizes = timing.batch.resolutions
     # Reused as long as the rule says so, and masked however many patches are computed.
     options = CacheOptions(
-        "patch", 0.0, None, arguments.cache_patch_size, max_reuse=1_000_000, warmup_steps=1, full_above=1.0
+        "patch", 0.0, None, timing.cache_patch_size, max_reuse=1_000_000, warmup_steps=1, full_above=1.0
     )
     with tempfile.TemporaryDirectory() as folder:
-        workspace = Workspace(folder).for_model("masks", arguments.device)
+        workspace = Workspace(folder).for_model("masks", model.device.type)
         settings = [Setting("off", "off", CacheOptions())]
-        settings += [Setting(f"{share:.0%}", "masks", options, Imposed(share)) for share in shares]
+        settings += [Setting(f"{share:.0%}", "masks", options, Imposed(share)) for share in timing.shares]
         sides = [make_side(model, setting, workspace, sizes) for setting in settings]
     requests = [
-        Request(number, "a hat", size, 1_000, guidance_scale=arguments.guidance_scale, seed=number)
+        Request(number, "a hat", size, 1_000, guidance_scale=timing.guidance_scale, seed=number)
         for number, size in enumerate(
-            size for size, count in zip(sizes, batch.counts, strict=True) for _ in range(count)
+            size for size, count in zip(sizes, timing.batch.counts, strict=True) for _ in range(count)
         )
     ]
     times: list[list[float]] = [[] for _ in sides]
@@ -57,7 +67,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     for side, own in zip(sides, active, strict=True):
         for prepared in own:
             side.stepper.prepare(prepared)
-    for number in range(arguments.warmup + arguments.repeats):
+    for number in range(timing.warmup + timing.repeats):
         for side, own, found in zip(sides, active, times, strict=True):
             synchronize(model.device)
             started = time.perf_counter()
@@ -65,7 +75,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             synchronize(model.device)
             if failures:
                 raise SystemExit(f"a step failed: {failures[0]}")
-            if number >= arguments.warmup:
+            if number >= timing.warmup:
                 found.append((time.perf_counter() - started) * 1e3)
     rows = []
     for side, found in zip(sides, times, strict=True):
@@ -73,9 +83,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         if side.cache is not None:
             saved = side.cache.stats.saved_share
             row |= {"saved_computation": saved, "ideal_ms": statistics.median(times[0]) * (1 - saved)}
-            row["cache_overhead_ms"] = side.cache.stats.overhead_s * 1e3 / (arguments.warmup + arguments.repeats)
+            row["cache_overhead_ms"] = side.cache.stats.overhead_s * 1e3 / (timing.warmup + timing.repeats)
         rows.append(row)
-    return run_facts(model).to_json() | {"combination": batch.by_resolution, "label": batch.label, "rows": rows}
+    circumstances = run_facts(model).to_json()
+    return circumstances | {"combination": timing.batch.by_resolution, "label": timing.batch.label, "rows": rows}
 
 
 def main() -> None:
@@ -92,7 +103,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20, help="timed steps of each side")
     parser.add_argument("--output-file", type=Path, help="write the result as JSON")
     arguments = parser.parse_args()
-    result = measure(arguments)
+    sizes = parse_list(arguments.resolutions)
+    batch = Combination(sizes, (2,) * len(sizes))
+    if arguments.combination is not None:
+        batch = parse_combinations(arguments.combination, sizes)[0]
+    shares = [float(share) for share in arguments.shares.split(",")]
+    timing = Timing(
+        batch, shares, arguments.cache_patch_size, arguments.guidance_scale, arguments.warmup, arguments.repeats
+    )
+    result = measure(load_model(arguments.model, arguments.device, arguments.dtype, EngineOptions()), timing)
     if arguments.output_file is not None:
         write_json(arguments.output_file, result)
     print("| reused | step, ms | ideal, ms | deciding and keeping, ms |")

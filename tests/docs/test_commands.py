@@ -83,6 +83,7 @@ TINY: dict[str, dict[str, str]] = {
 THRESHOLDS = {"train-predictor cache": "--threshold", "bench cache": "--thresholds"}
 """Options that get the median change of the profile: random weights change by other amounts than trained ones."""
 SCRIPTS = {
+    "tests/benchmarks/bench_cache_shapes.py": ["--widths", "1", "--sides", "64", "--repeats", "1"],
     "tests/benchmarks/bench_fid.py": ["--images", "3"],
     "tests/benchmarks/bench_records.py": ["--requests", "20", "--output-file", "records.json"],
     "tests/benchmarks/bench_simulator_scale.py": [
@@ -198,6 +199,7 @@ def run_command(house: House, words: list[str]) -> None:
         case ["python", script, *arguments]:
             assert script in SCRIPTS, f"{script} is printed, but no test runs it"
             with pytest.MonkeyPatch.context() as patch:
+                patch.syspath_prepend(REPOSITORY / "tests" / "benchmarks")
                 patch.setattr(
                     sys,
                     "argv",
