@@ -90,6 +90,11 @@ SCRIPTS = {
         "--num-prompts", "20", "--minutes", "0.02", "--real-minutes", "0.01", "--steps", "2",
         "--output-file", "scale.json",
     ],
+    # Servers under load for minutes whatever the model; the suite tests what they are made of.
+    **{
+        f"tests/benchmarks/{name}.py": ["--help"]
+        for name in ("bench_http", "bench_http_simulated", "bench_http_slo", "fuzz_http", "http_parity", "kill_http")
+    },
 }  # fmt: skip
 GATE_CODES = (0, 1, 3)
 """`psctl gate` may give any verdict on two images of random weights; wrong usage is 2."""
@@ -207,7 +212,11 @@ def run_command(house: House, words: list[str]) -> None:
                     if "simulator" in script
                     else [script, *arguments, *SCRIPTS[script]],
                 )
-                runpy.run_path(str(REPOSITORY / script), run_name="__main__")
+                try:
+                    runpy.run_path(str(REPOSITORY / script), run_name="__main__")
+                except SystemExit as left:
+                    if left.code:
+                        raise AssertionError(f"exit code {left.code}") from left
         case ["pip", "install", what]:
             wheel = f"psctl-{patchedserve.__version__}-py3-none-any.whl"
             assert what in (".", wheel), f"pip installs {what}, which is neither the checkout nor {wheel}"

@@ -1,0 +1,155 @@
+"""Load over HTTP beside the simulator: requests in time below saturation, and a burst on two replicas.
+
+    python tests/benchmarks/bench_http_simulated.py attainment [--rates 1,2,3,4,5] [--num-prompts 100]
+    python tests/benchmarks/bench_http_simulated.py replicas [--num-prompts 200]
+
+Both take `--model` and `--output-file`. The simulator knows steps by a table that is profiled first with as many cores
+as an engine has (`psctl profile latency --quick`), and stages by the server's own answers. Wanted: the share of the
+requests in time within 5 points; a burst as long as on the simulator's two GPUs. Nothing else may run.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import httpx
+
+from patchedserve.data.files import write_json
+from patchedserve.data.requests import Request
+from patchedserve.data.traces.files import save_trace
+from patchedserve.profiling.http.load import LoadResult, LoadSettings, send_load
+from patchedserve.profiling.http.plan import shapes_of, warm_up
+from patchedserve.profiling.machine import cpu_name
+from patchedserve.profiling.runs.trace_settings import TraceSettings, draw_requests
+from patchedserve.serving.models.loading import model_defaults
+from patchedserve.tests.support.http_server import HttpServer
+
+_PSCTL = str(Path(sys.executable).parent / "psctl")
+_SYSTEM = ("--system", "patched-fcfs", "--cache", "off")
+_SERVER = (*_SYSTEM, "--dtype", "auto", "--max-queue", "1000", "--max-queue-time", "3600")
+_SLO_SCALE = 5.0
+_ATTAINMENT_STEPS, _REPLICA_STEPS = 30, 10
+_PROBES = 6
+
+
+def profile(model: str, folder: Path, cores: int | None) -> None:
+    """Profile latencies to a workspace, on so many cores."""
+    env = dict(os.environ) if cores is None else {**os.environ, "OMP_NUM_THREADS": str(cores)}
+    command = [_PSCTL, "profile", "latency", "--quick", "--workspace", str(folder), "--model", model]
+    subprocess.run(command, check=True, env=env)
+
+
+def stages_of(url: str, steps: int) -> dict[str, float]:
+    """Milliseconds that a server prepares and decodes, on the mean of some requests."""
+    body = {"prompt": "a lamp", "num_inference_steps": steps}
+    found = [
+        httpx.post(f"{url}/v1/images/generations", json=body, timeout=60).json()["metrics"] for _ in range(_PROBES)
+    ]
+    return {name: 1e3 * mean(each[name] for each in found) for name in ("prepare_s", "decode_s")}
+
+
+def simulated(
+    requests: Sequence[Request], stages: dict[str, float], model: str, folder: Path, num_gpus: int
+) -> dict[str, Any]:
+    """The summary of `psctl simulate` of the same requests."""
+    save_trace(folder / "trace.jsonl", requests)
+    command = [_PSCTL, "simulate", "--trace", str(folder / "trace.jsonl"), "--gpus", str(num_gpus), *_SYSTEM, "--json"]
+    command += ["--prepare-ms", str(stages["prepare_s"]), "--postprocess-ms", str(stages["decode_s"])]
+    command += ["--workspace", str(folder), "--model", model]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def summary_of(result: LoadResult) -> dict[str, float]:
+    """Of the real side, what the simulator tells as well."""
+    latencies = [record.latency_s for record in result.records if record.latency_s is not None]
+    met = mean(record.slo_met is True for record in result.records)
+    return {
+        "duration": result.duration_s,
+        "latency_mean": mean(latencies),
+        "completed_requests": len(latencies),
+        "slo_attainment": met,
+    }
+
+
+def attainment(model: str, rates: Sequence[float], num_prompts: int, folder: Path) -> dict[str, Any]:
+    """Requests in time by rate, of both."""
+    profile(model, folder, None)
+    defaults = model_defaults(model)
+    points = []
+    with HttpServer(model, folder, *_SERVER, start_s=600) as server:
+        settings = LoadSettings(f"{server.url}/v1")
+        trace = TraceSettings(num_prompts=num_prompts, num_inference_steps=_ATTAINMENT_STEPS, request_rate=rates[0])
+        alone_s = warm_up(shapes_of(draw_requests(trace, defaults)), settings, 3, None, lambda: None)
+        stages = stages_of(server.url, _ATTAINMENT_STEPS)
+        for rate in rates:
+            requests = [
+                replace(each, slo_s=_SLO_SCALE * alone_s[each.resolution, each.num_inference_steps])
+                for each in draw_requests(replace(trace, request_rate=rate), defaults)
+            ]
+            result = send_load(requests, settings)
+            real = summary_of(result)
+            found = simulated(requests, stages, model, folder, 1)
+            points.append({
+                "rate": rate,
+                "real": real,
+                "simulated": {name: found[name] for name in real},
+                "points_apart": 100 * (found["slo_attainment"] - real["slo_attainment"]),
+                "send_lag_p99": result.send_lag_p99,
+            })  # fmt: skip
+            print(points[-1], file=sys.stderr, flush=True)
+        assert server.stop() == 0
+    alone = {str(resolution): seconds for (resolution, _), seconds in alone_s.items()}
+    return {"slo_scale": _SLO_SCALE, "alone_s": alone, "stages_ms": stages, "points": points}
+
+
+def replicas(model: str, num_prompts: int, folder: Path) -> dict[str, Any]:
+    """A burst on two replicas of one core each, and on two simulated GPUs."""
+    profile(model, folder, 1)
+    trace = TraceSettings(num_prompts=num_prompts, num_inference_steps=_REPLICA_STEPS, request_rate=float("inf"))
+    requests = draw_requests(trace, model_defaults(model))
+    with HttpServer(model, folder, "--num-replicas", "2", *_SERVER, start_s=600) as server:
+        stages = stages_of(server.url, _REPLICA_STEPS)
+        result = send_load(requests, LoadSettings(f"{server.url}/v1"))
+        assert server.stop() == 0
+    real = summary_of(result)
+    del real["slo_attainment"]
+    found = simulated(requests, stages, model, folder, 2)
+    return {
+        "codes": {str(code): count for code, count in result.codes.items()},
+        "stages_ms": stages,
+        "real": real,
+        "simulated": {name: found[name] for name in real},
+        "ratio": {name: found[name] / real[name] for name in ("duration", "latency_mean")},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["attainment", "replicas"])
+    parser.add_argument("--model", default="emoji-xl")
+    parser.add_argument("--rates", default="1,2,3,4,5", help="requests a second, between commas")
+    parser.add_argument("--num-prompts", type=int, help="default: 100 a rate, 200 of the burst")
+    parser.add_argument("--output-file", type=Path)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if given.what == "attainment":
+            rates = [float(rate) for rate in given.rates.split(",")]
+            found = attainment(given.model, rates, given.num_prompts or 100, Path(folder))
+        else:
+            found = replicas(given.model, given.num_prompts or 200, Path(folder))
+    result = {"machine": cpu_name(), "model": given.model, "num_prompts": given.num_prompts, **found}
+    print(json.dumps(result, indent=1))
+    if given.output_file is not None:
+        write_json(given.output_file, result)
+
+
+if __name__ == "__main__":
+    main()
