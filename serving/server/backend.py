@@ -49,7 +49,7 @@ class Load:
     Attributes:
         num_running, num_waiting: requests in the batch, and those that are not in it yet.
         pixel_steps: what is still to be denoised.
-        rate: pixel steps per second, as it has served lately; None before it has served any.
+        rate: pixel steps per second of full batches, as far as it has had any; None before it has drawn anything.
     """
 
     num_running: int = 0

@@ -25,6 +25,7 @@ from ..engine.watch import Watch
 from ..scheduling.policies import StepLatencyPredictor, get_policy
 from ..scheduling.systems import System
 from .backend import Follower, Health, Load, ReplicaState
+from .drain_rate import DrainRate
 from .errors import ApiError, invalid
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 MAX_RESTARTS, RESTARTS_WITHIN_S = 3, 600.0
 STALLED_S, STALLED_STEPS = 30.0, 20.0
 """Without a step for so long, and for so many times as long as the last one took, a busy engine counts as stalled."""
-_RATE_WEIGHT = 0.05
 _LOOK_EVERY_S = 0.1
 
 
@@ -97,7 +97,7 @@ class LocalBackend:
         self._running: Future[None] | None = None
         self._is_stopping = False
         self._crashes: deque[float] = deque(maxlen=MAX_RESTARTS + 1)
-        self._rate: float | None = None
+        self._rate = DrainRate()
         self._preview = Preview()
         self._last_step_s = time.monotonic()
         self._last_duration_s = 0.0
@@ -124,8 +124,8 @@ class LocalBackend:
         """See `Backend`."""
         engine = self._engine
         if engine is None:
-            return Load(rate=self._rate)
-        return Load(engine.num_active, engine.num_waiting, engine.pixel_steps, self._rate)
+            return Load(rate=self._rate.value)
+        return Load(engine.num_active, engine.num_waiting, engine.pixel_steps, self._rate.value)
 
     @property
     def replicas(self) -> Sequence[ReplicaState]:
@@ -291,8 +291,7 @@ class LocalBackend:
 
     def _stepped(self, row: StepRow) -> None:
         pixels = sum(parse(name).pixels * count for name, count in row.resolutions.items())
-        rate = pixels / max(row.duration_s + row.schedule_s, 1e-6)
-        self._rate = rate if self._rate is None else self._rate + _RATE_WEIGHT * (rate - self._rate)
+        self._rate.note(pixels, row.duration_s + row.schedule_s)
         self.on_row(row)
 
 

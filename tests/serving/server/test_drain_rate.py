@@ -1,0 +1,26 @@
+"""How fast a queue is drawn."""
+
+import pytest
+
+from patchedserve.serving.server.drain_rate import DrainRate
+
+
+def test_a_quiet_hour_does_not_slow_down_what_full_batches_take() -> None:
+    rate = DrainRate()
+    assert rate.value is None
+    rate.note(128 * 128, 0.01)
+    assert rate.value == pytest.approx(128 * 128 / 0.01), "all that is known"
+    for _ in range(40):
+        rate.note(16 * 192 * 192, 0.15)
+    full = rate.value
+    assert full == pytest.approx(16 * 192 * 192 / 0.15)
+    for _ in range(1000):
+        rate.note(128 * 128, 0.02)
+    assert rate.value == full
+
+
+def test_it_follows_a_machine_that_slows_down() -> None:
+    rate = DrainRate()
+    for seconds in (0.1, *[0.2] * 100):
+        rate.note(10**6, seconds)
+    assert rate.value == pytest.approx(10**6 / 0.2, rel=0.02)
