@@ -29,8 +29,11 @@ LONGEST = 5.0
 not what the scheduler plans with."""
 RECENT = 100
 """Steps that the reported errors are averaged over."""
-MAX_SCALE = 4.0
-"""The factor stays between 1 / MAX_SCALE and MAX_SCALE."""
+LEAST_SCALE, MOST_SCALE = 0.05, 4.0
+"""The factor stays between these. With the cache steps take a quarter of the time, and a table that was measured beside
+other work may be several times too long. The other way it is not let far: who expects too much of every request
+discards them all, and never learns better.
+"""
 
 
 class PredictsSteps(Protocol):
@@ -72,14 +75,14 @@ class OnlineCorrection:
         after_s: seconds that the decoder has for a request, by resolution, without what it waits for the decoder.
 
     Raises:
-        ValueError: the scale differs from 1 by more than `MAX_SCALE` times.
+        ValueError: the scale is not from `LEAST_SCALE` to `MOST_SCALE`.
     """
 
     def __init__(
         self, predictor: PredictsSteps, *, scale: float = 1.0, after_s: Mapping[Resolution, float] | None = None
     ) -> None:
-        if not 1 / MAX_SCALE <= scale <= MAX_SCALE:
-            raise ValueError(f"scale is {scale:g}, but it may differ from 1 by {MAX_SCALE:g} times at most")
+        if not LEAST_SCALE <= scale <= MOST_SCALE:
+            raise ValueError(f"scale is {scale:g}, but it must be from {LEAST_SCALE:g} to {MOST_SCALE:g}")
         self.predictor = predictor
         self.scale = scale
         self._num_observations = 0
@@ -111,9 +114,10 @@ class OnlineCorrection:
         self._measured_s += WEIGHT * (counted_s - self._measured_s)
         self._predicted_s += WEIGHT * (predicted_s - self._predicted_s)
         # What lies beyond the bounds is forgotten, so that no time is lost on the way back.
-        lowest_s, highest_s = self._predicted_s / MAX_SCALE, self._predicted_s * MAX_SCALE
+        lowest_s, highest_s = self._predicted_s * LEAST_SCALE, self._predicted_s * MOST_SCALE
         self._measured_s = min(max(self._measured_s, lowest_s), highest_s)
-        self.scale = self._measured_s / self._predicted_s
+        # Rounded, the quotient of a bound and what it is of may lie beyond it.
+        self.scale = min(max(self._measured_s / self._predicted_s, LEAST_SCALE), MOST_SCALE)
 
     def after_steps_s(self, resolution: Resolution) -> float | None:
         """Seconds that the decoder had for a request of this resolution, lately; None if none has ended."""

@@ -14,7 +14,7 @@ from patchedserve.profiling.runs.corrections import CORRECTIONS_FILE, correction
 from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.models.build import with_engine
 from patchedserve.serving.models.loading import load_model
-from patchedserve.training.latency.online_correction import MAX_SCALE
+from patchedserve.training.latency.online_correction import LEAST_SCALE
 
 from ...support.tiny_models import save_tiny, tiny_sdxl
 
@@ -69,6 +69,6 @@ def test_nothing_known_is_learnt_first(tmp_path: Path) -> None:
     assert not notes, "without the cache profiles tell all"
     for _ in range(2):
         known = correction_of(cached, workspace, OneSecond(), first=requests, on_note=notes.append)
-        assert known.scale == 1 / MAX_SCALE, "such a model takes milliseconds"
+        assert known.scale == LEAST_SCALE, "such a model takes milliseconds"
         assert 0 < known.after_s[S] < 1
     assert notes == ["Learning how long steps take with the cache: 3 requests ..."]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from patchedserve.data.resolution import Resolution
-from patchedserve.training.latency.online_correction import RECENT, WEIGHT, OnlineCorrection
+from patchedserve.training.latency.online_correction import LEAST_SCALE, MOST_SCALE, RECENT, WEIGHT, OnlineCorrection
 
 S, L = Resolution(128, 128), Resolution(256, 256)
 
@@ -91,12 +91,12 @@ def test_a_slow_first_step_does_not_count_in_full() -> None:
     assert correction.scale == pytest.approx(1 + 0.02 * 4)
 
 
-@pytest.mark.parametrize(("factor", "bound"), [(1000.0, 4.0), (1e-6, 0.25)])
+@pytest.mark.parametrize(("factor", "bound"), [(1000.0, MOST_SCALE), (1e-6, LEAST_SCALE)])
 def test_factor_is_bounded_and_comes_back(factor: float, bound: float) -> None:
     correction = OnlineCorrection(PixelLaw())
     for batch, measured_s in steps(500, factor):
         correction.observe(batch, measured_s)
-        assert 0.25 <= correction.scale <= 4.0
+        assert LEAST_SCALE <= correction.scale <= MOST_SCALE
     assert correction.scale == pytest.approx(bound)
     for batch, measured_s in steps(400, 1.0):
         correction.observe(batch, measured_s)
