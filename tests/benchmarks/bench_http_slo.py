@@ -13,9 +13,13 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
+
+import httpx
 
 from patchedserve.data.files import write_json
 from patchedserve.profiling.http.load import LoadSettings, send_load
@@ -26,18 +30,31 @@ from patchedserve.profiling.sweep.held import held_rate, ratio
 from patchedserve.serving.models.loading import model_defaults, resolve_model
 from patchedserve.tests.support.http_server import HttpServer
 
-_SLO_SCALE, _NUM_PROMPTS, _STEPS, _TARGET = 5.0, 70, 30, 0.95
+_SLO_SCALE, _NUM_PROMPTS, _STEPS, _TARGET, _LOST = 5.0, 70, 30, 0.95, 0.5
 _PLAIN = "fastapi + diffusers"
 
 
-def plain_server(model: str) -> tuple[subprocess.Popen[str], str]:
+def plain_server(model: str, dtype: str) -> tuple[subprocess.Popen[str], str]:
     """Start it; returns its process and address."""
     script = Path(__file__).with_name("plain_server.py")
-    command = [sys.executable, str(script), str(resolve_model(model)), "--port", "0"]
+    command = [sys.executable, str(script), str(resolve_model(model)), "--port", "0", "--dtype", dtype]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     url = next(match[1] for line in process.stderr if (match := re.search(r"running on (http://\S+)", line)))
     return process, f"{url}/v1"
+
+
+def means(points: Sequence[Mapping[str, Any]]) -> dict[float, float]:
+    """Attainment by rate, over seeds."""
+    found: dict[float, list[float]] = {}
+    for point in points:
+        found.setdefault(point["rate"], []).append(point["attainment"])
+    return {rate: mean(each) for rate, each in found.items()}
+
+
+def is_lost(points: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether less than half was in time at the last rate: higher ones tell nothing then."""
+    return bool(points) and list(means(points).values())[-1] < _LOST
 
 
 def measure(model: str, rates: list[float], num_seeds: int) -> dict[str, Any]:
@@ -46,11 +63,12 @@ def measure(model: str, rates: list[float], num_seeds: int) -> dict[str, Any]:
     points: dict[str, list[dict[str, Any]]] = {name: [] for name in ("patchedserve", "bucketed", _PLAIN)}
     with tempfile.TemporaryDirectory() as folder:
         options = ("--slo-scale", str(_SLO_SCALE), "--max-queue", "500", "--max-queue-time", "600", "--dtype", "auto")
-        process, plain_url = plain_server(model)
         with (
             HttpServer(model, Path(folder), "--system", "patchedserve", *options, start_s=600) as patched,
             HttpServer(model, Path(folder), "--system", "bucketed", *options, start_s=600) as bucketed,
         ):
+            [served] = httpx.get(f"{patched.url}/v1/models").json()["data"]
+            process, plain_url = plain_server(model, served["dtype"])
             urls = {"patchedserve": f"{patched.url}/v1", "bucketed": f"{bucketed.url}/v1", _PLAIN: plain_url}
             trace = TraceSettings(num_prompts=_NUM_PROMPTS, num_inference_steps=_STEPS, request_rate=rates[0])
             shapes = shapes_of(draw_requests(trace, defaults))
@@ -58,12 +76,13 @@ def measure(model: str, rates: list[float], num_seeds: int) -> dict[str, Any]:
             for url in urls.values():
                 warm_up(shapes, LoadSettings(url), 1, None, lambda: None)
             for rate in rates:
+                asked = {name: url for name, url in urls.items() if not is_lost(points[name])}
                 for seed in range(num_seeds):
                     requests = [
                         replace(each, slo_s=_SLO_SCALE * alone_s[each.resolution, each.num_inference_steps])
                         for each in draw_requests(replace(trace, request_rate=rate, seed=seed), defaults)
                     ]
-                    for name, url in urls.items():
+                    for name, url in asked.items():
                         result = send_load(requests, LoadSettings(url))
                         met = sum(record.slo_met is True for record in result.records)
                         points[name].append(
@@ -76,16 +95,14 @@ def measure(model: str, rates: list[float], num_seeds: int) -> dict[str, Any]:
                             }
                         )
                         print(name, points[name][-1], file=sys.stderr, flush=True)
-        process.kill()
-        process.wait()
-    held = {}
-    for name, found in points.items():
-        mean = {rate: sum(p["attainment"] for p in found if p["rate"] == rate) / num_seeds for rate in rates}
-        held[name] = held_rate(mean, _TARGET)
+            process.kill()
+            process.wait()
+    held = {name: held_rate(means(found), _TARGET) for name, found in points.items()}
     own = held["patchedserve"]
     return {
         "machine": cpu_name(),
         "model": model,
+        "dtype": served["dtype"],
         "slo_scale": _SLO_SCALE,
         "num_prompts": _NUM_PROMPTS,
         "num_inference_steps": _STEPS,
