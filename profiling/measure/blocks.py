@@ -192,7 +192,7 @@ def _changes(
     chosen = np.empty(0, np.int64)
     first_changes: tuple[Floats, Floats] | None = None
     # The engine sorts its batch; keys say which request is which.
-    by_key = {each.cache_key: each.request for each in prepared}
+    by_key = {each.key: each.request for each in prepared}
 
     def sample(tensors: Tokens) -> Tensor:
         """(cells, sampled values); what one block hands to others is sampled once in a step."""

@@ -20,7 +20,7 @@ class PreparedRequest:
         state: the request's own place in its denoising schedule.
         is_guided: whether classifier-free guidance is applied.
         previous_x0: clean latents predicted in the last step, where a multistep sampler of the patch engine needs them.
-        cache_key: what the patch cache knows it by; no other request of the engine has the same.
+        key: what a stepper that keeps things of requests knows it by; no other request of it has the same.
     """
 
     request: Request
@@ -29,7 +29,7 @@ class PreparedRequest:
     state: SamplerState
     is_guided: bool
     previous_x0: torch.Tensor | None = None
-    cache_key: int = -1
+    key: int = -1
 
     @property
     def num_rows(self) -> int:

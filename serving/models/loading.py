@@ -77,6 +77,24 @@ def load_model(
     return build_model(pipe, name=spec, fingerprint=fingerprint(model_dir), defaults=defaults, options=options)
 
 
+def load_denoiser(model_dir: str, device: str, dtype: str) -> tuple[str, Any]:
+    """Load what a rank needs of a model on its device; with the fingerprint of the whole model's files. Raises as
+    `load_model`.
+    """
+    from ..core.allocator import keep_freed_memory
+
+    folder = Path(model_dir)
+    index = read_index(folder / _INDEX_FILE, source=model_dir)
+    check_directory(folder, index)
+    keep_freed_memory()
+    torch_device = resolve_device(device)
+    quiet_libraries()
+    components = weight_components(index)
+    name = next(name for name in ("unet", "transformer") if name in components)
+    model = _load_component(folder / name, *components[name], _resolve_dtype(dtype, torch_device))
+    return fingerprint(folder), model.to(torch_device)
+
+
 def resolve_model(spec: str) -> Path:
     """Return the local diffusers directory that `spec` names; a hub id is downloaded unless it is cached.
 

@@ -14,29 +14,9 @@ from torch.nn import functional as F
 
 from ..cache.active import ActiveSet, QueryGroup
 from ..cache.slots import TokenSlots
+from ..core.attention import FusedLinear, attend, check_unused, heads_of, normed
 from ..layout.packing import Group, Level
-from .context import Derived, PatchContext, joined
-
-
-class FusedLinear(nn.Module):
-    """Several linear layers on the same input as one; the weights are put together at first use."""
-
-    def __init__(self, *layers: nn.Linear) -> None:
-        super().__init__()
-        self._layers = layers
-        self._fused = Derived(self._fuse)
-
-    def _fuse(self) -> tuple[Tensor, Tensor | None]:
-        has_bias = self._layers[0].bias is not None
-        bias = torch.cat(tuple(layer.bias for layer in self._layers)) if has_bias else None
-        return torch.cat(tuple(layer.weight for layer in self._layers)), bias
-
-    def fuse(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of all layers, put together where that has not been done for this dtype and device."""
-        return self._fused.of(self._layers[0].weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, *self.fuse())
+from .context import PatchContext, joined
 
 
 class PatchedSelfAttention(nn.Module):
@@ -52,13 +32,13 @@ class PatchedSelfAttention(nn.Module):
         """[P, tokens, channels] -> the same."""
         attention, context = self.attention, self.context
         assert encoder_hidden_states is None
-        _check_unused(unused)
-        qkv = _heads_of(self.qkv(hidden_states.flatten(0, 1)), 3, attention.heads)
-        qkv = _normed(qkv, attention.norm_q, attention.norm_k)
+        check_unused(unused)
+        qkv = heads_of(self.qkv(hidden_states.flatten(0, 1)), 3, attention.heads)
+        qkv = normed(qkv, attention.norm_q, attention.norm_k)
         kept, parts = _keep(self.slots, qkv[:, 1:], context), []
         for images in _resolutions(context):
             key, value = images.keys_values(kept).unbind(2)
-            parts.append(images.pack(_attend(images.queries(qkv[:, 0]), key, value, attention.scale)))
+            parts.append(images.pack(attend(images.queries(qkv[:, 0]), key, value, attention.scale)))
         return attention.to_out[0](joined(parts)).view(hidden_states.shape)
 
 
@@ -74,7 +54,7 @@ class PatchedCrossAttention(nn.Module):
     def read(self, text: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [rows, heads, length, width each] of text [rows, length, width]; `text` takes them."""
         attention = self.attention
-        key, value = _heads_of(self.keys_values(text), 2, attention.heads).transpose(1, 3).unbind(2)
+        key, value = heads_of(self.keys_values(text), 2, attention.heads).transpose(1, 3).unbind(2)
         if attention.norm_k is not None:
             key = attention.norm_k(key)
         return key.contiguous(), value.contiguous()
@@ -83,14 +63,14 @@ class PatchedCrossAttention(nn.Module):
         """[P, tokens, channels] -> the same. The text itself is not looked at, but what `read` has made of it."""
         attention, rows, parts = self.attention, self.context.rows, []
         assert self.text is not None
-        _check_unused(unused)
+        check_unused(unused)
         text = self.text if rows is None else tuple(each.index_select(0, rows.rows) for each in self.text)
-        query = _heads_of(attention.to_q(hidden_states.flatten(0, 1)), 1, attention.heads)[:, 0]
+        query = heads_of(attention.to_q(hidden_states.flatten(0, 1)), 1, attention.heads)[:, 0]
         if attention.norm_q is not None:
             query = attention.norm_q(query)
         for images in _resolutions(self.context):
             key, value = (images.of_rows(each).transpose(1, 2) for each in text)
-            parts.append(images.pack(_attend(images.queries(query), key, value, attention.scale)))
+            parts.append(images.pack(attend(images.queries(query), key, value, attention.scale)))
         return attention.to_out[0](joined(parts)).view(hidden_states.shape)
 
 
@@ -116,11 +96,11 @@ class PatchedJointAttention(nn.Module):
         Where only some cells are active, the text is that of the rows which have such cells.
         """
         attention, context = self.attention, self.context
-        _check_unused(unused)
-        image = _heads_of(self.image_qkv(hidden_states.flatten(0, 1)), 3, attention.heads)
-        image = _normed(image, attention.norm_q, attention.norm_k)
-        text = _heads_of(self.text_qkv(encoder_hidden_states), 3, attention.heads)
-        text = _normed(text, attention.norm_added_q, attention.norm_added_k)
+        check_unused(unused)
+        image = heads_of(self.image_qkv(hidden_states.flatten(0, 1)), 3, attention.heads)
+        image = normed(image, attention.norm_q, attention.norm_k)
+        text = heads_of(self.text_qkv(encoder_hidden_states), 3, attention.heads)
+        text = normed(text, attention.norm_added_q, attention.norm_added_k)
         kept, image_parts, text_parts = _keep(self.slots, image[:, 1:], context), [], []
         for images in _resolutions(context):
             own_text, query = text[images.text_rows], images.queries(image[:, 0])
@@ -128,7 +108,7 @@ class PatchedJointAttention(nn.Module):
             if not attention.context_pre_only:
                 query = torch.cat([query, own_text[:, :, 0]], 1)
             key, value = torch.cat([images.keys_values(kept), own_text[:, :, 1:]], 1).unbind(2)
-            attended = _attend(query, key, value, attention.scale, images.bias(key.shape[1]))
+            attended = attend(query, key, value, attention.scale, images.bias(key.shape[1]))
             image_parts.append(images.pack(attended[:, :num_queries]))
             text_parts.append(attended[:, num_queries:].flatten(2))
         out = attention.to_out[0](joined(image_parts)).view(hidden_states.shape)
@@ -229,30 +209,3 @@ def _keep(slots: TokenSlots, keys_values: Tensor, context: PatchContext) -> Tens
     if context.cells is not None:
         slots.buffer.keep(keys_values, context.cells, context.level.index)
     return keys_values
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
-    """Attention of [rows, tokens, heads, width] -> the same, contiguous where torch gives it so."""
-    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale).transpose(1, 2)
-
-
-def _heads_of(packed: Tensor, count: int, heads: int) -> Tensor:
-    """[..., count * heads * width] -> [..., count, heads, width]."""
-    return packed.view(*packed.shape[:-1], count, heads, -1)
-
-
-def _normed(qkv: Tensor, norm_q: nn.Module | None, norm_k: nn.Module | None) -> Tensor:
-    """Norms of queries and keys [..., 3, heads, width], where the model has them."""
-    if norm_q is None and norm_k is None:
-        return qkv
-    query, key, value = qkv.unbind(-3)
-    query = query if norm_q is None else norm_q(query)
-    key = key if norm_k is None else norm_k(key)
-    return torch.stack([query, key, value], -3)
-
-
-def _check_unused(arguments: dict[str, object]) -> None:
-    given = [name for name, value in arguments.items() if value is not None]
-    if given:
-        raise ValueError(f"the patch engine does not support the attention arguments {', '.join(given)}")

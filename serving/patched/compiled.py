@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 import torch._dynamo
 from torch import nn
 
-from .attention import FusedLinear
+from ..core.attention import FusedLinear
 
 BLOCKS = ("BasicTransformerBlock", "JointTransformerBlock")
 """Classes of diffusers that are compiled."""

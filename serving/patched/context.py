@@ -7,7 +7,7 @@ Patches are [P, channels, side, side], channels-last, so that they are also the 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ Fused = Literal["activation", "stitching"]
 """Work of the leaves behind a norm that the norm's own kernel may do."""
 Choose = Callable[[Any, Level, Level], Strategy]
 """Says how a convolution from one level to another sees beyond a patch."""
-Made = TypeVar("Made")
 
 
 @dataclass(slots=True, eq=False)
@@ -113,20 +112,6 @@ class PatchContext:
         is_done = work in self._fused
         self._fused.discard(work)
         return is_done
-
-
-class Derived(Generic[Made]):
-    """Something made from a weight: at first use, and anew when the weight's dtype or device has changed."""
-
-    def __init__(self, make: Callable[[], Made]) -> None:
-        self._make = make
-        self._made: tuple[torch.dtype, torch.device, Made] | None = None
-
-    def of(self, weight: Tensor) -> Made:
-        """What is made, for the weight as it is now."""
-        if self._made is None or self._made[0] != weight.dtype or self._made[1] != weight.device:
-            self._made = weight.dtype, weight.device, self._make()
-        return self._made[2]
 
 
 def to_tokens(x: Tensor) -> Tensor:

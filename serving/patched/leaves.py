@@ -15,8 +15,9 @@ from ...kernels.group_norm_stitch import group_norm_apply, group_norm_silu_stitc
 from ...kernels.halo import halo_gather
 from ..cache.active import ActiveSet
 from ..cache.slots import NormSlots, TokenSlots
+from ..core.derived import Derived
 from ..layout.packing import Level
-from .context import Derived, Fused, PatchContext, Strategy, images_of, joined, to_patches, to_tokens, tokens_of
+from .context import Fused, PatchContext, Strategy, images_of, joined, to_patches, to_tokens, tokens_of
 
 _NATIVE_FROM_SIDE = 4
 """Active cells of at least this many outputs on a side are convolved natively, smaller ones as a product over taps."""

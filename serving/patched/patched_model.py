@@ -27,7 +27,7 @@ from .compiled import compile_blocks, compiler_settings
 from .context import Choose, PatchContext, Strategy, to_tokens
 from .leaves import PatchedConv
 from .strategy import StrategyTable
-from .swap import Swap
+from .swap import PatchSwap
 
 
 class PatchedModel:
@@ -47,7 +47,7 @@ class PatchedModel:
         strategy: what every convolution uses; auto asks `table`, which is empty until it is measured (`use_table`).
 
     Raises:
-        UsageError: if the model has a module that is not known to work on patches.
+        UsageError: if the model has a module that is not known to work on parts of images.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class PatchedModel:
         # The table is looked up at each call: `use_table` replaces it.
         choose: Choose = (lambda *place: self.table.choose(*place)) if strategy == "auto" else lambda *_: strategy
         self.context = PatchContext(choose, kernels)
-        self.swap = Swap(self.model, self.context)
+        self.swap = PatchSwap(self.model, self.context)
         self._readers = [leaf for leaf in self.model.modules() if isinstance(leaf, PatchedCrossAttention)]
         self.order: Order = order
         self.patch_size = patch_size

@@ -44,7 +44,7 @@ class PatchedStepper:
     ) -> None:
         self.model, self.plain, self.conditions, self.sampler = model, plain, conditions, sampler
         self.batch: PackedBatch | None = None
-        self._cache_keys = count()
+        self._keys = count()
         self.batch_failures = Failures()
         self.forecast: set[int] = set()
         self._stepped: list[DenoiseBatch] = []
@@ -74,7 +74,7 @@ class PatchedStepper:
         """Work out a request's coefficients beside the denoise loop."""
         self.sampler.table(prepared.state)
         prepared.latents = prepared.latents.float()
-        prepared.cache_key = next(self._cache_keys)
+        prepared.key = next(self._keys)
 
     @torch.inference_mode()
     def step(self, active: Sequence[PreparedRequest]) -> dict[int, str]:
@@ -159,7 +159,7 @@ class PackedBatch:
         rows = [size for prepared, size in zip(batch, sizes, strict=True) for _ in range(prepared.num_rows)]
         row_packing = model.pack(rows)
         known = [
-            CachedRequest(each.cache_key, each.num_rows, each.state.num_steps, each.request.resolution.pixels)
+            CachedRequest(each.key, each.num_rows, each.state.num_steps, each.request.resolution.pixels)
             for each in batch
         ]
         model.begin(row_packing, repeats=repeats, requests=known)

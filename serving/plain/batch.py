@@ -7,9 +7,10 @@ all of them, and the model runs in the faster memory format. Both engines and `p
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..core.denoise_batch import DenoiseBatch
+from ..core.denoise_batch import DenoiseBatch, Predict
 from ..core.prepared import PreparedRequest
 from ..layout.packing import WholeImages
 from ..samplers.batched import BatchedSampler
@@ -24,10 +25,20 @@ def plain_batch(
     sampler: BatchedSampler | PerRequestSampler,
 ) -> DenoiseBatch:
     """Batch requests of one resolution; `conditions` are those of all their rows, as the model's forward names them."""
-    device = requests[0].latents.device
 
     def predict(latents: Tensor, timesteps: Tensor) -> Tensor:
         return models.predict(latents, timesteps, conditions)
 
+    return whole_batch(predict, requests, sampler, models.dtype)
+
+
+def whole_batch(
+    predict: Predict,
+    requests: Sequence[PreparedRequest],
+    sampler: BatchedSampler | PerRequestSampler,
+    dtype: torch.dtype,
+) -> DenoiseBatch:
+    """Batch requests of one resolution for whatever predicts whole images, in `dtype`."""
+    device = requests[0].latents.device
     rows = WholeImages(sum(prepared.num_rows for prepared in requests), device)
-    return DenoiseBatch(requests, WholeImages(len(requests), device), rows, sampler, predict, dtype=models.dtype)
+    return DenoiseBatch(requests, WholeImages(len(requests), device), rows, sampler, predict, dtype=dtype)

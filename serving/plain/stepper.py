@@ -39,13 +39,14 @@ class PlainStepper:
         alone: PerRequestSampler,
     ) -> None:
         self.models = models
-        self._conditions, self._sampler, self._alone = conditions, sampler, alone
+        self.conditions, self.alone = conditions, alone
+        self._sampler = sampler
         self._batches: list[DenoiseBatch] = []
         self._stepped: list[DenoiseBatch] = []
 
     def tune(self, target: Tuning) -> None:
         """Measure the memory formats, or read what was measured before."""
-        self.models.tune(target, self._conditions)
+        self.models.tune(target, self.conditions)
 
     def check(self, state: SamplerState, size: tuple[int, int]) -> None:
         """Every schedule that diffusers makes can be stepped through, at any size."""
@@ -95,7 +96,7 @@ class PlainStepper:
         batch = next((batch for batch in self._batches if batch.holds(group)), None)
         try:
             if batch is None:
-                batch = self._batch(group)
+                batch = self.batch_of(group, self._sampler_of(group))
                 self._batches.append(batch)
             batch.step()
             return
@@ -110,9 +111,13 @@ class PlainStepper:
         for half in (group[:middle], group[middle:]):
             self._step_or_halves(half, failures)
 
-    def _batch(self, group: Sequence[PreparedRequest]) -> DenoiseBatch:
+    def batch_of(self, group: Sequence[PreparedRequest], sampler: BatchedSampler | PerRequestSampler) -> DenoiseBatch:
+        """Put requests of one resolution together, to be stepped until one of them leaves or another joins."""
+        return plain_batch(self.models, self.conditions(join_conditioning(group)), group, sampler)
+
+    def _sampler_of(self, group: Sequence[PreparedRequest]) -> BatchedSampler | PerRequestSampler:
         known = None if group[0].state.coefficients is None else self._sampler
-        return plain_batch(self.models, self._conditions(join_conditioning(group)), group, known or self._alone)
+        return known or self.alone
 
     def _let_go(self, batches: Sequence[DenoiseBatch]) -> None:
         """Hand the latents of these batches back to their requests."""

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from patchedserve.serving.layout.packing import pack_rows
-from patchedserve.serving.patched.context import Derived, PatchContext, to_patches
+from patchedserve.serving.patched.context import PatchContext, to_patches
 from patchedserve.serving.patched.leaves import PatchedGroupNorm
 
 from ...support.patched_models import Alternation
@@ -51,15 +51,3 @@ def test_a_norm_follows_its_weights_to_another_dtype() -> None:
     expected = normed(PatchedGroupNorm(norm, context))
     assert not torch.equal(before, expected), "rounding the weights must matter"
     assert torch.equal(normed(leaf), expected)
-
-
-def test_what_is_derived_is_made_again_for_another_dtype_or_device() -> None:
-    made: list[int] = []
-
-    def make() -> int:
-        made.append(0)
-        return len(made)
-
-    derived, weight = Derived(make), torch.zeros(2)
-    assert [derived.of(weight), derived.of(weight + 1)] == [1, 1]
-    assert [derived.of(weight.half()), derived.of(weight.half().to("meta")), derived.of(weight)] == [2, 3, 4]

@@ -13,7 +13,7 @@ from torch import nn
 from patchedserve.data.errors import UsageError
 from patchedserve.serving.patched.context import PatchContext
 from patchedserve.serving.patched.patched_model import PatchedModel
-from patchedserve.serving.patched.swap import Swap
+from patchedserve.serving.patched.swap import PatchSwap
 
 from ...support import patched_models
 from ...support.patched_cases import (
@@ -76,7 +76,7 @@ _TRANSFORMER = "down_blocks.1.attentions.0"
 REFUSALS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "model": (lambda: nn.Linear(2, 2), "Linear is not one of UNet2DConditionModel, SD3Transformer2DModel"),
     "subclass": (lambda: Subclass(**small_unet().config), "Subclass is not one of UNet2DConditionModel, SD3"),
-    "module": (lambda: _with("conv_act", Louder()), r"module conv_act \(Louder\) is not known to work on patches"),
+    "module": (lambda: _with("conv_act", Louder()), r"module conv_act \(Louder\) is not known to work on parts"),
     "activation": (lambda: small_unet(act_fn="mish"), r"module \S+ \(Mish\) is not known"),
     "mid block": (lambda: small_unet(mid_block_type="UNetMidBlock2D"), r"module mid_block \(UNetMidBlock2D\) is not"),
     "simple cross": (
@@ -161,7 +161,7 @@ def test_model_that_patches_cannot_run_is_refused(problem: str) -> None:
     assert str(refusal.value).startswith("the patch engine cannot run this model: ")
     assert str(refusal.value).endswith("; use --engine plain")
     with pytest.raises(UsageError, match=pattern):
-        Swap(model, PatchContext(Alternation()))
+        PatchSwap(model, PatchContext(Alternation()))
     assert modules_of(model) == modules
 
 

@@ -13,7 +13,7 @@ from patchedserve.serving.patched import leaves
 from patchedserve.serving.patched.attention import PatchedCrossAttention
 from patchedserve.serving.patched.context import PatchContext
 from patchedserve.serving.patched.patched_model import unet_level
-from patchedserve.serving.patched.swap import Swap
+from patchedserve.serving.patched.swap import PatchSwap
 
 from ...support.patched_cases import (
     FEW_WAYS,
@@ -135,7 +135,7 @@ def test_swap_can_be_undone(name: str) -> None:
     model = MODELS[name](seed=14)
     rows = draw_rows(model, [(16, 16), (8, 16)], seed=14)
     modules, state, expected = modules_of(model), list(model.state_dict()), run_plain(model, rows)
-    swap = Swap(model, PatchContext(Alternation()))
+    swap = PatchSwap(model, PatchContext(Alternation()))
     assert modules_of(model) != modules
     with pytest.raises(AssertionError):
         run_plain(model, rows)

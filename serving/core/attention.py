@@ -1,0 +1,55 @@
+"""What attention has in common wherever tokens lie: projections as one, heads, norms of queries and keys."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .derived import Derived
+
+
+class FusedLinear(nn.Module):
+    """Several linear layers on the same input as one; the weights are put together at first use."""
+
+    def __init__(self, *layers: nn.Linear) -> None:
+        super().__init__()
+        self._layers = layers
+        self._fused = Derived(self._fuse)
+
+    def _fuse(self) -> tuple[Tensor, Tensor | None]:
+        has_bias = self._layers[0].bias is not None
+        bias = torch.cat(tuple(layer.bias for layer in self._layers)) if has_bias else None
+        return torch.cat(tuple(layer.weight for layer in self._layers)), bias
+
+    def fuse(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of all layers, put together where that has not been done for this dtype and device."""
+        return self._fused.of(self._layers[0].weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, *self.fuse())
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
+    """Attention of [rows, tokens, heads, width] -> the same, contiguous where torch gives it so."""
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale).transpose(1, 2)
+
+
+def heads_of(packed: Tensor, count: int, heads: int) -> Tensor:
+    """[..., count * heads * width] -> [..., count, heads, width]."""
+    return packed.view(*packed.shape[:-1], count, heads, -1)
+
+
+def normed(qkv: Tensor, norm_q: nn.Module | None, norm_k: nn.Module | None) -> Tensor:
+    """Norms of queries and keys [..., 3, heads, width], where the model has them."""
+    if norm_q is None and norm_k is None:
+        return qkv
+    query, key, value = qkv.unbind(-3)
+    query = query if norm_q is None else norm_q(query)
+    key = key if norm_k is None else norm_k(key)
+    return torch.stack([query, key, value], -3)
+
+
+def check_unused(arguments: dict[str, object]) -> None:
+    given = [name for name, value in arguments.items() if value is not None]
+    if given:
+        raise ValueError(f"no engine but plain supports the attention arguments {', '.join(given)}")

@@ -1,0 +1,122 @@
+"""Puts other leaves into an unmodified diffusers model, whose own `forward` runs, and takes them out again.
+
+Every module must be of a class known to work on parts of images: one that could read beyond its part without our
+knowing is refused by name.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from diffusers import SD3Transformer2DModel, UNet2DConditionModel
+from torch import nn
+
+from ...data.errors import UsageError
+
+# Classes whose forward treats tokens (or rows) one by one, or only calls its children.
+_POINTWISE = {
+    *("Linear", "LoRACompatibleLinear", "LayerNorm", "RMSNorm", "FP32LayerNorm", "SiLU", "GELU", "GEGLU", "Dropout"),
+    *("Identity", "ModuleList", "Sequential", "Timesteps", "TimestepEmbedding", "PixArtAlphaTextProjection", "Tanh"),
+    *("FeedForward", "BasicTransformerBlock", "Transformer2DModel", "ResnetBlock2D", "Downsample2D", "Attention"),
+    *("UNet2DConditionModel", "DownBlock2D", "CrossAttnDownBlock2D", "UpBlock2D", "CrossAttnUpBlock2D"),
+    *("UNetMidBlock2DCrossAttn", "CombinedTimestepTextProjEmbeddings", "AdaLayerNormZero", "AdaLayerNormContinuous"),
+    *("SD35AdaLayerNormZeroX", "JointTransformerBlock", "SD3Transformer2DModel"),
+}
+_SWAPPED = {"Conv2d", "GroupNorm", "Attention", "Upsample2D", "PatchEmbed", "Timesteps"}
+
+
+class Swap:
+    """The leaves that were put into one model, until `undo`."""
+
+    def __init__(self) -> None:
+        self._undo: list[tuple[nn.Module, str, nn.Module]] = []
+
+    def put(self, parent: nn.Module, name: str, leaf: nn.Module) -> None:
+        """Put a leaf where a child of `parent` was."""
+        self._undo.append((parent, name, getattr(parent, name)))
+        # ModuleList names its children by number, and setattr takes that.
+        setattr(parent, name, leaf)
+
+    def undo(self) -> None:
+        """Put every original module back."""
+        for parent, name, module in reversed(self._undo):
+            setattr(parent, name, module)
+        self._undo.clear()
+
+
+def parent_of(modules: dict[str, nn.Module], name: str) -> tuple[nn.Module, str]:
+    """The parent of a module, and what the module is called there, by its name in the model."""
+    parent, _, attribute = name.rpartition(".")
+    return modules[parent], attribute
+
+
+def check_model(model: nn.Module, what: str, instead: str) -> None:
+    """Refuse a model of whose leaves one could look beyond a part of an image without our knowing.
+
+    Args:
+        model: the unmodified model.
+        what: is to run it on parts of images.
+        instead: what users can do.
+
+    Raises:
+        UsageError: naming the class or the module, and `instead`.
+    """
+
+    def refusal(problem: str) -> UsageError:
+        return UsageError(f"{what} cannot run this model: {problem}; {instead}")
+
+    if type(model) not in (UNet2DConditionModel, SD3Transformer2DModel):
+        raise refusal(f"{type(model).__name__} is not one of UNet2DConditionModel, SD3Transformer2DModel")
+    dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
+    if len(dtypes) > 1:
+        raise refusal(f"its weights have several dtypes ({', '.join(dtypes)})")
+    for name, problem in _problems(model):
+        raise refusal(f"module {name or type(model).__name__} ({type(model.get_submodule(name)).__name__}) {problem}")
+
+
+def _problems(model: Any) -> Iterator[tuple[str, str]]:
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind not in _POINTWISE | _SWAPPED:
+            yield name, "is not known to work on parts of images"
+        elif kind == "Conv2d" and not _is_known_conv(module) and not name.startswith("pos_embed"):
+            yield name, f"is neither 1 x 1 nor 3 x 3 with padding 1 and stride 1 or 2: {module.extra_repr()}"
+        elif kind == "ResnetBlock2D" and (module.upsample is not None or module.downsample is not None):
+            yield name, "changes the resolution inside a residual block"
+        elif kind == "Upsample2D" and (module.use_conv_transpose or not module.use_conv or module.norm is not None):
+            yield name, "up-samples in another way than nearest neighbours and a convolution"
+        elif kind in ("UpBlock2D", "CrossAttnUpBlock2D") and getattr(module, "s1", None) is not None:
+            yield name, "uses FreeU, which filters whole images; turn it off first (disable_freeu)"
+        elif kind == "Attention":
+            if module.is_cross_attention and not name.endswith("attn2"):
+                yield name, "attends to the text where other models attend to the image (only_cross_attention)"
+            yield from ((name, problem) for problem in _attention_problems(module))
+        elif kind == "PatchEmbed" and (not module.pos_embed_max_size or not module.flatten or module.layer_norm):
+            yield name, "embeds positions in another way than SD3"
+    if isinstance(model, UNet2DConditionModel):
+        if model.config["encoder_hid_dim_type"] is not None:
+            yield "", f"has encoder_hid_dim_type {model.config['encoder_hid_dim_type']}"
+        if model.config["class_embed_type"] is not None or model.config["addition_embed_type"] not in (
+            None,
+            "text_time",
+        ):
+            yield "", "has conditions besides timestep, text and SDXL's added time ids"
+
+
+def _is_known_conv(conv: nn.Conv2d) -> bool:
+    same = (conv.dilation, conv.groups, conv.padding_mode) == ((1, 1), 1, "zeros")
+    pointwise = (conv.kernel_size, conv.stride, conv.padding) == ((1, 1), (1, 1), (0, 0))
+    square = conv.kernel_size == (3, 3) and conv.padding == (1, 1) and conv.stride in ((1, 1), (2, 2))
+    return same and (pointwise or square)
+
+
+def _attention_problems(attention: Any) -> Iterator[str]:
+    if attention.group_norm is not None or attention.spatial_norm is not None or attention.norm_cross is not None:
+        yield "has a norm of its own over all tokens"
+    if attention.residual_connection or attention.rescale_output_factor != 1:
+        yield "adds a residual or rescales its output"
+    known = {"AttnProcessor", "AttnProcessor2_0", "JointAttnProcessor2_0"}
+    kind = type(attention.processor).__name__
+    if kind.startswith("Fused"):
+        yield f"has fused projections ({kind}); undo them first (unfuse_qkv_projections)"
+    elif kind not in known:
+        yield f"has the processor {kind}"

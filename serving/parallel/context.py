@@ -1,0 +1,134 @@
+"""What the leaves of one rank's model share while it runs: the strips, and how they reach other ranks' parts."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .exchange import Exchange, RowName, Swapped
+from .group import Communicator
+from .options import NormOptions
+from .strips import Strips
+
+
+@dataclass(frozen=True, slots=True)
+class Team:
+    """Ranks that draw the same rows of a batch, in the order of their strips.
+
+    Attributes:
+        end: of this rank.
+        members: ranks of the group; this one is among them.
+    """
+
+    end: Communicator
+    members: tuple[int, ...]
+
+    @property
+    def place(self) -> int:
+        """Of this rank, and of its strip."""
+        return self.members.index(self.end.rank)
+
+
+@dataclass(slots=True)
+class Pass:
+    """A model call on one strip.
+
+    Attributes:
+        team: of the rank.
+        strips: of its members.
+        rows: in the order of the batch.
+        is_displaced: which of them read what the other ranks had in their call before.
+        is_last: which of them have no call after this one.
+    """
+
+    team: Team
+    strips: Strips
+    rows: tuple[RowName, ...]
+    is_displaced: tuple[bool, ...] = ()
+    is_last: tuple[bool, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.is_displaced = self.is_displaced or (False,) * len(self.rows)
+        self.is_last = self.is_last or (True,) * len(self.rows)
+
+
+class StripContext:
+    """What the leaves of one rank's model share while it runs. Not for two threads at a time."""
+
+    def __init__(self, norms: NormOptions | None = None) -> None:
+        self.norms = norms or NormOptions()
+        self.exchange = Exchange()
+        self._pass: Pass | None = None
+
+    @property
+    def now(self) -> Pass:
+        """The call that runs."""
+        assert self._pass is not None, "a model of strips runs inside StripModel only"
+        return self._pass
+
+    def begin(self, call: Pass) -> None:
+        """Start a call."""
+        self._pass = call
+
+    @property
+    def place(self) -> int:
+        """Of this rank's strip."""
+        return self.now.team.place
+
+    def heights(self, factor: int) -> tuple[int, ...]:
+        """Rows of every strip where images are smaller by a factor."""
+        return self.now.strips.heights(factor)
+
+    def gather(
+        self, key: Hashable, own: Tensor, shapes: Sequence[Sequence[int]], *, at_once: bool = False
+    ) -> tuple[list[Tensor], Tensor]:
+        """What every rank of the team has, in the order of strips, and what this one had when the others had that.
+
+        Args:
+            key: of the leaf.
+            own: what this rank has.
+            shapes: of what each has.
+            at_once: whether displaced rows wait for the others, too.
+        """
+        team, place = self.now.team, self.place
+        others = {rank: index for index, rank in enumerate(team.members) if index != place}
+        sends, awaited = dict.fromkeys(others, own), {rank: shapes[index] for rank, index in others.items()}
+        swapped = self._swap(key, own, sends, awaited, at_once=at_once)
+        found = [own if index == place else swapped.others[rank] for index, rank in enumerate(team.members)]
+        return found, swapped.before
+
+    def halos(self, key: Hashable, x: Tensor, *, with_lower: bool) -> tuple[Tensor | None, Tensor | None]:
+        """The row above and the row below a strip [rows, channels, height, width]; None beyond the image, and for what
+        is below where it is not asked for (the rank above is not sent anything then).
+        """
+        team, place = self.now.team, self.place
+        members, shape = team.members, (*x.shape[:2], 1, x.shape[3])
+        above = members[place - 1] if place > 0 else None
+        below = members[place + 1] if place + 1 < len(members) else None
+        sends, shapes = {}, {}
+        if above is not None:
+            shapes[above] = shape
+            if with_lower:
+                sends[above] = x[:, :, :1]
+        if below is not None:
+            sends[below] = x[:, :, -1:]
+            if with_lower:
+                shapes[below] = shape
+        # Nobody asks for what this rank had before.
+        others = self._swap(key, x[:, :0, :0, :0], sends, shapes).others
+        # A rank's number differs from every other's, so that None is nobody's.
+        return others.get(above), others.get(below)  # type: ignore[arg-type]
+
+    def _swap(
+        self,
+        key: Hashable,
+        own: Tensor,
+        sends: dict[int, Tensor],
+        shapes: dict[int, Sequence[int]],
+        *,
+        at_once: bool = False,
+    ) -> Swapped:
+        now = self.now
+        is_displaced = (False,) * len(now.rows) if at_once else now.is_displaced
+        is_last = (True,) * len(now.rows) if at_once else now.is_last
+        return self.exchange.swap(now.team.end, now.rows, is_displaced, is_last, key, own, sends, shapes)

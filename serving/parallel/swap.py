@@ -1,0 +1,75 @@
+"""Where the leaves that work on strips go in an unmodified diffusers model."""
+
+from diffusers import SD3Transformer2DModel, UNet2DConditionModel
+from torch import nn
+
+from ..core.swap import Swap, check_model, parent_of
+from .attention import StripCrossAttention, StripJointAttention, StripSelfAttention
+from .context import StripContext
+from .leaves import StripConv, StripGroupNorm, StripPatchEmbed
+
+
+class StripSwap(Swap):
+    """The leaves for strips in one model. The model works only through `StripModel` until `undo`.
+
+    Attributes:
+        text_readers: those that keep keys and values of the text.
+    """
+
+    def __init__(self, model: nn.Module, context: StripContext) -> None:
+        """Swap the leaves of `model` in place.
+
+        Raises:
+            UsageError: if the model's class, or a module in it, is not known to work on parts of images; nothing is
+                changed then.
+        """
+        super().__init__()
+        check_model(model, "--parallel", "leave it out")
+        self._context = context
+        self.text_readers: list[StripCrossAttention] = []
+        if isinstance(model, UNet2DConditionModel):
+            self._swap_unet(model)
+        else:
+            assert isinstance(model, SD3Transformer2DModel)
+            self._swap_transformer(model)
+
+    def _swap_unet(self, model: UNet2DConditionModel) -> None:
+        context, num_blocks = self._context, len(model.down_blocks)
+        modules: dict[str, nn.Module] = dict(model.named_modules())
+        for name, module in modules.items():
+            kind, parent, attribute = type(module).__name__, *parent_of(modules, name)
+            factor = factor_of(name, num_blocks)
+            if kind == "Conv2d" and module.kernel_size != (1, 1):
+                self.put(parent, attribute, StripConv(module, context, has_halo=name == "conv_in"))  # type: ignore[arg-type]
+            elif kind == "GroupNorm":
+                self.put(parent, attribute, StripGroupNorm(module, context, factor))  # type: ignore[arg-type]
+            elif kind == "Attention" and attribute == "attn2" and module.is_cross_attention:
+                self.text_readers.append(leaf := StripCrossAttention(module, context))
+                self.put(parent, attribute, leaf)
+            elif kind == "Attention":
+                self.put(parent, attribute, StripSelfAttention(module, context, factor))
+
+    def _swap_transformer(self, model: SD3Transformer2DModel) -> None:
+        context, factor = self._context, model.config["patch_size"]
+        self.put(model, "pos_embed", StripPatchEmbed(model.pos_embed, context))
+        for block in model.transformer_blocks:
+            self.put(block, "attn", StripJointAttention(block.attn, context, factor))
+            if block.attn2 is not None:
+                self.put(block, "attn2", StripSelfAttention(block.attn2, context, factor))
+
+
+def factor_of(name: str, num_blocks: int) -> int:
+    """By how much images are smaller than latents where a norm or an attention of a U-Net works."""
+    stage, number, *_ = [*name.split("."), ""]
+    if stage == "down_blocks" and number:
+        return 2 ** int(number)
+    if stage == "up_blocks" and number:
+        return 2 ** (num_blocks - 1 - int(number))
+    return 2 ** (num_blocks - 1) if stage == "mid_block" else 1
+
+
+def unit_of(model: nn.Module) -> int:
+    """Rows of latents that must stay together: those of one row at the model's deepest level."""
+    if isinstance(model, UNet2DConditionModel):
+        return 2 ** (len(model.down_blocks) - 1)
+    return model.config["patch_size"]  # type: ignore[index,return-value]  diffusers' configuration is a dictionary
