@@ -32,10 +32,11 @@ class ProcessEnd:
     def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
         self.rank, self.size = rank, size
         self._timeout = timedelta(seconds=timeout_s)
-        options = dist.ProcessGroupGloo._Options()
+        gloo: Any = dist.ProcessGroupGloo  # torch's stubs leave out most of it
+        options = gloo._Options()
         options._timeout = _FOR_EVER
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        self._group = dist.ProcessGroupGloo(store, rank, size, options)
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        self._group = gloo(store, rank, size, options)
         self._numbers: Counter[tuple[int, int]] = Counter()
 
     def __enter__(self) -> "ProcessEnd":

@@ -81,10 +81,13 @@ class StripModel:
 
 
 def flat(conditions: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
-    """Conditions as a model's forward names them -> tensors by name, levels between dots."""
+    """Conditions as a model's forward names them -> tensors by name, levels between dots; None is left out."""
     found: dict[str, Tensor] = {}
     for name, value in conditions.items():
-        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{name}.")
+        elif value is not None:
+            found[prefix + name] = value
     return found
 
 

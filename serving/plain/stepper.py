@@ -39,8 +39,7 @@ class PlainStepper:
         alone: PerRequestSampler,
     ) -> None:
         self.models = models
-        self.conditions, self.alone = conditions, alone
-        self._sampler = sampler
+        self.conditions, self.sampler, self.alone = conditions, sampler, alone
         self._batches: list[DenoiseBatch] = []
         self._stepped: list[DenoiseBatch] = []
 
@@ -54,9 +53,9 @@ class PlainStepper:
     def prepare(self, prepared: PreparedRequest) -> None:
         """Work out a request's coefficients beside the denoise loop."""
         prepared.latents = prepared.latents.float()
-        if self._sampler is not None:
+        if self.sampler is not None:
             try:
-                self._sampler.table(prepared.state)
+                self.sampler.table(prepared.state)
             except UsageError:
                 # A schedule without finite coefficients: its own scheduler knows what diffusers does then.
                 assert prepared.state.coefficients is None
@@ -116,7 +115,7 @@ class PlainStepper:
         return plain_batch(self.models, self.conditions(join_conditioning(group)), group, sampler)
 
     def _sampler_of(self, group: Sequence[PreparedRequest]) -> BatchedSampler | PerRequestSampler:
-        known = None if group[0].state.coefficients is None else self._sampler
+        known = None if group[0].state.coefficients is None else self.sampler
         return known or self.alone
 
     def _let_go(self, batches: Sequence[DenoiseBatch]) -> None:

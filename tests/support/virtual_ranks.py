@@ -73,4 +73,5 @@ def in_calls(
 def relative(found: Tensor, wanted: Tensor) -> float:
     """Largest difference over largest magnitude."""
     assert found.shape == wanted.shape
+    found, wanted = found.detach(), wanted.detach()
     return float((found - wanted).abs().max() / wanted.abs().max())

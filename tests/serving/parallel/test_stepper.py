@@ -1,0 +1,88 @@
+"""The engine's denoise stage on several ranks: what plain diffusers gives alone, with any scheduler."""
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DDIMScheduler, DPMSolverMultistepScheduler, EulerAncestralDiscreteScheduler, HeunDiscreteScheduler
+
+from patchedserve.data.errors import UsageError
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.serving.models.build import build_model
+from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.options import EngineOptions
+from patchedserve.serving.parallel.options import ParallelOptions
+from patchedserve.serving.parallel.stepper import ParallelStepper
+from patchedserve.serving.parallel.virtual import VirtualRanks
+from patchedserve.serving.plain.stepper import PlainStepper
+
+from ...support.tiny_models import largest_error, plain_latents, tiny_sd3, tiny_sdxl
+
+LOW, HIGH = Resolution(32, 64), Resolution(64, 96)
+REQUESTS = [
+    Request(0, "a red apple", LOW, 4, guidance_scale=4.0, seed=10),
+    Request(1, "a car", HIGH, 5, guidance_scale=1.0, seed=11),
+    Request(2, "two birds", LOW, 3, guidance_scale=7.5, seed=12, negative_prompt="blur"),
+    Request(3, "a sea", HIGH, 5, guidance_scale=2.0, seed=14),
+]
+
+
+def served(make: Any, count: int, scheduler: Any = None, **options: Any) -> ServedModel:
+    pipe = make()
+    if scheduler is not None:
+        pipe.scheduler = scheduler.from_config(pipe.scheduler.config)
+    model = build_model(pipe, name="tiny", options=EngineOptions("plain"))
+    plain = model.stepper
+    assert isinstance(plain, PlainStepper)
+    virtual = VirtualRanks(model.denoiser, count, ParallelOptions(**options))
+    model.stepper = ParallelStepper(virtual, plain.models, plain.conditions, plain.sampler, plain.alone)
+    return model
+
+
+def run(model: ServedModel) -> list[torch.Tensor]:
+    """Final latents of the requests, of which the i-th joins before step i."""
+    coming, active = list(REQUESTS), []
+    latents: dict[int, torch.Tensor] = {}
+    while coming or active:
+        if coming:
+            active.append(model.prepare(coming.pop(0)))
+        assert model.stepper.step(active) == {}
+        for prepared in [each for each in active if each.state.is_finished]:
+            active.remove(prepared)
+            latents[prepared.request.request_id] = prepared.latents[0]
+    assert isinstance(model.stepper, ParallelStepper)
+    model.stepper.close()
+    return [latents[request.request_id] for request in REQUESTS]
+
+
+@pytest.mark.parametrize(
+    ("make", "scheduler"),
+    [
+        (tiny_sdxl, None),
+        (tiny_sdxl, DDIMScheduler),
+        (tiny_sdxl, DPMSolverMultistepScheduler),
+        (tiny_sdxl, EulerAncestralDiscreteScheduler),
+        (tiny_sdxl, HeunDiscreteScheduler),
+        (tiny_sd3, None),
+    ],
+)
+@pytest.mark.parametrize("splits_guidance", [False, True])
+def test_who_joins_and_leaves_gets_what_diffusers_gives_alone(make: Any, scheduler: Any, splits_guidance: bool) -> None:
+    model = served(make, 2, scheduler, splits_guidance=splits_guidance)
+    expected = [plain_latents(model.pipe, request) for request in REQUESTS]
+    assert largest_error(run(model), expected) <= 1e-3
+
+
+def test_displaced_requests_are_near_and_exact_while_they_warm_up() -> None:
+    expected = run(served(tiny_sdxl, 2))
+    assert all(map(torch.equal, run(served(tiny_sdxl, 2, mode="displaced", warmup=9)), expected))
+    error = largest_error(run(served(tiny_sdxl, 2, mode="displaced", warmup=1)), expected)
+    assert 0 < error < 0.5 * float(torch.cat([each.flatten() for each in expected]).abs().max())
+
+
+def test_an_image_that_is_too_low_is_refused() -> None:
+    model = served(tiny_sdxl, 3)
+    with pytest.raises(UsageError, match="at most 2 can share them"):
+        model.check_request(REQUESTS[0])
+    model.check_request(REQUESTS[1])
