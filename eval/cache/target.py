@@ -4,6 +4,7 @@ What a forest learns is about one block at one step. What many such decisions do
 it was not trained on are drawn without a cache, and again with each cut that is tried.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -133,8 +134,12 @@ def train_to_target(
                 break
     if best is None:
         closest = max(tried, key=lambda row: row["ssim"])
+        # Rounded down: what is next to the target has not reached it.
+        reached = math.floor(1e4 * closest["ssim"]) / 1e4
+        # Rounded down: what is next to the target has not reached it.
+        reached = math.floor(1e4 * closest["ssim"]) / 1e4
         raise RunError(
-            f"no cut reaches SSIM {target.ssim:g}; the closest is {closest['ssim']:.4f} with threshold "
+            f"no cut reaches SSIM {target.ssim:g}; the closest is {reached:.4f} with threshold "
             f"{closest['threshold']:g} and confidence {closest['min_confidence']:g}; give a lower --threshold"
         )
     chosen = {name: best[name] for name in ("threshold", "min_confidence")}

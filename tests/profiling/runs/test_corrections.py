@@ -69,6 +69,6 @@ def test_nothing_known_is_learnt_first(tmp_path: Path) -> None:
     assert not notes, "without the cache profiles tell all"
     for _ in range(2):
         known = correction_of(cached, workspace, OneSecond(), first=requests, on_note=notes.append)
-        assert known.scale == LEAST_SCALE, "such a model takes milliseconds"
+        assert LEAST_SCALE <= known.scale < 0.5, "such a model takes milliseconds, on a slow machine some more"
         assert 0 < known.after_s[S] < 1
     assert notes == ["Learning how long steps take with the cache: 3 requests ..."]
