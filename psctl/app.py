@@ -32,6 +32,7 @@ from .commands.generate import generate
 from .commands.groups import profile, train_predictor
 from .commands.models import models_card, models_list, models_train
 from .commands.profile import profile_blocks, profile_latency
+from .commands.profile_parallel import profile_parallel
 from .commands.reproduce import reproduce_patchedserve
 from .commands.serve import serve
 from .commands.simulate import simulate
@@ -49,6 +50,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("demo", demo),
     ("profile latency", profile_latency),
     ("profile blocks", profile_blocks),
+    ("profile parallel", profile_parallel),
     ("train-predictor latency", train_predictor_latency),
     ("train-predictor cache", train_predictor_cache),
     ("simulate", simulate),

@@ -1,4 +1,4 @@
-"""Groups of commands that also run by themselves: all their commands, one after the other, with the defaults."""
+"""Groups of commands that also run by themselves: some of their commands, one after the other, with the defaults."""
 
 from typing import Annotated, Any
 
@@ -29,8 +29,9 @@ def profile(
         psctl profile
         psctl profile --quick --model emoji-3 && psctl train-predictor --model emoji-3
         psctl profile latency --combinations 60
+        psctl profile parallel --config sdxl
     """
-    _run_all(context)
+    _run_all(context, "latency", "blocks")
 
 
 def train_predictor(
@@ -46,11 +47,11 @@ def train_predictor(
         psctl train-predictor --model emoji-3
         psctl train-predictor cache --threshold 0.1
     """
-    _run_all(context)
+    _run_all(context, "latency", "cache")
 
 
-def _run_all(context: typer.Context) -> None:
-    """Run every command of the group with the options that were given to the group, unless one was named.
+def _run_all(context: typer.Context, *names: str) -> None:
+    """Run these commands of the group with the options that were given to the group, unless one was named.
 
     Raises UsageError: a command was named, and options stand before it.
     """
@@ -64,7 +65,8 @@ def _run_all(context: typer.Context) -> None:
         return
     arguments = [text for name, value in given.items() for text in _as_text(name, value)]
     commands: dict[str, Any] = context.command.commands  # type: ignore[attr-defined]
-    for name, command in commands.items():
+    for name in names:
+        command = commands[name]
         # Within the group's own context, so that each option also has its usual environment variable.
         with command.make_context(name, list(arguments), parent=context) as own:
             command.invoke(own)

@@ -1,12 +1,42 @@
-"""Latency tables in the box: measured on stated machines, for simulations before anything was profiled.
+"""Figures in the box: latency tables, measured on stated machines, and what papers print.
 
-Each is named after its model and written by `psctl profile latency`, which also wrote down what it was measured on.
+A latency table is named after its model and was written by `psctl profile latency`, which also wrote down what it was
+measured on; it is for simulations before anything was profiled. A paper's figures are a JSON file.
 """
 
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Printed:
+    """A figure that a paper prints.
+
+    Attributes:
+        quantity: names what it is, and its unit.
+        resolution: of the image.
+        num_ranks: devices that draw it.
+        value: as printed.
+        where: in the paper.
+    """
+
+    quantity: str
+    resolution: str
+    num_ranks: int
+    value: float
+    where: str
 
 
 def published_table(model: str) -> Path | None:
     """The table of a bundled model, or None where there is none."""
     tables = {path.stem: path for path in Path(__file__).parent.glob("*.parquet")}
     return tables.get(model)
+
+
+def printed_figures(paper: str) -> Iterator[Printed]:
+    """What a paper prints, in its order."""
+    content = json.loads((Path(__file__).parent / f"{paper}.json").read_text(encoding="utf-8"))
+    for where, quantity, resolution, num_ranks, value in content["figures"]:
+        yield Printed(quantity, resolution, num_ranks, value, where)

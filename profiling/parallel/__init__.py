@@ -1,0 +1,1 @@
+"""What several devices for one image cost, counted in models without weights, beside DistriFusion's own figures."""

@@ -1,0 +1,61 @@
+"""MACs of unmodified diffusers models, counted by torch on the meta device: real shapes, no weights, no arithmetic."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import diffusers
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from ...data.errors import UsageError
+from ...serving.core.swap import check_model
+from ...serving.parallel.cost import Call
+
+_CLASSES = ("UNet2DConditionModel", "SD3Transformer2DModel")
+
+
+def meta_model(config: Mapping[str, Any], source: str) -> Any:
+    """The model of a configuration that the user calls `source`.
+
+    Raises:
+        UsageError: it is not one of a model that works in strips.
+    """
+    name = config.get("_class_name")
+    if name not in _CLASSES:
+        raise UsageError(f"--config {source} is of {name or 'no class'}, but it must be of {' or '.join(_CLASSES)}")
+    try:
+        with torch.device("meta"):
+            model = getattr(diffusers, name).from_config(dict(config)).eval()
+    except (ValueError, TypeError, IndexError, RuntimeError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UsageError(f"--config {source}: diffusers makes no {name} of it: {reason}") from error
+    check_model(model, "--parallel", "give another --config")
+    return model
+
+
+@torch.inference_mode()
+def counted_macs(model: Any, call: Call) -> int:
+    """MACs of one call.
+
+    On this device attention is computed as the two matrix products that it stands for, which the counter knows; on a
+    CPU it is one fused operation, of which the counter knows nothing.
+    """
+    rows, config = call.rows, model.config
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, device="meta")
+
+    given: dict[str, Any] = {"timestep": empty(rows)}
+    if "down_block_types" in config:
+        width = config["cross_attention_dim"]
+        given["encoder_hidden_states"] = empty(rows, call.text_length, width if isinstance(width, int) else width[0])
+        if config["addition_embed_type"] is not None:
+            ids = 6 * config["addition_time_embed_dim"]
+            pooled = empty(rows, config["projection_class_embeddings_input_dim"] - ids)
+            given["added_cond_kwargs"] = {"text_embeds": pooled, "time_ids": empty(rows, 6)}
+    else:
+        given["encoder_hidden_states"] = empty(rows, call.text_length, config["joint_attention_dim"])
+        given["pooled_projections"] = empty(rows, config["pooled_projection_dim"])
+    with FlopCounterMode(display=False) as counter:
+        model(empty(rows, config["in_channels"], call.height, call.width), **given)
+    return counter.get_total_flops() // 2
