@@ -1,4 +1,4 @@
-"""Which engine denoises, and with what: the patch engine, or plain diffusers as the baseline.
+"""Which engine denoises, and with what: the patch engine, plain diffusers as the baseline, or several devices at once.
 
 This module imports no torch, so that options are checked before anything heavy is loaded.
 """
@@ -9,8 +9,9 @@ from typing import Any, Literal, get_args
 from ..data.checks import require_counts
 from ..data.errors import UsageError
 from .cache.options import CacheOptions
+from .parallel.options import ParallelOptions
 
-EngineName = Literal["patched", "plain"]
+EngineName = Literal["patched", "plain", "parallel"]
 OrderName = Literal["auto", "image", "patch"]
 StrategyName = Literal["auto", "stitch", "regroup"]
 KernelsName = Literal["auto", "torch", "triton"]
@@ -20,10 +21,11 @@ PATCH_OPTIONS = ("order", "patch_size", "strategy", "kernels", "compile", "cuda_
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How a served model denoises; all but `engine` and `compile` are for the patch engine only.
+    """How a served model denoises; all but `engine`, `compile` and `parallel` are for the patch engine only.
 
     Attributes:
-        engine: `patched`, or `plain`: one forward pass of unmodified diffusers per resolution.
+        engine: `patched`, or `plain`: one forward pass of unmodified diffusers per resolution; or `parallel`: several
+            devices share each image, one resolution at a time.
         order: how tokens are packed (see `serving.layout.packing`); auto is image on a CPU and patch on CUDA.
         patch_size: side of a patch in latent pixels; None for the largest common divisor of the sizes in a batch.
         strategy: how convolutions see beyond a patch; auto uses what was measured, and else regroups.
@@ -31,9 +33,10 @@ class EngineOptions:
         compile: run transformer blocks through torch.compile; the plain engine, the whole model.
         cuda_graphs: record the launches of a pass for each batch composition, and play them back.
         cache: whether patches reuse what blocks gave at earlier steps, and how.
+        parallel: how several devices share an image; given with more than one rank, the engine is `parallel`.
 
     Raises:
-        UsageError: if a value is not allowed, or an option of the patch engine is given for the plain one.
+        UsageError: if a value is not allowed, or an option of one engine is given for another.
     """
 
     engine: EngineName = "patched"
@@ -44,6 +47,7 @@ class EngineOptions:
     compile: bool = False
     cuda_graphs: bool = False
     cache: CacheOptions = field(default_factory=CacheOptions)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
 
     def __post_init__(self) -> None:
         choices = {"engine": EngineName, "order": OrderName, "strategy": StrategyName, "kernels": KernelsName}
@@ -61,10 +65,18 @@ class EngineOptions:
             "--cuda-graphs": self.cuda_graphs,
             "--cache": self.cache.is_on,
         }
-        if self.engine == "plain" and any(given.values()):
+        if self.engine != "patched" and any(given.values()):
             raise UsageError(
                 f"{', '.join(name for name, is_given in given.items() if is_given)}: only for --engine patched"
             )
+        if self.engine == "parallel" and not self.parallel.is_on:
+            raise UsageError("--engine parallel needs --parallel with two ranks at least, as in --parallel 2")
+        if self.engine != "parallel" and self.parallel.is_on:
+            raise UsageError(
+                f"--parallel {self.parallel.ranks} is not for --engine {self.engine}: leave one of them out"
+            )
+        if self.engine == "parallel" and self.compile:
+            raise UsageError("--compile makes graphs of whole models, but with --parallel ranks talk within them")
         if self.compile and self.cache.is_on:
             raise UsageError("--compile makes graphs of whole blocks, but with --cache each step takes other patches")
         if self.cuda_graphs and self.cache.is_on:

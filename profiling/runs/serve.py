@@ -169,6 +169,7 @@ def what_was_learnt(
     profiled, why batches failed and why passes could not be recorded, where there is any; `outside_before` as in
     `predictions_outside`.
     """
+    from ...serving.parallel.stepper import ParallelStepper
     from ...serving.patched.stepper import PatchedStepper
 
     found: dict[str, Any] = {}
@@ -186,6 +187,8 @@ def what_was_learnt(
             found["batch_failures"] = asdict(failures)
         if cache is not None:
             found["cache"] = cache.stats.to_json()
+    if isinstance(model.stepper, ParallelStepper):
+        found["parallel"] = model.stepper.facts()
     return found
 
 

@@ -13,7 +13,7 @@ from ...data.files import require_places
 from ...data.resolution import parse_list
 from ..flags import flag, given_flags
 from ..options.common import MaxBatchSize, Resolutions
-from ..options.groups import EngineFlags
+from ..options.groups import ServedEngineFlags
 from ..options.replicas import ReplicaFlags
 from ..options.system import with_cache_of
 from ..options.target import Target
@@ -32,7 +32,7 @@ def batch_run(
     ] = Path("batch"),
     resolutions: Resolutions = None,
     max_batch_size: MaxBatchSize = 16,
-    engine: EngineFlags,
+    engine: ServedEngineFlags,
     replicas: ReplicaFlags,
     target: Target,
     out: Output,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ...profiling.sweep.runner import Side
     from ...profiling.sweep.settings import SweepEngine
 
+_NAMES = ", ".join(name for name, system in SYSTEMS.items() if system.engine != "parallel")
 _DEFAULT_SYSTEMS = "diffusers,bucketed,nirvana,patched-fcfs,patchedserve"
 _DEFAULT_NUM_PROMPTS = {"engine": 60, "both": 60, "simulator": 1000}
 _PATCHED = ENGINE.without("engine")
@@ -44,7 +45,7 @@ def bench_slo(
         Literal["real", "engine", "simulator", "both"] | None, flag("--engine", "Old name of --on.", hidden=True)
     ] = None,
     systems: Annotated[
-        str, flag("--systems", f"{', '.join(SYSTEMS)} (simulated only: distrifusion-fcfs).", metavar="NAME,...")
+        str, flag("--systems", f"{_NAMES} (simulated only: distrifusion-fcfs).", metavar="NAME,...")
     ] = _DEFAULT_SYSTEMS,
     policies: Annotated[str | None, flag("--policies", "Old name of --systems.", hidden=True)] = None,
     rates: Annotated[str, flag("--rates", "Request rates: mean arrivals per second.", metavar="X,...")] = "1,2,3,4",

@@ -11,7 +11,7 @@ from ...data.requests import MAX_SEED, Request
 from ...data.resolution import Resolution, parse
 from ..flags import flag
 from ..options.common import GuidanceScale, MaxBatchSize, NumInferenceSteps, Seed
-from ..options.groups import EngineFlags
+from ..options.groups import ParallelEngineFlags
 from ..options.target import Target
 from ..output import Output
 
@@ -52,7 +52,7 @@ def generate(
     ] = Path("images"),
     overwrite: Annotated[bool, flag("--overwrite", "Replace images that exist already.")] = False,
     max_batch_size: MaxBatchSize = 16,
-    engine: EngineFlags,
+    engine: ParallelEngineFlags,
     target: Target,
     out: Output,
 ) -> None:
@@ -90,6 +90,7 @@ def generate(
 
     served, place = target.load(out, engine)
     from ...serving.engine.engine import Engine
+    from ...serving.parallel.stepper import ParallelStepper
     from ...serving.scheduling.policies import get_policy
 
     for request in requests:
@@ -111,6 +112,10 @@ def generate(
         result = runner.run()
 
     images = [_describe(record) for record in result.records]
+    losses = served.stepper.group.losses if isinstance(served.stepper, ParallelStepper) else ()
+    for loss in losses:
+        out.warn(f"{loss}; its work was done without it")
+    served.close()
     payload = {"model": target.model, "device": str(served.device), "duration_s": result.duration_s, "images": images}
     out.data(payload, table=lambda: _table(images))
     if result.was_interrupted:

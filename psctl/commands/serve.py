@@ -13,7 +13,7 @@ from ...profiling.runs.trace_settings import DEFAULT_SLO_SCALE
 from ...serving.scheduling.systems import DEFAULT_SYSTEM
 from ..flags import Flags, flag, given_flags
 from ..options.common import MaxBatchSize, OutputFile, SloScale
-from ..options.groups import TRACE, EngineFlags, TraceFlags
+from ..options.groups import TRACE, ServedEngineFlags, TraceFlags
 from ..options.http import HttpFlags
 from ..options.replicas import REPLICAS, ReplicaFlags
 from ..options.system import PolicyName, SystemName, chosen_system, with_cache_of
@@ -46,7 +46,7 @@ def serve(
     remeasure: Annotated[
         bool, flag("--remeasure", "Measure standalone latencies again instead of using the workspace's.")
     ] = False,
-    engine: EngineFlags,
+    engine: ServedEngineFlags,
     web: HttpFlags,
     replicas: ReplicaFlags,
     target: Target,
@@ -144,9 +144,12 @@ def serve(
             f"the cache's bound of {served.options.cache.memory_mb} MB was too small for {', '.join(uncached)}, which "
             "ran uncached at times; raise --cache-memory"
         )
+    for loss in outcome.summary.get("parallel", {}).get("losses", ()):
+        out.warn(f"{loss}; its work was done without it")
     if failure := outcome.summary.get("recording_failure"):
         out.warn(f"--cuda-graphs: {failure}; what had not been recorded by then ran without")
     out.note(f"Report: {outcome.run_dir / 'report.html'}")
+    served.close()
     if correction is not None:
         keep_correction(served, place, correction)
     if outcome.was_interrupted:

@@ -4,12 +4,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
 
+import typer
+
 from ...data.datasets.spec import spec_options_help
 from ...eval.options import EvalOptions
 from ...profiling.runs.trace_settings import TraceSettings
 from ...serving.cache.options import CacheOptions
 from ...serving.options import EngineOptions
-from ..flags import Flags, flag
+from ...serving.parallel.options import NormOptions, ParallelOptions
+from ..flags import Flags, flag, preset
 from .common import GuidanceScale, MaxBatchSize, NumInferenceSteps, Prompts, Resolutions, Seed
 
 if TYPE_CHECKING:
@@ -60,12 +63,87 @@ CACHE = Flags(
         "memory_mb": flag("--cache-memory", "Most that the cache keeps.", is_shared=True, metavar="MB"),
     },
 )
+
+
+def _set_engine(context: typer.Context, ranks: str) -> str:
+    if ranks != "1":
+        preset(context, {"engine": "parallel"})
+    return ranks
+
+
+PARALLEL = Flags(
+    ParallelOptions,
+    {
+        "ranks": flag(
+            "--parallel",
+            "Share each image among so many devices, each in a process; virtual:N tries it in one. Sets --engine.",
+            is_shared=True,
+            metavar="N|virtual:N",
+            is_eager=True,
+            callback=_set_engine,
+        ),
+        "mode": flag(
+            "--parallel-mode",
+            "sync: exact; displaced: by what the others had in the call before, but for the first; naive: parts that "
+            "know nothing of each other; auto: displaced where that is expected to save more than a tenth.",
+            is_shared=True,
+        ),
+        "norms": Flags(
+            NormOptions,
+            {
+                "mode": flag(
+                    "--gn",
+                    "Statistics of displaced GroupNorms: of the call before, corrected by the own change; waiting for "
+                    "all; the others' as they were; the own alone.",
+                    is_shared=True,
+                )
+            },
+        ),
+        "warmup": flag("--parallel-warmup", "Calls after the first that are not displaced yet.", is_shared=True, min=0),
+        "cfg_split": flag(
+            "--cfg-split",
+            "Half of the ranks take what guidance adds; auto where their number is even.",
+            is_shared=True,
+        ),
+        "shares": flag(
+            "--parallel-shares", 'Of the ranks in an image, as "2,1". Default: equal.', is_shared=True, metavar="SHARES"
+        ),
+        "text": flag(
+            "--parallel-text",
+            "Models with a text stream: every rank has all of it, or its part; auto splits where it is long.",
+            is_shared=True,
+        ),
+        "from_pixels": flag(
+            "--parallel-from", "Images of fewer pixels are drawn by the first rank alone.", is_shared=True, min=0
+        ),
+        "devices": flag(
+            "--parallel-devices",
+            'Of the ranks, as "cuda:0,cuda:2"; one may be named twice. Default: from --device on, one each.',
+            is_shared=True,
+            metavar="DEVICES",
+        ),
+        "timeout_s": flag(
+            "--parallel-timeout",
+            "How long ranks may keep each other waiting; who does so for longer is done without.",
+            is_shared=True,
+            metavar="SECONDS",
+        ),
+        "memory_mb": flag(
+            "--parallel-memory",
+            "Most that a rank keeps of others for displaced calls; beyond it calls are synchronous.",
+            is_shared=True,
+            metavar="MB",
+            min=1,
+        ),
+    },
+)
 ENGINE = Flags(
     EngineOptions,
     {
         "engine": flag(
             "--engine",
-            "patched: all resolutions in one batch; plain: unmodified diffusers, a batch per resolution.",
+            "patched: all resolutions in one batch; plain: unmodified diffusers, a batch per resolution; "
+            "parallel: set by --parallel.",
             is_shared=True,
         ),
         "order": flag("--order", "How tokens are packed; auto: image on a CPU, patch on a GPU.", is_shared=True),
@@ -135,6 +213,8 @@ DRAW = Flags(
 
 TraceFlags = Annotated[TraceSettings, TRACE]
 EngineFlags = Annotated[EngineOptions, ENGINE]
+ParallelEngineFlags = Annotated[EngineOptions, ENGINE.using(parallel=PARALLEL)]
+ServedEngineFlags = Annotated[EngineOptions, ENGINE.using(parallel=PARALLEL.fixing(may_use_fewer=True))]
 PatchFlags = Annotated[EngineOptions, ENGINE.without("engine", "cache")]
 
 

@@ -18,7 +18,9 @@ _HELP = "; ".join(f"{name}: {system.about}" for name, system in SYSTEMS.items())
 
 
 def _set_engine(context: typer.Context, name: str) -> str:
-    preset(context, {"engine": get_system(name, is_simulated=True).engine})
+    # Where both are given, --parallel says which engine it is.
+    if context.params.get("parallel", "1") == "1":
+        preset(context, {"engine": get_system(name, is_simulated=True, has_ranks=True).engine})
     return name
 
 
@@ -64,7 +66,9 @@ def chosen_system(
     if policy is not None and policy in SYSTEMS:
         out.note(f"--policy {policy} is called --system {policy} now; the old name works until the next release.")
         policy = SYSTEMS[policy].policy
-    return get_system(name, is_simulated=is_simulated).overridden(engine=engine.engine, policy=policy)
+    return get_system(name, is_simulated=is_simulated, has_ranks=not is_simulated).overridden(
+        engine=engine.engine, policy=policy
+    )
 
 
 def systems_of_policies(names: str, out: "Output") -> str:
@@ -83,7 +87,7 @@ def with_cache_of(
     so, and nothing is cached.
     """
     modes = {system.cache for system in systems if system.cache != "off" and system.engine == "patched"}
-    if "--cache" in given or engine.cache.is_on or not modes or engine.engine == "plain":
+    if "--cache" in given or engine.cache.is_on or not modes or engine.engine != "patched":
         return engine
     if engine.compile or engine.cuda_graphs:
         out.note("With --compile or --cuda-graphs no patch is reused: the system runs without its cache.")

@@ -78,3 +78,7 @@ class Stepper(Protocol):
         in float32 and in memory of their own; None where that cannot be told. Called between two steps.
         """
         ...
+
+    def close(self) -> None:
+        """Let go of what outlives the calls, such as other processes; no step is taken afterwards."""
+        ...

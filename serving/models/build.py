@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,11 @@ from ..cache.rules import load_rule
 from ..core.denoiser import denoiser_of
 from ..core.stepper import Stepper
 from ..options import EngineOptions
+from ..parallel.launch import ProcessRanks
+from ..parallel.options import ParallelOptions
+from ..parallel.recovery import RankGroup
+from ..parallel.stepper import ParallelStepper
+from ..parallel.virtual import VirtualRanks
 from ..patched.cached_block import block_facts
 from ..patched.captured import CudaRecorder
 from ..patched.patched_model import PatchedModel
@@ -23,6 +29,7 @@ from ..plain.formats import PlainModels, compile_whole
 from ..plain.stepper import PlainStepper
 from ..samplers.batched import BatchedSampler
 from ..samplers.single import PerRequestSampler
+from .checkpoint import fingerprint as fingerprint_of
 from .defaults import ModelDefaults
 from .families import Family, build_family
 from .served import ServedModel
@@ -86,6 +93,9 @@ def build_stepper(
         compile_whole(denoiser)
     if options.engine == "plain":
         return build_plain(pipe, family, PlainModels(denoiser, is_compiled=options.compile))
+    if options.engine == "parallel":
+        plain = build_plain(pipe, family, PlainModels(denoiser))
+        return parallel_stepper(pipe, plain, options.parallel)
     check_kernels(options.kernels, device)
     order = options.order
     if order == "auto":
@@ -106,6 +116,19 @@ def build_stepper(
     batched_sampler = BatchedSampler(pipe.scheduler, pass_step_kwargs=family.pass_step_kwargs)
     plain = PlainModels(denoiser, patched.channels_last_weights, is_compiled=options.compile)
     return PatchedStepper(patched, plain, family.conditions, batched_sampler)
+
+
+def parallel_stepper(pipe: Any, plain: PlainStepper, options: ParallelOptions) -> ParallelStepper:
+    """The denoise stage on ranks, virtual or in processes that load the same files. Raises as `ProcessRanks`."""
+    denoiser = denoiser_of(pipe)
+    if options.is_virtual:
+        group: RankGroup = VirtualRanks(denoiser, options)
+    else:
+        folder = pipe.name_or_path
+        if folder is None or not Path(folder).is_dir():
+            raise UsageError("the ranks of --parallel load the model from its folder, and this one has none")
+        group = ProcessRanks(denoiser, fingerprint_of(Path(folder)), str(folder), options)
+    return ParallelStepper(group, options, plain.models, plain.conditions, plain.sampler, plain.alone)
 
 
 def build_plain(pipe: Any, family: Family, models: PlainModels) -> PlainStepper:

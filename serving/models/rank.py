@@ -5,12 +5,6 @@ import sys
 from ..parallel.worker import RankSettings, serve_rank
 from .loading import load_denoiser
 
-
-def command_of(settings: RankSettings) -> list[str]:
-    """What starts a rank."""
-    return [sys.executable, "-m", "patchedserve.serving.models.rank", settings.to_json()]
-
-
 if __name__ == "__main__":
     given = RankSettings.from_json(sys.argv[1])
     sys.exit(serve_rank(given, lambda: load_denoiser(given.model, given.device, given.dtype)))

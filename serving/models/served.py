@@ -179,3 +179,7 @@ class ServedModel:
     def decode(self, latents: torch.Tensor) -> "Image":
         """Turn the final latents of one request into its image."""
         return self.family.decode(latents.to(self.dtype))[0]
+
+    def close(self) -> None:
+        """Let go of what outlives calls, such as the processes of other ranks."""
+        self.stepper.close()

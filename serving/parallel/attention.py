@@ -3,6 +3,7 @@
 Strips are in raster order, and so are their keys, one rank's behind the other's. Source: DistriFusion figure 4.
 """
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -76,7 +77,10 @@ class StripCrossAttention(nn.Module):
 
 
 class StripJointAttention(nn.Module):
-    """SD3's joint attention: the tokens of an image and of its text attend to both; every rank has the whole text."""
+    """SD3's joint attention: the tokens of an image and of its text attend to both.
+
+    Every rank has the whole text, or its part: then keys are those of all strips, and behind them those of all parts.
+    """
 
     def __init__(self, attention: Any, context: StripContext, factor: int) -> None:
         super().__init__()
@@ -96,8 +100,24 @@ class StripJointAttention(nn.Module):
         query = image[:, :, 0]
         if not attention.context_pre_only:
             query = torch.cat([query, text[:, :, 0]], 1)
-        everyone = keys_values_of_all(self.context, self, image[:, :, 1:], self._factor)
-        key, value = torch.cat([everyone, text[:, :, 1:]], 1).unbind(2)
+        everyone = self._keys_values(image[:, :, 1:], text[:, :, 1:])
+        key, value = everyone.unbind(2)
         attended = attend(query, key, value, attention.scale).flatten(2)
         out = attention.to_out[0](attended[:, : hidden_states.shape[1]])
         return out, None if attention.context_pre_only else attention.to_add_out(attended[:, hidden_states.shape[1] :])
+
+    def _keys_values(self, image: Tensor, text: Tensor) -> Tensor:
+        """Keys and values [rows, tokens of image and text, 2, heads, width] of all ranks, from this one's."""
+        context = self.context
+        if not context.now.text_starts:
+            return torch.cat([keys_values_of_all(context, self, image, self._factor), text], 1)
+        heights, starts = context.heights(self._factor), context.now.text_starts
+        width = image.shape[1] // heights[context.place]
+        tokens = [height * width for height in heights]
+        shapes = [
+            (image.shape[0], own + end - start, *image.shape[2:])
+            for own, (start, end) in zip(tokens, pairwise(starts), strict=True)
+        ]
+        parts = context.gather(self, torch.cat([image, text], 1), shapes)[0]
+        images = [part[:, :own] for part, own in zip(parts, tokens, strict=True)]
+        return torch.cat([*images, *(part[:, own:] for part, own in zip(parts, tokens, strict=True))], 1)

@@ -1,7 +1,8 @@
 """What the leaves of one rank's model share while it runs: the strips, and how they reach other ranks' parts."""
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -39,6 +40,9 @@ class Pass:
         rows: in the order of the batch.
         is_displaced: which of them read what the other ranks had in their call before.
         is_last: which of them have no call after this one.
+        is_alone: whether each strip is an image of its own, for the unmodified model.
+        text_starts: where each rank's part of the text stream starts, and the end; empty where each has all of it.
+        norms: what GroupNorm of displaced rows goes by.
     """
 
     team: Team
@@ -46,17 +50,44 @@ class Pass:
     rows: tuple[RowName, ...]
     is_displaced: tuple[bool, ...] = ()
     is_last: tuple[bool, ...] = ()
+    is_alone: bool = False
+    text_starts: tuple[int, ...] = ()
+    norms: NormOptions = field(default_factory=NormOptions)
 
     def __post_init__(self) -> None:
         self.is_displaced = self.is_displaced or (False,) * len(self.rows)
         self.is_last = self.is_last or (True,) * len(self.rows)
 
+    def to_facts(self) -> dict[str, Any]:
+        """As `of_facts` reads it on another rank."""
+        names = ("rows", "is_displaced", "is_last", "is_alone", "text_starts")
+        shared = {name: getattr(self, name) for name in names}
+        return {
+            **shared,
+            "members": self.team.members,
+            "starts": self.strips.starts,
+            "norms": asdict(self.norms),
+        }
+
+    @classmethod
+    def of_facts(cls, facts: Mapping[str, Any], end: Communicator, unit: int) -> "Pass":
+        """What `to_facts` gave, for the rank of `end`."""
+        return cls(
+            Team(end, tuple(facts["members"])),
+            Strips(tuple(facts["starts"]), unit),
+            tuple((key, row) for key, row in facts["rows"]),
+            tuple(facts["is_displaced"]),
+            tuple(facts["is_last"]),
+            facts["is_alone"],
+            tuple(facts["text_starts"]),
+            NormOptions(**facts["norms"]),
+        )
+
 
 class StripContext:
     """What the leaves of one rank's model share while it runs. Not for two threads at a time."""
 
-    def __init__(self, norms: NormOptions | None = None) -> None:
-        self.norms = norms or NormOptions()
+    def __init__(self) -> None:
         self.exchange = Exchange()
         self._pass: Pass | None = None
 

@@ -20,6 +20,10 @@ class GroupError(PsctlError):
     """A rank of the group has failed or gone; nothing of this call can be relied on."""
 
 
+class RankError(PsctlError):
+    """A rank could not do what it was asked for; the group stands again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """What ranks tell each other besides parts of images.
@@ -72,12 +76,16 @@ class VirtualGroup:
     """Ranks in one process, of which one runs at a time: whoever waits for a message lets another run.
 
     A rank's thread holds the baton (`with end:`) while it computes.
+
+    Args:
+        size: number of ranks.
+        news: of the group that this one follows, whose baton it has then.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, news: threading.Condition | None = None) -> None:
         self.size = size
         # Its lock is the baton.
-        self.news = threading.Condition()
+        self.news = news or threading.Condition()
         self.error: BaseException | None = None
         self._posted: dict[tuple[Any, ...], Any] = {}
 

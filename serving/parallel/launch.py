@@ -1,96 +1,181 @@
-"""Starts the ranks of `--parallel N` as processes on this machine, and checks that all of them have the same model."""
+"""Starts the ranks of `--parallel N` as processes on this machine, and forms them into groups, again if one fails."""
 
-import contextlib
 import json
 import os
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+import weakref
+from dataclasses import replace
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from ...data.errors import RunError, UsageError
-from .group import GroupError
+from .group import GroupError, RankError, VirtualGroup
 from .options import ParallelOptions
 from .processes import ProcessEnd
 from .ranks import Ranks
 from .strip_model import StripModel
 from .worker import RankSettings, facts_of, key_of
 
+_MODULE = "patchedserve.serving.models.rank"
 _START_S = 300.0
+_MOST_PER_CORE = 4
 _END_S = 5.0
 
 
 class ProcessRanks:
-    """The ranks of a group: this process, and those that it has started.
+    """The ranks of a group: this process, and those that it has started. See `RankGroup`.
 
     Args:
         model: rank 0's, unmodified.
-        command: starts a rank in a process.
-        settings: of rank 0; the others have theirs from it. The port is found here.
+        fingerprint: of its files.
+        folder: where they are.
         options: of all ranks.
+
+    Attributes:
+        model: rank 0's.
+        processes: of the other ranks that are left, by number.
+        losses: what has befallen those that are not.
 
     Raises:
         RunError: if a rank does not come up.
-        UsageError: if a rank has something else than rank 0, naming both.
+        UsageError: if there are not so many devices, or a rank has something else than rank 0, naming both.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        command: Callable[[RankSettings], Sequence[str]],
-        settings: RankSettings,
-        options: ParallelOptions,
-    ) -> None:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-        self.processes = [
+    def __init__(self, model: nn.Module, fingerprint: str, folder: str, options: ParallelOptions) -> None:
+        self._options, self._number, self.losses = options, 0, list[str]()
+        self._store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
+        facts = facts_of(fingerprint, model)
+        devices = devices_of(next(model.parameters()).device, options)
+        # The ranks share the processors of the machine.
+        self._threads = max(1, torch.get_num_threads() // options.count)
+        settings = RankSettings(
+            port=self._store.port,
+            rank=0,
+            model=folder,
+            device=devices[0],
+            dtype=facts["dtype"],
+            threads=self._threads,
+            timeout_s=options.timeout_s,
+            parent=os.getpid(),
+        )
+        self._device = devices[0]
+        self.processes = {
             # In a session of its own, so that Ctrl-C is rank 0's to handle.
-            subprocess.Popen(
-                command(replace(settings, rank=rank, port=store.port, parent=os.getpid(), norms=asdict(options.norms))),
+            rank: subprocess.Popen(
+                [sys.executable, "-m", _MODULE, replace(settings, rank=rank, device=devices[rank]).to_json()],
                 start_new_session=True,
             )
-            for rank in range(1, settings.size)
-        ]
+            for rank in range(1, options.count)
+        }
+        # They end without rank 0, too, but only after a moment.
+        self._end_all = weakref.finalize(self, _end, self.processes)
         try:
-            self._meet(store, facts_of(settings.fingerprint, model))
-            self.end = ProcessEnd(store, 0, settings.size, settings.timeout_s)
-            self.ranks = Ranks(self.end, StripModel(model, options.norms), options)
+            self._meet(facts)
+            self.model = StripModel(model)
+            self._form()
         except BaseException:
-            self._kill()
+            self._end_all()
             raise
 
-    def _meet(self, store: dist.Store, facts: dict[str, object]) -> None:
+    def recover(self, error: Exception) -> Exception | None:
+        """See `RankGroup`. A rank that does not answer in time is killed."""
+        if isinstance(self.end, ProcessEnd):
+            self.end.break_off()
+        self._store.set(key_of("over", self._number), "")
+        # Nobody computes for longer without a word to others; who waits for them notices within a moment.
+        told_s = self.end.told_s if isinstance(self.end, ProcessEnd) else 0.0
+        until = max(told_s + self._options.timeout_s, time.monotonic() + _END_S)
+        told = {rank: self._left(rank, until) for rank in self.processes}
+        causes = [reason for reason in told.values() if reason]
+        lost = [rank for rank, reason in told.items() if reason is None]
+        for rank in lost:
+            self.losses.append(f"rank {rank} has gone, or does not answer: {error}")
+            _end({rank: self.processes.pop(rank)})
+        self._number += 1
+        self.model.clear()
+        try:
+            self._form()
+        except GroupError as again:
+            self.recover(again)
+        if causes:
+            return RankError(causes[0])
+        return None if lost else error
+
+    def close(self) -> None:
+        """See `RankGroup`; they have nothing to lose."""
+        self._end_all()
+
+    def _meet(self, facts: dict[str, object]) -> None:
         """Wait until every rank is ready, and compare what it has."""
         until = time.monotonic() + _START_S
-        for rank, process in enumerate(self.processes, 1):
-            while not store.check([key_of("ready", rank)]):
-                if store.check([key_of("failed", rank)]):
-                    raise RunError(f"rank {rank}: {store.get(key_of('failed', rank)).decode()}")
+        for rank, process in self.processes.items():
+            while not self._store.check([key_of("ready", rank)]):
+                if self._store.check([key_of("failed", rank)]):
+                    raise RunError(f"rank {rank}: {self._store.get(key_of('failed', rank)).decode()}")
                 if process.poll() is not None:
                     raise RunError(f"rank {rank} has ended with code {process.returncode} as it started")
                 if time.monotonic() > until:
                     raise RunError(f"rank {rank} is not ready after {_START_S:g} s")
                 time.sleep(0.05)
-            theirs = json.loads(store.get(key_of("ready", rank)))
+            theirs = json.loads(self._store.get(key_of("ready", rank)))
             for name, own in facts.items():
                 if theirs.get(name) != own:
                     raise UsageError(f"rank {rank} has {name} {theirs.get(name)}, but rank 0 has {own}")
 
-    def close(self) -> None:
-        """End the other ranks, and wait for them."""
-        with contextlib.suppress(GroupError):  # who has gone needs not be told
-            self.ranks.stop()
-        until = time.monotonic() + _END_S
-        for process in self.processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(until - time.monotonic(), 0.1))
-        self._kill()
+    def _form(self) -> None:
+        """Make a group of the ranks that are left."""
+        members = [0, *self.processes]
+        self._store.set(key_of("group", self._number), json.dumps(members))
+        if len(members) == 1:
+            self.end = VirtualGroup(1).end(0)
+        else:
+            own = dist.PrefixStore(key_of("meet", self._number), self._store)
+            self.end = ProcessEnd(own, 0, len(members), self._options.timeout_s, self._device, self._threads)
+        self.ranks = Ranks(self.end, self.model, self._options, members)
 
-    def _kill(self) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+    def _left(self, rank: int, until: float) -> str | None:
+        """What a rank says as it leaves the group: an error, or nothing; None if it does not until then."""
+        key = key_of("left", self._number, rank)
+        while not self._store.check([key]):
+            if self.processes[rank].poll() is not None or time.monotonic() > until:
+                return None
+            time.sleep(0.01)
+        return self._store.get(key).decode()
+
+
+def devices_of(device: torch.device, options: ParallelOptions) -> list[str]:
+    """The device of every rank. Raises UsageError: there are not so many, or the first is not the model's."""
+    if options.devices is not None:
+        named = [name.strip() for name in options.devices.split(",")]
+        if torch.device(named[0]).type != device.type or (torch.device(named[0]).index or 0) != (device.index or 0):
+            raise UsageError(f"--parallel-devices begins with {named[0]}, but the model is on {device} (--device)")
+        return named
+    if device.type == "cpu":
+        most = max(_MOST_PER_CORE * len(os.sched_getaffinity(0)), _MOST_PER_CORE)
+        if options.count > most:
+            raise UsageError(
+                f"--parallel {options.ranks} takes a process for each rank, but here at most {most} make sense: try "
+                f"--parallel virtual:{options.ranks}"
+            )
+        return ["cpu"] * options.count
+    first, there = device.index or 0, torch.cuda.device_count()
+    if first + options.count > there:
+        raise UsageError(
+            f"--parallel {options.ranks} takes a GPU for each rank, but from {device} on there are {there - first}: "
+            "name some more than once (--parallel-devices), or try virtual ranks"
+        )
+    return [f"cuda:{first + rank}" for rank in range(options.count)]
+
+
+def _end(processes: dict[int, subprocess.Popen[bytes]]) -> None:
+    for process in processes.values():
+        if process.poll() is None:
+            process.kill()
+        process.wait()

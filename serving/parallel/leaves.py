@@ -56,7 +56,8 @@ class StripGroupNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[rows, channels, height, width] -> the same."""
         context, num_groups = self.context, self.norm.num_groups
-        options, now = context.norms, context.now
+        now = context.now
+        options = now.norms
         # Rows come first, as in all that ranks send each other.
         own = torch.stack(statistics(x, num_groups), 1)
         parts, before = context.gather(self, own, [own.shape] * now.strips.count, at_once=options.mode == "sync")

@@ -1,12 +1,15 @@
 """How several devices draw one image. No torch."""
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from ...data.errors import UsageError
 
-Mode = Literal["sync", "displaced"]
+Mode = Literal["auto", "sync", "displaced", "naive"]
 NormMode = Literal["corrected", "sync", "stale", "separate"]
+Choice = Literal["auto", "on", "off"]
+TextMode = Literal["auto", "replicate", "split"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +28,7 @@ class NormOptions:
     guard: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.mode not in get_args(NormMode):
-            raise UsageError(f"--gn is {self.mode!r}, but it must be one of {', '.join(get_args(NormMode))}")
+        _check_choices(self, {"mode": ("--gn", NormMode)})
         if not 0 <= self.guard < 1:
             raise UsageError(f"guard is {self.guard}, but it must be a share from 0 to 1")
 
@@ -36,24 +38,102 @@ class ParallelOptions:
     """How several devices draw one image.
 
     Attributes:
+        ranks: how many: "3", or "virtual:3" for threads of this process of which one runs at a time.
         mode: `sync`: every rank waits for the others, and images are exact. `displaced`: after `warmup` + 1 calls of
-            the model, ranks go by what the others had in the call before.
+            the model, ranks go by what the others had in the call before. `naive`: the unmodified model on rows, then
+            on columns, by turns (DistriFusion section 5.1). `auto`: displaced where that is expected to pay.
         norms: see there.
         warmup: calls after the first in which a request waits for all.
-        splits_guidance: whether half of the ranks take the rows without the text, where a call has both.
-        shares: of the ranks in an image; None for even ones.
+        cfg_split: whether half of the ranks take the rows without the text, where a call has both; auto where the
+            number of ranks is even.
+        shares: of the ranks in an image, separated by commas; None for even ones.
+        text: whether every rank computes the whole text stream of a model that has one, or its part of it.
+        from_pixels: smaller images are drawn by the first rank alone.
+        may_use_fewer: whether images that are too low for all ranks are drawn by fewer, instead of being refused.
+        devices: of the ranks, separated by commas; None for the model's, and on GPUs one each.
+        timeout_s: how long ranks may keep each other waiting in a call.
+        memory_mb: most that a rank keeps of the others for displaced calls; beyond it calls are synchronous.
+
+    Raises:
+        UsageError: if a value is not allowed.
     """
 
-    mode: Mode = "sync"
-    norms: NormOptions = NormOptions()
+    ranks: str = "1"
+    mode: Mode = "auto"
+    norms: NormOptions = field(default_factory=NormOptions)
     warmup: int = 4
-    splits_guidance: bool = False
-    shares: tuple[float, ...] | None = None
+    cfg_split: Choice = "auto"
+    shares: str | None = None
+    text: TextMode = "auto"
+    from_pixels: int = 0
+    may_use_fewer: bool = False
+    devices: str | None = None
+    timeout_s: float = 60.0
+    memory_mb: int = 8192
 
     def __post_init__(self) -> None:
-        if self.mode not in get_args(Mode):
-            raise UsageError(f"--parallel-mode is {self.mode!r}, but it must be one of {', '.join(get_args(Mode))}")
-        if self.warmup < 0:
-            raise UsageError(f"--parallel-warmup is {self.warmup}, but it must be 0 or more")
-        if self.shares is not None and not all(0 < share < float("inf") for share in self.shares):
-            raise UsageError(f"--parallel-shares are {self.shares}, but all must be positive")
+        if not re.fullmatch(r"(virtual:)?[1-9]\d{0,2}", self.ranks):
+            raise UsageError(f"--parallel is {self.ranks!r}, but it must be a number of ranks, as 2 or virtual:2")
+        _check_choices(
+            self,
+            {
+                "mode": ("--parallel-mode", Mode),
+                "cfg_split": ("--cfg-split", Choice),
+                "text": ("--parallel-text", TextMode),
+            },
+        )
+        for name, value, least in (
+            ("warmup", self.warmup, 0),
+            ("from", self.from_pixels, 0),
+            ("memory", self.memory_mb, 1),
+        ):
+            if value < least:
+                raise UsageError(f"--parallel-{name} is {value}, but it must be {least} or more")
+        if not 0 < self.timeout_s < float("inf"):
+            raise UsageError(f"--parallel-timeout is {self.timeout_s}, but it must be a positive number of seconds")
+        if self.devices is not None and len(self.devices.split(",")) != self.count:
+            raise UsageError(
+                f"--parallel-devices names {len(self.devices.split(','))}, but there are {self.count} ranks"
+            )
+        if len(self.weights) != self.count:
+            raise UsageError(f"--parallel-shares are {len(self.weights)}, but there are {self.count} ranks")
+
+    @property
+    def is_virtual(self) -> bool:
+        """Whether the ranks are threads of one process."""
+        return self.ranks.startswith("virtual:")
+
+    @property
+    def count(self) -> int:
+        """Of the ranks."""
+        return int(self.ranks.removeprefix("virtual:"))
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is more than one rank, real or not."""
+        return self.count > 1
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Share of every rank in an image, not normalized. Raises UsageError: these are not positive numbers."""
+        if self.shares is None:
+            return (1.0,) * self.count
+        try:
+            weights = tuple(float(share) for share in self.shares.split(","))
+        except ValueError:
+            weights = (0.0,)
+        if not all(0 < weight < float("inf") for weight in weights):
+            raise UsageError(f"--parallel-shares are {self.shares!r}, but they must be positive numbers, as 2,1")
+        return weights
+
+    def splits_guidance(self, count: int) -> bool:
+        """Whether half of so many ranks take the rows without the text."""
+        return self.cfg_split != "off" and count % 2 == 0
+
+
+def _check_choices(options: object, fields: dict[str, tuple[str, object]]) -> None:
+    for name, (flag, allowed) in fields.items():
+        if getattr(options, name) not in get_args(allowed):
+            raise UsageError(
+                f"{flag} is {getattr(options, name)!r}, but it must be one of {', '.join(get_args(allowed))}"
+            )

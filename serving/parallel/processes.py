@@ -1,6 +1,8 @@
 """Ranks as processes: a rank's end over a process group of torch (gloo on a CPU)."""
 
+import contextlib
 import json
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -17,6 +19,8 @@ _FOR_EVER = timedelta(days=365)
 """How long a rank without work waits for some; one that has gone is noticed at once, as its connection closes."""
 _MESSAGES = 0
 """The tag of messages; those of tensors count up, so that they may be awaited in any order."""
+_NEVER = 1
+"""The tag of what nobody sends."""
 _MOST_TAGS = 1 << 20
 
 
@@ -27,31 +31,58 @@ class ProcessEnd:
         store: where the ranks find each other.
         rank, size: of the group.
         timeout_s: how long the ranks of a call may keep each other waiting.
+        device: of the tensors that are received.
+        threads: that torch computes with while the end is held (`with end:`); None for as many as before.
+
+    Attributes:
+        told_s: when it last had something to tell, on the monotonic clock.
+
+    Raises:
+        GroupError: a rank does not come.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
-        self.rank, self.size = rank, size
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        device: torch.device | str = "cpu",
+        threads: int | None = None,
+    ) -> None:
+        self.rank, self.size, self._device = rank, size, torch.device(device)
+        self._threads, self._threads_before = threads, 0
         self._timeout = timedelta(seconds=timeout_s)
         gloo: Any = dist.ProcessGroupGloo  # torch's stubs leave out most of it
         options = gloo._Options()
-        options._timeout = _FOR_EVER
+        options._timeout = self._timeout
         options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        self._group = gloo(store, rank, size, options)
-        self._numbers: Counter[tuple[int, int]] = Counter()
+        try:
+            self._group = gloo(store, rank, size, options)
+        except RuntimeError as error:
+            raise GroupError(f"ranks do not meet: {str(error).splitlines()[0]}") from error
+        self._numbers: Counter[tuple[Any, ...]] = Counter()
+        self.told_s = time.monotonic()
 
     def __enter__(self) -> "ProcessEnd":
+        if self._threads is not None:
+            self._threads_before = torch.get_num_threads()
+            torch.set_num_threads(self._threads)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        pass
+        if self._threads is not None:
+            torch.set_num_threads(self._threads_before)
 
     def tell(self, rank: int, message: Message) -> None:
         """See `Communicator`."""
+        self.told_s = time.monotonic()
         specs = [[name, list(each.shape), str(each.dtype)[6:]] for name, each in message.tensors.items()]
-        header = json.dumps([message.kind, dict(message.facts), specs]).encode()
+        number = self._next("message", self.rank, rank)
+        header = json.dumps([number, message.kind, dict(message.facts), specs]).encode()
         parts = [torch.tensor([len(header)]), torch.from_numpy(np.frombuffer(header, np.uint8).copy())]
         for tensor in (*parts, *message.tensors.values()):
-            self.send(rank, tensor.contiguous(), _MESSAGES).wait()
+            self.send(rank, tensor, _MESSAGES).wait(self._timeout)
 
     def hear(self, rank: int, *, is_idle: bool = False) -> Message:
         """See `Communicator`."""
@@ -60,19 +91,30 @@ class ProcessEnd:
             return self.receive(rank, shape, dtype, _MESSAGES).wait(timeout)
 
         length = int(receive((1,), torch.int64, _FOR_EVER if is_idle else self._timeout))
-        kind, facts, specs = json.loads(receive((length,), torch.uint8).numpy().tobytes())
-        return Message(kind, facts, {name: receive(shape, getattr(torch, dtype)) for name, shape, dtype in specs})
+        number, kind, facts, specs = json.loads(receive((length,), torch.uint8).numpy().tobytes())
+        if number != (wanted := self._next("message", rank, self.rank)):
+            raise GroupError(f"rank {rank} has sent message {number}, but {wanted} is due")
+        tensors = {name: receive(shape, getattr(torch, dtype)) for name, shape, dtype in specs}
+        return Message(kind, facts, {name: tensor.to(self._device) for name, tensor in tensors.items()})
 
     def swap(
         self, sends: Mapping[int, Tensor], shapes: Mapping[int, Sequence[int]], dtype: torch.dtype
     ) -> "ProcessPending":
         """See `Communicator`."""
-        sent = [self.send(rank, each.contiguous(), self._next(self.rank, rank)) for rank, each in sends.items()]
-        awaited = {rank: self.receive(rank, each, dtype, self._next(rank, self.rank)) for rank, each in shapes.items()}
-        return ProcessPending(awaited, sent, self._timeout)
+        sent = [self.send(rank, each, self._tag(self.rank, rank)) for rank, each in sends.items()]
+        awaited = {rank: self.receive(rank, each, dtype, self._tag(rank, self.rank)) for rank, each in shapes.items()}
+        return ProcessPending(awaited, sent, self._timeout, self._device)
+
+    def break_off(self) -> None:
+        """Close all connections: whoever waits for this rank, or on it, gets a GroupError; any thread may."""
+        if self.size > 1:
+            # The one way that gloo has: a wait that takes too long closes what the group has open.
+            with contextlib.suppress(GroupError):
+                self.receive((self.rank + 1) % self.size, (1,), torch.uint8, _NEVER).wait(timedelta(milliseconds=1))
 
     def send(self, rank: int, tensor: Tensor, tag: int) -> "Transfer":
         """Begin to send."""
+        tensor = tensor.contiguous().cpu()
         return Transfer(self._begin(self._group.send, rank, tensor, tag), rank, tensor)
 
     def receive(self, rank: int, shape: Sequence[int], dtype: torch.dtype, tag: int) -> "Transfer":
@@ -86,10 +128,14 @@ class ProcessEnd:
         except RuntimeError as error:
             raise GroupError(f"rank {rank} cannot be reached: {error}") from error
 
-    def _next(self, source: int, target: int) -> int:
-        """The tag of the next tensor between two ranks: both of them count alike."""
-        self._numbers[source, target] += 1
-        return 1 + self._numbers[source, target] % _MOST_TAGS
+    def _tag(self, source: int, target: int) -> int:
+        """Of the next tensor between two ranks."""
+        return _NEVER + 1 + self._next("tensor", source, target) % _MOST_TAGS
+
+    def _next(self, *channel: Any) -> int:
+        """The number of the next of a kind between two ranks: both of them count alike."""
+        self._numbers[channel] += 1
+        return self._numbers[channel]
 
 
 class Transfer:
@@ -98,10 +144,10 @@ class Transfer:
     def __init__(self, work: Any, rank: int, tensor: Tensor) -> None:
         self._work, self._rank, self._tensor = work, rank, tensor
 
-    def wait(self, timeout: timedelta | None = None) -> Tensor:
+    def wait(self, timeout: timedelta) -> Tensor:
         """The tensor, once it is here or gone. Raises GroupError."""
         try:
-            self._work.wait(*(() if timeout is None else (timeout,)))
+            self._work.wait(timeout)
         except RuntimeError as error:
             raise GroupError(f"rank {self._rank} does not answer: {str(error).splitlines()[0]}") from error
         return self._tensor
@@ -110,12 +156,14 @@ class Transfer:
 class ProcessPending:
     """See `Pending`."""
 
-    def __init__(self, awaited: Mapping[int, Transfer], sent: Sequence[Transfer], timeout: timedelta) -> None:
-        self._awaited, self._sent, self._timeout = awaited, sent, timeout
+    def __init__(
+        self, awaited: Mapping[int, Transfer], sent: Sequence[Transfer], timeout: timedelta, device: torch.device
+    ) -> None:
+        self._awaited, self._sent, self._timeout, self._device = awaited, sent, timeout, device
 
     def wait(self) -> dict[int, Tensor]:
         """See `Pending`."""
-        found = {rank: transfer.wait(self._timeout) for rank, transfer in self._awaited.items()}
+        found = {rank: transfer.wait(self._timeout).to(self._device) for rank, transfer in self._awaited.items()}
         for transfer in self._sent:
             transfer.wait(self._timeout)
         return found

@@ -1,9 +1,10 @@
 """Rank 0's side of the group: it has the batch, hands strips out, takes its own, and puts the predictions together."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ...data.errors import UsageError
@@ -14,6 +15,9 @@ from .options import ParallelOptions
 from .strip_model import StripModel
 from .strips import Strips
 
+_MOST_TEXT = 1.1
+"""Tokens of all ranks, relative to those of one, up to which each of them has the whole text (auto)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -23,11 +27,20 @@ class Part:
         index: of the rows in the batch.
         members: ranks, in the order of their strips.
         strips: theirs.
+        axis: of the latents that is cut: 2, or for strips of columns 3.
     """
 
     index: tuple[int, ...]
     members: tuple[int, ...]
     strips: Strips
+    axis: int = 2
+
+    def own(self, place: int, latents: Tensor, halo: int) -> Tensor:
+        """A strip of these rows, with so many rows or columns around it."""
+        start, end = self.strips.starts[place : place + 2]
+        start = max(start - halo, 0)
+        length = min(end + halo, latents.shape[self.axis]) - start
+        return latents[list(self.index)].narrow(self.axis, start, length).contiguous()
 
 
 class Ranks:
@@ -36,20 +49,42 @@ class Ranks:
     Args:
         end: of rank 0.
         model: of rank 0.
-        options: of all ranks.
+        options: of all ranks; `auto` modes count as `sync`.
+        names: of the ranks, as the options count them; None for all of them.
     """
 
-    def __init__(self, end: Communicator, model: StripModel, options: ParallelOptions) -> None:
+    def __init__(
+        self, end: Communicator, model: StripModel, options: ParallelOptions, names: Sequence[int] | None = None
+    ) -> None:
         self._end, self._model, self._options = end, model, options
-        self._shares = options.shares or (1.0,) * end.size
-        if len(self._shares) != end.size:
-            raise UsageError(f"--parallel-shares are {len(self._shares)}, but there are {end.size} ranks")
+        self._shares = [options.weights[name] for name in (range(options.count) if names is None else names)]
+        assert len(self._shares) == end.size
         self._known: set[RowName] = set()
         self._calls: Counter[RowName] = Counter()
+        self._slots: dict[RowName, tuple[tuple[int, ...], int]] = {}
 
-    def check(self, height: int) -> None:
-        """Raise UsageError where latents of this height are too low to be shared by all ranks."""
-        self._parts((), height)
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._end.size
+
+    @property
+    def mode(self) -> str:
+        """In which calls are made."""
+        return "sync" if self._options.mode == "auto" else self._options.mode
+
+    def count_for(self, height: int, width: int) -> int:
+        """How many ranks draw images of this size of latents. Raises UsageError: they are too low for all ranks."""
+        units = -(-min(height, width if self.mode == "naive" else height) // self._model.unit)
+        if 64 * height * width < self._options.from_pixels:
+            return 1
+        if units < self.size and not self._options.may_use_fewer:
+            Strips.of(height, self._model.unit, self._shares)
+        return min(self.size, units)
+
+    def splits_guidance(self, height: int, width: int) -> bool:
+        """Whether guided requests of this size are drawn by two halves of the ranks."""
+        return self._options.splits_guidance(self.count_for(height, width))
 
     def learn(self, rows: Sequence[RowName], conditions: Mapping[str, Tensor]) -> None:
         """Tell every rank the conditions of rows, as far as it does not know them: tensors (rows, ...) by name."""
@@ -69,6 +104,7 @@ class Ranks:
             self._model.keep(rows)
             self._known &= set(rows)
             self._calls = Counter({row: count for row, count in self._calls.items() if row in self._known})
+            self._slots = {row: held for row, held in self._slots.items() if row in self._known}
 
     def predict(
         self, rows: Sequence[RowName], latents: Tensor, timesteps: Tensor, is_last: Sequence[bool] | None = None
@@ -81,67 +117,107 @@ class Ranks:
             timesteps: (rows,).
             is_last: of which no call follows.
         """
-        parts = self._parts(rows, latents.shape[2])
-        is_exact = self._options.mode == "sync"
-        displaced = [not is_exact and self._calls[row] > self._options.warmup for row in rows]
-        last = [is_exact or (is_last is not None and is_last[index]) for index in range(len(rows))]
+        out = None
+        for parts in self._turns(rows, *latents.shape[2:]):
+            for part, predicted in self._together(parts, rows, latents, timesteps, is_last):
+                if out is None:
+                    out = predicted.new_empty(len(rows), *predicted.shape[1:2], *latents.shape[2:])
+                out[list(part.index)] = predicted
         self._calls.update(rows)
-        for part in parts:
-            for place, rank in enumerate(part.members):
-                if rank != self._end.rank:
-                    facts = {
-                        "rows": [rows[index] for index in part.index],
-                        "members": part.members,
-                        "starts": part.strips.starts,
-                        "is_displaced": [displaced[index] for index in part.index],
-                        "is_last": [last[index] for index in part.index],
-                    }
-                    own = self._strip(part, place, latents)
-                    given = {"latents": own, "timesteps": timesteps[list(part.index)]}
-                    self._end.tell(rank, Message("predict", facts, given))
-        own = parts[0]
-        call = Pass(
-            Team(self._end, own.members),
-            own.strips,
-            tuple(rows[index] for index in own.index),
-            tuple(displaced[index] for index in own.index),
-            tuple(last[index] for index in own.index),
-        )
-        predicted = self._model.predict(call, self._strip(own, 0, latents), timesteps[list(own.index)])
-        out = predicted.new_empty(len(rows), *predicted.shape[1:2], *latents.shape[2:])
-        for part in parts:
-            for place, rank in enumerate(part.members):
-                start, end = part.strips.starts[place : place + 2]
-                if rank != self._end.rank:
-                    predicted = self._end.hear(rank).tensors["prediction"]
-                out[list(part.index), :, start:end] = predicted
+        assert out is not None, "a call has rows"
         return out
 
     def stop(self) -> None:
         """Let the other ranks end."""
         self._tell_all(Message("stop"))
 
-    def _strip(self, part: Part, place: int, latents: Tensor) -> Tensor:
-        """The rows of a strip, and those around it that the first layer reads."""
-        start, end = part.strips.starts[place : place + 2]
-        if self._model.reads_halo and part.strips.count > 1:
-            start, end = max(start - 1, 0), end + 1
-        return latents[list(part.index), :, start:end].contiguous()
+    def _together(
+        self,
+        parts: Sequence[Part],
+        rows: Sequence[RowName],
+        latents: Tensor,
+        timesteps: Tensor,
+        is_last: Sequence[bool] | None,
+    ) -> Iterator[tuple[Part, Tensor]]:
+        """What teams that work at the same time predict; rank 0 is in the first."""
+        is_naive = self.mode == "naive"
+        halo = 1 if self._model.reads_halo and not is_naive else 0
+        passes = []
+        for part in parts:
+            own = tuple(rows[index] for index in part.index)
+            displaced = tuple(row in self._slots and self._calls[row] > self._options.warmup for row in own)
+            kept = [self._has_slots(row, part, latents) for row in own]
+            passes.append(
+                Pass(
+                    Team(self._end, part.members),
+                    part.strips,
+                    own,
+                    displaced,
+                    tuple(
+                        not keeps or bool(is_last and is_last[index])
+                        for keeps, index in zip(kept, part.index, strict=True)
+                    ),
+                    is_alone=is_naive,
+                    text_starts=self._text_starts(part, latents.shape[3]),
+                    norms=self._options.norms,
+                )
+            )
+        for part, call in zip(parts, passes, strict=True):
+            for place, rank in enumerate(part.members):
+                if rank != self._end.rank:
+                    given = {"latents": part.own(place, latents, halo), "timesteps": timesteps[list(part.index)]}
+                    self._end.tell(rank, Message("predict", call.to_facts(), given))
+        mine = self._model.predict(passes[0], parts[0].own(0, latents, halo), timesteps[list(parts[0].index)])
+        for part in parts:
+            strips = [
+                mine if rank == self._end.rank else self._end.hear(rank).tensors["prediction"] for rank in part.members
+            ]
+            yield part, torch.cat(strips, part.axis)
 
-    def _parts(self, rows: Sequence[RowName], height: int) -> list[Part]:
-        """Who draws what; rank 0 is in the first part."""
-        everyone, everything = tuple(range(self._end.size)), tuple(range(len(rows)))
+    def _turns(self, rows: Sequence[RowName], height: int, width: int) -> list[list[Part]]:
+        """Who draws what; rank 0 is in the first part of each turn."""
+        count, everything = self.count_for(height, width), tuple(range(len(rows)))
+        everyone, shares = tuple(range(count)), self._shares
+        if self.mode == "naive" and count > 1:
+            sides = [tuple(each for each in everything if self._calls[rows[each]] % 2 == odd) for odd in (0, 1)]
+            return [
+                [Part(index, everyone, Strips.of(length, self._model.unit, shares[:count]), axis)]
+                for index, length, axis in zip(sides, (height, width), (2, 3), strict=True)
+                if index
+            ]
         conditional = tuple(index for index in everything if rows[index][1])
         teams = [(everything, everyone)]
-        if self._options.splits_guidance and self._end.size % 2 == 0 and 2 * len(conditional) == len(rows):
-            half = self._end.size // 2
+        if self._options.splits_guidance(count) and 2 * len(conditional) == len(rows):
             others = tuple(index for index in everything if not rows[index][1])
-            teams = [(others, everyone[:half]), (conditional, everyone[half:])]
-        shares = self._shares
+            teams = [(others, everyone[: count // 2]), (conditional, everyone[count // 2 :])]
         return [
-            Part(index, members, Strips.of(height, self._model.unit, [shares[rank] for rank in members]))
-            for index, members in teams
+            [
+                Part(index, members, Strips.of(height, self._model.unit, [shares[rank] for rank in members]))
+                for index, members in teams
+            ]
         ]
+
+    def _has_slots(self, row: RowName, part: Part, latents: Tensor) -> bool:
+        """Whether the ranks keep what the next call of a row reads: not of exact calls, nor beyond their memory."""
+        if self.mode != "displaced" or part.strips.count == 1:
+            return False
+        if row not in self._slots:
+            needed = self._model.slot_bytes(*latents.shape[2:])
+            held = [sum(size for members, size in self._slots.values() if rank in members) for rank in part.members]
+            if max(held) + needed > self._options.memory_mb << 20:
+                return False
+            self._slots[row] = part.members, needed
+        return True
+
+    def _text_starts(self, part: Part, width: int) -> tuple[int, ...]:
+        """Where each rank's part of the text stream starts; empty where each computes all of it."""
+        count, length = part.strips.count, self._model.text_length
+        if self._options.text == "replicate" or self.mode == "naive" or not 1 < count <= length:
+            return ()
+        tokens = self._model.tokens(part.strips.starts[-1], width)
+        if self._options.text == "auto" and tokens + count * length <= _MOST_TEXT * (tokens + length):
+            return ()
+        return Strips.of(length, 1, (1.0,) * count).starts
 
     def _tell_all(self, message: Message) -> None:
         for rank in range(self._end.size):
@@ -161,14 +237,7 @@ def follow(end: Communicator, model: StripModel) -> None:
         elif message.kind == "keep":
             model.keep(rows)
         elif message.kind == "predict":
-            team = Team(end, tuple(message.facts["members"]))
-            call = Pass(
-                team,
-                Strips(tuple(message.facts["starts"]), model.unit),
-                tuple(rows),
-                tuple(message.facts["is_displaced"]),
-                tuple(message.facts["is_last"]),
-            )
+            call = Pass.of_facts(message.facts, end, model.unit)
             predicted = model.predict(call, message.tensors["latents"], message.tensors["timesteps"])
             end.tell(0, Message("predicted", {}, {"prediction": predicted}))
         else:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,16 +17,22 @@ from ..plain.stepper import PlainStepper
 from ..samplers.batched import BatchedSampler
 from ..samplers.single import PerRequestSampler, SamplerState
 from .exchange import RowName
+from .options import ParallelOptions
+from .ranks import Ranks
+from .recovery import RankGroup, persist
 from .strip_model import flat
-from .virtual import VirtualRanks
 
 
 class ParallelStepper(PlainStepper):
-    """Samplers, latents and text are rank 0's; the model runs on all ranks. Exact: every rank waits for the others.
+    """Samplers, latents and text are rank 0's; the model runs on all ranks.
+
+    A rank that goes is done without: what it was asked for starts again with those that are left. What fails on a rank
+    fails the requests alone that it fails for.
 
     Args:
-        virtual: the ranks.
-        models: the unmodified model.
+        group: the ranks.
+        options: theirs.
+        models: the unmodified model, for images that are drawn by one rank.
         conditions, sampler, alone: see `PlainStepper`.
     """
 
@@ -33,21 +40,24 @@ class ParallelStepper(PlainStepper):
 
     def __init__(
         self,
-        virtual: VirtualRanks,
+        group: RankGroup,
+        options: ParallelOptions,
         models: PlainModels,
         conditions: Conditions,
         sampler: BatchedSampler | None,
         alone: PerRequestSampler,
     ) -> None:
         super().__init__(models, conditions, sampler, alone)
-        self._virtual, self._keys = virtual, count()
+        self.group, self._options, self._keys = group, options, count()
 
     def tune(self, target: Tuning) -> None:
-        """There is one memory format."""
+        """See `PlainStepper.tune`, for images that are drawn by one rank."""
+        if any(self.group.ranks.count_for(*size) == 1 for size in target.sizes):
+            super().tune(target)
 
     def check(self, state: SamplerState, size: tuple[int, int]) -> None:
         """Raise UsageError where an image is too low to be shared by all ranks."""
-        self._virtual.ranks.check(size[0])
+        self.group.ranks.count_for(*size)
 
     def prepare(self, prepared: PreparedRequest) -> None:
         """See `PlainStepper.prepare`."""
@@ -56,24 +66,54 @@ class ParallelStepper(PlainStepper):
 
     def step(self, active: Sequence[PreparedRequest]) -> dict[int, str]:
         """See `PlainStepper.step`."""
-        with self._virtual.end, torch.inference_mode():
-            self._virtual.ranks.keep([row for prepared in active for row in rows_of(prepared)])
+        with self.group.end, torch.inference_mode():
+            rows = [row for prepared in active for row in rows_of(prepared)]
+            persist(self.group, lambda ranks: ranks.keep(rows))
             return super().step(active)
+
+    def groups_of(self, active: Sequence[PreparedRequest]) -> list[list[PreparedRequest]]:
+        """See `PlainStepper`; what a displaced request reads must not depend on who shares its calls."""
+        return [part for group in super().groups_of(active) for part in self._by_guidance(group) if part]
 
     def batch_of(self, group: Sequence[PreparedRequest], sampler: BatchedSampler | PerRequestSampler) -> DenoiseBatch:
         """See `PlainStepper.batch_of`."""
-        ranks, rows = self._virtual.ranks, [row for prepared in group for row in rows_of(prepared)]
-        ranks.learn(rows, flat(self.conditions(join_conditioning(group))))
+        if self.group.ranks.count_for(*group[0].latents.shape[2:]) == 1:
+            return super().batch_of(group, sampler)
+        rows = [row for prepared in group for row in rows_of(prepared)]
+        conditions = flat(self.conditions(join_conditioning(group)))
 
         def predict(latents: Tensor, timesteps: Tensor) -> Tensor:
             is_last = [each.state.num_steps - each.state.steps_done <= 1 for each in group for _ in rows_of(each)]
-            return ranks.predict(rows, latents, timesteps, is_last)
+
+            def ask(ranks: Ranks) -> Tensor:
+                ranks.learn(rows, conditions)
+                return ranks.predict(rows, latents, timesteps, is_last)
+
+            return persist(self.group, ask)
 
         return whole_batch(predict, group, sampler, self.models.dtype)
 
+    def facts(self) -> dict[str, Any]:
+        """What a summary says of the ranks."""
+        ranks = self.group.ranks
+        return {
+            "ranks": self._options.ranks,
+            "ranks_left": ranks.size,
+            "mode": ranks.mode,
+            "gn": self._options.norms.mode,
+            "losses": list(self.group.losses),
+        }
+
     def close(self) -> None:
         """End the other ranks."""
-        self._virtual.close()
+        self.group.close()
+
+    def _by_guidance(self, group: list[PreparedRequest]) -> list[list[PreparedRequest]]:
+        """Requests whose calls have two rows, and those with one, if half of the ranks may take one row each."""
+        ranks, size = self.group.ranks, group[0].latents.shape[2:]
+        if self._options.mode != "displaced" or not ranks.splits_guidance(*size):
+            return [group]
+        return [[each for each in group if each.num_rows == num_rows] for num_rows in (2, 1)]
 
 
 def rows_of(prepared: PreparedRequest) -> list[RowName]:

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from ..core.denoiser import copy_modules, denoise
 from .context import Pass, StripContext
+from .cost import Call, Cost
 from .exchange import RowName
-from .options import NormOptions
 from .swap import StripSwap, unit_of
 
 
@@ -20,7 +20,6 @@ class StripModel:
 
     Args:
         model: unmodified; it is not changed, and its weights are shared.
-        norms: what GroupNorm of displaced rows goes by.
 
     Attributes:
         unit: rows of latents that must stay together.
@@ -29,18 +28,34 @@ class StripModel:
         UsageError: see `StripSwap`.
     """
 
-    def __init__(self, model: nn.Module, norms: NormOptions | None = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._plain, self._strip = model, copy_modules(model)
-        self._context = StripContext(norms)
+        self._context = StripContext()
         self._readers = StripSwap(self._strip, self._context).text_readers
         self._conditions: dict[RowName, dict[str, Tensor]] = {}
-        self._joined: tuple[tuple[RowName, ...], dict[str, Any]] | None = None
+        self._joined: tuple[tuple[tuple[RowName, ...], tuple[int, ...]], dict[str, Any]] | None = None
         self.unit = unit_of(model)
 
     @property
     def reads_halo(self) -> bool:
         """Whether its first layer reads the rows around a strip."""
         return hasattr(self._plain, "conv_in")
+
+    @property
+    def text_length(self) -> int:
+        """Tokens of the text stream of the rows that it knows; 0 where the model has none."""
+        if hasattr(self._plain, "conv_in") or not self._conditions:
+            return 0
+        return next(iter(self._conditions.values()))["encoder_hidden_states"].shape[0]
+
+    def tokens(self, height: int, width: int) -> int:
+        """Of an image of this size of latents, in a model with a text stream."""
+        return -(-height // self.unit) * -(-width // self.unit)
+
+    def slot_bytes(self, height: int, width: int) -> int:
+        """What a rank keeps of a displaced call for the next one, of a row with latents of this size."""
+        call = Call(height, width, self.text_length, rows=1)
+        return next(self._plain.parameters()).element_size() * Cost.of(self._plain.config).slots(call)  # type: ignore[arg-type]
 
     @torch.inference_mode()
     def learn(self, rows: Sequence[RowName], conditions: Mapping[str, Tensor]) -> None:
@@ -70,14 +85,27 @@ class StripModel:
             latents: [rows, channels, height, width] of the strip; with the rows around it if `reads_halo`.
             timesteps: (rows,).
         """
-        if self._joined is None or self._joined[0] != call.rows:
-            known = [self._conditions[row] for row in call.rows]
-            self._joined = call.rows, nested({name: torch.stack([each[name] for each in known]) for name in known[0]})
-        conditions = self._joined[1]
-        if call.strips.count == 1:
+        conditions = self._conditions_of(call)
+        if call.is_alone or call.strips.count == 1:
             return denoise(self._plain, latents, timesteps, conditions)
         self._context.begin(call)
         return denoise(self._strip, latents, timesteps, conditions)
+
+    def clear(self) -> None:
+        """Forget everything, without waiting for other ranks."""
+        self._context.exchange.clear()
+        self.keep(())
+
+    def _conditions_of(self, call: Pass) -> dict[str, Any]:
+        """As the model's forward names them, of all rows of a call."""
+        part = call.text_starts[call.team.place :][:2]
+        if self._joined is None or self._joined[0] != (call.rows, part):
+            known = [self._conditions[row] for row in call.rows]
+            joined = {name: torch.stack([each[name] for each in known]) for name in known[0]}
+            if part:
+                joined["encoder_hidden_states"] = joined["encoder_hidden_states"][:, slice(*part)]
+            self._joined = (call.rows, part), nested(joined)
+        return self._joined[1]
 
 
 def flat(conditions: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:

@@ -4,37 +4,55 @@ import threading
 
 from torch import nn
 
-from .group import GroupError, VirtualEnd, VirtualGroup
+from .group import GroupError, RankError, VirtualEnd, VirtualGroup
 from .options import ParallelOptions
 from .ranks import Ranks, follow
 from .strip_model import StripModel
 
 
 class VirtualRanks:
-    """Ranks as threads that share the weights of one model. The caller holds the baton (`with ranks.end:`) in calls."""
+    """Ranks as threads that share the weights of one model. The caller holds the baton (`with ranks.end:`) in calls.
 
-    def __init__(self, model: nn.Module, size: int, options: ParallelOptions) -> None:
-        """Start the ranks. Raises as `StripModel`."""
-        self._group = VirtualGroup(size)
-        self.end = self._group.end(0)
-        self.ranks = Ranks(self.end, StripModel(model, options.norms), options)
-        self._threads = [
-            threading.Thread(
-                target=self._run, args=(self._group.end(rank), StripModel(model, options.norms)), daemon=True
-            )
-            for rank in range(1, size)
-        ]
-        for thread in self._threads:
+    See `RankGroup`. Raises as `StripModel`.
+    """
+
+    losses: tuple[()] = ()
+
+    def __init__(self, model: nn.Module, options: ParallelOptions) -> None:
+        self._options = options
+        self._models = [StripModel(model) for _ in range(options.count)]
+        self._threads: list[threading.Thread] = []
+        self._form(VirtualGroup(options.count))
+
+    def _form(self, group: VirtualGroup) -> None:
+        """Start the ranks."""
+        self._group, self.end = group, group.end(0)
+        self.ranks = Ranks(self.end, self._models[0], self._options)
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        for rank in range(1, group.size):
+            thread = threading.Thread(target=self._run, args=(group, group.end(rank), self._models[rank]), daemon=True)
+            self._threads.append(thread)
             thread.start()
 
-    def _run(self, end: VirtualEnd, model: StripModel) -> None:
+    @staticmethod
+    def _run(group: VirtualGroup, end: VirtualEnd, model: StripModel) -> None:
         with end:
             try:
                 follow(end, model)
             except GroupError:
                 pass  # Another rank is the cause.
             except BaseException as error:  # noqa: BLE001  told to rank 0, which waits
-                self._group.abort(error)
+                group.abort(RankError(f"rank {end.rank}: {type(error).__name__}: {error}"))
+
+    def recover(self, error: Exception) -> Exception | None:
+        """See `RankGroup`. The baton is held, and stays so."""
+        cause = self._group.error
+        if cause is None:
+            self._group.abort(error)
+        for model in self._models:
+            model.clear()
+        self._form(VirtualGroup(self._group.size, self._group.news))
+        return cause if isinstance(cause, RankError) else error
 
     def close(self) -> None:
         """End all ranks and wait for them."""

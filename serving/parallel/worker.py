@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -16,12 +16,11 @@ from torch import nn
 
 from ... import __version__
 from .group import GroupError
-from .options import NormOptions
 from .processes import ProcessEnd
 from .ranks import follow
 from .strip_model import StripModel
 
-_LOOK_EVERY_S = 0.5
+_LOOK_EVERY_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,27 +29,22 @@ class RankSettings:
 
     Attributes:
         port: of the store on this machine where the ranks meet.
-        rank, size: of the group.
+        rank: its number.
         model: its directory.
-        fingerprint: of the model's files, as rank 0 has them.
         device, dtype: of the model.
         threads: that it computes with.
         timeout_s: how long ranks may keep each other waiting in a call.
         parent: the process of rank 0, without which it ends.
-        norms: `NormOptions` by name.
     """
 
     port: int
     rank: int
-    size: int
     model: str
-    fingerprint: str
     device: str
     dtype: str
     threads: int
     timeout_s: float
     parent: int
-    norms: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """As `from_json` reads it."""
@@ -76,32 +70,92 @@ def facts_of(fingerprint: str, model: nn.Module) -> dict[str, Any]:
     }
 
 
-def key_of(what: str, rank: int) -> str:
-    """Where a rank says in the store that it is `ready`, or has `failed`."""
-    return f"{what}/{rank}"
+def key_of(what: str, *of: int) -> str:
+    """Where the store has something: that a rank is `ready` or has `failed`, the members of a `group` by its number,
+    that this is `over`, and that a rank has `left` it."""
+    return "/".join([what, *map(str, of)])
 
 
 def serve_rank(settings: RankSettings, load: Callable[[], tuple[str, nn.Module]]) -> int:
     """Be a rank; returns the exit code. `load` gives the fingerprint of the model's files, and the model."""
-    threading.Thread(target=_end_with, args=(settings.parent,), daemon=True).start()
+    watch = _Watch(settings)
     torch.set_num_threads(settings.threads)
-    store = dist.TCPStore("127.0.0.1", settings.port, is_master=False, timeout=timedelta(seconds=60))
+    store = _store_of(settings)
     try:
         fingerprint, model = load()
-        ours = StripModel(model, NormOptions(**settings.norms))
+        ours = StripModel(model)
     except Exception as error:  # noqa: BLE001  told to rank 0, which says it to the user
         store.set(key_of("failed", settings.rank), f"{type(error).__name__}: {error}")
         return 1
     store.set(key_of("ready", settings.rank), json.dumps(facts_of(fingerprint, model)))
     try:
-        follow(ProcessEnd(store, settings.rank, settings.size, settings.timeout_s), ours)
-    except GroupError:
-        return 1  # Rank 0, which sees it as well, tells the user.
+        _serve_groups(settings, store, ours, watch)
+    except dist.DistError:
+        return 1  # The store has gone with rank 0.
     return 0
 
 
-def _end_with(parent: int) -> None:
-    """End this process at once when its parent has gone, whatever it waits for."""
-    while os.getppid() == parent:
-        time.sleep(_LOOK_EVERY_S)
-    os._exit(1)
+def _serve_groups(settings: RankSettings, store: dist.Store, model: StripModel, watch: "_Watch") -> None:
+    """Be a rank of one group after the other, until told to stop."""
+    number = 0
+    while settings.rank in (members := _members_of(store, number)):
+        reason = ""
+        try:
+            own = dist.PrefixStore(key_of("meet", number), store)
+            end = ProcessEnd(own, members.index(settings.rank), len(members), settings.timeout_s, settings.device)
+            watch.follow(number, end)
+            follow(end, model)
+        except GroupError:
+            pass  # Rank 0 sees it as well.
+        except Exception as error:  # noqa: BLE001  told to rank 0, which blames the request
+            reason = f"rank {settings.rank}: {type(error).__name__}: {error}"
+        else:
+            return
+        watch.leave()
+        model.clear()
+        store.set(key_of("left", number, settings.rank), reason)
+        number += 1
+
+
+def _store_of(settings: RankSettings) -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", settings.port, is_master=False, timeout=timedelta(seconds=60))
+
+
+def _members_of(store: dist.Store, number: int) -> list[int]:
+    """The ranks of a group, in order, as soon as rank 0 has chosen them."""
+    while not store.check([key_of("group", number)]):
+        time.sleep(0.01)
+    return json.loads(store.get(key_of("group", number)))
+
+
+class _Watch:
+    """Ends this process when rank 0's has gone, and breaks off the group that rank 0 says is over."""
+
+    def __init__(self, settings: RankSettings) -> None:
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._now: tuple[int, ProcessEnd] | None = None
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def follow(self, number: int, end: ProcessEnd) -> None:
+        """Look after a group."""
+        with self._lock:
+            self._now = number, end
+
+    def leave(self) -> None:
+        """Break the group off, if it stands."""
+        with self._lock:
+            if self._now is not None:
+                self._now[1].break_off()
+            self._now = None
+
+    def _look(self) -> None:
+        try:
+            store = _store_of(self._settings)
+            while os.getppid() == self._settings.parent:
+                now = self._now
+                if now is not None and store.check([key_of("over", now[0])]):
+                    self.leave()
+                time.sleep(_LOOK_EVERY_S)
+        finally:  # also where the store has gone, which is rank 0's
+            os._exit(1)

@@ -88,6 +88,9 @@ class PatchedStepper:
         self._stepped.clear()
         return self._step_or_halves(active, may_be_plain=True) if active else {}
 
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
     @torch.inference_mode()
     def peek(self, prepared: PreparedRequest) -> Tensor | None:
         """See `Stepper`."""

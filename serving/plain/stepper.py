@@ -68,7 +68,7 @@ class PlainStepper:
             The requests that failed, by id, with the reason. A failing forward pass is repeated in halves, so that
             only the requests which fail alone are named; the others have taken their step.
         """
-        groups = [group for each in group_by_resolution(active).values() for group in _by_sampler(each)]
+        groups = self.groups_of(active)
         self._let_go([batch for batch in self._batches if not any(map(batch.holds, groups))])
         failures: dict[int, str] = {}
         for group in groups:
@@ -83,6 +83,9 @@ class PlainStepper:
             failures |= failed
         self._let_go(left)
         return failures
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
 
     @torch.inference_mode()
     def peek(self, prepared: PreparedRequest) -> torch.Tensor | None:
@@ -109,6 +112,10 @@ class PlainStepper:
         middle = len(group) // 2
         for half in (group[:middle], group[middle:]):
             self._step_or_halves(half, failures)
+
+    def groups_of(self, active: Sequence[PreparedRequest]) -> list[list[PreparedRequest]]:
+        """The requests that take their steps together."""
+        return [group for each in group_by_resolution(active).values() for group in _by_sampler(each)]
 
     def batch_of(self, group: Sequence[PreparedRequest], sampler: BatchedSampler | PerRequestSampler) -> DenoiseBatch:
         """Put requests of one resolution together, to be stepped until one of them leaves or another joins."""

@@ -17,7 +17,8 @@ class System:
     Attributes:
         name: what the user calls it (`--system`).
         about: one line for help and tables.
-        engine: `patched`, or `plain` for one forward pass of unmodified diffusers per resolution.
+        engine: `patched`, `plain` for one forward pass of unmodified diffusers per resolution, or `parallel` for
+            devices that share each image.
         policy: name of the policy that schedules.
         cache: mode of the patch cache; `off` for none.
         steps_share: share of the steps asked for that a request gets.
@@ -29,7 +30,7 @@ class System:
 
     name: str
     about: str
-    engine: Literal["patched", "plain"]
+    engine: Literal["patched", "plain", "parallel"]
     policy: str
     cache: str = "off"
     steps_share: float = 1.0
@@ -41,11 +42,11 @@ class System:
     def overridden(
         self,
         *,
-        engine: Literal["patched", "plain"] | None = None,
+        engine: Literal["patched", "plain", "parallel"] | None = None,
         policy: str | None = None,
         cache: str | None = None,
     ) -> Self:
-        """The same system with the parts that the user chose singly. The plain engine has no patch cache."""
+        """The same system with the parts that the user chose singly. Only the patch engine has a cache."""
         engine = engine or self.engine
         return replace(
             self,
@@ -82,6 +83,12 @@ SYSTEMS: Mapping[str, System] = {
             steps_share=_NIRVANA_STEPS,
         ),
         System(
+            "distrifusion",
+            "one request at a time, its image shared by the devices of --parallel (DistriFusion)",
+            "parallel",
+            "fcfs",
+        ),
+        System(
             "distrifusion-fcfs",
             "one request at a time on all GPUs, with DistriFusion's published speed-ups (simulated)",
             "plain",
@@ -115,18 +122,24 @@ FORMER_POLICIES: Mapping[str, str] = {
 """Systems by the names that `bench slo --policies` had for them, where these differ. Kept for one release."""
 
 
-def get_system(name: str, *, is_simulated: bool = False) -> System:
+def get_system(name: str, *, is_simulated: bool = False, has_ranks: bool = False) -> System:
     """The system that the user calls `name`.
 
     Args:
         name: one of `SYSTEMS`.
-        is_simulated: it is for the simulator, which runs all of them.
+        is_simulated: it is for the simulator, which alone runs those that span GPUs.
+        has_ranks: it may be given several devices, as some need.
 
     Raises:
-        UsageError: there is none of this name, or only the simulator runs it; the message lists the choices.
+        UsageError: there is none of this name, or it does not run here; the message lists the choices.
     """
-    known = {key: each for key, each in SYSTEMS.items() if is_simulated or not each.spans_gpus}
+    known = {
+        key: each
+        for key, each in SYSTEMS.items()
+        if (is_simulated or not each.spans_gpus) and (has_ranks or each.engine != "parallel")
+    }
     if name not in known:
-        hint = " (only in the simulator)" if name in SYSTEMS else ""
+        places = {True: " (only in the simulator)", False: " (only in psctl serve --parallel)"}
+        hint = places[SYSTEMS[name].spans_gpus] if name in SYSTEMS else ""
         raise UsageError(f"system is {name!r}{hint}, but it must be one of {', '.join(known)}")
     return known[name]

@@ -210,6 +210,7 @@ class LocalBackend:
             self._engine.abort()
         if self._running is not None:
             await asyncio.wait([asyncio.wrap_future(self._running)])
+        self._setup.model.close()
         self._thread.shutdown(wait=False)
         self._pool.shutdown(wait=False)
 

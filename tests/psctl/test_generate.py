@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -141,3 +142,46 @@ def test_failed_image_is_reported_and_the_others_are_kept(generate: RunPsctl, tm
     assert "1 of 2 images failed; number 1" in run.stderr
     assert [image["status"] for image in json.loads(run.stdout)["images"]] == ["completed", "failed"]
     assert (tmp_path / "images" / "000.png").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [tiny_sdxl, tiny_sd3])
+def test_ranks_in_processes_draw_what_virtual_ranks_draw(run_psctl: RunPsctl, tmp_path: Path, make: Any) -> None:
+    model = save_tiny(tmp_path / "model", make(), num_inference_steps=4, guidance_scale=3.0)
+    for number, ranks in enumerate(("2", "virtual:2", "1")):
+        options = ("--cfg-split", "off", "--parallel-mode", "displaced", "--parallel-warmup", "0") if number < 2 else ()
+        done = run_psctl(
+            *("generate", "a hat", "a sea", "-r", "64", "--model", model, "--dtype", "float32", "--engine"),
+            *("plain" if ranks == "1" else "parallel", "--parallel", ranks, *options, "-o", str(number)),
+            OMP_NUM_THREADS="2" if ranks == "2" else "1",
+        )
+        assert done.returncode == 0, done.stderr
+    images = [
+        [np.asarray(Image.open(tmp_path / str(number) / name)) for name in ("000.png", "001.png")]
+        for number in range(3)
+    ]
+    assert all(map(np.array_equal, images[0], images[1]))
+    assert not any(map(np.array_equal, images[0], images[2])), "they are displaced"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--parallel two", "--parallel is 'two', but it must be a number of ranks, as 2 or virtual:2"),
+        ("--parallel 2 --engine plain", "--parallel 2 is not for --engine plain"),
+        ("--engine parallel", "--engine parallel needs --parallel with two ranks"),
+        ("--parallel 2 --cache patch", "--cache: only for --engine patched"),
+        ("--parallel 2 --cuda-graphs", "--cuda-graphs: only for --engine patched"),
+        ("--parallel 2 --compile", "--compile makes graphs of whole models"),
+        ("--parallel 3 --parallel-shares 2,1", "--parallel-shares are 2, but there are 3 ranks"),
+        ("--parallel 2 --parallel-shares 2,x", "--parallel-shares are '2,x', but they must be positive numbers"),
+        ("--parallel 2 --parallel-devices cpu", "--parallel-devices names 1, but there are 2 ranks"),
+        ("--parallel 2 --parallel-timeout 0", "--parallel-timeout is 0.0, but it must be a positive number"),
+        ("--parallel 999", "--parallel 999 takes a process for each rank, but here at most"),
+        ("--parallel virtual:9", "9 ranks are too many for latents of 4 rows"),
+    ],
+)
+def test_ranks_that_cannot_be(generate: RunPsctl, options: str, said: str) -> None:
+    done = generate("a hat", "-r", "32", *options.split())
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"Error: {said}")

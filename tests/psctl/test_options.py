@@ -11,7 +11,7 @@ from patchedserve.data.errors import UsageError
 from patchedserve.eval.options import EvalOptions
 from patchedserve.profiling.runs.trace_settings import TraceSettings
 from patchedserve.psctl.flags import Flags, expanded, flag, given_flags, preset_flag
-from patchedserve.psctl.options.groups import CACHE, DRAW, ENGINE, TRACE, JudgeFlags
+from patchedserve.psctl.options.groups import CACHE, DRAW, ENGINE, PARALLEL, TRACE, JudgeFlags
 from patchedserve.psctl.options.system import with_cache_of
 from patchedserve.psctl.options.target import WHERE, Target
 from patchedserve.psctl.output import Output
@@ -30,7 +30,7 @@ def run(command: Any, *arguments: str, **environment: str) -> None:
         typer.main.get_command(app).main(["try", *arguments], standalone_mode=False)
 
 
-@pytest.mark.parametrize("kind", [CACHE, ENGINE, TRACE, DRAW, WHERE, Flags.of(JudgeFlags)])
+@pytest.mark.parametrize("kind", [CACHE, ENGINE, PARALLEL, TRACE, DRAW, WHERE, Flags.of(JudgeFlags)])
 def test_defaults_are_those_of_the_dataclass(kind: Flags) -> None:
     given = {parameter.name: parameter.default for parameter in kind.parameters()}
     assert kind.build(given) == kind.kind()
@@ -39,7 +39,14 @@ def test_defaults_are_those_of_the_dataclass(kind: Flags) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "fields"),
-    [(CACHE, {"full_above"}), (ENGINE, set()), (TRACE, set()), (DRAW, {"metrics"}), (WHERE, set())],
+    [
+        (CACHE, {"full_above"}),
+        (ENGINE, {"parallel"}),
+        (PARALLEL, {"may_use_fewer"}),
+        (TRACE, set()),
+        (DRAW, {"metrics"}),
+        (WHERE, set()),
+    ],
 )
 def test_every_field_has_an_option(kind: Flags, fields: set[str]) -> None:
     assert {each.name for each in dataclasses.fields(kind.kind)} - set(kind.options) == fields

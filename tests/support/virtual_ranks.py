@@ -55,14 +55,15 @@ def in_calls(
     rows = tuple((row, 0) for row in range(len(images[0])))
 
     def run(end: VirtualEnd) -> list[Tensor]:
-        context, found = StripContext(NormOptions(**norms)), []
+        context, found = StripContext(), []
         leaf = make(context)
         start, stop = strips.starts[end.rank : end.rank + 2]
         for number, whole in enumerate(images):
             flags = [row in displaced[number] for row in range(len(rows))]
             is_last = number + 1 == len(images)
             team = Team(end, tuple(range(strips.count)))
-            context.begin(Pass(team, strips, rows, tuple(flags), (is_last,) * len(rows)))
+            last = (is_last,) * len(rows)
+            context.begin(Pass(team, strips, rows, tuple(flags), last, norms=NormOptions(**norms)))
             found.append(leaf(whole[:, :, max(start - halo, 0) : stop + halo]))
         return found
 

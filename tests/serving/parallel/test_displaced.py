@@ -123,7 +123,7 @@ def run(model: Any, rows: list[Any], steps: list[int], count: int = 2, **options
     each = 2
     requests = [rows[each * number : each * number + each] for number in range(len(rows) // each)]
     found: list[list[Tensor]] = [[] for _ in requests]
-    virtual = VirtualRanks(model, count, ParallelOptions(**options))
+    virtual = VirtualRanks(model, ParallelOptions(f"virtual:{count}", cfg_split="off", **options))
     with closing(virtual), virtual.end, torch.inference_mode():
         for call in range(max(steps) + 4):
             active = [number for number, begin in enumerate(steps) if begin <= call < begin + 4]
@@ -163,6 +163,20 @@ def test_warm_up_calls_are_exact_bit_by_bit_and_later_ones_are_not(make: Any) ->
     )
     assert all(map(torch.equal, sync, long))
     assert [torch.equal(*both) for both in zip(sync, short, strict=True)] == [True, True, False, False]
+
+
+def test_what_there_is_no_memory_for_is_exact() -> None:
+    model: Any = sdxl_unet()
+    rows = draw_rows(model, [(64, 64)] * 2, num_each=2)
+    options: dict[str, Any] = {"mode": "displaced", "warmup": 0}
+    sync, displaced = run(model, rows, [0, 0]), run(model, rows, [0, 0], **options)
+    with closing(VirtualRanks(model, ParallelOptions("virtual:2"))) as virtual, virtual.end:
+        row_bytes = virtual.ranks._model.slot_bytes(64, 64)
+    bounded = run(model, rows, [0, 0], **options, memory_mb=-(-2 * row_bytes >> 20))
+    assert all(map(torch.equal, bounded[0], displaced[0]))
+    for one, exact in zip(bounded[1], sync[1], strict=True):
+        assert relative(one, exact) <= 1e-5
+    assert relative(displaced[1][1], sync[1][1]) > 1e-5
 
 
 def test_attention_reads_keys_of_the_call_before() -> None:

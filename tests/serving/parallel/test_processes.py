@@ -4,11 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,17 +18,18 @@ from torch import Tensor
 
 from patchedserve.data.errors import RunError, UsageError
 from patchedserve.serving.models.loading import load_denoiser
-from patchedserve.serving.models.rank import command_of
-from patchedserve.serving.parallel.group import GroupError
+from patchedserve.serving.parallel.group import Message, RankError
 from patchedserve.serving.parallel.launch import ProcessRanks
-from patchedserve.serving.parallel.options import ParallelOptions
+from patchedserve.serving.parallel.options import NormMode, NormOptions, ParallelOptions
+from patchedserve.serving.parallel.ranks import Ranks
+from patchedserve.serving.parallel.recovery import persist
 from patchedserve.serving.parallel.strip_model import flat
 from patchedserve.serving.parallel.virtual import VirtualRanks
-from patchedserve.serving.parallel.worker import RankSettings
 
 from ...support.http_server import until
-from ...support.patched_models import Row, draw_rows, stack_conditions
+from ...support.patched_models import Row, draw_rows, run_plain, stack_conditions
 from ...support.tiny_models import save_tiny, tiny_sd3, tiny_sdxl
+from ...support.virtual_ranks import relative
 
 pytestmark = pytest.mark.slow
 MODELS = {"sdxl": tiny_sdxl, "sd3": tiny_sd3}
@@ -45,20 +48,23 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def settings_of(folder: Path, size: int) -> tuple[RankSettings, Any]:
+def process_ranks(folder: Path, ranks: str, **more: Any) -> ProcessRanks:
     fingerprint, model = load_denoiser(str(folder), "cpu", "float32")
-    return RankSettings(0, 0, size, str(folder), fingerprint, "cpu", "float32", 1, 60.0, 0), model
+    return ProcessRanks(model, fingerprint, str(folder), ParallelOptions(ranks, **more))
 
 
-def predict(ranks: VirtualRanks | ProcessRanks, rows: list[Row], call: int = 0) -> Tensor:
+def predict_together(group: VirtualRanks | ProcessRanks, rows: list[Row], call: int = 0) -> Tensor:
+    """What the ranks give for guided requests, asked again if one of them is lost."""
     names = [(index // 2, index % 2) for index in range(len(rows))]
-    with ranks.end, torch.inference_mode():
-        ranks.ranks.learn(names, flat(stack_conditions(rows)))
-        latents, timesteps = (
-            (1 + call) * torch.stack([row.latents for row in rows]),
-            torch.tensor([row.timestep for row in rows]),
-        )
-        return ranks.ranks.predict(names, latents, timesteps)
+    latents = (1 + call) * torch.stack([row.latents for row in rows])
+    timesteps = torch.tensor([row.timestep for row in rows])
+
+    def ask(ranks: Ranks) -> Tensor:
+        ranks.learn(names, flat(stack_conditions(rows)))
+        return ranks.predict(names, latents, timesteps)
+
+    with group.end, torch.inference_mode():
+        return persist(group, ask)
 
 
 def is_alive(process: int) -> bool:
@@ -69,44 +75,109 @@ def is_alive(process: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize(
-    ("size", "more"),
-    [(2, {"splits_guidance": True}), (2, {"mode": "displaced", "warmup": 0}), (3, {"shares": (2, 1, 1)})],
-)
-def test_processes_give_the_bits_of_virtual_ranks(folder: Path, size: int, more: dict[str, Any]) -> None:
-    settings, model = settings_of(folder, size)
-    rows = draw_rows(model, [(20, 12), (20, 12)], num_each=2)
-    with closing(VirtualRanks(model, size, ParallelOptions(**more))) as virtual:
-        wanted = [predict(virtual, rows, call) for call in range(3)]
-    with closing(ProcessRanks(model, command_of, settings, ParallelOptions(**more))) as ranks:
-        assert all(torch.equal(predict(ranks, rows, call), each) for call, each in enumerate(wanted))
-        processes = [process.pid for process in ranks.processes]
+DISPLACED: dict[str, Any] = {"mode": "displaced", "warmup": 0, "cfg_split": "off"}
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"cfg_split": "off", "text": "split"},
+    {"mode": "naive"},
+    *(DISPLACED | {"norms": NormOptions(mode)} for mode in get_args(NormMode)),
+]
+
+
+def test_processes_give_the_bits_of_virtual_ranks(folder: Path) -> None:
+    """In every mode and GroupNorm mode, four ranks with uneven shares, and three and two when the others have gone."""
+    model = load_denoiser(str(folder), "cpu", "float32")[1]
+    size = (34, 20) if hasattr(model, "conv_in") else (22, 12)
+    rows = draw_rows(model, [size, size], num_each=2)
+    with closing(process_ranks(folder, "4")) as group:
+        processes = [process.pid for process in group.processes.values()]
+        for count, shares in ((4, "1,3,2,1"), (3, None), (2, None)):
+            while len(group.processes) >= count:
+                group.processes[len(group.processes)].kill()
+                predict_together(group, rows)
+            for way in WAYS:
+                options = ParallelOptions(str(count), shares=shares, **way)
+                group.ranks.keep([])
+                group.ranks = Ranks(group.end, group.model, options)
+                found = [predict_together(group, rows, call) for call in range(3)]
+                with closing(VirtualRanks(model, replace(options, ranks=f"virtual:{count}"))) as virtual:
+                    for call, each in enumerate(found):
+                        assert torch.equal(predict_together(virtual, rows, call), each)
     assert not any(map(is_alive, processes))
 
 
-def test_a_rank_that_is_killed_ends_the_call(tmp_path: Path) -> None:
-    settings, model = settings_of(save_tiny(tmp_path / "model", tiny_sdxl()), 3)
+@pytest.mark.parametrize("mode", ["sync", "displaced"])
+def test_what_a_lost_rank_was_to_draw_is_drawn_by_the_others(tmp_path: Path, mode: str) -> None:
+    """One is killed while it has nothing to do, then one that does not answer any more; what is left is plain."""
+    folder = save_tiny(tmp_path / "model", tiny_sdxl())
+    model = load_denoiser(str(folder), "cpu", "float32")[1]
     rows = draw_rows(model, [(20, 12)], num_each=2)
-    with closing(ProcessRanks(model, command_of, settings, ParallelOptions())) as ranks:
-        predict(ranks, rows)
-        ranks.processes[1].send_signal(signal.SIGKILL)
-        ranks.processes[1].wait()
-        with pytest.raises(GroupError, match="rank"):
-            predict(ranks, rows)
+    wanted = torch.stack(run_plain(model, rows))
+    with closing(process_ranks(folder, "3", mode=mode, warmup=0, timeout_s=2)) as ranks:
+        predict_together(ranks, rows)
+        # Idle for longer than ranks may keep each other waiting, which is no fault.
+        time.sleep(2.5)
+        predict_together(ranks, rows)
+        ranks.processes[1].kill()
+        # A call that begins again is synchronous, whatever came before it.
+        assert relative(predict_together(ranks, rows), wanted) <= 1e-5
+        assert list(ranks.processes) == [2]
+        ranks.processes[2].send_signal(signal.SIGSTOP)
+        start_s = time.monotonic()
+        assert relative(predict_together(ranks, rows), wanted) <= 1e-5
+        assert time.monotonic() - start_s < 15
+        assert not ranks.processes
+        assert len(ranks.losses) == 2
+        assert relative(predict_together(ranks, rows), wanted) <= 1e-5
+
+
+def test_a_rank_that_is_killed_in_a_call(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model", tiny_sdxl())
+    model = load_denoiser(str(folder), "cpu", "float32")[1]
+    rows = draw_rows(model, [(256, 128)], num_each=2)
+    wanted = torch.stack(run_plain(model, rows))
+    for mode in ("sync", "displaced"):
+        with closing(process_ranks(folder, "3", mode=mode, warmup=0)) as ranks:
+            start_s = time.monotonic()
+            predict_together(ranks, rows)
+            call_s = time.monotonic() - start_s
+            killer = threading.Timer(call_s / 2, ranks.processes[1].kill)
+            killer.start()
+            while ranks.processes.keys() == {1, 2}:
+                found = predict_together(ranks, rows)
+            killer.join()
+            assert relative(found, wanted) <= 1e-5
+
+
+def test_what_fails_on_a_rank_is_told_and_the_group_stands_again(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model", tiny_sdxl())
+    model = load_denoiser(str(folder), "cpu", "float32")[1]
+    rows = draw_rows(model, [(20, 12)], num_each=2)
+
+    def ask_too_much(ranks: Ranks) -> Tensor:
+        names = [(0, 0), (0, 1)]
+        ranks.learn(names, flat(stack_conditions(rows)))
+        # The others have one row less than they are asked for.
+        ranks._tell_all(Message("keep", {"rows": names[:1]}))
+        return ranks.predict(names, torch.stack([row.latents for row in rows]), torch.tensor([1.0, 1.0]))
+
+    with closing(process_ranks(folder, "3")) as ranks, torch.inference_mode():
+        wanted = predict_together(ranks, rows)
+        with pytest.raises(RankError, match=r"rank 1: KeyError: \(0, 1\)"):
+            persist(ranks, ask_too_much)
+        assert torch.equal(predict_together(ranks, rows), wanted)
+        assert not ranks.losses
 
 
 _RANK_0 = """
 import sys, time
 from patchedserve.serving.models.loading import load_denoiser
-from patchedserve.serving.models.rank import command_of
 from patchedserve.serving.parallel.launch import ProcessRanks
-from patchedserve.serving.parallel.options import ParallelOptions
-from patchedserve.serving.parallel.worker import RankSettings
+from patchedserve.serving.parallel.options import NormMode, NormOptions, ParallelOptions
 
 fingerprint, model = load_denoiser(sys.argv[1], "cpu", "float32")
-settings = RankSettings(0, 0, 3, sys.argv[1], fingerprint, "cpu", "float32", 1, 60.0, 0)
-ranks = ProcessRanks(model, command_of, settings, ParallelOptions())
-print(*(process.pid for process in ranks.processes), flush=True)
+ranks = ProcessRanks(model, fingerprint, sys.argv[1], ParallelOptions("3"))
+print(*(process.pid for process in ranks.processes.values()), flush=True)
 time.sleep(600)
 """
 
@@ -123,14 +194,17 @@ def test_no_rank_outlives_rank_0(tmp_path: Path) -> None:
 
 
 def test_what_differs_is_named(tmp_path: Path) -> None:
-    settings, model = settings_of(save_tiny(tmp_path / "model", tiny_sdxl()), 2)
+    folder = save_tiny(tmp_path / "model", tiny_sdxl())
+    fingerprint, model = load_denoiser(str(folder), "cpu", "float32")
     with pytest.raises(UsageError, match=r"rank 1 has model \w+, but rank 0 has another"):
-        ProcessRanks(model, command_of, replace(settings, fingerprint="another"), ParallelOptions())
-    with pytest.raises(UsageError, match="rank 1 has dtype bfloat16, but rank 0 has float32"):
-        ProcessRanks(model, command_of, replace(settings, dtype="bfloat16"), ParallelOptions())
+        ProcessRanks(model, "another", str(folder), ParallelOptions("2"))
+    other = load_denoiser(str(save_tiny(tmp_path / "other", tiny_sd3())), "cpu", "float32")[1]
+    with pytest.raises(UsageError, match="rank 1 has class UNet2DConditionModel, but rank 0 has SD3Transformer2DModel"):
+        ProcessRanks(other, fingerprint, str(folder), ParallelOptions("2"))
 
 
 def test_a_rank_that_does_not_come_up_is_told(tmp_path: Path) -> None:
-    settings, model = settings_of(save_tiny(tmp_path / "model", tiny_sdxl()), 2)
+    folder = save_tiny(tmp_path / "model", tiny_sdxl())
+    fingerprint, model = load_denoiser(str(folder), "cpu", "float32")
     with pytest.raises(RunError, match=r"rank 1: .*model_index\.json"):
-        ProcessRanks(model, command_of, replace(settings, model=str(tmp_path / "nowhere")), ParallelOptions())
+        ProcessRanks(model, fingerprint, str(tmp_path / "nowhere"), ParallelOptions("2"))

@@ -13,9 +13,6 @@ from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.parallel.options import ParallelOptions
-from patchedserve.serving.parallel.stepper import ParallelStepper
-from patchedserve.serving.parallel.virtual import VirtualRanks
-from patchedserve.serving.plain.stepper import PlainStepper
 
 from ...support.tiny_models import largest_error, plain_latents, tiny_sd3, tiny_sdxl
 
@@ -32,12 +29,8 @@ def served(make: Any, count: int, scheduler: Any = None, **options: Any) -> Serv
     pipe = make()
     if scheduler is not None:
         pipe.scheduler = scheduler.from_config(pipe.scheduler.config)
-    model = build_model(pipe, name="tiny", options=EngineOptions("plain"))
-    plain = model.stepper
-    assert isinstance(plain, PlainStepper)
-    virtual = VirtualRanks(model.denoiser, count, ParallelOptions(**options))
-    model.stepper = ParallelStepper(virtual, plain.models, plain.conditions, plain.sampler, plain.alone)
-    return model
+    parallel = ParallelOptions(f"virtual:{count}", **options)
+    return build_model(pipe, name="tiny", options=EngineOptions("parallel", parallel=parallel))
 
 
 def run(model: ServedModel) -> list[torch.Tensor]:
@@ -51,8 +44,7 @@ def run(model: ServedModel) -> list[torch.Tensor]:
         for prepared in [each for each in active if each.state.is_finished]:
             active.remove(prepared)
             latents[prepared.request.request_id] = prepared.latents[0]
-    assert isinstance(model.stepper, ParallelStepper)
-    model.stepper.close()
+    model.close()
     return [latents[request.request_id] for request in REQUESTS]
 
 
@@ -67,17 +59,17 @@ def run(model: ServedModel) -> list[torch.Tensor]:
         (tiny_sd3, None),
     ],
 )
-@pytest.mark.parametrize("splits_guidance", [False, True])
-def test_who_joins_and_leaves_gets_what_diffusers_gives_alone(make: Any, scheduler: Any, splits_guidance: bool) -> None:
-    model = served(make, 2, scheduler, splits_guidance=splits_guidance)
+@pytest.mark.parametrize("cfg_split", ["off", "on"])
+def test_who_joins_and_leaves_gets_what_diffusers_gives_alone(make: Any, scheduler: Any, cfg_split: str) -> None:
+    model = served(make, 2, scheduler, cfg_split=cfg_split)
     expected = [plain_latents(model.pipe, request) for request in REQUESTS]
     assert largest_error(run(model), expected) <= 1e-3
 
 
 def test_displaced_requests_are_near_and_exact_while_they_warm_up() -> None:
-    expected = run(served(tiny_sdxl, 2))
-    assert all(map(torch.equal, run(served(tiny_sdxl, 2, mode="displaced", warmup=9)), expected))
-    error = largest_error(run(served(tiny_sdxl, 2, mode="displaced", warmup=1)), expected)
+    expected = run(served(tiny_sdxl, 2, cfg_split="off"))
+    assert all(map(torch.equal, run(served(tiny_sdxl, 2, cfg_split="off", mode="displaced", warmup=9)), expected))
+    error = largest_error(run(served(tiny_sdxl, 2, cfg_split="off", mode="displaced", warmup=1)), expected)
     assert 0 < error < 0.5 * float(torch.cat([each.flatten() for each in expected]).abs().max())
 
 

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from patchedserve.data.errors import UsageError
 from patchedserve.serving.core.denoiser import denoise
-from patchedserve.serving.parallel.group import GroupError, Message
+from patchedserve.serving.parallel.group import Message, RankError
 from patchedserve.serving.parallel.options import ParallelOptions
+from patchedserve.serving.parallel.ranks import Ranks
+from patchedserve.serving.parallel.recovery import persist
 from patchedserve.serving.parallel.strip_model import flat
 from patchedserve.serving.parallel.virtual import VirtualRanks
 
@@ -25,7 +27,7 @@ def predict(model: Any, rows: Sequence[Row], size: int, **settings: Any) -> Tens
     """What `size` ranks give for guided requests of one resolution."""
     names = [(index // 2, index % 2) for index in range(len(rows))]
     with (
-        closing(VirtualRanks(model, size, ParallelOptions(**settings))) as virtual,
+        closing(VirtualRanks(model, ParallelOptions(f"virtual:{size}", **settings))) as virtual,
         virtual.end,
         torch.inference_mode(),
     ):
@@ -46,8 +48,10 @@ def test_any_number_of_ranks_gives_what_one_gives(name: str, count: int) -> None
     size = (36, 14) if name.startswith("sd3") else (61, 13)
     rows = draw_rows(model, [size, size], num_each=2)
     wanted = run_plain(model, rows)
+    assert error(predict(model, rows, count, cfg_split="off"), wanted) <= EXACT
     assert error(predict(model, rows, count), wanted) <= EXACT
-    assert error(predict(model, rows, count, splits_guidance=True), wanted) <= EXACT
+    if name.startswith("sd3"):
+        assert error(predict(model, rows, count, text="split"), wanted) <= EXACT
 
 
 def test_one_rank_is_plain_diffusers_bit_by_bit() -> None:
@@ -61,21 +65,24 @@ def test_one_rank_is_plain_diffusers_bit_by_bit() -> None:
         )
         assert torch.equal(predict(model, rows, 1), plain)
         # Each half of the rows is a batch of its own then, which sums in another order.
-        assert error(predict(model, rows, 2, splits_guidance=True), list(plain)) <= EXACT
+        assert error(predict(model, rows, 2), list(plain)) <= EXACT
 
 
-@pytest.mark.parametrize("shares", [(2, 1), (1, 3), (5, 1, 2)])
-def test_uneven_shares(shares: tuple[float, ...]) -> None:
+@pytest.mark.parametrize("shares", ["2,1", "1,3", "5,1,2"])
+def test_uneven_shares(shares: str) -> None:
     for model in (sdxl_unet(), sd3_transformer()):
         rows = draw_rows(model, [(36, 12)], num_each=2)
-        assert error(predict(model, rows, len(shares), shares=shares), run_plain(model, rows)) <= EXACT
+        assert (
+            error(predict(model, rows, len(shares.split(",")), shares=shares, cfg_split="off"), run_plain(model, rows))
+            <= EXACT
+        )
 
 
 def test_rows_come_and_go() -> None:
     model = sdxl_unet()
     rows = draw_rows(model, [(16, 12)] * 3, num_each=1)
     wanted = run_plain(model, rows)
-    with closing(VirtualRanks(model, 3, ParallelOptions())) as virtual, virtual.end, torch.inference_mode():
+    with closing(VirtualRanks(model, ParallelOptions("virtual:3"))) as virtual, virtual.end, torch.inference_mode():
         for order in ([0], [0, 1], [2, 1, 0], [1], [1, 2]):
             names, own = [(number, 0) for number in order], [rows[number] for number in order]
             virtual.ranks.keep(names)
@@ -86,19 +93,61 @@ def test_rows_come_and_go() -> None:
 
 
 def test_an_image_that_is_too_low_is_refused() -> None:
-    with closing(VirtualRanks(sdxl_unet(), 4, ParallelOptions())) as virtual, virtual.end:
-        virtual.ranks.check(13)
+    with closing(VirtualRanks(sdxl_unet(), ParallelOptions("virtual:4"))) as virtual, virtual.end:
+        assert virtual.ranks.count_for(13, 8) == 4
         with pytest.raises(UsageError, match="4 ranks are too many for latents of 12 rows, of which 4 stay together"):
-            virtual.ranks.check(12)
+            virtual.ranks.count_for(12, 8)
 
 
-def test_a_rank_that_fails_ends_the_call_of_all() -> None:
+def test_smaller_images_are_drawn_by_fewer_ranks() -> None:
+    model = sdxl_unet()
+    rows = draw_rows(model, [(12, 16)], num_each=2)
+    options = ParallelOptions("virtual:4", may_use_fewer=True, from_pixels=64 * 8 * 16)
+    with closing(VirtualRanks(model, options)) as virtual, virtual.end:
+        assert [virtual.ranks.count_for(height, 16) for height in (7, 8, 12, 13)] == [1, 2, 3, 4]
+    assert error(predict(model, rows, 4, may_use_fewer=True), run_plain(model, rows)) <= EXACT
+
+
+def test_naive_parts_are_images_of_their_own() -> None:
+    """Rows first, then columns, each as the unmodified model has it (DistriFusion section 5.1)."""
+    for model in (sdxl_unet(), sd3_transformer()):
+        rows = draw_rows(model, [(16, 24)], num_each=2)
+        names, conditions = [(0, 0), (0, 1)], stack_conditions(rows)
+        latents, timesteps = torch.stack([row.latents for row in rows]), torch.tensor([row.timestep for row in rows])
+        options = ParallelOptions("virtual:2", mode="naive")
+        with closing(VirtualRanks(model, options)) as virtual, virtual.end, torch.inference_mode():
+            virtual.ranks.learn(names, flat(conditions))
+            for axis in (2, 3, 2):
+                parts = [denoise(model, part, timesteps, conditions) for part in latents.chunk(2, axis)]
+                assert torch.equal(virtual.ranks.predict(names, latents, timesteps), torch.cat(parts, axis))
+
+
+def test_what_fails_on_a_rank_is_told_and_the_group_stands_again() -> None:
     model = sdxl_unet()
     rows = draw_rows(model, [(16, 12)], num_each=2)
-    with closing(VirtualRanks(model, 2, ParallelOptions())) as virtual, virtual.end, torch.inference_mode():
-        names = [(0, 0), (0, 1)]
-        virtual.ranks.learn(names, flat(stack_conditions(rows)))
-        # Rank 0 has rank 1 learn of one row less than it asks for later.
-        virtual.ranks._tell_all(Message("keep", {"rows": names[:1]}))
-        with pytest.raises(GroupError, match=r"given up: \(0, 1\)"):
-            virtual.ranks.predict(names, torch.stack([row.latents for row in rows]), torch.tensor([1.0, 1.0]))
+    names, conditions = [(0, 0), (0, 1)], flat(stack_conditions(rows))
+    latents, timesteps = torch.stack([row.latents for row in rows]), torch.tensor([row.timestep for row in rows])
+
+    def ask(ranks: Ranks) -> Tensor:
+        ranks.learn(names, conditions)
+        return ranks.predict(names, latents, timesteps)
+
+    def ask_too_much(ranks: Ranks) -> Tensor:
+        ranks.learn(names, conditions)
+        # Rank 1 has one row less than it is asked for.
+        ranks._tell_all(Message("keep", {"rows": names[:1]}))
+        return ranks.predict(names, latents, timesteps)
+
+    def fail(ranks: Ranks) -> Tensor:
+        ranks.learn(names, conditions)
+        return ranks.predict(names, latents, timesteps[:1])
+
+    options = ParallelOptions("virtual:2", cfg_split="off")
+    with closing(VirtualRanks(model, options)) as virtual, virtual.end, torch.inference_mode():
+        wanted = persist(virtual, ask)
+        with pytest.raises(RankError, match=r"rank 1: KeyError: \(0, 1\)"):
+            persist(virtual, ask_too_much)
+        assert torch.equal(persist(virtual, ask), wanted)
+        with pytest.raises(IndexError):
+            persist(virtual, fail)
+        assert torch.equal(persist(virtual, ask), wanted)

@@ -191,6 +191,7 @@ def test_systems_are_presets_of_what_serves() -> None:
         "diffusers-fcfs": ("plain", "fcfs", "off"),
         "bucketed": ("plain", "continuous", "off"),
         "nirvana": ("plain", "continuous", "off"),
+        "distrifusion": ("parallel", "fcfs", "off"),
         "distrifusion-fcfs": ("plain", "fcfs", "off"),
         "patched-fcfs": ("patched", "continuous", "patch"),
         "patched-edf": ("patched", "edf", "patch"),
