@@ -205,5 +205,5 @@ def test_text_mask_is_refused() -> None:
     patched = IMAGE.build(model)
     run_patched(patched, rows)
     masked = [replace(rows[0], conditions=rows[0].conditions | {"encoder_attention_mask": torch.ones(7)})]
-    with pytest.raises(ValueError, match="does not support the attention arguments attention_mask"):
+    with pytest.raises(ValueError, match="no engine but plain supports the attention arguments attention_mask"):
         call_patched(patched, masked)
