@@ -1,4 +1,4 @@
-"""What all kernels share: the choice between torch and Triton, kernels that compile on first use, tile sizes.
+"""What all kernels share: what a device is fast at, torch or Triton, kernels that compile on first use, tile sizes.
 
 triton is imported when the first Triton kernel is launched and not before, so every module of this folder can be
 imported where triton is not installed.
@@ -46,6 +46,14 @@ def use_triton(kernels: str, device: torch.device) -> bool:
         if not knobs.runtime.interpret:
             raise ValueError(f"kernels is 'triton', but the tensors are on {device.type}; Triton kernels need CUDA")
     return True
+
+
+def has_fast_bfloat16(device: torch.device) -> bool:
+    """Tell whether a device has instructions for bfloat16. Any other computes it too, up to ten times slower."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    can = torch.cpu.get_capabilities()
+    return bool(can.get("amx_bf16", False) or can.get("avx512_bf16", False))
 
 
 class TritonKernel:

@@ -111,6 +111,8 @@ def _threads(has_torch: bool) -> dict[str, int | None]:
 def _devices() -> list[dict[str, Any]]:
     import torch
 
+    from ...kernels.launch import has_fast_bfloat16
+
     info = cpu_info()
     flags = {flag: flag in info.get("flags", info.get("Features", "")).split() for flag in _CPU_FLAGS}
     cpu = torch.device("cpu")
@@ -120,7 +122,7 @@ def _devices() -> list[dict[str, Any]]:
             "name": cpu_name(),
             "flags": [flag for flag, is_there in flags.items() if is_there],
             "dtypes": {dtype: _matmul_works(cpu, dtype) for dtype in _DTYPES},
-            "has_fast_bfloat16": flags["avx512_bf16"] or flags["amx_bf16"] or flags["bf16"],
+            "has_fast_bfloat16": has_fast_bfloat16(cpu),
         }
     ]
     for index in range(torch.cuda.device_count()):
@@ -132,8 +134,7 @@ def _devices() -> list[dict[str, Any]]:
                 "capability": f"{properties.major}.{properties.minor}",
                 "memory_bytes": properties.total_memory,
                 "dtypes": {dtype: _matmul_works(torch.device("cuda", index), dtype) for dtype in _DTYPES},
-                # Tensor cores know bfloat16 from Ampere on; older GPUs compute it, slowly.
-                "has_fast_bfloat16": properties.major >= 8,
+                "has_fast_bfloat16": has_fast_bfloat16(torch.device("cuda", index)),
             }
         )
     return devices

@@ -233,6 +233,8 @@ def resolve_device(name: str) -> "torch.device":
 def _resolve_dtype(name: str, device: "torch.device") -> "torch.dtype":
     import torch
 
+    from ...kernels.launch import has_fast_bfloat16
+
     if name not in _DTYPES:
         raise UsageError(f"unknown dtype {name!r}: allowed are {', '.join(_DTYPES)}")
     if name == "auto":
@@ -240,9 +242,7 @@ def _resolve_dtype(name: str, device: "torch.device") -> "torch.dtype":
             # Measured on 2 cores, bfloat16 against float32. Xeon with AMX, emoji-xl: a step of 16 images of 256 px
             # 142 ms against 361, one image of 128 px 16.6 against 15.8. EPYC with AVX512-BF16: a step of 4S 4M 4L
             # 161 ms against 202 (emoji-xl) and 140 against 211 (emoji-3), twelve requests served in 6.4 s against 8.4.
-            can = torch.cpu.get_capabilities()
-            is_fast = can.get("amx_bf16", False) or can.get("avx512_bf16", False)
-            return torch.bfloat16 if is_fast else torch.float32
+            return torch.bfloat16 if has_fast_bfloat16(device) else torch.float32
         return torch.float16
     return getattr(torch, name)
 

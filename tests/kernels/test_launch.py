@@ -11,7 +11,7 @@ import torch
 from patchedserve.kernels.group_norm_stats import merge_stats_kernel, patch_stats_kernel
 from patchedserve.kernels.group_norm_stitch import group_norm_stitch_kernel
 from patchedserve.kernels.halo import halo_gather, halo_gather_kernel
-from patchedserve.kernels.launch import COMPILE_OPTIONS, TritonKernel, power_of_two, tile, use_triton
+from patchedserve.kernels.launch import COMPILE_OPTIONS, TritonKernel, has_fast_bfloat16, power_of_two, tile, use_triton
 from patchedserve.kernels.patch import patch_move_kernel
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -23,6 +23,17 @@ def test_choice() -> None:
     assert not use_triton("torch", CUDA)
     with pytest.raises(ValueError, match="kernels is 'cuda', but it must be one of auto, torch, triton"):
         use_triton("cuda", CPU)
+
+
+def test_bfloat16_is_fast_where_the_processor_has_instructions_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for can, is_fast in (
+        ({}, False),
+        ({"avx512_f": True}, False),
+        ({"avx512_bf16": True}, True),
+        ({"amx_bf16": True}, True),
+    ):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda can=can: can)
+        assert has_fast_bfloat16(CPU) is is_fast
 
 
 def test_choice_with_triton() -> None:

@@ -37,6 +37,7 @@ class HttpServer:
     Attributes:
         url: without `/v1`.
         lines: of its stderr so far.
+        start_s: how long it may take until it is ready; from then on, how long it has taken.
     """
 
     def __init__(
@@ -47,7 +48,8 @@ class HttpServer:
         env: Mapping[str, str] | None = None,
         start_s: float = 60.0,
     ) -> None:
-        self._start_s = start_s
+        self.start_s = start_s
+        self._began_s = time.monotonic()
         command = [str(Path(sys.executable).parent / "psctl"), "serve", "--http", "--port", "0", "--model", str(model)]
         command += ["--workspace", str(workspace), "--dtype", "float32", *options]
         self.process = subprocess.Popen(
@@ -79,7 +81,8 @@ class HttpServer:
         return self.process.wait(60)
 
     def __enter__(self) -> Self:
-        self.url = self.wait(READY, self._start_s)[1]
+        self.url = self.wait(READY, self.start_s)[1]
+        self.start_s = time.monotonic() - self._began_s
         return self
 
     def __exit__(self, *exception: object) -> None:

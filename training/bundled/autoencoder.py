@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .latents import random_crops, to_float
-from .loop import OnStep, Task, ignore_step, train
+from .loop import OnStep, Task, ignore_step, mixed_precision, train
 from .optim import OptimConfig
 
 CROP_SIDES = (64, 96, 128, 192)
@@ -77,7 +77,7 @@ def train_autoencoder(
         side = int(rng.choice(CROP_SIDES))
         crops = random_crops(pools, max(2, PIXELS_PER_BATCH // side**2), side, rng)
         generator = torch.Generator().manual_seed(int(rng.integers(2**31)))
-        with torch.autocast(device.type, torch.bfloat16):
+        with mixed_precision(device):
             return reconstruction_loss(model, to_float(crops).to(device), generator)
 
     optim = OptimConfig(muon_lr=4e-3, adam_lr=2e-3, weight_decay=0.0)

@@ -16,7 +16,7 @@ from ...data.emoji.scene import caption_of
 from ...data.resolution import Resolution
 from .joint_attention import RepeatedTokenJointAttention
 from .latents import LatentSet
-from .loop import OnStep, Task, ignore_step, train
+from .loop import OnStep, Task, ignore_step, mixed_precision, train
 from .optim import OptimConfig
 from .text import tokenize
 
@@ -95,7 +95,7 @@ class UNetObjective:
         time_ids = torch.tensor([[height, width, 0, 0, height, width]]).repeat(len(captions), 1).to(latents)
         added = {"text_embeds": states.pooled * keep[:, None], "time_ids": time_ids}
         tokens = states.tokens * keep[:, None, None]
-        with torch.autocast(latents.device.type, torch.bfloat16):
+        with mixed_precision(latents.device):
             predicted = self.model(noisy, timesteps, tokens, added_cond_kwargs=added).sample
         return F.mse_loss(predicted.float(), target)
 
@@ -117,7 +117,7 @@ class TransformerObjective:
         shift = FLOW_SHIFT * (resolution.pixels / 192**2) ** 0.25
         sigma = torch.from_numpy(shift * position / (1 + (shift - 1) * position)).to(latents)
         noisy = torch.lerp(latents, noise, sigma[:, None, None, None])
-        with torch.autocast(latents.device.type, torch.bfloat16):
+        with mixed_precision(latents.device):
             predicted = self.model(noisy, tokens, states.pooled, 1000 * sigma).sample
         return F.mse_loss(predicted.float(), noise - latents)
 

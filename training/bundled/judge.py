@@ -13,7 +13,7 @@ from ...data.emoji.dataset import EmojiDataset
 from ...data.emoji.scene import BACKGROUNDS, caption_of
 from ...data.resolution import Resolution
 from .latents import draw_pool, to_float
-from .loop import OnStep, Task, ignore_step, train
+from .loop import OnStep, Task, ignore_step, mixed_precision, train
 from .optim import OptimConfig
 from .text import MAX_TOKENS, is_outside_layers, tokenize
 
@@ -136,7 +136,7 @@ def train_judge(
         chosen = draw_indices(pool, BATCH_SIZE, rng)
         words = [pool.captions[index][int(rng.integers(3))] for index in chosen]
         pixels = degraded(pool.images[torch.from_numpy(chosen)].float(), rng).to(device)
-        with torch.autocast(device.type, torch.bfloat16):
+        with mixed_precision(device):
             loss, accuracy = contrastive_loss(model, pixels, tokenize(tokenizer, words).to(device), words)
         return loss, {"accuracy": accuracy}
 

@@ -17,6 +17,7 @@ from ...data.emoji.scene import Scene
 from ...data.errors import RunError
 from ...data.files import atomic_write
 from ...data.resolution import Resolution
+from .loop import mixed_precision
 
 ENCODE_CHUNK_PIXELS = 16 * 128 * 128
 
@@ -78,7 +79,7 @@ def encode_images(vae: AutoencoderKL, images: Tensor, device: torch.device) -> T
     chunk = max(1, ENCODE_CHUNK_PIXELS // (images.shape[2] * images.shape[3]))
     codes = []
     for part in images.split(chunk):
-        with torch.autocast(device.type, torch.bfloat16):
+        with mixed_precision(device):
             posterior = vae.encode(to_float(part).to(device), return_dict=False)[0]
         codes.append(posterior.mean.half().cpu())
     return torch.cat(codes).contiguous()

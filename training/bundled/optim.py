@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...data.errors import RunError
+from ...kernels.launch import has_fast_bfloat16
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
@@ -48,7 +49,9 @@ def orthogonalised(matrices: Tensor) -> Tensor:
     a, b, c = NEWTON_SCHULZ
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if is_tall else matrices
-    x = (x / x.norm(dim=(1, 2), keepdim=True).clamp_min(1e-7)).bfloat16()
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp_min(1e-7)
+    if has_fast_bfloat16(matrices.device):
+        x = x.bfloat16()
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x

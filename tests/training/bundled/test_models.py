@@ -161,7 +161,7 @@ def test_a_generator_learns_a_single_picture(objective_class, tokenizer, encoder
     def on_step(step: int, figures: dict[str, float]) -> None:
         losses.append(figures["loss"])
 
-    train_generator(objective, [latent_set], [1.0], task, torch.device("cpu"), on_step, batch_pixels=8 * 256)
+    train_generator(objective, [latent_set], [1.0], task, torch.device("cpu"), on_step, batch_pixels=4 * 256)
     assert np.mean(losses[-8:]) < 0.85 * np.mean(losses[:2])
 
 
