@@ -136,8 +136,6 @@ def train_to_target(
         closest = max(tried, key=lambda row: row["ssim"])
         # Rounded down: what is next to the target has not reached it.
         reached = math.floor(1e4 * closest["ssim"]) / 1e4
-        # Rounded down: what is next to the target has not reached it.
-        reached = math.floor(1e4 * closest["ssim"]) / 1e4
         raise RunError(
             f"no cut reaches SSIM {target.ssim:g}; the closest is {reached:.4f} with threshold "
             f"{closest['threshold']:g} and confidence {closest['min_confidence']:g}; give a lower --threshold"

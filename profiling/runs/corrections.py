@@ -17,7 +17,7 @@ from ...data.requests import Request
 from ...data.resolution import Resolution
 from ...data.resolution import parse as parse_resolution
 from ...serving.scheduling.policies import StepLatencyPredictor, get_policy
-from ...training.latency.online_correction import LEAST_SCALE, MOST_SCALE, OnlineCorrection
+from ...training.latency.online_correction import OnlineCorrection, bounded
 from ..measure.standalone import context_key
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _learnt_from(model: "ServedModel", latency: StepLatencyPredictor, requests: 
         predicted_s += latency.step_latency_s(sorted(sizes))
     # Of all steps alike: a moving average forgets too slowly to learn it from so few.
     scale = sum(row.duration_s for row in result.steps) / predicted_s if predicted_s > 0 else 1.0
-    return Learnt.of(min(max(scale, LEAST_SCALE), MOST_SCALE), learner.after_s)
+    return Learnt.of(bounded(scale), learner.after_s)
 
 
 def keep_correction(model: "ServedModel", workspace: "ModelWorkspace", correction: OnlineCorrection) -> None:

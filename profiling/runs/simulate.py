@@ -27,7 +27,7 @@ from ...serving.scheduling.systems import System
 from ...serving.simulator.simulator import SimulationResult, simulate
 from ...serving.simulator.stage_times import StageTimes, standalone_latency_s
 from ...serving.simulator.step_durations import ProfiledSteps, StepDurations
-from ...training.latency.online_correction import LEAST_SCALE, MOST_SCALE, OnlineCorrection
+from ...training.latency.online_correction import OnlineCorrection, bounded
 from ...training.latency.predictor import LatencyPredictor
 from .calibration import Calibration, step_sources
 from .figures import run_figures
@@ -115,8 +115,7 @@ class SimulatedEngine:
         told = self.durations.steps.told
         if policy.requires_predictor and not self.durations.is_as_told:
             # Where the calibration met a machine busy with other things, it may lie beyond what is ever learnt.
-            scale = min(max(self.told_scale, LEAST_SCALE), MOST_SCALE)
-            told = OnlineCorrection(told, scale=scale, after_s=self.times.postprocess_s)
+            told = OnlineCorrection(told, scale=bounded(self.told_scale), after_s=self.times.postprocess_s)
         alone_s = {request.request_id: standalone_s(request) for request in requests}
         return simulate(
             list(map(system.adapt, requests)),

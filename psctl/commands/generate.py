@@ -90,7 +90,6 @@ def generate(
 
     served, place = target.load(out, engine)
     from ...serving.engine.engine import Engine
-    from ...serving.parallel.stepper import ParallelStepper
     from ...serving.scheduling.policies import get_policy
 
     for request in requests:
@@ -112,9 +111,6 @@ def generate(
         result = runner.run()
 
     images = [_describe(record) for record in result.records]
-    losses = served.stepper.group.losses if isinstance(served.stepper, ParallelStepper) else ()
-    for loss in losses:
-        out.warn(f"{loss}; its work was done without it")
     served.close()
     payload = {"model": target.model, "device": str(served.device), "duration_s": result.duration_s, "images": images}
     out.data(payload, table=lambda: _table(images))

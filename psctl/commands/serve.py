@@ -144,8 +144,6 @@ def serve(
             f"the cache's bound of {served.options.cache.memory_mb} MB was too small for {', '.join(uncached)}, which "
             "ran uncached at times; raise --cache-memory"
         )
-    for loss in outcome.summary.get("parallel", {}).get("losses", ()):
-        out.warn(f"{loss}; its work was done without it")
     if failure := outcome.summary.get("recording_failure"):
         out.warn(f"--cuda-graphs: {failure}; what had not been recorded by then ran without")
     out.note(f"Report: {outcome.run_dir / 'report.html'}")

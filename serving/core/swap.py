@@ -25,10 +25,32 @@ _SWAPPED = {"Conv2d", "GroupNorm", "Attention", "Upsample2D", "PatchEmbed", "Tim
 
 
 class Swap:
-    """The leaves that were put into one model, until `undo`."""
+    """The leaves that were put into one model, until `undo`.
 
-    def __init__(self) -> None:
+    Args:
+        model: swapped in place; nothing is changed if it is refused.
+        what, instead: see `check_model`.
+
+    Raises:
+        UsageError: as `check_model`.
+    """
+
+    def __init__(self, model: nn.Module, what: str, instead: str) -> None:
         self._undo: list[tuple[nn.Module, str, nn.Module]] = []
+        check_model(model, what, instead)
+        if isinstance(model, UNet2DConditionModel):
+            self.swap_unet(model)
+        else:
+            assert isinstance(model, SD3Transformer2DModel)
+            self.swap_transformer(model)
+
+    def swap_unet(self, model: UNet2DConditionModel) -> None:
+        """Put the leaves into a U-Net."""
+        raise NotImplementedError
+
+    def swap_transformer(self, model: SD3Transformer2DModel) -> None:
+        """Put the leaves into SD3's transformer."""
+        raise NotImplementedError
 
     def put(self, parent: nn.Module, name: str, leaf: nn.Module) -> None:
         """Put a leaf where a child of `parent` was."""

@@ -29,7 +29,6 @@ from ..plain.formats import PlainModels, compile_whole
 from ..plain.stepper import PlainStepper
 from ..samplers.batched import BatchedSampler
 from ..samplers.single import PerRequestSampler
-from .checkpoint import fingerprint as fingerprint_of
 from .defaults import ModelDefaults
 from .families import Family, build_family
 from .served import ServedModel
@@ -50,7 +49,7 @@ def build_model(
     if options.cache.is_on:
         suited = facts(options.cache.patch_size).patch_size
         options = replace(options, cache=replace(options.cache, patch_size=suited))
-    stepper = build_stepper(pipe, family, options, facts)
+    stepper = build_stepper(pipe, family, options, facts, fingerprint)
     return ServedModel(pipe, family, stepper, name=name, fingerprint=fingerprint, defaults=defaults, options=options)
 
 
@@ -75,9 +74,14 @@ def without_cache(model: ServedModel) -> ServedModel:
 
 
 def build_stepper(
-    pipe: Any, family: Family, options: EngineOptions, facts: Callable[[int | None], BlockFacts]
+    pipe: Any,
+    family: Family,
+    options: EngineOptions,
+    facts: Callable[[int | None], BlockFacts],
+    fingerprint: str = "",
 ) -> Stepper:
-    """Make the denoise stage of a pipeline; `facts` says what a cache predictor must fit for a patch size.
+    """Make the denoise stage of a pipeline; `facts` says what a cache predictor must fit for a patch size, and
+    `fingerprint` what ranks must find in the model's folder.
 
     Raises:
         UsageError: if the patch engine cannot run the model or its scheduler; the message names the cause and points to
@@ -95,7 +99,7 @@ def build_stepper(
         return build_plain(pipe, family, PlainModels(denoiser, is_compiled=options.compile))
     if options.engine == "parallel":
         plain = build_plain(pipe, family, PlainModels(denoiser))
-        return parallel_stepper(pipe, plain, options.parallel)
+        return parallel_stepper(pipe, plain, options.parallel, fingerprint)
     check_kernels(options.kernels, device)
     order = options.order
     if order == "auto":
@@ -118,7 +122,7 @@ def build_stepper(
     return PatchedStepper(patched, plain, family.conditions, batched_sampler)
 
 
-def parallel_stepper(pipe: Any, plain: PlainStepper, options: ParallelOptions) -> ParallelStepper:
+def parallel_stepper(pipe: Any, plain: PlainStepper, options: ParallelOptions, fingerprint: str) -> ParallelStepper:
     """The denoise stage on ranks, virtual or in processes that load the same files. Raises as `ProcessRanks`."""
     denoiser = denoiser_of(pipe)
     if options.is_virtual:
@@ -127,7 +131,7 @@ def parallel_stepper(pipe: Any, plain: PlainStepper, options: ParallelOptions) -
         folder = pipe.name_or_path
         if folder is None or not Path(folder).is_dir():
             raise UsageError("the ranks of --parallel load the model from its folder, and this one has none")
-        group = ProcessRanks(denoiser, fingerprint_of(Path(folder)), str(folder), options)
+        group = ProcessRanks(denoiser, fingerprint, str(folder), options)
     return ParallelStepper(group, options, plain.models, plain.conditions, plain.sampler, plain.alone)
 
 

@@ -25,6 +25,7 @@ _MODULE = "patchedserve.serving.models.rank"
 _START_S = 300.0
 _MOST_PER_CORE = 4
 _END_S = 5.0
+_LOOK_EVERY_S = 0.02
 
 
 class ProcessRanks:
@@ -84,6 +85,12 @@ class ProcessRanks:
             self._end_all()
             raise
 
+    def use(self, options: ParallelOptions) -> None:
+        """See `RankGroup`."""
+        self.ranks.keep(())
+        self._options = options
+        self.ranks = Ranks(self.end, self.model, options, [0, *self.processes])
+
     def recover(self, error: Exception) -> Exception | None:
         """See `RankGroup`. A rank that does not answer in time is killed."""
         if isinstance(self.end, ProcessEnd):
@@ -92,11 +99,16 @@ class ProcessRanks:
         # Nobody computes for longer without a word to others; who waits for them notices within a moment.
         told_s = self.end.told_s if isinstance(self.end, ProcessEnd) else 0.0
         until = max(told_s + self._options.timeout_s, time.monotonic() + _END_S)
-        told = {rank: self._left(rank, until) for rank in self.processes}
+        told = {
+            rank: self._wait_for(key_of("left", self._number, rank), process, until)
+            for rank, process in self.processes.items()
+        }
         causes = [reason for reason in told.values() if reason]
         lost = [rank for rank, reason in told.items() if reason is None]
         for rank in lost:
             self.losses.append(f"rank {rank} has gone, or does not answer: {error}")
+            # At once and wherever it is served: a summary comes late, and a server has none.
+            sys.stderr.write(f"Warning: {self.losses[-1]}; its work is done without it\n")
             _end({rank: self.processes.pop(rank)})
         self._number += 1
         self.model.clear()
@@ -116,15 +128,18 @@ class ProcessRanks:
         """Wait until every rank is ready, and compare what it has."""
         until = time.monotonic() + _START_S
         for rank, process in self.processes.items():
-            while not self._store.check([key_of("ready", rank)]):
-                if self._store.check([key_of("failed", rank)]):
-                    raise RunError(f"rank {rank}: {self._store.get(key_of('failed', rank)).decode()}")
-                if process.poll() is not None:
-                    raise RunError(f"rank {rank} has ended with code {process.returncode} as it started")
-                if time.monotonic() > until:
-                    raise RunError(f"rank {rank} is not ready after {_START_S:g} s")
-                time.sleep(0.05)
-            theirs = json.loads(self._store.get(key_of("ready", rank)))
+            told = self._wait_for(key_of("has", rank), process, until)
+            if told is None:
+                code = process.poll()
+                what = (
+                    f"is not ready after {_START_S:g} s"
+                    if code is None
+                    else f"has ended with code {code} as it started"
+                )
+                raise RunError(f"rank {rank} {what}")
+            theirs = json.loads(told)
+            if "error" in theirs:
+                raise RunError(f"rank {rank}: {theirs['error']}")
             for name, own in facts.items():
                 if theirs.get(name) != own:
                     raise UsageError(f"rank {rank} has {name} {theirs.get(name)}, but rank 0 has {own}")
@@ -140,38 +155,38 @@ class ProcessRanks:
             self.end = ProcessEnd(own, 0, len(members), self._options.timeout_s, self._device, self._threads)
         self.ranks = Ranks(self.end, self.model, self._options, members)
 
-    def _left(self, rank: int, until: float) -> str | None:
-        """What a rank says as it leaves the group: an error, or nothing; None if it does not until then."""
-        key = key_of("left", self._number, rank)
+    def _wait_for(self, key: str, process: "subprocess.Popen[bytes]", until: float) -> str | None:
+        """What a rank puts in the store; None if its process ends before, or it does not until then."""
         while not self._store.check([key]):
-            if self.processes[rank].poll() is not None or time.monotonic() > until:
+            if process.poll() is not None or time.monotonic() > until:
                 return None
-            time.sleep(0.01)
+            # The store's own waiting writes to stderr when time is up.
+            time.sleep(_LOOK_EVERY_S)
         return self._store.get(key).decode()
 
 
 def devices_of(device: torch.device, options: ParallelOptions) -> list[str]:
     """The device of every rank. Raises UsageError: there are not so many, or the first is not the model's."""
-    if options.devices is not None:
-        named = [name.strip() for name in options.devices.split(",")]
-        if torch.device(named[0]).type != device.type or (torch.device(named[0]).index or 0) != (device.index or 0):
-            raise UsageError(f"--parallel-devices begins with {named[0]}, but the model is on {device} (--device)")
+    if (named := options.device_names) is not None:
+        first = torch.device(named[0])
+        if (first.type, first.index or 0) != (device.type, device.index or 0):
+            raise UsageError(f"--parallel-devices begins with {first}, but the model is on {device} (--device)")
         return named
     if device.type == "cpu":
-        most = max(_MOST_PER_CORE * len(os.sched_getaffinity(0)), _MOST_PER_CORE)
+        most = _MOST_PER_CORE * len(os.sched_getaffinity(0))
         if options.count > most:
             raise UsageError(
                 f"--parallel {options.ranks} takes a process for each rank, but here at most {most} make sense: try "
                 f"--parallel virtual:{options.ranks}"
             )
         return ["cpu"] * options.count
-    first, there = device.index or 0, torch.cuda.device_count()
-    if first + options.count > there:
+    start, there = device.index or 0, torch.cuda.device_count()
+    if start + options.count > there:
         raise UsageError(
-            f"--parallel {options.ranks} takes a GPU for each rank, but from {device} on there are {there - first}: "
+            f"--parallel {options.ranks} takes a GPU for each rank, but from {device} on there are {there - start}: "
             "name some more than once (--parallel-devices), or try virtual ranks"
         )
-    return [f"cuda:{first + rank}" for rank in range(options.count)]
+    return [f"cuda:{start + rank}" for rank in range(options.count)]
 
 
 def _end(processes: dict[int, subprocess.Popen[bytes]]) -> None:

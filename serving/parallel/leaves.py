@@ -81,8 +81,11 @@ class StripGroupNorm(nn.Module):
 
 def statistics(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     """Mean and biased variance [rows, groups] of [rows, channels, height, width], in float32."""
-    variance, mean = torch.var_mean(x.reshape(x.shape[0], num_groups, -1).float(), dim=2, correction=0)
-    return mean, variance
+    rows, channels, height, width = x.shape
+    # What it makes of `x` is not needed; its moments are stable, and take a quarter of the time of `torch.var_mean`.
+    x = x.float().contiguous()
+    _, mean, rstd = torch.native_group_norm(x, None, None, rows, channels, height * width, num_groups, 0.0)
+    return mean, rstd.pow(-2)
 
 
 def combined(parts: Sequence[Tensor], weights: Sequence[float]) -> tuple[Tensor, Tensor]:

@@ -91,10 +91,11 @@ class ParallelOptions:
                 raise UsageError(f"--parallel-{name} is {value}, but it must be {least} or more")
         if not 0 < self.timeout_s < float("inf"):
             raise UsageError(f"--parallel-timeout is {self.timeout_s}, but it must be a positive number of seconds")
-        if self.devices is not None and len(self.devices.split(",")) != self.count:
-            raise UsageError(
-                f"--parallel-devices names {len(self.devices.split(','))}, but there are {self.count} ranks"
-            )
+        names = self.device_names
+        if names is not None and not all(re.fullmatch(r"cpu|cuda(:\d+)?", name) for name in names):
+            raise UsageError(f"--parallel-devices is {self.devices!r}, but each must be cpu, cuda or cuda:N")
+        if names is not None and len(names) != self.count:
+            raise UsageError(f"--parallel-devices names {len(names)}, but there are {self.count} ranks")
         if len(self.weights) != self.count:
             raise UsageError(f"--parallel-shares are {len(self.weights)}, but there are {self.count} ranks")
 
@@ -112,6 +113,11 @@ class ParallelOptions:
     def is_on(self) -> bool:
         """Whether there is more than one rank, real or not."""
         return self.count > 1
+
+    @property
+    def device_names(self) -> list[str] | None:
+        """Of the devices that are named."""
+        return None if self.devices is None else [name.strip() for name in self.devices.split(",")]
 
     @property
     def weights(self) -> tuple[float, ...]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from .group import GroupError, Message
 
-_FOR_EVER = timedelta(days=365)
+FOR_EVER = timedelta(days=365)
 """How long a rank without work waits for some; one that has gone is noticed at once, as its connection closes."""
 _MESSAGES = 0
 """The tag of messages; those of tensors count up, so that they may be awaited in any order."""
@@ -60,7 +61,7 @@ class ProcessEnd:
         try:
             self._group = gloo(store, rank, size, options)
         except RuntimeError as error:
-            raise GroupError(f"ranks do not meet: {str(error).splitlines()[0]}") from error
+            raise GroupError(f"ranks do not meet: {_in_short(error)}") from error
         self._numbers: Counter[tuple[Any, ...]] = Counter()
         self.told_s = time.monotonic()
 
@@ -90,7 +91,7 @@ class ProcessEnd:
         def receive(shape: Sequence[int], dtype: torch.dtype, timeout: timedelta = self._timeout) -> Tensor:
             return self.receive(rank, shape, dtype, _MESSAGES).wait(timeout)
 
-        length = int(receive((1,), torch.int64, _FOR_EVER if is_idle else self._timeout))
+        length = int(receive((1,), torch.int64, FOR_EVER if is_idle else self._timeout))
         number, kind, facts, specs = json.loads(receive((length,), torch.uint8).numpy().tobytes())
         if number != (wanted := self._next("message", rank, self.rank)):
             raise GroupError(f"rank {rank} has sent message {number}, but {wanted} is due")
@@ -149,7 +150,7 @@ class Transfer:
         try:
             self._work.wait(timeout)
         except RuntimeError as error:
-            raise GroupError(f"rank {self._rank} does not answer: {str(error).splitlines()[0]}") from error
+            raise GroupError(f"rank {self._rank} does not answer: {_in_short(error)}") from error
         return self._tensor
 
 
@@ -167,3 +168,8 @@ class ProcessPending:
         for transfer in self._sent:
             transfer.wait(self._timeout)
         return found
+
+
+def _in_short(error: RuntimeError) -> str:
+    """What torch says has failed, without the place in its sources before it and the advice behind."""
+    return re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0]).split(". ")[0]

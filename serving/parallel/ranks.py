@@ -1,20 +1,25 @@
 """Rank 0's side of the group: it has the batch, hands strips out, takes its own, and puts the predictions together."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...data.errors import UsageError
+from ...data.resolution import RESOLUTION_MULTIPLE
+from .choice import measure_link, received_bytes
 from .context import Pass, Team
+from .cost import Call
 from .exchange import RowName
 from .group import Communicator, Message
+from .latency_model import Link
 from .options import ParallelOptions
 from .strip_model import StripModel
 from .strips import Strips
 
+_LINK_BYTES = 16 << 20
 _MOST_TEXT = 1.1
 """Tokens of all ranks, relative to those of one, up to which each of them has the whole text (auto)."""
 
@@ -75,16 +80,27 @@ class Ranks:
 
     def count_for(self, height: int, width: int) -> int:
         """How many ranks draw images of this size of latents. Raises UsageError: they are too low for all ranks."""
-        units = -(-min(height, width if self.mode == "naive" else height) // self._model.unit)
-        if 64 * height * width < self._options.from_pixels:
+        least = min(height, width) if self.mode == "naive" else height
+        units = -(-least // self._model.unit)
+        if RESOLUTION_MULTIPLE**2 * height * width < self._options.from_pixels:
             return 1
         if units < self.size and not self._options.may_use_fewer:
-            Strips.of(height, self._model.unit, self._shares)
+            Strips.of(least, self._model.unit, self._shares)
         return min(self.size, units)
 
     def splits_guidance(self, height: int, width: int) -> bool:
         """Whether guided requests of this size are drawn by two halves of the ranks."""
         return self._options.splits_guidance(self.count_for(height, width))
+
+    def measure_link(self, device: torch.device) -> Link:
+        """What ranks on this device wait for each other; they share nothing but the link."""
+        large = torch.zeros(_LINK_BYTES, dtype=torch.uint8, device=device)
+        return measure_link(self._end, self._model.num_exchanges, large, Link().displaced_share)
+
+    def received_bytes(self, height: int, width: int, num_rows: int) -> int:
+        """By a rank in a call with so many rows of latents of this size."""
+        call = Call(height, width, self._model.text_length, num_rows)
+        return received_bytes(self._model.cost, call, self.size, self._model.element_size)
 
     def learn(self, rows: Sequence[RowName], conditions: Mapping[str, Tensor]) -> None:
         """Tell every rank the conditions of rows, as far as it does not know them: tensors (rows, ...) by name."""
@@ -107,7 +123,7 @@ class Ranks:
             self._slots = {row: held for row, held in self._slots.items() if row in self._known}
 
     def predict(
-        self, rows: Sequence[RowName], latents: Tensor, timesteps: Tensor, is_last: Sequence[bool] | None = None
+        self, rows: Sequence[RowName], latents: Tensor, timesteps: Tensor, ending: Collection[RowName] = ()
     ) -> Tensor:
         """Predict for rows of one resolution, all of them known.
 
@@ -115,64 +131,58 @@ class Ranks:
             rows: with guidance, a request's two stand beside each other.
             latents: [rows, channels, height, width].
             timesteps: (rows,).
-            is_last: of which no call follows.
+            ending: those of which no call follows.
         """
-        out = None
+        predicted: dict[int, Tensor] = {}
         for parts in self._turns(rows, *latents.shape[2:]):
-            for part, predicted in self._together(parts, rows, latents, timesteps, is_last):
-                if out is None:
-                    out = predicted.new_empty(len(rows), *predicted.shape[1:2], *latents.shape[2:])
-                out[list(part.index)] = predicted
+            passes = [self._pass_of(part, rows, latents, ending) for part in parts]
+            for part, found in zip(parts, self._together(parts, passes, latents, timesteps), strict=True):
+                predicted |= dict(zip(part.index, found, strict=True))
         self._calls.update(rows)
-        assert out is not None, "a call has rows"
-        return out
+        return torch.stack([predicted[index] for index in range(len(rows))])
 
     def stop(self) -> None:
         """Let the other ranks end."""
         self._tell_all(Message("stop"))
 
     def _together(
-        self,
-        parts: Sequence[Part],
-        rows: Sequence[RowName],
-        latents: Tensor,
-        timesteps: Tensor,
-        is_last: Sequence[bool] | None,
-    ) -> Iterator[tuple[Part, Tensor]]:
+        self, parts: Sequence[Part], passes: Sequence[Pass], latents: Tensor, timesteps: Tensor
+    ) -> list[Tensor]:
         """What teams that work at the same time predict; rank 0 is in the first."""
-        is_naive = self.mode == "naive"
-        halo = 1 if self._model.reads_halo and not is_naive else 0
-        passes = []
-        for part in parts:
-            own = tuple(rows[index] for index in part.index)
-            displaced = tuple(row in self._slots and self._calls[row] > self._options.warmup for row in own)
-            kept = [self._has_slots(row, part, latents) for row in own]
-            passes.append(
-                Pass(
-                    Team(self._end, part.members),
-                    part.strips,
-                    own,
-                    displaced,
-                    tuple(
-                        not keeps or bool(is_last and is_last[index])
-                        for keeps, index in zip(kept, part.index, strict=True)
-                    ),
-                    is_alone=is_naive,
-                    text_starts=self._text_starts(part, latents.shape[3]),
-                    norms=self._options.norms,
-                )
-            )
+        halo = 1 if self._model.reads_halo and self.mode != "naive" else 0
         for part, call in zip(parts, passes, strict=True):
             for place, rank in enumerate(part.members):
                 if rank != self._end.rank:
                     given = {"latents": part.own(place, latents, halo), "timesteps": timesteps[list(part.index)]}
                     self._end.tell(rank, Message("predict", call.to_facts(), given))
-        mine = self._model.predict(passes[0], parts[0].own(0, latents, halo), timesteps[list(parts[0].index)])
-        for part in parts:
-            strips = [
-                mine if rank == self._end.rank else self._end.hear(rank).tensors["prediction"] for rank in part.members
-            ]
-            yield part, torch.cat(strips, part.axis)
+        own = self._model.predict(passes[0], parts[0].own(0, latents, halo), timesteps[list(parts[0].index)])
+        return [
+            torch.cat(
+                [
+                    own if rank == self._end.rank else self._end.hear(rank).tensors["prediction"]
+                    for rank in part.members
+                ],
+                part.axis,
+            )
+            for part in parts
+        ]
+
+    def _pass_of(self, part: Part, rows: Sequence[RowName], latents: Tensor, ending: Collection[RowName]) -> Pass:
+        """What the ranks of a part are told of a call."""
+        own = tuple(rows[index] for index in part.index)
+        # Who gets slots in this call has nothing to read from them yet.
+        displaced = tuple(row in self._slots and self._calls[row] > self._options.warmup for row in own)
+        keeps = [self._has_slots(row, part, latents) and row not in ending for row in own]
+        return Pass(
+            Team(self._end, part.members),
+            part.strips,
+            own,
+            displaced,
+            tuple(not each for each in keeps),
+            is_alone=self.mode == "naive",
+            text_starts=self._text_starts(part, latents.shape[3]),
+            norms=self._options.norms,
+        )
 
     def _turns(self, rows: Sequence[RowName], height: int, width: int) -> list[list[Part]]:
         """Who draws what; rank 0 is in the first part of each turn."""
@@ -234,6 +244,8 @@ def follow(end: Communicator, model: StripModel) -> None:
             return
         if message.kind == "learn":
             model.learn(rows, message.tensors)
+        elif message.kind == "echo":
+            end.tell(0, message)
         elif message.kind == "keep":
             model.keep(rows)
         elif message.kind == "predict":

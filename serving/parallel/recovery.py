@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
+from .options import ParallelOptions
 from .ranks import Ranks
 
 Found = TypeVar("Found")
@@ -26,6 +27,10 @@ class RankGroup(Protocol):
 
     @property
     def losses(self) -> Sequence[str]: ...
+
+    def use(self, options: ParallelOptions) -> None:
+        """Work otherwise from now on, with as many ranks; held (`with group.end:`). Raises GroupError."""
+        ...
 
     def recover(self, error: Exception) -> Exception | None:
         """Form the group anew, of the ranks that are left, after one of them or rank 0 itself has failed.

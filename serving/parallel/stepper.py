@@ -1,6 +1,8 @@
 """The denoise stage on several devices: every batch of one resolution in strips, otherwise as plain diffusers does."""
 
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -11,12 +13,16 @@ from ..core.denoise_batch import DenoiseBatch, join_conditioning
 from ..core.denoiser import Conditions
 from ..core.prepared import PreparedRequest
 from ..core.stepper import Tuning
+from ..core.timing import medians_us
 from ..plain.batch import whole_batch
 from ..plain.formats import PlainModels
 from ..plain.stepper import PlainStepper
 from ..samplers.batched import BatchedSampler
 from ..samplers.single import PerRequestSampler, SamplerState
+from .choice import Choice, choose
 from .exchange import RowName
+from .group import GroupError, RankError
+from .latency_model import ParallelLatency
 from .options import ParallelOptions
 from .ranks import Ranks
 from .recovery import RankGroup, persist
@@ -49,11 +55,34 @@ class ParallelStepper(PlainStepper):
     ) -> None:
         super().__init__(models, conditions, sampler, alone)
         self.group, self._options, self._keys = group, options, count()
+        self._reason = "as asked for"
 
     def tune(self, target: Tuning) -> None:
-        """See `PlainStepper.tune`, for images that are drawn by one rank."""
+        """See `PlainStepper.tune`, for images that are drawn by one rank; and choose whether calls are displaced."""
         if any(self.group.ranks.count_for(*size) == 1 for size in target.sizes):
             super().tune(target)
+        if self._options.mode == "auto":
+            choice = self._choose(target)
+            self._reason, self._options = choice.reason, replace(self._options, mode=choice.mode)
+            with self.group.end:
+                self.group.use(self._options)
+
+    @torch.inference_mode()
+    def _choose(self, target: Tuning) -> Choice:
+        """By the largest of the sizes."""
+        device, ranks = self.models.device, self.group.ranks
+        if self._options.is_virtual:
+            return Choice("sync", "virtual ranks run one at a time")
+        if device.type == "cpu":
+            return Choice("sync", "ranks share the processors of one machine, so that communication hides nothing")
+        example = max(target.examples(), key=lambda prepared: prepared.latents[0].numel())
+        batch = super().batch_of([example], self.sampler or self.alone)
+        alone_s = medians_us({"step": batch.step}, device)["step"] / 1e6
+        with self.group.end:
+            link = ranks.measure_link(device)
+        height, width = example.latents.shape[2:]
+        num_bytes = ranks.received_bytes(height, width, example.num_rows)
+        return choose(ParallelLatency(0.0, alone_s, link), ranks.size, num_bytes)
 
     def check(self, state: SamplerState, size: tuple[int, int]) -> None:
         """Raise UsageError where an image is too low to be shared by all ranks."""
@@ -68,7 +97,9 @@ class ParallelStepper(PlainStepper):
         """See `PlainStepper.step`."""
         with self.group.end, torch.inference_mode():
             rows = [row for prepared in active for row in rows_of(prepared)]
-            persist(self.group, lambda ranks: ranks.keep(rows))
+            # A group that stands again after a failure keeps nothing, and no request of now is to blame.
+            with suppress(GroupError, RankError):
+                persist(self.group, lambda ranks: ranks.keep(rows))
             return super().step(active)
 
     def groups_of(self, active: Sequence[PreparedRequest]) -> list[list[PreparedRequest]]:
@@ -83,11 +114,13 @@ class ParallelStepper(PlainStepper):
         conditions = flat(self.conditions(join_conditioning(group)))
 
         def predict(latents: Tensor, timesteps: Tensor) -> Tensor:
-            is_last = [each.state.num_steps - each.state.steps_done <= 1 for each in group for _ in rows_of(each)]
+            ending = {
+                row for each in group if each.state.num_steps - each.state.steps_done <= 1 for row in rows_of(each)
+            }
 
             def ask(ranks: Ranks) -> Tensor:
                 ranks.learn(rows, conditions)
-                return ranks.predict(rows, latents, timesteps, is_last)
+                return ranks.predict(rows, latents, timesteps, ending)
 
             return persist(self.group, ask)
 
@@ -100,6 +133,7 @@ class ParallelStepper(PlainStepper):
             "ranks": self._options.ranks,
             "ranks_left": ranks.size,
             "mode": ranks.mode,
+            "reason": self._reason,
             "gn": self._options.norms.mode,
             "losses": list(self.group.losses),
         }

@@ -23,6 +23,7 @@ class StripModel:
 
     Attributes:
         unit: rows of latents that must stay together.
+        num_exchanges: how often ranks tell each other something in a call.
 
     Raises:
         UsageError: see `StripSwap`.
@@ -31,7 +32,8 @@ class StripModel:
     def __init__(self, model: nn.Module) -> None:
         self._plain, self._strip = model, copy_modules(model)
         self._context = StripContext()
-        self._readers = StripSwap(self._strip, self._context).text_readers
+        swap = StripSwap(self._strip, self._context)
+        self._readers, self.num_exchanges = swap.text_readers, swap.num_exchanges
         self._conditions: dict[RowName, dict[str, Tensor]] = {}
         self._joined: tuple[tuple[tuple[RowName, ...], tuple[int, ...]], dict[str, Any]] | None = None
         self.unit = unit_of(model)
@@ -52,10 +54,19 @@ class StripModel:
         """Of an image of this size of latents, in a model with a text stream."""
         return -(-height // self.unit) * -(-width // self.unit)
 
+    @property
+    def cost(self) -> Cost:
+        """Of its calls."""
+        return Cost.of(self._plain.config)  # type: ignore[arg-type]  diffusers' configuration is a dictionary
+
+    @property
+    def element_size(self) -> int:
+        """Bytes of a number."""
+        return next(self._plain.parameters()).element_size()
+
     def slot_bytes(self, height: int, width: int) -> int:
         """What a rank keeps of a displaced call for the next one, of a row with latents of this size."""
-        call = Call(height, width, self.text_length, rows=1)
-        return next(self._plain.parameters()).element_size() * Cost.of(self._plain.config).slots(call)  # type: ignore[arg-type]
+        return self.element_size * self.cost.slots(Call(height, width, self.text_length, rows=1))
 
     @torch.inference_mode()
     def learn(self, rows: Sequence[RowName], conditions: Mapping[str, Tensor]) -> None:

@@ -3,7 +3,7 @@
 from diffusers import SD3Transformer2DModel, UNet2DConditionModel
 from torch import nn
 
-from ..core.swap import Swap, check_model, parent_of
+from ..core.swap import Swap, parent_of
 from .attention import StripCrossAttention, StripJointAttention, StripSelfAttention
 from .context import StripContext
 from .leaves import StripConv, StripGroupNorm, StripPatchEmbed
@@ -14,26 +14,23 @@ class StripSwap(Swap):
 
     Attributes:
         text_readers: those that keep keys and values of the text.
+
+    Raises:
+        UsageError: as `Swap`.
     """
 
     def __init__(self, model: nn.Module, context: StripContext) -> None:
-        """Swap the leaves of `model` in place.
-
-        Raises:
-            UsageError: if the model's class, or a module in it, is not known to work on parts of images; nothing is
-                changed then.
-        """
-        super().__init__()
-        check_model(model, "--parallel", "leave it out")
         self._context = context
         self.text_readers: list[StripCrossAttention] = []
-        if isinstance(model, UNet2DConditionModel):
-            self._swap_unet(model)
-        else:
-            assert isinstance(model, SD3Transformer2DModel)
-            self._swap_transformer(model)
+        super().__init__(model, "--parallel", "leave it out")
 
-    def _swap_unet(self, model: UNet2DConditionModel) -> None:
+    @property
+    def num_exchanges(self) -> int:
+        """How often ranks tell each other something in a call."""
+        # The first layer gets its halo with the latents, or has none.
+        return len(self._undo) - len(self.text_readers) - 1
+
+    def swap_unet(self, model: UNet2DConditionModel) -> None:
         context, num_blocks = self._context, len(model.down_blocks)
         modules: dict[str, nn.Module] = dict(model.named_modules())
         for name, module in modules.items():
@@ -49,7 +46,7 @@ class StripSwap(Swap):
             elif kind == "Attention":
                 self.put(parent, attribute, StripSelfAttention(module, context, factor))
 
-    def _swap_transformer(self, model: SD3Transformer2DModel) -> None:
+    def swap_transformer(self, model: SD3Transformer2DModel) -> None:
         context, factor = self._context, model.config["patch_size"]
         self.put(model, "pos_embed", StripPatchEmbed(model.pos_embed, context))
         for block in model.transformer_blocks:

@@ -44,6 +44,12 @@ class VirtualRanks:
             except BaseException as error:  # noqa: BLE001  told to rank 0, which waits
                 group.abort(RankError(f"rank {end.rank}: {type(error).__name__}: {error}"))
 
+    def use(self, options: ParallelOptions) -> None:
+        """See `RankGroup`."""
+        self.ranks.keep(())
+        self._options = options
+        self.ranks = Ranks(self.end, self._models[0], options)
+
     def recover(self, error: Exception) -> Exception | None:
         """See `RankGroup`. The baton is held, and stays so."""
         cause = self._group.error

@@ -16,7 +16,7 @@ from torch import nn
 
 from ... import __version__
 from .group import GroupError
-from .processes import ProcessEnd
+from .processes import FOR_EVER, ProcessEnd
 from .ranks import follow
 from .strip_model import StripModel
 
@@ -71,8 +71,8 @@ def facts_of(fingerprint: str, model: nn.Module) -> dict[str, Any]:
 
 
 def key_of(what: str, *of: int) -> str:
-    """Where the store has something: that a rank is `ready` or has `failed`, the members of a `group` by its number,
-    that this is `over`, and that a rank has `left` it."""
+    """Where the store has something: what a rank `has` that is ready or has failed, the members of a `group` by its
+    number, that this is `over`, and that a rank has `left` it."""
     return "/".join([what, *map(str, of)])
 
 
@@ -85,9 +85,9 @@ def serve_rank(settings: RankSettings, load: Callable[[], tuple[str, nn.Module]]
         fingerprint, model = load()
         ours = StripModel(model)
     except Exception as error:  # noqa: BLE001  told to rank 0, which says it to the user
-        store.set(key_of("failed", settings.rank), f"{type(error).__name__}: {error}")
+        store.set(key_of("has", settings.rank), json.dumps({"error": f"{type(error).__name__}: {error}"}))
         return 1
-    store.set(key_of("ready", settings.rank), json.dumps(facts_of(fingerprint, model)))
+    store.set(key_of("has", settings.rank), json.dumps(facts_of(fingerprint, model)))
     try:
         _serve_groups(settings, store, ours, watch)
     except dist.DistError:
@@ -123,8 +123,8 @@ def _store_of(settings: RankSettings) -> dist.TCPStore:
 
 def _members_of(store: dist.Store, number: int) -> list[int]:
     """The ranks of a group, in order, as soon as rank 0 has chosen them."""
-    while not store.check([key_of("group", number)]):
-        time.sleep(0.01)
+    # Without rank 0 the watch ends this process.
+    store.wait([key_of("group", number)], FOR_EVER)
     return json.loads(store.get(key_of("group", number)))
 
 

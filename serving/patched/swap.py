@@ -3,7 +3,7 @@
 from diffusers import SD3Transformer2DModel, UNet2DConditionModel
 from torch import nn
 
-from ..core.swap import Swap, check_model, parent_of
+from ..core.swap import Swap, parent_of
 from .attention import PatchedCrossAttention, PatchedJointAttention, PatchedSelfAttention
 from .context import PatchContext
 from .leaves import (
@@ -23,27 +23,18 @@ class PatchSwap(Swap):
     Attributes:
         convs: of a U-Net, by name.
         norms: those that are followed by a convolution with SiLU between, by that convolution.
+
+    Raises:
+        UsageError: as `Swap`.
     """
 
     def __init__(self, model: nn.Module, context: PatchContext) -> None:
-        """Swap the leaves of `model` in place.
-
-        Raises:
-            UsageError: if the model's class, or a module in it, is not known to work on parts of images; nothing is
-                changed then.
-        """
         self.convs: dict[str, PatchedConv] = {}
         self.norms: dict[PatchedConv, PatchedGroupNorm] = {}
-        super().__init__()
-        check_model(model, "the patch engine", "use --engine plain")
         self._context = context
-        if isinstance(model, UNet2DConditionModel):
-            self._swap_unet(model)
-        else:
-            assert isinstance(model, SD3Transformer2DModel)
-            self._swap_transformer(model)
+        super().__init__(model, "the patch engine", "use --engine plain")
 
-    def _swap_unet(self, model: UNet2DConditionModel) -> None:
+    def swap_unet(self, model: UNet2DConditionModel) -> None:
         context = self._context
         modules: dict[str, nn.Module] = dict(model.named_modules())
         for name, module in modules.items():
@@ -85,7 +76,7 @@ class PatchSwap(Swap):
             self.put(model, "conv_act", ActivationUnlessDone(modules["conv_act"], self._context))
         return fused
 
-    def _swap_transformer(self, model: SD3Transformer2DModel) -> None:
+    def swap_transformer(self, model: SD3Transformer2DModel) -> None:
         context = self._context
         self.put(model, "pos_embed", PatchedPatchEmbed(model.pos_embed, context))
         self.put(model.norm_out, "linear", RowsToPatches(model.norm_out.linear, context))

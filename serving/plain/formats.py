@@ -69,6 +69,11 @@ class PlainModels:
         return self._model.dtype  # type: ignore[return-value]  diffusers' models have one
 
     @property
+    def device(self) -> torch.device:
+        """Of the model."""
+        return self._model.device  # type: ignore[return-value]  as above
+
+    @property
     def formats(self) -> tuple[Format, ...]:
         """A transformer has next to no convolutions, so that a second form would be the same."""
         return ("default", "channels-last") if isinstance(self._model, UNet2DConditionModel) else ("default",)

@@ -3,10 +3,11 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Self
 
 from ...data.errors import UsageError
 from ...data.requests import Request
+from ..options import EngineName
 from .policies import get_policy
 
 
@@ -30,7 +31,7 @@ class System:
 
     name: str
     about: str
-    engine: Literal["patched", "plain", "parallel"]
+    engine: EngineName
     policy: str
     cache: str = "off"
     steps_share: float = 1.0
@@ -42,7 +43,7 @@ class System:
     def overridden(
         self,
         *,
-        engine: Literal["patched", "plain", "parallel"] | None = None,
+        engine: EngineName | None = None,
         policy: str | None = None,
         cache: str | None = None,
     ) -> Self:

@@ -146,8 +146,11 @@ def test_failed_image_is_reported_and_the_others_are_kept(generate: RunPsctl, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [tiny_sdxl, tiny_sd3])
-def test_ranks_in_processes_draw_what_virtual_ranks_draw(run_psctl: RunPsctl, tmp_path: Path, make: Any) -> None:
+def test_ranks_in_processes_draw_what_virtual_ranks_draw(
+    run_psctl: RunPsctl, tmp_path: Path, capfd: pytest.CaptureFixture[str], make: Any
+) -> None:
     model = save_tiny(tmp_path / "model", make(), num_inference_steps=4, guidance_scale=3.0)
+    capfd.readouterr()
     for number, ranks in enumerate(("2", "virtual:2", "1")):
         options = ("--cfg-split", "off", "--parallel-mode", "displaced", "--parallel-warmup", "0") if number < 2 else ()
         done = run_psctl(
@@ -156,6 +159,7 @@ def test_ranks_in_processes_draw_what_virtual_ranks_draw(run_psctl: RunPsctl, tm
             OMP_NUM_THREADS="2" if ranks == "2" else "1",
         )
         assert done.returncode == 0, done.stderr
+        assert capfd.readouterr().err == "", "neither the other ranks nor the libraries below Python say anything"
     images = [
         [np.asarray(Image.open(tmp_path / str(number) / name)) for name in ("000.png", "001.png")]
         for number in range(3)
@@ -176,6 +180,7 @@ def test_ranks_in_processes_draw_what_virtual_ranks_draw(run_psctl: RunPsctl, tm
         ("--parallel 3 --parallel-shares 2,1", "--parallel-shares are 2, but there are 3 ranks"),
         ("--parallel 2 --parallel-shares 2,x", "--parallel-shares are '2,x', but they must be positive numbers"),
         ("--parallel 2 --parallel-devices cpu", "--parallel-devices names 1, but there are 2 ranks"),
+        ("--parallel 2 --parallel-devices cpu,tpu", "--parallel-devices is 'cpu,tpu', but each must be cpu, cuda or"),
         ("--parallel 2 --parallel-timeout 0", "--parallel-timeout is 0.0, but it must be a positive number"),
         ("--parallel 999", "--parallel 999 takes a process for each rank, but here at most"),
         ("--parallel virtual:9", "9 ranks are too many for latents of 4 rows"),

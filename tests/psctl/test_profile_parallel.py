@@ -15,6 +15,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_tiny(folder / "sdxl", tiny_sdxl())
     save_tiny(folder / "sd3", tiny_sd3())
     (folder / "broken.json").write_text("{")
+    config = json.loads((folder / "sdxl" / "unet" / "config.json").read_text())
+    (folder / "zero.json").write_text(json.dumps(config | {"norm_num_groups": 0}))
     return folder
 
 
@@ -58,6 +60,7 @@ def test_a_table_for_people(run_psctl: RunPsctl, models: Path) -> None:
         (["--config", "sdxxl"], "--config sdxxl is none of sdxl, sd3-medium, and no model either: unknown model"),
         (["--config", "{models}/broken.json"], "broken.json is corrupt"),
         (["--config", "{models}/sdxl/vae/config.json"], "is of AutoencoderKL, but it must be of UNet2DConditionModel"),
+        (["--config", "{models}/zero.json"], "zero.json: diffusers makes no UNet2DConditionModel of it"),
         (["--config", "{models}/sdxl/vae"], "is not a diffusers directory"),
         (["--config", "{models}/sdxl", "--resolutions", "64", "--num-ranks", "3"], "resolution 64x64: 3 ranks are too"),
         (["--num-ranks", "2,x"], "--num-ranks is '2,x', but it must be whole numbers of at least 1"),

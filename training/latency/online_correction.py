@@ -36,6 +36,11 @@ discards them all, and never learns better.
 """
 
 
+def bounded(scale: float) -> float:
+    """The nearest factor that is allowed."""
+    return min(max(scale, LEAST_SCALE), MOST_SCALE)
+
+
 class PredictsSteps(Protocol):
     """What is corrected (as `serving.scheduling.policies.base.StepLatencyPredictor`)."""
 
@@ -113,11 +118,11 @@ class OnlineCorrection:
         counted_s = min(measured_s, LONGEST * corrected_s)
         self._measured_s += WEIGHT * (counted_s - self._measured_s)
         self._predicted_s += WEIGHT * (predicted_s - self._predicted_s)
-        # What lies beyond the bounds is forgotten, so that no time is lost on the way back.
-        lowest_s, highest_s = self._predicted_s * LEAST_SCALE, self._predicted_s * MOST_SCALE
-        self._measured_s = min(max(self._measured_s, lowest_s), highest_s)
-        # Rounded, the quotient of a bound and what it is of may lie beyond it.
-        self.scale = min(max(self._measured_s / self._predicted_s, LEAST_SCALE), MOST_SCALE)
+        learnt = self._measured_s / self._predicted_s
+        self.scale = bounded(learnt)
+        if self.scale != learnt:
+            # What lies beyond the bounds is forgotten, so that no time is lost on the way back.
+            self._measured_s = self.scale * self._predicted_s
 
     def after_steps_s(self, resolution: Resolution) -> float | None:
         """Seconds that the decoder had for a request of this resolution, lately; None if none has ended."""

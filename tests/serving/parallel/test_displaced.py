@@ -132,9 +132,10 @@ def run(model: Any, rows: list[Any], steps: list[int], count: int = 2, **options
             virtual.ranks.keep(names)
             virtual.ranks.learn(names, flat(stack_conditions(own)))
             ages = [call - steps[number] for number in active for _ in range(each)]
+            ending = {name for name, age in zip(names, ages, strict=True) if age == 3}
             latents = torch.stack([(1 + age / 3) * row.latents for age, row in zip(ages, own, strict=True)])
             timesteps = torch.tensor([row.timestep - 9 * age for age, row in zip(ages, own, strict=True)])
-            predicted = virtual.ranks.predict(names, latents, timesteps, [age == 3 for age in ages])
+            predicted = virtual.ranks.predict(names, latents, timesteps, ending)
             for place, number in enumerate(active):
                 found[number].append(predicted[each * place : each * place + each])
     return found

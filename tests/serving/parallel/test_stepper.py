@@ -1,5 +1,6 @@
 """The engine's denoise stage on several ranks: what plain diffusers gives alone, with any scheduler."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ from patchedserve.data.resolution import Resolution
 from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
+from patchedserve.serving.parallel.group import GroupError, Message
 from patchedserve.serving.parallel.options import ParallelOptions
+from patchedserve.serving.parallel.stepper import ParallelStepper
 
+from ...support.joining import run_joining
 from ...support.tiny_models import largest_error, plain_latents, tiny_sd3, tiny_sdxl
 
 LOW, HIGH = Resolution(32, 64), Resolution(64, 96)
@@ -34,17 +38,10 @@ def served(make: Any, count: int, scheduler: Any = None, **options: Any) -> Serv
 
 
 def run(model: ServedModel) -> list[torch.Tensor]:
-    """Final latents of the requests, of which the i-th joins before step i."""
-    coming, active = list(REQUESTS), []
-    latents: dict[int, torch.Tensor] = {}
-    while coming or active:
-        if coming:
-            active.append(model.prepare(coming.pop(0)))
-        assert model.stepper.step(active) == {}
-        for prepared in [each for each in active if each.state.is_finished]:
-            active.remove(prepared)
-            latents[prepared.request.request_id] = prepared.latents[0]
+    """Final latents of the requests, in their order."""
+    latents, failures = run_joining(model, REQUESTS)
     model.close()
+    assert not failures
     return [latents[request.request_id] for request in REQUESTS]
 
 
@@ -78,3 +75,29 @@ def test_an_image_that_is_too_low_is_refused() -> None:
     with pytest.raises(UsageError, match="at most 2 can share them"):
         model.check_request(REQUESTS[0])
     model.check_request(REQUESTS[1])
+
+
+def test_a_failure_while_ranks_forget_ends_no_step() -> None:
+    model = served(tiny_sdxl, 2)
+    expected = plain_latents(model.pipe, REQUESTS[0])
+    first, other = model.prepare(REQUESTS[0]), model.prepare(REQUESTS[2])
+    assert model.stepper.step([first, other]) == {}
+    assert isinstance(model.stepper, ParallelStepper)
+    with model.stepper.group.end:
+        # The other rank has given up before it is told that a request has left.
+        model.stepper.group.ranks._tell_all(Message("nonsense"))
+        with pytest.raises(GroupError, match="does not know"):
+            model.stepper.group.ranks._end.hear(1)
+    while not first.state.is_finished:
+        assert model.stepper.step([first]) == {}
+    assert largest_error([first.latents[0]], [expected]) <= 1e-3
+    model.close()
+
+
+def test_ranks_that_hide_nothing_wait_for_each_other() -> None:
+    model = served(tiny_sdxl, 2)
+    model.tune([LOW, HIGH], Path("nowhere"))
+    assert isinstance(model.stepper, ParallelStepper)
+    assert model.stepper.facts()["mode"] == "sync"
+    assert model.stepper.facts()["reason"] == "virtual ranks run one at a time"
+    model.close()

@@ -122,6 +122,13 @@ def test_naive_parts_are_images_of_their_own() -> None:
                 assert torch.equal(virtual.ranks.predict(names, latents, timesteps), torch.cat(parts, axis))
 
 
+def test_naive_parts_need_enough_columns_too() -> None:
+    with closing(VirtualRanks(sdxl_unet(), ParallelOptions("virtual:4", mode="naive"))) as virtual, virtual.end:
+        assert virtual.ranks.count_for(16, 16) == 4
+        with pytest.raises(UsageError, match="4 ranks are too many for latents of 12 rows"):
+            virtual.ranks.count_for(16, 12)
+
+
 def test_what_fails_on_a_rank_is_told_and_the_group_stands_again() -> None:
     model = sdxl_unet()
     rows = draw_rows(model, [(16, 12)], num_each=2)

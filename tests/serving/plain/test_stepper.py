@@ -21,6 +21,7 @@ from patchedserve.serving.plain import stepper as plain_stepper
 from patchedserve.serving.plain.stepper import PlainStepper
 from patchedserve.serving.samplers.single import PerRequestSampler
 
+from ...support.joining import run_joining
 from ...support.tiny_models import largest_error, plain_latents, tiny_sd3, tiny_sdxl
 
 SMALL, LARGE = Resolution(32, 32), Resolution(64, 32)
@@ -43,21 +44,6 @@ def served(scheduler: Any = None, *, make: Any = tiny_sdxl, **config: Any) -> Se
     return build_model(pipe, name="tiny", options=EngineOptions("plain"))
 
 
-def run(model: ServedModel) -> tuple[dict[int, torch.Tensor], dict[int, str]]:
-    """Final latents of the requests, of which the i-th joins before step i, and the failures."""
-    coming, active = list(REQUESTS), []
-    latents: dict[int, torch.Tensor] = {}
-    failures: dict[int, str] = {}
-    while coming or active:
-        if coming:
-            active.append(model.prepare(coming.pop(0)))
-        failures |= model.stepper.step(active)
-        for prepared in [each for each in active if each.state.is_finished or each.request.request_id in failures]:
-            active.remove(prepared)
-            latents[prepared.request.request_id] = prepared.latents[0]
-    return latents, failures
-
-
 @pytest.mark.parametrize(
     ("scheduler", "config", "is_batched"),
     [
@@ -74,7 +60,7 @@ def test_who_joins_and_leaves_gets_what_diffusers_gives_alone(
     scheduler: Any, config: dict[str, Any], is_batched: bool
 ) -> None:
     model = served(scheduler, **config)
-    found, failures = run(model)
+    found, failures = run_joining(model, REQUESTS)
     assert failures == {}
     expected = {request.request_id: plain_latents(model.pipe, request) for request in REQUESTS}
     assert largest_error([found[name] for name in expected], list(expected.values())) <= 1e-3
@@ -83,13 +69,13 @@ def test_who_joins_and_leaves_gets_what_diffusers_gives_alone(
 
 def test_transformers_and_bfloat16_too() -> None:
     model = served(make=tiny_sd3)
-    found, _ = run(model)
+    found, _ = run_joining(model, REQUESTS)
     assert (
         largest_error([found[each.request_id] for each in REQUESTS], [plain_latents(model.pipe, r) for r in REQUESTS])
         <= 1e-3
     )
     model = served(make=lambda: tiny_sdxl().to(torch.bfloat16))
-    found, _ = run(model)
+    found, _ = run_joining(model, REQUESTS)
     for request in REQUESTS:
         expected = plain_latents(model.pipe, request).float()
         assert float((found[request.request_id] - expected).abs().mean()) <= 0.05 * float(expected.abs().mean())
@@ -117,9 +103,9 @@ def test_a_scheduler_that_fails_takes_only_its_own_request_down(monkeypatch: pyt
             raise ZeroDivisionError("no noise left")
         return update(sampler, state, *rest)
 
-    expected, _ = run(model)
+    expected, _ = run_joining(model, REQUESTS)
     monkeypatch.setattr(PerRequestSampler, "update", failing)
-    found, failures = run(model)
+    found, failures = run_joining(model, REQUESTS)
     assert failures == {2: "denoising: ZeroDivisionError: no noise left"}
     for name in (0, 1, 3, 4):
         assert largest_error([found[name]], [expected[name]]) <= 1e-4
@@ -127,7 +113,7 @@ def test_a_scheduler_that_fails_takes_only_its_own_request_down(monkeypatch: pyt
 
 def test_a_failing_batch_is_repeated_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     model = served()
-    expected, _ = run(model)
+    expected, _ = run_joining(model, REQUESTS)
     assert isinstance(model.stepper, PlainStepper)
     predict = model.stepper.models.predict
 
@@ -138,7 +124,7 @@ def test_a_failing_batch_is_repeated_in_halves(monkeypatch: pytest.MonkeyPatch) 
 
     bad = model.prepare(REQUESTS[2]).conditioning["text"][1]
     monkeypatch.setattr(model.stepper.models, "predict", failing)
-    found, failures = run(model)
+    found, failures = run_joining(model, REQUESTS)
     assert failures == {2: "denoising: MemoryError: too much"}
     for name in (0, 1, 3, 4):
         assert largest_error([found[name]], [expected[name]]) <= 1e-4

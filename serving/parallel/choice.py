@@ -1,0 +1,62 @@
+"""Whether displaced calls are expected to pay, by the latency model and a link that is measured."""
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from .cost import Call, Cost, Share
+from .group import Communicator, Message
+from .latency_model import Link, ParallelLatency
+from .strips import Strips
+
+LEAST_SAVED = 0.1
+"""Share of a synchronous step that displaced calls must save."""
+_ROUNDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How ranks work, and why."""
+
+    mode: Literal["sync", "displaced"]
+    reason: str
+
+
+def choose(latency: ParallelLatency, num_ranks: int, num_bytes: int) -> Choice:
+    """By what a rank receives in a call."""
+    saved = latency.displaced_saves(num_ranks, num_bytes)
+    step_ms = 1e3 * latency.step_s("sync", num_ranks, num_bytes)
+    reason = f"displaced calls are expected to save {saved:.0%} of {step_ms:.3g} ms"
+    return Choice("displaced" if saved > LEAST_SAVED else "sync", reason)
+
+
+def received_bytes(cost: Cost, call: Call, num_ranks: int, element_size: int) -> int:
+    """What the rank that receives most does of a call that all ranks share evenly."""
+    strips = Strips.of(call.height, cost.levels.unit, (1.0,) * num_ranks)
+    return max(cost.received(call, Share(strips, place)).num_bytes(element_size) for place in range(num_ranks))
+
+
+def measure_link(end: Communicator, num_exchanges: int, large: Tensor, displaced_share: float) -> Link:
+    """How long messages to another rank and back take, small and large.
+
+    Args:
+        end: of rank 0, while the others follow.
+        num_exchanges: how often ranks wait for each other in a call.
+        large: a tensor that takes much longer than nothing.
+        displaced_share: see `Link`.
+    """
+    small_s, large_s = (_there_and_back(end, tensor) / 2 for tensor in (large[:1], large))
+    return Link(num_exchanges * small_s, large.nbytes / max(large_s - small_s, 1e-9), displaced_share)
+
+
+def _there_and_back(end: Communicator, tensor: Tensor) -> float:
+    taken = []
+    for _ in range(_ROUNDS):
+        start_s = time.perf_counter()
+        end.tell(1, Message("echo", {}, {"tensor": tensor}))
+        end.hear(1)
+        taken.append(time.perf_counter() - start_s)
+    return statistics.median(taken)
