@@ -166,7 +166,9 @@ def gpus_needed(deployment: Deployment, requests: Sequence[Request], target: flo
         InfeasibleError: not even one GPU for each request (or `MAX_GPUS`) meets the target.
     """
     search = _Search(lambda num_gpus: replace(deployment, num_gpus=int(num_gpus)).attainment(requests), target)
-    choices = [1, 2, 4, 8] if deployment.system.spans_gpus else list(range(1, min(len(requests), MAX_GPUS) + 1))
+    choices = list(range(1, min(len(requests), MAX_GPUS) + 1))
+    if deployment.system.spans_gpus:
+        choices = sorted(deployment.speedups.points)
     # Doubling first: simulations of very many GPUs are the slow ones.
     low, high = -1, 0
     while not search.holds(choices[high]):

@@ -24,6 +24,7 @@ from ...serving.core.request_state import RequestRecord
 from ...serving.options import EngineName
 from ...serving.scheduling.policies import StepLatencyPredictor, get_policy
 from ...serving.scheduling.systems import System
+from ...serving.simulator.distrifusion import PUBLISHED, Speedups
 from ...serving.simulator.simulator import SimulationResult, simulate
 from ...serving.simulator.stage_times import StageTimes, standalone_latency_s
 from ...serving.simulator.step_durations import ProfiledSteps, StepDurations
@@ -100,6 +101,7 @@ class SimulatedEngine:
         *,
         keep_steps: bool = False,
         on_finish: OnFinish = None,
+        speedups: Speedups = PUBLISHED,
     ) -> SimulationResult:
         """Simulate a trace that has its SLOs.
 
@@ -107,6 +109,7 @@ class SimulatedEngine:
             system: whose policy, share of steps and allocation of GPUs are simulated.
             requests: as they were asked for.
             standalone_s, max_batch_size, num_gpus, keep_steps, on_finish: of `simulate`.
+            speedups: of all GPUs together, if the system spans them.
 
         Raises:
             UsageError: the latencies do not know a resolution.
@@ -124,7 +127,7 @@ class SimulatedEngine:
             durations=self.durations,
             max_batch_size=max_batch_size,
             num_gpus=num_gpus,
-            spans_gpus=system.spans_gpus,
+            speedups=speedups if system.spans_gpus else None,
             times=self.times,
             standalone_s=lambda request: alone_s[request.request_id],
             keep_steps=keep_steps,
@@ -142,6 +145,7 @@ class Deployment:
         engine: one GPU with this engine.
         num_gpus, max_batch_size: of `simulate`.
         slo_scale: SLO of each request without one: this many times its standalone latency.
+        speedups: of all GPUs together, for systems that span them.
         slower: how many times as long steps last as the engine says, while SLOs stay.
         alone: the plain engine, of whose latency of a request alone SLOs are multiples; None: `engine` is asked.
     """
@@ -151,6 +155,7 @@ class Deployment:
     num_gpus: int = 1
     max_batch_size: int = 16
     slo_scale: float = DEFAULT_SLO_SCALE
+    speedups: Speedups = PUBLISHED
     slower: float = 1.0
     alone: SimulatedEngine | None = None
 
@@ -168,7 +173,7 @@ class Deployment:
         promised = assign_slos(requests, alone_s, self.slo_scale)
         engine = self.engine if self.slower == 1 else self.engine.slowed(self.slower)
         given = self.system, promised, alone_s, self.max_batch_size, self.num_gpus
-        return promised, engine.serve(*given, keep_steps=keep_steps, on_finish=on_finish)
+        return promised, engine.serve(*given, keep_steps=keep_steps, on_finish=on_finish, speedups=self.speedups)
 
     def attainment(self, requests: Sequence[Request]) -> float:
         """SLO attainment of a trace, from 0 to 1. Raises as `run`."""

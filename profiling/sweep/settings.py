@@ -27,7 +27,7 @@ from ...serving.core.step_row import StepRow
 from ...serving.models.defaults import ModelDefaults
 from ...serving.options import EngineName
 from ...serving.scheduling.systems import System, get_system
-from ...serving.simulator.distrifusion import speedup
+from ...serving.simulator.distrifusion import PUBLISHED
 from ..runs.calibration import ServedRun
 from ..runs.trace_settings import DEFAULT_SLO_SCALE, TraceSettings, check_slo_scale, draw_requests
 from .figures import EngineKind, FinishedRun
@@ -87,7 +87,7 @@ class SweepSettings:
             )
         check_slo_scale(self.slo_scale)
         if any(system.spans_gpus for system in self.presets):
-            speedup(Resolution(1024, 1024), self.num_gpus)
+            PUBLISHED.check(self.num_gpus)
         if self.num_gpus > 1 and self.engine != "simulator":
             raise UsageError(f"--gpus is {self.num_gpus}, but only --on simulator serves on more than one")
 

@@ -71,6 +71,15 @@ def simulate(
     postprocess_ms: Annotated[float, flag("--postprocess-ms", "Milliseconds of decoding an image.")] = 0.0,
     stage_times: StageTimesRun = None,
     calibration: CalibrationFile = None,
+    speedups: Annotated[
+        str,
+        flag(
+            "--speedups",
+            "How many times as fast --gpus draw one image, for distrifusion-fcfs: as DistriFusion's paper prints it, by "
+            "the latency model for up to 8, or as psctl bench parallel has measured it.",
+            metavar="published|model|FILE,...",
+        ),
+    ] = "published",
     slo_target: Annotated[
         float | None,
         flag(
@@ -94,6 +103,7 @@ def simulate(
         psctl simulate --calibration psctl-workspace/emoji-xl/cpu/runs/slo-20260131T094500Z/calibration.json \
             --slo-target 0.95
         psctl simulate --latency table.csv --trace diurnal --amplitude 0.9 --period 3600 --duration 7200
+        psctl simulate --system distrifusion-fcfs --speedups model --gpus 3
         psctl simulate --latency table.csv --trace azure --arrivals splitwise_code.csv --request-rate 5 --json
     """
     from ...data.figures import write_figures
@@ -110,6 +120,7 @@ def simulate(
         simulation_summary,
         write_simulation,
     )
+    from ...profiling.runs.speedups import read_speedups
     from ...profiling.runs.step_latencies import table_for_simulation
     from ...profiling.runs.trace_settings import check_slo_scale, draw_requests
     from ...profiling.sweep.simulator_side import calibration_of, newest_calibration, plain_engine, table_of
@@ -129,6 +140,8 @@ def simulate(
     if calibration is not None and (stage_times is not None or prepare_ms or postprocess_ms):
         raise UsageError("--calibration brings the times of the stages; give it or those, not both")
     chosen = chosen_system(system, policy, engine, out, is_simulated=True)
+    if speedups != "published" and not chosen.spans_gpus:
+        raise UsageError(f"--speedups is for systems whose GPUs share an image, and {chosen.name} has none that do")
     if plain_latency is not None and chosen.engine == "plain":
         raise UsageError(f"{chosen.name} runs on the plain engine, so that --latency is its file, not --plain-latency")
     defaults = target.defaults()
@@ -169,7 +182,13 @@ def simulate(
                 f"SLOs are multiples of what {latency} says of a request alone; --plain-latency takes plain diffusers."
             )
     deployment = Deployment(
-        chosen, simulated, num_gpus=gpus, max_batch_size=max_batch_size, slo_scale=slo_scale, alone=alone
+        chosen,
+        simulated,
+        num_gpus=gpus,
+        max_batch_size=max_batch_size,
+        slo_scale=slo_scale,
+        alone=alone,
+        speedups=read_speedups(speedups),
     )
     require_places(file=output_file)
     config = {
@@ -183,6 +202,7 @@ def simulate(
         "plain_latency": None if plain_latency is None else str(plain_latency),
         "slo_scale": slo_scale,
         "gpus": gpus,
+        "speedups": speedups if chosen.spans_gpus else None,
         "max_batch_size": max_batch_size,
         "prepare_ms": prepare_ms,
         "postprocess_ms": postprocess_ms,

@@ -18,7 +18,7 @@ from ..core.step_row import StepRow
 from ..scheduling.policies import LearningPredictor, Policy, StepLatencyPredictor
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.step_latency import MemoisedLatency
-from .distrifusion import DistriFusionLatency
+from .distrifusion import DistriFusionLatency, Speedups
 from .stage_times import StageTimes
 from .step_durations import ProfiledSteps, StepDurations
 from .worker import SimulatedWorker, SimulationClock
@@ -58,7 +58,7 @@ def simulate(
     *,
     max_batch_size: int = 16,
     num_gpus: int = 1,
-    spans_gpus: bool = False,
+    speedups: Speedups | None = None,
     times: StageTimes | None = None,
     durations: StepDurations | None = None,
     max_prepared_ahead: int | None = None,
@@ -74,8 +74,8 @@ def simulate(
         predictor: seconds of one step of a batch, on one GPU, as policies are told. It may not change meanwhile, unless
             it learns (`LearningPredictor`): then it is told every step, as in `Engine`.
         num_gpus: number of GPUs, all alike.
-        spans_gpus: whether all GPUs draw one request together, with the speed-ups of DistriFusion's paper; the policy
-            must then run one request at a time.
+        speedups: how many times as fast all GPUs draw one request together, as DistriFusion does; the policy must then
+            run one request at a time. None: each GPU serves its own.
         times: seconds of the other stages; None: none.
         durations: how long steps really last, where that is not what `predictor` says.
         standalone_s: latency of a request when served alone, for policies that ask for it.
@@ -93,9 +93,10 @@ def simulate(
     latency = predictor if isinstance(predictor, LearningPredictor) else MemoisedLatency(predictor)
     durations = durations or StepDurations(ProfiledSteps(latency))
     num_workers = num_gpus
-    if spans_gpus:
-        latency, num_workers = MemoisedLatency(DistriFusionLatency(predictor, num_gpus)), 1
-        durations = replace(durations, steps=ProfiledSteps(DistriFusionLatency(durations.steps.told, num_gpus)))
+    if speedups is not None:
+        latency, num_workers = MemoisedLatency(DistriFusionLatency(predictor, num_gpus, speedups)), 1
+        told = DistriFusionLatency(durations.steps.told, num_gpus, speedups)
+        durations = replace(durations, steps=ProfiledSteps(told))
     clock = SimulationClock(durations, times or StageTimes(), on_finish)
     workers = [
         SimulatedWorker(

@@ -19,7 +19,7 @@ from patchedserve.serving.scheduling.policies import (
     get_policy,
 )
 from patchedserve.serving.scheduling.systems import DEFAULT_SYSTEM, FORMER_POLICIES, SYSTEMS, get_system
-from patchedserve.serving.simulator.distrifusion import DistriFusionLatency, speedup
+from patchedserve.serving.simulator.distrifusion import PUBLISHED, DistriFusionLatency
 
 SIZES = (Resolution(128, 128), Resolution(192, 192), Resolution(128, 256))
 # Policies that name no request before one that came earlier.
@@ -242,18 +242,18 @@ def test_nirvana_takes_79_of_100_steps(asked: int, given: int) -> None:
 
 def test_distrifusion_speedups_are_those_of_the_paper() -> None:
     square, wide, huge = Resolution(1024, 1024), Resolution(1280, 1920), Resolution(3840, 3840)
-    assert [round(speedup(square, gpus), 1) for gpus in (1, 2, 4, 8)] == [1.0, 1.5, 2.2, 2.8]
-    assert round(speedup(wide, 4), 1) == 3.0
-    assert [speedup(huge, gpus) for gpus in (2, 4, 8)] == [1.8, 3.4, 6.1]
-    assert speedup(Resolution(2048, 2048), 8) == pytest.approx(4.93, abs=0.01)
+    assert [round(PUBLISHED.of(square, gpus), 1) for gpus in (1, 2, 4, 8)] == [1.0, 1.5, 2.2, 2.8]
+    assert round(PUBLISHED.of(wide, 4), 1) == 3.0
+    assert [PUBLISHED.of(huge, gpus) for gpus in (2, 4, 8)] == [1.8, 3.4, 6.1]
+    assert PUBLISHED.of(Resolution(2048, 2048), 8) == pytest.approx(4.93, abs=0.01)
     # Half way between 2048 and 3840 in the logarithm of the pixels is sqrt(2048 * 3840) = 2804.3: (4.93 + 6.1) / 2.
-    assert speedup(Resolution(2804, 2804), 8) == pytest.approx(5.51, abs=0.01)
-    assert speedup(Resolution(128, 128), 8) == speedup(square, 8)
-    assert speedup(Resolution(8000, 8000), 4) == 3.4
+    assert PUBLISHED.of(Resolution(2804, 2804), 8) == pytest.approx(5.51, abs=0.01)
+    assert PUBLISHED.of(Resolution(128, 128), 8) == PUBLISHED.of(square, 8)
+    assert PUBLISHED.of(Resolution(8000, 8000), 4) == 3.4
     with pytest.raises(
         UsageError, match="number of GPUs is 3, but distrifusion-fcfs knows speedups only for 1, 2, 4, 8"
     ):
-        speedup(square, 3)
+        PUBLISHED.of(square, 3)
     latency = DistriFusionLatency(StepTimes(), 2)
     assert latency.step_latency_s([huge]) == pytest.approx(0.15 / 1.8)
     with pytest.raises(ValueError, match="2 images are active"):

@@ -22,6 +22,7 @@ from patchedserve.data.resolution import Resolution
 from patchedserve.serving.core.request_state import RequestRecord
 from patchedserve.serving.scheduling.policies import get_policy
 from patchedserve.serving.scheduling.systems import get_system
+from patchedserve.serving.simulator.distrifusion import PUBLISHED
 from patchedserve.serving.simulator.simulator import SimulationResult, simulate
 from patchedserve.serving.simulator.stage_times import StageTimes, standalone_latency_s
 from patchedserve.serving.simulator.step_durations import ProfiledSteps, StepDurations
@@ -140,17 +141,18 @@ def serve(case: Case, seed: int) -> tuple[SimulationResult, list[RequestRecord]]
         return standalone_latency_s(request, Steps(), case.times)
 
     finished: list[RequestRecord] = []
-    requests, policy, spans_gpus = trace(case, seed, alone_s), case.policy, False
+    requests, policy, speedups = trace(case, seed, alone_s), case.policy, None
     if policy in SYSTEM_OF:
         system = get_system(SYSTEM_OF[policy], is_simulated=True)
-        requests, policy, spans_gpus = list(map(system.adapt, requests)), system.policy, system.spans_gpus
+        requests, policy = list(map(system.adapt, requests)), system.policy
+        speedups = PUBLISHED if system.spans_gpus else None
     result = simulate(
         requests,
         get_policy(policy),
         Learning() if case.is_learning else Steps(),
         max_batch_size=case.max_batch_size,
         num_gpus=case.num_gpus,
-        spans_gpus=spans_gpus,
+        speedups=speedups,
         times=case.times,
         durations=case.durations,
         max_prepared_ahead=case.max_prepared_ahead,

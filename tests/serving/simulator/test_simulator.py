@@ -15,6 +15,7 @@ from patchedserve.serving.core.request_state import RequestRecord, RequestView
 from patchedserve.serving.scheduling.policies import POLICY_NAMES, Decision, get_policy
 from patchedserve.serving.scheduling.policies.slack import TOO_LATE
 from patchedserve.serving.scheduling.systems import SYSTEMS
+from patchedserve.serving.simulator.distrifusion import PUBLISHED
 from patchedserve.serving.simulator.simulator import SimulationResult, simulate
 from patchedserve.serving.simulator.stage_times import StageTimes, standalone_latency_s
 
@@ -62,7 +63,7 @@ def run(name: str, requests: Sequence[Request], **options: Any) -> SimulationRes
         Steps(),
         times=TIMES,
         standalone_s=lambda each: known[each.request_id],
-        spans_gpus=system.spans_gpus,
+        speedups=PUBLISHED if system.spans_gpus else None,
         **options,
     )
 
@@ -162,11 +163,11 @@ def test_more_gpus_and_more_machines_agree() -> None:
 
 def test_distrifusion_takes_all_gpus_for_one_request() -> None:
     # Two steps of 1 s on 4 GPUs at 2.22 times the speed, one request after the other.
-    result = simulate([request(0), request(1)], get_policy("fcfs"), Unit(), num_gpus=4, spans_gpus=True)
+    result = simulate([request(0), request(1)], get_policy("fcfs"), Unit(), num_gpus=4, speedups=PUBLISHED)
     step_s = 1 / (5.02 / 2.26)
     assert [record.denoise_end_s for record in result.records] == pytest.approx([2 * step_s, 4 * step_s])
     with pytest.raises(UsageError, match="number of GPUs is 3"):
-        simulate([request(0)], get_policy("fcfs"), Unit(), num_gpus=3, spans_gpus=True)
+        simulate([request(0)], get_policy("fcfs"), Unit(), num_gpus=3, speedups=PUBLISHED)
 
 
 def test_nirvana_takes_fewer_steps() -> None:
