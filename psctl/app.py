@@ -19,6 +19,7 @@ from .. import __version__
 from ..data.errors import PsctlError, UsageError
 from .commands.batch import batch_run
 from .commands.bench_cache import bench_cache
+from .commands.bench_parallel import bench_parallel
 from .commands.bench_serve import bench_serve
 from .commands.bench_slo import bench_slo
 from .commands.bench_steps import bench_steps
@@ -26,6 +27,7 @@ from .commands.demo import demo
 from .commands.doctor import doctor
 from .commands.eval import eval_all, eval_clip, eval_fid, eval_kid, eval_lpips, eval_psnr, eval_ssim
 from .commands.eval_compare import eval_compare
+from .commands.eval_parallel import eval_parallel
 from .commands.eval_report import eval_report
 from .commands.gate import gate
 from .commands.generate import generate
@@ -57,6 +59,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("bench steps", bench_steps),
     ("bench cache", bench_cache),
     ("bench slo", bench_slo),
+    ("bench parallel", bench_parallel),
     ("bench serve", bench_serve),
     ("reproduce patchedserve", reproduce_patchedserve),
     ("eval all", eval_all),
@@ -67,6 +70,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("eval psnr", eval_psnr),
     ("eval ssim", eval_ssim),
     ("eval compare", eval_compare),
+    ("eval parallel", eval_parallel),
     ("eval report", eval_report),
     ("gate", gate),
     ("models list", models_list),

@@ -127,6 +127,11 @@ def generation_settings(
     import diffusers
     import torch
 
+    options = asdict(model.options) | {"cache": model.options.cache.identity()}
+    # Where one rank draws, the images are those of before there were more.
+    del options["parallel"]
+    if model.options.parallel.is_on:
+        options["parallel"] = model.options.parallel.identity()
     return {
         "psctl_version": __version__,
         "torch_version": str(torch.__version__),
@@ -138,8 +143,7 @@ def generation_settings(
         "policy": policy,
         "num_inference_steps": num_inference_steps,
         "guidance_scale": guidance_scale,
-        **asdict(model.options),
-        "cache": model.options.cache.identity(),
+        **options,
         **more,
     }
 

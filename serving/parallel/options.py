@@ -1,8 +1,8 @@
 """How several devices draw one image. No torch."""
 
 import re
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
 
 from ...data.errors import UsageError
 
@@ -131,6 +131,12 @@ class ParallelOptions:
         if not all(0 < weight < float("inf") for weight in weights):
             raise UsageError(f"--parallel-shares are {self.shares!r}, but they must be positive numbers, as 2,1")
         return weights
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the images that are drawn."""
+        names = ("mode", "norms", "warmup", "cfg_split", "shares", "text", "from_pixels")
+        found = asdict(self)
+        return {"ranks": self.count, **{name: found[name] for name in names}}
 
     def splits_guidance(self, count: int) -> bool:
         """Whether half of so many ranks take the rows without the text."""

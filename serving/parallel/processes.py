@@ -36,7 +36,9 @@ class ProcessEnd:
         threads: that torch computes with while the end is held (`with end:`); None for as many as before.
 
     Attributes:
+        timeout, device: as given.
         told_s: when it last had something to tell, on the monotonic clock.
+        waited_s: for others, in all calls so far.
 
     Raises:
         GroupError: a rank does not come.
@@ -51,12 +53,12 @@ class ProcessEnd:
         device: torch.device | str = "cpu",
         threads: int | None = None,
     ) -> None:
-        self.rank, self.size, self._device = rank, size, torch.device(device)
+        self.rank, self.size, self.device = rank, size, torch.device(device)
         self._threads, self._threads_before = threads, 0
-        self._timeout = timedelta(seconds=timeout_s)
+        self.timeout = timedelta(seconds=timeout_s)
         gloo: Any = dist.ProcessGroupGloo  # torch's stubs leave out most of it
         options = gloo._Options()
-        options._timeout = self._timeout
+        options._timeout = self.timeout
         options._devices = [gloo.create_device(hostname="127.0.0.1")]
         try:
             self._group = gloo(store, rank, size, options)
@@ -64,6 +66,7 @@ class ProcessEnd:
             raise GroupError(f"ranks do not meet: {_in_short(error)}") from error
         self._numbers: Counter[tuple[Any, ...]] = Counter()
         self.told_s = time.monotonic()
+        self.waited_s = 0.0
 
     def __enter__(self) -> "ProcessEnd":
         if self._threads is not None:
@@ -83,20 +86,23 @@ class ProcessEnd:
         header = json.dumps([number, message.kind, dict(message.facts), specs]).encode()
         parts = [torch.tensor([len(header)]), torch.from_numpy(np.frombuffer(header, np.uint8).copy())]
         for tensor in (*parts, *message.tensors.values()):
-            self.send(rank, tensor, _MESSAGES).wait(self._timeout)
+            self.send(rank, tensor, _MESSAGES).wait(self.timeout)
 
     def hear(self, rank: int, *, is_idle: bool = False) -> Message:
         """See `Communicator`."""
+        start_s = time.perf_counter()
 
-        def receive(shape: Sequence[int], dtype: torch.dtype, timeout: timedelta = self._timeout) -> Tensor:
+        def receive(shape: Sequence[int], dtype: torch.dtype, timeout: timedelta = self.timeout) -> Tensor:
             return self.receive(rank, shape, dtype, _MESSAGES).wait(timeout)
 
-        length = int(receive((1,), torch.int64, FOR_EVER if is_idle else self._timeout))
+        length = int(receive((1,), torch.int64, FOR_EVER if is_idle else self.timeout))
         number, kind, facts, specs = json.loads(receive((length,), torch.uint8).numpy().tobytes())
         if number != (wanted := self._next("message", rank, self.rank)):
             raise GroupError(f"rank {rank} has sent message {number}, but {wanted} is due")
         tensors = {name: receive(shape, getattr(torch, dtype)) for name, shape, dtype in specs}
-        return Message(kind, facts, {name: tensor.to(self._device) for name, tensor in tensors.items()})
+        if not is_idle:
+            self.waited_s += time.perf_counter() - start_s
+        return Message(kind, facts, {name: tensor.to(self.device) for name, tensor in tensors.items()})
 
     def swap(
         self, sends: Mapping[int, Tensor], shapes: Mapping[int, Sequence[int]], dtype: torch.dtype
@@ -104,7 +110,7 @@ class ProcessEnd:
         """See `Communicator`."""
         sent = [self.send(rank, each, self._tag(self.rank, rank)) for rank, each in sends.items()]
         awaited = {rank: self.receive(rank, each, dtype, self._tag(rank, self.rank)) for rank, each in shapes.items()}
-        return ProcessPending(awaited, sent, self._timeout, self._device)
+        return ProcessPending(self, awaited, sent)
 
     def break_off(self) -> None:
         """Close all connections: whoever waits for this rank, or on it, gets a GroupError; any thread may."""
@@ -157,16 +163,16 @@ class Transfer:
 class ProcessPending:
     """See `Pending`."""
 
-    def __init__(
-        self, awaited: Mapping[int, Transfer], sent: Sequence[Transfer], timeout: timedelta, device: torch.device
-    ) -> None:
-        self._awaited, self._sent, self._timeout, self._device = awaited, sent, timeout, device
+    def __init__(self, end: ProcessEnd, awaited: Mapping[int, Transfer], sent: Sequence[Transfer]) -> None:
+        self._end, self._awaited, self._sent = end, awaited, sent
 
     def wait(self) -> dict[int, Tensor]:
         """See `Pending`."""
-        found = {rank: transfer.wait(self._timeout).to(self._device) for rank, transfer in self._awaited.items()}
+        end, start_s = self._end, time.perf_counter()
+        found = {rank: transfer.wait(end.timeout).to(end.device) for rank, transfer in self._awaited.items()}
         for transfer in self._sent:
-            transfer.wait(self._timeout)
+            transfer.wait(end.timeout)
+        end.waited_s += time.perf_counter() - start_s
         return found
 
 

@@ -63,6 +63,11 @@ TINY: dict[str, dict[str, str]] = {
         "--warmup-requests": "1",
     },
     "bench steps": {"--combinations": "1,1", "--repeats": "1", "--warmup": "1", "--resolutions": SIZES},
+    "bench parallel": {"--repeats": "1", "--warmup": "1", "--resolutions": "64", "--modes": "cfg,sync"},
+    "eval parallel": {
+        "--num-prompts": "2", "--num-inference-steps": "2", "--resolutions": "64", "--num-ranks": "2",
+        "--parts": "table1",
+    },
     "bench cache": {
         "--combinations": "1,1", "--rounds": "1", "--num-inference-steps": "6", "--resolutions": SIZES,
         "--image-thresholds": "", "--intervals": "2", "--sums": "", "--num-real": "2",

@@ -1,0 +1,210 @@
+"""Which sets of images DistriFusion's comparisons need, and what is claimed of them. No torch."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, get_args
+
+from ...data.errors import UsageError
+from ...serving.parallel.options import NormMode, NormOptions, ParallelOptions
+
+Part = Literal["table1", "fig7", "fig8"]
+PARTS: tuple[Part, ...] = get_args(Part)
+WARMUPS = (0, 1, 2, 4)
+FEW_STEPS = 10
+"""Of figure 7."""
+_NEAR = 1.1
+_MOST_FID = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How a set is drawn.
+
+    Attributes:
+        name: of the set.
+        options: of the ranks; None for the original.
+        few_steps: whether it is drawn in `FEW_STEPS` steps of DPM-Solver++ (figure 7).
+    """
+
+    name: str
+    options: ParallelOptions | None
+    few_steps: bool = False
+
+    @property
+    def original(self) -> str:
+        """The name of the set that it is compared with."""
+        return name_of_original(few_steps=self.few_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What the paper says of two sets.
+
+    Attributes:
+        text: in words.
+        metric: `psnr`, `lpips`, or `fid_to_first`: to the original; `fid`: to real images.
+        worse, better: names of sets; `worse` is the original where the claim is about what is lost.
+        kind: `better`: it is, beyond the interval. `no worse`: the interval does not lie on the worse side alone.
+            `near`: at most a tenth worse. `within`: FID at most 8 above.
+    """
+
+    text: str
+    metric: str
+    worse: str
+    better: str
+    kind: Literal["better", "no worse", "near", "within"] = "better"
+
+
+def name_of_original(*, few_steps: bool = False) -> str:
+    """The set of one device."""
+    return f"original, {FEW_STEPS} steps" if few_steps else "original"
+
+
+def _displaced(count: int) -> str:
+    return f"displaced, n = {count}"
+
+
+def _naive(count: int) -> str:
+    return f"naive, n = {count}"
+
+
+def _warm(warmup: int) -> str:
+    return f"warm-up {warmup}, {FEW_STEPS} steps"
+
+
+def _norm(mode: str, count: int) -> str:
+    return _displaced(count) if mode == "corrected" else f"{mode} GroupNorm, n = {count}"
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelPlan:
+    """What is drawn and claimed.
+
+    Attributes:
+        num_ranks: numbers of ranks of table 1, rising; figures 7 and 8 are of the largest.
+        parts: of the paper.
+        warmup: of all sets but those of figure 7.
+
+    Raises:
+        UsageError: these are not numbers of two ranks or more, or there is no such part.
+    """
+
+    num_ranks: tuple[int, ...] = (2, 4, 8)
+    parts: tuple[Part, ...] = PARTS
+    warmup: int = 4
+
+    def __post_init__(self) -> None:
+        if not self.num_ranks or min(self.num_ranks) < 2 or sorted(set(self.num_ranks)) != list(self.num_ranks):
+            raise UsageError(f"--num-ranks are {self.num_ranks}, but they must be rising numbers of 2 or more")
+        if not self.parts or not set(self.parts) <= set(PARTS):
+            raise UsageError(f"--parts are {self.parts}, but they must be some of {', '.join(PARTS)}")
+
+    def settings(self) -> list[Setting]:
+        """All sets, each once, the original first."""
+        return list({setting.name: setting for setting in self._settings()}.values())
+
+    def _settings(self) -> Iterator[Setting]:
+        if set(self.parts) != {"fig7"}:
+            yield Setting(name_of_original(), None)
+        most = self.num_ranks[-1]
+        if "table1" in self.parts:
+            for count in self.num_ranks:
+                yield Setting(_displaced(count), self._options(count))
+                yield Setting(_naive(count), ParallelOptions(f"virtual:{count}", mode="naive", cfg_split="off"))
+        if "fig8" in self.parts:
+            for mode in get_args(NormMode):
+                yield Setting(_norm(mode, most), self._options(most, mode))
+        if "fig7" in self.parts:
+            yield Setting(name_of_original(few_steps=True), None, few_steps=True)
+            for warmup in WARMUPS:
+                yield Setting(_warm(warmup), self._options(most, warmup=warmup), few_steps=True)
+
+    def _options(self, count: int, gn: NormMode = "corrected", warmup: int | None = None) -> ParallelOptions:
+        return ParallelOptions(
+            f"virtual:{count}",
+            mode="displaced",
+            norms=NormOptions(gn),
+            warmup=self.warmup if warmup is None else warmup,
+            cfg_split="off",
+        )
+
+    def claims(self) -> list[Claim]:
+        """What the paper says of them."""
+        return list(self._claims())
+
+    def _claims(self) -> Iterator[Claim]:
+        most = self.num_ranks[-1]
+        if "table1" in self.parts:
+            for count in self.num_ranks:
+                for metric in ("psnr", "lpips", "fid_to_first"):
+                    text = f"table 1: displaced is nearer to the original than naive, n = {count}"
+                    yield Claim(text, metric, _naive(count), _displaced(count))
+                text = f"table 1: FID to real images within 8 of the original's, n = {count}"
+                yield Claim(text, "fid", name_of_original(), _displaced(count), "within")
+            for fewer, more in pairwise(self.num_ranks):
+                for metric in ("psnr", "lpips"):
+                    text = f"table 1: n = {more} is further from the original than n = {fewer}"
+                    yield Claim(text, metric, _displaced(more), _displaced(fewer))
+        if "fig7" in self.parts:
+            for shorter, longer in pairwise(WARMUPS):
+                text = f"figure 7: LPIPS falls from a warm-up of {shorter} to {longer}"
+                yield Claim(text, "lpips", _warm(shorter), _warm(longer))
+        if "fig8" in self.parts:
+            corrected = _norm("corrected", most)
+            for worse in ("stale", "separate"):
+                yield Claim(f"figure 8: corrected is better than {worse}", "lpips", _norm(worse, most), corrected)
+            sync = _norm("sync", most)
+            yield Claim("figure 8: sync is no worse than corrected", "lpips", corrected, sync, "no worse")
+            yield Claim("figure 8: corrected is within 10 % of sync", "lpips", sync, corrected, "near")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was found of a claim.
+
+    Attributes:
+        claim: see there.
+        worse, better: the values of both sets.
+        difference: better - worse, over the same prompts; its 95 % interval.
+        low, high: see there.
+        holds: whether what is claimed was found.
+    """
+
+    claim: Claim
+    worse: float
+    better: float
+    difference: float
+    low: float | None
+    high: float | None
+
+    @property
+    def holds(self) -> bool:
+        """See the kinds of `Claim`."""
+        claim = self.claim
+        if claim.kind == "near":
+            return self.better <= _NEAR * self.worse
+        if claim.kind == "within":
+            return self.difference <= _MOST_FID
+        if self.low is None or self.high is None:
+            return False
+        is_higher = claim.metric == "psnr"
+        if claim.kind == "no worse":
+            return self.high >= 0 if is_higher else self.low <= 0
+        return self.low > 0 if is_higher else self.high < 0
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """Numbers of ranks with commas between. Raises UsageError."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(f"--num-ranks is {text!r}, but it must be whole numbers with commas between") from None
+
+
+def parse_parts(text: str) -> tuple[Part, ...]:
+    """Names of parts with commas between. Raises UsageError."""
+    found: Sequence[str] = [part.strip() for part in text.split(",")]
+    if unknown := [part for part in found if part not in PARTS]:
+        raise UsageError(f"--parts names {unknown[0]!r}, but they must be some of {', '.join(PARTS)}")
+    return tuple(part for part in PARTS if part in found)

@@ -1,0 +1,194 @@
+"""Draws the sets, compares each with the original, and says of every claim of DistriFusion whether it was found."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from diffusers import DPMSolverMultistepScheduler
+
+from ...data.datasets.base import BadEntries
+from ...data.errors import UsageError
+from ...data.statistics import Estimate
+from ...data.workspace import ModelWorkspace
+from ...serving.models.build import build_model
+from ...serving.models.served import ServedModel
+from ...serving.options import EngineOptions
+from ..compare.comparison import FID_TO_FIRST, Comparison
+from ..compare.paired import PairedResult, compare_fid, compare_values
+from ..compare.run import compare
+from ..metrics.features import features_of
+from ..metrics.judges import Judges
+from ..options import FEATURES_DIR, SAMPLES_DIR, EvalOptions, EvalPlan
+from ..run import StartPhase, draw_set
+from ..sets.drawers import EngineDrawer
+from ..sets.generate import read_manifest
+from ..sets.image_sets import set_of
+from .plan import FEW_STEPS, Claim, ParallelPlan, Setting, Verdict
+
+RESULT_KIND = "psctl-parallel-quality"
+METRICS = ("psnr", "ssim", "lpips", "fid")
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelQuality:
+    """What was found.
+
+    Attributes:
+        comparisons: with the original, by the name of the set.
+        verdicts: of the claims.
+        settings: how all was drawn.
+    """
+
+    comparisons: Mapping[str, Comparison]
+    verdicts: Sequence[Verdict]
+    settings: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """A mapping that JSON can hold."""
+        sets = {}
+        for name, each in self.comparisons.items():
+            found = {metric: asdict(result.estimate) for metric, result in each.metrics.items()}
+            found["fid"] = asdict(each.second.metrics["fid"].estimate)
+            sets[name] = found | {"images": each.second.path}
+        claims = [asdict(each.claim) | asdict(each) | {"holds": each.holds} for each in self.verdicts]
+        for claim in claims:
+            del claim["claim"]
+        return {"kind": RESULT_KIND, "version": 1, "settings": dict(self.settings), "sets": sets, "claims": claims}
+
+
+def evaluate_parallel(
+    model: ServedModel,
+    wanted: ParallelPlan,
+    plan: EvalPlan,
+    options: EvalOptions,
+    judges: Judges,
+    workspace: ModelWorkspace,
+    *,
+    shared_root: Path,
+    start_phase: StartPhase,
+    on_failed: Callable[[str], None],
+) -> ParallelQuality:
+    """Draw what is missing, and measure.
+
+    Args:
+        model: on plain diffusers.
+        wanted: the sets.
+        plan: of `plan_eval`, with real images.
+        options: seed, batch size and bad images.
+        judges: the networks.
+        workspace: of the model.
+        shared_root: root of the workspace, for features.
+        start_phase: shows progress.
+        on_failed: told of images that failed.
+
+    Raises:
+        UsageError: an image is too low for the ranks, or the model has no such sampler as figure 7 has.
+        RunError, KeyboardInterrupt: as `draw_set`; images that are drawn are kept.
+    """
+    judges.check(METRICS)
+    folders: dict[str, Path] = {}
+    for setting in wanted.settings():
+        with closing(served_with(model, setting)) as served:
+            few = replace(plan, num_inference_steps=FEW_STEPS) if setting.few_steps else plan
+            drawn = draw_set(
+                EngineDrawer(served), few, options, workspace, start_phase=start_phase, what=f"steps, {setting.name}"
+            )
+        folders[setting.name] = drawn.folder
+        for reason in drawn.failed:
+            on_failed(f"{setting.name}: {reason}")
+    comparisons = {
+        setting.name: compare(
+            folders[setting.original],
+            folders[setting.name],
+            METRICS,
+            judges,
+            seed=options.seed,
+            max_bad=options.max_bad,
+            features_dir=shared_root / FEATURES_DIR,
+            samples_dir=shared_root / SAMPLES_DIR,
+            start_phase=start_phase,
+        )
+        for setting in wanted.settings()
+        if setting.options is not None
+    }
+    judge = _Judge(comparisons, folders, judges, options, shared_root / FEATURES_DIR)
+    settings = {
+        "model": model.name,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "sampler": type(model.pipe.scheduler).__name__,
+        "num_inference_steps": plan.num_inference_steps,
+        "guidance_scale": plan.guidance_scale,
+        "num_prompts": len(plan.items),
+        "resolutions": sorted({f"{item.width}x{item.height}" for item in plan.items}),
+        "warmup": wanted.warmup,
+        "seed": options.seed,
+    }
+    return ParallelQuality(comparisons, [judge.verdict(claim) for claim in wanted.claims()], settings)
+
+
+def served_with(model: ServedModel, setting: Setting) -> ServedModel:
+    """The same loaded model, drawing as a setting says.
+
+    Raises:
+        UsageError: its sampler cannot be replaced by DPM-Solver++.
+    """
+    pipe, name = model.pipe, model.name
+    if setting.few_steps:
+        config = pipe.scheduler.config
+        if config.get("prediction_type") not in ("epsilon", "v_prediction", "sample"):
+            raise UsageError(f"figure 7 is drawn with DPM-Solver++, which {name} was not made for: leave out fig7")
+        pipe = copy.copy(pipe)
+        pipe.scheduler = DPMSolverMultistepScheduler.from_config(config)
+        # Sets of images are named by what decides them, and the sampler is part of that.
+        name = f"{name} with DPM-Solver++"
+    options = EngineOptions("plain")
+    if setting.options is not None:
+        options = EngineOptions("parallel", parallel=setting.options)
+    return build_model(pipe, name=name, fingerprint=model.fingerprint, defaults=model.defaults, options=options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Judge:
+    """Compares two sets, over the same prompts."""
+
+    comparisons: Mapping[str, Comparison]
+    folders: Mapping[str, Path]
+    judges: Judges
+    options: EvalOptions
+    features_dir: Path
+
+    def verdict(self, claim: Claim) -> Verdict:
+        """What was found of a claim."""
+        if claim.metric == "fid":
+            found = self.comparisons[claim.better].differences["fid"]
+        elif claim.metric == FID_TO_FIRST:
+            found = self._fid(claim)
+        else:
+            worse, better = (self.comparisons[name].per_image[claim.metric] for name in (claim.worse, claim.better))
+            common = worse.keys() & better.keys()
+            found = compare_values(
+                claim.metric,
+                {key: worse[key] for key in sorted(common)},
+                {key: better[key] for key in sorted(common)},
+                "higher" if claim.metric == "psnr" else "lower",
+                self.options.seed,
+            )
+        difference: Estimate = found.estimate
+        return Verdict(claim, found.first, found.second, difference.value, difference.low, difference.high)
+
+    def _fid(self, claim: Claim) -> PairedResult:
+        """Of both sets to the original's images."""
+        first, second, original = (
+            features_of(
+                set_of(self.folders[name], read_manifest(self.folders[name])),
+                self.judges.inception,
+                self.judges.inception_sha256,
+                self.features_dir,
+                bad=BadEntries(name, self.options.max_bad),
+            )
+            for name in (claim.worse, claim.better, "original")
+        )
+        return compare_fid(first, second, original, self.options.seed)

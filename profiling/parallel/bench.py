@@ -1,0 +1,345 @@
+"""How long a step takes on several ranks, against one: interleaved in one run, by side and resolution.
+
+Every side takes steps of the same requests, guidance and sampler included. A speed-up is the median of the repeats'
+ratios to one rank, which has as many threads as each of several has; one process with all of the machine's threads
+stands beside them. `alone` is what a rank computes itself: its strip, with nothing sent and nothing awaited
+(DistriFusion's "No Comm.").
+"""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...data.resolution import Resolution
+from ...data.workspace import ModelWorkspace
+from ...serving.models.build import build_plain, with_engine
+from ...serving.models.served import ServedModel
+from ...serving.options import EngineOptions
+from ...serving.parallel.group import Message
+from ...serving.parallel.options import ParallelOptions
+from ...serving.parallel.processes import ProcessEnd
+from ...serving.parallel.ranks import Ranks
+from ...serving.parallel.stepper import ParallelStepper
+from ...serving.parallel.strip_model import StripModel
+from ...serving.plain.formats import PlainModels
+from ..machine import run_facts
+from ..report.table import Table
+from ..report.words import DASH
+from ..steps.bench import BenchSettings, Lane, ratios_of, time_lanes
+from ..steps.combinations import Combination
+from ..steps.rows import BenchOutcome, Row, measure_rows, median_interval, name_of
+from ..steps.sides import EngineSide, RequestPool, plain_side
+
+RUN_KIND = "bench-parallel"
+WAYS: Mapping[str, dict[str, Any]] = {
+    "cfg": {"mode": "sync", "cfg_split": "on"},
+    "sync": {"mode": "sync", "cfg_split": "off"},
+    "displaced": {"mode": "displaced", "cfg_split": "off", "warmup": 0},
+    "naive": {"mode": "naive", "cfg_split": "off"},
+}
+"""What ranks do, by the name of the side."""
+_ONE, _MACHINE, _ALONE = "one rank", "whole machine", "alone"
+_SETTLED = 4
+"""Steps after which a displaced side is compared with one rank."""
+
+
+class MeasuredSide:
+    """A side that computes with so many threads, and says how long it waited for other ranks in each step.
+
+    Args:
+        side: its steps.
+        threads: None for those that it chooses itself.
+        end: of the ranks; None where there are none.
+    """
+
+    def __init__(self, side: EngineSide, threads: int | None = None, end: ProcessEnd | None = None) -> None:
+        self._side, self._threads, self._end = side, threads, end
+        self.waited_ms: list[float] = []
+
+    @property
+    def steps_left(self) -> int:
+        """See `Side`."""
+        return self._side.steps_left
+
+    def begin(self) -> None:
+        """See `Side`."""
+        self._side.begin()
+
+    def step(self) -> None:
+        """See `Side`."""
+        before, waited_s = torch.get_num_threads(), 0.0 if self._end is None else self._end.waited_s
+        torch.set_num_threads(self._threads or before)
+        try:
+            self._side.step()
+        finally:
+            torch.set_num_threads(before)
+        if self._end is not None:
+            self.waited_ms.append(1e3 * (self._end.waited_s - waited_s))
+
+
+class NobodyElse:
+    """Rank 0's end of a group whose other ranks are not there: all that they would send is zeros, and there at once."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._asked: dict[int, Message] = {}
+
+    def __enter__(self) -> "NobodyElse":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def tell(self, rank: int, message: Message) -> None:
+        """See `Communicator`."""
+        self._asked[rank] = message
+
+    def hear(self, rank: int, *, is_idle: bool = False) -> Message:
+        """See `Communicator`."""
+        asked = self._asked[rank]
+        place, starts = list(asked.facts["members"]).index(rank), asked.facts["starts"]
+        rows, channels, _, width = asked.tensors["latents"].shape
+        shape = (rows, channels, starts[place + 1] - starts[place], width)
+        return Message("predicted", {}, {"prediction": asked.tensors["latents"].new_zeros(shape)})
+
+    def swap(
+        self, sends: Mapping[int, Tensor], shapes: Mapping[int, Sequence[int]], dtype: torch.dtype
+    ) -> "NobodysZeros":
+        """See `Communicator`."""
+        return NobodysZeros(shapes, next(iter(sends.values())).device, dtype)
+
+
+class NobodysZeros:
+    """See `Pending`."""
+
+    def __init__(self, shapes: Mapping[int, Sequence[int]], device: torch.device, dtype: torch.dtype) -> None:
+        self._found = {rank: torch.zeros(tuple(shape), device=device, dtype=dtype) for rank, shape in shapes.items()}
+
+    def wait(self) -> dict[int, Tensor]:
+        """See `Pending`."""
+        return self._found
+
+
+class OneRank:
+    """A group of which only rank 0 computes. See `RankGroup`."""
+
+    losses: tuple[()] = ()
+
+    def __init__(self, model: torch.nn.Module, options: ParallelOptions) -> None:
+        self.end = NobodyElse(options.count)
+        self.ranks = Ranks(self.end, StripModel(model), options)
+
+    def use(self, options: ParallelOptions) -> None:
+        """See `RankGroup`; there is one way of being alone."""
+
+    def recover(self, error: Exception) -> Exception:
+        """See `RankGroup`."""
+        return error
+
+    def close(self) -> None:
+        """See `RankGroup`."""
+
+
+class ParallelBench:
+    """All sides of one model on plain diffusers; the ranks end with `close`.
+
+    Args:
+        model: on plain diffusers.
+        options: of the ranks; mode, warm-up and split of guidance are those of the sides.
+        ways: names of `WAYS`.
+        settings: how much is measured.
+
+    Raises:
+        UsageError, RunError: as `build_stepper`.
+    """
+
+    def __init__(
+        self, model: ServedModel, options: ParallelOptions, ways: Sequence[str], settings: BenchSettings
+    ) -> None:
+        self.model, self.options, self.settings = model, options, settings
+        self._threads = torch.get_num_threads()
+        self._share = max(1, self._threads // options.count)
+        self._stack = ExitStack()
+        self._pool = RequestPool(model, settings.seed)
+        self._plain = {form: PlainModels(model.denoiser, always=form) for form in PlainModels(model.denoiser).formats}
+        only = replace(options, mode="sync", cfg_split="off")
+        plain = build_plain(model.pipe, model.family, self._plain["default"])
+        self._alone = ParallelStepper(
+            OneRank(model.denoiser, only), only, plain.models, plain.conditions, plain.sampler, plain.alone
+        )
+        self._served: dict[str, tuple[ServedModel, RequestPool]] = {}
+        try:
+            for name in ways:
+                engine = EngineOptions("parallel", parallel=replace(options, **WAYS[name]))
+                served = self._stack.enter_context(closing(with_engine(model, engine)))
+                self._served[name] = served, RequestPool(served, settings.seed)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End all ranks."""
+        self._stack.close()
+
+    def check(self, resolution: Resolution) -> None:
+        """Raise UsageError if a side cannot draw images of this resolution."""
+        for pool in (self._pool, *(pool for _, pool in self._served.values())):
+            pool.check(resolution)
+
+    def measure(self, combination: Combination) -> Row:
+        """Measure all sides; returns the row."""
+        requests = self._pool.take(combination)
+        sides: dict[str, MeasuredSide] = {}
+        for name, threads in ((_ONE, self._share), (_MACHINE, self._threads)):
+            for form, models in self._plain.items():
+                sides[f"{name}, {form}"] = MeasuredSide(plain_side(self.model, models, requests), threads)
+        for name, (served, pool) in self._served.items():
+            own = pool.take(combination)
+            sides[name] = MeasuredSide(EngineSide(served.stepper, own), end=_process_end(served))
+            # Requests that any stepper of ranks has prepared will do.
+            sides[_ALONE] = MeasuredSide(EngineSide(self._alone, own), self._share)
+        lanes = {name: Lane(side, self.model.device) for name, side in sides.items()}
+        time_lanes(lanes.values(), self.settings)
+        # Each of one process in the memory format that is faster for it.
+        for name in (_ONE, _MACHINE):
+            forms = [key for key in lanes if key.startswith(f"{name}, ")]
+            best = min(forms, key=lambda key: lanes[key].median_ms)
+            lanes = {name: lanes[best]} | {key: lane for key, lane in lanes.items() if key not in forms}
+        differences = self._differences(combination)
+        found = {name: self._figures(lane, lanes) | differences.get(name, {}) for name, lane in lanes.items()}
+        size = next(size for size, count in combination.by_resolution.items() if count)
+        return {**name_of(combination), "resolution": size, "sides": found, "repeats": self.settings.repeats}
+
+    def _figures(self, lane: Lane, lanes: Mapping[str, Lane]) -> dict[str, Any]:
+        """Of one side beside the others: ratios are how many times as long one rank, or the whole machine, takes."""
+        ratios = {
+            name: ratios_of(lanes[other].samples_ms, lane.samples_ms)
+            for name, other in (("speedup", _ONE), ("over_machine", _MACHINE), ("over_sync", "sync"))
+            if other in lanes
+        }
+        side = lane.side
+        assert isinstance(side, MeasuredSide)
+        return {
+            "ms": lane.median_ms,
+            **{name: statistics.median(values) for name, values in ratios.items()},
+            "waited_ms": statistics.median(side.waited_ms) if side.waited_ms else None,
+            "intervals": {name: median_interval(values) for name, values in ratios.items()},
+        }
+
+    def _differences(self, combination: Combination) -> dict[str, dict[str, float]]:
+        """How far what each side predicts of the clean latents is from what one rank predicts, after so many steps:
+        the largest difference over the largest value."""
+        found: dict[str, dict[str, float]] = {}
+        plain = build_plain(self.model.pipe, self.model.family, self._plain["default"])
+        for name, (served, pool) in self._served.items():
+            requests, parts = pool.take(combination), []
+            for stepper in (plain, served.stepper):
+                side = EngineSide(stepper, requests)
+                side.begin()
+                for _ in range(_SETTLED):
+                    side.step()
+                parts.append(stepper.peek(side.active[0]))
+            one, other = parts
+            assert one is not None
+            assert other is not None
+            found[name] = {"difference": float((other - one).abs().max() / one.abs().max())}
+        return found
+
+
+def _process_end(served: ServedModel) -> ProcessEnd | None:
+    assert isinstance(served.stepper, ParallelStepper)
+    end = served.stepper.group.end
+    return end if isinstance(end, ProcessEnd) else None
+
+
+def run_parallel_bench(
+    model: ServedModel,
+    options: ParallelOptions,
+    ways: Sequence[str],
+    combinations: Sequence[Combination],
+    workspace: ModelWorkspace,
+    settings: BenchSettings,
+    *,
+    on_start: Callable[[Combination], None] | None = None,
+    on_row: Callable[[], None] | None = None,
+) -> BenchOutcome:
+    """Measure every combination; the run's folder gets the rows, after each of them.
+
+    Raises:
+        UsageError, RunError: as `ParallelBench`, and if a resolution does not fit; nothing has run then.
+        KeyboardInterrupt: on Ctrl-C before the first row is finished; later the outcome says so.
+        OSError: if results cannot be written.
+    """
+    with closing(ParallelBench(model, options, ways, settings)) as bench:
+        for resolution in combinations[0].resolutions:
+            bench.check(resolution)
+        run_dir = workspace.new_run(RUN_KIND)
+        head = run_facts(model).to_json() | {
+            "kind": RUN_KIND,
+            "parallel": options.ranks,
+            "gn": options.norms.mode,
+            "text": options.text,
+            "warmup": settings.warmup,
+            "seed": settings.seed,
+            "run_dir": str(run_dir),
+        }
+        result = measure_rows(
+            combinations,
+            bench.measure,
+            run_dir / "parallel.json",
+            lambda rows: head,
+            on_start=on_start,
+            on_row=on_row,
+        )
+    return BenchOutcome(result, run_dir)
+
+
+def parallel_table(result: Mapping[str, Any]) -> Table:
+    """The sides of every row, as people read them."""
+    rows = [
+        (
+            row["resolution"],
+            name,
+            f"{side['ms']:.1f}",
+            *_ratio_texts(side),
+            _text(side["waited_ms"], ".1f"),
+            _text(side.get("difference"), ".1e"),
+        )
+        for row in result["rows"]
+        for name, side in row["sides"].items()
+    ]
+    columns = (
+        "image",
+        "side",
+        "ms a step",
+        "speed-up",
+        "95 % interval",
+        "of the machine",
+        "of sync",
+        "waited, ms",
+        "difference",
+    )
+    note = (
+        f"{result['parallel']} ranks. Speed-up: against one. Of the machine: against one process with all threads. "
+        f"Difference: of the clean latents after {_SETTLED} steps, relative to the largest."
+    )
+    return Table("", columns, rows, num_words=2, note=note)
+
+
+def _ratio_texts(side: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    low, high = side["intervals"].get("speedup") or (None, None)
+    interval = DASH if low is None or high is None else f"{low:.2f} to {high:.2f}"
+    texts = (_text(side.get(name), ".2f") for name in ("speedup", "over_machine", "over_sync"))
+    speedup, machine, sync = texts
+    return speedup, interval, machine, sync
+
+
+def _text(value: float | None, form: str) -> str:
+    return DASH if value is None else format(value, form)

@@ -1,0 +1,83 @@
+"""`psctl bench parallel`: how long a step takes on several ranks."""
+
+from dataclasses import replace
+from typing import Annotated
+
+from ...data.errors import UsageError
+from ...data.files import require_places
+from ...data.resolution import parse_list
+from ...serving.options import EngineOptions
+from ...serving.parallel.options import ParallelOptions
+from ..flags import flag
+from ..options.common import OutputFile, Resolutions, Seed
+from ..options.groups import PARALLEL
+from ..options.target import Target
+from ..output import Output
+
+
+def bench_parallel(
+    *,
+    num_ranks: Annotated[
+        str, flag("--parallel", "Ranks, in processes or virtual (then times say little).", metavar="N|virtual:N")
+    ] = "2",
+    ways: Annotated[
+        str,
+        flag("--modes", "Some of cfg (half of the ranks for guidance), sync, displaced, naive.", metavar="NAME,..."),
+    ] = "cfg,sync,displaced",
+    resolutions: Resolutions = None,
+    batch_size: Annotated[int, flag("--batch-size", "Requests of one resolution in a batch.", min=1, max=64)] = 1,
+    repeats: Annotated[int, flag("--repeats", "Timings of each side; the median counts.", min=1)] = 15,
+    warmup: Annotated[int, flag("--warmup", "Rounds before them.", min=1)] = 3,
+    seed: Seed = 0,
+    output_file: OutputFile = None,
+    options: Annotated[ParallelOptions, PARALLEL.only("norms", "text")],
+    target: Target,
+    out: Output,
+) -> None:
+    """Time one denoising step on several ranks, against one rank and against one process with the whole machine.
+
+    The sides take turns; guidance and sampler are included. Each rank has its share of the processors, and so has the
+    one rank that speed-ups are relative to. "alone" is what the first rank computes of a step, with nothing sent. Each
+    side is compared with plain diffusers in the same run. Results go to the workspace; Ctrl-C keeps what is measured.
+
+    Examples:
+
+        psctl bench parallel --dtype float32 --resolutions 256,512
+        psctl bench parallel --parallel 4 --modes sync,displaced --gn stale
+        psctl bench parallel --model emoji-3 --parallel virtual:8 --repeats 3 --json
+    """
+    # Everything that can be wrong is looked at before torch is imported and the model loaded.
+    from ...profiling.steps.combinations import Combination
+
+    sizes = target.defaults().resolutions if resolutions is None else parse_list(resolutions)
+    names = [name.strip() for name in ways.split(",")]
+    allowed = ("cfg", "sync", "displaced", "naive")
+    if not set(names) <= set(allowed) or len(set(names)) < len(names):
+        raise UsageError(f"--modes are {ways!r}, but they must be some of {', '.join(allowed)}, each once")
+    options = replace(options, ranks=num_ranks)
+    if not options.is_on or ("cfg" in names and options.count % 2):
+        least = "an even number of ranks" if "cfg" in names else "2 ranks or more"
+        raise UsageError(f"--parallel is {num_ranks!r}, but --modes {ways} need {least}")
+    require_places(target.workspace, file=output_file)
+
+    served, place = target.load(out, EngineOptions("plain"))
+    from ...profiling.parallel.bench import parallel_table, run_parallel_bench
+    from ...profiling.steps.bench import BenchSettings
+
+    chosen = [Combination(sizes, tuple(batch_size * (each == size) for each in sizes)) for size in sizes]
+    with out.phases() as start:
+        advance = start("resolutions", len(chosen))
+        outcome = run_parallel_bench(
+            served,
+            options,
+            names,
+            chosen,
+            place,
+            BenchSettings(repeats, warmup, seed),
+            on_start=lambda combination: advance.show(combination.label),
+            on_row=advance,
+        )
+    out.data(outcome.result, table=lambda: parallel_table(outcome.result).to_rich(), file=output_file)
+    out.note(f"Results: {outcome.run_dir}")
+    if outcome.was_interrupted:
+        raise KeyboardInterrupt
