@@ -1,4 +1,4 @@
-"""How many times as fast several GPUs draw one image, for the simulator: as published, modelled, or measured. No torch."""
+"""How many times as fast several GPUs draw one image: as published, modelled, or measured. No torch."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -19,7 +19,6 @@ import pyarrow as pa
 from ...data.errors import UsageError
 from ...data.files import named_by_content, write_json
 from ...data.requests import Request
-from ...data.resolution import Resolution
 from ...data.tables.schemas import RECORDS, STEPS, about_of, read_rows, read_table, write_table
 from ...data.traces.traces import TRACE_KINDS
 from ...serving.core.request_state import RequestRecord

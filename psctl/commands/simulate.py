@@ -75,8 +75,8 @@ def simulate(
         str,
         flag(
             "--speedups",
-            "How many times as fast --gpus draw one image, for distrifusion-fcfs: as DistriFusion's paper prints it, by "
-            "the latency model for up to 8, or as psctl bench parallel has measured it.",
+            "How many times as fast --gpus draw one image, for distrifusion-fcfs: as DistriFusion's paper prints it, "
+            "by the latency model for up to 8, or as psctl bench parallel has measured it.",
             metavar="published|model|FILE,...",
         ),
     ] = "published",

@@ -7,6 +7,7 @@ Loading is strict. A pipeline class that is not served, a missing or damaged fil
 import importlib
 import os
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,13 @@ def load_model(
     from ..core.allocator import keep_freed_memory
     from .build import build_model
 
+    if options is not None and options.parallel.is_on:
+        from ..parallel.torchrun import TorchRun
+
+        run = TorchRun.of_environment(options.parallel)
+        if run is not None and run.rank:
+            # Of this command, a rank that torchrun has started has no other part.
+            sys.exit(run.follow(lambda own: load_denoiser(str(model_dir), own.device, own.dtype)))
     keep_freed_memory()
     torch_device = resolve_device(device)
     torch_dtype = _resolve_dtype(dtype, torch_device)

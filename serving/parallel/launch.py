@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import weakref
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 
@@ -19,6 +20,7 @@ from .options import ParallelOptions
 from .processes import ProcessEnd
 from .ranks import Ranks
 from .strip_model import StripModel
+from .torchrun import RemoteProcess, TorchRun
 from .worker import RankSettings, facts_of, key_of
 
 _MODULE = "patchedserve.serving.models.rank"
@@ -28,8 +30,24 @@ _END_S = 5.0
 _LOOK_EVERY_S = 0.02
 
 
+class Children:
+    """Starts ranks as processes of this one, which hosts the store where they meet."""
+
+    host = "127.0.0.1"
+
+    def __init__(self) -> None:
+        self._own = dist.TCPStore(self.host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        self.store: dist.Store = self._own
+
+    def start(self, settings: RankSettings) -> "subprocess.Popen[bytes]":
+        """Start a rank."""
+        own = replace(settings, port=self._own.port, parent=os.getpid())
+        # In a session of its own, so that Ctrl-C is rank 0's to handle.
+        return subprocess.Popen([sys.executable, "-m", _MODULE, own.to_json()], start_new_session=True)
+
+
 class ProcessRanks:
-    """The ranks of a group: this process, and those that it has started. See `RankGroup`.
+    """The ranks of a group: this process, and those that it or torchrun has started. See `RankGroup`.
 
     Args:
         model: rank 0's, unmodified.
@@ -44,38 +62,32 @@ class ProcessRanks:
 
     Raises:
         RunError: if a rank does not come up.
-        UsageError: if there are not so many devices, or a rank has something else than rank 0, naming both.
+        UsageError: if there are not so many devices or processes, or a rank has something else than rank 0; both are
+            named.
     """
 
     def __init__(self, model: nn.Module, fingerprint: str, folder: str, options: ParallelOptions) -> None:
         self._options, self._number, self.losses = options, 0, list[str]()
-        self._store = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-        )
+        self._launcher = TorchRun.of_environment(options) or Children()
+        self._store = self._launcher.store
         facts = facts_of(fingerprint, model)
         devices = devices_of(next(model.parameters()).device, options)
         # The ranks share the processors of the machine.
         self._threads = max(1, torch.get_num_threads() // options.count)
         settings = RankSettings(
-            port=self._store.port,
             rank=0,
             model=folder,
             device=devices[0],
             dtype=facts["dtype"],
             threads=self._threads,
             timeout_s=options.timeout_s,
-            parent=os.getpid(),
         )
         self._device = devices[0]
         self.processes = {
-            # In a session of its own, so that Ctrl-C is rank 0's to handle.
-            rank: subprocess.Popen(
-                [sys.executable, "-m", _MODULE, replace(settings, rank=rank, device=devices[rank]).to_json()],
-                start_new_session=True,
-            )
+            rank: self._launcher.start(replace(settings, rank=rank, device=devices[rank]))
             for rank in range(1, options.count)
         }
-        # They end without rank 0, too, but only after a moment.
+        # Children end without rank 0, too, but only after a moment.
         self._end_all = weakref.finalize(self, _end, self.processes)
         try:
             self._meet(facts)
@@ -121,7 +133,10 @@ class ProcessRanks:
         return None if lost else error
 
     def close(self) -> None:
-        """See `RankGroup`; they have nothing to lose."""
+        """See `RankGroup`. Children have nothing to lose; torchrun waits for what it has started."""
+        if isinstance(self._launcher, TorchRun):
+            with suppress(GroupError):
+                self.ranks.stop()
         self._end_all()
 
     def _meet(self, facts: dict[str, object]) -> None:
@@ -152,7 +167,9 @@ class ProcessRanks:
             self.end = VirtualGroup(1).end(0)
         else:
             own = dist.PrefixStore(key_of("meet", self._number), self._store)
-            self.end = ProcessEnd(own, 0, len(members), self._options.timeout_s, self._device, self._threads)
+            self.end = ProcessEnd(
+                own, 0, len(members), self._options.timeout_s, self._device, self._threads, self._launcher.host
+            )
         self.ranks = Ranks(self.end, self.model, self._options, members)
 
     def _wait_for(self, key: str, process: "subprocess.Popen[bytes]", until: float) -> str | None:
@@ -189,7 +206,7 @@ def devices_of(device: torch.device, options: ParallelOptions) -> list[str]:
     return [f"cuda:{start + rank}" for rank in range(options.count)]
 
 
-def _end(processes: dict[int, subprocess.Popen[bytes]]) -> None:
+def _end(processes: dict[int, subprocess.Popen[bytes] | RemoteProcess]) -> None:
     for process in processes.values():
         if process.poll() is None:
             process.kill()

@@ -34,6 +34,7 @@ class ProcessEnd:
         timeout_s: how long the ranks of a call may keep each other waiting.
         device: of the tensors that are received.
         threads: that torch computes with while the end is held (`with end:`); None for as many as before.
+        host: this machine, as the others reach it.
 
     Attributes:
         timeout, device: as given.
@@ -52,6 +53,7 @@ class ProcessEnd:
         timeout_s: float,
         device: torch.device | str = "cpu",
         threads: int | None = None,
+        host: str = "127.0.0.1",
     ) -> None:
         self.rank, self.size, self.device = rank, size, torch.device(device)
         self._threads, self._threads_before = threads, 0
@@ -59,7 +61,7 @@ class ProcessEnd:
         gloo: Any = dist.ProcessGroupGloo  # torch's stubs leave out most of it
         options = gloo._Options()
         options._timeout = self.timeout
-        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        options._devices = [gloo.create_device(hostname=host)]
         try:
             self._group = gloo(store, rank, size, options)
         except RuntimeError as error:

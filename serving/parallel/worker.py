@@ -28,23 +28,25 @@ class RankSettings:
     """What a rank is told as it starts.
 
     Attributes:
-        port: of the store on this machine where the ranks meet.
         rank: its number.
         model: its directory.
         device, dtype: of the model.
         threads: that it computes with.
         timeout_s: how long ranks may keep each other waiting in a call.
-        parent: the process of rank 0, without which it ends.
+        port: of the store on this machine where the ranks meet.
+        parent: the process without which it ends.
+        host: this machine, as other ranks reach it.
     """
 
-    port: int
     rank: int
     model: str
     device: str
     dtype: str
     threads: int
     timeout_s: float
-    parent: int
+    port: int = 0
+    parent: int = 0
+    host: str = "127.0.0.1"
 
     def to_json(self) -> str:
         """As `from_json` reads it."""
@@ -76,11 +78,22 @@ def key_of(what: str, *of: int) -> str:
     return "/".join([what, *map(str, of)])
 
 
-def serve_rank(settings: RankSettings, load: Callable[[], tuple[str, nn.Module]]) -> int:
-    """Be a rank; returns the exit code. `load` gives the fingerprint of the model's files, and the model."""
-    watch = _Watch(settings)
+def serve_rank(
+    settings: RankSettings,
+    load: Callable[[], tuple[str, nn.Module]],
+    connect: Callable[[], dist.Store] | None = None,
+) -> int:
+    """Be a rank; returns the exit code.
+
+    Args:
+        settings: of the rank.
+        load: gives the fingerprint of the model's files, and the model.
+        connect: gives connections to the store where the ranks meet; None for that of rank 0.
+    """
+    connect = connect or (lambda: _store_of(settings))
+    watch = _Watch(settings, connect)
     torch.set_num_threads(settings.threads)
-    store = _store_of(settings)
+    store = connect()
     try:
         fingerprint, model = load()
         ours = StripModel(model)
@@ -102,7 +115,14 @@ def _serve_groups(settings: RankSettings, store: dist.Store, model: StripModel, 
         reason = ""
         try:
             own = dist.PrefixStore(key_of("meet", number), store)
-            end = ProcessEnd(own, members.index(settings.rank), len(members), settings.timeout_s, settings.device)
+            end = ProcessEnd(
+                own,
+                members.index(settings.rank),
+                len(members),
+                settings.timeout_s,
+                settings.device,
+                host=settings.host,
+            )
             watch.follow(number, end)
             follow(end, model)
         except GroupError:
@@ -131,8 +151,8 @@ def _members_of(store: dist.Store, number: int) -> list[int]:
 class _Watch:
     """Ends this process when rank 0's has gone, and breaks off the group that rank 0 says is over."""
 
-    def __init__(self, settings: RankSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: RankSettings, connect: Callable[[], dist.Store]) -> None:
+        self._settings, self._connect = settings, connect
         self._lock = threading.Lock()
         self._now: tuple[int, ProcessEnd] | None = None
         threading.Thread(target=self._look, daemon=True).start()
@@ -151,7 +171,7 @@ class _Watch:
 
     def _look(self) -> None:
         try:
-            store = _store_of(self._settings)
+            store = self._connect()
             while os.getppid() == self._settings.parent:
                 now = self._now
                 if now is not None and store.check([key_of("over", now[0])]):

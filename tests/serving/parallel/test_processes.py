@@ -213,3 +213,32 @@ def test_a_rank_that_does_not_come_up_is_told(tmp_path: Path) -> None:
     fingerprint, model = load_denoiser(str(folder), "cpu", "float32")
     with pytest.raises(RunError, match=r"rank 1: .*model_index\.json"):
         ProcessRanks(model, fingerprint, str(tmp_path / "nowhere"), ParallelOptions("2"))
+
+
+def test_ranks_of_torchrun(tmp_path: Path) -> None:
+    """The same command on all of them: images once, and all processes end well."""
+    folder = save_tiny(tmp_path / "model", tiny_sdxl(), num_inference_steps=2, guidance_scale=3.0)
+    psctl = str(Path(sys.executable).with_name("psctl"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", psctl]
+    drawing = ["generate", "a hat", "-r", "64", "--model", str(folder), "--dtype", "float32", "--overwrite"]
+    done = subprocess.run(
+        [*command, *drawing, "--parallel", "2", "-o", "two.png"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("two.png") == 1
+    alone = [psctl, *drawing, "--parallel", "virtual:2", "-o", "one.png"]
+    subprocess.run(alone, cwd=tmp_path, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert (tmp_path / "two.png").read_bytes() == (tmp_path / "one.png").read_bytes()
+    wrong = subprocess.run(
+        [*command, *drawing, "--parallel", "3", "-o", "three.png"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert wrong.returncode != 0
+    assert "torchrun has started 2 processes, but --parallel is 3" in wrong.stderr

@@ -1,0 +1,84 @@
+"""Ranks that torchrun has started: all run the same command, and those behind the first follow it.
+
+torchrun ends all of them when one fails, so that groups do not go on without a rank here.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import nn
+
+from ...data.errors import UsageError
+from .options import ParallelOptions
+from .worker import RankSettings, serve_rank
+
+
+class TorchRun:
+    """What torchrun tells this process, and the store where its processes meet.
+
+    Attributes:
+        rank: among all processes.
+        host: where the other ranks reach this one.
+        store: a connection to torchrun's store.
+    """
+
+    def __init__(self, options: ParallelOptions) -> None:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        self.rank, self._size, self._local_rank, local_size = (int(os.environ[name]) for name in names)
+        self.host = "127.0.0.1" if local_size == self._size else socket.gethostname()
+        self._options, self.store = options, connect()
+
+    @classmethod
+    def of_environment(cls, options: ParallelOptions) -> "TorchRun | None":
+        """None where torchrun has not started this process, or no ranks in processes are asked for."""
+        if options.is_virtual or not options.is_on or "TORCHELASTIC_RUN_ID" not in os.environ:
+            return None
+        return cls(options)
+
+    def start(self, settings: RankSettings) -> "RemoteProcess":
+        """As rank 0: tell a rank what it is. Raises UsageError: there are more of them, or fewer."""
+        if self._size != self._options.count:
+            raise UsageError(f"torchrun has started {self._size} processes, but --parallel is {self._options.ranks}")
+        self.store.set(_key_of(settings.rank), settings.to_json())
+        return RemoteProcess()
+
+    def follow(self, load: Callable[[RankSettings], tuple[str, nn.Module]]) -> int:
+        """As another rank: do what rank 0 says until the end; returns the exit code."""
+        while not self.store.check([_key_of(self.rank)]):
+            time.sleep(0.05)
+        settings = RankSettings.from_json(self.store.get(_key_of(self.rank)).decode())
+        device = f"cuda:{self._local_rank}" if settings.device.startswith("cuda") else settings.device
+        own = replace(settings, device=device, host=self.host, parent=os.getppid())
+        return serve_rank(own, lambda: load(own), connect)
+
+
+def connect() -> dist.Store:
+    """A connection to torchrun's store, where nothing is read that a run before a restart has left."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=60))
+    return dist.PrefixStore(f"psctl/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def _key_of(rank: int) -> str:
+    return f"settings/{rank}"
+
+
+class RemoteProcess:
+    """A process that torchrun looks after; as much of `subprocess.Popen` as a rank needs."""
+
+    returncode = None
+    pid = -1
+
+    def poll(self) -> None:
+        """Not known."""
+
+    def kill(self) -> None:
+        """torchrun's to do."""
+
+    def wait(self) -> None:
+        """torchrun's to do."""
