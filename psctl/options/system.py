@@ -18,9 +18,11 @@ _HELP = "; ".join(f"{name}: {system.about}" for name, system in SYSTEMS.items())
 
 
 def _set_engine(context: typer.Context, name: str) -> str:
+    engine = get_system(name, is_simulated=True, has_ranks=True).engine
+    has_ranks = any(param.name == "parallel" for param in context.command.params)
     # Where both are given, --parallel says which engine it is.
-    if context.params.get("parallel", "1") == "1":
-        preset(context, {"engine": get_system(name, is_simulated=True, has_ranks=True).engine})
+    if context.params.get("parallel", "1") == "1" and (has_ranks or engine != "parallel"):
+        preset(context, {"engine": engine})
     return name
 
 
