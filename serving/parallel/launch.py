@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -28,6 +29,10 @@ _START_S = 300.0
 _MOST_PER_CORE = 4
 _END_S = 5.0
 _LOOK_EVERY_S = 0.02
+
+
+Process = subprocess.Popen[bytes] | RemoteProcess
+"""A rank other than this one."""
 
 
 class Children:
@@ -83,7 +88,7 @@ class ProcessRanks:
             timeout_s=options.timeout_s,
         )
         self._device = devices[0]
-        self.processes = {
+        self.processes: dict[int, Process] = {
             rank: self._launcher.start(replace(settings, rank=rank, device=devices[rank]))
             for rank in range(1, options.count)
         }
@@ -172,7 +177,7 @@ class ProcessRanks:
             )
         self.ranks = Ranks(self.end, self.model, self._options, members)
 
-    def _wait_for(self, key: str, process: "subprocess.Popen[bytes]", until: float) -> str | None:
+    def _wait_for(self, key: str, process: Process, until: float) -> str | None:
         """What a rank puts in the store; None if its process ends before, or it does not until then."""
         while not self._store.check([key]):
             if process.poll() is not None or time.monotonic() > until:
@@ -206,7 +211,7 @@ def devices_of(device: torch.device, options: ParallelOptions) -> list[str]:
     return [f"cuda:{start + rank}" for rank in range(options.count)]
 
 
-def _end(processes: dict[int, subprocess.Popen[bytes] | RemoteProcess]) -> None:
+def _end(processes: Mapping[int, Process]) -> None:
     for process in processes.values():
         if process.poll() is None:
             process.kill()

@@ -123,7 +123,7 @@ def test_what_a_lost_rank_was_to_draw_is_drawn_by_the_others(
         # A call that begins again is synchronous, whatever came before it.
         assert relative(predict_together(ranks, rows), wanted) <= 1e-5
         assert list(ranks.processes) == [2]
-        ranks.processes[2].send_signal(signal.SIGSTOP)
+        os.kill(ranks.processes[2].pid, signal.SIGSTOP)
         start_s = time.monotonic()
         assert relative(predict_together(ranks, rows), wanted) <= 1e-5
         assert time.monotonic() - start_s < 15
