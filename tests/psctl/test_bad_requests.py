@@ -249,7 +249,8 @@ def test_nobody_waits_for_one_body(http: httpx.Client) -> None:
     start = time.monotonic()
     answer = http.post(GENERATIONS, content=body, headers={"content-type": "application/json"})
     assert told(answer) == (400, None, "invalid_json")
-    assert time.monotonic() - start < 1
+    # Where every key is compared with every other, it takes several seconds.
+    assert time.monotonic() - start < 2
 
 
 @pytest.mark.parametrize(

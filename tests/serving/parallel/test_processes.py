@@ -126,7 +126,7 @@ def test_what_a_lost_rank_was_to_draw_is_drawn_by_the_others(
         os.kill(ranks.processes[2].pid, signal.SIGSTOP)
         start_s = time.monotonic()
         assert relative(predict_together(ranks, rows), wanted) <= 1e-5
-        assert time.monotonic() - start_s < 15
+        assert time.monotonic() - start_s < 30
         assert not ranks.processes
         said = capfd.readouterr().err
         assert [f"Warning: rank {rank} has gone" in said for rank in (0, 1, 2)] == [False, True, True]
