@@ -4,6 +4,7 @@ Every module must be of a class known to work on parts of images: one that could
 knowing is refused by name.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +25,7 @@ _POINTWISE = {
 _SWAPPED = {"Conv2d", "GroupNorm", "Attention", "Upsample2D", "PatchEmbed", "Timesteps"}
 
 
-class Swap:
+class Swap(ABC):
     """The leaves that were put into one model, until `undo`.
 
     Args:
@@ -44,13 +45,13 @@ class Swap:
             assert isinstance(model, SD3Transformer2DModel)
             self.swap_transformer(model)
 
+    @abstractmethod
     def swap_unet(self, model: UNet2DConditionModel) -> None:
         """Put the leaves into a U-Net."""
-        raise NotImplementedError
 
+    @abstractmethod
     def swap_transformer(self, model: SD3Transformer2DModel) -> None:
         """Put the leaves into SD3's transformer."""
-        raise NotImplementedError
 
     def put(self, parent: nn.Module, name: str, leaf: nn.Module) -> None:
         """Put a leaf where a child of `parent` was."""

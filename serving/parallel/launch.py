@@ -18,7 +18,7 @@ from torch import nn
 from ...data.errors import RunError, UsageError
 from .group import GroupError, RankError, VirtualGroup
 from .options import ParallelOptions
-from .processes import ProcessEnd
+from .processes import LOOPBACK, ProcessEnd
 from .ranks import Ranks
 from .strip_model import StripModel
 from .torchrun import RemoteProcess, TorchRun
@@ -30,7 +30,6 @@ _MOST_PER_CORE = 4
 _END_S = 5.0
 _LOOK_EVERY_S = 0.02
 
-
 Process = subprocess.Popen[bytes] | RemoteProcess
 """A rank other than this one."""
 
@@ -38,7 +37,7 @@ Process = subprocess.Popen[bytes] | RemoteProcess
 class Children:
     """Starts ranks as processes of this one, which hosts the store where they meet."""
 
-    host = "127.0.0.1"
+    host = LOOPBACK
 
     def __init__(self) -> None:
         self._own = dist.TCPStore(self.host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))

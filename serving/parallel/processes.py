@@ -16,6 +16,8 @@ from torch import Tensor
 
 from .group import GroupError, Message
 
+LOOPBACK = "127.0.0.1"
+"""The host of ranks that are all on one machine."""
 FOR_EVER = timedelta(days=365)
 """How long a rank without work waits for some; one that has gone is noticed at once, as its connection closes."""
 _MESSAGES = 0
@@ -53,7 +55,7 @@ class ProcessEnd:
         timeout_s: float,
         device: torch.device | str = "cpu",
         threads: int | None = None,
-        host: str = "127.0.0.1",
+        host: str = LOOPBACK,
     ) -> None:
         self.rank, self.size, self.device = rank, size, torch.device(device)
         self._threads, self._threads_before = threads, 0

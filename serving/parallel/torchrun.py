@@ -5,7 +5,6 @@ torchrun ends all of them when one fails, so that groups do not go on without a 
 
 import os
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -15,6 +14,7 @@ from torch import nn
 
 from ...data.errors import UsageError
 from .options import ParallelOptions
+from .processes import FOR_EVER, LOOPBACK
 from .worker import RankSettings, serve_rank
 
 
@@ -30,7 +30,7 @@ class TorchRun:
     def __init__(self, options: ParallelOptions) -> None:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         self.rank, self._size, self._local_rank, local_size = (int(os.environ[name]) for name in names)
-        self.host = "127.0.0.1" if local_size == self._size else socket.gethostname()
+        self.host = LOOPBACK if local_size == self._size else socket.gethostname()
         self._options, self.store = options, connect()
 
     @classmethod
@@ -49,8 +49,8 @@ class TorchRun:
 
     def follow(self, load: Callable[[RankSettings], tuple[str, nn.Module]]) -> int:
         """As another rank: do what rank 0 says until the end; returns the exit code."""
-        while not self.store.check([_key_of(self.rank)]):
-            time.sleep(0.05)
+        # Without rank 0, torchrun ends this process.
+        self.store.wait([_key_of(self.rank)], FOR_EVER)
         settings = RankSettings.from_json(self.store.get(_key_of(self.rank)).decode())
         device = f"cuda:{self._local_rank}" if settings.device.startswith("cuda") else settings.device
         own = replace(settings, device=device, host=self.host, parent=os.getppid())
@@ -70,9 +70,6 @@ def _key_of(rank: int) -> str:
 
 class RemoteProcess:
     """A process that torchrun looks after; as much of `subprocess.Popen` as a rank needs."""
-
-    returncode = None
-    pid = -1
 
     def poll(self) -> None:
         """Not known."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from ... import __version__
 from .group import GroupError
-from .processes import FOR_EVER, ProcessEnd
+from .processes import FOR_EVER, LOOPBACK, ProcessEnd
 from .ranks import follow
 from .strip_model import StripModel
 
@@ -46,7 +46,7 @@ class RankSettings:
     timeout_s: float
     port: int = 0
     parent: int = 0
-    host: str = "127.0.0.1"
+    host: str = LOOPBACK
 
     def to_json(self) -> str:
         """As `from_json` reads it."""
@@ -138,7 +138,7 @@ def _serve_groups(settings: RankSettings, store: dist.Store, model: StripModel, 
 
 
 def _store_of(settings: RankSettings) -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", settings.port, is_master=False, timeout=timedelta(seconds=60))
+    return dist.TCPStore(LOOPBACK, settings.port, is_master=False, timeout=timedelta(seconds=60))
 
 
 def _members_of(store: dist.Store, number: int) -> list[int]:

@@ -67,6 +67,12 @@ def predict_together(group: VirtualRanks | ProcessRanks, rows: list[Row], call: 
         return persist(group, ask)
 
 
+def pid_of(group: ProcessRanks, rank: int) -> int:
+    process = group.processes[rank]
+    assert isinstance(process, subprocess.Popen)
+    return process.pid
+
+
 def is_alive(process: int) -> bool:
     try:
         os.kill(process, 0)
@@ -90,7 +96,7 @@ def test_processes_give_the_bits_of_virtual_ranks(folder: Path) -> None:
     size = (34, 20) if hasattr(model, "conv_in") else (22, 12)
     rows = draw_rows(model, [size, size], num_each=2)
     with closing(process_ranks(folder, "4")) as group:
-        processes = [process.pid for process in group.processes.values()]
+        processes = [pid_of(group, rank) for rank in group.processes]
         for count, shares in ((4, "1,3,2,1"), (3, None), (2, None)):
             while len(group.processes) >= count:
                 group.processes[len(group.processes)].kill()
@@ -123,10 +129,10 @@ def test_what_a_lost_rank_was_to_draw_is_drawn_by_the_others(
         # A call that begins again is synchronous, whatever came before it.
         assert relative(predict_together(ranks, rows), wanted) <= 1e-5
         assert list(ranks.processes) == [2]
-        os.kill(ranks.processes[2].pid, signal.SIGSTOP)
+        os.kill(pid_of(ranks, 2), signal.SIGSTOP)
         start_s = time.monotonic()
         assert relative(predict_together(ranks, rows), wanted) <= 1e-5
-        assert time.monotonic() - start_s < 30
+        assert time.monotonic() - start_s < 15
         assert not ranks.processes
         said = capfd.readouterr().err
         assert [f"Warning: rank {rank} has gone" in said for rank in (0, 1, 2)] == [False, True, True]
@@ -221,24 +227,19 @@ def test_ranks_of_torchrun(tmp_path: Path) -> None:
     psctl = str(Path(sys.executable).with_name("psctl"))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", psctl]
     drawing = ["generate", "a hat", "-r", "64", "--model", str(folder), "--dtype", "float32", "--overwrite"]
-    done = subprocess.run(
-        [*command, *drawing, "--parallel", "2", "-o", "two.png"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+
+    def draw(start: list[str], *more: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, **environment}
+        return subprocess.run(
+            [*start, *drawing, *more], cwd=tmp_path, capture_output=True, text=True, check=False, env=env
+        )
+
+    done = draw(command, "--parallel", "2", "-o", "two.png")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("two.png") == 1
-    alone = [psctl, *drawing, "--parallel", "virtual:2", "-o", "one.png"]
-    subprocess.run(alone, cwd=tmp_path, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    alone = draw([psctl], "--parallel", "virtual:2", "-o", "one.png", OMP_NUM_THREADS="1")
+    assert alone.returncode == 0, alone.stderr
     assert (tmp_path / "two.png").read_bytes() == (tmp_path / "one.png").read_bytes()
-    wrong = subprocess.run(
-        [*command, *drawing, "--parallel", "3", "-o", "three.png"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    wrong = draw(command, "--parallel", "3", "-o", "three.png")
     assert wrong.returncode != 0
     assert "torchrun has started 2 processes, but --parallel is 3" in wrong.stderr

@@ -123,7 +123,7 @@ def test_after_a_crash_the_next_engine_serves(stage: str, model: ServedModel, mo
         record, image = await again.ended
         assert record.status == "completed"
         assert image.size == (32, 32)
-        assert time.monotonic() - start_s < 20
+        assert time.monotonic() - start_s < 5
         assert backend.health is Health.READY
 
     run(work, model)
