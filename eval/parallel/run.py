@@ -11,11 +11,14 @@ from diffusers import DPMSolverMultistepScheduler
 
 from ...data.datasets.base import BadEntries
 from ...data.errors import UsageError
+from ...data.resolution import RESOLUTION_MULTIPLE
 from ...data.statistics import Estimate
 from ...data.workspace import ModelWorkspace
 from ...serving.models.build import build_model
 from ...serving.models.served import ServedModel
 from ...serving.options import EngineOptions
+from ...serving.parallel.strips import Strips
+from ...serving.parallel.swap import unit_of
 from ..compare.comparison import FID_TO_FIRST, Comparison
 from ..compare.paired import PairedResult, compare_fid, compare_values
 from ..compare.run import compare
@@ -26,10 +29,12 @@ from ..run import StartPhase, draw_set
 from ..sets.drawers import EngineDrawer
 from ..sets.generate import read_manifest
 from ..sets.image_sets import set_of
-from .plan import FEW_STEPS, Claim, ParallelPlan, Setting, Verdict
+from .plan import FEW_STEPS, Claim, ParallelPlan, Setting, Verdict, name_of_original
 
 RESULT_KIND = "psctl-parallel-quality"
 METRICS = ("psnr", "ssim", "lpips", "fid")
+_PREDICTIONS = ("epsilon", "v_prediction", "sample")
+"""What a model may predict that DPM-Solver++ draws with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +90,12 @@ def evaluate_parallel(
         on_failed: told of images that failed.
 
     Raises:
-        UsageError: an image is too low for the ranks, or the model has no such sampler as figure 7 has.
+        UsageError: as `check`, before anything is drawn.
         RunError, KeyboardInterrupt: as `draw_set`; images that are drawn are kept.
     """
     judges.check(METRICS)
+    for setting in wanted.settings():
+        check(model, setting, plan)
     folders: dict[str, Path] = {}
     for setting in wanted.settings():
         with closing(served_with(model, setting)) as served:
@@ -129,19 +136,27 @@ def evaluate_parallel(
     return ParallelQuality(comparisons, [judge.verdict(claim) for claim in wanted.claims()], settings)
 
 
-def served_with(model: ServedModel, setting: Setting) -> ServedModel:
-    """The same loaded model, drawing as a setting says.
+def check(model: ServedModel, setting: Setting, plan: EvalPlan) -> None:
+    """Raise UsageError: an image is too small for so many ranks, or the model has no such sampler as figure 7 has."""
+    if setting.few_steps and model.pipe.scheduler.config.get("prediction_type") not in _PREDICTIONS:
+        raise UsageError(f"figure 7 is drawn with DPM-Solver++, which {model.name} was not made for: leave out fig7")
+    if (options := setting.options) is None:
+        return
+    for item in plan.items:
+        # Naive ranks have columns by turns.
+        side = min(item.height, item.width) if options.mode == "naive" else item.height
+        try:
+            Strips.of(side // RESOLUTION_MULTIPLE, unit_of(model.denoiser), (1.0,) * options.count)
+        except UsageError as error:
+            raise UsageError(f"{item.width}x{item.height} pixels, {setting.name}: {error}") from None
 
-    Raises:
-        UsageError: its sampler cannot be replaced by DPM-Solver++.
-    """
+
+def served_with(model: ServedModel, setting: Setting) -> ServedModel:
+    """The same loaded model, drawing as a setting says, which must fit it."""
     pipe, name = model.pipe, model.name
     if setting.few_steps:
-        config = pipe.scheduler.config
-        if config.get("prediction_type") not in ("epsilon", "v_prediction", "sample"):
-            raise UsageError(f"figure 7 is drawn with DPM-Solver++, which {name} was not made for: leave out fig7")
         pipe = copy.copy(pipe)
-        pipe.scheduler = DPMSolverMultistepScheduler.from_config(config)
+        pipe.scheduler = DPMSolverMultistepScheduler.from_config(pipe.scheduler.config)
         # Sets of images are named by what decides them, and the sampler is part of that.
         name = f"{name} with DPM-Solver++"
     options = EngineOptions("plain")
@@ -189,6 +204,6 @@ class _Judge:
                 self.features_dir,
                 bad=BadEntries(name, self.options.max_bad),
             )
-            for name in (claim.worse, claim.better, "original")
+            for name in (claim.worse, claim.better, name_of_original())
         )
         return compare_fid(first, second, original, self.options.seed)

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...data.resolution import Resolution
 from ...data.tables.published import printed_figures
-from ...serving.parallel.cost import Call, Halos, Received, Share
+from ...serving.parallel.cost import Call, Share
 from ...serving.parallel.latency_model import ParallelLatency
 from ..report.table import Table
 from ..report.words import DASH
@@ -38,6 +38,11 @@ QUANTITIES: Mapping[str, str] = {
     "displaced_saves": "share of sync that displaced saves",
 }
 """What each figure is, in the order of the report."""
+
+Place = tuple[str, str, int]
+"""Which figure it is: quantity, resolution, number of devices."""
+Row = tuple[str, int, float, float | None]
+"""Quantity, number of devices, by closed form or model, and counted by torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +78,13 @@ class Figure:
 
 def account(plan: Plan, counted: Mapping[Call, int]) -> list[Figure]:
     """All figures of a plan, from the MACs of its calls, as torch counts them in the unmodified model."""
-    printed = {}
-    if plan.is_paper_model:
-        every = printed_figures("distrifusion")
-        printed = {(each.quantity, each.resolution, each.num_ranks): each.value for each in every}
+    printed = printed_by_place() if plan.is_paper_model else {}
     found = []
     for resolution in plan.resolutions:
         rows = (
             *_macs(plan, resolution, counted),
             *_exchange(plan, resolution),
-            *_latency(plan, resolution, printed),
+            *latencies(plan, resolution, printed),
         )
         for quantity, num_ranks, ours, by_torch in rows:
             place = quantity, str(resolution), num_ranks
@@ -91,10 +93,12 @@ def account(plan: Plan, counted: Mapping[Call, int]) -> list[Figure]:
     return sorted(found, key=lambda figure: order.index(figure.quantity))
 
 
-_Row = tuple[str, int, float, float | None]
+def printed_by_place() -> dict[Place, float]:
+    """What DistriFusion prints."""
+    return {(each.quantity, each.resolution, each.num_ranks): each.value for each in printed_figures("distrifusion")}
 
 
-def _macs(plan: Plan, resolution: Resolution, counted: Mapping[Call, int]) -> Iterator[_Row]:
+def _macs(plan: Plan, resolution: Resolution, counted: Mapping[Call, int]) -> Iterator[Row]:
     cost, whole = plan.cost, plan.call(resolution)
     ours, by_torch = cost.macs(whole), counted[whole]
     yield "macs_step_g", 1, ours / 1e9, by_torch / 1e9
@@ -115,9 +119,10 @@ def _macs(plan: Plan, resolution: Resolution, counted: Mapping[Call, int]) -> It
         yield "macs_strips_device_t", num_ranks, max(ours), None
 
 
-def _exchange(plan: Plan, resolution: Resolution) -> Iterator[_Row]:
+def _exchange(plan: Plan, resolution: Resolution) -> Iterator[Row]:
     for num_ranks in plan.num_ranks:
-        gathered, ours = (_received(plan, resolution, num_ranks, halos) for halos in ("all", "neighbours"))
+        call = plan.call(resolution)
+        gathered, ours = (plan.cost.most_received(call, num_ranks, halos) for halos in ("all", "neighbours"))
         yield "received_gathered_g", num_ranks, (gathered.key_values + gathered.halos) / 1e9, None
         yield "received_g", num_ranks, (ours.key_values + ours.halos) / 1e9, None
         yield "statistics_mb", num_ranks, 4 * ours.statistics / 1e6, None
@@ -130,14 +135,7 @@ def _exchange(plan: Plan, resolution: Resolution) -> Iterator[_Row]:
             yield name, num_ranks, ELEMENT_BYTES * plan.cost.slots(plan.call(resolution, rows=rows)) / 1e9, None
 
 
-def _received(plan: Plan, resolution: Resolution, num_ranks: int, halos: Halos, *, rows: int = 2) -> Received:
-    """Of the rank that receives most."""
-    call, strips = plan.call(resolution, rows=rows), plan.strips(resolution, num_ranks)
-    found = [plan.cost.received(call, Share(strips, place), halos) for place in range(num_ranks)]
-    return max(found, key=lambda received: received.key_values + received.halos)
-
-
-def _latency(plan: Plan, resolution: Resolution, printed: Mapping[tuple[str, str, int], float]) -> Iterator[_Row]:
+def latencies(plan: Plan, resolution: Resolution, printed: Mapping[Place, float]) -> Iterator[Row]:
     """Of the paper's devices: a and b go by its latencies without communication, and halos are gathered."""
     alone = {
         num_ranks: value / NUM_STEPS
@@ -150,7 +148,7 @@ def _latency(plan: Plan, resolution: Resolution, printed: Mapping[tuple[str, str
     alone_s = model.step_s("nocomm", 1, 0)
 
     def received_bytes(count: int, rows: int) -> int:
-        received = _received(plan, resolution, count, "all", rows=rows)
+        received = plan.cost.most_received(plan.call(resolution, rows=rows), count, "all")
         return ELEMENT_BYTES * (received.key_values + received.halos)
 
     yield "latency_nocomm_s", 1, NUM_STEPS * alone_s, None

@@ -34,15 +34,9 @@ from ..steps.bench import BenchSettings, Lane, ratios_of, time_lanes
 from ..steps.combinations import Combination
 from ..steps.rows import BenchOutcome, Row, measure_rows, median_interval, name_of
 from ..steps.sides import EngineSide, RequestPool, plain_side
+from .ways import WAYS
 
 RUN_KIND = "bench-parallel"
-WAYS: Mapping[str, dict[str, Any]] = {
-    "cfg": {"mode": "sync", "cfg_split": "on"},
-    "sync": {"mode": "sync", "cfg_split": "off"},
-    "displaced": {"mode": "displaced", "cfg_split": "off", "warmup": 0},
-    "naive": {"mode": "naive", "cfg_split": "off"},
-}
-"""What ranks do, by the name of the side."""
 _ONE, _MACHINE, _ALONE = "one rank", "whole machine", "alone"
 _SETTLED = 4
 """Steps after which a displaced side is compared with one rank."""
@@ -170,7 +164,7 @@ class ParallelBench:
         self._pool = RequestPool(model, settings.seed)
         self._plain = {form: PlainModels(model.denoiser, always=form) for form in PlainModels(model.denoiser).formats}
         only = replace(options, mode="sync", cfg_split="off")
-        plain = build_plain(model.pipe, model.family, self._plain["default"])
+        self._reference = plain = build_plain(model.pipe, model.family, self._plain["default"])
         self._alone = ParallelStepper(
             OneRank(model.denoiser, only), only, plain.models, plain.conditions, plain.sampler, plain.alone
         )
@@ -201,10 +195,10 @@ class ParallelBench:
             for form, models in self._plain.items():
                 sides[f"{name}, {form}"] = MeasuredSide(plain_side(self.model, models, requests), threads)
         for name, (served, pool) in self._served.items():
-            own = pool.take(combination)
-            sides[name] = MeasuredSide(EngineSide(served.stepper, own), end=_process_end(served))
-            # Requests that any stepper of ranks has prepared will do.
-            sides[_ALONE] = MeasuredSide(EngineSide(self._alone, own), self._share)
+            requests = pool.take(combination)
+            sides[name] = MeasuredSide(EngineSide(served.stepper, requests), end=_process_end(served))
+        # Requests that any stepper of ranks has prepared will do.
+        sides[_ALONE] = MeasuredSide(EngineSide(self._alone, requests), self._share)
         lanes = {name: Lane(side, self.model.device) for name, side in sides.items()}
         time_lanes(lanes.values(), self.settings)
         # Each of one process in the memory format that is faster for it.
@@ -237,10 +231,9 @@ class ParallelBench:
         """How far what each side predicts of the clean latents is from what one rank predicts, after so many steps:
         the largest difference over the largest value."""
         found: dict[str, dict[str, float]] = {}
-        plain = build_plain(self.model.pipe, self.model.family, self._plain["default"])
         for name, (served, pool) in self._served.items():
             requests, parts = pool.take(combination), []
-            for stepper in (plain, served.stepper):
+            for stepper in (self._reference, served.stepper):
                 side = EngineSide(stepper, requests)
                 side.begin()
                 for _ in range(_SETTLED):

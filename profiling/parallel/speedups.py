@@ -7,16 +7,15 @@ from typing import Any
 from ...data.errors import UsageError
 from ...data.models.published import published_config
 from ...data.records import read_json
-from ...data.resolution import RESOLUTION_MULTIPLE, parse
-from ...data.tables.published import printed_figures
-from ...serving.parallel.cost import Call, Cost, Share
-from ...serving.parallel.latency_model import Link, ParallelLatency
-from ...serving.parallel.strips import Strips
-from ...serving.simulator.distrifusion import PUBLISHED, Points, Speedups
+from ...data.resolution import parse
+from ...serving.parallel.cost import Cost
+from ...serving.parallel.latency_model import Link
+from ...serving.simulator.distrifusion import ALONE, PUBLISHED, Points, Speedups
+from .accounting import latencies, printed_by_place
+from .plan import TEXT_LENGTH, Plan
+from .ways import WAYS
 
-_NUM_STEPS, _TEXT_LENGTH, _ELEMENT_BYTES = 50, 77, 2
 _MOST_RANKS = 8
-_WAYS = ("cfg", "sync", "displaced")
 
 
 def read_speedups(source: str) -> Speedups:
@@ -30,26 +29,20 @@ def read_speedups(source: str) -> Speedups:
     return modelled() if source == "model" else measured([Path(part.strip()) for part in source.split(",")])
 
 
-def modelled(link: Link | None = None) -> Speedups:
+def modelled() -> Speedups:
     """SDXL on up to 8 GPUs by the latency model, at the sizes of which DistriFusion prints what it is fitted to."""
+    printed = printed_by_place()
+    sizes = [parse(size) for size in sorted({size for quantity, size, _ in printed if quantity == "latency_nocomm_s"})]
     cost = Cost.of(published_config("sdxl"))
-    alone: dict[str, dict[int, float]] = {}
-    for figure in printed_figures("distrifusion"):
-        if figure.quantity == "latency_nocomm_s":
-            alone.setdefault(figure.resolution, {})[figure.num_ranks] = figure.value / _NUM_STEPS
-    points: dict[int, Points] = {1: ((1024 * 1024, 1.0),)}
-    for num_ranks in range(2, _MOST_RANKS + 1):
-        found = []
-        for name, times in alone.items():
-            size = parse(name)
-            latency = ParallelLatency.fit(times, link)
-            call = Call(size.height // RESOLUTION_MULTIPLE, size.width // RESOLUTION_MULTIPLE, _TEXT_LENGTH)
-            strips = Strips.of(call.height, cost.levels.unit, (1.0,) * num_ranks)
-            most = max(
-                cost.received(call, Share(strips, place), "all").num_bytes(_ELEMENT_BYTES) for place in range(num_ranks)
-            )
-            displaced_s = latency.step_s("displaced", num_ranks, most)
-            found.append((size.pixels, latency.step_s("nocomm", 1, 0) / displaced_s))
+    plan = Plan(cost, TEXT_LENGTH["UNet2DConditionModel"], sizes, range(2, _MOST_RANKS + 1), Link(), True)
+    points: dict[int, Points] = {1: ALONE}
+    for num_ranks in plan.num_ranks:
+        found = [
+            (size.pixels, value)
+            for size in sizes
+            for quantity, count, value, _ in latencies(plan, size, printed)
+            if (quantity, count) == ("speedup_displaced_x", num_ranks)
+        ]
         points[num_ranks] = tuple(sorted(found))
     return Speedups(points, "the latency model")
 
@@ -60,7 +53,7 @@ def measured(files: Sequence[Path]) -> Speedups:
     Raises:
         UsageError: a file is missing, or is no result of `psctl bench parallel`.
     """
-    points: dict[int, Points] = {1: ((1024 * 1024, 1.0),)}
+    points: dict[int, Points] = {1: ALONE}
     for file in files:
         content = read_json(file, "the result of psctl bench parallel")
         try:
@@ -74,5 +67,5 @@ def measured(files: Sequence[Path]) -> Speedups:
 
 def _point(row: dict[str, Any]) -> tuple[int, float]:
     """Pixels and the largest speed-up of a row."""
-    speedups = [float(side["speedup"]) for name, side in row["sides"].items() if name in _WAYS]
+    speedups = [float(side["speedup"]) for name, side in row["sides"].items() if name in WAYS and name != "naive"]
     return parse(row["resolution"]).pixels, max(speedups)

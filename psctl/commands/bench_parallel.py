@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Annotated
 
-from ...data.errors import UsageError
 from ...data.files import require_places
 from ...data.resolution import parse_list
 from ...serving.options import EngineOptions
@@ -47,17 +46,12 @@ def bench_parallel(
         psctl bench parallel --model emoji-3 --parallel virtual:8 --repeats 3 --json
     """
     # Everything that can be wrong is looked at before torch is imported and the model loaded.
+    from ...profiling.parallel.ways import parse_ways
     from ...profiling.steps.combinations import Combination
 
     sizes = target.defaults().resolutions if resolutions is None else parse_list(resolutions)
-    names = [name.strip() for name in ways.split(",")]
-    allowed = ("cfg", "sync", "displaced", "naive")
-    if not set(names) <= set(allowed) or len(set(names)) < len(names):
-        raise UsageError(f"--modes are {ways!r}, but they must be some of {', '.join(allowed)}, each once")
     options = replace(options, ranks=num_ranks)
-    if not options.is_on or ("cfg" in names and options.count % 2):
-        least = "an even number of ranks" if "cfg" in names else "2 ranks or more"
-        raise UsageError(f"--parallel is {num_ranks!r}, but --modes {ways} need {least}")
+    names = parse_ways(ways, options)
     require_places(target.workspace, file=output_file)
 
     served, place = target.load(out, EngineOptions("plain"))

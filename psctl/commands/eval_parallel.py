@@ -10,6 +10,7 @@ from ..options.common import OutputFile
 from ..options.groups import DRAW, JudgeFlags
 from ..options.target import Target
 from ..output import Output
+from .eval import interval_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -93,7 +94,7 @@ def _tables(found: "ParallelQuality") -> "RenderableType":
             f"{each.worse:.4g}",
             f"{each.better:.4g}",
             f"{each.difference:+.4g}",
-            "-" if each.low is None or each.high is None else f"{each.low:+.4g} to {each.high:+.4g}",
+            interval_text(each.low, each.high),
             "yes" if each.holds else "NO",
         )
         for each in found.verdicts

@@ -108,6 +108,7 @@ def simulate(
     """
     from ...data.figures import write_figures
     from ...data.traces.traces import TRACE_KINDS
+    from ...profiling.parallel.speedups import read_speedups
     from ...profiling.report.table import to_rich
     from ...profiling.report.tables import run_tables, search_table
     from ...profiling.runs.outside_profile import warn_of_small_table
@@ -120,7 +121,6 @@ def simulate(
         simulation_summary,
         write_simulation,
     )
-    from ...profiling.runs.speedups import read_speedups
     from ...profiling.runs.step_latencies import table_for_simulation
     from ...profiling.runs.trace_settings import check_slo_scale, draw_requests
     from ...profiling.sweep.simulator_side import calibration_of, newest_calibration, plain_engine, table_of

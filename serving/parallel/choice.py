@@ -7,10 +7,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from .cost import Call, Cost, Share
 from .group import Communicator, Message
 from .latency_model import Link, ParallelLatency
-from .strips import Strips
 
 LEAST_SAVED = 0.1
 """Share of a synchronous step that displaced calls must save."""
@@ -31,12 +29,6 @@ def choose(latency: ParallelLatency, num_ranks: int, num_bytes: int) -> Choice:
     step_ms = 1e3 * latency.step_s("sync", num_ranks, num_bytes)
     reason = f"displaced calls are expected to save {saved:.0%} of {step_ms:.3g} ms"
     return Choice("displaced" if saved > LEAST_SAVED else "sync", reason)
-
-
-def received_bytes(cost: Cost, call: Call, num_ranks: int, element_size: int) -> int:
-    """What the rank that receives most does of a call that all ranks share evenly."""
-    strips = Strips.of(call.height, cost.levels.unit, (1.0,) * num_ranks)
-    return max(cost.received(call, Share(strips, place)).num_bytes(element_size) for place in range(num_ranks))
 
 
 def measure_link(end: Communicator, num_exchanges: int, large: Tensor, displaced_share: float) -> Link:

@@ -136,6 +136,12 @@ class Cost:
             statistics += 2 * others * level.groups
         return Received(call.rows * key_values, call.rows * rows, call.rows * statistics)
 
+    def most_received(self, call: Call, num_ranks: int, halos: Halos = "neighbours") -> Received:
+        """What the rank that receives most does of a call that all ranks share evenly; see `received`."""
+        strips = Strips.of(call.height, self.levels.unit, (1.0,) * num_ranks)
+        every = [self.received(call, Share(strips, place), halos) for place in range(num_ranks)]
+        return max(every, key=lambda received: received.key_values + received.halos)
+
     def slots(self, call: Call) -> int:
         """Elements of keys and values that a rank keeps of a displaced call for the next one."""
         pixels = ((level, height * width) for level, height, width in self._sizes(call))

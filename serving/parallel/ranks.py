@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...data.errors import UsageError
 from ...data.resolution import RESOLUTION_MULTIPLE
-from .choice import measure_link, received_bytes
+from .choice import measure_link
 from .context import Pass, Team
 from .cost import Call
 from .exchange import RowName
@@ -100,7 +100,7 @@ class Ranks:
     def received_bytes(self, height: int, width: int, num_rows: int) -> int:
         """By a rank in a call with so many rows of latents of this size."""
         call = Call(height, width, self._model.text_length, num_rows)
-        return received_bytes(self._model.cost, call, self.size, self._model.element_size)
+        return self._model.cost.most_received(call, self.size).num_bytes(self._model.element_size)
 
     def learn(self, rows: Sequence[RowName], conditions: Mapping[str, Tensor]) -> None:
         """Tell every rank the conditions of rows, as far as it does not know them: tensors (rows, ...) by name."""

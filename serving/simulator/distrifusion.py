@@ -16,6 +16,9 @@ from ..scheduling.policies import StepLatencyPredictor
 Points = tuple[tuple[int, float], ...]
 """Pixels of an image, rising, and how many times as fast it is drawn."""
 
+ALONE: Points = ((1024 * 1024, 1.0),)
+"""Of one GPU, for all sizes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Speedups:
@@ -58,7 +61,7 @@ class Speedups:
 # (23.7 and 4.81 s). 3840x3840: figure 6.
 PUBLISHED = Speedups(
     {
-        1: ((1024 * 1024, 1.0),),
+        1: ALONE,
         2: ((1024 * 1024, 5.02 / 3.35), (3840 * 3840, 1.8)),
         4: ((1024 * 1024, 5.02 / 2.26), (1280 * 1920, 12.3 / 4.16), (3840 * 3840, 3.4)),
         8: ((1024 * 1024, 5.02 / 1.77), (2048 * 2048, 23.7 / 4.81), (3840 * 3840, 6.1)),

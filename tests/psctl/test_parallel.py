@@ -2,11 +2,12 @@
 
 import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 
 from ..conftest import RunPsctl
-from ..support.tiny_models import save_tiny, tiny_sdxl
+from ..support.tiny_models import save_tiny, tiny_sd3, tiny_sdxl
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +60,20 @@ def test_claims_are_told_with_their_intervals(run_psctl: RunPsctl, environment: 
     again = run_psctl("eval", "parallel", *options, **environment)
     assert again.returncode == 0, again.stderr
     assert "table 1: displaced is nearer to the original than naive" in again.stdout
+
+
+def test_what_cannot_be_drawn_is_told_before_anything_is(run_psctl: RunPsctl, tmp_path: Path) -> None:
+    pytest.importorskip("torchmetrics", reason="the extra `eval` is not installed")
+    for make, options, said in (
+        (tiny_sdxl, "--num-ranks 2,16 --parts table1", "64x64 pixels, displaced, n = 16: 16 ranks are too many"),
+        (tiny_sd3, "--num-ranks 2", "figure 7 is drawn with DPM-Solver++, which"),
+    ):
+        model = save_tiny(tmp_path / make.__name__, make(), num_inference_steps=2, guidance_scale=3.0)
+        asked = ("--model", model, "--num-prompts", "2", "--resolutions", "64", "--dtype", "float32", "-q")
+        done = run_psctl("eval", "parallel", *asked, *options.split())
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
+        assert said in done.stderr
+    assert not list(tmp_path.rglob("*.png"))
 
 
 @pytest.mark.slow

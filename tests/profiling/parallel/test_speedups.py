@@ -8,7 +8,7 @@ import pytest
 
 from patchedserve.data.errors import UsageError
 from patchedserve.data.resolution import Resolution
-from patchedserve.profiling.runs.speedups import modelled, read_speedups
+from patchedserve.profiling.parallel.speedups import modelled, read_speedups
 from patchedserve.serving.simulator.distrifusion import PUBLISHED
 
 LARGE = Resolution(3840, 3840)
