@@ -1,11 +1,17 @@
 """What something was measured with: the model, the machine, and how the engine was set. Imports no torch."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
 _LATER = {"compile", "cuda_graphs", "date"}
 """Facts that older files do not have: what they hold was measured without the first two."""
+
+
+def usable_cores() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True, slots=True)

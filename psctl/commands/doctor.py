@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ...data.run_facts import usable_cores
 from ...data.workspace import Workspace
 from ...profiling.machine import cpu_info, cpu_name
 from ..options.target import WHERE, Target
@@ -100,7 +101,7 @@ def _extra(name: str, packages: list[str]) -> dict[str, Any]:
 
 
 def _threads(has_torch: bool) -> dict[str, int | None]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = usable_cores()
     if not has_torch:
         return {"cores": cores, "torch": None, "torch_interop": None}
     import torch

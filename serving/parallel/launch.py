@@ -16,12 +16,14 @@ import torch.distributed as dist
 from torch import nn
 
 from ...data.errors import RunError, UsageError
+from ...data.run_facts import usable_cores
 from .group import GroupError, RankError, VirtualGroup
 from .options import ParallelOptions
 from .processes import LOOPBACK, ProcessEnd
 from .ranks import Ranks
 from .strip_model import StripModel
 from .torchrun import RemoteProcess, TorchRun
+from .transport import LOOPBACK, meet
 from .worker import RankSettings, facts_of, key_of
 
 _MODULE = "patchedserve.serving.models.rank"
@@ -171,9 +173,9 @@ class ProcessRanks:
             self.end = VirtualGroup(1).end(0)
         else:
             own = dist.PrefixStore(key_of("meet", self._number), self._store)
-            self.end = ProcessEnd(
-                own, 0, len(members), self._options.timeout_s, self._device, self._threads, self._launcher.host
-            )
+            timeout_s = self._options.timeout_s
+            transport = meet(own, 0, len(members), timedelta(seconds=timeout_s), self._launcher.host)
+            self.end = ProcessEnd(transport, 0, len(members), timeout_s, self._device, self._threads)
         self.ranks = Ranks(self.end, self.model, self._options, members)
 
     def _wait_for(self, key: str, process: Process, until: float) -> str | None:
@@ -194,7 +196,7 @@ def devices_of(device: torch.device, options: ParallelOptions) -> list[str]:
             raise UsageError(f"--parallel-devices begins with {first}, but the model is on {device} (--device)")
         return named
     if device.type == "cpu":
-        most = _MOST_PER_CORE * len(os.sched_getaffinity(0))
+        most = _MOST_PER_CORE * usable_cores()
         if options.count > most:
             raise UsageError(
                 f"--parallel {options.ranks} takes a process for each rank, but here at most {most} make sense: try "

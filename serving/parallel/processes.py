@@ -1,8 +1,6 @@
-"""Ranks as processes: a rank's end over a process group of torch (gloo on a CPU)."""
+"""Ranks as processes: what they say to each other, over whatever connects them."""
 
-import contextlib
 import json
-import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,19 +9,15 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .group import GroupError, Message
+from .transport import Transfer, Transport
 
-LOOPBACK = "127.0.0.1"
-"""The host of ranks that are all on one machine."""
 FOR_EVER = timedelta(days=365)
 """How long a rank without work waits for some; one that has gone is noticed at once, as its connection closes."""
 _MESSAGES = 0
 """The tag of messages; those of tensors count up, so that they may be awaited in any order."""
-_NEVER = 1
-"""The tag of what nobody sends."""
 _MOST_TAGS = 1 << 20
 
 
@@ -31,43 +25,31 @@ class ProcessEnd:
     """See `Communicator`.
 
     Args:
-        store: where the ranks find each other.
+        transport: to the other ranks.
         rank, size: of the group.
         timeout_s: how long the ranks of a call may keep each other waiting.
         device: of the tensors that are received.
         threads: that torch computes with while the end is held (`with end:`); None for as many as before.
-        host: this machine, as the others reach it.
 
     Attributes:
         timeout, device: as given.
         told_s: when it last had something to tell, on the monotonic clock.
         waited_s: for others, in all calls so far.
-
-    Raises:
-        GroupError: a rank does not come.
     """
 
     def __init__(
         self,
-        store: dist.Store,
+        transport: Transport,
         rank: int,
         size: int,
         timeout_s: float,
         device: torch.device | str = "cpu",
         threads: int | None = None,
-        host: str = LOOPBACK,
     ) -> None:
         self.rank, self.size, self.device = rank, size, torch.device(device)
         self._threads, self._threads_before = threads, 0
         self.timeout = timedelta(seconds=timeout_s)
-        gloo: Any = dist.ProcessGroupGloo  # torch's stubs leave out most of it
-        options = gloo._Options()
-        options._timeout = self.timeout
-        options._devices = [gloo.create_device(hostname=host)]
-        try:
-            self._group = gloo(store, rank, size, options)
-        except RuntimeError as error:
-            raise GroupError(f"ranks do not meet: {_in_short(error)}") from error
+        self._transport = transport
         self._numbers: Counter[tuple[Any, ...]] = Counter()
         self.told_s = time.monotonic()
         self.waited_s = 0.0
@@ -90,14 +72,14 @@ class ProcessEnd:
         header = json.dumps([number, message.kind, dict(message.facts), specs]).encode()
         parts = [torch.tensor([len(header)]), torch.from_numpy(np.frombuffer(header, np.uint8).copy())]
         for tensor in (*parts, *message.tensors.values()):
-            self.send(rank, tensor, _MESSAGES).wait(self.timeout)
+            self._transport.send(rank, tensor.cpu(), _MESSAGES).wait(self.timeout)
 
     def hear(self, rank: int, *, is_idle: bool = False) -> Message:
         """See `Communicator`."""
         start_s = time.perf_counter()
 
         def receive(shape: Sequence[int], dtype: torch.dtype, timeout: timedelta = self.timeout) -> Tensor:
-            return self.receive(rank, shape, dtype, _MESSAGES).wait(timeout)
+            return self._transport.receive(rank, shape, dtype, _MESSAGES).wait(timeout)
 
         length = int(receive((1,), torch.int64, FOR_EVER if is_idle else self.timeout))
         number, kind, facts, specs = json.loads(receive((length,), torch.uint8).numpy().tobytes())
@@ -112,56 +94,23 @@ class ProcessEnd:
         self, sends: Mapping[int, Tensor], shapes: Mapping[int, Sequence[int]], dtype: torch.dtype
     ) -> "ProcessPending":
         """See `Communicator`."""
-        sent = [self.send(rank, each, self._tag(self.rank, rank)) for rank, each in sends.items()]
-        awaited = {rank: self.receive(rank, each, dtype, self._tag(rank, self.rank)) for rank, each in shapes.items()}
+        begin = self._transport
+        sent = [begin.send(rank, each.cpu(), self._tag(self.rank, rank)) for rank, each in sends.items()]
+        awaited = {rank: begin.receive(rank, each, dtype, self._tag(rank, self.rank)) for rank, each in shapes.items()}
         return ProcessPending(self, awaited, sent)
 
     def break_off(self) -> None:
-        """Close all connections: whoever waits for this rank, or on it, gets a GroupError; any thread may."""
-        if self.size > 1:
-            # The one way that gloo has: a wait that takes too long closes what the group has open.
-            with contextlib.suppress(GroupError):
-                self.receive((self.rank + 1) % self.size, (1,), torch.uint8, _NEVER).wait(timedelta(milliseconds=1))
-
-    def send(self, rank: int, tensor: Tensor, tag: int) -> "Transfer":
-        """Begin to send."""
-        tensor = tensor.contiguous().cpu()
-        return Transfer(self._begin(self._group.send, rank, tensor, tag), rank, tensor)
-
-    def receive(self, rank: int, shape: Sequence[int], dtype: torch.dtype, tag: int) -> "Transfer":
-        """Begin to receive."""
-        tensor = torch.empty(tuple(shape), dtype=dtype)
-        return Transfer(self._begin(self._group.recv, rank, tensor, tag), rank, tensor)
-
-    def _begin(self, what: Any, rank: int, tensor: Tensor, tag: int) -> Any:
-        try:
-            return what([tensor], rank, tag)
-        except RuntimeError as error:
-            raise GroupError(f"rank {rank} cannot be reached: {error}") from error
+        """See `Transport`."""
+        self._transport.break_off()
 
     def _tag(self, source: int, target: int) -> int:
         """Of the next tensor between two ranks."""
-        return _NEVER + 1 + self._next("tensor", source, target) % _MOST_TAGS
+        return _MESSAGES + 1 + self._next("tensor", source, target) % _MOST_TAGS
 
     def _next(self, *channel: Any) -> int:
         """The number of the next of a kind between two ranks: both of them count alike."""
         self._numbers[channel] += 1
         return self._numbers[channel]
-
-
-class Transfer:
-    """One tensor on its way; it is kept until it has been sent."""
-
-    def __init__(self, work: Any, rank: int, tensor: Tensor) -> None:
-        self._work, self._rank, self._tensor = work, rank, tensor
-
-    def wait(self, timeout: timedelta) -> Tensor:
-        """The tensor, once it is here or gone. Raises GroupError."""
-        try:
-            self._work.wait(timeout)
-        except RuntimeError as error:
-            raise GroupError(f"rank {self._rank} does not answer: {_in_short(error)}") from error
-        return self._tensor
 
 
 class ProcessPending:
@@ -178,8 +127,3 @@ class ProcessPending:
             transfer.wait(end.timeout)
         end.waited_s += time.perf_counter() - start_s
         return found
-
-
-def _in_short(error: RuntimeError) -> str:
-    """What torch says has failed, without the place in its sources before it and the advice behind."""
-    return re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0]).split(". ")[0]

@@ -14,7 +14,8 @@ from torch import nn
 
 from ...data.errors import UsageError
 from .options import ParallelOptions
-from .processes import FOR_EVER, LOOPBACK
+from .processes import FOR_EVER
+from .transport import LOOPBACK
 from .worker import RankSettings, serve_rank
 
 

@@ -19,6 +19,7 @@ from .group import GroupError
 from .processes import FOR_EVER, LOOPBACK, ProcessEnd
 from .ranks import follow
 from .strip_model import StripModel
+from .transport import LOOPBACK, meet
 
 _LOOK_EVERY_S = 0.2
 
@@ -114,15 +115,10 @@ def _serve_groups(settings: RankSettings, store: dist.Store, model: StripModel, 
     while settings.rank in (members := _members_of(store, number)):
         reason = ""
         try:
+            rank, size = members.index(settings.rank), len(members)
             own = dist.PrefixStore(key_of("meet", number), store)
-            end = ProcessEnd(
-                own,
-                members.index(settings.rank),
-                len(members),
-                settings.timeout_s,
-                settings.device,
-                host=settings.host,
-            )
+            transport = meet(own, rank, size, timedelta(seconds=settings.timeout_s), settings.host)
+            end = ProcessEnd(transport, rank, size, settings.timeout_s, settings.device)
             watch.follow(number, end)
             follow(end, model)
         except GroupError:

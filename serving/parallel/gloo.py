@@ -1,0 +1,74 @@
+"""Tensors between processes over TCP, by torch's gloo."""
+
+import contextlib
+import re
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .group import GroupError
+
+_NEVER = 1 << 24
+"""The tag of what nobody sends."""
+
+
+class Gloo:
+    """See `Transport`; arguments as of `meet`. Raises GroupError: a rank does not come."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, host: str) -> None:
+        self._rank, self._size = rank, size
+        gloo: Any = dist.ProcessGroupGloo  # torch's stubs leave out most of it
+        options = gloo._Options()
+        options._timeout = timeout
+        options._devices = [gloo.create_device(hostname=host)]
+        try:
+            self._group = gloo(store, rank, size, options)
+        except RuntimeError as error:
+            raise GroupError(f"ranks do not meet: {_in_short(error)}") from error
+
+    def send(self, rank: int, tensor: Tensor, tag: int) -> "GlooTransfer":
+        """See `Transport`."""
+        tensor = tensor.contiguous()
+        return GlooTransfer(self._begin(self._group.send, rank, tensor, tag), rank, tensor)
+
+    def receive(self, rank: int, shape: Sequence[int], dtype: torch.dtype, tag: int) -> "GlooTransfer":
+        """See `Transport`."""
+        tensor = torch.empty(tuple(shape), dtype=dtype)
+        return GlooTransfer(self._begin(self._group.recv, rank, tensor, tag), rank, tensor)
+
+    def break_off(self) -> None:
+        """See `Transport`."""
+        # The one way that gloo has: a wait that takes too long closes what the group has open.
+        with contextlib.suppress(GroupError):
+            self.receive((self._rank + 1) % self._size, (1,), torch.uint8, _NEVER).wait(timedelta(milliseconds=1))
+
+    @staticmethod
+    def _begin(what: Any, rank: int, tensor: Tensor, tag: int) -> Any:
+        try:
+            return what([tensor], rank, tag)
+        except RuntimeError as error:
+            raise GroupError(f"rank {rank} cannot be reached: {_in_short(error)}") from error
+
+
+class GlooTransfer:
+    """See `Transfer`; the tensor is kept until it has been sent."""
+
+    def __init__(self, work: Any, rank: int, tensor: Tensor) -> None:
+        self._work, self._rank, self._tensor = work, rank, tensor
+
+    def wait(self, timeout: timedelta) -> Tensor:
+        """See `Transfer`."""
+        try:
+            self._work.wait(timeout)
+        except RuntimeError as error:
+            raise GroupError(f"rank {self._rank} does not answer: {_in_short(error)}") from error
+        return self._tensor
+
+
+def _in_short(error: RuntimeError) -> str:
+    """What torch says has failed, without the place in its sources before it and the advice behind."""
+    return re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0]).split(". ")[0]

@@ -1,0 +1,328 @@
+"""Tensors between processes of one machine: bytes through memory that both have, a word about each through a socket.
+
+The sender copies into a block that the receiver has, too, and says so in 24 bytes; the receiver copies out and gives
+the block back. The memory has no name and goes with the processes. Nobody waits while sending.
+"""
+
+import contextlib
+import mmap
+import os
+import select
+import shutil
+import socket
+import struct
+import tempfile
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...data.run_facts import usable_cores
+from .group import GroupError
+
+_WORD = struct.Struct("<IIQQ")
+"""Tag of what is sent; number of the memory, place in it and bytes. Of what comes back, the tag is `_BACK`."""
+_BACK = (1 << 32) - 1
+_LEAST_BYTES = 4096
+_MEMORY_BYTES = 16 << 20
+"""Of which blocks are cut; the system provides only what is used."""
+_MOST_FILES = 16
+"""That come with one word: one; the rest is room."""
+_LARGE_BYTES = 1 << 16
+_MOST_KEPT = 16
+_LOOK_S = 60.0
+_SPIN_S = 2e-4
+"""How long a processor that has nothing else to do asks again before it sleeps: waking it takes longer than that."""
+
+
+def is_available() -> bool:
+    """Whether processes of this system can hand each other memory."""
+    return hasattr(socket, "AF_UNIX") and hasattr(socket, "send_fds")
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A place in shared memory.
+
+    Attributes:
+        number, start: of the memory, and where in it.
+        bytes: what is there.
+    """
+
+    number: int
+    start: int
+    bytes: Tensor
+
+
+class Peer:
+    """What a rank has with another one.
+
+    Attributes:
+        rank, socket: of the other.
+        error: what has ended the connection.
+        arrived: by tag, and not taken yet.
+        unsaid: words, and files that go with them, for which there was no room yet.
+    """
+
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.rank, self.socket = rank, connection
+        self.error = ""
+        self.arrived: defaultdict[int, deque[Block]] = defaultdict(deque)
+        self.unsaid: deque[tuple[bytes, int | None]] = deque()
+        self._free: defaultdict[int, list[Block]] = defaultdict(list)
+        self._lent: dict[tuple[int, int], Block] = {}
+        self._own, self._theirs = list[Tensor](), list[Tensor]()
+        self._used = 0
+        self._returned = bytearray()
+        self._left = b""
+
+    def block_for(self, num_bytes: int) -> tuple[Block, int | None]:
+        """A block that nobody uses, and the file of its memory if the other does not have that yet."""
+        size, file = max(_LEAST_BYTES, 1 << max(0, num_bytes - 1).bit_length()), None
+        if not self._free[size]:
+            self.read_all()
+        if free := self._free[size]:
+            block = free.pop()
+        else:
+            if not self._own or self._used + size > len(self._own[-1]):
+                file = _new_file(max(_MEMORY_BYTES, size))
+                self._own.append(_mapped(file))
+                self._used = 0
+            block = Block(len(self._own) - 1, self._used, self._own[-1][self._used : self._used + size])
+            self._used += size
+        self._lent[block.number, block.start] = block
+        return block, file
+
+    def give_back(self, block: Block) -> None:
+        """Let the other use a block again: large ones at once, small ones a few at a time."""
+        self._returned += _WORD.pack(_BACK, block.number, block.start, 0)
+        if len(block.bytes) >= _LARGE_BYTES or len(self._returned) >= _MOST_KEPT * _WORD.size:
+            self.go_on(whatever=True)
+
+    def say(self, word: bytes, file: int | None = None) -> None:
+        """Send a word, and a file, which is closed then; now or as soon as the other has read some of what is there."""
+        self.unsaid.append((word, file))
+        self.go_on()
+
+    def go_on(self, *, whatever: bool = False) -> None:
+        """Send what is unsaid, as far as there is room; then `whatever` there is to give back."""
+        while self.unsaid and not self.error:
+            word, file = self.unsaid[0]
+            if not (done := self._sent(word, file)):
+                return
+            self.unsaid.popleft()
+            if done < len(word):
+                self.unsaid.appendleft((word[done:], None))
+        if whatever and self._returned and not self.error:
+            done = self._sent(self._returned)
+            if done % _WORD.size:
+                # The rest of a word comes before any other.
+                whole = -(-done // _WORD.size) * _WORD.size
+                self.unsaid.append((bytes(self._returned[done:whole]), None))
+                done = whole
+            del self._returned[:done]
+
+    def _sent(self, words: bytes | bytearray, file: int | None = None) -> int:
+        """Send words, and a file, which is closed then; returns for how many bytes there was room."""
+        try:
+            done = self.socket.send(words) if file is None else socket.send_fds(self.socket, [words], [file])
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            self.error = error.strerror or str(error)
+            return 0
+        if file is not None:
+            os.close(file)
+        return done
+
+    def read_all(self) -> None:
+        """As `read`, until there is nothing."""
+        while not self.error and self.read():
+            pass
+
+    def read(self) -> bool:
+        """Take in what the other has said, as far as it is here; False if it is nothing."""
+        try:
+            data, files, _, _ = socket.recv_fds(self.socket, 64 * _WORD.size, _MOST_FILES)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self.error = error.strerror or str(error)
+            return True
+        for file in files:
+            self._theirs.append(_mapped(file))
+            os.close(file)
+        if not data:
+            self.error = "its connection is closed"
+            return True
+        self._left += data
+        whole = len(self._left) // _WORD.size * _WORD.size
+        for tag, number, start, num_bytes in _WORD.iter_unpack(self._left[:whole]):
+            if tag == _BACK:
+                block = self._lent.pop((number, start))
+                self._free[len(block.bytes)].append(block)
+            else:
+                self.arrived[tag].append(Block(number, start, self._theirs[number][start : start + num_bytes]))
+        self._left = self._left[whole:]
+        return True
+
+
+class SharedMemory:
+    """See `Transport`; arguments as of `meet`. Raises GroupError: a rank does not come."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        timeout_s = timeout.total_seconds()
+        self._peers: dict[int, Peer] = {}
+        self._spin_s = _SPIN_S if size <= usable_cores() else 0.0
+        folder = Path(tempfile.mkdtemp(prefix="psctl-"))
+        try:
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.settimeout(timeout_s)
+                listener.bind(str(folder / "rank"))
+                listener.listen(size)
+                store.set(f"place/{rank}", str(folder / "rank"))
+                for other in range(rank):
+                    connection = socket.socket(socket.AF_UNIX)
+                    connection.settimeout(timeout_s)
+                    connection.connect(_place_of(store, other, timeout_s))
+                    connection.sendall(bytes([rank]))
+                    self._peers[other] = Peer(other, connection)
+                for _ in range(rank + 1, size):
+                    connection, _ = listener.accept()
+                    connection.settimeout(timeout_s)
+                    other = connection.recv(1)[0]
+                    self._peers[other] = Peer(other, connection)
+        except (OSError, IndexError, dist.DistError) as error:
+            self.break_off()
+            raise GroupError(f"ranks do not meet: {error}") from error
+        finally:
+            shutil.rmtree(folder)
+
+    def send(self, rank: int, tensor: Tensor, tag: int) -> "Sent":
+        """See `Transport`."""
+        peer = self._peers[rank]
+        flat = tensor.contiguous().view(-1).view(torch.uint8)
+        block, file = peer.block_for(flat.numel())
+        block.bytes[: flat.numel()].copy_(flat)
+        peer.say(_WORD.pack(tag, block.number, block.start, flat.numel()), file)
+        self._check(peer)
+        return Sent(self, rank, tensor)
+
+    def receive(self, rank: int, shape: Sequence[int], dtype: torch.dtype, tag: int) -> "Awaited":
+        """See `Transport`."""
+        return Awaited(self, rank, torch.empty(tuple(shape), dtype=dtype), tag)
+
+    def take(self, rank: int, into: Tensor, tag: int, timeout_s: float) -> None:
+        """Wait for a tensor of a rank. Raises GroupError."""
+        peer = self._peers[rank]
+        arrived = peer.arrived[tag]
+        self._wait_until(lambda: bool(arrived), peer, timeout_s)
+        block = arrived.popleft()
+        if not arrived:
+            del peer.arrived[tag]
+        flat = into.view(-1).view(torch.uint8)
+        if flat.numel() != block.bytes.numel():
+            raise GroupError(f"rank {rank} has sent {block.bytes.numel()} bytes, but {flat.numel()} are due")
+        flat.copy_(block.bytes)
+        peer.give_back(block)
+
+    def let_go(self, rank: int, timeout_s: float) -> None:
+        """Wait until a rank has been told of all that was sent to it. Raises GroupError."""
+        peer = self._peers[rank]
+        self._wait_until(lambda: not peer.unsaid, peer, timeout_s)
+
+    def break_off(self) -> None:
+        """See `Transport`."""
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):
+                peer.socket.shutdown(socket.SHUT_RDWR)
+
+    def _wait_until(self, is_so: Callable[[], bool], peer: Peer, timeout_s: float) -> None:
+        """Until something of a peer is so; meanwhile listens to all of them."""
+        start_s = now_s = time.monotonic()
+        while not is_so():
+            self._check(peer)
+            if now_s - start_s > timeout_s:
+                raise GroupError(f"rank {peer.rank} does not answer within {timeout_s:g} s")
+            if now_s - start_s > self._spin_s:
+                self._listen(min(_LOOK_S, start_s + timeout_s - now_s))
+            else:
+                peer.go_on()
+                peer.read()
+            now_s = time.monotonic()
+
+    def _listen(self, timeout_s: float) -> None:
+        """Sleep until somebody says something, or has room for what is unsaid; read and say it."""
+        poll = select.poll()
+        for peer in self._peers.values():
+            peer.go_on(whatever=True)
+            if not peer.error:
+                poll.register(peer.socket, select.POLLIN | (select.POLLOUT if peer.unsaid else 0))
+        ready = {file for file, _ in poll.poll(max(0.0, 1e3 * timeout_s))}
+        for peer in self._peers.values():
+            if peer.socket.fileno() in ready:
+                peer.read()
+                peer.go_on()
+
+    @staticmethod
+    def _check(peer: Peer) -> None:
+        if peer.error:
+            raise GroupError(f"rank {peer.rank} has gone: {peer.error}")
+
+
+class Sent:
+    """See `Transfer`: it has been copied."""
+
+    def __init__(self, transport: SharedMemory, rank: int, tensor: Tensor) -> None:
+        self._transport, self._rank, self._tensor = transport, rank, tensor
+
+    def wait(self, timeout: timedelta) -> Tensor:
+        """See `Transfer`."""
+        self._transport.let_go(self._rank, timeout.total_seconds())
+        return self._tensor
+
+
+class Awaited:
+    """See `Transfer`."""
+
+    def __init__(self, transport: SharedMemory, rank: int, into: Tensor, tag: int) -> None:
+        self._transport, self._rank, self._into, self._tag = transport, rank, into, tag
+
+    def wait(self, timeout: timedelta) -> Tensor:
+        """See `Transfer`."""
+        self._transport.take(self._rank, self._into, self._tag, timeout.total_seconds())
+        return self._into
+
+
+def _new_file(size: int) -> int:
+    """A file in memory without a name, or where there are none in the folder of temporary files."""
+    if hasattr(os, "memfd_create"):
+        file = os.memfd_create("psctl")
+    else:
+        with tempfile.TemporaryFile() as temporary:
+            file = os.dup(temporary.fileno())
+    os.ftruncate(file, size)
+    return file
+
+
+def _mapped(file: int) -> Tensor:
+    """The memory behind a file, as bytes."""
+    return torch.frombuffer(mmap.mmap(file, os.fstat(file).st_size), dtype=torch.uint8)
+
+
+def _place_of(store: dist.Store, rank: int, timeout_s: float) -> str:
+    """Where a rank listens. Raises OSError."""
+    until_s = time.monotonic() + timeout_s
+    # The store's own waiting writes to stderr when time is up.
+    while not store.check([f"place/{rank}"]):
+        if time.monotonic() > until_s:
+            raise TimeoutError(f"rank {rank} does not come")
+        time.sleep(0.002)
+    return store.get(f"place/{rank}").decode()
