@@ -205,6 +205,8 @@ class SharedMemory:
         finally:
             shutil.rmtree(folder)
 
+    # Blocks are views, which stay what they are only where all that writes to them is in inference mode.
+    @torch.inference_mode()
     def send(self, rank: int, tensor: Tensor, tag: int) -> "Sent":
         """See `Transport`."""
         peer = self._peers[rank]
@@ -219,6 +221,7 @@ class SharedMemory:
         """See `Transport`."""
         return Awaited(self, rank, torch.empty(tuple(shape), dtype=dtype), tag)
 
+    @torch.inference_mode()
     def take(self, rank: int, into: Tensor, tag: int, timeout_s: float) -> None:
         """Wait for a tensor of a rank. Raises GroupError."""
         peer = self._peers[rank]

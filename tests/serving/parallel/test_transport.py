@@ -104,6 +104,23 @@ def test_all_send_much_before_any_reads(connected: Callable[[int], list[Transpor
     assert all(together(*(lambda rank=rank: swap(rank) for rank in range(3))))
 
 
+def test_calls_and_what_is_between_them_have_the_same_tensors(connected: Callable[[int], list[Transport]]) -> None:
+    """Models run in inference mode, and what they have sent may be awaited outside of it; and the other way round."""
+    one, other = connected(2)
+
+    def swap(end: Transport, rank: int) -> list[float]:
+        with torch.inference_mode():
+            inside = end.receive(rank, (3,), torch.float32, 1)
+            end.send(rank, torch.ones(3), 1).wait(SOON)
+        outside = end.receive(rank, (3,), torch.float32, 2)
+        end.send(rank, torch.ones(3), 2).wait(SOON)
+        found = [float(inside.wait(SOON).sum())]
+        with torch.inference_mode():
+            return [*found, float(outside.wait(SOON).sum())]
+
+    assert together(lambda: swap(one, 1), lambda: swap(other, 0)) == [[3, 3], [3, 3]]
+
+
 def test_who_does_not_answer_in_time_is_named(connected: Callable[[int], list[Transport]]) -> None:
     one, other = connected(2)
     start_s = time.monotonic()
