@@ -208,7 +208,8 @@ def measure(model_name: str, rounds: int) -> dict[str, Any]:
         model.tune(model.defaults.resolutions, Workspace(folder).for_model(model_name, "cpu").tables)
         requests = requests_of(model, _BURST)
         burst = requests_of(model, _SATURATION)
-        options = ("--system", "patched-fcfs", "--cache", "off", "--max-queue", str(_SATURATION), "--dtype", "auto")
+        options = ("--system", "patched-fcfs", "--cache", "off", "--dtype", "auto")
+        options += ("--max-queue", str(_SATURATION), "--max-queue-time", "600")
         with HttpServer(model_name, Path(folder), *options, start_s=300) as server:
             settings = LoadSettings(f"{server.url}/v1")
             found: dict[str, list[float]] = {

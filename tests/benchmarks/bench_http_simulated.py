@@ -33,8 +33,8 @@ from patchedserve.serving.models.loading import model_defaults
 from patchedserve.tests.support.http_server import HttpServer
 
 _PSCTL = str(Path(sys.executable).parent / "psctl")
-_SYSTEM = ("--system", "patched-fcfs", "--cache", "off")
-_SERVER = (*_SYSTEM, "--dtype", "auto", "--max-queue", "1000", "--max-queue-time", "3600")
+_SYSTEM = "patched-fcfs"
+_SERVER = ("--system", _SYSTEM, "--cache", "off", "--dtype", "auto", "--max-queue", "1000", "--max-queue-time", "3600")
 _SLO_SCALE = 5.0
 _ATTAINMENT_STEPS, _REPLICA_STEPS = 30, 10
 _PROBES = 6
@@ -61,9 +61,10 @@ def simulated(
 ) -> dict[str, Any]:
     """The summary of `psctl simulate` of the same requests."""
     save_trace(folder / "trace.jsonl", requests)
-    command = [_PSCTL, "simulate", "--trace", str(folder / "trace.jsonl"), "--gpus", str(num_gpus), *_SYSTEM, "--json"]
+    command = [_PSCTL, "simulate", "--trace", str(folder / "trace.jsonl"), "--gpus", str(num_gpus), "--json"]
     command += ["--prepare-ms", str(stages["prepare_s"]), "--postprocess-ms", str(stages["decode_s"])]
-    command += ["--workspace", str(folder), "--model", model]
+    # The simulator has no cache, unless it is given what one reuses.
+    command += ["--system", _SYSTEM, "--workspace", str(folder), "--model", model]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
@@ -75,7 +76,7 @@ def summary_of(result: LoadResult) -> dict[str, float]:
         "duration": result.duration_s,
         "latency_mean": mean(latencies),
         "completed_requests": len(latencies),
-        "slo_attainment": met,
+        "slo_attainment_rate": met,
     }
 
 
@@ -101,7 +102,7 @@ def attainment(model: str, rates: Sequence[float], num_prompts: int, folder: Pat
                 "rate": rate,
                 "real": real,
                 "simulated": {name: found[name] for name in real},
-                "points_apart": 100 * (found["slo_attainment"] - real["slo_attainment"]),
+                "points_apart": 100 * (found["slo_attainment_rate"] - real["slo_attainment_rate"]),
                 "send_lag_p99": result.send_lag_p99,
             })  # fmt: skip
             print(points[-1], file=sys.stderr, flush=True)
@@ -120,7 +121,7 @@ def replicas(model: str, num_prompts: int, folder: Path) -> dict[str, Any]:
         result = send_load(requests, LoadSettings(f"{server.url}/v1"))
         assert server.stop() == 0
     real = summary_of(result)
-    del real["slo_attainment"]
+    del real["slo_attainment_rate"]
     found = simulated(requests, stages, model, folder, 2)
     return {
         "codes": {str(code): count for code, count in result.codes.items()},
