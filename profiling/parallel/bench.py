@@ -125,6 +125,7 @@ class OneRank:
     """A group of which only rank 0 computes. See `RankGroup`."""
 
     losses: tuple[()] = ()
+    decoder = None
 
     def __init__(self, model: torch.nn.Module, options: ParallelOptions) -> None:
         self.end = NobodyElse(options.count)

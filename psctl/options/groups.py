@@ -114,7 +114,16 @@ PARALLEL = Flags(
             is_shared=True,
         ),
         "from_pixels": flag(
-            "--parallel-from", "Images of fewer pixels are drawn by the first rank alone.", is_shared=True, min=0
+            "--parallel-from",
+            "Images of fewer pixels are drawn whole, by one rank each; auto: whichever are done sooner so, as measured "
+            "at the start.",
+            is_shared=True,
+            metavar="PIXELS|auto",
+        ),
+        "decode": flag(
+            "--parallel-decode",
+            "Images are decoded by rank 0, or in strips by all ranks, which need less memory each then.",
+            is_shared=True,
         ),
         "devices": flag(
             "--parallel-devices",

@@ -32,6 +32,11 @@ class PreparedRequest:
     key: int = -1
 
     @property
+    def size(self) -> tuple[int, int]:
+        """(height, width) of the latents."""
+        return self.latents.shape[2], self.latents.shape[3]
+
+    @property
     def num_rows(self) -> int:
         """Rows that the request takes in a forward pass."""
         return 2 if self.is_guided else 1

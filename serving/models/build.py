@@ -50,7 +50,17 @@ def build_model(
         suited = facts(options.cache.patch_size).patch_size
         options = replace(options, cache=replace(options.cache, patch_size=suited))
     stepper = build_stepper(pipe, family, options, facts, fingerprint)
-    return ServedModel(pipe, family, stepper, name=name, fingerprint=fingerprint, defaults=defaults, options=options)
+    decode = stepper.group.decoder if isinstance(stepper, ParallelStepper) else None
+    return ServedModel(
+        pipe,
+        family,
+        stepper,
+        name=name,
+        fingerprint=fingerprint,
+        defaults=defaults,
+        options=options,
+        decode=decode,
+    )
 
 
 def with_engine(model: ServedModel, options: EngineOptions) -> ServedModel:
@@ -124,14 +134,14 @@ def build_stepper(
 
 def parallel_stepper(pipe: Any, plain: PlainStepper, options: ParallelOptions, fingerprint: str) -> ParallelStepper:
     """The denoise stage on ranks, virtual or in processes that load the same files. Raises as `ProcessRanks`."""
-    denoiser = denoiser_of(pipe)
+    denoiser, autoencoder = denoiser_of(pipe), pipe.vae if options.decode == "strips" else None
     if options.is_virtual:
-        group: RankGroup = VirtualRanks(denoiser, options)
+        group: RankGroup = VirtualRanks(denoiser, options, autoencoder)
     else:
         folder = pipe.name_or_path
         if folder is None or not Path(folder).is_dir():
             raise UsageError("the ranks of --parallel load the model from its folder, and this one has none")
-        group = ProcessRanks(denoiser, fingerprint, str(folder), options)
+        group = ProcessRanks(denoiser, fingerprint, str(folder), options, autoencoder)
     return ParallelStepper(group, options, plain.models, plain.conditions, plain.sampler, plain.alone)
 
 

@@ -22,6 +22,7 @@ from .defaults import ModelDefaults, read_defaults
 if TYPE_CHECKING:
     import torch
 
+    from ..parallel.worker import RankModels, RankSettings
     from .served import ServedModel
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -68,7 +69,7 @@ def load_model(
         run = TorchRun.of_environment(options.parallel)
         if run is not None and run.rank:
             # Of this command, a rank that torchrun has started has no other part.
-            sys.exit(run.follow(lambda own: load_denoiser(str(model_dir), own.device, own.dtype)))
+            sys.exit(run.follow(lambda own: load_rank(replace(own, model=str(model_dir)))))
     keep_freed_memory()
     torch_device = resolve_device(device)
     torch_dtype = _resolve_dtype(dtype, torch_device)
@@ -85,22 +86,25 @@ def load_model(
     return build_model(pipe, name=spec, fingerprint=fingerprint(model_dir), defaults=defaults, options=options)
 
 
-def load_denoiser(model_dir: str, device: str, dtype: str) -> tuple[str, Any]:
-    """Load what a rank needs of a model on its device; with the fingerprint of the whole model's files. Raises as
-    `load_model`.
-    """
+def load_rank(settings: "RankSettings") -> "RankModels":
+    """Load what a rank needs of a model on its device. Raises as `load_model`."""
     from ..core.allocator import keep_freed_memory
+    from ..parallel.worker import RankModels
 
-    folder = Path(model_dir)
-    index = read_index(folder / _INDEX_FILE, source=model_dir)
+    folder = Path(settings.model)
+    index = read_index(folder / _INDEX_FILE, source=settings.model)
     check_directory(folder, index)
     keep_freed_memory()
-    torch_device = resolve_device(device)
+    device = resolve_device(settings.device)
     quiet_libraries()
     components = weight_components(index)
-    name = next(name for name in ("unet", "transformer") if name in components)
-    model = _load_component(folder / name, *components[name], _resolve_dtype(dtype, torch_device))
-    return fingerprint(folder), model.to(torch_device)
+
+    def load(name: str, dtype: str) -> Any:
+        return _load_component(folder / name, *components[name], _resolve_dtype(dtype, device)).to(device)
+
+    denoiser = load(next(name for name in ("unet", "transformer") if name in components), settings.dtype)
+    autoencoder = None if settings.decoder is None else load("vae", settings.decoder)
+    return RankModels(fingerprint(folder), denoiser, autoencoder)
 
 
 def resolve_model(spec: str) -> Path:

@@ -3,8 +3,8 @@
 import sys
 
 from ..parallel.worker import RankSettings, serve_rank
-from .loading import load_denoiser
+from .loading import load_rank
 
 if __name__ == "__main__":
     given = RankSettings.from_json(sys.argv[1])
-    sys.exit(serve_rank(given, lambda: load_denoiser(given.model, given.device, given.dtype)))
+    sys.exit(serve_rank(given, lambda: load_rank(given)))

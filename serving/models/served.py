@@ -24,7 +24,7 @@ from ..options import EngineOptions
 from ..patched.cached_block import block_facts
 from ..samplers.single import PerRequestSampler, SamplerState
 from .defaults import ModelDefaults
-from .families import Family
+from .families import Decode, Family
 from .identity import ModelIdentity
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class ServedModel:
         fingerprint: of the model's files; part of the key of cached measurements.
         defaults: steps, guidance scale and resolutions that suit the model.
         options: which engine denoises, and how.
+        decode: does the autoencoder's part; None for the pipeline's own.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class ServedModel:
         fingerprint: str,
         defaults: ModelDefaults,
         options: EngineOptions,
+        decode: Decode | None = None,
     ) -> None:
         self.pipe, self.family, self.stepper = pipe, family, stepper
         self.name, self.fingerprint, self.defaults, self.options = name, fingerprint, defaults, options
@@ -70,6 +72,7 @@ class ServedModel:
         self.denoiser = denoiser_of(pipe)
         self.device: torch.device = self.denoiser.device
         self.dtype: torch.dtype = self.denoiser.dtype
+        self._decode = decode or (lambda latents: pipe.vae.decode(latents, return_dict=False)[0])
         self._known_schedules: set[tuple[int, Resolution]] = set()
 
     @property
@@ -178,7 +181,7 @@ class ServedModel:
     @torch.inference_mode()
     def decode(self, latents: torch.Tensor) -> "Image":
         """Turn the final latents of one request into its image."""
-        return self.family.decode(latents.to(self.dtype))[0]
+        return self.family.decode(latents.to(self.dtype), self._decode)[0]
 
     def close(self) -> None:
         """Let go of what outlives calls, such as the processes of other ranks."""

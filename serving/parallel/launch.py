@@ -17,9 +17,10 @@ from torch import nn
 
 from ...data.errors import RunError, UsageError
 from ...data.run_facts import usable_cores
+from .decoder import SharedDecoder, StripDecoder
 from .group import GroupError, RankError, VirtualGroup
 from .options import ParallelOptions
-from .processes import LOOPBACK, ProcessEnd
+from .processes import ProcessEnd
 from .ranks import Ranks
 from .strip_model import StripModel
 from .torchrun import RemoteProcess, TorchRun
@@ -60,6 +61,7 @@ class ProcessRanks:
         fingerprint: of its files.
         folder: where they are.
         options: of all ranks.
+        autoencoder: rank 0's, unmodified, if all ranks are to decode.
 
     Attributes:
         model: rank 0's.
@@ -72,8 +74,17 @@ class ProcessRanks:
             named.
     """
 
-    def __init__(self, model: nn.Module, fingerprint: str, folder: str, options: ParallelOptions) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        fingerprint: str,
+        folder: str,
+        options: ParallelOptions,
+        autoencoder: nn.Module | None = None,
+    ) -> None:
         self._options, self._number, self.losses = options, 0, list[str]()
+        self.decoder = None if autoencoder is None else SharedDecoder(StripDecoder(autoencoder), options.weights)
+        self._decoding: ProcessEnd | None = None
         self._launcher = TorchRun.of_environment(options) or Children()
         self._store = self._launcher.store
         facts = facts_of(fingerprint, model)
@@ -87,6 +98,7 @@ class ProcessRanks:
             dtype=facts["dtype"],
             threads=self._threads,
             timeout_s=options.timeout_s,
+            decoder=None if autoencoder is None else str(next(autoencoder.parameters()).dtype).removeprefix("torch."),
         )
         self._device = devices[0]
         self.processes: dict[int, Process] = {
@@ -111,8 +123,9 @@ class ProcessRanks:
 
     def recover(self, error: Exception) -> Exception | None:
         """See `RankGroup`. A rank that does not answer in time is killed."""
-        if isinstance(self.end, ProcessEnd):
-            self.end.break_off()
+        for end in (self.end, self._decoding):
+            if isinstance(end, ProcessEnd):
+                end.break_off()
         self._store.set(key_of("over", self._number), "")
         # Nobody computes for longer without a word to others; who waits for them notices within a moment.
         told_s = self.end.told_s if isinstance(self.end, ProcessEnd) else 0.0
@@ -172,11 +185,18 @@ class ProcessRanks:
         if len(members) == 1:
             self.end = VirtualGroup(1).end(0)
         else:
-            own = dist.PrefixStore(key_of("meet", self._number), self._store)
-            timeout_s = self._options.timeout_s
-            transport = meet(own, 0, len(members), timedelta(seconds=timeout_s), self._launcher.host)
-            self.end = ProcessEnd(transport, 0, len(members), timeout_s, self._device, self._threads)
+            self.end = self._end_of("meet", len(members))
+            if self.decoder is not None:
+                self._decoding = self._end_of("decode", len(members))
+        if self.decoder is not None:
+            self.decoder.use(self._decoding if len(members) > 1 else None)
         self.ranks = Ranks(self.end, self.model, self._options, members)
+
+    def _end_of(self, what: str, size: int) -> ProcessEnd:
+        """Rank 0's end of a group in which this is done, as soon as the others come."""
+        own, timeout_s = dist.PrefixStore(key_of(what, self._number), self._store), self._options.timeout_s
+        transport = meet(own, 0, size, timedelta(seconds=timeout_s), self._launcher.host)
+        return ProcessEnd(transport, 0, size, timeout_s, self._device, self._threads)
 
     def _wait_for(self, key: str, process: Process, until: float) -> str | None:
         """What a rank puts in the store; None if its process ends before, or it does not until then."""

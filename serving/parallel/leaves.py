@@ -30,15 +30,39 @@ class StripConv(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[rows, channels, height, width] -> [rows, out channels, height or half of it, width or half of it]."""
         conv, context = self.conv, self.context
-        if not self._has_halo:
-            # With stride 2, the last row that is read is the strip's own, as strips end after an even row.
-            above, below = context.halos(self, x, with_lower=conv.stride[0] == 1)
-            parts = [part for part in (above, x, below) if part is not None]
-            x = torch.cat(parts, 2) if len(parts) > 1 else x
         is_first, is_last = context.place == 0, context.place + 1 == context.now.strips.count
-        if is_first or is_last:
+        if self._has_halo:
             x = F.pad(x, (0, 0, int(is_first), int(is_last)))
+        else:
+            # With stride 2, the last row that is read is the strip's own, as strips end after an even row; but for the
+            # last strip, behind which the image ends.
+            above, below = context.halos(self, x, with_lower=conv.stride[0] == 1)
+            x = _between(x, above, below, with_lower=conv.stride[0] == 1 or is_last)
         return F.conv2d(x, conv.weight, conv.bias, conv.stride, (0, 1))
+
+
+def _between(x: Tensor, above: Tensor | None, below: Tensor | None, *, with_lower: bool) -> Tensor:
+    """A strip [rows, channels, height, width] with a row on either side, or above it only; of zeros where there is
+    none. It has the memory format of `x`.
+    """
+    rows, channels, height, width = x.shape
+    memory_format = torch.channels_last if is_channels_last(x) else torch.contiguous_format
+    shape = (rows, channels, height + 1 + with_lower, width)
+    padded = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format)
+    padded[:, :, 1 : height + 1] = x
+    padded[:, :, :1] = 0 if above is None else above
+    if with_lower:
+        padded[:, :, -1:] = 0 if below is None else below
+    return padded
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Whether the channels of each pixel of [rows, channels, height, width] lie side by side, and nothing between.
+
+    By the strides themselves: torch's own question takes a tensor with sides of 1 for either format.
+    """
+    _, channels, height, width = x.shape
+    return x.stride() == (channels * height * width, 1, width * channels, channels)
 
 
 class StripGroupNorm(nn.Module):
@@ -83,7 +107,7 @@ def statistics(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     """Mean and biased variance [rows, groups] of [rows, channels, height, width], in float32."""
     rows, channels, height, width = x.shape
     # What it makes of `x` is not needed; its moments are stable, and take a quarter of the time of `torch.var_mean`.
-    x = x.float().contiguous()
+    x = x.float() if is_channels_last(x) else x.float().contiguous()
     _, mean, rstd = torch.native_group_norm(x, None, None, rows, channels, height * width, num_groups, 0.0)
     return mean, rstd.pow(-2)
 

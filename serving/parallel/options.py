@@ -10,6 +10,7 @@ Mode = Literal["auto", "sync", "displaced", "naive"]
 NormMode = Literal["corrected", "sync", "stale", "separate"]
 Choice = Literal["auto", "on", "off"]
 TextMode = Literal["auto", "replicate", "split"]
+DecodeMode = Literal["whole", "strips"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,10 @@ class ParallelOptions:
             number of ranks is even.
         shares: of the ranks in an image, separated by commas; None for even ones.
         text: whether every rank computes the whole text stream of a model that has one, or its part of it.
-        from_pixels: smaller images are drawn by the first rank alone.
+        from_pixels: smaller images are drawn whole, by one rank each; "auto": those that are drawn sooner so, together
+            with the others of the step, as measured at the start.
         may_use_fewer: whether images that are too low for all ranks are drawn by fewer, instead of being refused.
+        decode: whether rank 0 turns latents into images, or all ranks do so in strips.
         devices: of the ranks, separated by commas; None for the model's, and on GPUs one each.
         timeout_s: how long ranks may keep each other waiting in a call.
         memory_mb: most that a rank keeps of the others for displaced calls; beyond it calls are synchronous.
@@ -65,8 +68,9 @@ class ParallelOptions:
     cfg_split: Choice = "auto"
     shares: str | None = None
     text: TextMode = "auto"
-    from_pixels: int = 0
+    from_pixels: str = "0"
     may_use_fewer: bool = False
+    decode: DecodeMode = "whole"
     devices: str | None = None
     timeout_s: float = 60.0
     memory_mb: int = 8192
@@ -80,15 +84,22 @@ class ParallelOptions:
                 "mode": ("--parallel-mode", Mode),
                 "cfg_split": ("--cfg-split", Choice),
                 "text": ("--parallel-text", TextMode),
+                "decode": ("--parallel-decode", DecodeMode),
             },
         )
         for name, value, least in (
             ("warmup", self.warmup, 0),
-            ("from", self.from_pixels, 0),
             ("memory", self.memory_mb, 1),
         ):
             if value < least:
                 raise UsageError(f"--parallel-{name} is {value}, but it must be {least} or more")
+        if not re.fullmatch(r"auto|\d{1,12}", self.from_pixels):
+            raise UsageError(f"--parallel-from is {self.from_pixels!r}, but it must be a number of pixels, or auto")
+        if self.divides_by_time and self.mode not in ("auto", "sync"):
+            raise UsageError(
+                "--parallel-from auto draws an image now in strips, now whole, which is exact with --parallel-mode "
+                f"sync only, not {self.mode}: try a number of pixels"
+            )
         if not 0 < self.timeout_s < float("inf"):
             raise UsageError(f"--parallel-timeout is {self.timeout_s}, but it must be a positive number of seconds")
         names = self.device_names
@@ -115,6 +126,16 @@ class ParallelOptions:
         return self.count > 1
 
     @property
+    def divides_by_time(self) -> bool:
+        """Whether it is measured, and decided in each step, which images are drawn in strips."""
+        return self.from_pixels == "auto"
+
+    @property
+    def least_pixels(self) -> int:
+        """Of images that are drawn in strips, where that is given."""
+        return 0 if self.divides_by_time else int(self.from_pixels)
+
+    @property
     def device_names(self) -> list[str] | None:
         """Of the devices that are named."""
         return None if self.devices is None else [name.strip() for name in self.devices.split(",")]
@@ -134,7 +155,7 @@ class ParallelOptions:
 
     def identity(self) -> dict[str, Any]:
         """What decides the images that are drawn."""
-        names = ("mode", "norms", "warmup", "cfg_split", "shares", "text", "from_pixels")
+        names = ("mode", "norms", "warmup", "cfg_split", "shares", "text", "from_pixels", "decode")
         found = asdict(self)
         return {"ranks": self.count, **{name: found[name] for name in names}}
 

@@ -16,8 +16,10 @@ from .exchange import RowName
 from .group import Communicator, Message
 from .latency_model import Link
 from .options import ParallelOptions
+from .plan import shared_out
 from .strip_model import StripModel
 from .strips import Strips
+from .whole import stacked, unstacked
 
 _LINK_BYTES = 16 << 20
 _MOST_TEXT = 1.1
@@ -78,13 +80,21 @@ class Ranks:
         """In which calls are made."""
         return "sync" if self._options.mode == "auto" else self._options.mode
 
+    @property
+    def speeds(self) -> Sequence[float]:
+        """Of every rank, in proportion to its share of strips; 1 on average."""
+        mean = sum(self._shares) / len(self._shares)
+        return [share / mean for share in self._shares]
+
+    def draws_whole(self, height: int, width: int) -> bool:
+        """Whether images of this size of latents are too small for strips, by what is given."""
+        return RESOLUTION_MULTIPLE**2 * height * width < self._options.least_pixels
+
     def count_for(self, height: int, width: int) -> int:
-        """How many ranks draw images of this size of latents. Raises UsageError: they are too low for all ranks."""
+        """How many ranks draw strips of images of this size of latents. Raises UsageError: it is too low for all."""
         least = min(height, width) if self.mode == "naive" else height
         units = -(-least // self._model.unit)
-        if RESOLUTION_MULTIPLE**2 * height * width < self._options.from_pixels:
-            return 1
-        if units < self.size and not self._options.may_use_fewer:
+        if units < self.size and not (self._options.may_use_fewer or self._options.divides_by_time):
             Strips.of(least, self._model.unit, self._shares)
         return min(self.size, units)
 
@@ -140,6 +150,38 @@ class Ranks:
                 predicted |= dict(zip(part.index, found, strict=True))
         self._calls.update(rows)
         return torch.stack([predicted[index] for index in range(len(rows))])
+
+    def draw_alone(self, rows: Sequence[RowName], images: Sequence[Tensor], timesteps: Tensor) -> list[Tensor]:
+        """As `draw`, on this rank alone."""
+        return self._model.draw(rows, images, timesteps)
+
+    def draw(self, rows: Sequence[RowName], images: Sequence[Tensor], timesteps: Tensor) -> list[Tensor]:
+        """Predict for rows of any resolution, all of them known, each of which one rank draws whole.
+
+        Args:
+            rows: of the batch.
+            images: latents [channels, height, width] of each row, sorted by size.
+            timesteps: (rows,).
+        """
+        cost, length = self._model.cost, self._model.text_length
+        macs = [cost.macs(Call(image.shape[1], image.shape[2], length, rows=1)) for image in images]
+        chosen = shared_out(macs, self._shares)
+        shares = {rank: [index for index, each in enumerate(chosen) if each == rank] for rank in set(chosen)}
+        for rank in shares.keys() - {self._end.rank}:
+            own = shares[rank]
+            given = stacked([images[index] for index in own]) | {"timesteps": timesteps[own]}
+            self._end.tell(rank, Message("draw", {"rows": [rows[index] for index in own]}, given))
+        found: dict[int, Tensor] = {}
+        for rank, own in sorted(shares.items()):  # this one first
+            if rank == self._end.rank:
+                drawn = self._model.draw(
+                    [rows[index] for index in own], [images[index] for index in own], timesteps[own]
+                )
+            else:
+                drawn = unstacked(self._end.hear(rank).tensors)
+            found |= dict(zip(own, drawn, strict=True))
+        self._calls.update(rows)
+        return [found[index] for index in range(len(rows))]
 
     def stop(self) -> None:
         """Let the other ranks end."""
@@ -248,6 +290,10 @@ def follow(end: Communicator, model: StripModel) -> None:
             end.tell(0, message)
         elif message.kind == "keep":
             model.keep(rows)
+        elif message.kind == "draw":
+            tensors = dict(message.tensors)
+            timesteps = tensors.pop("timesteps")
+            end.tell(0, Message("drawn", {}, stacked(model.draw(rows, unstacked(tensors), timesteps))))
         elif message.kind == "predict":
             call = Pass.of_facts(message.facts, end, model.unit)
             predicted = model.predict(call, message.tensors["latents"], message.tensors["timesteps"])

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
+from .decoder import SharedDecoder
 from .options import ParallelOptions
 from .ranks import Ranks
 
@@ -17,6 +18,7 @@ class RankGroup(Protocol):
         end: held (`with group.end:`) while the ranks are asked for something.
         ranks: those of now.
         losses: which ranks are done without, and why.
+        decoder: decodes on all ranks of now; None where that is rank 0's to do.
     """
 
     @property
@@ -27,6 +29,9 @@ class RankGroup(Protocol):
 
     @property
     def losses(self) -> Sequence[str]: ...
+
+    @property
+    def decoder(self) -> SharedDecoder | None: ...
 
     def use(self, options: ParallelOptions) -> None:
         """Work otherwise from now on, with as many ranks; held (`with group.end:`). Raises GroupError."""

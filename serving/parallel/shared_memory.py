@@ -29,6 +29,8 @@ from .group import GroupError
 _WORD = struct.Struct("<IIQQ")
 """Tag of what is sent; number of the memory, place in it and bytes. Of what comes back, the tag is `_BACK`."""
 _BACK = (1 << 32) - 1
+_RANK = struct.Struct("<I")
+"""What a rank says first to one that it has called."""
 _LEAST_BYTES = 4096
 _MEMORY_BYTES = 16 << 20
 """Of which blocks are cut; the system provides only what is used."""
@@ -192,14 +194,14 @@ class SharedMemory:
                     connection = socket.socket(socket.AF_UNIX)
                     connection.settimeout(timeout_s)
                     connection.connect(_place_of(store, other, timeout_s))
-                    connection.sendall(bytes([rank]))
+                    connection.sendall(_RANK.pack(rank))
                     self._peers[other] = Peer(other, connection)
                 for _ in range(rank + 1, size):
                     connection, _ = listener.accept()
                     connection.settimeout(timeout_s)
-                    other = connection.recv(1)[0]
+                    [other] = _RANK.unpack(connection.recv(_RANK.size, socket.MSG_WAITALL))
                     self._peers[other] = Peer(other, connection)
-        except (OSError, IndexError, dist.DistError) as error:
+        except (OSError, struct.error, dist.DistError) as error:
             self.break_off()
             raise GroupError(f"ranks do not meet: {error}") from error
         finally:

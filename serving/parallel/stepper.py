@@ -1,8 +1,9 @@
-"""The denoise stage on several devices: every batch of one resolution in strips, otherwise as plain diffusers does."""
+"""The denoise stage on several devices: images in strips of all ranks, or whole by one rank each."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -11,9 +12,12 @@ from torch import Tensor
 
 from ..core.denoise_batch import DenoiseBatch, join_conditioning
 from ..core.denoiser import Conditions
+from ..core.kept import load_or_measure
 from ..core.prepared import PreparedRequest
 from ..core.stepper import Tuning
 from ..core.timing import medians_us
+from ..layout.packing import Packing, WholeImages, pack_rows
+from ..layout.patch_layout import by_size
 from ..plain.batch import whole_batch
 from ..plain.formats import PlainModels
 from ..plain.stepper import PlainStepper
@@ -24,6 +28,7 @@ from .exchange import RowName
 from .group import GroupError, RankError
 from .latency_model import ParallelLatency
 from .options import ParallelOptions
+from .plan import SizeTimes, Times, in_strips
 from .ranks import Ranks
 from .recovery import RankGroup, persist
 from .strip_model import flat
@@ -32,13 +37,16 @@ from .strip_model import flat
 class ParallelStepper(PlainStepper):
     """Samplers, latents and text are rank 0's; the model runs on all ranks.
 
+    In a step, images that are drawn whole come first, those of all resolutions at once; then each resolution that is
+    drawn in strips.
+
     A rank that goes is done without: what it was asked for starts again with those that are left. What fails on a rank
     fails the requests alone that it fails for.
 
     Args:
         group: the ranks.
         options: theirs.
-        models: the unmodified model, for images that are drawn by one rank.
+        models: the unmodified model, for what rank 0 draws when it is alone.
         conditions, sampler, alone: see `PlainStepper`.
     """
 
@@ -56,16 +64,50 @@ class ParallelStepper(PlainStepper):
         super().__init__(models, conditions, sampler, alone)
         self.group, self._options, self._keys = group, options, count()
         self._reason = "as asked for"
+        self._times: Times | None = None
+        self._whole: set[int] = set()
 
     def tune(self, target: Tuning) -> None:
-        """See `PlainStepper.tune`, for images that are drawn by one rank; and choose whether calls are displaced."""
-        if any(self.group.ranks.count_for(*size) == 1 for size in target.sizes):
+        """See `PlainStepper.tune`, for images that are drawn by one rank; choose whether calls are displaced, and
+        measure what images take whole and in strips where that decides.
+        """
+        ranks = self.group.ranks
+        if any(not ranks.draws_whole(*size) and ranks.count_for(*size) == 1 for size in target.sizes):
             super().tune(target)
-        if self._options.mode == "auto":
-            choice = self._choose(target)
-            self._reason, self._options = choice.reason, replace(self._options, mode=choice.mode)
+        if self._options.divides_by_time:
+            folder, circumstances = target.folder, target.circumstances(self.models) | self._options.identity()
+            self._times = Times(
+                load_or_measure(folder, "strips", circumstances, SizeTimes, lambda: self._measure(target))
+            )
+            self._use(Choice("sync", "--parallel-from auto"))
+        elif self._options.mode == "auto":
+            self._use(self._choose(target))
+
+    def _use(self, choice: Choice) -> None:
+        self._reason, self._options = choice.reason, replace(self._options, mode=choice.mode)
+        with self.group.end:
+            self.group.use(self._options)
+
+    @torch.inference_mode()
+    def _measure(self, target: Tuning) -> list[SizeTimes]:
+        """What the first step of a request of each size takes on one rank, and on all of them in strips."""
+        found = {}
+        for prepared in target.examples():
+            size = prepared.size
+            ranks, rows = self.group.ranks, rows_of(prepared)
+            latents = prepared.latents.to(self.models.dtype).expand(len(rows), -1, -1, -1)
+            timesteps = prepared.state.timesteps[:1].expand(len(rows))
             with self.group.end:
-                self.group.use(self._options)
+                ranks.learn(rows, flat(self.conditions(prepared.conditioning)))
+                runs: dict[str, Callable[[], object]] = {
+                    "whole": partial(ranks.draw_alone, rows, list(latents), timesteps)
+                }
+                if ranks.count_for(*size) > 1:
+                    runs["strips"] = partial(ranks.predict, rows, latents, timesteps)
+                taken = medians_us(runs, self.models.device)
+                ranks.keep(())
+            found[size] = SizeTimes(*size, len(rows), taken["whole"], taken.get("strips"))
+        return list(found.values())
 
     @torch.inference_mode()
     def _choose(self, target: Tuning) -> Choice:
@@ -80,13 +122,14 @@ class ParallelStepper(PlainStepper):
         alone_s = medians_us({"step": batch.step}, device)["step"] / 1e6
         with self.group.end:
             link = ranks.measure_link(device)
-        height, width = example.latents.shape[2:]
+        height, width = example.size
         num_bytes = ranks.received_bytes(height, width, example.num_rows)
         return choose(ParallelLatency(0.0, alone_s, link), ranks.size, num_bytes)
 
     def check(self, state: SamplerState, size: tuple[int, int]) -> None:
-        """Raise UsageError where an image is too low to be shared by all ranks."""
-        self.group.ranks.count_for(*size)
+        """Raise UsageError where an image is drawn in strips, and too low to be shared by all ranks."""
+        if not self._options.divides_by_time and not self.group.ranks.draws_whole(*size):
+            self.group.ranks.count_for(*size)
 
     def prepare(self, prepared: PreparedRequest) -> None:
         """See `PlainStepper.prepare`."""
@@ -104,11 +147,37 @@ class ParallelStepper(PlainStepper):
 
     def groups_of(self, active: Sequence[PreparedRequest]) -> list[list[PreparedRequest]]:
         """See `PlainStepper`; what a displaced request reads must not depend on who shares its calls."""
-        return [part for group in super().groups_of(active) for part in self._by_guidance(group) if part]
+        whole, before = self._whole_of(active), self._whole
+        self._whole = {prepared.key for prepared in whole}
+        # Whoever was drawn whole and is not now, or the other way round, needs another batch.
+        moved = before ^ self._whole
+        self._let_go([batch for batch in self._batches if any(each.key in moved for each in batch.requests)])
+        shared = [prepared for prepared in active if prepared.key not in self._whole]
+        groups = [
+            [each for each in whole if each.state.coefficients is not None],
+            # Samplers of diffusers take images of one size.
+            *super().groups_of([each for each in whole if each.state.coefficients is None]),
+            *(part for group in super().groups_of(shared) for part in self._by_guidance(group)),
+        ]
+        return [group for group in groups if group]
+
+    def _whole_of(self, active: Sequence[PreparedRequest]) -> list[PreparedRequest]:
+        """The requests that one rank each draws whole in this step; none if there is but one rank."""
+        ranks = self.group.ranks
+        if ranks.size == 1:
+            return []
+        sizes = [prepared.size for prepared in active]
+        if self._times is None:
+            return [prepared for prepared, size in zip(active, sizes, strict=True) if ranks.draws_whole(*size)]
+        works = [self._times.work(*size, each.num_rows) for each, size in zip(active, sizes, strict=True)]
+        shared = in_strips(works, ranks.speeds)
+        return [prepared for prepared, is_shared in zip(active, shared, strict=True) if not is_shared]
 
     def batch_of(self, group: Sequence[PreparedRequest], sampler: BatchedSampler | PerRequestSampler) -> DenoiseBatch:
         """See `PlainStepper.batch_of`."""
-        if self.group.ranks.count_for(*group[0].latents.shape[2:]) == 1:
+        if all(prepared.key in self._whole for prepared in group):
+            return self._whole_batch(group, sampler)
+        if self.group.ranks.count_for(*group[0].size) == 1:
             return super().batch_of(group, sampler)
         rows = [row for prepared in group for row in rows_of(prepared)]
         conditions = flat(self.conditions(join_conditioning(group)))
@@ -126,6 +195,27 @@ class ParallelStepper(PlainStepper):
 
         return whole_batch(predict, group, sampler, self.models.dtype)
 
+    def _whole_batch(
+        self, group: Sequence[PreparedRequest], sampler: BatchedSampler | PerRequestSampler
+    ) -> DenoiseBatch:
+        """Requests of any resolution, each row of which one rank draws whole."""
+        batch = sorted(group, key=lambda prepared: by_size(prepared.size))
+        rows = [row for prepared in batch for row in rows_of(prepared)]
+        conditions = flat(self.conditions(join_conditioning(batch)))
+        counts = [prepared.num_rows for prepared in batch]
+        packing, row_packing = _packing(batch, [1] * len(batch), sampler), _packing(batch, counts, sampler)
+
+        def predict(patches: Tensor, timesteps: Tensor) -> Tensor:
+            images = [row_packing.unpack(patches, row) for row in range(len(rows))]
+
+            def ask(ranks: Ranks) -> list[Tensor]:
+                ranks.learn(rows, conditions)
+                return ranks.draw(rows, images, timesteps)
+
+            return row_packing.pack(persist(self.group, ask))
+
+        return DenoiseBatch(batch, packing, row_packing, sampler, predict, dtype=self.models.dtype)
+
     def facts(self) -> dict[str, Any]:
         """What a summary says of the ranks."""
         ranks = self.group.ranks
@@ -135,7 +225,9 @@ class ParallelStepper(PlainStepper):
             "mode": ranks.mode,
             "reason": self._reason,
             "gn": self._options.norms.mode,
+            "from": self._options.from_pixels,
             "losses": list(self.group.losses),
+            **({} if self._times is None else {"gains": self._times.gains()}),
         }
 
     def close(self) -> None:
@@ -144,7 +236,7 @@ class ParallelStepper(PlainStepper):
 
     def _by_guidance(self, group: list[PreparedRequest]) -> list[list[PreparedRequest]]:
         """Requests whose calls have two rows, and those with one, if half of the ranks may take one row each."""
-        ranks, size = self.group.ranks, group[0].latents.shape[2:]
+        ranks, size = self.group.ranks, group[0].size
         if self._options.mode != "displaced" or not ranks.splits_guidance(*size):
             return [group]
         return [[each for each in group if each.num_rows == num_rows] for num_rows in (2, 1)]
@@ -153,3 +245,14 @@ class ParallelStepper(PlainStepper):
 def rows_of(prepared: PreparedRequest) -> list[RowName]:
     """The rows that a request takes in a call."""
     return [(prepared.key, row) for row in range(prepared.num_rows)]
+
+
+def _packing(
+    batch: Sequence[PreparedRequest], counts: Sequence[int], sampler: BatchedSampler | PerRequestSampler
+) -> Packing | WholeImages:
+    """Of so many rows of each request; only a batched sampler takes images of several sizes."""
+    device = batch[0].latents.device
+    if isinstance(sampler, PerRequestSampler):
+        return WholeImages(sum(counts), device)
+    sizes = [prepared.size for prepared, count in zip(batch, counts, strict=True) for _ in range(count)]
+    return pack_rows(sizes, order="image", patch_size=None, num_levels=1, unit=1, device=device)

@@ -1,16 +1,19 @@
-"""The denoising model of one rank: a diffusers model whose leaves work on a strip of rows."""
+"""The denoising model of one rank: a diffusers model whose leaves work on a strip of rows, or on whole images."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
 from ..core.denoiser import copy_modules, denoise
+from ..plain.formats import channels_last_copy
 from .context import Pass, StripContext
 from .cost import Call, Cost
 from .exchange import RowName
 from .swap import StripSwap, unit_of
+from .whole import WholeModel
 
 
 class StripModel:
@@ -20,6 +23,7 @@ class StripModel:
 
     Args:
         model: unmodified; it is not changed, and its weights are shared.
+        like: another one of the same model, whose weights are shared as far as strips need them in another form.
 
     Attributes:
         unit: rows of latents that must stay together.
@@ -29,13 +33,20 @@ class StripModel:
         UsageError: see `StripSwap`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._plain, self._strip = model, copy_modules(model)
+    def __init__(self, model: nn.Module, like: "StripModel | None" = None) -> None:
+        self._plain = model
+        # Of a U-Net, strips are channels-last, in which a row and a token are one piece of memory.
+        self._is_unet = isinstance(model, UNet2DConditionModel)
+        own = channels_last_copy if self._is_unet else copy_modules
+        self._strip = own(model) if like is None else copy_modules(like._form)
+        self._form = copy_modules(self._strip)
         self._context = StripContext()
         swap = StripSwap(self._strip, self._context)
         self._readers, self.num_exchanges = swap.text_readers, swap.num_exchanges
         self._conditions: dict[RowName, dict[str, Tensor]] = {}
         self._joined: tuple[tuple[tuple[RowName, ...], tuple[int, ...]], dict[str, Any]] | None = None
+        # Made when it is first asked for, as it keeps a copy of some weights.
+        self._whole: WholeModel | None = None
         self.unit = unit_of(model)
 
     @property
@@ -83,6 +94,8 @@ class StripModel:
         kept = set(rows)
         self._conditions = {row: known for row, known in self._conditions.items() if row in kept}
         self._joined = None
+        if self._whole is not None:
+            self._whole.clear()
         for reader in self._readers:
             reader.keep(kept)
         self._context.exchange.keep(kept)
@@ -100,7 +113,22 @@ class StripModel:
         if call.is_alone or call.strips.count == 1:
             return denoise(self._plain, latents, timesteps, conditions)
         self._context.begin(call)
+        if self._is_unet:
+            latents = latents.contiguous(memory_format=torch.channels_last)
         return denoise(self._strip, latents, timesteps, conditions)
+
+    @torch.inference_mode()
+    def draw(self, rows: Sequence[RowName], images: Sequence[Tensor], timesteps: Tensor) -> list[Tensor]:
+        """Predict for rows that this rank has to itself.
+
+        Args:
+            rows: all of them known.
+            images: latents [channels, height, width] of each row, sorted by size.
+            timesteps: (rows,).
+        """
+        if self._whole is None:
+            self._whole = WholeModel(self._plain)
+        return self._whole.predict(tuple(rows), images, timesteps, lambda rows: nested(self._joined_of(rows)))
 
     def clear(self) -> None:
         """Forget everything, without waiting for other ranks."""
@@ -111,12 +139,15 @@ class StripModel:
         """As the model's forward names them, of all rows of a call."""
         part = call.text_starts[call.team.place :][:2]
         if self._joined is None or self._joined[0] != (call.rows, part):
-            known = [self._conditions[row] for row in call.rows]
-            joined = {name: torch.stack([each[name] for each in known]) for name in known[0]}
+            joined = self._joined_of(call.rows)
             if part:
                 joined["encoder_hidden_states"] = joined["encoder_hidden_states"][:, slice(*part)]
             self._joined = (call.rows, part), nested(joined)
         return self._joined[1]
+
+    def _joined_of(self, rows: Sequence[RowName]) -> dict[str, Tensor]:
+        known = [self._conditions[row] for row in rows]
+        return {name: torch.stack([each[name] for each in known]) for name in known[0]}
 
 
 def flat(conditions: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:

@@ -10,13 +10,12 @@ from dataclasses import replace
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch import nn
 
 from ...data.errors import UsageError
 from .options import ParallelOptions
 from .processes import FOR_EVER
 from .transport import LOOPBACK
-from .worker import RankSettings, serve_rank
+from .worker import RankModels, RankSettings, serve_rank
 
 
 class TorchRun:
@@ -48,7 +47,7 @@ class TorchRun:
         self.store.set(_key_of(settings.rank), settings.to_json())
         return RemoteProcess()
 
-    def follow(self, load: Callable[[RankSettings], tuple[str, nn.Module]]) -> int:
+    def follow(self, load: Callable[[RankSettings], RankModels]) -> int:
         """As another rank: do what rank 0 says until the end; returns the exit code."""
         # Without rank 0, torchrun ends this process.
         self.store.wait([_key_of(self.rank)], FOR_EVER)

@@ -1,9 +1,12 @@
 """N ranks in this process, one of which runs at a time, to try and to test what N devices do."""
 
 import threading
+from collections.abc import Callable
+from functools import partial
 
 from torch import nn
 
+from .decoder import SharedDecoder, StripDecoder, follow_decoding
 from .group import GroupError, RankError, VirtualEnd, VirtualGroup
 from .options import ParallelOptions
 from .ranks import Ranks, follow
@@ -18,9 +21,13 @@ class VirtualRanks:
 
     losses: tuple[()] = ()
 
-    def __init__(self, model: nn.Module, options: ParallelOptions) -> None:
+    def __init__(self, model: nn.Module, options: ParallelOptions, autoencoder: nn.Module | None = None) -> None:
         self._options = options
-        self._models = [StripModel(model) for _ in range(options.count)]
+        first = StripModel(model)
+        self._models = [first, *(StripModel(model, like=first) for _ in range(options.count - 1))]
+        self._decoders = [] if autoencoder is None else [StripDecoder(autoencoder) for _ in range(options.count)]
+        self.decoder = SharedDecoder(self._decoders[0], options.weights) if self._decoders else None
+        self._decoding: VirtualGroup | None = None
         self._threads: list[threading.Thread] = []
         self._form(VirtualGroup(options.count))
 
@@ -30,15 +37,29 @@ class VirtualRanks:
         self.ranks = Ranks(self.end, self._models[0], self._options)
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         for rank in range(1, group.size):
-            thread = threading.Thread(target=self._run, args=(group, group.end(rank), self._models[rank]), daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            self._start(group, rank, partial(follow, model=self._models[rank]))
+        if self.decoder is not None:
+            self._end_decoding()
+            self._decoding = decoding = VirtualGroup(group.size)
+            for rank in range(1, group.size):
+                self._start(decoding, rank, partial(follow_decoding, decoder=self._decoders[rank]))
+            self.decoder.use(decoding.end(0))
+
+    def _end_decoding(self) -> None:
+        if self._decoding is not None:
+            with self._decoding.end(0):
+                self._decoding.abort(GroupError("the ranks part"))
+
+    def _start(self, group: VirtualGroup, rank: int, what: Callable[[VirtualEnd], None]) -> None:
+        thread = threading.Thread(target=self._run, args=(group, group.end(rank), what), daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     @staticmethod
-    def _run(group: VirtualGroup, end: VirtualEnd, model: StripModel) -> None:
+    def _run(group: VirtualGroup, end: VirtualEnd, what: Callable[[VirtualEnd], None]) -> None:
         with end:
             try:
-                follow(end, model)
+                what(end)
             except GroupError:
                 pass  # Another rank is the cause.
             except BaseException as error:  # noqa: BLE001  told to rank 0, which waits
@@ -65,5 +86,6 @@ class VirtualRanks:
         with self.end:
             if self._group.error is None:
                 self.ranks.stop()
+        self._end_decoding()
         for thread in self._threads:
             thread.join()

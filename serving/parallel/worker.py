@@ -2,9 +2,10 @@
 
 import json
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,13 +16,29 @@ import torch.distributed as dist
 from torch import nn
 
 from ... import __version__
+from .decoder import StripDecoder, follow_decoding
 from .group import GroupError
-from .processes import FOR_EVER, LOOPBACK, ProcessEnd
+from .processes import FOR_EVER, ProcessEnd
 from .ranks import follow
 from .strip_model import StripModel
 from .transport import LOOPBACK, meet
 
 _LOOK_EVERY_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class RankModels:
+    """What a rank holds of a model.
+
+    Attributes:
+        fingerprint: of the model's files.
+        denoiser: on its device.
+        autoencoder: the same, if the rank is to decode.
+    """
+
+    fingerprint: str
+    denoiser: nn.Module
+    autoencoder: nn.Module | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +54,7 @@ class RankSettings:
         port: of the store on this machine where the ranks meet.
         parent: the process without which it ends.
         host: this machine, as other ranks reach it.
+        decoder: the number format of its autoencoder, if it is to decode.
     """
 
     rank: int
@@ -48,6 +66,7 @@ class RankSettings:
     port: int = 0
     parent: int = 0
     host: str = LOOPBACK
+    decoder: str | None = None
 
     def to_json(self) -> str:
         """As `from_json` reads it."""
@@ -81,14 +100,14 @@ def key_of(what: str, *of: int) -> str:
 
 def serve_rank(
     settings: RankSettings,
-    load: Callable[[], tuple[str, nn.Module]],
+    load: Callable[[], RankModels],
     connect: Callable[[], dist.Store] | None = None,
 ) -> int:
     """Be a rank; returns the exit code.
 
     Args:
         settings: of the rank.
-        load: gives the fingerprint of the model's files, and the model.
+        load: gives what the rank needs of the model.
         connect: gives connections to the store where the ranks meet; None for that of rank 0.
     """
     connect = connect or (lambda: _store_of(settings))
@@ -96,31 +115,35 @@ def serve_rank(
     torch.set_num_threads(settings.threads)
     store = connect()
     try:
-        fingerprint, model = load()
-        ours = StripModel(model)
+        models = load()
+        ours = StripModel(models.denoiser)
+        decoder = None if models.autoencoder is None else StripDecoder(models.autoencoder)
     except Exception as error:  # noqa: BLE001  told to rank 0, which says it to the user
         store.set(key_of("has", settings.rank), json.dumps({"error": f"{type(error).__name__}: {error}"}))
         return 1
-    store.set(key_of("has", settings.rank), json.dumps(facts_of(fingerprint, model)))
+    store.set(key_of("has", settings.rank), json.dumps(facts_of(models.fingerprint, models.denoiser)))
     try:
-        _serve_groups(settings, store, ours, watch)
+        _serve_groups(settings, store, ours, decoder, watch)
     except dist.DistError:
         return 1  # The store has gone with rank 0.
     return 0
 
 
-def _serve_groups(settings: RankSettings, store: dist.Store, model: StripModel, watch: "_Watch") -> None:
+def _serve_groups(
+    settings: RankSettings, store: dist.Store, model: StripModel, decoder: StripDecoder | None, watch: "_Watch"
+) -> None:
     """Be a rank of one group after the other, until told to stop."""
     number = 0
     while settings.rank in (members := _members_of(store, number)):
         reason = ""
         try:
             rank, size = members.index(settings.rank), len(members)
-            own = dist.PrefixStore(key_of("meet", number), store)
-            transport = meet(own, rank, size, timedelta(seconds=settings.timeout_s), settings.host)
-            end = ProcessEnd(transport, rank, size, settings.timeout_s, settings.device)
-            watch.follow(number, end)
-            follow(end, model)
+            ends = [_end_of(settings, dist.PrefixStore(key_of("meet", number), store), rank, size)]
+            if decoder is not None:
+                ends.append(_end_of(settings, dist.PrefixStore(key_of("decode", number), store), rank, size))
+                threading.Thread(target=_decode_beside, args=(ends[1], decoder), daemon=True).start()
+            watch.follow(number, ends)
+            follow(ends[0], model)
         except GroupError:
             pass  # Rank 0 sees it as well.
         except Exception as error:  # noqa: BLE001  told to rank 0, which blames the request
@@ -131,6 +154,24 @@ def _serve_groups(settings: RankSettings, store: dist.Store, model: StripModel, 
         model.clear()
         store.set(key_of("left", number, settings.rank), reason)
         number += 1
+
+
+def _end_of(settings: RankSettings, store: dist.Store, rank: int, size: int) -> ProcessEnd:
+    """This rank's end of a group, as soon as the others come."""
+    transport = meet(store, rank, size, timedelta(seconds=settings.timeout_s), settings.host)
+    return ProcessEnd(transport, rank, size, settings.timeout_s, settings.device)
+
+
+def _decode_beside(end: ProcessEnd, decoder: StripDecoder) -> None:
+    """Decode while the group stands. What fails here ends decoding in it: rank 0 says so, and decodes alone."""
+    try:
+        follow_decoding(end, decoder)
+    except GroupError:
+        pass
+    except Exception as error:  # noqa: BLE001  told to the user; images are drawn without this
+        sys.stderr.write(f"Warning: rank {end.rank} cannot decode: {type(error).__name__}: {error}\n")
+    finally:
+        end.break_off()
 
 
 def _store_of(settings: RankSettings) -> dist.TCPStore:
@@ -150,19 +191,19 @@ class _Watch:
     def __init__(self, settings: RankSettings, connect: Callable[[], dist.Store]) -> None:
         self._settings, self._connect = settings, connect
         self._lock = threading.Lock()
-        self._now: tuple[int, ProcessEnd] | None = None
+        self._now: tuple[int, Sequence[ProcessEnd]] | None = None
         threading.Thread(target=self._look, daemon=True).start()
 
-    def follow(self, number: int, end: ProcessEnd) -> None:
+    def follow(self, number: int, ends: Sequence[ProcessEnd]) -> None:
         """Look after a group."""
         with self._lock:
-            self._now = number, end
+            self._now = number, ends
 
     def leave(self) -> None:
         """Break the group off, if it stands."""
         with self._lock:
-            if self._now is not None:
-                self._now[1].break_off()
+            for end in () if self._now is None else self._now[1]:
+                end.break_off()
             self._now = None
 
     def _look(self) -> None:

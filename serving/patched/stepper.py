@@ -25,6 +25,7 @@ from ..plain.formats import PlainModels
 from ..samplers.batched import BatchedSampler
 from ..samplers.single import SamplerState
 from .patched_model import PatchedModel
+from .text import without_repeats
 from .tuning import strategy_table
 
 
@@ -148,11 +149,11 @@ class PackedBatch:
 
     def __init__(self, stepper: PatchedStepper, active: Sequence[PreparedRequest], *, may_be_plain: bool) -> None:
         self._model = model = stepper.model
-        self._batch = batch = sorted(active, key=lambda prepared: by_size(_latent_size(prepared)))
-        sizes = [_latent_size(prepared) for prepared in batch]
+        self._batch = batch = sorted(active, key=lambda prepared: by_size(prepared.size))
+        sizes = [prepared.size for prepared in batch]
         conditioning, repeats = join_conditioning(batch), 1
         if not model.is_unet:
-            conditioning["text"], repeats = _without_repeats(conditioning["text"])
+            conditioning["text"], repeats = without_repeats(conditioning["text"])
         self._conditions: dict[str, Any] = stepper.conditions(conditioning)
         # A batch of one resolution needs no patches: plain diffusers is as fast, unless equal text tokens are left out.
         self.is_plain = may_be_plain and len(set(sizes)) == 1 and repeats == 1 and not model.always_packs
@@ -179,19 +180,3 @@ class PackedBatch:
     def _predict(self, patches: Tensor, timesteps: Tensor) -> Tensor:
         done = [prepared.state.steps_done for prepared in self._batch]
         return self._model(patches, timesteps, steps_done=done, **self._conditions)
-
-
-def _latent_size(prepared: PreparedRequest) -> tuple[int, int]:
-    return prepared.latents.shape[2], prepared.latents.shape[3]
-
-
-def _without_repeats(text: Tensor) -> tuple[Tensor, int]:
-    """Text [rows, length, width] without the equal tokens at the end of all rows but the first, and how many it is.
-
-    SD3 feeds as many zero tokens as its third text encoder would have given where there is none.
-    """
-    is_same = (text[:, 1:] == text[:, :-1]).all(-1)
-    # Counted from the end until the first difference.
-    run = is_same.flip(1).long().cumprod(1).sum(1)
-    repeated = int(run.min()) if text.shape[1] > 1 else 0
-    return text[:, : text.shape[1] - repeated].contiguous(), repeated + 1

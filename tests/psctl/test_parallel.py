@@ -93,6 +93,7 @@ def test_a_trace_is_served_on_ranks(run_psctl: RunPsctl, environment: dict[str, 
         "mode": "displaced",
         "reason": "as asked for",
         "gn": "corrected",
+        "from": "0",
         "losses": [],
     }
 
@@ -103,6 +104,14 @@ def test_a_trace_is_served_on_ranks(run_psctl: RunPsctl, environment: dict[str, 
         ("bench parallel --parallel 1 --modes sync", "--parallel is '1', but --modes sync need 2 ranks or more"),
         ("bench parallel --parallel 3", "--modes cfg,sync,displaced need an even number of ranks"),
         ("bench parallel --modes sync,fast", "--modes are 'sync,fast'"),
+        (
+            "generate fox --parallel 2 --parallel-from few",
+            "--parallel-from is 'few', but it must be a number of pixels",
+        ),
+        (
+            "generate fox --parallel 2 --parallel-from auto --parallel-mode displaced",
+            "--parallel-from auto draws an image now in strips, now whole",
+        ),
         ("eval parallel --num-ranks 2,x", "--num-ranks is '2,x'"),
         ("eval parallel --parts fig9", "--parts names 'fig9'"),
         ("serve --system distrifusion", "--engine parallel needs --parallel"),

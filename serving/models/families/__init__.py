@@ -28,6 +28,10 @@ _FAMILIES = {
 SUPPORTED_PIPELINES: tuple[str, ...] = tuple(_FAMILIES)
 
 
+Decode = Callable[["torch.Tensor"], "torch.Tensor"]
+"""Latents (n, channels, h, w), scaled as the autoencoder takes them -> n images (n, 3, height, width)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """How one loaded pipeline is served; its functions do what the pipeline's `__call__` does at that point.
@@ -43,7 +47,7 @@ class Family:
         condition: encodes a request, given also whether it is guided. Each tensor has 2 rows (unconditional,
             conditional) if it is, else 1.
         conditions: names conditioning tensors (rows, ...) as the denoising model's own forward does.
-        decode: turns final latents (n, channels, h, w) into n images.
+        decode: turns final latents (n, channels, h, w) into n images, given what does the autoencoder's part.
     """
 
     latent_factor: int
@@ -55,7 +59,7 @@ class Family:
     schedule_kwargs: Callable[[Resolution], dict[str, Any]]
     condition: "Callable[[Request, bool], dict[str, torch.Tensor]]"
     conditions: "Callable[[dict[str, torch.Tensor]], dict[str, Any]]"
-    decode: "Callable[[torch.Tensor], Sequence[Image]]"
+    decode: "Callable[[torch.Tensor, Decode], Sequence[Image]]"
 
     def uses_guidance(self, guidance_scale: float) -> bool:
         """Whether a request with this scale needs an unconditional row beside its conditional one."""

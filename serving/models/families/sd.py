@@ -8,7 +8,7 @@ from diffusers import StableDiffusionPipeline
 from PIL.Image import Image
 
 from ....data.requests import Request
-from . import Family
+from . import Decode, Family
 from .unet import guidance_embedding, unet_family
 
 
@@ -29,9 +29,9 @@ def _conditions(conditioning: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {"encoder_hidden_states": conditioning["text"], "timestep_cond": conditioning.get("guidance")}
 
 
-def _decode(pipe: Any, latents: torch.Tensor) -> Sequence[Image]:
+def _decode(pipe: Any, latents: torch.Tensor, decode: Decode) -> Sequence[Image]:
     latents = latents.to(pipe.vae.dtype)
-    image = pipe.vae.decode(latents / pipe.vae.config.scaling_factor, return_dict=False)[0]
+    image = decode(latents / pipe.vae.config.scaling_factor)
     image, is_unsafe = pipe.run_safety_checker(image, image.device, image.dtype)
     # Images that the checker has blacked out are returned as they are.
     denormalize = [True] * len(image) if is_unsafe is None else [not unsafe for unsafe in is_unsafe]

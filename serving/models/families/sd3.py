@@ -11,7 +11,7 @@ from PIL.Image import Image
 
 from ....data.requests import Request
 from ....data.resolution import Resolution
-from . import Family
+from . import Decode, Family
 
 # The default of StableDiffusion3Pipeline.__call__.
 _MAX_SEQUENCE_LENGTH = 256
@@ -73,7 +73,7 @@ def _conditions(conditioning: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {"encoder_hidden_states": conditioning["text"], "pooled_projections": conditioning["pooled"]}
 
 
-def _decode(pipe: Any, latents: torch.Tensor) -> Sequence[Image]:
-    vae = pipe.vae
-    image = vae.decode((latents / vae.config.scaling_factor) + vae.config.shift_factor, return_dict=False)[0]
+def _decode(pipe: Any, latents: torch.Tensor, decode: Decode) -> Sequence[Image]:
+    config = pipe.vae.config
+    image = decode((latents / config.scaling_factor) + config.shift_factor)
     return pipe.image_processor.postprocess(image, output_type="pil")

@@ -8,7 +8,7 @@ from diffusers import StableDiffusionXLPipeline
 from PIL.Image import Image
 
 from ....data.requests import Request
-from . import Family
+from . import Decode, Family
 from .unet import guidance_embedding, unet_family
 
 
@@ -51,7 +51,7 @@ def _conditions(conditioning: dict[str, torch.Tensor]) -> dict[str, Any]:
     }
 
 
-def _decode(pipe: Any, latents: torch.Tensor) -> Sequence[Image]:
+def _decode(pipe: Any, latents: torch.Tensor, decode: Decode) -> Sequence[Image]:
     config = pipe.vae.config
     latents = latents.to(pipe.vae.dtype)
     mean, std = getattr(config, "latents_mean", None), getattr(config, "latents_std", None)
@@ -61,7 +61,7 @@ def _decode(pipe: Any, latents: torch.Tensor) -> Sequence[Image]:
         latents = latents + latents.new_tensor(mean).view(shape)
     else:
         latents = latents / config.scaling_factor
-    image = pipe.vae.decode(latents, return_dict=False)[0]
+    image = decode(latents)
     if pipe.watermark is not None:
         image = pipe.watermark.apply_watermark(image)
     return pipe.image_processor.postprocess(image, output_type="pil")

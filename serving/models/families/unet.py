@@ -10,7 +10,7 @@ from PIL.Image import Image
 
 from ....data.errors import UsageError
 from ....data.requests import Request
-from . import Family
+from . import Decode, Family
 
 
 def unet_family(
@@ -19,7 +19,7 @@ def unet_family(
     *,
     condition: Callable[[Any, Request, bool], dict[str, torch.Tensor]],
     conditions: Callable[[dict[str, torch.Tensor]], dict[str, Any]],
-    decode: Callable[[Any, torch.Tensor], Sequence[Image]],
+    decode: Callable[[Any, torch.Tensor, Decode], Sequence[Image]],
 ) -> Family:
     """Return the family of a pipeline with a U-Net; `condition` and `decode` get the pipeline as first argument.
 

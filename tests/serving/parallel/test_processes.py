@@ -10,21 +10,26 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
 from patchedserve.data.errors import RunError, UsageError
-from patchedserve.serving.models.loading import load_denoiser
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.serving.models.loading import load_model, load_rank
+from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.parallel.group import Message, RankError
 from patchedserve.serving.parallel.launch import ProcessRanks
 from patchedserve.serving.parallel.options import Mode, NormMode, NormOptions, ParallelOptions
 from patchedserve.serving.parallel.ranks import Ranks
 from patchedserve.serving.parallel.recovery import persist
+from patchedserve.serving.parallel.stepper import ParallelStepper
 from patchedserve.serving.parallel.strip_model import flat
 from patchedserve.serving.parallel.virtual import VirtualRanks
+from patchedserve.serving.parallel.worker import RankModels, RankSettings
 
 from ...support.http_server import until
 from ...support.patched_models import Row, draw_rows, run_plain, stack_conditions
@@ -48,9 +53,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def rank_models(folder: Path) -> RankModels:
+    return load_rank(RankSettings(0, str(folder), "cpu", "float32", 1, 60.0))
+
+
 def process_ranks(folder: Path, ranks: str, **more: Any) -> ProcessRanks:
-    fingerprint, model = load_denoiser(str(folder), "cpu", "float32")
-    return ProcessRanks(model, fingerprint, str(folder), ParallelOptions(ranks, **more))
+    models = rank_models(folder)
+    return ProcessRanks(models.denoiser, models.fingerprint, str(folder), ParallelOptions(ranks, **more))
 
 
 def predict_together(group: VirtualRanks | ProcessRanks, rows: list[Row], call: int = 0) -> Tensor:
@@ -62,6 +71,20 @@ def predict_together(group: VirtualRanks | ProcessRanks, rows: list[Row], call: 
     def ask(ranks: Ranks) -> Tensor:
         ranks.learn(names, flat(stack_conditions(rows)))
         return ranks.predict(names, latents, timesteps)
+
+    with group.end, torch.inference_mode():
+        return persist(group, ask)
+
+
+def draw_together(group: VirtualRanks | ProcessRanks, rows: list[Row]) -> list[Tensor]:
+    """What the ranks give that draw each row whole; the first of them is lower than the others."""
+    names = [(index // 2, index % 2) for index in range(len(rows))]
+    images = [rows[0].latents[:, : rows[0].latents.shape[1] // 4 * 2], *(row.latents for row in rows[1:])]
+    timesteps = torch.tensor([row.timestep for row in rows])
+
+    def ask(ranks: Ranks) -> list[Tensor]:
+        ranks.learn(names, flat(stack_conditions(rows)))
+        return ranks.draw(names, images, timesteps)
 
     with group.end, torch.inference_mode():
         return persist(group, ask)
@@ -92,7 +115,7 @@ WAYS: list[dict[str, Any]] = [
 
 def test_processes_give_the_bits_of_virtual_ranks(folder: Path) -> None:
     """In every mode and GroupNorm mode, four ranks with uneven shares, and three and two when the others have gone."""
-    model = load_denoiser(str(folder), "cpu", "float32")[1]
+    model = rank_models(folder).denoiser
     size = (34, 20) if hasattr(model, "conv_in") else (22, 12)
     rows = draw_rows(model, [size, size], num_each=2)
     with closing(process_ranks(folder, "4")) as group:
@@ -108,6 +131,9 @@ def test_processes_give_the_bits_of_virtual_ranks(folder: Path) -> None:
                 with closing(VirtualRanks(model, replace(options, ranks=f"virtual:{count}"))) as virtual:
                     for call, each in enumerate(found):
                         assert torch.equal(predict_together(virtual, rows, call), each)
+            found_whole = draw_together(group, rows)
+            with closing(VirtualRanks(model, ParallelOptions(f"virtual:{count}", shares=shares))) as virtual:
+                assert all(map(torch.equal, draw_together(virtual, rows), found_whole))
     assert not any(map(is_alive, processes))
 
 
@@ -117,7 +143,7 @@ def test_what_a_lost_rank_was_to_draw_is_drawn_by_the_others(
 ) -> None:
     """One is killed while it has nothing to do, then one that does not answer any more; what is left is plain."""
     folder = save_tiny(tmp_path / "model", tiny_sdxl())
-    model = load_denoiser(str(folder), "cpu", "float32")[1]
+    model = rank_models(folder).denoiser
     rows = draw_rows(model, [(20, 12)], num_each=2)
     wanted = torch.stack(run_plain(model, rows))
     with closing(process_ranks(folder, "3", mode=mode, warmup=0, timeout_s=2)) as ranks:
@@ -141,7 +167,7 @@ def test_what_a_lost_rank_was_to_draw_is_drawn_by_the_others(
 
 def test_a_rank_that_is_killed_in_a_call(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", tiny_sdxl())
-    model = load_denoiser(str(folder), "cpu", "float32")[1]
+    model = rank_models(folder).denoiser
     rows = draw_rows(model, [(256, 128)], num_each=2)
     wanted = torch.stack(run_plain(model, rows))
     with closing(process_ranks(folder, "4")) as ranks:
@@ -162,7 +188,7 @@ def test_a_rank_that_is_killed_in_a_call(tmp_path: Path) -> None:
 
 def test_what_fails_on_a_rank_is_told_and_the_group_stands_again(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", tiny_sdxl())
-    model = load_denoiser(str(folder), "cpu", "float32")[1]
+    model = rank_models(folder).denoiser
     rows = draw_rows(model, [(20, 12)], num_each=2)
 
     def ask_too_much(ranks: Ranks) -> Tensor:
@@ -182,12 +208,13 @@ def test_what_fails_on_a_rank_is_told_and_the_group_stands_again(tmp_path: Path)
 
 _RANK_0 = """
 import sys, time
-from patchedserve.serving.models.loading import load_denoiser
+from patchedserve.serving.models.loading import load_rank
 from patchedserve.serving.parallel.launch import ProcessRanks
 from patchedserve.serving.parallel.options import NormMode, NormOptions, ParallelOptions
+from patchedserve.serving.parallel.worker import RankSettings
 
-fingerprint, model = load_denoiser(sys.argv[1], "cpu", "float32")
-ranks = ProcessRanks(model, fingerprint, sys.argv[1], ParallelOptions("3"))
+models = load_rank(RankSettings(0, sys.argv[1], "cpu", "float32", 1, 60.0))
+ranks = ProcessRanks(models.denoiser, models.fingerprint, sys.argv[1], ParallelOptions("3"))
 print(*(process.pid for process in ranks.processes.values()), flush=True)
 time.sleep(600)
 """
@@ -206,19 +233,45 @@ def test_no_rank_outlives_rank_0(tmp_path: Path) -> None:
 
 def test_what_differs_is_named(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", tiny_sdxl())
-    fingerprint, model = load_denoiser(str(folder), "cpu", "float32")
+    models = rank_models(folder)
     with pytest.raises(UsageError, match=r"rank 1 has model \w+, but rank 0 has another"):
-        ProcessRanks(model, "another", str(folder), ParallelOptions("2"))
-    other = load_denoiser(str(save_tiny(tmp_path / "other", tiny_sd3())), "cpu", "float32")[1]
+        ProcessRanks(models.denoiser, "another", str(folder), ParallelOptions("2"))
+    other = rank_models(save_tiny(tmp_path / "other", tiny_sd3())).denoiser
     with pytest.raises(UsageError, match="rank 1 has class UNet2DConditionModel, but rank 0 has SD3Transformer2DModel"):
-        ProcessRanks(other, fingerprint, str(folder), ParallelOptions("2"))
+        ProcessRanks(other, models.fingerprint, str(folder), ParallelOptions("2"))
 
 
 def test_a_rank_that_does_not_come_up_is_told(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", tiny_sdxl())
-    fingerprint, model = load_denoiser(str(folder), "cpu", "float32")
+    models = rank_models(folder)
     with pytest.raises(RunError, match=r"rank 1: .*model_index\.json"):
-        ProcessRanks(model, fingerprint, str(tmp_path / "nowhere"), ParallelOptions("2"))
+        ProcessRanks(models.denoiser, models.fingerprint, str(tmp_path / "nowhere"), ParallelOptions("2"))
+
+
+def test_images_are_decoded_by_those_that_are_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = str(save_tiny(tmp_path / "model", tiny_sdxl()))
+    request = Request(0, "a hat", Resolution(48, 64), 2, guidance_scale=3.0)
+    parallel = ParallelOptions("3", decode="strips", may_use_fewer=True)
+    with closing(load_model(folder, "cpu", "float32", EngineOptions("parallel", parallel=parallel))) as model:
+        group = cast(ParallelStepper, model.stepper).group
+        assert isinstance(group, ProcessRanks)
+        latents = model.prepare(request).latents
+        with torch.inference_mode():
+            wanted = model.pipe.vae.decode(latents, return_dict=False)[0]
+        assert group.decoder is not None
+        for _ in range(2):
+            assert relative(group.decoder(latents), wanted) <= 1e-5
+        assert "Warning" not in capfd.readouterr().err
+        group.processes[2].kill()
+        assert relative(group.decoder(latents), wanted) <= 1e-5
+        # Whoever steps next finds out as well, and the two that are left decode together again.
+        assert group.decoder._end is None
+        assert model.stepper.step([model.prepare(request)]) == {}
+        assert list(group.processes) == [1]
+        assert group.decoder._end is not None
+        assert relative(group.decoder(latents), wanted) <= 1e-5
+        assert group.decoder._end is not None
+        assert "Warning: images are decoded by rank 0 until the ranks meet again: rank" in capfd.readouterr().err
 
 
 def test_ranks_of_torchrun(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import DDIMScheduler, DPMSolverMultistepScheduler, EulerAncestralDiscreteScheduler, HeunDiscreteScheduler
@@ -15,6 +16,7 @@ from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.parallel.group import GroupError, Message
 from patchedserve.serving.parallel.options import ParallelOptions
+from patchedserve.serving.parallel.plan import SizeTimes, Times
 from patchedserve.serving.parallel.stepper import ParallelStepper
 
 from ...support.joining import run_joining
@@ -70,6 +72,42 @@ def test_displaced_requests_are_near_and_exact_while_they_warm_up() -> None:
     assert 0 < error < 0.5 * float(torch.cat([each.flatten() for each in expected]).abs().max())
 
 
+@pytest.mark.parametrize("from_pixels", ["100000", str(LOW.pixels + 1)])
+@pytest.mark.parametrize(
+    ("make", "scheduler"),
+    [(tiny_sdxl, None), (tiny_sdxl, DPMSolverMultistepScheduler), (tiny_sdxl, HeunDiscreteScheduler), (tiny_sd3, None)],
+)
+def test_images_that_ranks_draw_whole_are_those_of_diffusers(make: Any, scheduler: Any, from_pixels: str) -> None:
+    """All of them, or the small ones beside large ones in strips; also with a scheduler that each request calls."""
+    model = served(make, 3, scheduler, from_pixels=from_pixels, cfg_split="off", may_use_fewer=True)
+    expected = [plain_latents(model.pipe, request) for request in REQUESTS]
+    assert largest_error(run(model), expected) <= 1e-3
+
+
+def test_each_step_is_divided_by_what_was_measured(tmp_path: Path) -> None:
+    model = served(tiny_sdxl, 2, from_pixels="auto", cfg_split="off")
+    expected = [plain_latents(model.pipe, request) for request in REQUESTS]
+    model.tune([LOW, HIGH], tmp_path)
+    stepper = model.stepper
+    assert isinstance(stepper, ParallelStepper)
+    assert set(stepper.facts()["gains"]) == {"32x64", "64x96"}
+    assert stepper.facts()["mode"] == "sync"
+    assert list(tmp_path.glob("strips-*.json"))
+    drawn: list[tuple[int, int]] = []
+    groups_of = stepper.groups_of
+
+    def watched(active: Any) -> Any:
+        groups = groups_of(active)
+        drawn.append((len(stepper._whole), len(active)))
+        return groups
+
+    stepper.groups_of = watched  # type: ignore[method-assign]
+    # Strips of large images pay where nothing else is there to do.
+    stepper._times = Times([SizeTimes(8, 4, 1, 10.0, 20.0), SizeTimes(12, 8, 1, 100.0, 55.0)])
+    assert largest_error(run(model), expected) <= 1e-3
+    assert {0 < whole < all_of_them for whole, all_of_them in drawn} == {True, False}
+
+
 def test_an_image_that_is_too_low_is_refused() -> None:
     model = served(tiny_sdxl, 3)
     with pytest.raises(UsageError, match="at most 2 can share them"):
@@ -100,4 +138,18 @@ def test_ranks_that_hide_nothing_wait_for_each_other() -> None:
     assert isinstance(model.stepper, ParallelStepper)
     assert model.stepper.facts()["mode"] == "sync"
     assert model.stepper.facts()["reason"] == "virtual ranks run one at a time"
+    model.close()
+
+
+@pytest.mark.parametrize("make", [tiny_sdxl, tiny_sd3])
+def test_images_are_decoded_by_all_ranks(make: Any) -> None:
+    model = served(make, 3, decode="strips")
+    latents = [plain_latents(model.pipe, request) for request in REQUESTS[:2]]
+    for each in latents:
+        own = np.asarray(model.decode(each[None]), dtype=int)
+        model._decode, before = (lambda scaled: model.pipe.vae.decode(scaled, return_dict=False)[0]), model._decode
+        whole = np.asarray(model.decode(each[None]), dtype=int)
+        model._decode = before
+        # Of 255: one call of the decoder differs by 1e-5, which may round otherwise.
+        assert np.abs(own - whole).max() <= 1
     model.close()

@@ -102,9 +102,10 @@ def test_an_image_that_is_too_low_is_refused() -> None:
 def test_smaller_images_are_drawn_by_fewer_ranks() -> None:
     model = sdxl_unet()
     rows = draw_rows(model, [(12, 16)], num_each=2)
-    options = ParallelOptions("virtual:4", may_use_fewer=True, from_pixels=64 * 8 * 16)
+    options = ParallelOptions("virtual:4", may_use_fewer=True, from_pixels=str(64 * 8 * 16))
     with closing(VirtualRanks(model, options)) as virtual, virtual.end:
-        assert [virtual.ranks.count_for(height, 16) for height in (7, 8, 12, 13)] == [1, 2, 3, 4]
+        assert [virtual.ranks.count_for(height, 16) for height in (4, 8, 12, 13)] == [1, 2, 3, 4]
+        assert [virtual.ranks.draws_whole(height, 16) for height in (7, 8)] == [True, False]
     assert error(predict(model, rows, 4, may_use_fewer=True), run_plain(model, rows)) <= EXACT
 
 

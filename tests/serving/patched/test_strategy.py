@@ -18,8 +18,9 @@ from patchedserve.serving.models.build import build_model
 from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.patched import leaves, tuning
 from patchedserve.serving.patched.patched_model import PatchedModel
-from patchedserve.serving.patched.stepper import PatchedStepper, _without_repeats
+from patchedserve.serving.patched.stepper import PatchedStepper
 from patchedserve.serving.patched.strategy import Point, StrategyTable
+from patchedserve.serving.patched.text import without_repeats
 from patchedserve.serving.patched.tuning import MEASURED_ROWS
 
 from ...support.tiny_models import tiny_sdxl
@@ -113,11 +114,11 @@ def test_equal_text_tokens_at_the_end_are_left_out_only_if_all_rows_have_them() 
     text = torch.randn(2, 6, 4)
     text[0, 2:] = 0
     text[1, 3:] = 7
-    shorter, repeats = _without_repeats(text)
+    shorter, repeats = without_repeats(text)
     assert repeats == 3
     assert torch.equal(shorter, text[:, :4])
     text[1, 5] = 8
-    shorter, repeats = _without_repeats(text)
+    shorter, repeats = without_repeats(text)
     assert (shorter.shape[1], repeats) == (6, 1)
 
 

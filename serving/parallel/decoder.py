@@ -1,0 +1,168 @@
+"""An autoencoder's decoder on strips of rows: every rank decodes the latents of its strip, exactly.
+
+Decoding has no steps, so that ranks always wait for each other. They have a group of their own for it, since it runs
+beside the denoise loop. What a rank needs of memory falls with the number of ranks.
+"""
+
+import sys
+import threading
+from collections.abc import Sequence
+
+import torch
+from diffusers import AutoencoderKL
+from torch import Tensor, nn
+
+from ...data.errors import UsageError
+from ..core.attention import FusedLinear, attend, heads_of
+from ..core.denoiser import copy_modules
+from ..core.swap import parent_of
+from .attention import keys_values_of_all
+from .context import Pass, StripContext, Team
+from .group import Communicator, GroupError, Message, VirtualEnd
+from .leaves import StripConv, StripGroupNorm
+from .processes import ProcessEnd
+from .strips import Strips
+
+_KNOWN = {
+    *("Decoder", "UNetMidBlock2D", "UpDecoderBlock2D", "ResnetBlock2D", "Upsample2D", "Attention", "ModuleList"),
+    *("Conv2d", "GroupNorm", "Linear", "SiLU", "Dropout", "Identity"),
+}
+
+
+class StripImageAttention(nn.Module):
+    """Self attention of pixels, with the norm before it and the sum behind it, as a decoder's middle has it."""
+
+    def __init__(self, attention: nn.Module, context: StripContext, factor: int) -> None:
+        super().__init__()
+        self.attention, self.context, self._factor = attention, context, factor
+        self.norm = StripGroupNorm(attention.group_norm, context, factor)  # type: ignore[arg-type]
+        self.qkv = FusedLinear(attention.to_q, attention.to_k, attention.to_v)  # type: ignore[arg-type]
+
+    def forward(self, hidden_states: Tensor, **unused: object) -> Tensor:
+        """[rows, channels, height, width] -> the same."""
+        attention = self.attention
+        tokens = self.norm(hidden_states).flatten(2).transpose(1, 2)
+        qkv = heads_of(self.qkv(tokens), 3, attention.heads)  # type: ignore[arg-type]
+        key, value = keys_values_of_all(self.context, self, qkv[:, :, 1:], self._factor).unbind(2)
+        out = attention.to_out[0](attend(qkv[:, :, 0], key, value, attention.scale).flatten(2))  # type: ignore[index,arg-type,operator]
+        return out.transpose(1, 2).reshape(hidden_states.shape) + hidden_states
+
+
+class StripDecoder:
+    """Decodes a strip of latents, together with the other ranks of a team. A team of one runs the unmodified model.
+
+    Args:
+        autoencoder: unmodified; it is not changed, and its weights are shared.
+
+    Attributes:
+        factor: by how much images are larger than latents.
+
+    Raises:
+        UsageError: if some part of it could look beyond a strip without our knowing.
+    """
+
+    def __init__(self, autoencoder: nn.Module) -> None:
+        if not isinstance(autoencoder, AutoencoderKL):
+            raise UsageError(f"{type(autoencoder).__name__} cannot be decoded in strips; try --parallel-decode whole")
+        self._plain, self._context = autoencoder, StripContext()
+        self._strip = copy_modules(autoencoder)
+        assert isinstance(self._strip, AutoencoderKL)
+        # Both would cut what is cut already.
+        self._strip.disable_tiling()
+        self._strip.disable_slicing()
+        self.factor = 2 ** (len(autoencoder.config["block_out_channels"]) - 1)
+        modules: dict[str, nn.Module] = dict(self._strip.decoder.named_modules())
+        for name, module in modules.items():
+            kind = type(module).__name__
+            if kind not in _KNOWN or (kind == "Attention" and not name.startswith("mid_block")):
+                raise UsageError(
+                    f"this autoencoder cannot be decoded in strips: module {name} ({kind}) is not known to work on "
+                    "parts of images; try --parallel-decode whole"
+                )
+        for name, module in modules.items():
+            if (leaf := self._leaf_of(name, module)) is not None:
+                parent, attribute = parent_of(modules, name)
+                setattr(parent, attribute, leaf)
+
+    def _leaf_of(self, name: str, module: nn.Module) -> nn.Module | None:
+        """What takes the place of a module."""
+        if isinstance(module, nn.Conv2d) and module.kernel_size != (1, 1):
+            return StripConv(module, self._context)
+        if isinstance(module, nn.GroupNorm) and not name.endswith(".group_norm"):
+            # Strips have the same share of an image at every level.
+            return StripGroupNorm(module, self._context, self.factor)
+        if type(module).__name__ == "Attention":
+            return StripImageAttention(module, self._context, self.factor)
+        return None
+
+    def strips(self, height: int, shares: Sequence[float]) -> Strips:
+        """Rows of the image by rank, for latents of this height. Raises UsageError: it is too low."""
+        rows = Strips.of(height, 1, shares)
+        return Strips(tuple(self.factor * start for start in rows.starts), self.factor)
+
+    @torch.inference_mode()
+    def decode_whole(self, latents: Tensor) -> Tensor:
+        """Latents [rows, channels, height, width], scaled as the autoencoder takes them -> images."""
+        return self._plain.decode(latents, return_dict=False)[0]  # type: ignore[arg-type]  any tensor of numbers
+
+    @torch.inference_mode()
+    def decode(self, call: Pass, latents: Tensor) -> Tensor:
+        """As `decode_whole`, the strip of this rank: [rows, 3, factor x its height, factor x width] of the image."""
+        if call.strips.count == 1:
+            return self.decode_whole(latents)
+        self._context.begin(call)
+        return self._strip.decode(latents, return_dict=False)[0]  # type: ignore[operator]
+
+
+class SharedDecoder:
+    """Rank 0's side of decoding: on all ranks while their group stands, else alone. Any thread may decode.
+
+    Args:
+        decoder: of this rank.
+        shares: of every rank in an image.
+    """
+
+    def __init__(self, decoder: StripDecoder, shares: Sequence[float]) -> None:
+        self._decoder, self._shares = decoder, shares
+        self._lock = threading.Lock()
+        self._end: ProcessEnd | VirtualEnd | None = None
+
+    def use(self, end: ProcessEnd | VirtualEnd | None) -> None:
+        """Decode with the ranks of this group from now on, or alone."""
+        with self._lock:
+            self._end = end
+
+    def __call__(self, latents: Tensor) -> Tensor:
+        """As `StripDecoder.decode_whole`."""
+        with self._lock:
+            if self._end is not None:
+                try:
+                    with self._end:
+                        return self._in_strips(self._end, latents)
+                except GroupError as error:
+                    # Whoever denoises notices as well, forms a group of those that are left, and hands its end here.
+                    self._end = None
+                    sys.stderr.write(f"Warning: images are decoded by rank 0 until the ranks meet again: {error}\n")
+        return self._decoder.decode_whole(latents)
+
+    def _in_strips(self, end: Communicator, latents: Tensor) -> Tensor:
+        height = latents.shape[2]
+        members = tuple(range(min(end.size, height)))
+        strips = self._decoder.strips(height, [self._shares[rank] for rank in members])
+        call = Pass(Team(end, members), strips, tuple((0, row) for row in range(len(latents))))
+        parts = latents.split([rows // self._decoder.factor for rows in strips.heights(1)], 2)
+        for rank in members[1:]:
+            end.tell(rank, Message("decode", call.to_facts(), {"latents": parts[rank].contiguous()}))
+        own = self._decoder.decode(call, parts[0])
+        return torch.cat([own, *(end.hear(rank).tensors["image"] for rank in members[1:])], 2)
+
+
+def follow_decoding(end: Communicator, decoder: StripDecoder) -> None:
+    """What a rank other than 0 does beside denoising, until its group ends. Raises GroupError."""
+    while True:
+        message = end.hear(0, is_idle=True)
+        if message.kind == "stop":
+            return
+        call = Pass.of_facts(message.facts, end, decoder.factor)
+        image = decoder.decode(call, message.tensors["latents"])
+        end.tell(0, Message("decoded", {}, {"image": image}))

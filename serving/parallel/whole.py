@@ -1,0 +1,64 @@
+"""What one rank draws whole beside the others: images of any sizes, in one batch of the patch engine."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..patched.patched_model import PatchedModel
+from ..patched.text import without_repeats
+from .exchange import RowName
+
+
+class WholeModel:
+    """A rank's denoising model for whole images.
+
+    Args:
+        model: unmodified; it is not changed, and its weights are shared.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        # Patches of this order need not divide the images that happen to meet here.
+        self._model = PatchedModel(model, order="image")
+        self._now: tuple[tuple[RowName, ...], dict[str, Any]] | None = None
+
+    def predict(
+        self,
+        rows: tuple[RowName, ...],
+        images: Sequence[Tensor],
+        timesteps: Tensor,
+        conditions_of: Callable[[tuple[RowName, ...]], dict[str, Any]],
+    ) -> list[Tensor]:
+        """Predict for latents [channels, height, width] of each row, sorted by size, each at its own timestep.
+
+        Args:
+            rows, images, timesteps: of the batch.
+            conditions_of: gives the conditions of rows as the model's forward names them; asked when rows change.
+        """
+        packing = self._model.pack([(image.shape[1], image.shape[2]) for image in images])
+        if self._now is None or self._now[0] != rows:
+            conditions, repeats = conditions_of(rows), 1
+            if not self._model.is_unet:
+                text, repeats = without_repeats(conditions["encoder_hidden_states"])
+                conditions = conditions | {"encoder_hidden_states": text}
+            self._model.begin(packing, repeats=repeats)
+            self._now = rows, conditions
+        predicted = self._model(packing.pack(images), timesteps, **self._now[1])
+        return [packing.unpack(predicted, row) for row in range(len(rows))]
+
+    def clear(self) -> None:
+        """Keep nothing of the last batch."""
+        self._now = None
+
+
+def stacked(images: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Images [channels, height, width] sorted by size -> those of a size in one tensor, by numbers."""
+    groups = [list(group) for _, group in groupby(images, key=lambda image: image.shape)]
+    return {str(number): torch.stack(group) for number, group in enumerate(groups)}
+
+
+def unstacked(tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """The inverse of `stacked`."""
+    return [image for number in range(len(tensors)) for image in tensors[str(number)]]
