@@ -3,9 +3,10 @@
     python tests/benchmarks/bench_http_simulated.py attainment [--rates 1,2,3,4,5] [--num-prompts 100]
     python tests/benchmarks/bench_http_simulated.py replicas [--num-prompts 200]
 
-Both take `--model` and `--output-file`. The simulator knows steps by a table that is profiled first with as many cores
-as an engine has (`psctl profile latency --quick`), and stages by the server's own answers. Wanted: the share of the
-requests in time within 5 points; a burst as long as on the simulator's two GPUs. Nothing else may run.
+Both take `--model` and `--output-file`. What the simulator knows of the engine is measured first, with as many cores as
+an engine has, in one process and without HTTP (`psctl bench slo --on both`): steps, stages, and how these slow each
+other down. Wanted: the share of the requests in time within 5 points; a burst as long as on the simulator's two GPUs.
+Nothing else may run.
 """
 
 import argparse
@@ -19,8 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
-
-import httpx
 
 from patchedserve.data.files import write_json
 from patchedserve.data.requests import Request
@@ -37,32 +36,22 @@ _SYSTEM = "patched-fcfs"
 _SERVER = ("--system", _SYSTEM, "--cache", "off", "--dtype", "auto", "--max-queue", "1000", "--max-queue-time", "3600")
 _SLO_SCALE = 5.0
 _ATTAINMENT_STEPS, _REPLICA_STEPS = 30, 10
-_PROBES = 6
+_CALIBRATED = 30
+"""Requests that the engine serves before, for the simulator to know it."""
 
 
-def profile(model: str, folder: Path, cores: int | None) -> None:
-    """Profile latencies to a workspace, on so many cores."""
+def calibrate(model: str, folder: Path, cores: int | None, rate: float) -> None:
+    """Measure the engine on so many cores at a rate, and keep in a workspace what the simulator needs to know."""
     env = dict(os.environ) if cores is None else {**os.environ, "OMP_NUM_THREADS": str(cores)}
-    command = [_PSCTL, "profile", "latency", "--quick", "--workspace", str(folder), "--model", model]
+    command = [_PSCTL, "bench", "slo", "--on", "both", "--systems", _SYSTEM, "--rates", str(rate)]
+    command += ["--num-prompts", str(_CALIBRATED), "--workspace", str(folder), "--model", model]
     subprocess.run(command, check=True, env=env)
 
 
-def stages_of(url: str, steps: int) -> dict[str, float]:
-    """Milliseconds that a server prepares and decodes, on the mean of some requests."""
-    body = {"prompt": "a lamp", "num_inference_steps": steps}
-    found = [
-        httpx.post(f"{url}/v1/images/generations", json=body, timeout=60).json()["metrics"] for _ in range(_PROBES)
-    ]
-    return {name: 1e3 * mean(each[name] for each in found) for name in ("prepare_s", "decode_s")}
-
-
-def simulated(
-    requests: Sequence[Request], stages: dict[str, float], model: str, folder: Path, num_gpus: int
-) -> dict[str, Any]:
+def simulated(requests: Sequence[Request], model: str, folder: Path, num_gpus: int) -> dict[str, Any]:
     """The summary of `psctl simulate` of the same requests."""
     save_trace(folder / "trace.jsonl", requests)
     command = [_PSCTL, "simulate", "--trace", str(folder / "trace.jsonl"), "--gpus", str(num_gpus), "--json"]
-    command += ["--prepare-ms", str(stages["prepare_s"]), "--postprocess-ms", str(stages["decode_s"])]
     # The simulator has no cache, unless it is given what one reuses.
     command += ["--system", _SYSTEM, "--workspace", str(folder), "--model", model]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
@@ -82,14 +71,13 @@ def summary_of(result: LoadResult) -> dict[str, float]:
 
 def attainment(model: str, rates: Sequence[float], num_prompts: int, folder: Path) -> dict[str, Any]:
     """Requests in time by rate, of both."""
-    profile(model, folder, None)
+    calibrate(model, folder, None, mean(rates))
     defaults = model_defaults(model)
     points = []
     with HttpServer(model, folder, *_SERVER, start_s=600) as server:
         settings = LoadSettings(f"{server.url}/v1")
         trace = TraceSettings(num_prompts=num_prompts, num_inference_steps=_ATTAINMENT_STEPS, request_rate=rates[0])
         alone_s = warm_up(shapes_of(draw_requests(trace, defaults)), settings, 3, None, lambda: None)
-        stages = stages_of(server.url, _ATTAINMENT_STEPS)
         for rate in rates:
             requests = [
                 replace(each, slo_s=_SLO_SCALE * alone_s[each.resolution, each.num_inference_steps])
@@ -97,7 +85,7 @@ def attainment(model: str, rates: Sequence[float], num_prompts: int, folder: Pat
             ]
             result = send_load(requests, settings)
             real = summary_of(result)
-            found = simulated(requests, stages, model, folder, 1)
+            found = simulated(requests, model, folder, 1)
             points.append({
                 "rate": rate,
                 "real": real,
@@ -108,24 +96,22 @@ def attainment(model: str, rates: Sequence[float], num_prompts: int, folder: Pat
             print(points[-1], file=sys.stderr, flush=True)
         assert server.stop() == 0
     alone = {str(resolution): seconds for (resolution, _), seconds in alone_s.items()}
-    return {"slo_scale": _SLO_SCALE, "alone_s": alone, "stages_ms": stages, "points": points}
+    return {"slo_scale": _SLO_SCALE, "alone_s": alone, "points": points}
 
 
 def replicas(model: str, num_prompts: int, folder: Path) -> dict[str, Any]:
     """A burst on two replicas of one core each, and on two simulated GPUs."""
-    profile(model, folder, 1)
+    calibrate(model, folder, 1, 1.0)
     trace = TraceSettings(num_prompts=num_prompts, num_inference_steps=_REPLICA_STEPS, request_rate=float("inf"))
     requests = draw_requests(trace, model_defaults(model))
     with HttpServer(model, folder, "--num-replicas", "2", *_SERVER, start_s=600) as server:
-        stages = stages_of(server.url, _REPLICA_STEPS)
         result = send_load(requests, LoadSettings(f"{server.url}/v1"))
         assert server.stop() == 0
     real = summary_of(result)
     del real["slo_attainment_rate"]
-    found = simulated(requests, stages, model, folder, 2)
+    found = simulated(requests, model, folder, 2)
     return {
         "codes": {str(code): count for code, count in result.codes.items()},
-        "stages_ms": stages,
         "real": real,
         "simulated": {name: found[name] for name in real},
         "ratio": {name: found[name] / real[name] for name in ("duration", "latency_mean")},
