@@ -1,10 +1,5 @@
-"""What a latency predictor has learned, and its file: safetensors arrays with JSON beside them.
+"""What a latency predictor has learned, and its file."""
 
-A checksum over both reveals a file that was edited; its own header, one that is cut off.
-"""
-
-import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -12,16 +7,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
-from ...data.errors import UsageError
-from ...data.files import write_bytes
 from ...data.resolution import Resolution, parse
 from ...data.run_facts import RunFacts
+from ..sealed import Sealed
 
 _VERSION = 2
-_ABOUT_KEY, _CHECKSUM_KEY = "psctl.latency_predictor", "psctl.sha256"
+_FILE = Sealed("psctl.latency_predictor", "a latency predictor", "psctl train-predictor latency")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +131,10 @@ class PredictorAbout:
 
 def write_predictor(path: str | Path, model: StepModel, about: PredictorAbout) -> None:
     """Write a predictor, atomically. Raises OSError."""
-    arrays = {"weights": np.ascontiguousarray(model.weights)}
+    arrays = {"weights": model.weights}
     if model.vectors is not None:
-        arrays |= {
-            item.name: np.ascontiguousarray(getattr(model.vectors, item.name)) for item in fields(SupportVectors)
-        }
-    text = json.dumps(about.to_json() | {"kind": model.kind}, allow_nan=False)
-    write_bytes(path, save(arrays, {_ABOUT_KEY: text, _CHECKSUM_KEY: _checksum(text, arrays)}))
+        arrays |= {item.name: getattr(model.vectors, item.name) for item in fields(SupportVectors)}
+    _FILE.write(path, arrays, about.to_json() | {"kind": model.kind})
 
 
 def read_predictor(path: Path) -> tuple[StepModel, PredictorAbout]:
@@ -153,38 +142,10 @@ def read_predictor(path: Path) -> tuple[StepModel, PredictorAbout]:
 
     Raises UsageError: the file cannot be read, is damaged, was edited, or is something else.
     """
+    arrays, content = _FILE.read(path)
     try:
-        with safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-            arrays: dict[str, np.ndarray] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        if isinstance(error, FileNotFoundError):
-            raise UsageError(f"{path}: there is no such file") from error
-        raise UsageError(f"{path}: cannot be read as a latency predictor ({_first_line(error)})") from error
-    text = metadata.get(_ABOUT_KEY)
-    if text is None:
-        raise UsageError(f"{path}: is not a latency predictor")
-    if metadata.get(_CHECKSUM_KEY) != _checksum(text, arrays):
-        raise UsageError(f"{path}: is damaged or was edited; fit it again: psctl train-predictor latency")
-    try:
-        # Of another version of psctl: what we wrote ourselves is whole, as its checksum says.
-        about = PredictorAbout.from_json(json.loads(text))
+        about = PredictorAbout.from_json(content)
         weights = arrays.pop("weights")
         return StepModel(weights, SupportVectors(**arrays) if arrays else None), about
     except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"{path}: is of another version of psctl ({_first_line(error)}); fit it again: "
-            "psctl train-predictor latency"
-        ) from error
-
-
-def _checksum(about: str, arrays: Mapping[str, np.ndarray]) -> str:
-    digest = hashlib.sha256(about.encode())
-    for name, array in sorted(arrays.items()):
-        digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
-        digest.update(array.tobytes())
-    return digest.hexdigest()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+        raise _FILE.of_another_version(path, error) from error
