@@ -27,7 +27,7 @@ from ..scheduling.scheduler import Scheduler
 from .collectors import Collector, InMemory
 from .preview import Preview
 from .run_result import RunResult
-from .side_stages import ImagePath, SideStages
+from .side_stages import ImagePath, OnImage, SideStages
 from .watch import Watch
 
 
@@ -42,6 +42,8 @@ class Engine:
         on_finish: called with each record when it has become final, from the collector's thread.
         on_step: called after each denoising iteration, likewise. An error of either ends nothing
             (`callback_failures`), while one of the collector ends the run: what it was to keep would be lost.
+        on_image: called with each image before its record closes, in the thread that decodes; an error fails the
+            request.
         preview: draws the partial images of those who watch, as soon as it can; None: they are decoded.
 
     Attributes:
@@ -63,6 +65,7 @@ class Engine:
         image_path: ImagePath | None = None,
         on_finish: Callable[[RequestRecord], None] | None = None,
         on_step: Callable[[StepRow], None] | None = None,
+        on_image: OnImage | None = None,
         preview: Preview | None = None,
     ) -> None:
         self._model = model
@@ -84,6 +87,7 @@ class Engine:
             self.now_s,
             image_path=image_path,
             on_finish=on_finish,
+            on_image=on_image,
             preview=preview,
         )
         # Guards the scheduler, the open requests and the fields below.
@@ -106,6 +110,18 @@ class Engine:
     def num_waiting(self) -> int:
         """Requests that are not in the batch yet."""
         return self._scheduler.num_waiting
+
+    @property
+    def max_batch_size(self) -> int:
+        """Largest number of requests in the batch; it may be changed at any time, but for those that are there."""
+        return self._scheduler.max_batch_size
+
+    @max_batch_size.setter
+    def max_batch_size(self, size: int) -> None:
+        with self._changed:
+            self._scheduler.max_batch_size = size
+            self._stages.prepare_next()
+            self._changed.notify_all()
 
     @property
     def pixel_steps(self) -> int:
@@ -172,6 +188,15 @@ class Engine:
                 self._cancelled.append((state, reason))
                 self._changed.notify_all()
         return state is not None
+
+    def take_back(self) -> list[Request]:
+        """Give up all requests that wait for the batch, of which nobody is told any more; any thread may."""
+        with self._changed:
+            requests = self._scheduler.take_back()
+            for request in requests:
+                self._stages.forget(request.request_id)
+            self._changed.notify_all()
+        return requests
 
     def abort(self) -> None:
         """End the run before the next step, from any thread: all requests that are open then are "cancelled"."""

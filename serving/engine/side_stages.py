@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _LAG_S = 0.05
 ImagePath = Callable[[Request], Path | None]
+OnImage = Callable[[Request, "Image"], None]
 Peek = Callable[[PreparedRequest], torch.Tensor | None]
 """`core.stepper.Stepper.peek`."""
 
@@ -59,6 +60,7 @@ class SideStages:
         *,
         image_path: ImagePath | None,
         on_finish: Callable[[RequestRecord], None] | None,
+        on_image: OnImage | None,
         preview: Preview | None,
     ) -> None:
         self.changed = threading.Condition()
@@ -73,6 +75,7 @@ class SideStages:
         self._now_s = now_s
         self._image_path = image_path
         self._on_finish = on_finish
+        self._on_image = on_image
         self._preview = preview
         self._is_running = False
         self._prepare = StageThread("psctl-prepare", self._prepare_one, device=model.device, on_error=self._wake)
@@ -138,6 +141,12 @@ class SideStages:
         with self.changed:
             self.prepared.pop(state.request.request_id, None)
         self.collect(partial(self._tell, state, image, latents))
+
+    def forget(self, request_id: int) -> None:
+        """Let go of a request that was given up, of which the collector is not told. The lock is held."""
+        del self.open[request_id]
+        self.prepared.pop(request_id, None)
+        self.watches.pop(request_id, None)
 
     def show_progress(self, batch: Sequence[PreparedRequest], peek: Peek) -> None:
         """Tell those who watch requests of a batch that has taken a step, and have their partial images drawn."""
@@ -239,6 +248,8 @@ class SideStages:
             image = self._model.decode(latents)
             if self._preview is not None:
                 self.call(partial(self._preview.learn, latents, image))
+            if self._on_image is not None:
+                self._on_image(request, image)
             path = None if self._image_path is None else self._image_path(request)
             if path is not None:
                 with atomic_write(path) as temporary:

@@ -84,7 +84,7 @@ class Scheduler:
         self._learner = predictor if isinstance(predictor, LearningPredictor) else None
         self._end_learner = predictor if isinstance(predictor, EndPredictor) else None
         self._max_batch_size = max_batch_size
-        self._max_ahead = max_prepared_ahead or 2 * max_batch_size
+        self._given_ahead, self._max_ahead = max_prepared_ahead, max_prepared_ahead or 2 * max_batch_size
         self._on_decision = on_decision
         self._open: dict[int, RequestState] = {}
         self._waiting = WaitingQueue()
@@ -102,6 +102,19 @@ class Scheduler:
         self._batch_pixels = self._next_leave = 0
         self._preparing: RequestState | None = None
         self._has_news = False
+
+    @property
+    def max_batch_size(self) -> int:
+        """Largest number of requests that are active or joining; it may be changed between steps, but for those that
+        are there already.
+        """
+        return self._max_batch_size
+
+    @max_batch_size.setter
+    def max_batch_size(self, size: int) -> None:
+        require_counts({"max batch size": size})
+        self._max_batch_size, self._max_ahead = size, self._given_ahead or 2 * size
+        self._has_news = True
 
     @property
     def active(self) -> Sequence[RequestState]:
@@ -143,6 +156,14 @@ class Scheduler:
         self.pixel_steps += request.resolution.pixels * state.num_iterations
         self._has_news = True
         return state
+
+    def take_back(self) -> list[Request]:
+        """Give up all requests that wait; their records stay pending and are not kept. Who joins or is active stays."""
+        states = [state for state in self._open.values() if state.stage == "waiting"]
+        for state in states:
+            del self._open[state.request.request_id]
+            self._leave(state)
+        return [state.request for state in states]
 
     def next_to_prepare(self, now_s: float) -> RequestState | None:
         """Start to prepare a request: the one to prepare from now on; None if one is being prepared or none is due."""
@@ -211,8 +232,10 @@ class Scheduler:
         self._ready.clear()
         if not self._waiting:
             return ()
-        policy, max_batch_size = self._policy, self._max_batch_size
+        policy = self._policy
         admitted = [*self._active, *self._joining.values()] if self._joining else self._active
+        # Where it has become smaller meanwhile, those who are there stay.
+        max_batch_size = max(self._max_batch_size, len(admitted))
         views = ActiveViews(admitted, self.num_steps)
         start = time.perf_counter()
         given = now_s, self._waiting, views, max_batch_size, self._predictor

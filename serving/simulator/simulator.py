@@ -97,7 +97,7 @@ def simulate(
         latency, num_workers = MemoisedLatency(DistriFusionLatency(predictor, num_gpus, speedups)), 1
         told = DistriFusionLatency(durations.steps.told, num_gpus, speedups)
         durations = replace(durations, steps=ProfiledSteps(told))
-    clock = SimulationClock(durations, times or StageTimes(), on_finish)
+    clock = SimulationClock(on_finish)
     workers = [
         SimulatedWorker(
             index,
@@ -109,6 +109,8 @@ def simulate(
                 max_prepared_ahead=max_prepared_ahead,
                 on_decision=clock.note_decision,
             ),
+            durations,
+            times or StageTimes(),
             keep_steps=keep_steps and index == 0,
         )
         for index in range(num_workers)

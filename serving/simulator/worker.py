@@ -22,14 +22,12 @@ BETWEEN = 3
 
 @dataclass(slots=True)
 class SimulationClock:
-    """The events to come, and what all workers share: the arguments of `simulate` and parts of its result.
+    """The events to come, and what all workers have done: parts of the result of `simulate`.
 
     `events` is a heap of (time, what ends, index of the worker, number of the event). At equal times all of them happen
     before the workers continue.
     """
 
-    durations: StepDurations
-    times: StageTimes
     on_finish: Callable[[RequestRecord], None] | None
     events: list[tuple[float, int, int, int]] = field(default_factory=list)
     records: list[RequestRecord] = field(default_factory=list)
@@ -72,16 +70,31 @@ class _Work:
 class SimulatedWorker:
     """One GPU with its three stages; all GPUs where one request runs on all of them.
 
-    Attributes:
+    Args:
         index: its number, from 0.
-        scheduler: its own; the clock is shared.
+        clock: shared by all workers.
+        scheduler: its own.
+        durations, times: of its steps and of the other stages.
+        keep_steps: whether `rows` are kept.
+
+    Attributes:
+        index, scheduler: as given.
         rows: of its steps, if they are kept.
         busy_s: seconds of denoising.
     """
 
-    def __init__(self, index: int, clock: SimulationClock, scheduler: Scheduler, *, keep_steps: bool) -> None:
-        self.index = index
-        self.scheduler = scheduler
+    def __init__(
+        self,
+        index: int,
+        clock: SimulationClock,
+        scheduler: Scheduler,
+        durations: StepDurations,
+        times: StageTimes,
+        *,
+        keep_steps: bool = False,
+    ) -> None:
+        self.index, self.scheduler = index, scheduler
+        self._durations, self._times = durations, times
         self.rows: list[StepRow] = []
         self.busy_s = 0.0
         self._clock = clock
@@ -92,6 +105,11 @@ class SimulatedWorker:
         self._ran: list[Resolution] = []
         # Denoised requests that are not decoded yet, in order; the first is being decoded.
         self._decoding: dict[int, RequestState] = {}
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to do: no request waits, is prepared, denoised or decoded."""
+        return self.scheduler.is_idle and not self._decoding and not any(self._works)
 
     def arrive(self, request: Request, standalone_s: float | None, now_s: float) -> None:
         """A request was sent here."""
@@ -132,12 +150,12 @@ class SimulatedWorker:
             self._num_waiting = scheduler.num_waiting
             ran = self._ran = self._computed()
             is_reusing = len(ran) < len(scheduler.batch)
-            work_s = clock.durations.undisturbed_s(ran, scheduler.changed, is_reusing=is_reusing)
+            work_s = self._durations.undisturbed_s(ran, scheduler.changed, is_reusing=is_reusing)
             self._begin(STEP, -1, work_s, now_s)
 
     def _computed(self) -> list[Resolution]:
         """The resolutions of the active requests that the model runs for in the next step, sorted."""
-        reuse, scheduler = self._clock.durations.reuse, self.scheduler
+        reuse, scheduler = self._durations.reuse, self.scheduler
         if reuse is None:
             return scheduler.batch
         done = scheduler.num_steps
@@ -158,20 +176,20 @@ class SimulatedWorker:
         for state in scheduler.stepped(now_s, work.duration_s):
             self._decoding[state.request.request_id] = state
         self._decode_next(now_s)
-        if clock.durations.between_s:
+        if self._durations.between_s:
             self._is_between = True
-            clock.push(now_s + clock.durations.between_s, BETWEEN, self.index)
+            clock.push(now_s + self._durations.between_s, BETWEEN, self.index)
 
     def _prepare_next(self, now_s: float) -> None:
         state = self.scheduler.next_to_prepare(now_s)
         if state is not None:
             request = state.request
-            self._begin(PREPARE, request.request_id, self._clock.times.prepare_of(request.resolution), now_s)
+            self._begin(PREPARE, request.request_id, self._times.prepare_of(request.resolution), now_s)
 
     def _decode_next(self, now_s: float) -> None:
         if self._decoding and self._works[DECODE] is None:
             request_id, state = next(iter(self._decoding.items()))
-            self._begin(DECODE, request_id, self._clock.times.postprocess_of(state.request.resolution), now_s)
+            self._begin(DECODE, request_id, self._times.postprocess_of(state.request.resolution), now_s)
 
     def _begin(self, stage: int, request_id: int, work_s: float, now_s: float) -> None:
         """Let a stage work for what takes it `work_s` seconds alone."""
@@ -181,12 +199,12 @@ class SimulatedWorker:
 
     def _share(self, now_s: float) -> None:
         """Share the processor anew: the stages that work now are not those that did."""
-        if self._clock.durations.slowdown == UNDISTURBED:
+        if self._durations.slowdown == UNDISTURBED:
             return
         for stage, work in enumerate(self._works):
             if work is None:
                 continue
-            factor, slowdown = 1.0, self._clock.durations.slowdown[stage]
+            factor, slowdown = 1.0, self._durations.slowdown[stage]
             for other, beside in enumerate(self._works):
                 if beside is not None and other != stage:
                     factor += slowdown[other]

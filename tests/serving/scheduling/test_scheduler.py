@@ -391,3 +391,47 @@ def test_the_integrity_check_finds_damage(damage: str) -> None:
     DAMAGE[damage](scheduler)
     with pytest.raises(AssertionError):
         check_scheduler(scheduler)
+
+
+def test_a_smaller_batch_lets_those_stay_who_are_there() -> None:
+    scheduler = Scheduler(get_policy("continuous"), max_batch_size=4)
+    for number in range(6):
+        scheduler.add(Request(number, "", Resolution(64, 64), 2))
+    scheduler.decide(0.0)
+    while (state := scheduler.next_to_prepare(0.0)) is not None:
+        scheduler.prepared(state.request.request_id, 0.0)
+    scheduler.decide(0.0)
+    assert len(scheduler.active) == 4
+    scheduler.max_batch_size = 2
+    scheduler.decide(0.1)
+    assert len(scheduler.active) == 4
+    scheduler.stepped(1.0, 1.0, {})
+    assert len(scheduler.stepped(2.0, 1.0, {})) == 4
+    scheduler.decide(2.0)
+    assert len(scheduler.active) == 2
+    with pytest.raises(UsageError, match="max batch size"):
+        scheduler.max_batch_size = 0
+
+
+def test_what_waits_can_be_taken_back() -> None:
+    scheduler = Scheduler(get_policy("fcfs"), max_batch_size=1)
+    for number in range(3):
+        scheduler.add(Request(number, "", Resolution(64, 64), 2))
+    first = scheduler.next_to_prepare(0.0)
+    assert first is not None
+    scheduler.prepared(first.request.request_id, 0.0)
+    scheduler.decide(0.0)
+    being_prepared = scheduler.next_to_prepare(0.0)
+    assert being_prepared is not None
+    assert [request.request_id for request in scheduler.take_back()] == [1, 2]
+    # What is prepared for nobody is of no use; the ids are free again.
+    assert scheduler.prepared(being_prepared.request.request_id, 0.1) is None
+    assert scheduler.num_waiting == 0
+    assert scheduler.pixel_steps == 2 * 64 * 64
+    scheduler.add(Request(1, "", Resolution(64, 64), 2))
+    scheduler.stepped(1.0, 1.0, {})
+    scheduler.stepped(2.0, 1.0, {})
+    scheduler.end(0, "completed", 2.5)
+    assert not scheduler.is_idle
+    scheduler.take_back()
+    assert scheduler.is_idle
