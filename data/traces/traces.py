@@ -17,9 +17,10 @@ from ..errors import UsageError
 from ..requests import Request
 from ..resolution import Resolution
 from .arrivals import diurnal_arrivals, gamma_arrivals, scaled_arrivals
+from .curves import Curve
 from .draws import RequestDraws, TraceDefaults
 
-TraceKind = Literal["poisson", "gamma", "diurnal", "azure"]
+TraceKind = Literal["poisson", "gamma", "diurnal", "shape", "azure"]
 TRACE_KINDS: tuple[str, ...] = get_args(TraceKind)
 
 
@@ -29,7 +30,8 @@ class TraceConfig:
 
     Attributes:
         kind: "poisson" (exponential gaps), "gamma" (gaps whose coefficient of variation is `cv`), "diurnal" (a Poisson
-            process whose rate swings, see `arrivals.diurnal_arrivals`) or "azure" (recorded arrivals, scaled).
+            process whose rate swings, see `arrivals.diurnal_arrivals`), "shape" (one whose rate follows a curve) or
+            "azure" (recorded arrivals, scaled).
         request_rate: mean number of arrivals per second; infinity: all arrive at 0.
         num_prompts: number of requests, or None.
         duration_s: no request arrives later than this, or None. With both, whichever ends first; one is needed.
@@ -40,6 +42,7 @@ class TraceConfig:
         period_s: length of a diurnal trace's day in seconds.
         arrivals_s: the recorded arrivals of an azure trace in seconds, in order. The first `num_prompts` of them are
             scaled to the rate, with their shape kept.
+        curve: of a shape trace, over its whole time, in requests a second: it alone says the rate.
 
     Raises:
         UsageError: a field is out of its range, or fields do not fit each other.
@@ -59,6 +62,7 @@ class TraceConfig:
     amplitude: float = 0.8
     period_s: float = 600.0
     arrivals_s: tuple[float, ...] = ()
+    curve: Curve | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in TRACE_KINDS:
@@ -69,7 +73,7 @@ class TraceConfig:
         if self.duration_s is not None and not 0 < self.duration_s < math.inf:
             raise UsageError(f"duration is {self.duration_s:g} s, but it must be more than 0 and finite")
         is_endless = self.duration_s is None or math.isinf(self.request_rate)
-        if self.num_prompts is None and is_endless and self.kind != "azure":
+        if self.num_prompts is None and is_endless and self.kind not in ("azure", "shape"):
             raise UsageError("the trace never ends: give a number of prompts, or a duration and a finite rate")
         if not 0 < self.cv < math.inf:
             raise UsageError(f"cv is {self.cv:g}, but it must be more than 0 and finite")
@@ -84,6 +88,8 @@ class TraceConfig:
             raise UsageError("request rate is inf, but a diurnal trace needs a finite one")
         if self.kind == "azure" and not self.arrivals_s:
             raise UsageError("an azure trace needs recorded arrivals, but there are none: name their file (CSV)")
+        if self.kind == "shape" and self.curve is None:
+            raise UsageError("a shape trace needs a curve of rates, but there is none")
         self.draws(prompts=["checked only"])
 
     def draws(self, prompts: Sequence[str]) -> RequestDraws:
@@ -116,6 +122,8 @@ def _arrivals(config: TraceConfig) -> Iterable[float]:
     if config.kind == "azure":
         return scaled_arrivals(config.arrivals_s[: config.num_prompts], config.request_rate)
     rng = np.random.default_rng(config.seed)
+    if config.curve is not None:
+        return config.curve.arrivals(rng)
     if config.kind == "diurnal":
         return diurnal_arrivals(rng, config.request_rate, config.amplitude, config.period_s)
     return gamma_arrivals(rng, config.request_rate, config.cv)

@@ -11,6 +11,7 @@ from ...data.resolution import parse_list
 from ...serving.models.defaults import ModelDefaults
 
 if TYPE_CHECKING:
+    from ...data.traces.curves import Curve
     from ...data.traces.traces import TraceKind
 
 _DEFAULT_NUM_PROMPTS = 32
@@ -39,6 +40,8 @@ class TraceSettings:
         from_zero: whether a file's first request is moved to 0, for files stamped with clock time.
         amplitude, period_s: how a diurnal trace swings (`TraceConfig`).
         arrivals: CSV file of the recorded arrivals of an azure trace.
+        curve: CSV file of the rate of a shape trace over time; None for the one in the box.
+        rate_range: its least and its greatest rate, as "1:8"; its length is `duration_s`.
     """
 
     trace: str = "poisson"
@@ -56,11 +59,13 @@ class TraceSettings:
     amplitude: float | None = None
     period_s: float | None = None
     arrivals: Path | None = None
+    curve: Path | None = None
+    rate_range: str | None = None
 
     def to_config(self) -> dict[str, Any]:
         """What was asked for, by the names of the options, as JSON: for summaries and reports."""
         given = {name.removesuffix("_s"): value for name, value in asdict(self).items() if name != "from_zero"}
-        given |= {name: str(given[name]) for name in ("arrivals", "prompts") if given[name] is not None}
+        given |= {name: str(given[name]) for name in ("arrivals", "prompts", "curve") if given[name] is not None}
         # Infinity is no number in JSON.
         return given | {"request_rate": self.request_rate if math.isfinite(self.request_rate) else "inf"}
 
@@ -86,6 +91,8 @@ def draw_requests(settings: TraceSettings, defaults: ModelDefaults) -> list[Requ
         ("--amplitude", settings.amplitude, "diurnal"),
         ("--period", settings.period_s, "diurnal"),
         ("--arrivals", settings.arrivals, "azure"),
+        ("--curve", settings.curve, "shape"),
+        ("--rate-range", settings.rate_range, "shape"),
     ):
         if value is not None and settings.trace != wanted:
             raise UsageError(f"{option} is {value}, but it belongs to --trace {wanted}, not {settings.trace}")
@@ -111,9 +118,24 @@ def draw_requests(settings: TraceSettings, defaults: ModelDefaults) -> list[Requ
         guidance_scale=scale,
         seed=settings.seed,
         arrivals_s=() if settings.arrivals is None else read_arrivals(settings.arrivals),
+        curve=_curve(settings) if kind == "shape" else None,
         **{name: value for name, value in swing.items() if value is not None},
     )
     return traces.generate_trace(config, prompts)
+
+
+def _curve(settings: TraceSettings) -> "Curve":
+    from ...data.traces.curves import Curve
+
+    if settings.duration_s is None or settings.rate_range is None:
+        raise UsageError("a shape trace needs its least and greatest rate, as --rate-range 1:8, and its --duration")
+    ends = settings.rate_range.split(":")
+    try:
+        low, high = map(float, ends)
+    except ValueError as error:
+        raise UsageError(f"--rate-range is {settings.rate_range!r}, but it must be two rates, as 1:8") from error
+    curve = Curve.in_the_box() if settings.curve is None else Curve.read(settings.curve)
+    return curve.scaled(low, high, settings.duration_s)
 
 
 def check_slo_scale(slo_scale: float) -> None:

@@ -135,6 +135,8 @@ def bench_slo(
     if policies is not None:
         systems = systems_of_policies(policies, out)
     _check_side(context, on)
+    if trace.trace == "shape":
+        raise UsageError("--trace shape has rates of its own, but bench slo asks for --rates: give another trace")
     is_simulated = on == "simulator"
     num_prompts = trace.num_prompts
     if num_prompts is None and trace.duration_s is None and trace.trace != "azure":

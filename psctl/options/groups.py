@@ -182,13 +182,17 @@ TRACE = Flags(
         "trace": flag(
             "--trace",
             "Random or recorded arrivals, or a file (JSONL, CSV, Request(...) lines).",
-            metavar="poisson|gamma|diurnal|azure|FILE",
+            metavar="poisson|gamma|diurnal|shape|azure|FILE",
         ),
         "request_rate": flag("--request-rate", "Mean arrivals per second of a random trace; inf: all at once."),
         "cv": flag("--cv", "Coefficient of variation of the gaps, with --trace gamma. Default: 2."),
         "amplitude": flag("--amplitude", "Swing of the rate, with --trace diurnal, 0 to 1. Default: 0.8."),
         "period_s": flag("--period", "Length of the day, with --trace diurnal. Default: 600.", metavar="SECONDS"),
         "arrivals": flag("--arrivals", "CSV of recorded arrivals, with --trace azure (arrived_at or TIMESTAMP)."),
+        "curve": flag("--curve", "CSV of the rate over time (time_s, rate), with --trace shape. Default: a day."),
+        "rate_range": flag(
+            "--rate-range", "Least and greatest rate, with --trace shape, over --duration.", metavar="MIN:MAX"
+        ),
         "num_prompts": flag("--num-prompts", "Number of requests. Default: 32, or with --duration or a file all."),
         "duration_s": flag("--duration", "Seconds in which requests arrive.", metavar="SECONDS"),
         "resolutions": _RESOLUTIONS,
