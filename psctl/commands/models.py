@@ -119,7 +119,7 @@ def models_card(
 def models_train(
     *,
     part: Annotated[
-        Literal["text", "autoencoder", "emoji-clip", "emoji-xl", "emoji-3", "all"],
+        Literal["text", "autoencoder", "emoji-clip", "emoji-xl", "emoji-3", "emoji-xl-turbo", "all"],
         typer.Argument(help="What to train; later parts need text and autoencoder."),
     ],
     steps: Annotated[
@@ -141,7 +141,8 @@ def models_train(
     """Train a part of the bundled models; an interrupted training continues where it stopped.
 
     Checkpoints lie in WORKSPACE/training/PART. To train a finished part longer, give more steps: training continues
-    from before the learning rate fell. The order is text, autoencoder, emoji-clip, emoji-xl, emoji-3.
+    from before the learning rate fell. The order is text, autoencoder, emoji-clip, emoji-xl, emoji-3, emoji-xl-turbo,
+    which is distilled from emoji-xl in stages of --steps each.
 
     Examples:
 

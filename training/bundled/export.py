@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ def export_emoji_xl(
     vae: AutoencoderKL,
     tokenizer: CLIPTokenizer,
     encoders: list[CLIPTextModelWithProjection],
+    defaults: Mapping[str, object] = {"num_inference_steps": 30, "guidance_scale": 4.0},
 ) -> None:
     """Write a directory that `StableDiffusionXLPipeline.from_pretrained` loads.
 
@@ -52,6 +53,7 @@ def export_emoji_xl(
         folder: replaced as a whole once everything is written, but for the files of its model card, which stay;
             the checksums in the folder above are renewed.
         encoders: the narrow and the wide text encoder, in this order.
+        defaults: what suits the model.
     """
     first = CLIPTextModel(encoders[0].config)
     first.load_state_dict(encoders[0].text_model.state_dict())
@@ -68,7 +70,12 @@ def export_emoji_xl(
         force_zeros_for_empty_prompt=True,
         add_watermarker=False,
     )
-    _save(pipe, folder, {"num_inference_steps": 30, "guidance_scale": 4.0, "resolutions": SERVED_SIZES})
+    _save(pipe, folder, {**defaults, "resolutions": SERVED_SIZES})
+
+
+def export_emoji_xl_turbo(folder: Path, *parts: Any) -> None:
+    """As `export_emoji_xl`, of the distilled model: few steps, and guidance baked in."""
+    export_emoji_xl(folder, *parts, defaults={"num_inference_steps": 2, "guidance_scale": 1.0})
 
 
 def export_emoji_3(

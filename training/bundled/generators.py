@@ -25,6 +25,7 @@ BATCH_PIXELS = 12288
 ZERO_TOKENS = 256  # diffusers' default max_sequence_length when SD3 has no T5
 BETAS = {"beta_start": 0.00085, "beta_end": 0.02, "beta_schedule": "scaled_linear"}
 FLOW_SHIFT = 1.5
+OPTIM = OptimConfig(muon_lr=2e-3, adam_lr=1.5e-3)
 OUTER_LAYERS = (
     "conv_in.",
     "conv_out.",
@@ -188,6 +189,7 @@ def train_generator(
     on_step: OnStep = ignore_step,
     *,
     batch_pixels: int = BATCH_PIXELS,
+    optim: OptimConfig = OPTIM,
 ) -> nn.Module:
     """Train on cached latents; returns the model with averaged weights.
 
@@ -205,7 +207,6 @@ def train_generator(
             loss = objective.loss(latents.to(device), captions, latent_set.resolution, rng)
         return loss, {f"loss_{latent_set.resolution}": float(loss.detach())}
 
-    optim = OptimConfig(muon_lr=2e-3, adam_lr=1.5e-3)
     train(objective.model, task, device, loss_of, on_step, is_excluded=_is_outer, ema_decay=0.9985, optim=optim)
     return objective.model
 

@@ -2,6 +2,7 @@
 
     text -> autoencoder -> emoji-clip          (the judge: needs only the tokenizer)
                         -> emoji-xl, emoji-3   (need text and autoencoder)
+                           emoji-xl -> emoji-xl-turbo
 
 Every part has a folder of its own with its checkpoints and its finished model, and is started again where it stopped.
 """
@@ -21,14 +22,15 @@ from ...data.files import sha256_of
 from ...data.resolution import Resolution
 from .autoencoder import train_autoencoder
 from .continuation import WEIGHT_FILES, adopt_parts, save_part
-from .export import export_emoji_3, export_emoji_clip, export_emoji_xl
+from .distill import distill
+from .export import export_emoji_3, export_emoji_clip, export_emoji_xl, export_emoji_xl_turbo
 from .generators import TextTower, TransformerObjective, UNetObjective, train_generator
 from .judge import SOURCES, draw_judge_pool, train_judge
 from .latents import TRAINING_SIZES, draw_pool, load_or_encode
 from .loop import OnStep, Task, ignore_step
 from .text import new_text_encoder, train_text_encoder, train_tokenizer
 
-Part = Literal["text", "autoencoder", "emoji-clip", "emoji-xl", "emoji-3"]
+Part = Literal["text", "autoencoder", "emoji-clip", "emoji-xl", "emoji-3", "emoji-xl-turbo"]
 PARTS: tuple[Part, ...] = get_args(Part)
 DEFAULT_STEPS: dict[Part, int] = {
     "text": 1200,
@@ -36,9 +38,11 @@ DEFAULT_STEPS: dict[Part, int] = {
     "emoji-clip": 3360,
     "emoji-xl": 8900,
     "emoji-3": 11500,
+    "emoji-xl-turbo": 900,
 }
-"""What the shipped weights took. The last three took it in several runs: 560, 3300 and 3300 steps, then the rest with
-`--from-models --seed 1`; the last 1800 steps of the judge and the last 7000 of emoji-3 with `--seed 2`."""
+"""What the shipped weights took. The three models took it in several runs: 560, 3300 and 3300 steps, then the rest
+with `--from-models --seed 1`; the last 1800 steps of the judge and the last 7000 of emoji-3 with `--seed 2`. Those of
+emoji-xl-turbo are of each of its stages."""
 
 TEXT_ENCODERS = {"small": (64, 2, 1), "large": (96, 3, 2)}
 """Width, number of layers and seed of the two text encoders."""
@@ -95,7 +99,10 @@ def train_part(
     """
     length = steps or DEFAULT_STEPS[part]
     initial_weights = None
-    if from_models is not None:
+    teacher = (from_models or models_dir) / "emoji-xl" / WEIGHT_FILES["emoji-xl"]
+    if from_models is not None and part == "emoji-xl-turbo":
+        adopt_parts(from_models, root)
+    elif from_models is not None:
         if part not in WEIGHT_FILES:
             raise UsageError(f"--from-models continues {', '.join(WEIGHT_FILES)}; {part} is trained from the start")
         adopt_parts(from_models, root)
@@ -114,7 +121,8 @@ def train_part(
         model = train_judge(pool, tokenizer, task, device, report.on_step)
         export_emoji_clip(models_dir / part, model.cpu(), tokenizer)
         return models_dir / part
-    return _train_generator(part, root, models_dir, device, length, seed, report, initial_weights)
+    task = Task(root / part, length, seed, initial_weights)
+    return _train_generator(part, root, models_dir, device, task, report, teacher)
 
 
 def _train_text(folder: Path, device: torch.device, steps: int, seed: int, report: Reporter) -> Path:
@@ -145,10 +153,9 @@ def _train_generator(
     root: Path,
     models_dir: Path,
     device: torch.device,
-    steps: int,
-    seed: int,
+    task: Task,
     report: Reporter,
-    initial_weights: Path | None,
+    teacher: Path,
 ) -> Path:
     tokenizer = _load_tokenizer(root)
     encoders = [_load(CLIPTextModelWithProjection, root / "text" / f"{name}-model") for name in TEXT_ENCODERS]
@@ -157,19 +164,21 @@ def _train_generator(
     digest = sha256_of(vae_folder / "diffusion_pytorch_model.safetensors")
 
     report.on_stage("latents", sum(TRAINING_SIZES.values()))
-    datasets = [EmojiDataset(resolution, size, seed=seed) for resolution, size in TRAINING_SIZES.items()]
+    datasets = [EmojiDataset(resolution, size, seed=task.seed) for resolution, size in TRAINING_SIZES.items()]
     vae.to(device)
     sets = [load_or_encode(vae, digest, dataset, root / "latents", device, report.on_image) for dataset in datasets]
     num_others = len(TRAINING_SIZES) - len(SIZE_WEIGHTS)
     weights = tuple(SIZE_WEIGHTS.get(size, OTHER_SIZES_WEIGHT / num_others) for size in TRAINING_SIZES)
 
-    report.on_stage(part, steps)
-    torch.manual_seed(seed)
+    torch.manual_seed(task.seed)
     tower = TextTower(tokenizer, [encoder.to(device) for encoder in encoders])
-    objective = UNetObjective(tower) if part == "emoji-xl" else TransformerObjective(tower)
-    task = Task(root / part, steps, seed, initial_weights)
-    model: Any = train_generator(objective, sets, weights, task, device, report.on_step).cpu()
-    export = export_emoji_xl if part == "emoji-xl" else export_emoji_3
+    if part == "emoji-xl-turbo":
+        model: Any = distill(teacher, tower, sets, weights, task, device, report.on_stage, report.on_step)
+    else:
+        report.on_stage(part, task.steps)
+        objective = UNetObjective(tower) if part == "emoji-xl" else TransformerObjective(tower)
+        model = train_generator(objective, sets, weights, task, device, report.on_step).cpu()
+    export = {"emoji-xl": export_emoji_xl, "emoji-3": export_emoji_3, "emoji-xl-turbo": export_emoji_xl_turbo}[part]
     export(models_dir / part, model, vae.cpu(), tokenizer, [encoder.cpu() for encoder in encoders])
     return models_dir / part
 
