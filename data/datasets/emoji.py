@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast, get_args
 
 from PIL import Image
 
 from ... import __version__
 from ..emoji.dataset import EmojiDataset
+from ..emoji.scene import Split
 from ..errors import UsageError
 from ..resolution import Resolution, parse
 from .base import CaptionEntry, ImageKind, clean_caption
@@ -52,15 +53,23 @@ class EmojiCaptions:
 
 
 def open_emoji(
-    path: str = "", *, resolution: Resolution | str = "256", num_images: int = 10_000, data_seed: int = 0
+    path: str = "",
+    *,
+    split: str = "heldout",
+    resolution: Resolution | str = "256",
+    num_images: int = 10_000,
+    data_seed: int = 0,
 ) -> EmojiCaptions:
-    """Open held-out scenes of the bundled emoji world; scene i is the same whatever `num_images` is.
+    """Open scenes of the bundled emoji world, held-out ones by default; scene i is the same whatever `num_images` is.
 
-    Options as of `spec.parse_spec`. Raises UsageError if a path is given, or a number is out of range.
+    Options as of `spec.parse_spec`. Raises UsageError if a path is given, there is no such split, or a number is
+    out of range.
     """
     if path:
         raise UsageError(f"data set is 'emoji:{path}', but the emoji world takes no path: emoji")
     if num_images < 1 or data_seed < 0:
         raise UsageError(f"num_images is {num_images} and data_seed {data_seed}, but they must be from 1 and from 0")
+    if split not in get_args(Split):
+        raise UsageError(f"split of the emoji world is {split!r}, but it must be one of {', '.join(get_args(Split))}")
     size = parse(resolution) if isinstance(resolution, str) else resolution.checked()
-    return EmojiCaptions(EmojiDataset(size, num_images, "heldout", data_seed))
+    return EmojiCaptions(EmojiDataset(size, num_images, cast(Split, split), data_seed))

@@ -18,7 +18,7 @@ SPEC_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "imagefolder": ("split", "caption_column"),
     "parquet": ("split", "caption_column", "image_column", "id_column"),
     "captions": ("caption_column", "id_column"),
-    "emoji": ("resolution", "num_images", "data_seed"),
+    "emoji": ("split", "resolution", "num_images", "data_seed"),
 }
 """The options of each kind; see `parse_spec`."""
 
@@ -61,7 +61,8 @@ def parse_spec(spec: str, more: Mapping[str, Any] = MappingProxyType({})) -> Dat
         parquet:PATH        split=train            files whose path says so; needed where a folder has several
                             caption_column=NAME, image_column=NAME, id_column=NAME
         captions:FILE       caption_column=NAME, id_column=NAME
-        emoji               resolution=192         at which pictures are drawn; default 256
+        emoji               split=heldout          or train, of which the bundled models have seen some
+                            resolution=192         at which pictures are drawn; default 256
                             num_images=10000       how many scenes there are to draw from
                             data_seed=0            of the scenes
 
