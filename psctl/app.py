@@ -19,10 +19,12 @@ from .. import __version__
 from ..data.errors import PsctlError, UsageError
 from .commands.batch import batch_run
 from .commands.bench_cache import bench_cache
+from .commands.bench_cascade import bench_cascade
 from .commands.bench_parallel import bench_parallel
 from .commands.bench_serve import bench_serve
 from .commands.bench_slo import bench_slo
 from .commands.bench_steps import bench_steps
+from .commands.cascade import profile_cascade, train_predictor_discriminator
 from .commands.demo import demo
 from .commands.doctor import doctor
 from .commands.eval import eval_all, eval_clip, eval_fid, eval_kid, eval_lpips, eval_psnr, eval_ssim
@@ -53,13 +55,16 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("profile latency", profile_latency),
     ("profile blocks", profile_blocks),
     ("profile parallel", profile_parallel),
+    ("profile cascade", profile_cascade),
     ("train-predictor latency", train_predictor_latency),
     ("train-predictor cache", train_predictor_cache),
+    ("train-predictor discriminator", train_predictor_discriminator),
     ("simulate", simulate),
     ("bench steps", bench_steps),
     ("bench cache", bench_cache),
     ("bench slo", bench_slo),
     ("bench parallel", bench_parallel),
+    ("bench cascade", bench_cascade),
     ("bench serve", bench_serve),
     ("reproduce patchedserve", reproduce_patchedserve),
     ("eval all", eval_all),

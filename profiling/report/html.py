@@ -27,6 +27,7 @@ def write_report(
     steps: Sequence[StepRow],
     *,
     images: Sequence[tuple[Path | Image.Image, str]] = (),
+    more: Mapping[str, tuple[bytes, bytes, str]] | None = None,
 ) -> Path:
     """Write `report.html` and `plots/*.png` (light colours) into the folder of a run.
 
@@ -37,6 +38,8 @@ def write_report(
         records, steps: one per request, and one per denoising iteration.
         images: image or its file, with a caption; the first 96 are put into the page, at most 256 px wide and high.
             A file that cannot be read is named in its place.
+        more: further plots over the whole width, which come first: PNG in light and in dark colours, and what they
+            show, by name.
 
     Returns:
         The path of `report.html`.
@@ -45,7 +48,8 @@ def write_report(
         OSError: a file cannot be written.
     """
     data = RunData.of(summary.get("duration"), records, steps)
-    plots = draw_all(data)
+    further = more or {}
+    plots = {name: (light, dark) for name, (light, dark, _) in further.items()} | draw_all(data)
     for name, (light, _) in plots.items():
         write_bytes(run_dir / "plots" / f"{name}.png", light)
     config = summary.get("config") or {}
@@ -57,7 +61,11 @@ def write_report(
         facts=[summary.get("dataset"), config.get("system") or config.get("policy"), f"{len(data.records)} requests"],
         data=data,
         tiles=_tiles(summary, data),
-        plots=plots_of(plots, {name: alt for name, (_, alt) in PLOTS.items()}, WIDE_PLOTS),
+        plots=plots_of(
+            plots,
+            {name: alt for name, (_, alt) in PLOTS.items()} | {name: alt for name, (_, _, alt) in further.items()},
+            WIDE_PLOTS | set(further),
+        ),
         per_resolution=resolution_table(summary.get("per_resolution") or {}),
         problems=problems,
         problem_counts=", ".join(f"{count} {status}" for status, count in counts.items()),

@@ -12,6 +12,7 @@ from ...data.resolution import parse_list
 from ...profiling.runs.trace_settings import DEFAULT_SLO_SCALE
 from ...serving.scheduling.systems import DEFAULT_SYSTEM
 from ..flags import Flags, flag, given_flags
+from ..options.cascade import CascadeOptions, ServedCascade
 from ..options.common import MaxBatchSize, OutputFile, SloScale
 from ..options.groups import TRACE, ServedEngineFlags, TraceFlags
 from ..options.http import HttpFlags
@@ -20,6 +21,8 @@ from ..options.system import PolicyName, SystemName, chosen_system, with_cache_o
 from ..options.target import Target
 from ..output import Output
 from .http_server import serve_http
+from .serve_cascade import serve_cascade
+from .simulate_cascade import check_cascade_flags
 
 _OF_TRACES = (TRACE.names() | {"--output-file", "--save-dir", "--predictor", "--remeasure"}) - {"--resolutions"}
 _OF_SERVERS = Flags.of(HttpFlags).names() | REPLICAS.names()
@@ -28,6 +31,10 @@ _OF_SERVERS = Flags.of(HttpFlags).names() | REPLICAS.names()
 def serve(
     *,
     context: typer.Context,
+    cascade: ServedCascade = None,
+    workers: Annotated[
+        int, flag("--workers", "Of a cascade: processes that serve, each on one processor or GPU.", min=1, max=256)
+    ] = 2,
     http: Annotated[
         bool, flag("--http", "Serve whoever asks over HTTP, with OpenAI's images API, until a signal comes.")
     ] = False,
@@ -46,6 +53,7 @@ def serve(
     remeasure: Annotated[
         bool, flag("--remeasure", "Measure standalone latencies again instead of using the workspace's.")
     ] = False,
+    cascading: CascadeOptions,
     engine: ServedEngineFlags,
     web: HttpFlags,
     replicas: ReplicaFlags,
@@ -62,6 +70,7 @@ def serve(
         psctl serve --trace poisson --request-rate 2 --num-prompts 60
         psctl serve --trace gamma --cv 3 --duration 60 --resolutions 128,256 --mix 3,1 --system diffusers
         psctl serve --trace requests.jsonl --json --output-file summary.json
+        psctl serve --cascade emoji-xl:4,emoji-xl:50 --workers 2 --request-rate 0.5 --slo-scale 4
         psctl serve --http --port 8000
         psctl serve --http --num-replicas 4 --device cuda
     """
@@ -76,8 +85,24 @@ def serve(
     from ...profiling.runs.trace_settings import check_slo_scale, draw_requests
     from ...serving.scheduling.policies import get_policy
 
-    chosen = chosen_system(system, policy, engine, out)
     given = given_flags(context)
+    check_cascade_flags(context, cascade, system)
+    if cascade is not None:
+        serve_cascade(
+            cascade,
+            system,
+            trace,
+            cascading,
+            num_workers=workers,
+            slo_scale=slo_scale,
+            output_file=output_file,
+            target=target,
+            out=out,
+        )
+        return
+    if "--workers" in given:
+        raise UsageError("--workers belongs to --cascade LIGHT,HEAVY; without one it is --num-replicas with --http")
+    chosen = chosen_system(system, policy, engine, out)
     if http:
         for option in given:
             if option in _OF_TRACES:

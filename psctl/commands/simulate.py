@@ -5,6 +5,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import typer
+
 from ...data.errors import UsageError
 from ...data.files import require_places
 from ...data.resolution import parse_list
@@ -12,11 +14,13 @@ from ...profiling.runs.trace_settings import DEFAULT_SLO_SCALE, TraceSettings
 from ...serving.options import EngineOptions
 from ...serving.scheduling.systems import DEFAULT_SYSTEM
 from ..flags import flag
+from ..options.cascade import CascadeOptions, ServedCascade
 from ..options.common import CalibrationFile, Gpus, MaxBatchSize, OutputFile, SloScale, StageTimesRun
 from ..options.groups import ENGINE, TRACE
 from ..options.system import PolicyName, SystemName, chosen_system
 from ..options.target import WHERE, Target
 from ..output import Output
+from .simulate_cascade import check_cascade_flags, simulate_cascade
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,6 +35,8 @@ _NUM_PROMPTS = flag("--num-prompts", "Number of requests. Default: 1000, or with
 
 def simulate(
     *,
+    context: typer.Context,
+    cascade: ServedCascade = None,
     latency: Annotated[
         Path | None,
         flag(
@@ -87,6 +93,7 @@ def simulate(
         ),
     ] = None,
     output_file: OutputFile = None,
+    cascading: CascadeOptions,
     engine: Annotated[EngineOptions, ENGINE.only("engine")],
     target: Annotated[Target, WHERE.only("model", "workspace")],
     out: Output,
@@ -94,7 +101,8 @@ def simulate(
     """Serve a trace on a virtual clock: no model is loaded, steps last as long as a table says.
 
     Records, steps, summary and HTML report go to the workspace, as those of psctl serve do. With --slo-target nothing
-    is written but the result is printed: what the GPUs can take, and how many are needed.
+    is written but the result is printed: what the GPUs can take, and how many are needed. With --cascade a light and a
+    heavy model serve together, as psctl profile cascade has measured them, and the images served are judged by FID.
 
     Examples:
 
@@ -104,6 +112,7 @@ def simulate(
             --slo-target 0.95
         psctl simulate --latency table.csv --trace diurnal --amplitude 0.9 --period 3600 --duration 7200
         psctl simulate --system distrifusion-fcfs --speedups model --gpus 3
+        psctl simulate --cascade emoji-xl:4,emoji-xl:50 --gpus 16 --trace diurnal --request-rate 20 --slo-scale 3
         psctl simulate --latency table.csv --trace azure --arrivals splitwise_code.csv --request-rate 5 --json
     """
     from ...data.figures import write_figures
@@ -126,6 +135,21 @@ def simulate(
     from ...profiling.sweep.simulator_side import calibration_of, newest_calibration, plain_engine, table_of
     from ...serving.simulator.stage_times import StageTimes
 
+    check_cascade_flags(context, cascade, system)
+    if cascade is not None:
+        simulate_cascade(
+            cascade,
+            system,
+            trace,
+            cascading,
+            request_rate=request_rate,
+            slo_scale=slo_scale,
+            gpus=gpus,
+            output_file=output_file,
+            target=target,
+            out=out,
+        )
+        return
     is_file = trace.trace not in TRACE_KINDS
     if is_file and request_rate is not None and not 0 < request_rate < math.inf:
         raise UsageError(f"request rate is {request_rate:g}, but it must be more than 0 and finite for a trace file")
@@ -135,6 +159,8 @@ def simulate(
             raise UsageError(f"{option} is {time_ms:g}, but it must be finite and not negative")
     if slo_target is not None and not 0 < slo_target <= 1:
         raise UsageError(f"--slo-target is {slo_target:g}, but it must be more than 0 and at most 1")
+    if slo_target is not None and trace.trace == "shape":
+        raise UsageError("--trace shape has rates of its own, so that --slo-target has none to search")
     if stage_times is not None and (prepare_ms or postprocess_ms):
         raise UsageError("--stage-times takes the place of --prepare-ms and --postprocess-ms; give one or the other")
     if calibration is not None and (stage_times is not None or prepare_ms or postprocess_ms):

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ...serving.cascade.legs import CASCADE_SYSTEM_NAMES
 from ...serving.scheduling.policies import POLICY_NAMES
 from ...serving.scheduling.systems import FORMER_POLICIES, SYSTEMS, System, get_system
 from ..flags import flag, preset
@@ -18,6 +19,8 @@ _HELP = "; ".join(f"{name}: {system.about}" for name, system in SYSTEMS.items())
 
 
 def _set_engine(context: typer.Context, name: str) -> str:
+    if context.params.get("cascade") is not None or name in CASCADE_SYSTEM_NAMES:
+        return name
     engine = get_system(name, is_simulated=True, has_ranks=True).engine
     has_ranks = any(param.name == "parallel" for param in context.command.params)
     # Where both are given, --parallel says which engine it is.

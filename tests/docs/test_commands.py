@@ -53,6 +53,9 @@ TINY: dict[str, dict[str, str]] = {
     "train-predictor": {},
     "train-predictor latency": {},
     "train-predictor cache": {"--trees": "4", "--depth": "4"},
+    "train-predictor discriminator": {"--num-prompts": "40", "--steps": "2", "--resolutions": SIZES},
+    "profile cascade": {"--num-prompts": "4", "--batch-sizes": "1,2", "--resolutions": SIZES},
+    "bench cascade": {"--rate-range": "20:40", "--duration": "1", "--num-resamples": "2"},
     "bench slo": {
         "--num-prompts": "2", "--duration": "0.2", "--rates": "20", "--num-seeds": "1", "--num-inference-steps": "24",
         "--resolutions": SIZES, "--warmup-requests": "1", "--combinations": "6", "--max-batch-size": "3",
@@ -86,6 +89,8 @@ TINY: dict[str, dict[str, str]] = {
     "models train": {"--steps": "2"},
 }  # fmt: skip
 """By command; one that is missing here is not executed, and so may not be printed."""
+CASCADES = {"train-predictor discriminator", "profile cascade", "bench cascade"}
+"""Commands of two models, which are a tiny one with one step and with two."""
 THRESHOLDS = {"train-predictor cache": "--threshold", "bench cache": "--thresholds"}
 """Options that get the median change of the profile: random weights change by other amounts than trained ones."""
 SCRIPTS = {
@@ -177,7 +182,15 @@ def run_psctl(house: House, words: list[str]) -> int:
         own |= {"--target-ssim": "0.05", "--target-prompts": "2"}
     if "--generated" in words:  # nothing is drawn
         own = {}
-    if name == "simulate" or "simulator" in words:
+    if name in CASCADES or "--cascade" in words:
+        own = own if name in CASCADES else {}
+        own["--cascade"] = f"{model}:1,{model}:2"
+        own.pop("--quick", None)
+        if "curve.csv" in words or name == "bench cascade":
+            own["--duration"], own["--rate-range"] = "2", "20:40"
+        elif name in ("simulate", "serve"):
+            own["--num-prompts"] = "40" if name == "simulate" else "4"
+    elif name == "simulate" or "simulator" in words:
         # No model is loaded: the bundled one, of which a table is in the box.
         words = words if "--latency" in words or "--model" in words else [*words, "--model", "emoji-xl"]
         for option in ("--warmup-requests", "--combinations"):

@@ -1,0 +1,201 @@
+"""Draws a bank: the same prompts by both models of a cascade, with confidences and Inception features.
+
+Also the examples that a discriminator learns from, of other prompts. Sets of images continue where they stopped.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from ...data.datasets.loading import ImageSource, iter_images
+from ...data.errors import UsageError
+from ...data.files import atomic_write
+from ...data.resolution import Resolution
+from ...data.workspace import ModelWorkspace
+from ...profiling.cascade.bank import FEATURES_FILE, Bank, BankEntry
+from ...serving.cascade.legs import LEGS, Leg
+from ...serving.models.served import ServedModel
+from ...training.cascade.discriminator import Discriminator, RealImages, thumbnail
+from ...training.cascade.fitting import Examples
+from ..metrics.features import features_of
+from ..metrics.judges import Judges
+from ..options import FEATURES_DIR, EvalOptions, EvalPlan
+from ..run import DrawnSet, StartPhase, draw_set
+from ..sets.drawers import EngineDrawer
+from ..sets.image_sets import fitted_sample, set_of
+
+_SIDES = (*LEGS, "reference")
+
+
+def draw_bank(
+    models: Mapping[Leg, ServedModel],
+    plans: Mapping[Leg, EvalPlan],
+    options: EvalOptions,
+    discriminator: Discriminator,
+    judges: Judges,
+    places: Mapping[Leg, ModelWorkspace],
+    folder: Path,
+    *,
+    shared_root: Path,
+    start_phase: StartPhase,
+) -> tuple[Bank, Path]:
+    """Draw what is missing of a bank; returns it and the folder that it lies in.
+
+    Args:
+        models: loaded, light and heavy; they may be the same.
+        plans: for both, of the same prompts, with each model's own steps.
+        options: of the data set and the engine.
+        discriminator: scores the light images.
+        judges: for Inception features.
+        places: of both models in the workspace, where their images go.
+        folder: the bank gets one below it, named by what decides its images and confidences.
+        shared_root: root of the workspace, for features.
+        start_phase: shows progress.
+
+    Raises:
+        UsageError, RunError: as `draw_set` and `features_of`.
+        KeyboardInterrupt: on Ctrl-C; what is drawn is kept.
+    """
+    judges.check(("fid",))
+    drawn = draw_legs(models, plans, options, places, start_phase)
+    about = {
+        "discriminator": discriminator.digest,
+        "dataset": options.dataset,
+        "seed": options.seed,
+        **{leg: dict(drawn[leg].manifest.settings) for leg in LEGS},
+        "prompts": drawn["light"].manifest.prompts_digest,
+    }
+    key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
+    place = folder / f"bank-{len(plans['light'].items)}-{key}"
+    items = plans["light"].items
+    score = start_phase("confidences", len(items))
+    confidences = []
+    for small in thumbnails(set_of(drawn["light"].folder, drawn["light"].manifest)):
+        confidences += discriminator.confidences(small[None]).tolist()
+        score(1)
+    entries = tuple(
+        BankEntry(item.prompt, Resolution(item.width, item.height), item.seed, confidence)
+        for item, confidence in zip(items, confidences, strict=True)
+    )
+    sizes = {item.id: Resolution(item.width, item.height) for item in items}
+    sources: dict[str, ImageSource] = {leg: set_of(drawn[leg].folder, drawn[leg].manifest) for leg in LEGS}
+    sources["reference"] = fitted_sample(plans["light"].sample, sizes)
+    features = {
+        name: features_of(
+            source,
+            judges.inception,
+            judges.inception_sha256,
+            shared_root / FEATURES_DIR,
+            on_images=start_phase(f"{name} features", len(items)),
+        ).half()
+        for name, source in sources.items()
+    }
+    bank = Bank(entries, about | {f"{leg}_images": str(drawn[leg].folder.resolve()) for leg in LEGS})
+    with atomic_write(place / FEATURES_FILE) as temporary:
+        save_file(features, temporary)
+    # Last: a folder with this file holds a whole bank.
+    bank.save(place)
+    return bank, place
+
+
+def draw_legs(
+    models: Mapping[Leg, ServedModel],
+    plans: Mapping[Leg, EvalPlan],
+    options: EvalOptions,
+    places: Mapping[Leg, ModelWorkspace],
+    start_phase: StartPhase,
+) -> dict[Leg, DrawnSet]:
+    """Draw what is missing of the images of both models. Raises as `draw_set`; UsageError where an image failed."""
+    drawn: dict[Leg, DrawnSet] = {}
+    for leg in LEGS:
+        what = f"denoising steps of the {leg} model"
+        drawer = EngineDrawer(models[leg])
+        drawn[leg] = draw_set(drawer, plans[leg], options, places[leg], start_phase=start_phase, what=what)
+    return drawn
+
+
+def load_features(folder: Path, num_entries: int) -> dict[str, torch.Tensor]:
+    """Inception features of a bank in float32, (n, 2048) each: light, heavy, and the real images of the same captions.
+
+    Raises UsageError: the file is missing or damaged.
+    """
+    path = folder / FEATURES_FILE
+    try:
+        features = {name: tensor.float() for name, tensor in load_file(path).items()}
+    except (SafetensorError, OSError) as error:
+        raise UsageError(
+            f"{path}: cannot be read as the features of a bank; psctl profile cascade makes one"
+        ) from error
+    if set(features) != set(_SIDES) or any(len(features[leg]) != num_entries for leg in LEGS):
+        raise UsageError(f"{path}: does not belong to its bank of {num_entries} prompts")
+    return features
+
+
+def examples_for(
+    models: Mapping[Leg, ServedModel],
+    plans: Mapping[Leg, EvalPlan],
+    options: EvalOptions,
+    real: RealImages,
+    places: Mapping[Leg, ModelWorkspace],
+    start_phase: StartPhase,
+) -> Examples:
+    """What a discriminator learns from: drawn images of both models, and as many that pass for real.
+
+    The heavy model draws every other prompt, and the light one the rest, so that no caption is on both sides. With
+    `heavy` as real, the light model's images alone are drawn ones.
+
+    Args:
+        models, plans, options, places, start_phase: as of `draw_bank`; each plan has all prompts.
+        real: what passes for real.
+
+    Raises:
+        as `draw_bank`.
+    """
+    halves: dict[Leg, EvalPlan] = {
+        leg: replace(plans[leg], items=plans[leg].items[start::2]) for start, leg in enumerate(LEGS)
+    }
+    drawn = draw_legs(models, halves, options, places, start_phase)
+    small = {leg: torch.stack(list(thumbnails(set_of(drawn[leg].folder, drawn[leg].manifest)))) for leg in LEGS}
+    if real == "heavy":
+        return Examples(small["heavy"], small["light"])
+    plan = plans["light"]
+    truth = fitted_sample(plan.sample, {item.id: Resolution(item.width, item.height) for item in plan.items})
+    advance = start_phase("real images", len(plan.items))
+    if real == "gt":
+        real_images = []
+        for each in thumbnails(truth):
+            real_images.append(each)
+            advance(1)
+        return Examples(torch.stack(real_images), torch.cat([small["light"], small["heavy"]]))
+    return Examples(_through_autoencoder(models["heavy"], truth, advance), torch.cat([small["light"], small["heavy"]]))
+
+
+def thumbnails(source: ImageSource) -> Sequence[torch.Tensor]:
+    """The images of a source as discriminators see them, in the order of its ids."""
+    place_of = {image_id: place for place, image_id in enumerate(source.ids)}
+    found: list[torch.Tensor | None] = [None] * len(source.ids)
+    for image_id, image in iter_images(source, crop="none"):
+        found[place_of[image_id]] = thumbnail(image)
+    return [each for each in found if each is not None]
+
+
+@torch.inference_mode()
+def _through_autoencoder(model: ServedModel, source: ImageSource, advance: Any) -> torch.Tensor:
+    """Thumbnails of images that were encoded and decoded by a model's own autoencoder."""
+    vae = model.pipe.vae
+    found: dict[str, torch.Tensor] = {}
+    for image_id, image in iter_images(source, crop="none"):
+        pixels = torch.from_numpy(image).permute(2, 0, 1)[None].to(model.device, vae.dtype) / 127.5 - 1
+        again = vae.decode(vae.encode(pixels).latent_dist.mode(), return_dict=False)[0]
+        eight_bits = ((again.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+        found[image_id] = thumbnail(np.ascontiguousarray(eight_bits[0].permute(1, 2, 0).cpu().numpy()))
+        advance(1)
+    return torch.stack([found[image_id] for image_id in source.ids])

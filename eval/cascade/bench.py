@@ -1,0 +1,240 @@
+"""Systems that serve a light and a heavy model, side by side on the virtual clock: quality over lateness.
+
+All systems get the same requests, seeds and SLOs. Quality is the FID of the images that were served, pooled over seeds;
+differences between systems have intervals over prompts, differences of lateness over seeds (DiffServe section 4).
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...data.errors import UsageError
+from ...data.files import write_bytes, write_json, write_text
+from ...data.run_facts import describe
+from ...data.statistics import Estimate
+from ...profiling.cascade.bank import Bank
+from ...profiling.report.page import image_tag, page
+from ...profiling.report.table import Table
+from ...profiling.runs.cascade import CascadeDeployment, CascadeRun
+from ...profiling.runs.trace_settings import TraceSettings, draw_requests
+from ...serving.cascade.legs import Leg
+from ...serving.cascade.systems import get_cascade_system
+from ...serving.core.metrics import slo_attainment_rate
+from ...serving.models.defaults import ModelDefaults
+from ..run import StartPhase
+from .plots import plot_over_lateness, plot_over_slo_scales
+from .quality import compare_served, served_quality
+
+RESULT_FILE, REPORT_FILE = "result.json", "report.html"
+BASE = "diffserve"
+"""What the others are compared with."""
+
+
+@dataclass(frozen=True, slots=True)
+class CascadeBenchSettings:
+    """What is compared.
+
+    Attributes:
+        systems: by name.
+        slo_scales: SLOs as multiples of the heavy model's e(1).
+        overprovisions: values of lambda, of systems that plan by it.
+        seeds: of traces and random choices.
+        num_resamples: of intervals of differences of FID.
+
+    Raises:
+        UsageError: nothing is to be compared, or a system is unknown.
+    """
+
+    systems: tuple[str, ...]
+    slo_scales: tuple[float, ...]
+    overprovisions: tuple[float, ...] = (1.05,)
+    seeds: tuple[int, ...] = (0,)
+    num_resamples: int = 40
+
+    def __post_init__(self) -> None:
+        for name in ("systems", "slo_scales", "overprovisions", "seeds"):
+            if not getattr(self, name):
+                raise UsageError(f"there are no {name.replace('_', ' ')} to compare")
+        for name in self.systems:
+            get_cascade_system(name)
+        if self.num_resamples < 2:
+            raise UsageError(f"--num-resamples is {self.num_resamples}, but it must be at least 2")
+
+    def points(self) -> list[tuple[str, float, float]]:
+        """(system, SLO scale, lambda) of each point; lambda says nothing to systems of one model."""
+        return [
+            (name, scale, each)
+            for scale, each, name in product(self.slo_scales, self.overprovisions, self.systems)
+            if each == self.overprovisions[0] or not name.startswith("clipper")
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """The runs of a point, and of all their requests the entries of the bank and who served them."""
+
+    runs: list[CascadeRun]
+    places: list[int]
+    served: list[Leg | None]
+
+    @property
+    def violations(self) -> list[float]:
+        """Of each run."""
+        return [1 - (slo_attainment_rate(run.result.records) or 0.0) for run in self.runs]
+
+
+def run_cascade_bench(
+    deployment: CascadeDeployment,
+    bank: Bank,
+    features: Mapping[str, torch.Tensor],
+    trace: TraceSettings,
+    defaults: ModelDefaults,
+    settings: CascadeBenchSettings,
+    *,
+    start_phase: StartPhase,
+) -> dict[str, Any]:
+    """Run all points, and compare them.
+
+    Args:
+        deployment: whose system, SLO scale, lambda and seed are replaced.
+        bank, features: the images.
+        trace: what is served; its seed is replaced.
+        defaults: of requests.
+        settings: what is compared.
+        start_phase: shows progress.
+
+    Raises:
+        UsageError: as `CascadeDeployment.run` and `draw_requests`.
+    """
+    traces = {}
+    for seed in settings.seeds:
+        traces[seed] = bank.dealt(draw_requests(replace(trace, seed=seed), defaults), seed)
+    points, done = settings.points(), dict[tuple[str, float, float], _Point]()
+    advance = start_phase("simulated traces", len(points) * len(settings.seeds))
+    for name, scale, overprovision in points:
+        point = _Point([], [], [])
+        for seed in settings.seeds:
+            own = replace(
+                deployment,
+                system=get_cascade_system(name),
+                slo_scale=scale,
+                overprovision=overprovision,
+                seed=seed,
+            )
+            requests, places = traces[seed]
+            run = own.run(own.promised(requests), places)
+            point.runs.append(run)
+            point.places.extend(places)
+            point.served.extend(run.result.served_by.get(request.request_id) for request in requests)
+            advance(1)
+        done[name, scale, overprovision] = point
+    compared = start_phase("comparisons of images", len(points))
+    rows = []
+    for key in points:
+        base = done.get((BASE, key[1], key[2]))
+        rows.append(_row(key, done[key], None if key[0] == BASE else base, features, settings.num_resamples))
+        compared(1)
+    return {
+        "settings": asdict(settings),
+        "num_workers": deployment.num_workers,
+        "num_requests": {str(seed): len(requests) for seed, (requests, _) in traces.items()},
+        "num_prompts": len(bank.entries),
+        "num_reference": len(features["reference"]),
+        "trace": trace.to_config(),
+        "light": dict(deployment.profile.legs["light"].facts.to_json()),
+        "heavy": dict(deployment.profile.legs["heavy"].facts.to_json()),
+        "rows": rows,
+    }
+
+
+def _row(
+    key: tuple[str, float, float],
+    point: _Point,
+    base: _Point | None,
+    features: Mapping[str, torch.Tensor],
+    num_resamples: int,
+) -> dict[str, Any]:
+    figures = [run.figures() for run in point.runs]
+    served = Counter(leg for leg in point.served if leg is not None)
+
+    def mean(name: str) -> float | None:
+        known = [each[name] for each in figures if each[name] is not None]
+        return sum(known) / len(known) if known else None
+
+    row: dict[str, Any] = {
+        "system": key[0],
+        "slo_scale": key[1],
+        "overprovision": key[2],
+        "violation_rate": Estimate.of_mean(point.violations).to_json(),
+        "quality": served_quality(features, point.places, point.served),
+        "heavy_share": served["heavy"] / served.total() if served else None,
+        **{name: mean(name) for name in ("deferred_share", "threshold_mean", "switches", "wasted_light_s")},
+        "plans_replaced": mean("plans_replaced"),
+        "plans_by_status": dict(sum((Counter(each["plans_by_status"]) for each in figures), Counter[str]())),
+        "against_base": None,
+    }
+    if base is not None:
+        fid = compare_served(features, point.places, base.served, point.served, num_resamples=num_resamples)
+        late = [one - other for one, other in zip(point.violations, base.violations, strict=True)]
+        row["against_base"] = {
+            "fid_difference": fid.estimate.to_json(),
+            "fid_base": fid.first,
+            "fid": fid.second,
+            "violation_difference": Estimate.of_mean(late).to_json(),
+        }
+    return row
+
+
+def write_cascade_bench(result: dict[str, Any], run_dir: Path) -> Path:
+    """Write result, plots and page into a folder; returns the page. Raises OSError."""
+    write_json(run_dir / RESULT_FILE, result)
+    parts = []
+    drawn = {"over-lateness": plot_over_lateness(result)}
+    if len(result["settings"]["slo_scales"]) > 1:
+        drawn["over-slo-scales"] = plot_over_slo_scales(result)
+    for name, png in drawn.items():
+        write_bytes(run_dir / f"{name}.png", png)
+    parts.append(bench_table(result).to_html())
+    parts += [image_tag(run_dir / f"{name}.png", name) for name in drawn]
+    write_text(run_dir / REPORT_FILE, page("A light and a heavy model: systems side by side", parts))
+    return run_dir / REPORT_FILE
+
+
+def bench_table(result: Mapping[str, Any]) -> Table:
+    """A row for each point."""
+    rows = []
+    for row in result["rows"]:
+        late, against = row["violation_rate"], row["against_base"]
+        rows.append(
+            (
+                row["system"],
+                f"{row['slo_scale']:g}",
+                f"{row['overprovision']:g}",
+                _with_interval(late, "{:.1%}"),
+                "-" if row["quality"]["fid"] is None else f"{row['quality']['fid']:.2f}",
+                "-" if against is None else _with_interval(against["fid_difference"], "{:+.2f}"),
+                "-" if against is None else _with_interval(against["violation_difference"], "{:+.1%}"),
+                "-" if row["heavy_share"] is None else f"{row['heavy_share']:.0%}",
+                "-" if row["threshold_mean"] is None else f"{row['threshold_mean']:.2f}",
+            )
+        )
+    return Table(
+        f"{result['num_workers']} workers, {sum(result['num_requests'].values())} requests, "
+        f"{result['num_prompts']} prompts: {describe(result['heavy'])}",
+        ("system", "SLO scale", "lambda", "late", "FID", f"- {BASE}", "late - it", "heavy", "threshold"),
+        rows,
+        note="late: discarded, failed or beyond the SLO, 95 % over seeds; FID of the images served, its difference "
+        "with 95 % over prompts on the requests that both served.",
+    )
+
+
+def _with_interval(estimate: Mapping[str, Any], form: str) -> str:
+    text = form.format(estimate["value"])
+    if estimate["low"] is None:
+        return text
+    return f"{text} ({form.format(estimate['low'])} to {form.format(estimate['high'])})"

@@ -1,0 +1,56 @@
+"""Plots of cascades: FID over lateness (figure 4), and both over SLO scales (figure 9)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from matplotlib.ticker import PercentFormatter
+
+from ...profiling.report.theme import LIGHT, Theme, add_wide_legend, new_figure, series_colours, style_axes, to_png
+
+_MARKERS = "osD^vPXh"
+
+
+def plot_over_lateness(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes:
+    """FID of served images over the share of requests that were late, a line over lambda for each system; a PNG.
+
+    A panel for each SLO scale. Down and to the left is better.
+    """
+    scales = result["settings"]["slo_scales"]
+    figure = new_figure(max(6.6, 5.4 * len(scales)), 4.4, theme)
+    panels = figure.subplots(1, len(scales), squeeze=False, sharey=True)[0]
+    systems = result["settings"]["systems"]
+    for ax, scale in zip(panels, scales, strict=True):
+        for marker, (name, colour) in zip(_MARKERS, series_colours(systems, theme).items(), strict=False):
+            mine = [row for row in result["rows"] if row["system"] == name and row["slo_scale"] == scale]
+            mine = sorted(
+                (row for row in mine if row["quality"]["fid"] is not None), key=lambda row: row["overprovision"]
+            )
+            points = [(row["violation_rate"]["value"], row["quality"]["fid"]) for row in mine]
+            if points:
+                ax.plot(*zip(*points, strict=True), marker=marker, color=colour, label=name, linewidth=1.2, alpha=0.9)
+        style_axes(ax, theme, f"SLO scale {scale:g}", "requests that were late or refused", "FID", grid_axis="both")
+        ax.xaxis.set_major_formatter(PercentFormatter(1.0))
+    add_wide_legend(figure, panels[0], theme)
+    return to_png(figure)
+
+
+def plot_over_slo_scales(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes:
+    """Lateness and FID over the SLO scale, a line for each system at the first lambda; a PNG."""
+    figure = new_figure(11.0, 4.2, theme)
+    late, quality = figure.subplots(1, 2)
+    first = result["settings"]["overprovisions"][0]
+    systems = result["settings"]["systems"]
+    for marker, (name, colour) in zip(_MARKERS, series_colours(systems, theme).items(), strict=False):
+        mine = [row for row in result["rows"] if row["system"] == name and row["overprovision"] == first]
+        scales = [row["slo_scale"] for row in mine]
+        late.plot(scales, [row["violation_rate"]["value"] for row in mine], marker=marker, color=colour, label=name)
+        known = [(row["slo_scale"], row["quality"]["fid"]) for row in mine if row["quality"]["fid"] is not None]
+        if known:
+            quality.plot(*zip(*known, strict=True), marker=marker, color=colour, label=name)
+    label = "SLO as a multiple of the heavy model's own latency"
+    style_axes(late, theme, "Late or refused", label, "share of requests", grid_axis="both")
+    late.yaxis.set_major_formatter(PercentFormatter(1.0))
+    late.set_ylim(bottom=0)
+    style_axes(quality, theme, "FID of the images served", label, "FID", grid_axis="both")
+    add_wide_legend(figure, late, theme)
+    return to_png(figure)

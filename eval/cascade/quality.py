@@ -1,0 +1,71 @@
+"""FID of the images that a cascade has served: not a curve over f, but these images (DiffServe section 4.1)."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...serving.cascade.legs import LEGS, Leg
+from ..compare.paired import PairedResult, compare_fid
+from ..metrics.fid import frechet_distance
+
+LEAST_IMAGES = 2
+
+
+def served_features(
+    features: Mapping[str, torch.Tensor], places: Sequence[int], served_by: Sequence[Leg | None]
+) -> torch.Tensor:
+    """Features of the images that were served, in the order of the requests; who got none has no row.
+
+    Args:
+        features: of a bank, by model.
+        places: of each request's entry in the bank.
+        served_by: the model whose image each request has.
+    """
+    rows = [features[leg][place] for place, leg in zip(places, served_by, strict=True) if leg is not None]
+    return torch.stack(rows) if rows else torch.zeros(0, features["light"].shape[1])
+
+
+def served_quality(
+    features: Mapping[str, torch.Tensor], places: Sequence[int], served_by: Sequence[Leg | None]
+) -> dict[str, Any]:
+    """FID of the served images, and beside it of light and of heavy images alone for the same prompts.
+
+    None stands for what cannot be measured with fewer than two images.
+    """
+    reference = features["reference"]
+    images = served_features(features, places, served_by)
+    known = [place for place, leg in zip(places, served_by, strict=True) if leg is not None]
+    alone = {leg: features[leg][known] for leg in LEGS}
+
+    def fid(images: torch.Tensor) -> float | None:
+        return None if len(images) < LEAST_IMAGES else frechet_distance(reference, images)
+
+    return {
+        "fid": fid(images),
+        **{f"fid_{leg}": fid(alone[leg]) for leg in LEGS},
+        "num_images": len(images),
+        "num_prompts": len(set(known)),
+        "num_reference": len(reference),
+    }
+
+
+def compare_served(
+    features: Mapping[str, torch.Tensor],
+    places: Sequence[int],
+    first: Sequence[Leg | None],
+    second: Sequence[Leg | None],
+    *,
+    seed: int = 0,
+    num_resamples: int = 100,
+) -> PairedResult:
+    """How the FID of two systems differs on the same requests, with an interval over prompts.
+
+    Requests that either of them refused are left out on both sides. Raises UsageError: fewer than two are left.
+    """
+    both = [index for index, legs in enumerate(zip(first, second, strict=True)) if None not in legs]
+    one, other = (
+        served_features(features, [places[index] for index in both], [served[index] for index in both])
+        for served in (first, second)
+    )
+    return compare_fid(one, other, features["reference"], seed, num_resamples)

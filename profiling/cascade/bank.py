@@ -1,0 +1,115 @@
+"""A bank: prompts that both models of a cascade have drawn, with the confidence of each light image. No torch.
+
+As the engine is exact, the image in the bank is the image that a server would have drawn: a simulated trace over the
+bank's prompts is judged by real images (DiffServe section 4.1 draws 5,000 prompts).
+"""
+
+import random
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from ...data.errors import UsageError
+from ...data.requests import Request
+from ...data.resolution import Resolution
+from ...data.tables.cascade import DEFERRAL
+from ...data.tables.schemas import about_of, read_table, write_table
+
+BANK_FILE, FEATURES_FILE = "bank.parquet", "features.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class BankEntry:
+    """One prompt.
+
+    Attributes:
+        prompt, resolution, seed: what was asked for.
+        confidence: of the light image; NaN where it was no number.
+    """
+
+    prompt: str
+    resolution: Resolution
+    seed: int
+    confidence: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bank:
+    """Its entries; the place of one is its row in the features.
+
+    Attributes:
+        about: whose images they are: models, discriminator, data set, folders. JSON.
+    """
+
+    entries: tuple[BankEntry, ...]
+    about: Mapping[str, Any]
+
+    @property
+    def confidences(self) -> list[float]:
+        """Of all entries."""
+        return [entry.confidence for entry in self.entries]
+
+    def save(self, folder: Path) -> None:
+        """Write the table into a folder, atomically. Raises OSError."""
+        rows = [
+            {
+                "place": place,
+                "prompt": entry.prompt,
+                "width": entry.resolution.width,
+                "height": entry.resolution.height,
+                "seed": entry.seed,
+                "confidence": None if entry.confidence != entry.confidence else entry.confidence,
+            }
+            for place, entry in enumerate(self.entries)
+        ]
+        write_table(folder / BANK_FILE, DEFERRAL, rows, about=self.about)
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Raises UsageError: the folder has no bank, or it is damaged."""
+        path = folder / BANK_FILE
+        if not path.is_file():
+            raise UsageError(f"{folder}: holds no {BANK_FILE}; psctl profile cascade makes a bank")
+        table = read_table(path, DEFERRAL)
+        entries = tuple(
+            BankEntry(
+                row["prompt"],
+                Resolution(row["width"], row["height"]).checked(),
+                row["seed"],
+                float("nan") if row["confidence"] is None else row["confidence"],
+            )
+            for row in table.to_pylist()
+        )
+        if not entries:
+            raise UsageError(f"{path}: the bank is empty")
+        return cls(entries, about_of(table.schema, path))
+
+    def dealt(self, requests: Sequence[Request], seed: int) -> tuple[list[Request], list[int]]:
+        """The requests with prompts and seeds of entries of their resolutions, and the place of each one's entry.
+
+        All entries of a resolution are dealt in random order before one is dealt again.
+
+        Raises UsageError: no entry has a request's resolution.
+        """
+        places: dict[Resolution, list[int]] = defaultdict(list)
+        for place, entry in enumerate(self.entries):
+            places[entry.resolution].append(place)
+        chance = random.Random(seed)
+        for each in places.values():
+            chance.shuffle(each)
+        used: dict[Resolution, int] = defaultdict(int)
+        found, dealt = [], []
+        for request in requests:
+            own = places.get(request.resolution)
+            if own is None:
+                raise UsageError(
+                    f"the bank has no image of {request.resolution}, only of {', '.join(sorted(map(str, places)))}"
+                )
+            place = own[used[request.resolution] % len(own)]
+            used[request.resolution] += 1
+            entry = self.entries[place]
+            found.append(replace(request, prompt=entry.prompt, seed=entry.seed))
+            dealt.append(place)
+        return found, dealt

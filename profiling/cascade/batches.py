@@ -1,0 +1,155 @@
+"""e(b) and T(b) of a model: how long batches take, and how many requests a worker draws a second (DiffServe 3.3).
+
+Batches run to completion and are of one resolution, as a cascade's workers have them. For each resolution and batch
+size some batches follow each other on the engine that serves: the first, which meets an idle worker, gives e(b), the
+others T(b). Of requests of many steps only the first are taken; the rest are as long as the median of these.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+
+from ...data.errors import RunError
+from ...data.prompts.captions import load_prompts
+from ...data.requests import Request
+from ...data.resolution import Resolution
+from ...serving.cascade.policy import CascadePolicy
+from ...serving.cascade.profile import LegProfile, SizeTimes
+from ...serving.core.request_state import RequestRecord
+from ...serving.engine.collectors import InMemory
+from ...serving.engine.engine import Engine
+from ...serving.models.served import ServedModel
+from ...serving.simulator.stage_times import StageTimes
+from ..machine import run_facts
+
+BATCH_SIZES = (1, 2, 4, 8, 16, 32)
+MOST_STEPS = 10
+"""Steps of a request that are measured; of a longer one the others are taken to be as long."""
+_NUM_BATCHES = 3
+_WARM_UP_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTimes:
+    """Of batches of one size and resolution.
+
+    Attributes:
+        latency_s, throughput, step_s: e(b), T(b), and one step.
+        records: of the requests.
+    """
+
+    latency_s: float
+    throughput: float
+    step_s: float
+    records: Sequence[RequestRecord]
+
+
+def profile_leg(
+    model: ServedModel,
+    num_steps: int,
+    resolutions: Sequence[Resolution],
+    tables: Path,
+    *,
+    batch_sizes: Sequence[int] = BATCH_SIZES,
+    load_s: float = 0.0,
+    score: Callable[[object], float] | None = None,
+    on_batch: Callable[[], None] = lambda: None,
+) -> LegProfile:
+    """Measure a model.
+
+    Args:
+        model: with the engine that serves.
+        num_steps: of every image.
+        resolutions: that will be asked for.
+        tables: folder of the workspace for what the engine measures at its start.
+        batch_sizes: ascending, from 1.
+        load_s: what loading the model took.
+        score: what the discriminator says of an image, for the light model; what it takes is part of e(b).
+        on_batch: called after each batch size of each resolution.
+
+    Raises:
+        UsageError: the model cannot draw a resolution.
+        RunError: a request fails.
+        KeyboardInterrupt: on Ctrl-C.
+    """
+    for size in resolutions:
+        model.check_resolution(size)
+    model.tune(resolutions, tables)
+    start_s = time.perf_counter()
+    _batches(model, max(resolutions, key=lambda size: size.pixels), 1, _WARM_UP_STEPS, 1)
+    warm_up_s = time.perf_counter() - start_s
+    # A worker that changes to a model in memory warms up what was not used for a while: its first small batch.
+    start_s = time.perf_counter()
+    _batches(model, min(resolutions, key=lambda size: size.pixels), 1, 1, 1)
+    switch_s = time.perf_counter() - start_s
+    score_s = 0.0 if score is None else _score_s(model, resolutions[-1], score)
+    sizes: dict[str, SizeTimes] = {}
+    for size in resolutions:
+        found = []
+        for count in batch_sizes:
+            found.append(measure_batches(model, size, count, num_steps))
+            on_batch()
+        stages = StageTimes.measured(found[0].records)
+        sizes[str(size)] = SizeTimes(
+            # The images of a batch are decoded one by one, and each is scored behind the one before.
+            tuple(each.latency_s + count * score_s for each, count in zip(found, batch_sizes, strict=True)),
+            tuple(1 / (1 / each.throughput + score_s) for each in found),
+            tuple(each.step_s for each in found),
+            stages.prepare_s[size],
+            stages.postprocess_s[size] + score_s,
+        )
+    return LegProfile(
+        num_steps,
+        model.defaults.guidance_scale,
+        tuple(batch_sizes),
+        sizes,
+        switch_s,
+        load_s + warm_up_s,
+        score_s,
+        run_facts(model),
+    )
+
+
+def measure_batches(model: ServedModel, size: Resolution, count: int, num_steps: int) -> BatchTimes:
+    """Batches of so many requests of one resolution and so many steps. Raises as `profile_leg`."""
+    taken = min(num_steps, MOST_STEPS)
+    collector = _batches(model, size, count, taken, _NUM_BATCHES)
+    step_s = statistics.median(row.duration_s for row in collector.steps if row.active == count)
+    rest_s = (num_steps - taken) * step_s
+    ended = sorted(record.finish_s or 0.0 for record in collector.records)
+    first_s, last_s = ended[count - 1], ended[-1]
+    each_s = (last_s - first_s) / (_NUM_BATCHES - 1)
+    return BatchTimes(first_s + rest_s, count / (each_s + rest_s), step_s, collector.records)
+
+
+def _batches(model: ServedModel, size: Resolution, count: int, num_steps: int, num_batches: int) -> InMemory:
+    """Serve some batches that follow each other."""
+    collector = InMemory()
+    engine = Engine(model, CascadePolicy(lambda resolution, batch: 0.0), max_batch_size=count, collector=collector)
+    scale = model.defaults.guidance_scale
+    prompts = islice(cycle(load_prompts(None)), count * num_batches)
+    engine.start()
+    for number, prompt in enumerate(prompts):
+        engine.submit(Request(number, prompt, size, num_steps, scale, seed=number))
+    engine.close()
+    if engine.run().was_interrupted:
+        raise KeyboardInterrupt
+    failed = [record for record in collector.records if record.status != "completed"]
+    if failed:
+        raise RunError(f"measuring {count} of {size} failed: {failed[0].reason}")
+    return collector
+
+
+def _score_s(model: ServedModel, size: Resolution, score: Callable[[object], float]) -> float:
+    """Median seconds of one image."""
+    from PIL import Image
+
+    image, times_s = Image.new("RGB", size), []
+    for _ in range(12):
+        start_s = time.perf_counter()
+        score(image)
+        times_s.append(time.perf_counter() - start_s)
+    return statistics.median(times_s[2:])

@@ -1,0 +1,87 @@
+"""The report of a cascade's run: that of any served one, and what plans and thresholds did over time (figure 5)."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from ...serving.cascade.dispatcher import CascadeResult
+from .html import write_report
+from .over_time import WIDTH_IN
+from .theme import DARK, LIGHT, Theme, add_legend, new_figure, style_axes, to_png
+
+_WHAT = "Demand, threshold of confidence, workers of each model, and requests that were late or heavy, over time."
+_MAX_WINDOWS = 60
+
+
+def write_cascade_report(run_dir: Path, summary: Mapping[str, Any], result: CascadeResult) -> Path:
+    """Write `report.html` and its plots into a run's folder; returns the page. Raises OSError."""
+    light, dark = (to_png(over_time(result, theme)) for theme in (LIGHT, DARK))
+    return write_report(run_dir, summary, result.records, (), more={"cascade": (light, dark, _WHAT)})
+
+
+def over_time(result: CascadeResult, theme: Theme) -> Figure:
+    """What a cascade did: four plots, one above the other."""
+    records, plans = result.records, result.plans
+    end_s = max(record.finish_s or record.arrival_s for record in records)
+    figure = new_figure(2 * WIDTH_IN, 8.4, theme)
+    demand, threshold, workers, outcome = figure.subplots(4, sharex=True)
+    edges = np.linspace(0, end_s, int(np.clip(len(records) / 30, 8, _MAX_WINDOWS)) + 1)
+    arrivals_s = np.array([record.arrival_s for record in records])
+    counts = np.histogram(arrivals_s, edges)[0]
+    demand.stairs(counts / np.diff(edges), edges, color=theme.series[0], linewidth=1.6, label="arrivals")
+    starts_s = np.array([row.start_s for row in plans])
+
+    def steps(values: list[float]) -> tuple[np.ndarray, np.ndarray]:
+        return np.append(starts_s, end_s), np.append(values, values[-1])
+
+    demand.step(
+        *steps([row.seen.demand for row in plans]),
+        where="post",
+        color=theme.series[1],
+        label="planned for",
+        linewidth=1.4,
+    )
+    style_axes(demand, theme, "Demand", "", "requests per second")
+    demand.set_ylim(bottom=0)
+    add_legend(demand, theme)
+
+    thresholds = [np.nan if row.plan.threshold is None else row.plan.threshold for row in plans]
+    threshold.step(*steps(thresholds), where="post", color=theme.series[3], linewidth=1.6, label="threshold")
+    shares = [row.plan.share for row in plans]
+    threshold.step(
+        *steps(shares), where="post", color=theme.muted, linewidth=1.2, label="share that goes to the heavy model"
+    )
+    style_axes(threshold, theme, "Threshold of confidence", "", "")
+    threshold.set_ylim(-0.03, 1.03)
+    add_legend(threshold, theme)
+
+    x, light = steps([row.plan.num_light for row in plans])
+    total = light + steps([row.plan.num_heavy for row in plans])[1]
+    workers.fill_between(x, 0, light, step="post", color=theme.series[2], linewidth=0, label="light")
+    workers.fill_between(x, light, total, step="post", color=theme.series[1], linewidth=0, label="heavy")
+    style_axes(workers, theme, "Workers that the plan gives each model", "", "workers")
+    workers.set_ylim(bottom=0)
+    workers.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=2))
+    add_legend(workers, theme)
+
+    middle_s = (edges[1:] + edges[:-1]) / 2
+    late = np.array([record.slo_met is False for record in records], dtype=float)
+    heavy = np.array([result.served_by.get(record.request_id) == "heavy" for record in records], dtype=float)
+    with np.errstate(invalid="ignore"):
+        for values, colour, label in ((late, theme.bad, "late or discarded"), (heavy, theme.series[1], "heavy image")):
+            outcome.plot(
+                middle_s, np.histogram(arrivals_s, edges, weights=values)[0] / counts, "o-", color=colour, label=label,
+                markersize=3, linewidth=1.4,
+            )  # fmt: skip
+    style_axes(
+        outcome, theme, "Outcome, by time of arrival", "time since the start of the trace (s)", "share of requests"
+    )
+    outcome.yaxis.set_major_formatter(PercentFormatter(1.0))
+    outcome.set_ylim(-0.03, 1.03)
+    outcome.set_xlim(0, end_s)
+    add_legend(outcome, theme)
+    return figure

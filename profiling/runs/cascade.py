@@ -1,0 +1,273 @@
+"""A cascade that serves a trace on the virtual clock: systems, SLOs, figures and the folder of a run. No torch."""
+
+import math
+import random
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...data.checks import require_counts
+from ...data.errors import UsageError
+from ...data.files import write_json
+from ...data.requests import Request
+from ...data.tables.cascade import LEGS as LEGS_TABLE
+from ...data.tables.cascade import PLANS
+from ...data.tables.schemas import RECORDS, write_table
+from ...data.traces.traces import assign_slos
+from ...serving.cascade.allocators import Allocator, Cluster
+from ...serving.cascade.balancer import Balance, Balancer
+from ...serving.cascade.controller import Controller
+from ...serving.cascade.deferral import deferral_curve
+from ...serving.cascade.dispatcher import CascadeResult, OnLate
+from ...serving.cascade.legs import LEGS, Leg, LegSpec, cascade_name
+from ...serving.cascade.milp import Milp
+from ...serving.cascade.problem import OVERPROVISION
+from ...serving.cascade.profile import CascadeProfile
+from ...serving.cascade.simulation import CascadeModel, simulate_cascade
+from ...serving.cascade.systems import CascadeKnobs, CascadeSystem
+from ...serving.core.metrics import summarize
+from .trace_settings import check_slo_scale
+
+_PEAK_WINDOW_S = 20.0
+"""As long as the moving average of demand."""
+_BURST = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class CascadeDeployment:
+    """What serves a simulated trace.
+
+    Attributes:
+        profile: of both models.
+        confidences: of the light images of the bank.
+        system: who allocates and routes.
+        num_workers: S.
+        slo_scale: SLO of each request: this many times e(1) of the heavy model.
+        overprovision: lambda of equations 2 and 3.
+        knobs: of the system.
+        balance: which worker of a model gets a request.
+        on_late: what a deferred request gets that the heavy model cannot finish in time.
+        replan_on_burst: whether a second with half as many requests again as were planned for is answered at once.
+        seed: of random choices.
+
+    Raises:
+        UsageError: a number is out of its range.
+    """
+
+    profile: CascadeProfile
+    confidences: Sequence[float]
+    system: CascadeSystem
+    num_workers: int
+    slo_scale: float
+    overprovision: float = OVERPROVISION
+    knobs: CascadeKnobs = field(default_factory=CascadeKnobs)
+    balance: Balance = "least"
+    on_late: OnLate = "discard"
+    replan_on_burst: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_counts({"number of workers": self.num_workers})
+        check_slo_scale(self.slo_scale)
+        if not 0 < self.overprovision < math.inf:
+            raise UsageError(f"--overprovision is {self.overprovision:g}, but it must be a positive number")
+
+    def promised(self, requests: Sequence[Request]) -> list[Request]:
+        """The requests with their SLOs. Raises UsageError: a resolution was not profiled."""
+        return assign_slos(requests, lambda request: self.profile.standalone_s(request.resolution), self.slo_scale)
+
+    def models(self, requests: Sequence[Request]) -> dict[Leg, CascadeModel]:
+        """Both models for the mix of these requests. Raises as `promised`."""
+        weights = {name: float(count) for name, count in _mix(requests).items()}
+        return {leg: self.profile.legs[leg].model(weights) for leg in LEGS}
+
+    def run(self, requests: Sequence[Request], places: Sequence[int]) -> "CascadeRun":
+        """Serve a trace.
+
+        Args:
+            requests: with their SLOs.
+            places: of each one's light image among `confidences`.
+
+        Raises:
+            UsageError: the trace is empty, a resolution was not profiled, or no plan could be in time.
+        """
+        parts = self.parts(requests)
+        confidence_of = {
+            request.request_id: self.confidences[place] for request, place in zip(requests, places, strict=True)
+        }
+        result = simulate_cascade(
+            requests,
+            parts.models,
+            parts.controller,
+            confidence_of.__getitem__,
+            num_workers=self.num_workers,
+            balancer=Balancer(self.balance, self.seed),
+            direct=parts.direct,
+            on_late=self.on_late,
+            batching=self.system.batching,
+        )
+        return CascadeRun(result, parts.allocator, parts.peak)
+
+    def parts(self, requests: Sequence[Request]) -> "CascadeParts":
+        """What serves a trace whose requests have their SLOs, on whatever clock. Raises as `run`."""
+        if not requests:
+            raise UsageError("the trace is empty, but it must hold at least one request")
+        models = self.models(requests)
+        # Where requests of one resolution have different SLOs, the tightest is planned for.
+        slos_s: dict[str, float] = {}
+        for request in requests:
+            assert request.slo_s is not None, "of promised requests"
+            name = str(request.resolution)
+            slos_s[name] = min(slos_s.get(name, math.inf), request.slo_s)
+        cluster = Cluster(
+            self.num_workers, models["light"].batches, models["heavy"].batches, slos_s, self.overprovision
+        )
+        peak = peak_rate([request.arrival_s for request in requests])
+        allocator = self.system.allocator(cluster, deferral_curve(self.confidences), peak, self.knobs)
+        # What comes first is planned for as the trace is in the mean: nobody knows more of it.
+        duration_s = max(requests[-1].arrival_s - requests[0].arrival_s, 1.0)
+        controller = Controller(
+            allocator,
+            self.confidences,
+            demand=min(peak, len(requests) / duration_s),
+            burst=_BURST if self.replan_on_burst else None,
+        )
+        chance = random.Random(self.seed)
+        draws = {request.request_id: chance.random() for request in requests}
+        return CascadeParts(models, controller, allocator, peak, draws.__getitem__)
+
+
+class CascadeParts(NamedTuple):
+    """What serves a trace: models, controller with its allocator, the peak of the trace, and by request id a number by
+    which it goes to the heavy model at once, where plans say so by a share.
+    """
+
+    models: dict[Leg, CascadeModel]
+    controller: Controller
+    allocator: Allocator
+    peak: float
+    direct: Callable[[int], float]
+
+
+@dataclass(frozen=True, slots=True)
+class CascadeRun:
+    """What a simulated trace has left, its allocator, and the peak of the trace in requests a second."""
+
+    result: CascadeResult
+    allocator: Allocator
+    peak: float
+
+    def figures(self) -> dict[str, Any]:
+        """Of the cascade as such, as JSON."""
+        result = self.result
+        light = [row for row in result.legs if row.leg == "light" and row.status == "completed"]
+        scored = [row for row in light if row.threshold is not None]
+        served = Counter(result.served_by.values())
+        thresholds = [row.plan.threshold for row in result.plans if row.plan.threshold is not None]
+        solver = getattr(self.allocator, "solve", None)
+        judged = [record for record in result.records if record.slo_met is not None]
+        violations = sum(record.slo_met is not True for record in judged)
+        return {
+            "slo_violation_rate": violations / len(judged) if judged else None,
+            "heavy_share": served["heavy"] / served.total() if served else None,
+            "deferred_share": sum(row.is_deferred for row in scored) / len(scored) if scored else None,
+            "unscored_light": sum(row.confidence is None for row in scored),
+            "threshold_mean": sum(thresholds) / len(thresholds) if thresholds else None,
+            "plans": len(result.plans),
+            "plans_by_status": dict(Counter(row.plan.status for row in result.plans)),
+            "plans_replaced": solver.num_replaced if isinstance(solver, Milp) else None,
+            "switches": result.num_switches,
+            "wasted_light_s": result.wasted_s,
+            "peak_rate": self.peak,
+        }
+
+
+def peak_rate(arrivals_s: Sequence[float], window_s: float = _PEAK_WINDOW_S) -> float:
+    """Most requests a second over any stretch of so many seconds, or over all of a trace that is shorter."""
+    duration_s = arrivals_s[-1] - arrivals_s[0]
+    if duration_s <= window_s:
+        return len(arrivals_s) / max(duration_s, 1.0)
+    most = max(bisect_right(arrivals_s, start_s + window_s) - index for index, start_s in enumerate(arrivals_s))
+    return most / window_s
+
+
+def cascade_summary(
+    run: CascadeRun,
+    deployment: CascadeDeployment,
+    specs: Mapping[Leg, LegSpec],
+    *,
+    dataset: str,
+    config: Mapping[str, Any],
+    quality: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """The figures of a run: those of any served one, and the cascade's."""
+    records = run.result.records
+    duration_s = max(record.finish_s or 0.0 for record in records)
+    return {
+        **summarize(records, duration_s, slo_scale=deployment.slo_scale, model=cascade_name(specs), dataset=dataset),
+        **run.figures(),
+        "quality": None if quality is None else dict(quality),
+        "num_workers": deployment.num_workers,
+        "was_interrupted": False,
+        "config": dict(config),
+    }
+
+
+def write_cascade_run(run_dir: Path, run: CascadeRun, specs: Mapping[Leg, LegSpec], summary: dict[str, Any]) -> Path:
+    """Write records, legs, plans, summary and report into a run's folder; returns the report. Raises OSError."""
+    from ..report.cascade_page import write_cascade_report
+
+    result = run.result
+    summary["run_dir"] = str(run_dir)
+    write_table(run_dir / "records.parquet", RECORDS, (record.to_row() for record in result.records))
+    write_table(run_dir / "legs.parquet", LEGS_TABLE, leg_rows(result, specs))
+    write_table(run_dir / "plans.parquet", PLANS, plan_rows(result))
+    write_json(run_dir / "summary.json", summary)
+    return write_cascade_report(run_dir, summary, result)
+
+
+def leg_rows(result: CascadeResult, specs: Mapping[Leg, LegSpec]) -> list[dict[str, Any]]:
+    """Rows of the table LEGS."""
+    return [
+        {
+            "request_id": row.request_id,
+            "leg": row.leg,
+            "model": str(specs[row.leg]),
+            "worker": row.worker,
+            "start_s": row.start_s,
+            "end_s": row.end_s,
+            "status": row.status,
+            "confidence": None if row.confidence is None or math.isnan(row.confidence) else row.confidence,
+            "threshold": row.threshold,
+            "is_deferred": row.is_deferred,
+        }
+        for row in result.legs
+    ]
+
+
+def plan_rows(result: CascadeResult) -> list[dict[str, Any]]:
+    """Rows of the table PLANS."""
+    return [
+        {
+            "start_s": row.start_s,
+            "demand": row.seen.demand,
+            "light_queue": row.seen.light_queue,
+            "heavy_queue": row.seen.heavy_queue,
+            "light_workers": row.plan.num_light,
+            "heavy_workers": row.plan.num_heavy,
+            "light_batch": row.plan.light_batch,
+            "heavy_batch": row.plan.heavy_batch,
+            "threshold": row.plan.threshold,
+            "share": row.plan.share,
+            "status": row.plan.status,
+            "solve_s": row.solve_s,
+        }
+        for row in result.plans
+    ]
+
+
+def _mix(requests: Sequence[Request]) -> Counter[str]:
+    return Counter(str(request.resolution) for request in requests)

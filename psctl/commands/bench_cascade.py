@@ -1,0 +1,83 @@
+"""`psctl bench cascade`: systems of a light and a heavy model side by side, on a virtual clock."""
+
+from dataclasses import replace
+from typing import Annotated
+
+from ...data.files import require_places
+from ...profiling.runs.trace_settings import TraceSettings
+from ...serving.cascade.legs import parse_cascade
+from ..flags import flag
+from ..options.cascade import DEFAULT_CASCADE, Cascade, CascadeOptions
+from ..options.common import Gpus, OutputFile, Seed, numbers_of
+from ..options.groups import TRACE
+from ..options.target import WHERE, Target
+from ..output import Output
+from .simulate_cascade import found_images
+
+_SYSTEMS = "diffserve,diffserve-static,proteus,clipper-light,clipper-heavy"
+_ABLATIONS = ("diffserve-static-threshold", "diffserve-aimd", "diffserve-no-queue")
+
+
+def bench_cascade(
+    *,
+    cascade: Cascade = DEFAULT_CASCADE,
+    systems: Annotated[str, flag("--systems", "Systems to compare.", metavar="NAME,...")] = _SYSTEMS,
+    ablations: Annotated[bool, flag("--ablations", f"Also {', '.join(_ABLATIONS)}.")] = False,
+    slo_scales: Annotated[
+        str, flag("--slo-scales", "SLOs as multiples of the heavy model's own latency.", metavar="SCALE,...")
+    ] = "2.8",
+    lambdas: Annotated[
+        str, flag("--lambdas", "By how much capacity must exceed the demand.", metavar="FACTOR,...")
+    ] = "1.05",
+    num_seeds: Annotated[int, flag("--num-seeds", "Traces of each point.", min=1)] = 5,
+    num_resamples: Annotated[int, flag("--num-resamples", "Of each interval of a difference of FIDs.", min=2)] = 40,
+    trace: Annotated[
+        TraceSettings,
+        TRACE.without("prompts", "guidance_scale", "num_inference_steps", "seed"),
+    ],
+    gpus: Gpus = 16,
+    seed: Seed = 0,
+    options: CascadeOptions,
+    output_file: OutputFile = None,
+    target: Annotated[Target, WHERE.only("workspace")],
+    out: Output,
+) -> None:
+    """Compare systems that serve a light and a heavy model: how good the images served are, and how many are late.
+
+    All systems get the same requests on the virtual clock, as psctl profile cascade has measured both models. FID is of
+    the images that each system served; differences to diffserve have 95 % intervals.
+
+    Examples:
+
+        psctl bench cascade --trace shape --rate-range 2:16 --duration 600
+        psctl bench cascade --trace shape --rate-range 2:16 --duration 600 --ablations --lambdas 1,1.05,1.2,1.5
+        psctl bench cascade --request-rate 8 --num-prompts 2000 --slo-scales 1.5,2,3,4,6 --json
+    """
+    parse_cascade(cascade)
+    require_places(target.workspace, file=output_file)
+    images = found_images(cascade, options, target)
+    with out.status("Loading ..."):
+        from ...eval.cascade.bank import load_features
+        from ...eval.cascade.bench import CascadeBenchSettings, bench_table, run_cascade_bench, write_cascade_bench
+    names = [name.strip() for name in systems.split(",") if name.strip()]
+    if ablations:
+        names += [name for name in _ABLATIONS if name not in names]
+    settings = CascadeBenchSettings(
+        tuple(names),
+        tuple(numbers_of("--slo-scales", slo_scales)),
+        tuple(numbers_of("--lambdas", lambdas)),
+        tuple(range(seed, seed + num_seeds)),
+        num_resamples,
+    )
+    features = load_features(images.bank_folder, len(images.bank.entries))
+    deployment = images.deployment(options, names[0], gpus, settings.slo_scales[0], seed)
+    with out.phases() as start:
+        result = run_cascade_bench(
+            deployment, images.bank, features, replace(trace, seed=seed), images.defaults, settings, start_phase=start
+        )
+    result |= {"cascade": cascade, "profile": str(images.profile_file), "bank": str(images.bank_folder)}
+    run_dir = images.place(target).new_run("cascade")
+    result["run_dir"] = str(run_dir)
+    report = write_cascade_bench(result, run_dir)
+    out.data(result, table=lambda: bench_table(result).to_rich(), file=output_file)
+    out.note(f"Results: {report}")

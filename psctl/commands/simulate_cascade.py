@@ -1,0 +1,200 @@
+"""`psctl simulate --cascade`: a light and a heavy model serve a trace on a virtual clock."""
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ...data.errors import UsageError
+from ...data.files import require_places
+from ...profiling.runs.trace_settings import TraceSettings
+from ...serving.cascade.legs import CASCADE_SYSTEM_NAMES, Leg, parse_cascade
+from ..flags import given_flags
+from ..options.cascade import CASCADE, PROFILE_FILE, CascadeOptions, found_place
+from ..options.target import Target
+from ..output import Output
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from ...data.workspace import ModelWorkspace
+    from ...profiling.cascade.bank import Bank
+    from ...profiling.runs.cascade import CascadeDeployment
+    from ...serving.cascade.profile import CascadeProfile
+    from ...serving.models.defaults import ModelDefaults
+
+_DEFAULT_NUM_PROMPTS = 1000
+_OWN = CASCADE.names()
+_SHARED = {
+    "--cascade", "--workers", "--system", "--gpus", "--slo-scale", "--prompts", "--output-file", "--workspace",
+    "--device", "--dtype", "--json", "--quiet", "--seed", "--trace", "--request-rate", "--cv", "--amplitude",
+    "--period", "--arrivals", "--num-prompts", "--duration", "--resolutions", "--mix", "--from-zero", "--curve",
+    "--rate-range",
+}  # fmt: skip
+
+
+def check_cascade_flags(context: typer.Context, cascade: str | None, system: str) -> None:
+    """Raise UsageError where options of a cascade meet those of a single model."""
+    given = set(given_flags(context))
+    if cascade is None:
+        if wrong := sorted(given & _OWN):
+            raise UsageError(f"{', '.join(wrong)} belongs to --cascade LIGHT,HEAVY, which was not given")
+        if system in CASCADE_SYSTEM_NAMES:
+            raise UsageError(f"--system {system} is of two models: give --cascade LIGHT,HEAVY")
+    elif wrong := sorted(given - _OWN - _SHARED):
+        raise UsageError(f"{', '.join(wrong)} is for a single model, but --cascade is given")
+
+
+@dataclass(frozen=True, slots=True)
+class CascadeImages:
+    """What `psctl profile cascade` has left of a cascade.
+
+    Attributes:
+        cascade: as the user writes it.
+        found: its part of the workspace, unless files were named.
+        profile_file, profile: times of both models.
+        bank_folder, bank: prompts with confidences.
+        defaults: of requests.
+    """
+
+    cascade: str
+    found: "ModelWorkspace | None"
+    profile_file: Path
+    profile: "CascadeProfile"
+    bank_folder: Path
+    bank: "Bank"
+    defaults: "ModelDefaults"
+
+    def place(self, target: Target) -> "ModelWorkspace":
+        """Where runs go."""
+        return self.found or target.root.for_model(self.cascade, "simulated")
+
+    def deployment(
+        self, options: CascadeOptions, system: str, gpus: int, slo_scale: float, seed: int
+    ) -> "CascadeDeployment":
+        """A deployment. Raises UsageError: there is no such system, or a number is out of its range."""
+        from ...profiling.runs.cascade import CascadeDeployment
+        from ...serving.cascade.systems import CascadeKnobs, get_cascade_system
+
+        return CascadeDeployment(
+            self.profile,
+            self.bank.confidences,
+            get_cascade_system(system),
+            gpus,
+            slo_scale,
+            options.overprovision,
+            CascadeKnobs(options.solver, options.queue_factor, options.threshold),
+            options.balance,
+            options.on_late,
+            options.replan_on_burst,
+            seed,
+        )
+
+
+def found_images(cascade: str, options: CascadeOptions, target: Target) -> CascadeImages:
+    """The profile and the bank that were named, or the workspace's newest.
+
+    Raises UsageError: there are none, they are damaged, or do not belong together.
+    """
+    from ...profiling.cascade.bank import BANK_FILE, Bank
+    from ...serving.cascade.profile import read_profile
+
+    specs = parse_cascade(cascade)
+    found = None if options.cascade_profile is not None else found_place(target.root, specs)
+    file = options.cascade_profile or (found.tables / PROFILE_FILE if found is not None else Path())
+    profile = read_profile(file)
+    folder = options.bank
+    if folder is None:
+        newest = None if found is None else found.newest_table(f"bank-*/{BANK_FILE}")
+        if newest is None:
+            raise UsageError(
+                f"no bank of {cascade} is beside {file}: psctl profile cascade --cascade {cascade}, or name one "
+                "(--bank)"
+            )
+        folder = newest.parent
+    bank = Bank.load(folder)
+    if bank.about.get("discriminator") != profile.discriminator:
+        raise UsageError(f"{folder} was scored by another discriminator than {file}: psctl profile cascade makes both")
+    defaults = replace(target, model=specs["heavy"].model).defaults()
+    return CascadeImages(
+        cascade, found, file, profile, folder, bank, replace(defaults, resolutions=profile.resolutions)
+    )
+
+
+def simulate_cascade(
+    cascade: str,
+    system: str,
+    trace: TraceSettings,
+    options: CascadeOptions,
+    *,
+    request_rate: float | None,
+    slo_scale: float,
+    gpus: int,
+    output_file: Path | None,
+    target: Target,
+    out: Output,
+) -> None:
+    """Simulate, write the run, and print its figures. Arguments as of `simulate`."""
+    from ...profiling.runs.cascade import cascade_summary, write_cascade_run
+    from ...profiling.runs.trace_settings import draw_requests
+    from ...serving.cascade.systems import get_cascade_system
+
+    specs = parse_cascade(cascade)
+    get_cascade_system(system)
+    images = found_images(cascade, options, target)
+    trace = replace(trace, request_rate=1.0 if request_rate is None else request_rate)
+    if trace.num_prompts is None and trace.duration_s is None and trace.trace in ("poisson", "gamma", "diurnal"):
+        trace = replace(trace, num_prompts=_DEFAULT_NUM_PROMPTS)
+    deployment = images.deployment(options, system, gpus, slo_scale, trace.seed)
+    bank = images.bank
+    requests, places = bank.dealt(draw_requests(trace, images.defaults), trace.seed)
+    promised = deployment.promised(requests)
+    require_places(target.workspace, file=output_file)
+    with out.status(f"Serving {len(requests)} requests on the virtual clock ..."):
+        run = deployment.run(promised, places)
+    with out.status("Measuring the images that were served ..."):
+        from ...eval.cascade.bank import load_features
+        from ...eval.cascade.quality import served_quality
+
+        served: list[Leg | None] = [run.result.served_by.get(request.request_id) for request in promised]
+        quality = served_quality(load_features(images.bank_folder, len(bank.entries)), places, served)
+    config = {
+        **trace.to_config(),
+        "cascade": cascade,
+        "system": system,
+        "gpus": gpus,
+        "slo_scale": slo_scale,
+        **{name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()},
+        "cascade_profile": str(images.profile_file),
+        "bank": str(images.bank_folder),
+    }
+    summary = cascade_summary(run, deployment, specs, dataset=trace.trace, config=config, quality=quality)
+    run_dir = images.place(target).new_run("simulate")
+    report = write_cascade_run(run_dir, run, specs, summary)
+    out.data(summary, table=lambda: cascade_table(summary), file=output_file)
+    out.note(f"Results: {report}")
+
+
+def cascade_table(summary: dict[str, Any]) -> "RenderableType":
+    """Figures of a cascade's run, for the terminal."""
+    from rich.console import Group
+
+    from ...profiling.report.table import Table, to_rich
+    from ...profiling.report.tables import run_tables
+    from ...profiling.report.words import number, share
+
+    rows = [
+        ("late, discarded or failed", share(summary["slo_violation_rate"])),
+        ("images of the heavy model", share(summary["heavy_share"])),
+        ("light images deferred", share(summary["deferred_share"])),
+        ("threshold, mean over plans", number(summary["threshold_mean"])),
+        ("plans", ", ".join(f"{count} {status}" for status, count in summary["plans_by_status"].items())),
+        ("switches of workers", str(summary["switches"])),
+        ("seconds of light images that were not the answer", number(summary["wasted_light_s"])),
+    ]
+    if (quality := summary["quality"]) is not None:
+        what = f"FID of {quality['num_images']} images served ({quality['num_prompts']} prompts)"
+        alone = f"{number(quality['fid_light'])}; {number(quality['fid_heavy'])}"
+        rows += [(what, number(quality["fid"])), ("FID of the same, all light; all heavy", alone)]
+    return Group(to_rich(run_tables(summary)), Table("Cascade", ("", ""), rows).to_rich())

@@ -1,0 +1,116 @@
+"""Which two models serve together, and how their workers are allocated."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from ...data.errors import UsageError
+from ...data.workspace import ModelWorkspace, Workspace
+from ...serving.cascade.legs import Leg, LegSpec, cascade_name
+from ..flags import Flags, flag, preset
+
+_HELP = "A light and a heavy model, each with :STEPS behind it where it does not take its own number of steps."
+Cascade = Annotated[str, flag("--cascade", _HELP, metavar="LIGHT,HEAVY")]
+PROFILE_FILE = "cascade.json"
+DEFAULT_CASCADE = "emoji-xl:4,emoji-xl:50"
+
+
+def _set_system(context: typer.Context, cascade: str | None) -> str | None:
+    if cascade is not None:
+        preset(context, {"system": "diffserve"})
+    return cascade
+
+
+# Before the system, whose default it sets.
+ServedCascade = Annotated[
+    str | None,
+    flag(
+        "--cascade",
+        f"{_HELP} --system is diffserve then, or one that it is compared with.",
+        metavar="LIGHT,HEAVY",
+        is_eager=True,
+        callback=_set_system,
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class CascadeOptions:
+    """How a cascade serves; all but the first two are of its systems."""
+
+    cascade_profile: Annotated[
+        Path | None,
+        flag(
+            "--cascade-profile",
+            "Times of both models, by psctl profile cascade. Default: the workspace's.",
+            metavar="FILE",
+            dir_okay=False,
+        ),
+    ] = None
+    bank: Annotated[
+        Path | None,
+        flag(
+            "--bank",
+            "Prompts that both models have drawn, by psctl profile cascade. Default: the workspace's newest.",
+            metavar="DIR",
+            file_okay=False,
+        ),
+    ] = None
+    overprovision: Annotated[
+        float, flag("--overprovision", "Of a cascade: by how much capacity must exceed the demand (lambda).")
+    ] = 1.05
+    solver: Annotated[
+        Literal["milp", "enumerate"],
+        flag("--solver", "Of a cascade's plans: HiGHS, or every pair of batch sizes; both give the same plans."),
+    ] = "milp"
+    balance: Annotated[
+        Literal["least", "random"],
+        flag("--balance", "Which worker of a model gets a request: the one with the least to do, or any."),
+    ] = "least"
+    threshold: Annotated[
+        float | None,
+        flag(
+            "--threshold",
+            "Of diffserve-static-threshold: light images of this confidence or more are the answer. Default: what the "
+            "peak of the trace leaves room for.",
+        ),
+    ] = None
+    queue_factor: Annotated[
+        float, flag("--queue-factor", "Of diffserve-no-queue: waiting as a multiple of a batch's duration.")
+    ] = 2.0
+    on_late: Annotated[
+        Literal["discard", "light"],
+        flag("--on-late", "What a deferred request gets that the heavy model cannot finish in time."),
+    ] = "discard"
+    replan_on_burst: Annotated[
+        bool,
+        flag(
+            "--replan-on-burst",
+            "Plan at once where the requests of a second are more than 1.5 times what was planned for.",
+        ),
+    ] = False
+
+
+CASCADE = Flags.of(CascadeOptions)
+
+
+def place_of(root: Workspace, specs: dict[Leg, LegSpec], device: str) -> ModelWorkspace:
+    """The part of the workspace that a cascade has on a device."""
+    return root.for_model(cascade_name(specs), device)
+
+
+def found_place(root: Workspace, specs: dict[Leg, LegSpec]) -> ModelWorkspace:
+    """The part of the workspace with the newest profile of a cascade, of any device.
+
+    Raises UsageError: there is none.
+    """
+    folder = place_of(root, specs, "any").root.parent
+    found = sorted(folder.glob(f"*/tables/{PROFILE_FILE}"), key=lambda path: path.stat().st_mtime_ns)
+    if not found:
+        raise UsageError(
+            f"no profile of the cascade {cascade_name(specs)} is in {root.root}: psctl profile cascade --cascade "
+            f"{cascade_name(specs)}, or name one (--cascade-profile)"
+        )
+    return ModelWorkspace(found[-1].parents[1])

@@ -1,0 +1,236 @@
+"""Who decides what each worker serves: DiffServe, its ablations, and the systems that it is compared with. No torch.
+
+Source: DiffServe section 4.1 (table 1) and section 4.5.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+from .enumeration import enumerate_plan
+from .problem import OVERPROVISION, DeferralCurve, ModelTimes, Plan, Problem, fits, light_only, waiting_s
+
+Solver = Callable[[Problem], Plan]
+QueueModel = Literal["little", "factor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What there is to allocate.
+
+    Attributes:
+        num_workers: S.
+        light, heavy: what a worker takes with each model.
+        slos_s: L of each resolution.
+        overprovision: lambda.
+    """
+
+    num_workers: int
+    light: ModelTimes
+    heavy: ModelTimes
+    slos_s: dict[str, float]
+    overprovision: float = OVERPROVISION
+
+    def problem(self, seen: "Seen", **more: float) -> Problem:
+        """What is to be solved now."""
+        return Problem(
+            seen.num_workers or self.num_workers,
+            seen.demand,
+            self.light,
+            self.heavy,
+            seen.curve,
+            self.slos_s,
+            light_workers=None if seen.plan is None else seen.plan.num_light,
+            overprovision=self.overprovision,
+            **more,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the controller knows when it plans.
+
+    Attributes:
+        demand: D, requests a second.
+        curve: f(t).
+        light_queue, heavy_queue: how many wait, on average.
+        light_arrivals, heavy_arrivals: how many come to each model, a second.
+        plan: of now; None at the start.
+        num_workers: that there are, where some have died; None for all.
+    """
+
+    demand: float
+    curve: DeferralCurve
+    light_queue: float = 0.0
+    heavy_queue: float = 0.0
+    light_arrivals: float = 0.0
+    heavy_arrivals: float = 0.0
+    plan: Plan | None = None
+    num_workers: int | None = None
+
+
+class Allocator(Protocol):
+    """Makes the plan of the next period."""
+
+    def __call__(self, seen: Seen) -> Plan:
+        """The plan for what is seen now."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DiffServe:
+    """The paper's allocation (section 3.3).
+
+    Attributes:
+        cluster: what there is.
+        solve: `Milp()` or `enumerate_plan`.
+        queue_factor: None for waiting by Little's law; else it is taken to be so many times the duration of a batch
+            (ablation `no-queue`; Proteus takes 2, and 1 is one batch of waiting).
+        threshold: None to choose it; else it stays (ablation `static-threshold`).
+    """
+
+    cluster: Cluster
+    solve: Solver = enumerate_plan
+    queue_factor: float | None = None
+    threshold: float | None = None
+
+    def __call__(self, seen: Seen) -> Plan:
+        """See `Allocator`."""
+        if self.threshold is not None:
+            share = seen.curve.share(self.threshold)
+            fixed = (
+                DeferralCurve((0.0, self.threshold), (0.0, share)) if self.threshold else DeferralCurve((0.0,), (0.0,))
+            )
+            seen = replace(seen, curve=fixed)
+        cluster = self.cluster
+        if self.queue_factor is not None:
+            # e + q = (1 + factor) e.
+            light, heavy = (_longer(times, 1 + self.queue_factor) for times in (cluster.light, cluster.heavy))
+            problem = replace(cluster, light=light, heavy=heavy).problem(seen)
+        else:
+            waits = _waits(cluster, seen)
+            problem = cluster.problem(seen, light_wait_s=waits[0], heavy_wait_s=waits[1])
+        plan = self.solve(problem)
+        if self.threshold and plan.threshold != self.threshold:
+            return _as_far_as_possible(problem, self.threshold)
+        return plan
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """One plan for the whole trace: `diffserve-static`, and both `clipper` systems."""
+
+    plan: Plan
+
+    def __call__(self, seen: Seen) -> Plan:
+        """See `Allocator`."""
+        return self.plan
+
+
+@dataclass(frozen=True, slots=True)
+class Proteus:
+    """Each query goes to one of the models at random, as many to the heavy one as there is room for (Ahmad et al.,
+    ASPLOS 2024): the largest p with x_1 T_1 >= lambda D (1 - p), x_2 T_2 >= lambda D p and e_i + q_i <= L.
+    """
+
+    cluster: Cluster
+
+    def __call__(self, seen: Seen) -> Plan:
+        """See `Allocator`; the share of `Plan` is p, and its threshold None."""
+        cluster, waits = self.cluster, _waits(self.cluster, seen)
+        problem = cluster.problem(seen)
+        now = None if seen.plan is None else seen.plan.num_light
+        for light_wait_s, heavy_wait_s in (waits, (0.0, 0.0)):
+            found: list[tuple[tuple[float, ...], Plan]] = []
+            light_sizes = _in_time(cluster.light, cluster.slos_s, light_wait_s)
+            heavy_sizes = _in_time(cluster.heavy, cluster.slos_s, heavy_wait_s)
+            for num_heavy in range(problem.num_workers + 1):
+                num_light = problem.num_workers - num_heavy
+                light = max(light_sizes, key=cluster.light.throughput.__getitem__, default=None)
+                heavy = max(heavy_sizes, key=cluster.heavy.throughput.__getitem__, default=None)
+                if (num_light and light is None) or (num_heavy and heavy is None):
+                    continue
+                light_capacity = 0.0 if light is None else num_light * cluster.light.throughput[light]
+                heavy_capacity = 0.0 if heavy is None else num_heavy * cluster.heavy.throughput[heavy]
+                share = 1.0 if heavy_capacity >= problem.load else heavy_capacity / problem.load
+                if not fits(problem.load * (1 - share), light_capacity):
+                    continue
+                plan = Plan(
+                    num_light,
+                    num_heavy,
+                    0 if light is None else cluster.light.batch_sizes[light],
+                    0 if heavy is None else cluster.heavy.batch_sizes[heavy],
+                    None,
+                    share,
+                    "optimal" if (light_wait_s, heavy_wait_s) == waits else "without-queues",
+                )
+                switches = 0 if now is None else abs(num_light - now)
+                found.append(((-share, switches, -heavy_capacity), plan))
+            if found:
+                return min(found, key=lambda each: each[0])[1]
+        return replace(light_only(problem), threshold=None)
+
+
+def clipper(cluster: Cluster, leg: Literal["light", "heavy"]) -> Fixed:
+    """All workers serve one model; batch sizes follow `Aimd`."""
+    times, count = (cluster.light, cluster.num_workers) if leg == "light" else (cluster.heavy, cluster.num_workers)
+    largest = times.batch_sizes[-1]
+    if leg == "light":
+        return Fixed(Plan(count, 0, largest, 0, None, 0.0))
+    return Fixed(Plan(0, count, 0, largest, None, 1.0))
+
+
+def static(cluster: Cluster, curve: DeferralCurve, peak: float, solve: Solver = enumerate_plan) -> Fixed:
+    """DiffServe's plan for the peak of the trace, which stays."""
+    return Fixed(solve(cluster.problem(Seen(peak, curve))))
+
+
+def _waits(cluster: Cluster, seen: Seen) -> tuple[float, float]:
+    """q of both models, by Little's law; what nobody joins any more drains as fast as its workers can."""
+    light = heavy = 0.0
+    if (plan := seen.plan) is not None:
+        light = plan.num_light * _throughput(cluster.light, plan.light_batch)
+        heavy = plan.num_heavy * _throughput(cluster.heavy, plan.heavy_batch)
+    return (
+        waiting_s(seen.light_queue, seen.light_arrivals, light),
+        waiting_s(seen.heavy_queue, seen.heavy_arrivals, heavy),
+    )
+
+
+def _throughput(times: ModelTimes, batch_size: int) -> float:
+    return times.throughput[times.batch_sizes.index(batch_size)] if batch_size else 0.0
+
+
+def _in_time(times: ModelTimes, slos_s: dict[str, float], wait_s: float) -> list[int]:
+    """Indices of the batch sizes with which every resolution is in time."""
+    return [
+        index
+        for index in range(len(times.batch_sizes))
+        if all(times.latency_s[name][index] + wait_s <= slo_s for name, slo_s in slos_s.items())
+    ]
+
+
+def _longer(times: ModelTimes, factor: float) -> ModelTimes:
+    latency_s = {name: tuple(factor * each for each in numbers) for name, numbers in times.latency_s.items()}
+    return replace(times, latency_s=latency_s)
+
+
+def _as_far_as_possible(problem: Problem, threshold: float) -> Plan:
+    """For a threshold that there is no room for: as many workers for each model as it has of the work, at the batch
+    sizes that draw most a second."""
+    share = problem.curve.share(threshold)
+    light = max(range(len(problem.light.batch_sizes)), key=problem.light.throughput.__getitem__)
+    heavy = max(range(len(problem.heavy.batch_sizes)), key=problem.heavy.throughput.__getitem__)
+    of_light, of_heavy = 1 / problem.light.throughput[light], share / problem.heavy.throughput[heavy]
+    count = problem.num_workers
+    num_light = min(max(1, math.ceil(count * of_light / (of_light + of_heavy) - 0.5)), max(1, count - 1))
+    return Plan(
+        num_light,
+        count - num_light,
+        problem.light.batch_sizes[light],
+        problem.heavy.batch_sizes[heavy],
+        threshold,
+        share,
+        "overloaded",
+    )

@@ -1,0 +1,241 @@
+"""A cascade of real workers: processes of this machine, under the same dispatcher as in the simulator. No torch here.
+
+A worker that dies is noticed at once. What it was at is begun once more by others, the next plan is for one worker
+less, and it is started anew, three times at most.
+"""
+
+import contextlib
+import math
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+
+from ...data.errors import RunError
+from ...data.requests import Request
+from .controller import SAMPLE_S
+from .dispatcher import CascadeResult, Dispatcher
+from .legs import Leg
+from .worker import WorkerSettings, run_worker
+
+MOST_RESTARTS = 3
+_LOAD_TIMEOUT_S = 600.0
+_STOP_TIMEOUT_S = 10.0
+_LEAST_WAIT_S, _MOST_WAIT_S = 0.0, 0.5
+
+
+class ProcessWorker:
+    """One process; see `dispatcher.Worker`.
+
+    Attributes:
+        process, connection: the process, and what connects it.
+        num_waiting: as it has last told.
+        is_ready: whether it has loaded its models.
+    """
+
+    def __init__(self, settings: WorkerSettings, leg: Leg) -> None:
+        # A fork would inherit the threads of torch, if the parent has any, in an unusable state.
+        context = multiprocessing.get_context("spawn")
+        self.connection, other = context.Pipe()
+        self.num_waiting = 0
+        self.is_ready = False
+        self.process: BaseProcess = context.Process(
+            target=run_worker, args=(settings, leg, other), name=f"psctl-worker-{settings.index}", daemon=True
+        )
+        self.process.start()
+        other.close()
+
+    def take(self, request: Request, now_s: float) -> None:
+        self._tell("take", request)
+
+    def limit(self, batch_size: int) -> None:
+        self._tell("limit", batch_size)
+
+    def change(self, leg: Leg, now_s: float) -> None:
+        self._tell("change", leg)
+
+    def begin(self, zero_s: float) -> None:
+        """Tell when the trace began, on the clock of the machine."""
+        self._tell("zero", zero_s)
+
+    def stop(self, *, at_once: bool) -> None:
+        """Ask it to end, with what it has, or without."""
+        self._tell("stop", at_once)
+
+    def _tell(self, *message: object) -> None:
+        # Of one that has died, the connection tells the loop, which gives its requests to others.
+        with contextlib.suppress(OSError):
+            self.connection.send(message)
+
+
+class CascadeCluster:
+    """Serves a trace on the wall clock.
+
+    Args:
+        settings: of each worker.
+        dispatcher: decides.
+        on_note: told in one line what happens to workers.
+    """
+
+    def __init__(
+        self,
+        settings: Sequence[WorkerSettings],
+        dispatcher: Dispatcher,
+        *,
+        on_note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._settings, self._dispatcher, self._on_note = settings, dispatcher, on_note
+        self._workers: dict[int, ProcessWorker] = {}
+        self._restarts = [0] * len(settings)
+        self._zero_s = 0.0
+        self.was_interrupted = False
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the workers that live, by number."""
+        return [worker.process.pid or 0 for _, worker in sorted(self._workers.items())]
+
+    def run(self, requests: Sequence[Request], on_start: Callable[[], None] = lambda: None) -> CascadeResult:
+        """Load, and serve all requests, which are in order of arrival.
+
+        Ctrl-C ends the run: what has not ended is cancelled, and the result says what has.
+
+        Raises:
+            RunError: a worker cannot load, or all have died for good; in the latter case `Dispatcher.result` has what
+                was served.
+        """
+        try:
+            self._dispatcher.start(self._new_worker, len(self._settings))
+            self._load()
+            on_start()
+            self._zero_s = time.perf_counter()
+            for worker in self._workers.values():
+                worker.begin(self._zero_s)
+            self._serve(requests)
+        except KeyboardInterrupt:
+            self.was_interrupted = True
+            self._dispatcher.end_all("cancelled", self._now_s(), "the run was stopped before it had finished")
+        finally:
+            self._stop(at_once=True)
+        result = self._dispatcher.result
+        result.records.sort(key=lambda record: record.request_id)
+        return result
+
+    def _now_s(self) -> float:
+        return time.perf_counter() - self._zero_s if self._zero_s else 0.0
+
+    def _new_worker(self, index: int, leg: Leg) -> ProcessWorker:
+        worker = self._workers[index] = ProcessWorker(self._settings[index], leg)
+        return worker
+
+    def _load(self) -> None:
+        """Wait until all workers are ready. Raises RunError."""
+        deadline_s = time.monotonic() + _LOAD_TIMEOUT_S
+        while waiting := [worker for worker in self._workers.values() if not worker.is_ready]:
+            if time.monotonic() > deadline_s:
+                raise RunError(f"{len(waiting)} workers have not loaded their models within {_LOAD_TIMEOUT_S:g} s")
+            for connection in wait([worker.connection for worker in waiting], 1.0):
+                worker = next(each for each in waiting if each.connection is connection)
+                try:
+                    word, *rest = worker.connection.recv()
+                except (EOFError, OSError) as error:
+                    raise RunError(f"{worker.process.name} died while it loaded its models") from error
+                if word == "failed":
+                    raise RunError(f"{worker.process.name} cannot load its models: {rest[0]}")
+                worker.is_ready = word == "ready"
+
+    def _serve(self, requests: Sequence[Request]) -> None:
+        place, next_tick_s, dispatcher = 0, SAMPLE_S, self._dispatcher
+        while place < len(requests) or dispatcher.num_open:
+            now_s = self._now_s()
+            while place < len(requests) and requests[place].arrival_s <= now_s:
+                dispatcher.arrive(requests[place], now_s)
+                place += 1
+            if next_tick_s <= now_s:
+                dispatcher.tick(now_s)
+                # A second that was missed is not made up for.
+                next_tick_s = max(next_tick_s + SAMPLE_S, math.floor(now_s) + SAMPLE_S)
+            if not self._workers:
+                for request in requests[place:]:
+                    dispatcher.arrive(request, now_s)
+                dispatcher.end_all("failed", now_s, "no worker is left")
+                raise RunError(f"all {len(self._settings)} workers died, and none could be started any more")
+            next_s = min(next_tick_s, requests[place].arrival_s if place < len(requests) else math.inf)
+            timeout_s = min(max(next_s - self._now_s(), _LEAST_WAIT_S), _MOST_WAIT_S)
+            self._hear(timeout_s)
+
+    def _hear(self, timeout_s: float) -> None:
+        index_of = {worker.connection: index for index, worker in self._workers.items()}
+        for connection in wait(list(index_of), timeout_s):
+            assert isinstance(connection, Connection)
+            index = index_of[connection]
+            try:
+                word, *rest = connection.recv()
+            except (EOFError, OSError):
+                self._lost(index)
+                continue
+            self._heard(index, word, rest)
+
+    def _heard(self, index: int, word: str, rest: list) -> None:  # type: ignore[type-arg]  what belongs to the word
+        dispatcher, now_s, worker = self._dispatcher, self._now_s(), self._workers[index]
+        if word == "ended":
+            dispatcher.ended(index, rest[0], rest[1], now_s)
+        elif word == "waiting":
+            worker.num_waiting = rest[0]
+        elif word == "back":
+            dispatcher.handed_back(index, rest[0], now_s)
+        elif word == "left":
+            worker.num_waiting = 0
+            dispatcher.left(index)
+        elif word == "changed":
+            dispatcher.changed(index, now_s)
+        elif word == "ready":
+            worker.is_ready = True
+            worker.begin(self._zero_s)
+            dispatcher.returned(index, now_s, worker)
+            self._on_note(f"Worker {index} serves again.")
+        elif word == "failed":
+            self._on_note(f"Worker {index} could not load its models again: {rest[0]}")
+
+    def _lost(self, index: int) -> None:
+        worker = self._workers.pop(index)
+        worker.connection.close()
+        worker.process.join(_STOP_TIMEOUT_S)
+        reason = f"worker {index} died (exit code {worker.process.exitcode})"
+        now_s = self._now_s()
+        if worker.is_ready:
+            self._dispatcher.lost(index, now_s, reason)
+        if self._restarts[index] >= MOST_RESTARTS:
+            self._on_note(f"{reason}, for the {MOST_RESTARTS + 1}th time: it is not started again.")
+            return
+        self._restarts[index] += 1
+        self._on_note(f"{reason}; its requests go to others, and it is started anew.")
+        self._workers[index] = ProcessWorker(self._settings[index], self._dispatcher.slots[index].leg)
+
+    def _stop(self, *, at_once: bool) -> None:
+        for worker in self._workers.values():
+            worker.stop(at_once=at_once)
+        deadline_s = time.monotonic() + _STOP_TIMEOUT_S
+        for worker in self._workers.values():
+            worker.process.join(max(0.0, deadline_s - time.monotonic()))
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
+            worker.connection.close()
+        self._workers = {}
+
+
+def settings_for(template: WorkerSettings, num_workers: int, num_cores: int) -> list[WorkerSettings]:
+    """Settings of so many workers: each a processor and a thread of its own as far as they go, or a GPU."""
+    is_cuda = template.device.startswith("cuda")
+    return [
+        replace(
+            template,
+            index=index,
+            device=f"cuda:{index}" if is_cuda else template.device,
+            core=None if is_cuda or num_workers > num_cores else index,
+        )
+        for index in range(num_workers)
+    ]

@@ -1,0 +1,104 @@
+"""Watches a cascade and plans for it; the simulator and the cluster run the same object. No torch.
+
+Source: DiffServe sections 3.1 and 3.3.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from .allocators import Allocator, Seen
+from .deferral import OnlineDeferral
+from .demand import MovingAverage
+from .legs import LEGS, Leg
+from .problem import Plan
+
+SAMPLE_S, PERIOD_S = 1.0, 5.0
+
+
+class Controller:
+    """Counts arrivals, notes queues and confidences every `SAMPLE_S`, and plans every `PERIOD_S`.
+
+    Args:
+        allocate: makes the plans.
+        profiled: confidences of light images, from the profile.
+        demand: requests a second that are expected at the start.
+        burst: plans at once where the arrivals of a second are more than so many times what the last plan was made
+            for; None never does.
+
+    Attributes:
+        plan: of now.
+        seen: what it was made from.
+        solve_s: what making it took.
+    """
+
+    def __init__(
+        self, allocate: Allocator, profiled: Sequence[float], *, demand: float = 0.0, burst: float | None = None
+    ) -> None:
+        self._allocate, self._burst = allocate, burst
+        self._deferral = OnlineDeferral(profiled)
+        self._demand, self._planned = MovingAverage(), demand
+        self._queues = {leg: MovingAverage() for leg in LEGS}
+        self._arrivals = {leg: MovingAverage() for leg in LEGS}
+        self._asked, self._sent = 0, Counter[Leg]()
+        self._planned_s = 0.0
+        self.seen = Seen(demand, self._deferral.curve)
+        self.solve_s = 0.0
+        self.plan = self._plan()
+
+    def arrived(self) -> None:
+        """A request has come."""
+        self._asked += 1
+
+    def sent(self, leg: Leg) -> None:
+        """A request was sent to a model: a new one, or one that was deferred."""
+        self._sent[leg] += 1
+
+    def scored(self, confidence: float) -> None:
+        """A light image was scored."""
+        self._deferral.note(confidence)
+
+    def sample(self, now_s: float, queues: Mapping[Leg, int]) -> Plan | None:
+        """Called every `SAMPLE_S`; returns the plan of the next period when it is time for one.
+
+        Args:
+            now_s: the time.
+            queues: how many requests wait for a worker of each model.
+        """
+        self._demand.note(self._asked / SAMPLE_S)
+        for leg in LEGS:
+            self._queues[leg].note(queues[leg])
+            self._arrivals[leg].note(self._sent[leg] / SAMPLE_S)
+        self._asked = 0
+        self._sent.clear()
+        is_burst = self._burst is not None and self._demand.latest > self._burst * max(self._planned, 1e-9)
+        if now_s - self._planned_s < PERIOD_S - 1e-9 and not is_burst:
+            return None
+        # Of a burst the average knows little yet.
+        demand = max(self._demand.value, self._demand.latest) if is_burst else self._demand.value
+        self._planned_s, self._planned = now_s, demand
+        self.seen = Seen(
+            demand,
+            self._deferral.curve,
+            self._queues["light"].value,
+            self._queues["heavy"].value,
+            self._arrivals["light"].value,
+            self._arrivals["heavy"].value,
+            self.plan,
+            self.seen.num_workers,
+        )
+        self.plan = self._plan()
+        return self.plan
+
+    def replan(self, num_workers: int) -> Plan:
+        """A plan for other workers than before, from what was seen for the last one."""
+        self.seen = replace(self.seen, num_workers=num_workers, plan=self.plan)
+        self.plan = self._plan()
+        return self.plan
+
+    def _plan(self) -> Plan:
+        start_s = time.perf_counter()
+        plan = self._allocate(self.seen)
+        self.solve_s = time.perf_counter() - start_s
+        return plan

@@ -1,0 +1,432 @@
+"""What a cascade does with requests and workers: the same behind the virtual clock and behind processes. No torch.
+
+It is told of everything that happens, with the time, and tells workers what to do; it knows no clock of its own. Each
+request is sent to a worker of the light model, or to the heavy one where plans say so by a share; a light image below
+the threshold that holds when it is scored goes on to the heavy model with its deadline as it was. Every `SAMPLE_S` the
+controller is asked for a plan, and workers that are to change finish what they are at first.
+
+Source: DiffServe sections 3.1 and 3.3.
+"""
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+from ...data.errors import UsageError
+from ...data.requests import Request
+from ...data.resolution import Resolution
+from ..core.request_state import RequestRecord, Status
+from .aimd import Aimd
+from .allocators import Seen
+from .balancer import Balancer
+from .controller import Controller
+from .legs import LEGS, Leg
+from .problem import ModelTimes, Plan
+
+OnLate = Literal["discard", "light"]
+Batching = Literal["plan", "aimd"]
+MOST_ATTEMPTS = 2
+"""How often one model may begin a request, where workers die."""
+
+
+@dataclass(frozen=True, slots=True)
+class LegModel:
+    """A model, as plans and workers need to know it.
+
+    Attributes:
+        num_steps: of its images.
+        batches: e(b) and T(b); of the light model with scoring.
+    """
+
+    num_steps: int
+    batches: ModelTimes
+
+    def batch_s(self, resolution: Resolution, size: int) -> float:
+        """e(b) of a batch of so many, as long as the next larger one that was profiled."""
+        index = next((place for place, each in enumerate(self.batches.batch_sizes) if each >= size), -1)
+        return self.batches.latency_s[str(resolution)][index]
+
+
+class Worker(Protocol):
+    """A GPU that serves one of both models.
+
+    Attributes:
+        num_waiting: how many requests wait there for its next batch.
+    """
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    def take(self, request: Request, now_s: float) -> None:
+        """Serve a request, with the steps of the model that is there. `Dispatcher.ended` is told how it went."""
+
+    def limit(self, batch_size: int) -> None:
+        """From now on, batches are this large at most."""
+
+    def change(self, leg: Leg, now_s: float) -> None:
+        """Hand back who waits (`Dispatcher.handed_back`), end the batch, and change to the other model, of which
+        `Dispatcher.left` and `Dispatcher.changed` are told.
+        """
+
+
+@dataclass(slots=True)
+class Slot:
+    """What is known of a worker.
+
+    Attributes:
+        index, worker: its number, and itself; None while it is started anew.
+        leg: the model that it serves.
+        next_leg: the model that it is bound to change to, until it serves it.
+        is_away: whether it serves none now.
+        pending: pixels times steps of what it has been given and has not ended; see `Pending`.
+        batch_size: of the last `limit`.
+        given: when each request was sent there, by its id.
+    """
+
+    index: int
+    worker: Worker | None
+    leg: Leg
+    next_leg: Leg | None = None
+    is_away: bool = False
+    pending: int = 0
+    batch_size: int = 0
+    given: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def takes(self) -> bool:
+        """Whether requests may be sent there."""
+        return self.worker is not None and self.next_leg is None and not self.is_away
+
+    @property
+    def bound(self) -> Leg:
+        """The model that it has or is going to have."""
+        return self.next_leg or self.leg
+
+
+@dataclass(frozen=True, slots=True)
+class LegRow:
+    """What one model did for a request.
+
+    Attributes:
+        request_id, leg, worker: which one, by which model, where.
+        start_s, end_s: when it came there, and left.
+        status: how that ended; see `RequestRecord`.
+        confidence, threshold: of a light image, and what it was compared with; None where nobody looked.
+        is_deferred: whether the request went on to the heavy model.
+    """
+
+    request_id: int
+    leg: Leg
+    worker: int
+    start_s: float
+    end_s: float
+    status: str
+    confidence: float | None = None
+    threshold: float | None = None
+    is_deferred: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """A plan.
+
+    Attributes:
+        start_s: from when on it held.
+        plan, seen: what it says, and what it was made from.
+        solve_s: what making it took, on the real clock: the only field that differs between equal runs.
+    """
+
+    start_s: float
+    plan: Plan
+    seen: Seen
+    solve_s: float = field(compare=False)
+
+
+@dataclass(slots=True)
+class CascadeResult:
+    """What a cascade leaves.
+
+    Attributes:
+        records: of every request, in the order in which they ended, all in a final status.
+        served_by: the model whose image a completed request has, by id.
+        legs: what models did, as it ended.
+        plans: as they were made.
+        num_switches: of workers from one model to the other.
+        num_lost: workers that died.
+        wasted_s: seconds of light images that were not the answer.
+    """
+
+    records: list[RequestRecord] = field(default_factory=list)
+    served_by: dict[int, Leg] = field(default_factory=dict)
+    legs: list[LegRow] = field(default_factory=list)
+    plans: list[PlanRow] = field(default_factory=list)
+    num_switches: int = 0
+    num_lost: int = 0
+    wasted_s: float = 0.0
+
+
+class Dispatcher:
+    """Sends requests to workers, and workers to models.
+
+    Args:
+        models: light and heavy.
+        controller: makes the plans.
+        balancer: chooses workers.
+        direct: by request id a number from 0 to 1, by which a request goes to the heavy model at once, where plans say
+            so by a share.
+        on_late: whether a deferred request that the heavy model cannot finish in time is discarded, or has its light
+            image.
+        batching: whether batches are as large as plans say, or as `Aimd` does.
+        on_end: called with each record when it is final, and the model whose image it has.
+
+    Attributes:
+        result: of what has ended.
+        slots: the workers.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[Leg, LegModel],
+        controller: Controller,
+        balancer: Balancer,
+        direct: Callable[[int], float],
+        on_late: OnLate,
+        batching: Batching,
+        on_end: Callable[[RequestRecord, Leg | None], None] = lambda record, leg: None,
+    ) -> None:
+        self._models, self._controller, self._balancer, self._direct = models, controller, balancer, direct
+        self._on_late, self._on_end = on_late, on_end
+        self._limits = {leg: Aimd(models[leg].batches.batch_sizes) for leg in LEGS} if batching == "aimd" else None
+        self._requests: dict[int, Request] = {}
+        # For whose model there is no worker.
+        self._queue: dict[Leg, deque[Request]] = {leg: deque() for leg in LEGS}
+        # Records of light images that were not the answer yet.
+        self._has_light: dict[int, RequestRecord] = {}
+        self._attempts: Counter[tuple[int, Leg]] = Counter()
+        self.result = CascadeResult()
+        self.slots: list[Slot] = []
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests)
+
+    def start(self, make: Callable[[int, Leg], Worker], num_workers: int) -> None:
+        """Make the workers, each with the model that the first plan gives it."""
+        plan = self._controller.plan
+        for index in range(num_workers):
+            leg: Leg = "light" if index < plan.num_light else "heavy"
+            self.slots.append(Slot(index, make(index, leg), leg))
+        self._apply(plan, 0.0)
+
+    def arrive(self, request: Request, now_s: float) -> None:
+        """A request has come. Raises UsageError: an open one has its id."""
+        if request.request_id in self._requests:
+            raise UsageError(f"request id {request.request_id} is used twice")
+        self._requests[request.request_id] = request
+        self._controller.arrived()
+        plan = self._controller.plan
+        is_heavy = plan.threshold is None and self._direct(request.request_id) < plan.share
+        self._send("heavy" if is_heavy else "light", request, now_s)
+
+    def tick(self, now_s: float) -> None:
+        """Called every `SAMPLE_S`."""
+        self._discard_late(now_s)
+        queues: dict[Leg, int] = {leg: len(self._queue[leg]) for leg in LEGS}
+        for slot in self.slots:
+            if slot.worker is not None:
+                queues[slot.leg] += slot.worker.num_waiting
+        if (plan := self._controller.sample(now_s, queues)) is not None:
+            self._apply(plan, now_s)
+
+    def ended(self, index: int, record: RequestRecord, confidence: float | None, now_s: float) -> None:
+        """A worker is done with a request; `confidence` of its image, where it was scored."""
+        slot = self.slots[index]
+        start_s = slot.given.pop(record.request_id, None)
+        if start_s is None or record.request_id not in self._requests:
+            return  # of a worker that was given up meanwhile
+        request, leg = self._requests[record.request_id], slot.leg
+        slot.pending -= request.resolution.pixels * self._models[leg].num_steps
+        threshold = self._controller.plan.threshold if leg == "light" else None
+        is_deferred = False
+        if threshold is None or record.status != "completed":
+            confidence = threshold = None
+        else:
+            assert confidence is not None, "light images are scored"
+            self._controller.scored(confidence)
+            # What is no number is less than any threshold.
+            is_deferred = threshold > 0 and not confidence >= threshold
+        self.result.legs.append(
+            LegRow(record.request_id, leg, index, start_s, now_s, record.status, confidence, threshold, is_deferred)
+        )
+        self._note_lateness(leg, request, record, now_s)
+        if is_deferred:
+            self.result.wasted_s += now_s - start_s
+            self._has_light[record.request_id] = record
+            self._send("heavy", request, now_s)
+        elif record.status == "discarded":
+            self._refuse(request, leg, now_s, record.reason)
+        else:
+            self._finish(request, record.status, now_s, record.reason, leg, record)
+
+    def handed_back(self, index: int, request_ids: Sequence[int], now_s: float) -> None:
+        """A worker that is bound to change gives its queue to others."""
+        slot = self.slots[index]
+        for request_id in request_ids:
+            if slot.given.pop(request_id, None) is not None and request_id in self._requests:
+                request = self._requests[request_id]
+                slot.pending -= request.resolution.pixels * self._models[slot.leg].num_steps
+                self._attempts[request_id, slot.leg] -= 1
+                self._send(slot.leg, request, now_s)
+
+    def left(self, index: int) -> None:
+        """A worker has ended its batch and begins to change."""
+        slot = self.slots[index]
+        if slot.next_leg is not None:
+            slot.leg = slot.next_leg
+        slot.is_away = True
+        self.result.num_switches += 1
+
+    def changed(self, index: int, now_s: float, worker: Worker | None = None) -> None:
+        """A worker serves again, the one given or the same."""
+        slot = self.slots[index]
+        slot.worker = worker or slot.worker
+        slot.next_leg, slot.is_away, slot.batch_size = None, False, 0
+        self._limit(slot)
+        self._serve_queue(now_s)
+
+    def lost(self, index: int, now_s: float, reason: str) -> None:
+        """A worker has died: what it had is begun once more by another, and the next plan is for one worker less."""
+        slot = self.slots[index]
+        slot.worker, slot.is_away, slot.pending = None, True, 0
+        slot.leg, slot.next_leg = slot.bound, None
+        self.result.num_lost += 1
+        given, slot.given = slot.given, {}
+        for request_id in given:
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            if self._attempts[request_id, slot.leg] < MOST_ATTEMPTS:
+                self._send(slot.leg, request, now_s)
+            else:
+                self._finish(request, "failed", now_s, reason, slot.leg)
+        self._replan(now_s)
+
+    def returned(self, index: int, now_s: float, worker: Worker) -> None:
+        """A worker that died was started anew."""
+        self.changed(index, now_s, worker)
+        self._replan(now_s)
+
+    def end_all(self, status: Status, now_s: float, reason: str) -> None:
+        """Close all requests that are open."""
+        for request in list(self._requests.values()):
+            self._finish(request, status, now_s, reason, None)
+
+    def _replan(self, now_s: float) -> None:
+        alive = sum(slot.worker is not None for slot in self.slots)
+        if alive:
+            self._apply(self._controller.replan(alive), now_s)
+
+    def _note_lateness(self, leg: Leg, request: Request, record: RequestRecord, now_s: float) -> None:
+        if self._limits is None:
+            return
+        is_late = record.status != "completed" or (request.deadline_s or math.inf) < now_s
+        began_s = now_s if record.admitted_s is None else record.admitted_s
+        self._limits[leg].note(now_s, began_s, was_in_time=not is_late)
+        for slot in self.slots:
+            self._limit(slot)
+
+    def _send(self, leg: Leg, request: Request, now_s: float) -> None:
+        """To a worker of a model; where there is none now, to the queue of those who wait for one."""
+        slots = [slot for slot in self.slots if slot.leg == leg and slot.takes]
+        if not slots:
+            self._queue[leg].append(request)
+            return
+        slot, num_steps = self._balancer.choose(slots), self._models[leg].num_steps
+        self._controller.sent(leg)
+        self._attempts[request.request_id, leg] += 1
+        slot.given[request.request_id] = now_s
+        slot.pending += request.resolution.pixels * num_steps
+        left_s = None if request.deadline_s is None else max(request.deadline_s - now_s, 1e-9)
+        assert slot.worker is not None
+        slot.worker.take(replace(request, num_inference_steps=num_steps, arrival_s=now_s, slo_s=left_s), now_s)
+
+    def _serve_queue(self, now_s: float) -> None:
+        for leg in LEGS:
+            waiting, self._queue[leg] = self._queue[leg], deque()
+            for request in waiting:
+                self._send(leg, request, now_s)
+
+    def _discard_late(self, now_s: float) -> None:
+        """Of those for whose model there is no worker."""
+        for leg in LEGS:
+            waiting, self._queue[leg] = self._queue[leg], deque()
+            for request in waiting:
+                least_s = self._models[leg].batch_s(request.resolution, 1)
+                if request.deadline_s is None or now_s + least_s <= request.deadline_s:
+                    self._queue[leg].append(request)
+                else:
+                    self._refuse(request, leg, now_s, f"no worker has the {leg} model")
+
+    def _refuse(self, request: Request, leg: Leg, now_s: float, reason: str | None) -> None:
+        """A model cannot draw a request in time."""
+        if leg == "heavy" and self._on_late == "light" and (light := self._has_light.get(request.request_id)):
+            self._finish(request, "completed", now_s, None, "light", light)
+        else:
+            self._finish(request, "discarded", now_s, reason, leg)
+
+    def _finish(
+        self,
+        request: Request,
+        status: Status,
+        now_s: float,
+        reason: str | None,
+        leg: Leg | None,
+        drawn: RequestRecord | None = None,
+    ) -> None:
+        """Close a request; `drawn` says when its image was made."""
+        record = RequestRecord.of(request)
+        if leg is not None:
+            record.num_inference_steps = self._models[leg].num_steps
+        if drawn is not None:
+            record.prepare_start_s, record.prepare_end_s = drawn.prepare_start_s, drawn.prepare_end_s
+            record.admitted_s, record.denoise_end_s = drawn.admitted_s, drawn.denoise_end_s
+            record.image_path = drawn.image_path
+        record.close(status, now_s, reason)
+        del self._requests[request.request_id]
+        self._has_light.pop(request.request_id, None)
+        for each in LEGS:
+            self._attempts.pop((request.request_id, each), None)
+        self.result.records.append(record)
+        served_by = leg if status == "completed" else None
+        if served_by is not None:
+            self.result.served_by[request.request_id] = served_by
+        self._on_end(record, served_by)
+
+    def _apply(self, plan: Plan, now_s: float) -> None:
+        """Let workers change to what the plan says; those with the least to do change first."""
+        controller = self._controller
+        self.result.plans.append(PlanRow(now_s, plan, controller.seen, controller.solve_s))
+        wanted: dict[Leg, int] = {"light": plan.num_light, "heavy": plan.num_heavy}
+        for leg, other in zip(LEGS, reversed(LEGS), strict=True):
+            bound = sum(slot.bound == leg for slot in self.slots if slot.worker is not None)
+            free = [slot for slot in self.slots if slot.leg == leg and slot.takes]
+            for slot in sorted(free, key=lambda slot: slot.pending)[: max(0, bound - wanted[leg])]:
+                slot.next_leg = other
+                assert slot.worker is not None
+                slot.worker.change(other, now_s)
+        for slot in self.slots:
+            self._limit(slot)
+
+    def _limit(self, slot: Slot) -> None:
+        """Tell a worker how large its batches are now."""
+        plan = self._controller.plan
+        size = plan.light_batch if slot.leg == "light" else plan.heavy_batch
+        if self._limits is not None:
+            size = self._limits[slot.leg].batch_size
+        if slot.takes and size and size != slot.batch_size:
+            assert slot.worker is not None
+            slot.batch_size = size
+            slot.worker.limit(size)

@@ -1,0 +1,38 @@
+"""Allocation by trying every pair of batch sizes: exact, as all else follows from them. No torch."""
+
+from bisect import bisect_right
+
+from .problem import Plan, Problem, best_of, fits, light_only
+
+
+def enumerate_plan(problem: Problem) -> Plan:
+    """The plan with the largest threshold (equation 5); where none is feasible, the next best, see `Plan.status`."""
+    for with_waiting in (True, False):
+        step = largest_step(problem, with_waiting=with_waiting)
+        if step is not None:
+            plan = best_of(problem, step, with_waiting=with_waiting)
+            assert plan is not None
+            return plan
+    return light_only(problem)
+
+
+def largest_step(problem: Problem, *, with_waiting: bool) -> int | None:
+    """k of the largest threshold t_k that a feasible plan has; None if there is no feasible plan."""
+    shares, best = problem.curve.shares, None
+    for light in range(len(problem.light.batch_sizes)):
+        num_heavy = problem.num_workers - problem.least_light(light)
+        if num_heavy < 0:
+            continue
+        if best is None and problem.is_in_time(light, None, with_waiting=with_waiting):
+            best = 0
+        if num_heavy < 1:
+            continue
+        for heavy in range(len(problem.heavy.batch_sizes)):
+            if problem.is_in_time(light, heavy, with_waiting=with_waiting):
+                capacity = num_heavy * problem.heavy.throughput[heavy]
+                step = bisect_right(shares, capacity, key=lambda share: problem.load * share)
+                # What is a billionth too much fits, too.
+                while step < len(shares) and fits(problem.load * shares[step], capacity):
+                    step += 1
+                best = max(step - 1, best or 0) if step > 1 else best
+    return best

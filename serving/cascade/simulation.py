@@ -1,0 +1,183 @@
+"""The cascade on the virtual clock: the simulator's workers, with models that change, under the real dispatcher.
+
+The same arguments always give the same result. No torch.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heappop
+
+from ...data.errors import UsageError
+from ...data.requests import Request
+from ..core.request_state import RequestRecord
+from ..scheduling.scheduler import Scheduler
+from ..simulator.stage_times import StageTimes
+from ..simulator.step_durations import StepDurations
+from ..simulator.worker import SimulatedWorker, SimulationClock
+from .balancer import Balancer
+from .controller import SAMPLE_S, Controller
+from .dispatcher import Batching, CascadeResult, Dispatcher, LegModel, OnLate
+from .legs import Leg
+from .policy import CascadePolicy
+
+_CONTROL, _SWITCHED = 4, 5
+"""Events beside those of `SimulatedWorker`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CascadeModel(LegModel):
+    """A model, as the simulator knows it.
+
+    Attributes:
+        durations: of its steps.
+        times: of the other stages; of the light model with scoring.
+        switch_s: how long a worker is away that changes to it.
+    """
+
+    durations: StepDurations
+    times: StageTimes
+    switch_s: float = 0.0
+
+
+class _Worker:
+    """One GPU, whatever it serves now; see `dispatcher.Worker`."""
+
+    def __init__(self, index: int, leg: Leg, simulation: "_Simulation") -> None:
+        self.index, self._simulation = index, simulation
+        self.next_leg: Leg | None = None
+        self.sim = simulation.serving(index, leg)
+
+    @property
+    def num_waiting(self) -> int:
+        return self.sim.scheduler.num_waiting
+
+    def take(self, request: Request, now_s: float) -> None:
+        self.sim.arrive(request, None, now_s)
+        self._simulation.touched.add(self.index)
+
+    def limit(self, batch_size: int) -> None:
+        self.sim.scheduler.max_batch_size = batch_size
+        self._simulation.touched.add(self.index)
+
+    def change(self, leg: Leg, now_s: float) -> None:
+        self.next_leg = leg
+        waiting = [request.request_id for request in self.sim.scheduler.take_back()]
+        self._simulation.touched.add(self.index)
+        self._simulation.dispatcher.handed_back(self.index, waiting, now_s)
+
+    def change_if_idle(self, now_s: float) -> None:
+        """Begin to change, if the batch has ended."""
+        if self.next_leg is not None and self.sim.is_done:
+            leg, self.next_leg = self.next_leg, None
+            self._simulation.dispatcher.left(self.index)
+            self.sim = self._simulation.serving(self.index, leg)
+            self._simulation.clock.push(now_s + self._simulation.models[leg].switch_s, _SWITCHED, self.index)
+
+
+class _Simulation:
+    """Moves the clock from event to event."""
+
+    def __init__(
+        self,
+        models: dict[Leg, CascadeModel],
+        confidence_of: Callable[[int], float],
+        dispatcher: Dispatcher,
+        num_workers: int,
+    ) -> None:
+        self.models, self.dispatcher = models, dispatcher
+        self._confidence_of = confidence_of
+        self._ended: deque[tuple[int, RequestRecord]] = deque()
+        self._busy = -1
+        self.clock = SimulationClock(lambda record: self._ended.append((self._busy, record)))
+        self.touched: set[int] = set()
+        self._workers: list[_Worker] = []
+        dispatcher.start(self._new_worker, num_workers)
+
+    def serving(self, index: int, leg: Leg) -> SimulatedWorker:
+        """The stages of a GPU that serves a model."""
+        model = self.models[leg]
+        scheduler = Scheduler(CascadePolicy(model.batch_s), on_decision=self.clock.note_decision)
+        return SimulatedWorker(index, self.clock, scheduler, model.durations, model.times)
+
+    def run(self, requests: Sequence[Request]) -> CascadeResult:
+        """Serve all of them."""
+        place, events, dispatcher = 0, self.clock.events, self.dispatcher
+        self.clock.push(SAMPLE_S, _CONTROL, -1)
+        while place < len(requests) or dispatcher.num_open:
+            now_s = requests[place].arrival_s if place < len(requests) else math.inf
+            now_s = min(now_s, events[0][0])
+            while place < len(requests) and requests[place].arrival_s <= now_s:
+                dispatcher.arrive(requests[place], now_s)
+                place += 1
+            while events and events[0][0] <= now_s:
+                _, what, index, number = heappop(events)
+                self._happened(what, index, number, now_s)
+            self._settle(now_s)
+        result = dispatcher.result
+        result.records.sort(key=lambda record: record.request_id)
+        return result
+
+    def _new_worker(self, index: int, leg: Leg) -> _Worker:
+        self._workers.append(_Worker(index, leg, self))
+        return self._workers[-1]
+
+    def _happened(self, what: int, index: int, number: int, now_s: float) -> None:
+        if what == _CONTROL:
+            self.dispatcher.tick(now_s)
+            self.clock.push(now_s + SAMPLE_S, _CONTROL, -1)
+        elif what == _SWITCHED:
+            self.dispatcher.changed(index, now_s)
+        else:
+            self._busy = index
+            if self._workers[index].sim.happened(what, number, now_s):
+                self.touched.add(index)
+
+    def _settle(self, now_s: float) -> None:
+        """Let all who have news go on, until nobody has."""
+        while self.touched or self._ended:
+            touched, self.touched = self.touched, set()
+            for index in sorted(touched):
+                worker = self._workers[index]
+                self._busy = index
+                worker.sim.proceed(now_s)
+            while self._ended:
+                index, record = self._ended.popleft()
+                self.dispatcher.ended(index, record, self._confidence_of(record.request_id), now_s)
+            for index in sorted(touched):
+                self._workers[index].change_if_idle(now_s)
+
+
+def simulate_cascade(
+    requests: Sequence[Request],
+    models: dict[Leg, CascadeModel],
+    controller: Controller,
+    confidence_of: Callable[[int], float],
+    *,
+    num_workers: int,
+    balancer: Balancer | None = None,
+    direct: Callable[[int], float] = lambda request_id: 0.0,
+    on_late: OnLate = "discard",
+    batching: Batching = "plan",
+) -> CascadeResult:
+    """Serve a trace with a light and a heavy model.
+
+    Args:
+        requests: in order of arrival, with ids that differ.
+        models: light and heavy.
+        controller, direct, on_late, batching: as of `Dispatcher`.
+        confidence_of: of the light image of a request, by id.
+        num_workers: how many there are.
+        balancer: chooses workers; None for the one with the least to do.
+
+    Returns:
+        What is left, its records by id.
+
+    Raises:
+        UsageError: the trace is empty, or repeats an id.
+    """
+    if not requests:
+        raise UsageError("the trace is empty, but it must hold at least one request")
+    dispatcher = Dispatcher(models, controller, balancer or Balancer(), direct, on_late, batching)
+    return _Simulation(models, confidence_of, dispatcher, num_workers).run(requests)

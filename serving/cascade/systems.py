@@ -1,0 +1,134 @@
+"""The systems that DiffServe is compared with, its ablations, and itself, each under one name. No torch.
+
+Source: DiffServe section 4.1 (table 1) and section 4.5.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ...data.errors import UsageError
+from .allocators import Allocator, Cluster, DiffServe, Proteus, Solver, clipper, static
+from .dispatcher import Batching
+from .enumeration import enumerate_plan
+from .milp import Milp
+from .problem import DeferralCurve
+
+SolverName = Literal["milp", "enumerate"]
+
+
+@dataclass(frozen=True, slots=True)
+class CascadeKnobs:
+    """What a user sets of a system.
+
+    Attributes:
+        solver: of allocations; both give the same plans.
+        queue_factor: with `diffserve-no-queue`, waiting as a multiple of a batch's duration: 2 as printed, 1 is one
+            batch of waiting.
+        threshold: of `diffserve-static-threshold`; None for the one that the peak of the trace leaves room for.
+    """
+
+    solver: SolverName = "milp"
+    queue_factor: float = 2.0
+    threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.queue_factor < float("inf"):
+            raise UsageError(f"--queue-factor is {self.queue_factor:g}, but it must be finite and not negative")
+        if self.threshold is not None and not 0 <= self.threshold <= 1:
+            raise UsageError(f"--threshold is {self.threshold:g}, but it must be from 0 to 1")
+
+    def new_solver(self) -> Solver:
+        """One that counts its own plans."""
+        return Milp() if self.solver == "milp" else enumerate_plan
+
+
+_Make = Callable[[Cluster, DeferralCurve, float, CascadeKnobs, Solver], Allocator]
+
+
+@dataclass(frozen=True, slots=True)
+class CascadeSystem:
+    """Who allocates workers and routes requests.
+
+    Attributes:
+        name, about: for users.
+        make: its allocator, from what there is, f(t), the peak of the trace in requests a second, what the user has
+            set, and a solver.
+        batching: whether plans say how large batches are, or `Aimd`.
+    """
+
+    name: str
+    about: str
+    make: _Make
+    batching: Batching = "plan"
+
+    def allocator(self, cluster: Cluster, curve: DeferralCurve, peak: float, knobs: CascadeKnobs) -> Allocator:
+        """What makes its plans. Raises UsageError: not even one light image is in time."""
+        for name, slo_s in cluster.slos_s.items():
+            least_s = cluster.light.latency_s[name][0]
+            if slo_s < least_s:
+                raise UsageError(
+                    f"the SLO of {name} is {slo_s:.3g} s, but one light image takes {least_s:.3g} s: no plan can be in "
+                    "time; raise --slo-scale"
+                )
+        return self.make(cluster, curve, peak, knobs, knobs.new_solver())
+
+
+def _static_threshold(
+    cluster: Cluster, curve: DeferralCurve, peak: float, knobs: CascadeKnobs, solve: Solver
+) -> Allocator:
+    threshold = static(cluster, curve, peak, solve).plan.threshold if knobs.threshold is None else knobs.threshold
+    return DiffServe(cluster, solve, threshold=threshold)
+
+
+CASCADE_SYSTEMS: Mapping[str, CascadeSystem] = {
+    system.name: system
+    for system in (
+        CascadeSystem(
+            "diffserve",
+            "a cascade whose threshold, workers and batch sizes follow the demand (DiffServe)",
+            lambda cluster, curve, peak, knobs, solve: DiffServe(cluster, solve),
+        ),
+        CascadeSystem(
+            "diffserve-static",
+            "the same with one plan, for the peak of the trace",
+            lambda cluster, curve, peak, knobs, solve: static(cluster, curve, peak, solve),
+        ),
+        CascadeSystem(
+            "proteus",
+            "each request to one of the models at random, as many to the heavy one as there is room for (Proteus)",
+            lambda cluster, curve, peak, knobs, solve: Proteus(cluster),
+        ),
+        CascadeSystem(
+            "clipper-light",
+            "all workers have the light model (Clipper)",
+            lambda cluster, curve, peak, knobs, solve: clipper(cluster, "light"),
+            "aimd",
+        ),
+        CascadeSystem(
+            "clipper-heavy",
+            "all workers have the heavy model (Clipper)",
+            lambda cluster, curve, peak, knobs, solve: clipper(cluster, "heavy"),
+            "aimd",
+        ),
+        CascadeSystem("diffserve-static-threshold", "diffserve, but the threshold stays (ablation)", _static_threshold),
+        CascadeSystem(
+            "diffserve-aimd",
+            "diffserve, but batch sizes grow until somebody is late (ablation)",
+            lambda cluster, curve, peak, knobs, solve: DiffServe(cluster, solve),
+            "aimd",
+        ),
+        CascadeSystem(
+            "diffserve-no-queue",
+            "diffserve, but waiting is taken to be a multiple of a batch's duration (ablation)",
+            lambda cluster, curve, peak, knobs, solve: DiffServe(cluster, solve, queue_factor=knobs.queue_factor),
+        ),
+    )
+}
+
+
+def get_cascade_system(name: str) -> CascadeSystem:
+    """The system that the user calls `name`. Raises UsageError: there is none."""
+    if name not in CASCADE_SYSTEMS:
+        raise UsageError(f"system of a cascade is {name!r}, but it must be one of {', '.join(CASCADE_SYSTEMS)}")
+    return CASCADE_SYSTEMS[name]

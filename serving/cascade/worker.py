@@ -1,0 +1,251 @@
+"""A worker of a cascade: a process that holds both models and serves one of them, on one engine after the other.
+
+It is told what to do through a connection, and tells of what happens through the same: messages are tuples of a word
+and what belongs to it. Times are those of the trace, on the clock that all processes of a machine share.
+"""
+
+import contextlib
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...data.errors import PsctlError
+from ...data.requests import Request
+from ..core.request_state import RequestRecord
+from .dispatcher import LegModel
+from .legs import LEGS, Leg
+from .policy import CascadePolicy
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from ..engine.engine import Engine
+    from ..models.served import ServedModel
+
+_TIMES = ("arrival_s", "prepare_start_s", "prepare_end_s", "admitted_s", "denoise_end_s", "finish_s")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What a worker is made of.
+
+    Attributes:
+        index: its number.
+        names: of both models, as `load_model` takes them.
+        models: how many steps they take, and for how long.
+        device, dtype: of both.
+        discriminator: file that scores light images.
+        tables: of both models in the workspace, for what engines measure at their start.
+        image_dir: where images go, as `ID-LEG.png`.
+        threads: of torch.
+        core: processor that it is bound to; None for any.
+    """
+
+    index: int
+    names: Mapping[Leg, str]
+    models: Mapping[Leg, LegModel]
+    device: str
+    dtype: str
+    discriminator: Path
+    tables: Mapping[Leg, Path]
+    image_dir: Path
+    threads: int = 1
+    core: int | None = None
+
+
+def image_file(settings: WorkerSettings, request_id: int, leg: Leg) -> Path:
+    """Where the image of a model for a request goes."""
+    return settings.image_dir / f"{request_id:06}-{leg}.png"
+
+
+def run_worker(settings: WorkerSettings, leg: Leg, connection: Connection) -> None:
+    """The process: load, say `ready`, and serve until it is told to stop or the other side is gone."""
+    # Ctrl-C is the parent's; workers end when it says so, or is gone.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if settings.core is not None and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {settings.core})
+    try:
+        worker = _WorkerProcess(settings, leg, connection)
+    except PsctlError as error:
+        connection.send(("failed", str(error)))
+        return
+    worker.serve()
+
+
+class _WorkerProcess:
+    """Engines, one after the other, and the thread that listens."""
+
+    def __init__(self, settings: WorkerSettings, leg: Leg, connection: Connection) -> None:
+        import torch
+
+        from ...training.cascade.discriminator import load_discriminator
+        from ..models.loading import load_model
+
+        torch.set_num_threads(settings.threads)
+        self._settings, self._connection = settings, connection
+        self._leg: Leg = leg
+        self._models: dict[Leg, ServedModel] = {}
+        for each in LEGS:
+            if each == "heavy" and settings.names["heavy"] == settings.names["light"]:
+                self._models[each] = self._models["light"]
+                continue
+            self._models[each] = load_model(settings.names[each], settings.device, settings.dtype)
+            sizes = [*map(_parsed, settings.models[each].batches.latency_s)]
+            self._models[each].tune(sizes, settings.tables[each])
+        self._discriminator = load_discriminator(settings.discriminator).to(self._models["light"].device)
+        self._sending = threading.Lock()
+        # Guards what the listener and the engine's threads share.
+        self._changed = threading.Condition()
+        self._engine: Engine | None = None
+        self._offset_s = self._zero_s = 0.0
+        self._next_leg: Leg | None = None
+        self._is_stopped = False
+        self._confidences: dict[int, float] = {}
+        self._num_waiting, self._batch_size = 0, 1
+
+    def serve(self) -> None:
+        """Say `ready`, and serve."""
+        threading.Thread(target=self._listen, name="psctl-listen", daemon=True).start()
+        self._tell("ready")
+        with self._changed:
+            self._changed.wait_for(lambda: self._zero_s or self._is_stopped)
+        while not self._is_stopped:
+            engine = self._new_engine()
+            engine.run()
+            if self._is_stopped:
+                break
+            with self._changed:
+                assert self._next_leg is not None, "an engine ends when the worker is told to change or to stop"
+                self._leg = self._next_leg
+                self._next_leg = self._engine = None
+            self._tell("left")
+            # What was not used for a while comes back to the caches of the processor with a first, small image.
+            self._tell("changed")
+        for model in self._models.values():
+            model.close()
+
+    def _new_engine(self) -> "Engine":
+        from ..engine.engine import Engine
+
+        model, leg = self._models[self._leg], self._leg
+        engine = Engine(
+            model,
+            CascadePolicy(self._settings.models[leg].batch_s),
+            max_batch_size=self._batch_size,
+            collector=_Telling(self),
+            image_path=lambda request: image_file(self._settings, request.request_id, leg),
+            on_image=self._score if leg == "light" else None,
+            on_step=lambda row: self._note_waiting(row.waiting),
+        )
+        engine.start()
+        with self._changed:
+            self._offset_s = time.perf_counter() - self._zero_s - engine.now_s()
+            self._engine = engine
+            self._changed.notify_all()
+        return engine
+
+    def _listen(self) -> None:
+        while True:
+            word, rest = self._heard()
+            with self._changed:
+                if word == "zero":
+                    self._zero_s = rest[0]
+                elif word == "limit":
+                    # The first comes before there is an engine.
+                    self._batch_size = rest[0]
+                elif word == "stop":
+                    self._is_stopped = True
+                self._changed.notify_all()
+                if word in ("take", "change"):
+                    self._changed.wait_for(lambda: self._engine is not None or self._is_stopped)
+                engine = self._engine
+            if word == "stop":
+                if engine is not None:
+                    engine.abort() if rest[0] else engine.close()
+                return
+            if engine is None:
+                continue
+            if word == "take":
+                self._take(engine, rest[0])
+            elif word == "limit":
+                engine.max_batch_size = rest[0]
+            elif word == "change":
+                with self._changed:
+                    self._next_leg = rest[0]
+                self._tell("back", [request.request_id for request in engine.take_back()])
+                engine.close()
+
+    def _heard(self) -> tuple[str, list[Any]]:
+        """The next message; a parent that is gone wants everything to stop."""
+        try:
+            word, *rest = self._connection.recv()
+        except (EOFError, OSError):
+            return "stop", [True]
+        return word, rest
+
+    def _take(self, engine: "Engine", request: Request) -> None:
+        arrival_s = max(0.0, request.arrival_s - self._offset_s)
+        slo_s = None
+        if request.deadline_s is not None:
+            slo_s = max(request.deadline_s - self._offset_s - arrival_s, 1e-9)
+        try:
+            engine.submit(replace(request, arrival_s=arrival_s, slo_s=slo_s))
+        except PsctlError as error:
+            record = RequestRecord.of(request)
+            record.close("failed", time.perf_counter() - self._zero_s, str(error))
+            self._tell("ended", record, None)
+
+    def _score(self, request: Request, image: "Image") -> None:
+        """In the postprocess thread, before the record closes. A score that fails is no number, and is deferred."""
+        try:
+            confidence = self._discriminator.confidence(image)
+        except Exception:  # noqa: BLE001  the image is there, whatever it is worth
+            confidence = math.nan
+        self._confidences[request.request_id] = confidence
+
+    def _note_waiting(self, count: int) -> None:
+        if count != self._num_waiting:
+            self._num_waiting = count
+            self._tell("waiting", count)
+
+    def tell_ended(self, record: RequestRecord) -> None:
+        """A request has ended here."""
+        own = RequestRecord(**{each.name: getattr(record, each.name) for each in fields(record)})
+        for name in _TIMES:
+            if (time_s := getattr(own, name)) is not None:
+                setattr(own, name, time_s + self._offset_s)
+        self._tell("ended", own, self._confidences.pop(record.request_id, None))
+
+    def _tell(self, *message: Any) -> None:
+        # Where the parent is gone, the listener notices, too, and ends the engine.
+        with contextlib.suppress(OSError), self._sending:
+            self._connection.send(message)
+
+
+class _Telling:
+    """A collector that tells the parent; see `engine.collectors.Collector`."""
+
+    def __init__(self, worker: _WorkerProcess) -> None:
+        self._worker = worker
+
+    def on_finish(self, record: RequestRecord, image: Any, latents: Any) -> None:
+        self._worker.tell_ended(record)
+
+    def on_step(self, row: Any) -> None:
+        pass
+
+    def on_decision(self, decision_s: float) -> None:
+        pass
+
+
+def _parsed(name: str) -> Any:
+    from ...data.resolution import parse
+
+    return parse(name)

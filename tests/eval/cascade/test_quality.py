@@ -1,0 +1,53 @@
+"""The quality of what was served: rows of the bank's features, and how two systems differ on the same requests."""
+
+import pytest
+import torch
+
+from patchedserve.data.errors import UsageError
+from patchedserve.eval.cascade.quality import compare_served, served_features, served_quality
+from patchedserve.eval.metrics.fid import frechet_distance
+from patchedserve.serving.cascade.legs import Leg
+
+COUNT, WIDTH = 120, 6
+
+
+def features() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    real, other, noise = (torch.randn(COUNT, WIDTH, generator=generator) for _ in range(3))
+    return {"reference": real, "heavy": other + 0.1 * noise, "light": other + 1.5}
+
+
+def test_who_served_says_whose_features_count() -> None:
+    known = features()
+    places, served_by = [3, 5, 3, 7], ["light", "heavy", None, "heavy"]
+    found = served_features(known, places, served_by)  # type: ignore[arg-type]
+    assert torch.equal(found, torch.stack([known["light"][3], known["heavy"][5], known["heavy"][7]]))
+    assert served_features(known, [1], [None]).shape == (0, WIDTH)
+
+
+def test_quality_is_of_the_images_served() -> None:
+    known = features()
+    places = list(range(COUNT))
+    mixed: list[Leg | None] = ["light" if place % 3 else "heavy" for place in places]
+    quality = served_quality(known, places, mixed)
+    assert quality["fid_heavy"] == pytest.approx(frechet_distance(known["reference"], known["heavy"]))
+    assert quality["fid_heavy"] < quality["fid"] < quality["fid_light"]
+    assert (quality["num_images"], quality["num_prompts"], quality["num_reference"]) == (COUNT, COUNT, COUNT)
+    nothing = served_quality(known, [0, 1], [None, "light"])
+    assert (nothing["fid"], nothing["num_images"]) == (None, 1)
+
+
+def test_two_systems_are_compared_on_what_both_have_served() -> None:
+    known = features()
+    places = list(range(COUNT))
+    light: list[Leg | None] = ["light"] * COUNT
+    better: list[Leg | None] = ["heavy" if place % 2 else "light" for place in places]
+    found = compare_served(known, places, light, better, num_resamples=30)
+    assert found.difference < 0
+    assert found.high is not None
+    assert found.high < 0
+    assert found.n == COUNT
+    refused: list[Leg | None] = [None if place < 20 else "heavy" for place in places]
+    assert compare_served(known, places, light, refused, num_resamples=5).n == COUNT - 20
+    with pytest.raises(UsageError, match="at least 2"):
+        compare_served(known, places, light, [None] * COUNT)

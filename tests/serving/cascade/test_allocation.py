@@ -1,0 +1,226 @@
+"""Both solvers against trying everything, and what a plan must be whatever it is made from."""
+
+import math
+import random
+import time
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+from patchedserve.data.errors import UsageError
+from patchedserve.serving.cascade.deferral import deferral_curve
+from patchedserve.serving.cascade.enumeration import enumerate_plan
+from patchedserve.serving.cascade.milp import Milp
+from patchedserve.serving.cascade.problem import DeferralCurve, ModelTimes, Plan, Problem, waiting_s
+
+BATCHES = (1, 2, 4, 8, 16, 32)
+
+
+def times_of(chance: random.Random, step_s: float, names: tuple[str, ...], count: int) -> ModelTimes:
+    """Larger batches take longer, and draw more a second."""
+    gain = chance.uniform(0.5, 1.0)
+    latency_s = {name: tuple(step_s * chance.uniform(0.7, 1.4) * b**gain for b in BATCHES[:count]) for name in names}
+    throughput = tuple(b / (step_s * b**gain) for b in BATCHES[:count])
+    return ModelTimes(BATCHES[:count], throughput, latency_s)
+
+
+def random_problem(chance: random.Random) -> Problem:
+    names = ("256x256", "128x256")[: chance.randint(1, 2)]
+    workers, light_s = chance.randint(1, 16), chance.uniform(0.05, 0.5)
+    light = times_of(chance, light_s, names, chance.randint(1, 6))
+    heavy = times_of(chance, light_s * chance.uniform(1, 20), names, chance.randint(1, 6))
+    # Few different confidences leave plateaus.
+    confidences = [round(chance.betavariate(2, 2), chance.choice((1, 2, 6))) for _ in range(chance.randint(1, 200))]
+    demand = chance.choice((0.0, 1.0, chance.uniform(0, 2 * workers / light_s)))
+    slo_s = light.mean_latency_s(0) + heavy.mean_latency_s(0) * chance.uniform(0.3, 5)
+    if chance.random() < 0.06:
+        slo_s = 0.3 * light.mean_latency_s(0)
+    return Problem(
+        workers,
+        demand,
+        light,
+        heavy,
+        deferral_curve(confidences, chance.choice((0.005, 0.05))),
+        {name: slo_s * chance.uniform(1, 2) for name in names},
+        light_wait_s=chance.choice((0.0, chance.uniform(0, slo_s), math.inf)),
+        heavy_wait_s=chance.choice((0.0, chance.uniform(0, slo_s), math.inf)),
+        light_workers=chance.choice((None, chance.randint(0, workers))),
+    )
+
+
+def by_brute_force(problem: Problem, *, with_waiting: bool) -> float | None:
+    """The largest threshold over all workers of each model, batch sizes and thresholds."""
+    best = None
+    waits = (problem.light_wait_s, problem.heavy_wait_s) if with_waiting else (0.0, 0.0)
+    load, workers = problem.load, problem.num_workers
+    thresholds, shares = np.array(problem.curve.thresholds), np.array(problem.curve.shares)
+    for light, heavy in product(range(len(problem.light.batch_sizes)), range(len(problem.heavy.batch_sizes))):
+        alone_s, both_s = (
+            max(
+                problem.light.latency_s[name][light]
+                + waits[0]
+                + has_heavy * problem.heavy.latency_s[name][heavy]
+                + (waits[1] if has_heavy else 0.0)
+                - slo_s
+                for name, slo_s in problem.slos_s.items()
+            )
+            for has_heavy in (False, True)
+        )
+        for num_light, num_heavy in product(range(1, workers + 1), range(workers)):
+            if num_light + num_heavy > workers or num_light * problem.light.throughput[light] < load * (1 - 1e-9):
+                continue
+            is_drawn = num_heavy * problem.heavy.throughput[heavy] * (1 + 1e-9) >= load * shares
+            is_fine = is_drawn & (num_heavy >= 1) & (both_s <= 0)
+            is_fine[0] = alone_s <= 0
+            if is_fine.any():
+                best = max(best or 0.0, float(thresholds[is_fine].max()))
+    return best
+
+
+@pytest.mark.slow
+def test_both_solvers_find_what_trying_everything_finds() -> None:
+    chance, milp, seen = random.Random(0), Milp(), Counter[str]()
+    for _ in range(200):
+        problem = random_problem(chance)
+        plan = enumerate_plan(problem)
+        seen[plan.status] += 1
+        seen["plateau"] += len(set(problem.curve.shares)) < len(problem.curve.shares) / 2
+        assert milp(problem) == plan
+        wanted = {
+            name: by_brute_force(problem, with_waiting=name == "optimal") for name in ("optimal", "without-queues")
+        }
+        if wanted["optimal"] is not None:
+            assert (plan.status, plan.threshold) == ("optimal", wanted["optimal"])
+        elif wanted["without-queues"] is not None:
+            assert (plan.status, plan.threshold) == ("without-queues", wanted["without-queues"])
+        else:
+            assert plan.status in ("light-only", "overloaded")
+        check(problem, plan)
+    assert milp.num_replaced == 0
+    assert sum(seen[name] for name in ("without-queues", "light-only", "overloaded")) >= 30
+    assert min(seen["light-only"], seen["overloaded"], seen["without-queues"], seen["plateau"]) >= 5
+
+
+def check(problem: Problem, plan: Plan) -> None:
+    """Equations 1 to 4."""
+    assert plan.num_light + plan.num_heavy == problem.num_workers
+    assert plan.threshold is not None
+    assert plan.share == problem.curve.share(plan.threshold)
+    if plan.status in ("light-only", "overloaded"):
+        assert (plan.num_heavy, plan.threshold) == (0, 0.0)
+        return
+    light = problem.light.batch_sizes.index(plan.light_batch)
+    assert plan.num_light * problem.light.throughput[light] >= problem.load * (1 - 1e-9)
+    heavy = problem.heavy.batch_sizes.index(plan.heavy_batch) if plan.heavy_batch else None
+    assert (heavy is None) == (plan.threshold == 0)
+    if heavy is not None:
+        assert plan.num_heavy * problem.heavy.throughput[heavy] >= problem.load * plan.share * (1 - 1e-9)
+    assert problem.is_in_time(light, heavy, with_waiting=plan.status == "optimal")
+
+
+def test_the_threshold_never_rises_with_demand() -> None:
+    chance = random.Random(1)
+    for _ in range(50):
+        problem = replace(random_problem(chance), light_wait_s=0.0, heavy_wait_s=0.0)
+        plans = [enumerate_plan(replace(problem, demand=demand)) for demand in np.linspace(0, 40, 60)]
+        thresholds = [plan.threshold or 0.0 for plan in plans if plan.status == "optimal"]
+        assert thresholds == sorted(thresholds, reverse=True)
+
+
+def example(**changes: object) -> Problem:
+    light = ModelTimes((1, 2), (10.0, 14.0), {"a": (0.1, 0.15)})
+    heavy = ModelTimes((1, 2), (1.0, 1.5), {"a": (1.0, 1.4)})
+    curve = DeferralCurve((0.0, 0.25, 0.5, 0.75, 1.0), (0.0, 0.1, 0.2, 0.2, 0.9))
+    return replace(Problem(8, 20.0, light, heavy, curve, {"a": 3.0}), **changes)  # type: ignore[arg-type]
+
+
+def test_by_hand() -> None:
+    # 21 requests a second take 2 light workers at batches of 2; 6 heavy ones draw 9 a second, or 42.8 %.
+    assert enumerate_plan(example()) == Plan(2, 6, 2, 2, 0.75, 0.2)
+    # Of batches of 1, 3 and 5 workers are enough as well; where there are 3 light ones, none has to switch.
+    assert enumerate_plan(example(light_workers=3)) == Plan(3, 5, 1, 2, 0.75, 0.2)
+    assert enumerate_plan(example(demand=0.0)) == Plan(1, 7, 1, 2, 1.0, 0.9)
+    assert enumerate_plan(example(heavy_wait_s=1.9)) == Plan(3, 5, 1, 1, 0.75, 0.2)
+    assert enumerate_plan(example(heavy_wait_s=5.0)) == Plan(3, 5, 1, 0, 0.0, 0.0)
+    assert enumerate_plan(example(light_wait_s=5.0)) == Plan(2, 6, 2, 2, 0.75, 0.2, "without-queues")
+    assert enumerate_plan(example(demand=200.0)) == Plan(8, 0, 2, 0, 0.0, 0.0, "light-only")
+    assert enumerate_plan(example(slos_s={"a": 0.12}, demand=200.0)) == Plan(8, 0, 1, 0, 0.0, 0.0, "light-only")
+    assert enumerate_plan(example(slos_s={"a": 0.05})) == Plan(8, 0, 2, 0, 0.0, 0.0, "overloaded")
+    assert enumerate_plan(example(num_workers=1, demand=1.0)) == Plan(1, 0, 1, 0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_workers": 0}, "there are 0 workers"),
+        ({"demand": -1.0}, "demand is -1 requests a second"),
+        ({"demand": math.nan}, "demand is nan"),
+        ({"overprovision": 0.0}, "lambda is 0, but it must be a positive number"),
+        ({"overprovision": math.nan}, "lambda is nan"),
+        ({"slos_s": {"b": 3.0}}, "the light model is profiled for a, but SLOs are given for b"),
+    ],
+)
+def test_what_is_out_of_range_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        example(**changes)
+
+
+@pytest.mark.parametrize("numbers", [(1.0,), (1.0, 0.0), (1.0, -2.0), (1.0, math.nan), (1.0, math.inf)])
+def test_profiles_have_positive_numbers_only(numbers: tuple[float, ...]) -> None:
+    with pytest.raises(UsageError, match="for throughput, but it must have a positive number for each"):
+        ModelTimes((1, 2), numbers, {"a": (1.0, 2.0)})
+    with pytest.raises(UsageError, match="for a, but it must have a positive number"):
+        ModelTimes((1, 2), (1.0, 2.0), {"a": numbers})
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "shares", "message"),
+    [
+        ((), (), "0 thresholds and 0 shares"),
+        ((0.0, 0.5), (0.0,), "2 thresholds and 1 shares"),
+        ((0.1, 0.5), (0.0, 0.5), "nothing is deferred at threshold 0"),
+        ((0.0, 0.5, 0.4), (0.0, 0.5, 0.6), "must ascend"),
+        ((0.0, 0.5, math.nan), (0.0, 0.5, 0.6), "must ascend"),
+        ((0.0, 0.5, 0.6), (0.0, 0.5, 0.4), "must not descend"),
+        ((0.0, 0.5), (0.0, 1.5), "must not descend, and be 1 at most"),
+    ],
+)
+def test_curves_that_are_none_are_refused(
+    thresholds: tuple[float, ...], shares: tuple[float, ...], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        DeferralCurve(thresholds, shares)
+
+
+def test_waiting_by_littles_law() -> None:
+    assert waiting_s(0, 0, 0) == 0
+    assert waiting_s(6, 2, 100) == 3
+    assert waiting_s(6, 0, 3) == 2
+    assert waiting_s(6, 0, 0) == math.inf
+
+
+@pytest.mark.slow
+def test_plans_are_made_in_time() -> None:
+    """16 workers, 201 thresholds, every batch size, on one core: 50 ms with HiGHS and 2 ms by enumeration, p95."""
+    chance = random.Random(2)
+    problems = []
+    while len(problems) < 60:
+        problem = random_problem(chance)
+        if not len(problem.light.batch_sizes) == len(problem.heavy.batch_sizes) == 6:
+            continue
+        curve = deferral_curve([chance.betavariate(2, 2) for _ in range(5000)], 0.005)
+        kept = tuple(range(0, len(curve.thresholds), max(1, len(curve.thresholds) // 201)))[:200]
+        curve = DeferralCurve(
+            (*(curve.thresholds[k] for k in kept), 1.0), (*(curve.shares[k] for k in kept), curve.shares[-1])
+        )
+        problems.append(replace(problem, num_workers=16, curve=curve, light_workers=None))
+    for solver, most_s in ((enumerate_plan, 0.002), (Milp(), 0.05)):
+        taken_s = []
+        for problem in problems:
+            start_s = time.perf_counter()
+            solver(problem)
+            taken_s.append(time.perf_counter() - start_s)
+        assert np.percentile(taken_s, 95) < most_s

@@ -1,0 +1,165 @@
+"""Real workers: processes that draw what the engine draws, change models, die and come back."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from patchedserve.data.errors import RunError
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.serving.cascade.allocators import Seen
+from patchedserve.serving.cascade.balancer import Balancer
+from patchedserve.serving.cascade.cluster import CascadeCluster, settings_for
+from patchedserve.serving.cascade.controller import Controller
+from patchedserve.serving.cascade.dispatcher import CascadeResult, Dispatcher, LegModel
+from patchedserve.serving.cascade.legs import Leg
+from patchedserve.serving.cascade.problem import ModelTimes, Plan
+from patchedserve.serving.cascade.worker import WorkerSettings, image_file
+from patchedserve.serving.engine.engine import Engine
+from patchedserve.serving.models.loading import load_model
+from patchedserve.serving.scheduling.policies import get_policy
+from patchedserve.training.cascade.discriminator import Discriminator, DiscriminatorAbout, load_discriminator
+from patchedserve.training.cascade.nets import new_net
+
+from ...support.tiny_models import save_tiny, tiny_sdxl
+
+SIZE = Resolution(64, 64)
+STEPS: dict[Leg, int] = {"light": 2, "heavy": 6}
+TIMES = ModelTimes((1, 2, 4), (5.0, 6.0, 7.0), {str(SIZE): (0.01, 0.01, 0.01)})
+MODELS: dict[Leg, LegModel] = {leg: LegModel(steps, TIMES) for leg, steps in STEPS.items()}
+BOTH, LIGHT_ONLY = Plan(1, 1, 4, 2, 0.5, 0.5), Plan(2, 0, 4, 0, 0.0, 0.0)
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> WorkerSettings:
+    folder = tmp_path_factory.mktemp("cascade")
+    model = str(save_tiny(folder / "model", tiny_sdxl(), num_inference_steps=4, guidance_scale=3.0, resolutions=["64"]))
+    torch.manual_seed(0)
+    about = DiscriminatorAbout("mbconv", "gt", {"model": "a"}, {"model": "b"}, temperature=0.02)
+    Discriminator(new_net("mbconv"), about).save(folder / "discriminator.safetensors")
+    names: dict[Leg, str] = {"light": model, "heavy": model}
+    tables: dict[Leg, Path] = {"light": folder / "tables", "heavy": folder / "tables"}
+    return WorkerSettings(
+        0, names, MODELS, "cpu", "float32", folder / "discriminator.safetensors", tables, folder / "images"
+    )
+
+
+def trace(count: int, over_s: float) -> list[Request]:
+    return [
+        Request(number, f"a hat {number}", SIZE, 4, 3.0, seed=number, arrival_s=number * over_s / count, slo_s=60.0)
+        for number in range(count)
+    ]
+
+
+def dispatcher(plans: list[Plan]) -> Dispatcher:
+    """Each plan holds for a period, the last one from then on; with a worker less the first."""
+    made: list[Plan] = []
+
+    def allocate(seen: Seen) -> Plan:
+        if seen.num_workers == 1:
+            return Plan(1, 0, 4, 0, 0.0, 0.0)
+        made.append(plans[min(len(made), len(plans) - 1)])
+        return made[-1]
+
+    return Dispatcher(MODELS, Controller(allocate, [0.5]), Balancer(), lambda number: 0.0, "discard", "plan")
+
+
+def median_threshold(template: WorkerSettings, requests: list[Request]) -> tuple[float, dict[int, float]]:
+    """Half of the light images are below it; and the confidence of each, as drawn in this process."""
+    images = drawn(template, requests, "light")
+    judge = load_discriminator(template.discriminator)
+    confidences = {number: judge.confidence(image) for number, image in images.items()}
+    return float(np.median(list(confidences.values()))), confidences
+
+
+def drawn(template: WorkerSettings, requests: list[Request], leg: Leg) -> dict[int, Image.Image]:
+    """Images of the engine in this process, one request at a time."""
+    from dataclasses import replace
+
+    from patchedserve.serving.engine.collectors import InMemory
+
+    model = load_model(template.names[leg], "cpu", "float32")
+    model.tune([SIZE], template.tables[leg])
+    collector = InMemory(keep_images=True)
+    engine = Engine(model, get_policy("fcfs"), max_batch_size=1, collector=collector)
+    for request in requests:
+        engine.submit(replace(request, num_inference_steps=STEPS[leg], arrival_s=0.0, slo_s=None))
+    engine.close()
+    engine.run()
+    return collector.images
+
+
+def check(result: CascadeResult, requests: list[Request], confidences: dict[int, float]) -> None:
+    assert [record.request_id for record in result.records] == [request.request_id for request in requests]
+    assert {record.status for record in result.records} == {"completed"}
+    for record in result.records:
+        assert 0 < (record.finish_s or 0) - record.arrival_s < 60
+        assert record.arrival_s == requests[record.request_id].arrival_s
+    for row in result.legs:
+        if row.confidence is not None:
+            assert row.confidence == pytest.approx(confidences[row.request_id], abs=1e-4)
+            assert row.is_deferred == (row.confidence < (row.threshold or 0.0))
+
+
+@pytest.mark.slow
+def test_workers_draw_what_the_engine_draws_and_change_models(template: WorkerSettings) -> None:
+    requests = trace(36, 13.0)
+    threshold, confidences = median_threshold(template, requests)
+    plans = [Plan(1, 1, 4, 2, threshold, 0.5), LIGHT_ONLY, Plan(1, 1, 4, 2, threshold, 0.5)]
+    cluster = CascadeCluster(settings_for(template, 2, 2), one := dispatcher(plans))
+    result = cluster.run(requests)
+    check(result, requests, confidences)
+    assert result.num_switches >= 2
+    served = list(result.served_by.values())
+    assert served.count("heavy") > 3
+    assert served.count("light") > 3
+    assert one.num_open == 0
+    for leg in ("light", "heavy"):
+        mine = [request for request in requests if result.served_by[request.request_id] == leg][:3]
+        for number, image in drawn(template, mine, leg).items():  # type: ignore[arg-type]
+            with Image.open(image_file(template, number, leg)) as file:  # type: ignore[arg-type]
+                off = np.abs(np.asarray(file, dtype=int) - np.asarray(image, dtype=int))
+            # Batches of another size round otherwise; nothing else may differ.
+            assert off.max() <= 1
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_loses_no_request_and_comes_back(template: WorkerSettings) -> None:
+    requests = trace(60, 25.0)
+    threshold, confidences = median_threshold(template, requests)
+    notes: list[str] = []
+    cluster = CascadeCluster(
+        settings_for(template, 2, 2), dispatcher([Plan(1, 1, 4, 2, threshold, 0.5)]), on_note=notes.append
+    )
+
+    def kill_later() -> None:
+        def kill() -> None:
+            time.sleep(2.0)
+            os.kill(cluster.pids[0], signal.SIGKILL)
+
+        threading.Thread(target=kill, daemon=True).start()
+
+    result = cluster.run(requests, kill_later)
+    check(result, requests, confidences)
+    assert result.num_lost == 1
+    assert "its requests go to others" in notes[0]
+    assert "Worker 0 serves again" in notes[-1]
+    assert {row.seen.num_workers for row in result.plans} == {None, 1, 2}
+
+
+@pytest.mark.slow
+def test_models_that_cannot_be_loaded_are_told_in_one_line(template: WorkerSettings, tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    (tmp_path / "broken.safetensors").write_bytes(b"nothing")
+    broken = replace(template, discriminator=tmp_path / "broken.safetensors")
+    cluster = CascadeCluster(settings_for(broken, 1, 2), dispatcher([LIGHT_ONLY]))
+    with pytest.raises(RunError, match=r"psctl-worker-0 cannot load its models: .*cannot be read as a discriminator"):
+        cluster.run(trace(1, 1.0))

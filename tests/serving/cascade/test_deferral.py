@@ -1,0 +1,72 @@
+"""f(t): which share of light images is deferred at a threshold."""
+
+import math
+
+import numpy as np
+import pytest
+
+from patchedserve.data.errors import UsageError
+from patchedserve.serving.cascade.deferral import OnlineDeferral, deferral_curve
+from patchedserve.serving.cascade.demand import MovingAverage
+
+
+def test_the_share_below_each_threshold() -> None:
+    confidences = [0.1, 0.1, 0.5, 0.9]
+    curve = deferral_curve(confidences, 0.25)
+    for threshold, share in zip(curve.thresholds, curve.shares, strict=True):
+        assert share == (np.mean([each < threshold for each in confidences]) if threshold else 0)
+    assert {0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0} == set(curve.thresholds)
+    assert curve.share(0.6) == 0.5
+
+
+def test_what_is_no_number_is_deferred_at_any_threshold_but_none() -> None:
+    curve = deferral_curve([math.nan, 0.5], 0.1)
+    assert curve.shares[:2] == (0.0, 0.5)
+    assert not any(map(math.isnan, curve.thresholds))
+
+
+def test_no_confidences_are_no_curve() -> None:
+    with pytest.raises(UsageError, match="needs as many of both"):
+        deferral_curve([])
+
+
+def test_after_500_requests_the_profile_is_forgotten_and_before_it_mixes_evenly() -> None:
+    """Bar: within 0.05 of the truth 500 requests after the mix has changed."""
+    chance = np.random.default_rng(0)
+    profiled, now = chance.beta(5, 2, 5000), chance.beta(2, 3, 2000)
+    online = OnlineDeferral(list(profiled))
+    assert distance(online, profiled) < 0.01
+    for number, confidence in enumerate(now[:500]):
+        online.note(confidence)
+        if number == 249:
+            assert distance(online, np.concatenate([profiled, np.repeat(now[:250], 20)])) < 0.05
+    assert distance(online, now) < 0.05
+    # Between two thresholds the curve is that of the lower one.
+    assert distance(online, now[:500]) < 0.01
+
+
+def distance(online: OnlineDeferral, confidences: np.ndarray) -> float:
+    """Largest difference of f from the share of these below a threshold."""
+    return max(abs(online.curve.share(t) - np.mean(confidences < t)) for t in np.linspace(0.005, 1, 200))
+
+
+def test_few_profiled_confidences_are_as_good_as_they_are() -> None:
+    online = OnlineDeferral([0.2, 0.8], window=3)
+    assert online.curve.share(0.5) == 0.5
+    for confidence in (0.1, 0.2, 0.3):
+        online.note(confidence)
+    assert online.curve.share(0.5) == 1
+
+
+def test_averages_follow_what_comes() -> None:
+    demand = MovingAverage()
+    assert demand.value == demand.latest == 0
+    demand.note(5.0)
+    assert demand.value == demand.latest == 5
+    for _ in range(100):
+        demand.note(8.0)
+    assert demand.value == pytest.approx(8)
+    demand.note(80.0)
+    # The newest of 20 samples weighs 1 / 3.1 of all, when these are made to sum up to 1.
+    assert demand.value == pytest.approx(8 + 72 / 3.1 / (1 - (1 - 1 / 3.1) ** 20))
+    assert demand.latest == 80

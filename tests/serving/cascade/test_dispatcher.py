@@ -1,0 +1,138 @@
+"""The dispatcher by itself: workers that die, come back or are all gone, and what they were at."""
+
+from collections.abc import Sequence
+
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.serving.cascade.allocators import Seen
+from patchedserve.serving.cascade.balancer import Balancer
+from patchedserve.serving.cascade.controller import Controller
+from patchedserve.serving.cascade.dispatcher import Dispatcher, LegModel
+from patchedserve.serving.cascade.legs import Leg
+from patchedserve.serving.cascade.problem import ModelTimes, Plan
+from patchedserve.serving.core.request_state import RequestRecord
+
+SIZE = Resolution(64, 64)
+TIMES = ModelTimes((1, 2), (10.0, 12.0), {str(SIZE): (0.1, 0.15)})
+MODELS: dict[Leg, LegModel] = {"light": LegModel(2, TIMES), "heavy": LegModel(20, TIMES)}
+
+
+class Idle:
+    """A worker that does nothing by itself."""
+
+    def __init__(self, index: int, leg: Leg) -> None:
+        self.index, self.leg, self.num_waiting = index, leg, 0
+        self.taken: list[Request] = []
+        self.changes: list[Leg] = []
+        self.batch_size = 0
+
+    def take(self, request: Request, now_s: float) -> None:
+        self.taken.append(request)
+
+    def limit(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+
+    def change(self, leg: Leg, now_s: float) -> None:
+        self.changes.append(leg)
+
+
+class House:
+    """A dispatcher over idle workers, with plans by the number of workers that live."""
+
+    def __init__(self, plans: Sequence[Plan]) -> None:
+        self.seen: list[Seen] = []
+        self.workers: dict[int, Idle] = {}
+        by_number = {plan.num_light + plan.num_heavy: plan for plan in plans}
+        most = max(by_number)
+
+        def allocate(seen: Seen) -> Plan:
+            self.seen.append(seen)
+            return by_number[seen.num_workers or most]
+
+        self.dispatcher = Dispatcher(
+            MODELS, Controller(allocate, [0.5]), Balancer(), lambda request_id: 0.0, "discard", "plan"
+        )
+        self.dispatcher.start(self.make, most)
+
+    def make(self, index: int, leg: Leg) -> Idle:
+        self.workers[index] = Idle(index, leg)
+        return self.workers[index]
+
+    def ask(self, number: int, now_s: float = 0.0) -> None:
+        self.dispatcher.arrive(Request(number, "a hat", SIZE, 20, arrival_s=now_s, slo_s=30.0), now_s)
+
+    def end(self, index: int, number: int, now_s: float, confidence: float | None) -> None:
+        record = RequestRecord.of(next(each for each in self.workers[index].taken if each.request_id == number))
+        record.close("completed", now_s)
+        self.dispatcher.ended(index, record, confidence, now_s)
+
+
+THREE, TWO, ONE = Plan(2, 1, 2, 1, 0.5, 0.5), Plan(1, 1, 2, 1, 0.4, 0.4), Plan(1, 0, 2, 0, 0.0, 0.0)
+
+
+def test_a_deferred_request_keeps_its_deadline_and_workers_are_told_how_large_batches_are() -> None:
+    house = House([THREE])
+    assert [house.workers[index].batch_size for index in range(3)] == [2, 2, 1]
+    house.ask(0)
+    house.ask(1)
+    assert [len(house.workers[index].taken) for index in range(3)] == [1, 1, 0]
+    house.end(0, 0, 1.0, 0.4)
+    house.end(1, 1, 1.0, 0.5)
+    heavy = house.workers[2].taken[0]
+    assert (heavy.num_inference_steps, heavy.arrival_s, heavy.deadline_s) == (20, 1.0, 30.0)
+    assert house.dispatcher.result.served_by == {1: "light"}
+    assert house.dispatcher.result.wasted_s == 1.0
+    house.end(2, 0, 5.0, None)
+    assert house.dispatcher.result.served_by == {1: "light", 0: "heavy"}
+    assert house.dispatcher.num_open == 0
+
+
+def test_what_a_dead_worker_was_at_is_begun_once_more() -> None:
+    house = House([THREE, TWO, ONE])
+    house.ask(0)
+    house.dispatcher.lost(0, 2.0, "worker 0 died")
+    assert house.workers[1].taken[0].request_id == 0
+    # The plan is for two now, and says so.
+    assert house.seen[-1].num_workers == 2
+    assert house.dispatcher.result.plans[-1].plan == TWO
+    # The one who is still told of it is not believed.
+    house.dispatcher.ended(0, RequestRecord.of(house.workers[1].taken[0]), 0.9, 3.0)
+    assert house.dispatcher.num_open == 1
+    house.dispatcher.lost(1, 4.0, "worker 1 died")
+    record = house.dispatcher.result.records[0]
+    assert (record.status, record.reason) == ("failed", "worker 1 died")
+
+
+def test_without_a_worker_of_its_model_a_request_waits_until_one_returns() -> None:
+    house = House([THREE, TWO, ONE])
+    house.ask(0)
+    house.ask(1)
+    house.end(0, 0, 1.0, 0.1)
+    house.dispatcher.lost(2, 2.0, "worker 2 died")
+    # Deferred, it waits; a worker of the light model may be asked to change in its place.
+    assert house.dispatcher.num_open == 2
+    back = Idle(2, "heavy")
+    house.workers[2] = back
+    house.dispatcher.returned(2, 3.0, back)
+    given = [request.request_id for worker in house.workers.values() for request in worker.taken[-1:]]
+    assert 0 in given
+    assert house.seen[-1].num_workers == 3
+    house.dispatcher.end_all("cancelled", 9.0, "stopped")
+    assert house.dispatcher.num_open == 0
+    assert {record.status for record in house.dispatcher.result.records} == {"cancelled"}
+
+
+def test_a_queue_that_is_handed_back_goes_to_the_others_and_does_not_count_as_a_try() -> None:
+    house = House([THREE])
+    for number in range(4):
+        house.ask(number)
+    slot = house.dispatcher.slots[0]
+    own = list(slot.given)
+    slot.next_leg = "heavy"
+    house.dispatcher.handed_back(0, own, 1.0)
+    assert slot.pending == 0
+    assert sorted(request.request_id for request in house.workers[1].taken) == [0, 1, 2, 3]
+    house.dispatcher.left(0)
+    house.dispatcher.changed(0, 2.0)
+    assert (slot.leg, slot.takes, house.workers[0].batch_size) == ("heavy", True, 1)
+    assert house.dispatcher.result.num_switches == 1

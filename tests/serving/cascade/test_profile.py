@@ -1,0 +1,74 @@
+"""Profiles of cascades: their files, mixes of resolutions, and what is wrong with damaged ones."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from patchedserve.data.errors import UsageError
+from patchedserve.data.resolution import Resolution
+from patchedserve.serving.cascade.profile import CascadeProfile, LegProfile, SizeTimes, read_profile
+
+from ...support.cascades import FACTS, profile
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
+    written = profile()
+    written.save(tmp_path / "cascade.json")
+    assert read_profile(tmp_path / "cascade.json") == written
+    assert written.resolutions == (Resolution(64, 64), Resolution(128, 128))
+    assert written.standalone_s(Resolution(64, 64)) == pytest.approx(2.0)
+
+
+def test_a_mix_draws_as_many_a_second_as_its_batches_take() -> None:
+    leg = profile().legs["light"]
+    alone = [leg.batches({name: 1.0}).throughput for name in ("64x64", "128x128")]
+    # Two parts of the first to one of the second: 3 requests take 2 / T_1 + 1 / T_2 seconds.
+    mixed = leg.batches({"64x64": 2.0, "128x128": 1.0}).throughput
+    assert mixed == pytest.approx([3 / (2 / one + 1 / other) for one, other in zip(*alone, strict=True)])
+    model = leg.model({"64x64": 1.0})
+    assert model.durations.steps.told.step_latency_s([Resolution(64, 64)]) == pytest.approx(0.05, rel=0.05)
+
+
+def test_a_resolution_that_only_one_model_has_is_told() -> None:
+    whole = profile()
+    heavy = whole.legs["heavy"]
+    part = LegProfile(4, 4.0, (1, 2, 4, 8), {"64x64": heavy.sizes["64x64"]}, 0.1, 1.0, 0.0, FACTS)
+    assert CascadeProfile({"light": whole.legs["light"], "heavy": part}, "x").resolutions == (Resolution(64, 64),)
+    with pytest.raises(UsageError, match="128x128 is not profiled for emoji-xl, only 64x64"):
+        part.batches({"64x64": 1.0, "128x128": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda content: content.pop("kind"), "is not the profile of a cascade"),
+        (lambda content: content.update(version=99), "is not the profile of a cascade"),
+        (lambda content: content.pop("heavy"), "damaged"),
+        (lambda content: content["light"].pop("facts"), "damaged"),
+        (lambda content: content["light"]["sizes"]["64x64"].update(throughput=[1.0]), "damaged"),
+        (lambda content: content["light"]["sizes"]["64x64"].update(throughput=[1.0, 0.0]), "damaged"),
+        (lambda content: content["light"]["sizes"]["64x64"].update(latency_s=[1.0, -2.0]), "damaged"),
+        (lambda content: content["light"]["sizes"]["64x64"].update(prepare_s=-1.0), "damaged"),
+        (lambda content: content["heavy"].update(batch_sizes=[2, 4, 8, 16]), "batches of one request are missing"),
+    ],
+)
+def test_what_is_damaged_is_told(tmp_path: Path, change: Any, reason: str) -> None:
+    path = tmp_path / "cascade.json"
+    profile().save(path)
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(UsageError, match=reason):
+        read_profile(path)
+    path.write_text("{")
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_profile(path)
+    with pytest.raises(UsageError, match="there is no such file"):
+        read_profile(tmp_path / "other.json")
+
+
+def test_numbers_that_are_missing_are_told() -> None:
+    with pytest.raises(UsageError, match="for throughput"):
+        LegProfile(4, 4.0, (1, 2), {"64x64": SizeTimes((1.0, 2.0), (1.0,), (0.1, 0.2), 0.0, 0.0)}, 0.1, 1.0, 0.0, FACTS)

@@ -1,0 +1,1 @@
+"""The discriminator of a cascade: which light images pass for real ones."""
