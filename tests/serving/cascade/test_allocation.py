@@ -220,7 +220,8 @@ def test_plans_are_made_in_time() -> None:
     for solver, most_s in ((enumerate_plan, 0.002), (Milp(), 0.05)):
         taken_s = []
         for problem in problems:
-            start_s = time.perf_counter()
+            # Of the processor: other tests run beside this one.
+            start_s = time.process_time()
             solver(problem)
-            taken_s.append(time.perf_counter() - start_s)
+            taken_s.append(time.process_time() - start_s)
         assert np.percentile(taken_s, 95) < most_s
