@@ -3,21 +3,29 @@
 Batches run to completion and are of one resolution, as a cascade's workers have them. For each resolution and batch
 size some batches follow each other on the engine that serves: the first, which meets an idle worker, gives e(b), the
 others T(b). Of requests of many steps only the first are taken; the rest are as long as the median of these.
+
+On a CPU, the model is measured as workers have it: on one processor, with one thread.
 """
 
+import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
+
+import torch
 
 from ...data.errors import RunError
 from ...data.prompts.captions import load_prompts
 from ...data.requests import Request
 from ...data.resolution import Resolution
+from ...data.run_facts import RunFacts
 from ...serving.cascade.policy import CascadePolicy
 from ...serving.cascade.profile import LegProfile, SizeTimes
+from ...serving.cascade.worker import WORKER_THREADS
 from ...serving.core.request_state import RequestRecord
 from ...serving.engine.collectors import InMemory
 from ...serving.engine.engine import Engine
@@ -77,6 +85,44 @@ def profile_leg(
     """
     for size in resolutions:
         model.check_resolution(size)
+    with _as_a_worker(model):
+        return _measured(model, num_steps, resolutions, tables, batch_sizes, load_s, score, on_batch)
+
+
+def worker_facts(model: ServedModel) -> RunFacts:
+    """What a profile of this model, taken here, holds for."""
+    facts = run_facts(model)
+    return replace(facts, threads=WORKER_THREADS) if model.device.type == "cpu" else facts
+
+
+@contextmanager
+def _as_a_worker(model: ServedModel) -> Iterator[None]:
+    """Inside, what is started runs as in a worker: threads inherit the processor of the one that starts them."""
+    if model.device.type != "cpu":
+        yield
+        return
+    threads, cores = torch.get_num_threads(), os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    torch.set_num_threads(WORKER_THREADS)
+    if cores is not None:
+        os.sched_setaffinity(0, {min(cores)})
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        if cores is not None:
+            os.sched_setaffinity(0, cores)
+
+
+def _measured(
+    model: ServedModel,
+    num_steps: int,
+    resolutions: Sequence[Resolution],
+    tables: Path,
+    batch_sizes: Sequence[int],
+    load_s: float,
+    score: Callable[[object], float] | None,
+    on_batch: Callable[[], None],
+) -> LegProfile:
     model.tune(resolutions, tables)
     start_s = time.perf_counter()
     _batches(model, max(resolutions, key=lambda size: size.pixels), 1, _WARM_UP_STEPS, 1)
@@ -109,7 +155,7 @@ def profile_leg(
         switch_s,
         load_s + warm_up_s,
         score_s,
-        run_facts(model),
+        worker_facts(model),
     )
 
 

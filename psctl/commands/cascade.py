@@ -329,10 +329,10 @@ def _still_holds(
     sizes: list[str],
 ) -> bool:
     """Whether times that were measured before are of these models, here, with this discriminator."""
-    from ...profiling.machine import run_facts
+    from ...profiling.cascade.batches import worker_facts
 
     return known.discriminator == digest and all(
-        each.facts == run_facts(models[leg])
+        each.facts == worker_facts(models[leg])
         and each.num_steps == specs[leg].steps_of(models[leg].defaults)
         and each.batch_sizes == batch_sizes
         and set(sizes) <= set(each.sizes)

