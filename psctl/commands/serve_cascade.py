@@ -95,6 +95,9 @@ def serve_cascade(
                 raise
             error = failure
     result = dispatcher.result
+    if not result.records:
+        # Ctrl-C came before the first request.
+        raise KeyboardInterrupt
     run = CascadeRun(result, parts.allocator, parts.peak)
     for row in result.legs:
         if row.is_deferred and result.served_by.get(row.request_id) == "heavy":

@@ -150,6 +150,8 @@ class _WorkerProcess:
         with self._changed:
             self._offset_s = time.perf_counter() - self._zero_s - engine.now_s()
             self._engine = engine
+            if self._is_stopped:  # the listener has found no engine to end
+                engine.abort()
             self._changed.notify_all()
         return engine
 
