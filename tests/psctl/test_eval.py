@@ -66,7 +66,11 @@ def test_all_metrics_then_a_comparison_and_a_gate(run_psctl: RunPsctl, model_dir
         (["eval", "clip", "--generated", "a", "--order", "image"], 2, "--order says how images are drawn, but with"),
         (["eval", "clip", "--generated", "a", "--dataset", "emoji"], 2, "--dataset says how images are drawn, but"),
         (["eval", "clip", "--dataset", "coco"], 2, "coco:PATH"),
-        (["eval", "clip", "--dataset", "emoji?split=train"], 2, "whose options are: resolution, num_images, data_seed"),
+        (
+            ["eval", "clip", "--dataset", "emoji?colour=red"],
+            2,
+            "whose options are: split, resolution, num_images, data_seed",
+        ),
         (["eval", "clip", "--policy", "magic"], 2, "policy is 'magic'"),
         (["eval", "fid", "--num-prompts", "1"], 2, "need at least 2 images"),
         (["eval", "psnr", "--generated", "empty"], 2, "give --reference DIR"),

@@ -48,7 +48,7 @@ def test_specs_are_taken_apart(spec: str, parsed: DatasetSpec) -> None:
     ("spec", "message"),
     [
         ("coco:/x?max_nsfw=0.3", "max_nsfw is not an option of the data set coco, whose options are: split, image_dir"),
-        ("emoji?split=a", "whose options are: resolution, num_images, data_seed"),
+        ("emoji?colour=a", "whose options are: split, resolution, num_images, data_seed"),
         ("diffusiondb:/x?max_nsfw=low", "max_nsfw is 'low', but it must be a number from 0 to 2"),
         ("emoji?num_images=2.5", "num_images is '2.5', but it must be a whole number from 1"),
         ("coco:/x?", "'' is not an option NAME=VALUE, and no such path exists"),
