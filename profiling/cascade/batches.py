@@ -17,6 +17,7 @@ from itertools import cycle, islice
 from pathlib import Path
 
 import torch
+from PIL import Image
 
 from ...data.errors import RunError
 from ...data.prompts.captions import load_prompts
@@ -37,6 +38,8 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 MOST_STEPS = 10
 """Steps of a request that are measured; of a longer one the others are taken to be as long."""
 _NUM_BATCHES = 3
+Score = Callable[[Image.Image], float]
+"""What a discriminator says of an image."""
 _WARM_UP_STEPS = 2
 
 
@@ -63,7 +66,7 @@ def profile_leg(
     *,
     batch_sizes: Sequence[int] = BATCH_SIZES,
     load_s: float = 0.0,
-    score: Callable[[object], float] | None = None,
+    score: Score | None = None,
     on_batch: Callable[[], None] = lambda: None,
 ) -> LegProfile:
     """Measure a model.
@@ -75,7 +78,7 @@ def profile_leg(
         tables: folder of the workspace for what the engine measures at its start.
         batch_sizes: ascending, from 1.
         load_s: what loading the model took.
-        score: what the discriminator says of an image, for the light model; what it takes is part of e(b).
+        score: for the light model: each image is scored as a worker does, before its record closes.
         on_batch: called after each batch size of each resolution.
 
     Raises:
@@ -120,49 +123,45 @@ def _measured(
     tables: Path,
     batch_sizes: Sequence[int],
     load_s: float,
-    score: Callable[[object], float] | None,
+    score: Score | None,
     on_batch: Callable[[], None],
 ) -> LegProfile:
     model.tune(resolutions, tables)
     start_s = time.perf_counter()
     _batches(model, max(resolutions, key=lambda size: size.pixels), 1, _WARM_UP_STEPS, 1)
     warm_up_s = time.perf_counter() - start_s
-    # A worker that changes to a model in memory warms up what was not used for a while: its first small batch.
-    start_s = time.perf_counter()
-    _batches(model, min(resolutions, key=lambda size: size.pixels), 1, 1, 1)
-    switch_s = time.perf_counter() - start_s
-    score_s = 0.0 if score is None else _score_s(model, resolutions[-1], score)
     sizes: dict[str, SizeTimes] = {}
     for size in resolutions:
         found = []
         for count in batch_sizes:
-            found.append(measure_batches(model, size, count, num_steps))
+            found.append(measure_batches(model, size, count, num_steps, score))
             on_batch()
         stages = StageTimes.measured(found[0].records)
         sizes[str(size)] = SizeTimes(
-            # The images of a batch are decoded one by one, and each is scored behind the one before.
-            tuple(each.latency_s + count * score_s for each, count in zip(found, batch_sizes, strict=True)),
-            tuple(1 / (1 / each.throughput + score_s) for each in found),
+            tuple(each.latency_s for each in found),
+            tuple(each.throughput for each in found),
             tuple(each.step_s for each in found),
             stages.prepare_s[size],
-            stages.postprocess_s[size] + score_s,
+            stages.postprocess_s[size],
         )
     return LegProfile(
         num_steps,
         model.defaults.guidance_scale,
         tuple(batch_sizes),
         sizes,
-        switch_s,
+        _switch_s(model),
         load_s + warm_up_s,
-        score_s,
+        0.0 if score is None else _score_s(resolutions[-1], score),
         worker_facts(model),
     )
 
 
-def measure_batches(model: ServedModel, size: Resolution, count: int, num_steps: int) -> BatchTimes:
+def measure_batches(
+    model: ServedModel, size: Resolution, count: int, num_steps: int, score: Score | None = None
+) -> BatchTimes:
     """Batches of so many requests of one resolution and so many steps. Raises as `profile_leg`."""
     taken = min(num_steps, MOST_STEPS)
-    collector = _batches(model, size, count, taken, _NUM_BATCHES)
+    collector = _batches(model, size, count, taken, _NUM_BATCHES, score)
     step_s = statistics.median(row.duration_s for row in collector.steps if row.active == count)
     rest_s = (num_steps - taken) * step_s
     ended = sorted(record.finish_s or 0.0 for record in collector.records)
@@ -171,10 +170,18 @@ def measure_batches(model: ServedModel, size: Resolution, count: int, num_steps:
     return BatchTimes(first_s + rest_s, count / (each_s + rest_s), step_s, collector.records)
 
 
-def _batches(model: ServedModel, size: Resolution, count: int, num_steps: int, num_batches: int) -> InMemory:
+def _batches(
+    model: ServedModel, size: Resolution, count: int, num_steps: int, num_batches: int, score: Score | None = None
+) -> InMemory:
     """Serve some batches that follow each other."""
     collector = InMemory()
-    engine = Engine(model, CascadePolicy(lambda resolution, batch: 0.0), max_batch_size=count, collector=collector)
+    engine = Engine(
+        model,
+        CascadePolicy(lambda resolution, batch: 0.0),
+        max_batch_size=count,
+        collector=collector,
+        on_image=None if score is None else lambda request, image: score(image),
+    )
     scale = model.defaults.guidance_scale
     prompts = islice(cycle(load_prompts(None)), count * num_batches)
     engine.start()
@@ -189,10 +196,21 @@ def _batches(model: ServedModel, size: Resolution, count: int, num_steps: int, n
     return collector
 
 
-def _score_s(model: ServedModel, size: Resolution, score: Callable[[object], float]) -> float:
-    """Median seconds of one image."""
-    from PIL import Image
+def _switch_s(model: ServedModel) -> float:
+    """Median seconds of what a worker does that changes to this model: an engine ends, and another begins."""
+    times_s = []
+    for _ in range(5):
+        start_s = time.perf_counter()
+        engine = Engine(model, CascadePolicy(lambda resolution, batch: 0.0))
+        engine.start()
+        engine.close()
+        engine.run()
+        times_s.append(time.perf_counter() - start_s)
+    return statistics.median(times_s)
 
+
+def _score_s(size: Resolution, score: Score) -> float:
+    """Median seconds of one image."""
     image, times_s = Image.new("RGB", size), []
     for _ in range(12):
         start_s = time.perf_counter()

@@ -11,14 +11,16 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...data.errors import PsctlError
 from ...data.requests import Request
+from ...data.resolution import parse
 from ..core.request_state import RequestRecord
+from ..engine.collectors import Collector
 from .dispatcher import LegModel
 from .legs import LEGS, Leg
 from .policy import CascadePolicy
@@ -99,7 +101,7 @@ class _WorkerProcess:
                 self._models[each] = self._models["light"]
                 continue
             self._models[each] = load_model(settings.names[each], settings.device, settings.dtype)
-            sizes = [*map(_parsed, settings.models[each].batches.latency_s)]
+            sizes = [parse(name) for name in settings.models[each].batches.latency_s]
             self._models[each].tune(sizes, settings.tables[each])
         self._discriminator = load_discriminator(settings.discriminator).to(self._models["light"].device)
         self._sending = threading.Lock()
@@ -128,7 +130,6 @@ class _WorkerProcess:
                 self._leg = self._next_leg
                 self._next_leg = self._engine = None
             self._tell("left")
-            # What was not used for a while comes back to the caches of the processor with a first, small image.
             self._tell("changed")
         for model in self._models.values():
             model.close()
@@ -172,7 +173,7 @@ class _WorkerProcess:
                 engine = self._engine
             if word == "stop":
                 if engine is not None:
-                    engine.abort() if rest[0] else engine.close()
+                    engine.abort()
                 return
             if engine is None:
                 continue
@@ -191,7 +192,7 @@ class _WorkerProcess:
         try:
             word, *rest = self._connection.recv()
         except (EOFError, OSError):
-            return "stop", [True]
+            return "stop", []
         return word, rest
 
     def _take(self, engine: "Engine", request: Request) -> None:
@@ -221,10 +222,8 @@ class _WorkerProcess:
 
     def tell_ended(self, record: RequestRecord) -> None:
         """A request has ended here."""
-        own = RequestRecord(**{each.name: getattr(record, each.name) for each in fields(record)})
-        for name in _TIMES:
-            if (time_s := getattr(own, name)) is not None:
-                setattr(own, name, time_s + self._offset_s)
+        known = {name: time_s for name in _TIMES if (time_s := getattr(record, name)) is not None}
+        own = replace(record, **{name: time_s + self._offset_s for name, time_s in known.items()})
         self._tell("ended", own, self._confidences.pop(record.request_id, None))
 
     def _tell(self, *message: Any) -> None:
@@ -233,23 +232,11 @@ class _WorkerProcess:
             self._connection.send(message)
 
 
-class _Telling:
-    """A collector that tells the parent; see `engine.collectors.Collector`."""
+class _Telling(Collector):
+    """Tells the parent."""
 
     def __init__(self, worker: _WorkerProcess) -> None:
         self._worker = worker
 
     def on_finish(self, record: RequestRecord, image: Any, latents: Any) -> None:
         self._worker.tell_ended(record)
-
-    def on_step(self, row: Any) -> None:
-        pass
-
-    def on_decision(self, decision_s: float) -> None:
-        pass
-
-
-def _parsed(name: str) -> Any:
-    from ...data.resolution import parse
-
-    return parse(name)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _LAG_S = 0.05
 ImagePath = Callable[[Request], Path | None]
-OnImage = Callable[[Request, "Image"], None]
+OnImage = Callable[[Request, "Image"], object]
 Peek = Callable[[PreparedRequest], torch.Tensor | None]
 """`core.stepper.Stepper.peek`."""
 
