@@ -1,27 +1,9 @@
 """A cascade's profile as measured of some machine: steps of 50 ms and 80 ms, half as long again for each request."""
 
-from patchedserve.data.run_facts import RunFacts
 from patchedserve.serving.cascade.legs import Leg
 from patchedserve.serving.cascade.profile import CascadeProfile, LegProfile, SizeTimes
 
-FACTS = RunFacts(
-    model="emoji-xl",
-    fingerprint="0123456789abcdef",
-    device="cpu",
-    device_name="some processor",
-    dtype="float32",
-    engine="patched",
-    order="image",
-    patch_size=None,
-    strategy="auto",
-    kernels="torch",
-    threads=1,
-    cpu="some processor",
-    torch="2.13.0",
-    guidance_scale=4.0,
-    is_guided=True,
-    date="2026-01-31",
-)
+from .latency_tables import CIRCUMSTANCES
 
 
 def leg(num_steps: int, batch_sizes: tuple[int, ...] = (1, 2, 4, 8)) -> LegProfile:
@@ -32,7 +14,7 @@ def leg(num_steps: int, batch_sizes: tuple[int, ...] = (1, 2, 4, 8)) -> LegProfi
         latency = tuple(num_steps * each for each in steps)
         rates = tuple(count / each for count, each in zip(batch_sizes, latency, strict=True))
         sizes[name] = SizeTimes(latency, rates, steps, 0.0, 0.0)
-    return LegProfile(num_steps, 4.0, batch_sizes, sizes, 0.2, 2.0, 0.0, FACTS)
+    return LegProfile(num_steps, 4.0, batch_sizes, sizes, 0.2, 2.0, 0.0, CIRCUMSTANCES)
 
 
 def profile(light_steps: int = 2, heavy_steps: int = 40) -> CascadeProfile:

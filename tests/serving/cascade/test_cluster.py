@@ -28,6 +28,7 @@ from patchedserve.serving.scheduling.policies import get_policy
 from patchedserve.training.cascade.discriminator import Discriminator, DiscriminatorAbout, load_discriminator
 from patchedserve.training.cascade.nets import new_net
 
+from ...support.http_server import until
 from ...support.tiny_models import save_tiny, tiny_sdxl
 
 SIZE = Resolution(64, 64)
@@ -136,16 +137,16 @@ def test_a_worker_that_is_killed_loses_no_request_and_comes_back(template: Worke
     threshold, confidences = median_threshold(template, requests)
     notes: list[str] = []
     begun_s = time.monotonic()
-    cluster = CascadeCluster(
-        settings_for(template, 2, 2), dispatcher([Plan(1, 1, 4, 2, threshold, 0.5)]), on_note=notes.append
-    )
+    one = dispatcher([Plan(1, 1, 4, 2, threshold, 0.5)])
+    cluster = CascadeCluster(settings_for(template, 2, 2), one, on_note=notes.append)
 
     def kill_later() -> None:
         # On a busy machine a start takes longer; the trace has to outlast one.
         requests[:] = trace(len(requests), 10 + 2.5 * (time.monotonic() - begun_s))
 
         def kill() -> None:
-            time.sleep(2.0)
+            # In the middle of its work: it has ended some, and has others.
+            until(lambda: len(one.result.legs) >= 5 and bool(one.slots[0].given), 60)
             os.kill(cluster.pids[0], signal.SIGKILL)
 
         threading.Thread(target=kill, daemon=True).start()

@@ -10,7 +10,8 @@ from patchedserve.data.errors import UsageError
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.cascade.profile import CascadeProfile, LegProfile, SizeTimes, read_profile
 
-from ...support.cascades import FACTS, profile
+from ...support.cascades import profile
+from ...support.latency_tables import CIRCUMSTANCES
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -34,7 +35,7 @@ def test_a_mix_draws_as_many_a_second_as_its_batches_take() -> None:
 def test_a_resolution_that_only_one_model_has_is_told() -> None:
     whole = profile()
     heavy = whole.legs["heavy"]
-    part = LegProfile(4, 4.0, (1, 2, 4, 8), {"64x64": heavy.sizes["64x64"]}, 0.1, 1.0, 0.0, FACTS)
+    part = LegProfile(4, 4.0, (1, 2, 4, 8), {"64x64": heavy.sizes["64x64"]}, 0.1, 1.0, 0.0, CIRCUMSTANCES)
     assert CascadeProfile({"light": whole.legs["light"], "heavy": part}, "x").resolutions == (Resolution(64, 64),)
     with pytest.raises(UsageError, match="128x128 is not profiled for emoji-xl, only 64x64"):
         part.batches({"64x64": 1.0, "128x128": 1.0})
@@ -71,4 +72,6 @@ def test_what_is_damaged_is_told(tmp_path: Path, change: Any, reason: str) -> No
 
 def test_numbers_that_are_missing_are_told() -> None:
     with pytest.raises(UsageError, match="for throughput"):
-        LegProfile(4, 4.0, (1, 2), {"64x64": SizeTimes((1.0, 2.0), (1.0,), (0.1, 0.2), 0.0, 0.0)}, 0.1, 1.0, 0.0, FACTS)
+        LegProfile(
+            4, 4.0, (1, 2), {"64x64": SizeTimes((1.0, 2.0), (1.0,), (0.1, 0.2), 0.0, 0.0)}, 0.1, 1.0, 0.0, CIRCUMSTANCES
+        )
