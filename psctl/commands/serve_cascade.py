@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...data.errors import RunError, UsageError
-from ...data.files import require_places
+from ...data.files import require_places, sha256_of
 from ...data.run_facts import usable_cores
 from ...profiling.runs.trace_settings import TraceSettings
 from ...serving.cascade.legs import LEGS, Leg, parse_cascade
@@ -53,8 +53,6 @@ def serve_cascade(
     discriminator = place.find_predictor(DISCRIMINATOR_FILE)
     if discriminator is None:
         raise UsageError(f"no discriminator of {cascade} is in {place.root}: psctl train-predictor discriminator")
-    from ...data.files import sha256_of
-
     if sha256_of(discriminator) != images.profile.discriminator:
         raise UsageError(f"{discriminator} is another discriminator than {images.profile_file} was measured with")
     require_places(target.workspace, file=output_file)

@@ -174,11 +174,9 @@ class Proteus:
 
 def clipper(cluster: Cluster, leg: Literal["light", "heavy"]) -> Fixed:
     """All workers serve one model; batch sizes follow `Aimd`."""
-    times, count = (cluster.light, cluster.num_workers) if leg == "light" else (cluster.heavy, cluster.num_workers)
-    largest = times.batch_sizes[-1]
     if leg == "light":
-        return Fixed(Plan(count, 0, largest, 0, None, 0.0))
-    return Fixed(Plan(0, count, 0, largest, None, 1.0))
+        return Fixed(Plan(cluster.num_workers, 0, cluster.light.batch_sizes[-1], 0, None, 0.0))
+    return Fixed(Plan(0, cluster.num_workers, 0, cluster.heavy.batch_sizes[-1], None, 1.0))
 
 
 def static(cluster: Cluster, curve: DeferralCurve, peak: float, solve: Solver = enumerate_plan) -> Fixed:

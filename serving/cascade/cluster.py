@@ -23,7 +23,7 @@ from .worker import WorkerSettings, run_worker
 MOST_RESTARTS = 3
 _LOAD_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 10.0
-_LEAST_WAIT_S, _MOST_WAIT_S = 0.0, 0.5
+_MOST_WAIT_S = 0.5
 
 
 class ProcessWorker:
@@ -60,9 +60,9 @@ class ProcessWorker:
         """Tell when the trace began, on the clock of the machine."""
         self._tell("zero", zero_s)
 
-    def stop(self, *, at_once: bool) -> None:
-        """Ask it to end, with what it has, or without."""
-        self._tell("stop", at_once)
+    def stop(self) -> None:
+        """Ask it to end, without what it is at."""
+        self._tell("stop")
 
     def _tell(self, *message: object) -> None:
         # Of one that has died, the connection tells the loop, which gives its requests to others.
@@ -118,7 +118,7 @@ class CascadeCluster:
             self.was_interrupted = True
             self._dispatcher.end_all("cancelled", self._now_s(), "the run was stopped before it had finished")
         finally:
-            self._stop(at_once=True)
+            self._stop()
         result = self._dispatcher.result
         result.records.sort(key=lambda record: record.request_id)
         return result
@@ -163,7 +163,7 @@ class CascadeCluster:
                 dispatcher.end_all("failed", now_s, "no worker is left")
                 raise RunError(f"all {len(self._settings)} workers died, and none could be started any more")
             next_s = min(next_tick_s, requests[place].arrival_s if place < len(requests) else math.inf)
-            timeout_s = min(max(next_s - self._now_s(), _LEAST_WAIT_S), _MOST_WAIT_S)
+            timeout_s = min(max(next_s - self._now_s(), 0.0), _MOST_WAIT_S)
             self._hear(timeout_s)
 
     def _hear(self, timeout_s: float) -> None:
@@ -214,9 +214,9 @@ class CascadeCluster:
         self._on_note(f"{reason}; its requests go to others, and it is started anew.")
         self._workers[index] = ProcessWorker(self._settings[index], self._dispatcher.slots[index].leg)
 
-    def _stop(self, *, at_once: bool) -> None:
+    def _stop(self) -> None:
         for worker in self._workers.values():
-            worker.stop(at_once=at_once)
+            worker.stop()
         deadline_s = time.monotonic() + _STOP_TIMEOUT_S
         for worker in self._workers.values():
             worker.process.join(max(0.0, deadline_s - time.monotonic()))
