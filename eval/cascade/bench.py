@@ -5,7 +5,7 @@ differences between systems have intervals over prompts, differences of lateness
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -28,11 +28,21 @@ from ...serving.core.metrics import slo_attainment_rate
 from ...serving.models.defaults import ModelDefaults
 from ..run import StartPhase
 from .plots import plot_over_lateness, plot_over_slo_scales
-from .quality import compare_served, served_quality
+from .quality import compare_served, quality_curve, served_quality
 
 RESULT_FILE, REPORT_FILE = "result.json", "report.html"
 BASE = "diffserve"
 """What the others are compared with."""
+Quality = tuple[tuple[float, float], ...]
+OURS: Mapping[str, Callable[[CascadeDeployment, Quality], CascadeDeployment]] = {
+    f"{BASE} --objective quality": lambda deployment, quality: replace(
+        deployment, knobs=replace(deployment.knobs, quality=quality)
+    ),
+    f"{BASE} --on-late light": lambda deployment, quality: replace(deployment, on_late="light"),
+    f"{BASE} --replan-on-burst": lambda deployment, quality: replace(deployment, replan_on_burst=True),
+    f"{BASE} --skip-light": lambda deployment, quality: replace(deployment, skip_light=True),
+}
+"""What we have added to DiffServe, each alone: how a deployment is changed, given the FID of the bank by threshold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +50,7 @@ class CascadeBenchSettings:
     """What is compared.
 
     Attributes:
-        systems: by name.
+        systems: by name, also those of `OURS`.
         slo_scales: SLOs as multiples of the heavy model's e(1).
         overprovisions: values of lambda, of systems that plan by it.
         seeds: of traces and random choices.
@@ -61,7 +71,8 @@ class CascadeBenchSettings:
             if not getattr(self, name):
                 raise UsageError(f"there are no {name.replace('_', ' ')} to compare")
         for name in self.systems:
-            get_cascade_system(name)
+            if name not in OURS:
+                get_cascade_system(name)
         if self.num_resamples < 2:
             raise UsageError(f"--num-resamples is {self.num_resamples}, but it must be at least 2")
 
@@ -115,13 +126,14 @@ def run_cascade_bench(
     for seed in settings.seeds:
         traces[seed] = bank.dealt(draw_requests(replace(trace, seed=seed), defaults), seed)
     points, done = settings.points(), dict[tuple[str, float, float], _Point]()
+    quality = quality_curve(features, bank.confidences) if OURS.keys() & set(settings.systems) else ()
     advance = start_phase("simulated traces", len(points) * len(settings.seeds))
     for name, scale, overprovision in points:
         point = _Point([], [], [])
         for seed in settings.seeds:
             own = replace(
-                deployment,
-                system=get_cascade_system(name),
+                OURS[name](deployment, quality) if name in OURS else deployment,
+                system=get_cascade_system(BASE if name in OURS else name),
                 slo_scale=scale,
                 overprovision=overprovision,
                 seed=seed,

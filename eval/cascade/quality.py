@@ -10,6 +10,8 @@ from ..compare.paired import PairedResult, compare_fid
 from ..metrics.fid import frechet_distance
 
 LEAST_IMAGES = 2
+_CURVE_POINTS = 21
+"""Of a curve of quality: shares of deferred images a twentieth apart."""
 
 
 def served_features(
@@ -48,6 +50,35 @@ def served_quality(
         "num_prompts": len(set(known)),
         "num_reference": len(reference),
     }
+
+
+def quality_curve(
+    features: Mapping[str, torch.Tensor], confidences: Sequence[float], num_points: int = _CURVE_POINTS
+) -> tuple[tuple[float, float], ...]:
+    """FID of a bank's images by threshold: heavy ones where the light image's confidence is below it.
+
+    Args:
+        features: of the bank, by model.
+        confidences: of its light images; what is no number is deferred by any threshold but 0.
+        num_points: thresholds, at which the shares of deferred images are evenly spread from 0 to 1.
+
+    Returns:
+        Pairs (threshold, FID) with ascending thresholds from 0 to 1.
+
+    Raises:
+        UsageError: the bank has fewer than two images.
+    """
+    known = torch.tensor(confidences, dtype=torch.float64).nan_to_num(nan=-1.0)
+    shares = torch.linspace(0, 1, num_points, dtype=torch.float64)
+    between = torch.quantile(known, shares).clamp(0, 1)
+    # At 1 every image that is less than sure is deferred, at 0 none is.
+    thresholds = torch.cat([torch.zeros(1), between, torch.ones(1)]).unique()
+    curve = []
+    for threshold in thresholds.tolist():
+        is_heavy = (known < threshold) & (threshold > 0)
+        images = torch.where(is_heavy[:, None], features["heavy"], features["light"])
+        curve.append((threshold, frechet_distance(features["reference"], images)))
+    return tuple(curve)
 
 
 def compare_served(

@@ -51,6 +51,7 @@ class CascadeDeployment:
         balance: which worker of a model gets a request.
         on_late: what a deferred request gets that the heavy model cannot finish in time.
         replan_on_burst: whether a second with half as many requests again as were planned for is answered at once.
+        skip_light: whether requests go to the heavy model at once where the plan defers nearly all of them.
         seed: of random choices.
 
     Raises:
@@ -67,6 +68,7 @@ class CascadeDeployment:
     balance: Balance = "least"
     on_late: OnLate = "discard"
     replan_on_burst: bool = False
+    skip_light: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -108,6 +110,7 @@ class CascadeDeployment:
             direct=parts.direct,
             on_late=self.on_late,
             batching=self.system.batching,
+            skip_light=self.skip_light,
         )
         return CascadeRun(result, parts.allocator, parts.peak)
 

@@ -82,6 +82,7 @@ def serve_cascade(
         deployment.on_late,
         deployment.system.batching,
         on_end=lambda record, leg: ended[0]() if ended else None,
+        skip_light=deployment.skip_light,
     )
     cluster = CascadeCluster(
         settings_for(template, deployment.num_workers, usable_cores()), dispatcher, on_note=on_note

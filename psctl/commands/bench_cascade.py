@@ -23,6 +23,9 @@ def bench_cascade(
     cascade: Cascade = DEFAULT_CASCADE,
     systems: Annotated[str, flag("--systems", "Systems to compare.", metavar="NAME,...")] = _SYSTEMS,
     ablations: Annotated[bool, flag("--ablations", f"Also {', '.join(_ABLATIONS)}.")] = False,
+    ours: Annotated[
+        bool, flag("--ours", "Also diffserve with each of what goes beyond the paper, such as --on-late light.")
+    ] = False,
     slo_scales: Annotated[
         str, flag("--slo-scales", "SLOs as multiples of the heavy model's own latency.", metavar="SCALE,...")
     ] = "2.8",
@@ -51,6 +54,7 @@ def bench_cascade(
 
         psctl bench cascade --trace shape --rate-range 2:16 --duration 600
         psctl bench cascade --trace shape --rate-range 2:16 --duration 600 --ablations --lambdas 1,1.05,1.2,1.5
+        psctl bench cascade --trace shape --rate-range 2:16 --duration 600 --systems diffserve --ours
         psctl bench cascade --request-rate 8 --num-prompts 2000 --slo-scales 1.5,2,3,4,6 --json
     """
     parse_cascade(cascade)
@@ -58,10 +62,18 @@ def bench_cascade(
     images = found_images(cascade, options, target)
     with out.status("Loading ..."):
         from ...eval.cascade.bank import load_features
-        from ...eval.cascade.bench import CascadeBenchSettings, bench_table, run_cascade_bench, write_cascade_bench
+        from ...eval.cascade.bench import (
+            OURS,
+            CascadeBenchSettings,
+            bench_table,
+            run_cascade_bench,
+            write_cascade_bench,
+        )
     names = [name.strip() for name in systems.split(",") if name.strip()]
     if ablations:
         names += [name for name in _ABLATIONS if name not in names]
+    if ours:
+        names += OURS
     settings = CascadeBenchSettings(
         tuple(names),
         tuple(numbers_of("--slo-scales", slo_scales)),

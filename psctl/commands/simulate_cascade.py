@@ -77,6 +77,7 @@ class CascadeImages:
         from ...profiling.runs.cascade import CascadeDeployment
         from ...serving.cascade.systems import CascadeKnobs, get_cascade_system
 
+        quality = self.quality() if options.objective == "quality" else ()
         return CascadeDeployment(
             self.profile,
             self.bank.confidences,
@@ -84,12 +85,20 @@ class CascadeImages:
             gpus,
             slo_scale,
             options.overprovision,
-            CascadeKnobs(options.solver, options.queue_factor, options.threshold),
+            CascadeKnobs(options.solver, options.queue_factor, options.threshold, quality),
             options.balance,
             options.on_late,
             options.replan_on_burst,
+            options.skip_light,
             seed,
         )
+
+    def quality(self) -> tuple[tuple[float, float], ...]:
+        """FID of the bank's images at thresholds of confidence. Raises UsageError: the bank is damaged."""
+        from ...eval.cascade.bank import load_features
+        from ...eval.cascade.quality import quality_curve
+
+        return quality_curve(load_features(self.bank_folder, len(self.bank.entries)), self.bank.confidences)
 
 
 def found_images(cascade: str, options: CascadeOptions, target: Target) -> CascadeImages:

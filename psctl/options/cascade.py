@@ -65,6 +65,14 @@ class CascadeOptions:
         Literal["milp", "enumerate"],
         flag("--solver", "Of a cascade's plans: HiGHS, or every pair of batch sizes; both give the same plans."),
     ] = "milp"
+    objective: Annotated[
+        Literal["threshold", "quality"],
+        flag(
+            "--objective",
+            "Of diffserve's plans: the largest threshold that there is room for, or of those the one with the best FID "
+            "in the bank.",
+        ),
+    ] = "threshold"
     balance: Annotated[
         Literal["least", "random"],
         flag("--balance", "Which worker of a model gets a request: the one with the least to do, or any."),
@@ -90,6 +98,10 @@ class CascadeOptions:
             "--replan-on-burst",
             "Plan at once where the requests of a second are more than 1.5 times what was planned for.",
         ),
+    ] = False
+    skip_light: Annotated[
+        bool,
+        flag("--skip-light", "Send requests to the heavy model at once where 98 % of them would be deferred anyway."),
     ] = False
 
 

@@ -88,15 +88,19 @@ class DiffServe:
         queue_factor: None for waiting by Little's law; else it is taken to be so many times the duration of a batch
             (ablation `no-queue`; Proteus takes 2, and 1 is one batch of waiting).
         threshold: None to choose it; else it stays (ablation `static-threshold`).
+        worth: of a threshold; None where a larger one is always better, as in the paper.
     """
 
     cluster: Cluster
     solve: Solver = enumerate_plan
     queue_factor: float | None = None
     threshold: float | None = None
+    worth: Callable[[float], float] | None = None
 
     def __call__(self, seen: Seen) -> Plan:
         """See `Allocator`."""
+        if self.worth is not None:
+            seen = replace(seen, curve=seen.curve.improving(self.worth))
         if self.threshold is not None:
             share = seen.curve.share(self.threshold)
             fixed = (

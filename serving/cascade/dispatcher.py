@@ -27,6 +27,8 @@ from .problem import ModelTimes, Plan
 
 OnLate = Literal["discard", "light"]
 Batching = Literal["plan", "aimd"]
+SKIPPED_FROM = 0.98
+"""From which share of deferred requests on light images are not worth drawing, with `skip_light`."""
 MOST_ATTEMPTS = 2
 """How often one model may begin a request, where workers die."""
 
@@ -180,6 +182,7 @@ class Dispatcher:
             image.
         batching: whether batches are as large as plans say, or as `Aimd` does.
         on_end: called with each record when it is final, and the model whose image it has.
+        skip_light: whether requests go to the heavy model at once where the plan defers nearly all of them.
 
     Attributes:
         result: of what has ended.
@@ -195,9 +198,11 @@ class Dispatcher:
         on_late: OnLate,
         batching: Batching,
         on_end: Callable[[RequestRecord, Leg | None], None] = lambda record, leg: None,
+        *,
+        skip_light: bool = False,
     ) -> None:
         self._models, self._controller, self._balancer, self._direct = models, controller, balancer, direct
-        self._on_late, self._on_end = on_late, on_end
+        self._on_late, self._on_end, self._skip_light = on_late, on_end, skip_light
         self._limits = {leg: Aimd(models[leg].batches.batch_sizes) for leg in LEGS} if batching == "aimd" else None
         self._requests: dict[int, Request] = {}
         # For whose model there is no worker.
@@ -228,7 +233,10 @@ class Dispatcher:
         self._requests[request.request_id] = request
         self._controller.arrived()
         plan = self._controller.plan
-        is_heavy = plan.threshold is None and self._direct(request.request_id) < plan.share
+        if plan.threshold is None:
+            is_heavy = self._direct(request.request_id) < plan.share
+        else:
+            is_heavy = self._skip_light and plan.share >= SKIPPED_FROM
         self._send("heavy" if is_heavy else "light", request, now_s)
 
     def tick(self, now_s: float) -> None:

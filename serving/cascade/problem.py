@@ -1,7 +1,7 @@
 """What an allocation is decided from, and what it says (DiffServe section 3.3, equations 1 to 5). No torch."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
@@ -78,6 +78,17 @@ class DeferralCurve:
     def share(self, threshold: float) -> float:
         """f at the greatest threshold of the curve that is not above this one."""
         return self.shares[max(k for k, each in enumerate(self.thresholds) if each <= threshold)]
+
+    def improving(self, worth: Callable[[float], float]) -> "DeferralCurve":
+        """Only the thresholds that are worth more than every smaller one. Whatever there is room for, the largest of
+        them is then the best: a plan that has room for a threshold has room for all below it.
+        """
+        best, kept = -math.inf, list[int]()
+        for step, threshold in enumerate(self.thresholds):
+            if (value := worth(threshold)) > best or not step:
+                best = max(best, value)
+                kept.append(step)
+        return DeferralCurve(tuple(self.thresholds[k] for k in kept), tuple(self.shares[k] for k in kept))
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,13 +160,14 @@ def simulate_cascade(
     direct: Callable[[int], float] = lambda request_id: 0.0,
     on_late: OnLate = "discard",
     batching: Batching = "plan",
+    skip_light: bool = False,
 ) -> CascadeResult:
     """Serve a trace with a light and a heavy model.
 
     Args:
         requests: in order of arrival, with ids that differ.
         models: light and heavy.
-        controller, direct, on_late, batching: as of `Dispatcher`.
+        controller, direct, on_late, batching, skip_light: as of `Dispatcher`.
         confidence_of: of the light image of a request, by id.
         num_workers: how many there are.
         balancer: chooses workers; None for the one with the least to do.
@@ -179,5 +180,7 @@ def simulate_cascade(
     """
     if not requests:
         raise UsageError("the trace is empty, but it must hold at least one request")
-    dispatcher = Dispatcher(models, controller, balancer or Balancer(), direct, on_late, batching)
+    dispatcher = Dispatcher(
+        models, controller, balancer or Balancer(), direct, on_late, batching, skip_light=skip_light
+    )
     return _Simulation(models, confidence_of, dispatcher, num_workers).run(requests)

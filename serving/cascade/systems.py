@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from ...data.errors import UsageError
 from .allocators import Allocator, Cluster, DiffServe, Proteus, Solver, clipper, static
 from .dispatcher import Batching
@@ -26,17 +28,28 @@ class CascadeKnobs:
         queue_factor: with `diffserve-no-queue`, waiting as a multiple of a batch's duration: 2 as printed, 1 is one
             batch of waiting.
         threshold: of `diffserve-static-threshold`; None for the one that the peak of the trace leaves room for.
+        quality: FID at some thresholds, both rising in the first number: `diffserve` then goes by the best of those
+            that there is room for, in place of the largest (section 2.2: FID turns up again where nearly all is heavy).
+            Empty for the paper's own objective.
     """
 
     solver: SolverName = "milp"
     queue_factor: float = 2.0
     threshold: float | None = None
+    quality: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.queue_factor < float("inf"):
             raise UsageError(f"--queue-factor is {self.queue_factor:g}, but it must be finite and not negative")
         if self.threshold is not None and not 0 <= self.threshold <= 1:
             raise UsageError(f"--threshold is {self.threshold:g}, but it must be from 0 to 1")
+
+    def worth(self) -> Callable[[float], float] | None:
+        """What `DiffServe` goes by: FID with its sign turned, on lines between the thresholds where it was measured."""
+        if not self.quality:
+            return None
+        thresholds, fids = zip(*self.quality, strict=True)
+        return lambda threshold: -float(np.interp(threshold, thresholds, fids))
 
     def new_solver(self) -> Solver:
         """One that counts its own plans."""
@@ -87,7 +100,7 @@ CASCADE_SYSTEMS: Mapping[str, CascadeSystem] = {
         CascadeSystem(
             "diffserve",
             "a cascade whose threshold, workers and batch sizes follow the demand (DiffServe)",
-            lambda cluster, curve, peak, knobs, solve: DiffServe(cluster, solve),
+            lambda cluster, curve, peak, knobs, solve: DiffServe(cluster, solve, worth=knobs.worth()),
         ),
         CascadeSystem(
             "diffserve-static",

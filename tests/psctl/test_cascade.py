@@ -59,6 +59,9 @@ def test_from_the_discriminator_to_the_comparison_of_systems(run_psctl: RunPsctl
     page = (run_dir / "report.html").read_text()
     assert "Threshold" in page or "threshold of confidence" in page
     assert (run_dir / "plots" / "cascade.png").stat().st_size > 10_000
+    by_quality = result_of(run_psctl(*serve, "--num-prompts", "80", "--objective", "quality", "--skip-light", "--json"))
+    assert by_quality["config"]["objective"] == "quality"
+    assert by_quality["total_requests"] == 80
     # The same seed gives the same run.
     other = result_of(run_psctl(*serve, "--num-prompts", "80", "--json"))
     for name in ("quality", "slo_violation_rate", "heavy_share", "switches"):
@@ -68,13 +71,18 @@ def test_from_the_discriminator_to_the_comparison_of_systems(run_psctl: RunPsctl
         run_psctl(
             *("bench", "cascade", "--cascade", CASCADE, "--gpus", "3", "--trace", "shape", "--rate-range", "5:30"),
             *("--duration", "5", "--systems", "diffserve,proteus,clipper-light", "--num-seeds", "2", "--json"),
-            *("--slo-scales", "2.5,4", "--num-resamples", "3"),
+            *("--slo-scales", "2.5,4", "--num-resamples", "3", "--ours"),
         )
     )
     assert [row["system"] for row in compared["rows"][:3]] == ["diffserve", "proteus", "clipper-light"]
     assert compared["rows"][0]["against_base"] is None
     assert compared["rows"][1]["against_base"]["fid_difference"]["low"] is not None
     assert compared["rows"][2]["heavy_share"] == 0
+    ours = {row["system"]: row for row in compared["rows"][3:7]}
+    assert list(ours) == [
+        f"diffserve --{flag}" for flag in ("objective quality", "on-late light", "replan-on-burst")
+    ] + ["diffserve --skip-light"]
+    assert all(row["against_base"]["violation_difference"]["low"] is not None for row in ours.values())
     for name in ("over-lateness.png", "over-slo-scales.png", "report.html", "result.json"):
         assert (tmp_path / compared["run_dir"] / name).is_file()
 

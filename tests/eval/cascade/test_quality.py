@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from patchedserve.data.errors import UsageError
-from patchedserve.eval.cascade.quality import compare_served, served_features, served_quality
+from patchedserve.eval.cascade.quality import compare_served, quality_curve, served_features, served_quality
 from patchedserve.eval.metrics.fid import frechet_distance
 from patchedserve.serving.cascade.legs import Leg
 
@@ -35,6 +35,23 @@ def test_quality_is_of_the_images_served() -> None:
     assert (quality["num_images"], quality["num_prompts"], quality["num_reference"]) == (COUNT, COUNT, COUNT)
     nothing = served_quality(known, [0, 1], [None, "light"])
     assert (nothing["fid"], nothing["num_images"]) == (None, 1)
+
+
+def test_quality_by_threshold_is_of_the_images_that_it_would_serve() -> None:
+    known = features()
+    confidences = [float("nan"), *(place / COUNT for place in range(1, COUNT))]
+    curve = quality_curve(known, confidences, num_points=5)
+    thresholds = [threshold for threshold, _ in curve]
+    assert thresholds[0] == 0
+    assert thresholds[-1] == 1
+    assert thresholds == sorted(set(thresholds))
+    assert len(thresholds) == 6
+    for threshold, fid in curve:
+        # No number is below every threshold but 0.
+        heavy = [threshold > 0 and not confidence >= threshold for confidence in confidences]
+        served: list[Leg | None] = ["heavy" if each else "light" for each in heavy]
+        assert fid == pytest.approx(served_quality(known, list(range(COUNT)), served)["fid"])
+    assert curve[0][1] > curve[2][1] > curve[-1][1]
 
 
 def test_two_systems_are_compared_on_what_both_have_served() -> None:

@@ -15,6 +15,7 @@ from patchedserve.serving.cascade.deferral import deferral_curve
 from patchedserve.serving.cascade.enumeration import enumerate_plan
 from patchedserve.serving.cascade.milp import Milp
 from patchedserve.serving.cascade.problem import DeferralCurve, ModelTimes, Plan, Problem, waiting_s
+from patchedserve.serving.cascade.systems import CascadeKnobs
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 
@@ -128,6 +129,36 @@ def test_the_threshold_never_rises_with_demand() -> None:
         plans = [enumerate_plan(replace(problem, demand=demand)) for demand in np.linspace(0, 40, 60)]
         thresholds = [plan.threshold or 0.0 for plan in plans if plan.status == "optimal"]
         assert thresholds == sorted(thresholds, reverse=True)
+
+
+def test_going_by_what_thresholds_are_worth_finds_the_best_that_there_is_room_for() -> None:
+    chance, seen = random.Random(3), Counter[bool]()
+    for _ in range(60):
+        problem = random_problem(chance)
+        most = by_brute_force(problem, with_waiting=True)
+        if most is None:
+            continue
+        worth = {threshold: round(chance.random(), 1) for threshold in problem.curve.thresholds}
+        plan = enumerate_plan(replace(problem, curve=problem.curve.improving(worth.__getitem__)))
+        possible = [threshold for threshold in problem.curve.thresholds if threshold <= most]
+        assert plan.status == "optimal"
+        assert plan.threshold is not None
+        assert worth[plan.threshold] == max(worth[threshold] for threshold in possible)
+        assert plan.share == problem.curve.share(plan.threshold)
+        seen[plan.threshold == most] += 1
+    assert min(seen[True], seen[False]) >= 5
+
+
+def test_a_worth_that_rises_leaves_every_threshold() -> None:
+    curve = example().curve
+    assert curve.improving(lambda threshold: threshold) == curve
+    assert curve.improving(lambda threshold: -threshold) == DeferralCurve((0.0,), (0.0,))
+    knobs = CascadeKnobs(quality=((0.0, 30.0), (0.5, 20.0), (1.0, 24.0)))
+    worth = knobs.worth()
+    assert worth is not None
+    assert [worth(threshold) for threshold in (0.0, 0.25, 0.5, 1.0)] == [-30.0, -25.0, -20.0, -24.0]
+    assert curve.improving(worth).thresholds == (0.0, 0.25, 0.5)
+    assert CascadeKnobs().worth() is None
 
 
 def example(**changes: object) -> Problem:

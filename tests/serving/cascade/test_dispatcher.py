@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import pytest
+
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.cascade.allocators import Seen
@@ -39,7 +41,7 @@ class Idle:
 class House:
     """A dispatcher over idle workers, with plans by the number of workers that live."""
 
-    def __init__(self, plans: Sequence[Plan]) -> None:
+    def __init__(self, plans: Sequence[Plan], *, skip_light: bool = False) -> None:
         self.seen: list[Seen] = []
         self.workers: dict[int, Idle] = {}
         by_number = {plan.num_light + plan.num_heavy: plan for plan in plans}
@@ -50,7 +52,13 @@ class House:
             return by_number[seen.num_workers or most]
 
         self.dispatcher = Dispatcher(
-            MODELS, Controller(allocate, [0.5]), Balancer(), lambda request_id: 0.0, "discard", "plan"
+            MODELS,
+            Controller(allocate, [0.5]),
+            Balancer(),
+            lambda request_id: 0.0,
+            "discard",
+            "plan",
+            skip_light=skip_light,
         )
         self.dispatcher.start(self.make, most)
 
@@ -85,6 +93,20 @@ def test_a_deferred_request_keeps_its_deadline_and_workers_are_told_how_large_ba
     house.end(2, 0, 5.0, None)
     assert house.dispatcher.result.served_by == {1: "light", 0: "heavy"}
     assert house.dispatcher.num_open == 0
+
+
+@pytest.mark.parametrize(
+    ("share", "skip_light", "leg"),
+    [(0.98, True, "heavy"), (0.97, True, "light"), (0.98, False, "light"), (1.0, False, "light")],
+)
+def test_a_light_image_that_would_be_deferred_anyway_may_be_skipped(share: float, skip_light: bool, leg: Leg) -> None:
+    house = House([Plan(2, 1, 2, 1, 0.9, share)], skip_light=skip_light)
+    house.ask(0)
+    index = next(index for index, worker in house.workers.items() if worker.taken)
+    assert house.workers[index].leg == leg
+    house.end(index, 0, 5.0, None if leg == "heavy" else 0.95)
+    assert house.dispatcher.result.served_by == {0: leg}
+    assert house.dispatcher.result.legs[0].is_deferred is False
 
 
 def test_what_a_dead_worker_was_at_is_begun_once_more() -> None:
