@@ -34,15 +34,18 @@ RESULT_FILE, REPORT_FILE = "result.json", "report.html"
 BASE = "diffserve"
 """What the others are compared with."""
 Quality = tuple[tuple[float, float], ...]
-OURS: Mapping[str, Callable[[CascadeDeployment, Quality], CascadeDeployment]] = {
-    f"{BASE} --objective quality": lambda deployment, quality: replace(
+OURS: Mapping[str, Callable[[CascadeDeployment, Bank, Quality], CascadeDeployment]] = {
+    f"{BASE} --objective quality": lambda deployment, bank, quality: replace(
         deployment, knobs=replace(deployment.knobs, quality=quality)
     ),
-    f"{BASE} --on-late light": lambda deployment, quality: replace(deployment, on_late="light"),
-    f"{BASE} --replan-on-burst": lambda deployment, quality: replace(deployment, replan_on_burst=True),
-    f"{BASE} --skip-light": lambda deployment, quality: replace(deployment, skip_light=True),
+    f"{BASE} --on-late light": lambda deployment, bank, quality: replace(deployment, on_late="light"),
+    f"{BASE} --replan-on-burst": lambda deployment, bank, quality: replace(deployment, replan_on_burst=True),
+    f"{BASE} --skip-light": lambda deployment, bank, quality: replace(deployment, skip_light=True),
+    f"{BASE} --threshold-per-resolution": lambda deployment, bank, quality: replace(
+        deployment, sizes=[str(entry.resolution) for entry in bank.entries]
+    ),
 }
-"""What we have added to DiffServe, each alone: how a deployment is changed, given the FID of the bank by threshold."""
+"""What we have added to DiffServe, each alone: how a deployment is changed, given the bank and its FID by threshold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +135,7 @@ def run_cascade_bench(
         point = _Point([], [], [])
         for seed in settings.seeds:
             own = replace(
-                OURS[name](deployment, quality) if name in OURS else deployment,
+                OURS[name](deployment, bank, quality) if name in OURS else deployment,
                 system=get_cascade_system(BASE if name in OURS else name),
                 slo_scale=scale,
                 overprovision=overprovision,

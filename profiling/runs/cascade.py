@@ -52,6 +52,8 @@ class CascadeDeployment:
         on_late: what a deferred request gets that the heavy model cannot finish in time.
         replan_on_burst: whether a second with half as many requests again as were planned for is answered at once.
         skip_light: whether requests go to the heavy model at once where the plan defers nearly all of them.
+        sizes: resolutions of the light images of the bank, so that each has a threshold of its own; None for one that
+            is for all.
         seed: of random choices.
 
     Raises:
@@ -69,6 +71,7 @@ class CascadeDeployment:
     on_late: OnLate = "discard"
     replan_on_burst: bool = False
     skip_light: bool = False
+    sizes: Sequence[str] | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -111,6 +114,7 @@ class CascadeDeployment:
             on_late=self.on_late,
             batching=self.system.batching,
             skip_light=self.skip_light,
+            costs=parts.costs,
         )
         return CascadeRun(result, parts.allocator, parts.peak)
 
@@ -129,23 +133,27 @@ class CascadeDeployment:
             self.num_workers, models["light"].batches, models["heavy"].batches, slos_s, self.overprovision
         )
         peak = peak_rate([request.arrival_s for request in requests])
-        allocator = self.system.allocator(cluster, deferral_curve(self.confidences), peak, self.knobs)
+        by_size = None if self.sizes is None else self.profile.legs["heavy"].costs()
+        costs = None if self.sizes is None or by_size is None else [by_size[name] for name in self.sizes]
+        curve = deferral_curve(self.confidences, costs=costs)
+        allocator = self.system.allocator(cluster, curve, peak, self.knobs)
         # What comes first is planned for as the trace is in the mean: nobody knows more of it.
         duration_s = max(requests[-1].arrival_s - requests[0].arrival_s, 1.0)
         controller = Controller(
             allocator,
             self.confidences,
+            costs=costs,
             demand=min(peak, len(requests) / duration_s),
             burst=_BURST if self.replan_on_burst else None,
         )
         chance = random.Random(self.seed)
         draws = {request.request_id: chance.random() for request in requests}
-        return CascadeParts(models, controller, allocator, peak, draws.__getitem__)
+        return CascadeParts(models, controller, allocator, peak, draws.__getitem__, by_size)
 
 
 class CascadeParts(NamedTuple):
-    """What serves a trace: models, controller with its allocator, the peak of the trace, and by request id a number by
-    which it goes to the heavy model at once, where plans say so by a share.
+    """What serves a trace: models, controller with its allocator, the peak of the trace, by request id a number by
+    which it goes to the heavy model at once, where plans say so by a share, and costs by resolution.
     """
 
     models: dict[Leg, CascadeModel]
@@ -153,6 +161,7 @@ class CascadeParts(NamedTuple):
     allocator: Allocator
     peak: float
     direct: Callable[[int], float]
+    costs: Mapping[str, float] | None
 
 
 @dataclass(frozen=True, slots=True)

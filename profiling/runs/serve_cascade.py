@@ -83,6 +83,7 @@ def serve_cascade(
         deployment.system.batching,
         on_end=lambda record, leg: ended[0]() if ended else None,
         skip_light=deployment.skip_light,
+        costs=parts.costs,
     )
     cluster = CascadeCluster(
         settings_for(template, deployment.num_workers, usable_cores()), dispatcher, on_note=on_note

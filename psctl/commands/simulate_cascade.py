@@ -1,5 +1,6 @@
 """`psctl simulate --cascade`: a light and a heavy model serve a trace on a virtual clock."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,7 +78,10 @@ class CascadeImages:
         from ...profiling.runs.cascade import CascadeDeployment
         from ...serving.cascade.systems import CascadeKnobs, get_cascade_system
 
-        quality = self.quality() if options.objective == "quality" else ()
+        sizes = None
+        if options.threshold_per_resolution:
+            sizes = [str(entry.resolution) for entry in self.bank.entries]
+        quality = self.quality(sizes) if options.objective == "quality" else ()
         return CascadeDeployment(
             self.profile,
             self.bank.confidences,
@@ -90,15 +94,21 @@ class CascadeImages:
             options.on_late,
             options.replan_on_burst,
             options.skip_light,
+            sizes,
             seed,
         )
 
-    def quality(self) -> tuple[tuple[float, float], ...]:
+    def quality(self, sizes: Sequence[str] | None) -> tuple[tuple[float, float], ...]:
         """FID of the bank's images at thresholds of confidence. Raises UsageError: the bank is damaged."""
         from ...eval.cascade.bank import load_features
         from ...eval.cascade.quality import quality_curve
+        from ...serving.cascade.deferral import score
 
-        return quality_curve(load_features(self.bank_folder, len(self.bank.entries)), self.bank.confidences)
+        confidences = self.bank.confidences
+        if sizes is not None:
+            costs = self.profile.legs["heavy"].costs()
+            confidences = [score(each, costs[name]) for each, name in zip(confidences, sizes, strict=True)]
+        return quality_curve(load_features(self.bank_folder, len(self.bank.entries)), confidences)
 
 
 def found_images(cascade: str, options: CascadeOptions, target: Target) -> CascadeImages:

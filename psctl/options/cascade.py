@@ -99,6 +99,13 @@ class CascadeOptions:
             "Plan at once where the requests of a second are more than 1.5 times what was planned for.",
         ),
     ] = False
+    threshold_per_resolution: Annotated[
+        bool,
+        flag(
+            "--threshold-per-resolution",
+            "Of a cascade: the more a heavy image of a resolution costs, the lower the threshold of its light ones.",
+        ),
+    ] = False
     skip_light: Annotated[
         bool,
         flag("--skip-light", "Send requests to the heavy model at once where 98 % of them would be deferred anyway."),

@@ -24,6 +24,7 @@ class Controller:
         allocate: makes the plans.
         profiled: confidences of light images, from the profile.
         demand: requests a second that are expected at the start.
+        costs: of the heavy image of each profiled one; see `deferral_curve`.
         burst: plans at once where the arrivals of a second are more than so many times what the last plan was made
             for; None never does.
 
@@ -34,10 +35,16 @@ class Controller:
     """
 
     def __init__(
-        self, allocate: Allocator, profiled: Sequence[float], *, demand: float = 0.0, burst: float | None = None
+        self,
+        allocate: Allocator,
+        profiled: Sequence[float],
+        *,
+        costs: Sequence[float] | None = None,
+        demand: float = 0.0,
+        burst: float | None = None,
     ) -> None:
         self._allocate, self._burst = allocate, burst
-        self._deferral = OnlineDeferral(profiled)
+        self._deferral = OnlineDeferral(profiled, costs=costs)
         self._demand, self._planned = MovingAverage(), demand
         self._queues = {leg: MovingAverage() for leg in LEGS}
         self._arrivals = {leg: MovingAverage() for leg in LEGS}
@@ -55,9 +62,9 @@ class Controller:
         """A request was sent to a model: a new one, or one that was deferred."""
         self._sent[leg] += 1
 
-    def scored(self, confidence: float) -> None:
-        """A light image was scored."""
-        self._deferral.note(confidence)
+    def scored(self, confidence: float, cost: float) -> None:
+        """A light image was scored, whose heavy one has this cost."""
+        self._deferral.note(confidence, cost)
 
     def sample(self, now_s: float, queues: Mapping[Leg, int]) -> Plan | None:
         """Called every `SAMPLE_S`; returns the plan of the next period when it is time for one.

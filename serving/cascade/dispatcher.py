@@ -22,6 +22,7 @@ from .aimd import Aimd
 from .allocators import Seen
 from .balancer import Balancer
 from .controller import Controller
+from .deferral import threshold_at
 from .legs import LEGS, Leg
 from .problem import ModelTimes, Plan
 
@@ -183,6 +184,7 @@ class Dispatcher:
         batching: whether batches are as large as plans say, or as `Aimd` does.
         on_end: called with each record when it is final, and the model whose image it has.
         skip_light: whether requests go to the heavy model at once where the plan defers nearly all of them.
+        costs: of heavy images by resolution, where each has a threshold of its own; see `threshold_at`.
 
     Attributes:
         result: of what has ended.
@@ -200,9 +202,11 @@ class Dispatcher:
         on_end: Callable[[RequestRecord, Leg | None], None] = lambda record, leg: None,
         *,
         skip_light: bool = False,
+        costs: Mapping[str, float] | None = None,
     ) -> None:
         self._models, self._controller, self._balancer, self._direct = models, controller, balancer, direct
         self._on_late, self._on_end, self._skip_light = on_late, on_end, skip_light
+        self._costs = costs or {}
         self._limits = {leg: Aimd(models[leg].batches.batch_sizes) for leg in LEGS} if batching == "aimd" else None
         self._requests: dict[int, Request] = {}
         # For whose model there is no worker.
@@ -263,7 +267,9 @@ class Dispatcher:
             confidence = threshold = None
         else:
             assert confidence is not None, "light images are scored"
-            self._controller.scored(confidence)
+            cost = self._costs.get(str(request.resolution), 1.0)
+            threshold = threshold_at(threshold, cost)
+            self._controller.scored(confidence, cost)
             # What is no number is less than any threshold.
             is_deferred = threshold > 0 and not confidence >= threshold
         self.result.legs.append(

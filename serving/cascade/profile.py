@@ -90,6 +90,12 @@ class LegProfile:
         )
         return ModelTimes(self.batch_sizes, mixed, {name: self.sizes[name].latency_s for name in weights})
 
+    def costs(self) -> dict[str, float]:
+        """What an image alone takes of each resolution, relative to their mean."""
+        seconds = {name: 1 / times.throughput[0] for name, times in self.sizes.items()}
+        mean = sum(seconds.values()) / len(seconds)
+        return {name: each / mean for name, each in seconds.items()}
+
     def model(self, weights: Mapping[str, float]) -> CascadeModel:
         """The model as the simulator takes it. Raises as `batches`."""
         batches = self.batches(weights)

@@ -5,7 +5,7 @@ The same arguments always give the same result. No torch.
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop
 
@@ -161,13 +161,14 @@ def simulate_cascade(
     on_late: OnLate = "discard",
     batching: Batching = "plan",
     skip_light: bool = False,
+    costs: Mapping[str, float] | None = None,
 ) -> CascadeResult:
     """Serve a trace with a light and a heavy model.
 
     Args:
         requests: in order of arrival, with ids that differ.
         models: light and heavy.
-        controller, direct, on_late, batching, skip_light: as of `Dispatcher`.
+        controller, direct, on_late, batching, skip_light, costs: as of `Dispatcher`.
         confidence_of: of the light image of a request, by id.
         num_workers: how many there are.
         balancer: chooses workers; None for the one with the least to do.
@@ -181,6 +182,6 @@ def simulate_cascade(
     if not requests:
         raise UsageError("the trace is empty, but it must hold at least one request")
     dispatcher = Dispatcher(
-        models, controller, balancer or Balancer(), direct, on_late, batching, skip_light=skip_light
+        models, controller, balancer or Balancer(), direct, on_late, batching, skip_light=skip_light, costs=costs
     )
     return _Simulation(models, confidence_of, dispatcher, num_workers).run(requests)

@@ -128,8 +128,9 @@ class ClusterBackend:
         try:
             for tried in range(1 + MAX_RESUBMITS):
                 end = await self._attempt(entry)
-                if end is not None or not _is_worth_it(request):
+                if end is not None:
                     break
+                # Whatever its deadline: the policy of the next replica refuses what is too late, or serves it late.
                 entry.num_lost = tried + 1
         except asyncio.CancelledError:
             end = _closed(request, "cancelled", entry.reason or "the server is shutting down")
@@ -140,7 +141,7 @@ class ClusterBackend:
             self._open.pop(request.request_id, None)
         if end is None:
             # Not "failed": it is nothing that the request has done.
-            end = _closed(request, "cancelled", f"the replicas that drew it have died, {entry.num_lost + 1} in a row")
+            end = _closed(request, "cancelled", f"the replicas that drew it have died, {entry.num_lost} in a row")
         if not entry.accepted.done():
             if entry.refused is not None:
                 entry.accepted.set_exception(entry.refused)
@@ -240,12 +241,6 @@ class _Open:
     most_steps: int = 0
     next_partial: int = 0
     num_lost: int = 0
-
-
-def _is_worth_it(request: Request) -> bool:
-    """Whether a request that was lost may be handed in again: its deadline, if it has one, is still to come."""
-    now_s = asyncio.get_running_loop().time()
-    return request.slo_s is None or now_s < request.arrival_s + request.slo_s
 
 
 def _closed(request: Request, status: Status, reason: str) -> Ended:

@@ -44,7 +44,7 @@ def calibrate(model: str, folder: Path, cores: int | None, rate: float) -> None:
     """Measure the engine on so many cores at a rate, and keep in a workspace what the simulator needs to know."""
     env = dict(os.environ) if cores is None else {**os.environ, "OMP_NUM_THREADS": str(cores)}
     command = [_PSCTL, "bench", "slo", "--on", "both", "--systems", _SYSTEM, "--rates", str(rate)]
-    command += ["--num-prompts", str(_CALIBRATED), "--workspace", str(folder), "--model", model]
+    command += ["--num-prompts", str(_CALIBRATED), "--cache", "off", "--workspace", str(folder), "--model", model]
     subprocess.run(command, check=True, env=env)
 
 

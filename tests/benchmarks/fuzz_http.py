@@ -11,6 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from patchedserve.data.files import write_json
+from patchedserve.profiling.machine import cpu_name
 from patchedserve.tests.support.fuzz import fuzz
 from patchedserve.tests.support.http_server import HttpServer
 
@@ -19,13 +21,17 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="emoji-xl")
     parser.add_argument("--cases", type=int, default=20_000)
+    parser.add_argument("--output-file", type=Path)
     given = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as folder,
         HttpServer(given.model, Path(folder), "--max-steps", "4", "--system", "patched-fcfs") as server,
     ):
         counts = fuzz(server.url, given.cases)
-    print(json.dumps(counts, indent=1))
+    found = {"machine": cpu_name(), "model": given.model, "answers": counts}
+    print(json.dumps(found, indent=1))
+    if given.output_file is not None:
+        write_json(given.output_file, found)
     return 0
 
 

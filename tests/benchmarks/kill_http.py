@@ -54,7 +54,7 @@ def batch(model: str, kills: int, num_lines: int, folder: Path) -> dict[str, Any
 
 
 async def _under_load(server: HttpServer, kills: int) -> dict[str, Any]:
-    draws, codes, again_s, wrong = random.Random(0), Counter[int](), [], 0
+    draws, codes, reasons, again_s, wrong = random.Random(0), Counter[int](), Counter[str](), [], 0
     stop = asyncio.Event()
     async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=httpx.Limits(max_connections=None)) as client:
 
@@ -64,6 +64,8 @@ async def _under_load(server: HttpServer, kills: int) -> dict[str, Any]:
             while not stop.is_set():
                 answer = await client.post("/v1/images/generations", json=body_of(number))
                 codes[answer.status_code] += 1
+                if answer.status_code != 200:
+                    reasons[answer.json()["error"]["code"]] += 1
                 wrong += answer.status_code == 200 and answer.json()["seeds"] != [number]
                 number += 16
 
@@ -90,6 +92,7 @@ async def _under_load(server: HttpServer, kills: int) -> dict[str, Any]:
     return {
         "kills": kills,
         "codes": {str(code): count for code, count in codes.items()},
+        "reasons": dict(reasons),
         "wrong_image": wrong,
         "two_again_after_s": again_s,
         "longest_s": max(again_s),

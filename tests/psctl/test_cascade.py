@@ -59,7 +59,8 @@ def test_from_the_discriminator_to_the_comparison_of_systems(run_psctl: RunPsctl
     page = (run_dir / "report.html").read_text()
     assert "Threshold" in page or "threshold of confidence" in page
     assert (run_dir / "plots" / "cascade.png").stat().st_size > 10_000
-    by_quality = result_of(run_psctl(*serve, "--num-prompts", "80", "--objective", "quality", "--skip-light", "--json"))
+    own = ("--objective", "quality", "--skip-light", "--threshold-per-resolution")
+    by_quality = result_of(run_psctl(*serve, "--num-prompts", "80", *own, "--json"))
     assert by_quality["config"]["objective"] == "quality"
     assert by_quality["total_requests"] == 80
     # The same seed gives the same run.
@@ -78,10 +79,9 @@ def test_from_the_discriminator_to_the_comparison_of_systems(run_psctl: RunPsctl
     assert compared["rows"][0]["against_base"] is None
     assert compared["rows"][1]["against_base"]["fid_difference"]["low"] is not None
     assert compared["rows"][2]["heavy_share"] == 0
-    ours = {row["system"]: row for row in compared["rows"][3:7]}
-    assert list(ours) == [
-        f"diffserve --{flag}" for flag in ("objective quality", "on-late light", "replan-on-burst")
-    ] + ["diffserve --skip-light"]
+    ours = {row["system"]: row for row in compared["rows"][3:8]}
+    flags = ("objective quality", "on-late light", "replan-on-burst", "skip-light", "threshold-per-resolution")
+    assert list(ours) == [f"diffserve --{flag}" for flag in flags]
     assert all(row["against_base"]["violation_difference"]["low"] is not None for row in ours.values())
     for name in ("over-lateness.png", "over-slo-scales.png", "report.html", "result.json"):
         assert (tmp_path / compared["run_dir"] / name).is_file()

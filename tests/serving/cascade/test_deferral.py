@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from patchedserve.data.errors import UsageError
-from patchedserve.serving.cascade.deferral import OnlineDeferral, deferral_curve
+from patchedserve.serving.cascade.deferral import OnlineDeferral, deferral_curve, score, threshold_at
 from patchedserve.serving.cascade.demand import MovingAverage
 
 
@@ -23,6 +23,32 @@ def test_what_is_no_number_is_deferred_at_any_threshold_but_none() -> None:
     curve = deferral_curve([math.nan, 0.5], 0.1)
     assert curve.shares[:2] == (0.0, 0.5)
     assert not any(map(math.isnan, curve.thresholds))
+
+
+def test_with_costs_thresholds_differ_and_shares_are_of_the_heavy_work() -> None:
+    chance = np.random.default_rng(1)
+    confidences, costs = chance.beta(3, 2, 400), chance.choice([0.4, 1.0, 2.5], 400)
+    curve = deferral_curve(confidences, 0.05, costs)
+    for threshold, share in zip(curve.thresholds[1:], curve.shares[1:], strict=True):
+        # A hair lower and higher: roots of powers are rounded.
+        low, high = (
+            costs[confidences < [threshold_at(threshold * hair, cost) for cost in costs]].sum() / costs.sum()
+            for hair in (1 - 1e-9, 1 + 1e-9)
+        )
+        assert low - 1e-9 <= share <= high + 1e-9
+    online = OnlineDeferral(list(confidences), window=400, costs=list(costs))
+    assert online.curve.share(0.6) == pytest.approx(deferral_curve(confidences, costs=costs).share(0.6))
+    for _ in range(400):
+        online.note(0.5, 2.0)
+    assert (online.curve.share(0.7), online.curve.share(0.71)) == (0, 1)
+
+
+def test_equal_costs_are_none_and_dear_images_have_a_lower_threshold() -> None:
+    confidences = list(np.random.default_rng(2).beta(3, 2, 100))
+    assert deferral_curve(confidences, costs=[1.0] * 100) == deferral_curve(confidences)
+    assert threshold_at(0.5, 2.0) < 0.5 < threshold_at(0.5, 0.5)
+    assert (threshold_at(0.0, 3.0), threshold_at(1.0, 3.0)) == (0, 1)
+    assert score(math.nan, 2.0) == -1
 
 
 def test_no_confidences_are_no_curve() -> None:
