@@ -133,8 +133,10 @@ class CascadeDeployment:
             self.num_workers, models["light"].batches, models["heavy"].batches, slos_s, self.overprovision
         )
         peak = peak_rate([request.arrival_s for request in requests])
-        by_size = None if self.sizes is None else self.profile.legs["heavy"].costs()
-        costs = None if self.sizes is None or by_size is None else [by_size[name] for name in self.sizes]
+        by_size = costs = None
+        if self.sizes is not None:
+            heavy = self.profile.legs["heavy"]
+            by_size, costs = heavy.costs(), heavy.costs_of(self.sizes)
         curve = deferral_curve(self.confidences, costs=costs)
         allocator = self.system.allocator(cluster, curve, peak, self.knobs)
         # What comes first is planned for as the trace is in the mean: nobody knows more of it.

@@ -106,8 +106,8 @@ class CascadeImages:
 
         confidences = self.bank.confidences
         if sizes is not None:
-            costs = self.profile.legs["heavy"].costs()
-            confidences = [score(each, costs[name]) for each, name in zip(confidences, sizes, strict=True)]
+            costs = self.profile.legs["heavy"].costs_of(sizes)
+            confidences = list(map(score, confidences, costs))
         return quality_curve(load_features(self.bank_folder, len(self.bank.entries)), confidences)
 
 

@@ -96,6 +96,12 @@ class LegProfile:
         mean = sum(seconds.values()) / len(seconds)
         return {name: each / mean for name, each in seconds.items()}
 
+    def costs_of(self, names: Sequence[str]) -> list[float]:
+        """`costs` of images of these resolutions. Raises UsageError: one was not profiled."""
+        self.require(names)
+        costs = self.costs()
+        return [costs[name] for name in names]
+
     def model(self, weights: Mapping[str, float]) -> CascadeModel:
         """The model as the simulator takes it. Raises as `batches`."""
         batches = self.batches(weights)

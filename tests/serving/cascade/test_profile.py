@@ -32,6 +32,15 @@ def test_a_mix_draws_as_many_a_second_as_its_batches_take() -> None:
     assert model.durations.steps.told.step_latency_s([Resolution(64, 64)]) == pytest.approx(0.05, rel=0.05)
 
 
+def test_costs_are_relative_to_their_mean_and_of_what_was_profiled() -> None:
+    leg = profile().legs["heavy"]
+    # Steps of 50 and 80 ms.
+    assert leg.costs_of(["128x128", "64x64", "128x128"]) == pytest.approx([8 / 6.5, 5 / 6.5, 8 / 6.5])
+    assert sum(leg.costs().values()) == pytest.approx(2)
+    with pytest.raises(UsageError, match="256x256 is not profiled"):
+        leg.costs_of(["64x64", "256x256"])
+
+
 def test_a_resolution_that_only_one_model_has_is_told() -> None:
     whole = profile()
     heavy = whole.legs["heavy"]
