@@ -96,6 +96,7 @@ THRESHOLDS = {"train-predictor cache": "--threshold", "bench cache": "--threshol
 SCRIPTS = {
     "tests/benchmarks/bench_cache_shapes.py": ["--widths", "1", "--sides", "64", "--repeats", "1"],
     "tests/benchmarks/bench_fid.py": ["--images", "3"],
+    "tests/benchmarks/cascade_runs.py": ["--runs", "5"],
     "tests/benchmarks/bench_records.py": ["--requests", "20", "--output-file", "records.json"],
     "tests/benchmarks/bench_simulator_scale.py": [
         "--num-prompts", "20", "--minutes", "0.02", "--real-minutes", "0.01", "--steps", "2",
