@@ -27,9 +27,7 @@ def deferral_curve(
     Raises:
         UsageError: there are none.
     """
-    if costs is None:
-        return _curve([(_placed(confidence), 1.0) for confidence in confidences], grid)
-    return _curve([(score(*pair), pair[1]) for pair in zip(confidences, costs, strict=True)], grid)
+    return _curve(_scored(confidences, costs), grid)
 
 
 def threshold_at(threshold: float, cost: float) -> float:
@@ -54,8 +52,7 @@ class OnlineDeferral:
 
     def __init__(self, profiled: Sequence[float], window: int = WINDOW, costs: Sequence[float] | None = None) -> None:
         # Evenly among them, so that a window of them is as the whole.
-        pairs = zip(profiled, repeat(1.0, len(profiled)) if costs is None else costs, strict=True)
-        ordered = sorted((score(confidence, cost), cost) for confidence, cost in pairs)
+        ordered = sorted(_scored(profiled, costs))
         count = min(window, len(ordered))
         chosen = [ordered[(2 * place + 1) * len(ordered) // (2 * count)] for place in range(count)]
         # Whatever order they are replaced in, what is left of them must be as the whole, too.
@@ -73,6 +70,12 @@ class OnlineDeferral:
         if self._curve is None:
             self._curve = _curve(self._recent, GRID)
         return self._curve
+
+
+def _scored(confidences: Iterable[float], costs: Iterable[float] | None) -> list[tuple[float, float]]:
+    """Scores with the costs of their heavy images; each costs 1 where none are given."""
+    pairs = zip(confidences, repeat(1.0) if costs is None else costs, strict=costs is not None)
+    return [(score(confidence, cost), cost) for confidence, cost in pairs]
 
 
 def _curve(scored: Iterable[tuple[float, float]], grid: float) -> DeferralCurve:

@@ -126,12 +126,10 @@ class ClusterBackend:
         """Have a request drawn, and again where its replica dies meanwhile; its follower is told how it ends."""
         request, end = entry.request, None
         try:
-            for tried in range(1 + MAX_RESUBMITS):
-                end = await self._attempt(entry)
-                if end is not None:
-                    break
+            for _ in range(1 + MAX_RESUBMITS):
                 # Whatever its deadline: the policy of the next replica refuses what is too late, or serves it late.
-                entry.num_lost = tried + 1
+                if (end := await self._attempt(entry)) is not None:
+                    break
         except asyncio.CancelledError:
             end = _closed(request, "cancelled", entry.reason or "the server is shutting down")
         except Exception as error:  # noqa: BLE001  whatever Ray says, its client must not wait for ever
@@ -141,7 +139,7 @@ class ClusterBackend:
             self._open.pop(request.request_id, None)
         if end is None:
             # Not "failed": it is nothing that the request has done.
-            end = _closed(request, "cancelled", f"the replicas that drew it have died, {entry.num_lost} in a row")
+            end = _closed(request, "cancelled", f"the replicas that drew it have died, {1 + MAX_RESUBMITS} in a row")
         if not entry.accepted.done():
             if entry.refused is not None:
                 entry.accepted.set_exception(entry.refused)
@@ -225,7 +223,6 @@ class _Open:
         is_mute: nobody wants to hear of it.
         steps_done, most_steps: of the replica that draws it, and the most that any has told of.
         next_partial: of those that were shown.
-        num_lost: replicas that died with it.
     """
 
     request: Request
@@ -240,7 +237,6 @@ class _Open:
     steps_done: int = 0
     most_steps: int = 0
     next_partial: int = 0
-    num_lost: int = 0
 
 
 def _closed(request: Request, status: Status, reason: str) -> Ended:
