@@ -1,10 +1,14 @@
-"""The request: one image to generate. It is what traces hold and what the engine serves."""
+"""The request: one image to generate or to edit. It is what traces hold and what the engine serves."""
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from .errors import UsageError
 from .resolution import Resolution
+
+if TYPE_CHECKING:
+    from .edits import EditSpec
 
 MAX_SEED = 2**63 - 1
 """Largest seed: what a table's signed 64-bit column and torch's generator both hold."""
@@ -12,7 +16,7 @@ MAX_SEED = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One image to generate. It checks itself, so a `Request` that exists is a valid one.
+    """One image to generate or to edit. It checks itself, so a `Request` that exists is a valid one.
 
     Attributes:
         request_id: number of the request, unique within a run, from 0.
@@ -24,6 +28,7 @@ class Request:
         negative_prompt: what the image should not show, or None.
         arrival_s: when it arrives, in seconds from the start of the trace.
         slo_s: how long it may take from its arrival to its image, in seconds; None when nothing was promised.
+        edit: the image to start from, and what may change in it; None for a new image.
 
     Raises:
         UsageError: a field is out of its range.
@@ -38,6 +43,7 @@ class Request:
     negative_prompt: str | None = None
     arrival_s: float = 0.0
     slo_s: float | None = None
+    edit: "EditSpec | None" = None
 
     def __post_init__(self) -> None:
         _require_int("request_id", self.request_id, 0)
@@ -56,6 +62,18 @@ class Request:
             _require_number("slo_s", self.slo_s)
             if self.slo_s == 0:
                 raise UsageError("slo_s is 0, but it must be more than 0 seconds")
+        if self.edit is not None and self.edit.resolution != self.resolution:
+            raise UsageError(
+                f"resolution is {self.resolution}, but the image to edit has {self.edit.resolution} pixels"
+            )
+
+    @property
+    def num_steps(self) -> int:
+        """How many denoising steps it takes: fewer than were asked for if it starts from an image that is noised only
+        in part. With some models it is one more, which shows when it is prepared.
+        """
+        steps = self.num_inference_steps
+        return steps if self.edit is None else max(1, int(steps * self.edit.strength))
 
     @property
     def deadline_s(self) -> float | None:

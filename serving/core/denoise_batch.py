@@ -9,6 +9,7 @@ from torch import Tensor
 from ..layout.packing import Packing, WholeImages
 from ..samplers.batched import BatchedSampler, SamplerBatch
 from ..samplers.single import PerRequestBatch, PerRequestSampler
+from .known_area import KnownAreas
 from .prepared import PreparedRequest, describe
 
 Predict = Callable[[Tensor, Tensor], Tensor]
@@ -51,6 +52,8 @@ class DenoiseBatch:
         rows = [row for index, prepared in enumerate(requests) for row in [index] * prepared.num_rows]
         self._row_request = torch.tensor(rows, device=device)
         self._guide = _Guidance(requests, packing, row_packing, device)
+        is_edit = any(prepared.known is not None for prepared in requests)
+        self._known = KnownAreas(requests, packing) if is_edit else None
         latents = packing.pack([prepared.latents[0] for prepared in requests])
         states = [prepared.state for prepared in requests]
         self._sampler: SamplerBatch | PerRequestBatch
@@ -83,6 +86,8 @@ class DenoiseBatch:
         rows = self._guide.repeat(sampler.model_input()).to(self._dtype)
         prediction = self._predict(rows, sampler.timesteps().index_select(0, self._row_request))
         sampler.step(self._guide.combine(prediction.float()), self._draw_noise)
+        if self._known is not None:
+            sampler.latents = self._known.restored(sampler.latents)
 
     def failures(self) -> dict[int, str]:
         """The requests whose last step failed, by id, with the reason. Waits for the device."""
@@ -107,7 +112,8 @@ class DenoiseBatch:
         index = next(index for index, each in enumerate(self.requests) if each is prepared)
         latents, output = (self._packing.unpack(each, index)[None] for each in sampler.last)
         of_latents, of_output = sampler.sampler.x0_factors(prepared.state)
-        return latents * of_latents + output * of_output
+        clean, known = latents * of_latents + output * of_output, prepared.known
+        return clean if known is None else torch.where(known.mask, clean, known.clean)
 
     def unpack(self) -> None:
         """Give every request its latents, and what its next step reads of this one."""

@@ -8,6 +8,23 @@ from ...data.requests import Request
 from ..samplers.single import SamplerState
 
 
+@dataclass(frozen=True, slots=True)
+class KnownArea:
+    """What one edit keeps of its image.
+
+    Attributes:
+        mask: (1, 1, h, w) bool, true where latents may change.
+        clean: (1, channels, h, w) float32, the latents of the image.
+        noise: shaped so, float32; what the image is noised with.
+        levels: (num_steps + 1, 2) float32 on the CPU: the factors of image and noise before each step and at the end.
+    """
+
+    mask: torch.Tensor
+    clean: torch.Tensor
+    noise: torch.Tensor
+    levels: torch.Tensor
+
+
 @dataclass(slots=True)
 class PreparedRequest:
     """A request between its prepare and postprocess stages.
@@ -21,6 +38,7 @@ class PreparedRequest:
         is_guided: whether classifier-free guidance is applied.
         previous_x0: clean latents predicted in the last step, where a multistep sampler of the patch engine needs them.
         key: what a stepper that keeps things of requests knows it by; no other request of it has the same.
+        known: what an edit keeps of its image; None for a new image.
     """
 
     request: Request
@@ -30,6 +48,7 @@ class PreparedRequest:
     is_guided: bool
     previous_x0: torch.Tensor | None = None
     key: int = -1
+    known: KnownArea | None = None
 
     @property
     def size(self) -> tuple[int, int]:

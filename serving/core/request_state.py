@@ -165,7 +165,7 @@ class RequestState:
     @classmethod
     def of(cls, request: Request, standalone_s: float | None = None) -> Self:
         """The state of a request that has just arrived; `standalone_s` is its latency when served alone, if known."""
-        num_steps, deadline_s = request.num_inference_steps, request.deadline_s
+        num_steps, deadline_s = request.num_steps, request.deadline_s
         view = RequestView(
             request.request_id, request.resolution, request.arrival_s, deadline_s, num_steps, 0, standalone_s
         )

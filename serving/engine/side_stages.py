@@ -16,6 +16,7 @@ from ...data.requests import Request
 from ..core.failures import Failures
 from ..core.prepared import PreparedRequest, describe
 from ..core.request_state import RequestRecord, RequestState
+from ..editing.paste import pasted
 from ..models.served import ServedModel
 from ..scheduling.scheduler import Scheduler
 from .collectors import Collector
@@ -233,9 +234,11 @@ class SideStages:
         if state.record.status != "pending":  # cancelled meanwhile
             return
         try:
-            image = None if self._preview is None else self._preview.draw(latents)
+            edit, image = state.request.edit, None if self._preview is None else self._preview.draw(latents)
             if image is None:
-                image = self._model.decode(latents)
+                image = self._model.decode(latents, edit)
+            elif edit is not None:
+                image = pasted(image, edit)
         except Exception:  # noqa: BLE001  its last image is decoded alike, and tells what is wrong
             return
         self.collect(partial(self.call, partial(watch.show, image)))
@@ -245,8 +248,8 @@ class SideStages:
             return
         request, image, failure = state.request, None, None
         try:
-            image = self._model.decode(latents)
-            if self._preview is not None:
+            image = self._model.decode(latents, request.edit)
+            if self._preview is not None and request.edit is None:
                 self.call(partial(self._preview.learn, latents, image))
             if self._on_image is not None:
                 self._on_image(request, image)

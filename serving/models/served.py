@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 
+from ...data.edits import EditSpec, latent_mask
 from ...data.errors import RunError, UsageError
 from ...data.requests import Request
 from ...data.resolution import Resolution
@@ -20,6 +21,8 @@ from ..core.denoiser import denoiser_of
 from ..core.prepared import PreparedRequest
 from ..core.stepper import Stepper, Tuning
 from ..core.timing import finish_stream
+from ..editing.paste import pasted
+from ..editing.start import begin_edit
 from ..options import EngineOptions
 from ..patched.cached_block import block_facts
 from ..samplers.single import PerRequestSampler, SamplerState
@@ -102,9 +105,17 @@ class ServedModel:
             )
 
     def check_request(self, request: Request) -> None:
-        """Raise UsageError if the model cannot serve the request (its resolution or number of steps)."""
+        """Raise UsageError if the model cannot serve the request (its resolution, number of steps, or edit)."""
         self.check_resolution(request.resolution)
-        schedule = (request.num_inference_steps, request.resolution)
+        if request.edit is not None:
+            latent_mask(request.edit.mask, self.family.latent_factor)
+        first_step = self._first_step(request)
+        if first_step >= request.num_inference_steps:
+            raise UsageError(
+                f"strength is {request.edit.strength if request.edit else 1}, but with "
+                f"{request.num_inference_steps} steps it must be at least {1 / request.num_inference_steps:.3g}"
+            )
+        schedule = (request.num_inference_steps, first_step, request.resolution)
         if schedule in self._known_schedules:
             return
         try:
@@ -125,7 +136,12 @@ class ServedModel:
             device=self.device,
             generator=generator,
             schedule_kwargs=self.family.schedule_kwargs(request.resolution),
+            first_step=self._first_step(request),
         )
+
+    def _first_step(self, request: Request) -> int:
+        edit = request.edit
+        return 0 if edit is None else self.family.first_step(request.num_inference_steps, edit.strength)
 
     def tune(self, resolutions: Iterable[Resolution], folder: Path) -> None:
         """Let the engine choose by measurement what is faster for these resolutions; `folder` keeps the result.
@@ -160,7 +176,8 @@ class ServedModel:
 
     @torch.inference_mode()
     def prepare(self, request: Request) -> PreparedRequest:
-        """Encode the text, set the schedule and draw the first latents from the request's own generator.
+        """Encode the text, set the schedule and draw the first latents from the request's own generator; of an edit,
+        encode its image.
 
         The latents are drawn on the CPU whatever the device, so that a seed means the same image everywhere.
         """
@@ -168,20 +185,34 @@ class ServedModel:
         conditioning = self.family.condition(request, is_guided)
         generator = torch.Generator("cpu").manual_seed(request.seed)
         state = self._start_schedule(request, generator)
-        shape = (1, self.denoiser.config.in_channels, *self.family.latent_size(request.resolution))
-        latents = randn_tensor(shape, generator=generator, device=self.device, dtype=conditioning["text"].dtype)
-        if self.family.scales_noise:
-            latents = latents * state.scheduler.init_noise_sigma
-        prepared = PreparedRequest(request, latents, conditioning, state, is_guided)
+        dtype, known = conditioning["text"].dtype, None
+        if request.edit is None:
+            shape = (1, self.denoiser.config.in_channels, *self.family.latent_size(request.resolution))
+            latents = randn_tensor(shape, generator=generator, device=self.device, dtype=dtype)
+            if self.family.scales_noise:
+                latents = latents * state.scheduler.init_noise_sigma
+        else:
+            latents, known = begin_edit(
+                request.edit,
+                self.family.encode,
+                state,
+                generator,
+                factor=self.family.latent_factor,
+                scales_noise=self.family.scales_noise,
+                device=self.device,
+                dtype=dtype,
+            )
+        prepared = PreparedRequest(request, latents, conditioning, state, is_guided, known=known)
         self.stepper.prepare(prepared)
         # The denoise loop works on another stream.
         finish_stream(self.device)
         return prepared
 
     @torch.inference_mode()
-    def decode(self, latents: torch.Tensor) -> "Image":
-        """Turn the final latents of one request into its image."""
-        return self.family.decode(latents.to(self.dtype), self._decode)[0]
+    def decode(self, latents: torch.Tensor, edit: EditSpec | None = None) -> "Image":
+        """Turn the final latents of one request into its image; of an edit, with the rest of its image around it."""
+        image = self.family.decode(latents.to(self.dtype), self._decode)[0]
+        return image if edit is None else pasted(image, edit)
 
     def close(self) -> None:
         """Let go of what outlives calls, such as the processes of other ranks."""

@@ -21,15 +21,16 @@ import torch
 from ...data.errors import UsageError
 from .single import SamplerState
 
-# The columns of a table by term, float64 of shape (num_steps,). Their formulas are in x = alpha * x0 + sigma * epsilon;
-# a level is one of a scheduler's `sigmas`: sigma / alpha, or for flow models sigma.
+# The columns of a table by term, float64, a row for every timestep of the scheduler. Their formulas are in
+# x = alpha * x0 + sigma * epsilon; a level is one of a scheduler's `sigmas`: sigma / alpha, or for flow models sigma.
 _Columns = dict[str, torch.Tensor]
 
 
-def _levels(scheduler: Any, timesteps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _levels(scheduler: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the noise level before and after every step."""
     levels = scheduler.sigmas.cpu().double()
-    return levels[: len(timesteps)], levels[1 : len(timesteps) + 1]
+    count = len(scheduler.timesteps)
+    return levels[:count], levels[1 : count + 1]
 
 
 def _x0_columns(prediction_type: str, alpha: torch.Tensor, sigma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,8 +42,9 @@ def _x0_columns(prediction_type: str, alpha: torch.Tensor, sigma: torch.Tensor) 
     return torch.zeros_like(alpha), torch.ones_like(alpha)
 
 
-def _ddim(scheduler: Any, timesteps: torch.Tensor) -> _Columns:
+def _ddim(state: SamplerState) -> _Columns:
     """DDIM: x' = alpha' x0 + sigma' epsilon (Song et al. 2021, eq. 12 with its sigma_t = 0)."""
+    scheduler, timesteps = state.scheduler, state.scheduler.timesteps.cpu()
     config, square = scheduler.config, scheduler.alphas_cumprod.double()
     next_timesteps = timesteps - config.num_train_timesteps // scheduler.num_inference_steps
     next_square = torch.where(next_timesteps >= 0, square[next_timesteps.clamp(min=0)], scheduler.final_alpha_cumprod)
@@ -56,13 +58,14 @@ def _ddim(scheduler: Any, timesteps: torch.Tensor) -> _Columns:
     return {"x0_sample": a, "x0_output": b, "sample": sample, "output": output, "x0": next_alpha}
 
 
-def _euler(scheduler: Any, timesteps: torch.Tensor) -> _Columns:
+def _euler(state: SamplerState) -> _Columns:
     """Euler: y' = y + (y - x0) / level * (level' - level) for y = x / alpha (Karras et al. 2022, algorithm 1).
 
     The ancestral step goes down to level'^2 / level instead and then adds noise back up to level' (Song et al. 2021,
     eq. 16 with eta = 1). diffusers writes the former as sqrt(level'^2 - up^2), which in float32 can give NaN.
     """
-    level, next_level = _levels(scheduler, timesteps)
+    scheduler = state.scheduler
+    level, next_level = _levels(scheduler)
     alpha = (level**2 + 1).rsqrt()
     a, b = _x0_columns(scheduler.config.prediction_type, alpha, level * alpha)
     ratio = next_level / level
@@ -78,15 +81,15 @@ def _euler(scheduler: Any, timesteps: torch.Tensor) -> _Columns:
     }
 
 
-def _dpm_solver(scheduler: Any, timesteps: torch.Tensor) -> _Columns:
+def _dpm_solver(state: SamplerState) -> _Columns:
     """DPM-Solver++ 2M: x' = sigma' / sigma x + alpha' (1 - e^-h) x0 + w h / h_before (x0 - x0_before).
 
     h is the step in log(alpha / sigma); w is alpha' (1 - e^-h) / 2 for "midpoint" (Lu et al. 2022, DPM-Solver++,
     algorithm 2) and alpha' (1 - (1 - e^-h) / h) for "heun". The last term is missing in the first step and, by
     diffusers' rules, in the last step where steps are few or h is infinite.
     """
-    config = scheduler.config
-    levels = torch.stack(_levels(scheduler, timesteps))
+    config = state.scheduler.config
+    levels = torch.stack(_levels(state.scheduler))
     alphas = 1 - levels if config.use_flow_sigmas else (levels**2 + 1).rsqrt()
     sigmas = levels if config.use_flow_sigmas else levels * alphas
     (alpha, next_alpha), (sigma, next_sigma) = alphas, sigmas
@@ -97,25 +100,25 @@ def _dpm_solver(scheduler: Any, timesteps: torch.Tensor) -> _Columns:
     gain = 1 - (next_sigma * alpha) / (next_alpha * sigma)  # 1 - e^-h
     h = -(1 - gain).log()
     weight = gain / 2 if config.solver_type == "midpoint" else 1 - gain / h
-    is_few = config.lower_order_final and len(timesteps) < 15
+    is_few = config.lower_order_final and len(state.scheduler.timesteps) < 15
     is_last_lower = config.euler_at_final or is_few or config.final_sigmas_type == "zero"
     is_second_order = torch.full_like(h, config.solver_order == 2, dtype=torch.bool)
-    is_second_order[[0, -1] if is_last_lower else [0]] = False
+    is_second_order[[state.first, -1] if is_last_lower else [state.first]] = False
     slope = torch.where(is_second_order, next_alpha * weight * h / h.roll(1), 0.0)
     x0 = next_alpha * gain + slope
     sample = next_sigma / sigma + x0 * a
     return {"x0_sample": a, "x0_output": b, "sample": sample, "output": x0 * b, "previous_x0": -slope}
 
 
-def _flow_match(scheduler: Any, timesteps: torch.Tensor) -> _Columns:
+def _flow_match(state: SamplerState) -> _Columns:
     """Euler along the predicted velocity: x' = x + (level' - level) out (Esser et al. 2024, section 2)."""
-    level, next_level = _levels(scheduler, timesteps)
+    level, next_level = _levels(state.scheduler)
     return {"x0_sample": torch.ones_like(level), "x0_output": -level, "output": next_level - level}
 
 
 # Scheduler class -> its columns, and option -> the values that they cover; all other options shape only what is read
 # from the scheduler. Classes go by name, so that a subclass with its own `step` is not taken for its parent.
-_RULES: dict[str, tuple[Callable[[Any, torch.Tensor], _Columns], dict[str, tuple[Any, ...]]]] = {
+_RULES: dict[str, tuple[Callable[[SamplerState], _Columns], dict[str, tuple[Any, ...]]]] = {
     "DDIMScheduler": (_ddim, {"prediction_type": ("epsilon", "sample", "v_prediction"), "thresholding": (False,)}),
     "EulerDiscreteScheduler": (_euler, {"prediction_type": ("epsilon", "sample", "v_prediction")}),
     "EulerAncestralDiscreteScheduler": (_euler, {"prediction_type": ("epsilon", "v_prediction")}),
@@ -170,7 +173,7 @@ class BatchedSampler:
         name, config = type(scheduler).__name__, scheduler.config
         if name not in _RULES:
             raise _refusal(f"scheduler {name}")
-        self._columns, covered = _RULES[name]
+        self._rule, covered = _RULES[name]
         for option, values in covered.items():
             if config[option] not in values:
                 raise _refusal(f"{name} with {option}={config[option]!r} (only {' or '.join(map(repr, values))})")
@@ -189,8 +192,8 @@ class BatchedSampler:
         epsilon is predicted from noise without signal; plain diffusers would continue with NaN.
         """
         if state.coefficients is None:
-            columns = self._columns(state.scheduler, state.timesteps.cpu())
-            table = torch.stack([columns[term] for term in self.terms], dim=1).float()
+            columns = self._rule(state)
+            table = torch.stack([columns[term] for term in self.terms], dim=1)[state.first :].float()
             if not bool(table.isfinite().all()):
                 given = f"{type(state.scheduler).__name__} with {state.num_steps} steps"
                 raise UsageError(f"{given} has no finite update; change the steps, timestep_spacing or prediction_type")
@@ -199,8 +202,8 @@ class BatchedSampler:
 
     def x0_factors(self, state: SamplerState) -> tuple[float, float]:
         """The factors of x and out in the x0 of the step that a request has taken last, which is one at the least."""
-        columns = self._columns(state.scheduler, state.timesteps.cpu())
-        sample, output = (float(columns[name][state.steps_done - 1]) for name in ("x0_sample", "x0_output"))
+        columns, last = self._rule(state), state.first + state.steps_done - 1
+        sample, output = (float(columns[name][last]) for name in ("x0_sample", "x0_output"))
         return sample, output
 
 

@@ -20,8 +20,9 @@ class SamplerState:
 
     Attributes:
         scheduler: the request's own diffusers scheduler, with its timesteps set.
-        timesteps: (num_steps,) in the order in which they are visited.
+        timesteps: (num_steps,) in the order in which they are visited: the scheduler's, from `first` on.
         step_kwargs: further arguments of the scheduler's `step` (`eta`, `generator`), as the pipeline passes them.
+        first: where the request begins in the scheduler's timesteps; above 0 if it starts from an image.
         steps_done: number of finished steps; `timesteps[steps_done]` is the next one.
         coefficients: of all steps, once `BatchedSampler.table` has computed them.
     """
@@ -29,6 +30,7 @@ class SamplerState:
     scheduler: Any
     timesteps: torch.Tensor
     step_kwargs: dict[str, Any] = field(default_factory=dict)
+    first: int = 0
     steps_done: int = 0
     coefficients: torch.Tensor | None = None
 
@@ -39,6 +41,23 @@ class SamplerState:
     @property
     def is_finished(self) -> bool:
         return self.steps_done >= len(self.timesteps)
+
+    def noising(self) -> torch.Tensor:
+        """How the request's own scheduler noises clean latents: (num_steps + 1, 2) float32 on the CPU, of which row i
+        holds the factors of clean latents and noise before step i, and the last (1, 0).
+        """
+        scheduler = copy.deepcopy(self.scheduler)
+        clean, noise = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
+        factors = []
+        for index, timestep in enumerate(self.timesteps.cpu().split(1)):
+            if hasattr(scheduler, "_step_index"):
+                # As in a pipeline that has taken so many steps: then no timestep is looked up.
+                scheduler._step_index = self.first + index
+            if hasattr(scheduler, "scale_noise"):
+                factors.append(scheduler.scale_noise(clean, timestep, noise))
+            else:
+                factors.append(scheduler.add_noise(clean, noise, timestep))
+        return torch.stack([*factors, clean])
 
 
 class PerRequestSampler:
@@ -61,18 +80,21 @@ class PerRequestSampler:
         device: torch.device,
         generator: torch.Generator | None = None,
         schedule_kwargs: dict[str, Any] | None = None,
+        first_step: int = 0,
     ) -> SamplerState:
+        """Set a request's schedule; `first_step` of its steps are left out."""
         scheduler = copy.deepcopy(self._scheduler)
         scheduler.set_timesteps(num_inference_steps, device=device, **(schedule_kwargs or {}))
+        first = first_step * scheduler.order
         if hasattr(scheduler, "set_begin_index"):
             # Avoids a search for the first timestep, which on CUDA would wait for the device.
-            scheduler.set_begin_index(0)
+            scheduler.set_begin_index(first)
         step_kwargs: dict[str, Any] = {}
         if self._accepts_eta:
             step_kwargs["eta"] = 0.0
         if self._accepts_generator:
             step_kwargs["generator"] = generator
-        return SamplerState(scheduler, scheduler.timesteps, step_kwargs)
+        return SamplerState(scheduler, scheduler.timesteps[first:], step_kwargs, first)
 
     def model_input(self, states: Sequence[SamplerState], latents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         # Flow-match schedulers have no `scale_model_input`: the model sees the latents unscaled.

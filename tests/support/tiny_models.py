@@ -60,7 +60,7 @@ def _text_config(num_layers: int = 3) -> CLIPTextConfig:
 
 
 def _autoencoder(**config: Any) -> AutoencoderKL:
-    config |= {
+    usual: dict[str, Any] = {
         "block_out_channels": (8, 8, 16, 16),
         "down_block_types": ("DownEncoderBlock2D",) * 4,
         "up_block_types": ("UpDecoderBlock2D",) * 4,
@@ -68,7 +68,7 @@ def _autoencoder(**config: Any) -> AutoencoderKL:
         "norm_num_groups": 4,
         "sample_size": 64,
     }
-    return AutoencoderKL(**config)
+    return AutoencoderKL(**usual | config)
 
 
 def tiny_sdxl(seed: int = 0) -> StableDiffusionXLPipeline:
@@ -133,15 +133,15 @@ def smallest_sd() -> StableDiffusionPipeline:
     return pipe
 
 
-def tiny_sd3(seed: int = 0, **scheduler: Any) -> StableDiffusion3Pipeline:
+def tiny_sd3(seed: int = 0, num_channels: int = 4, **scheduler: Any) -> StableDiffusion3Pipeline:
     """Return SD3's architecture, small: two CLIP encoders, no T5, two joint blocks, flow-match Euler."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         transformer = SD3Transformer2DModel(
             sample_size=8,
             patch_size=2,
-            in_channels=4,
-            out_channels=4,
+            in_channels=num_channels,
+            out_channels=num_channels,
             num_layers=2,
             attention_head_dim=8,
             num_attention_heads=4,
@@ -154,7 +154,7 @@ def tiny_sd3(seed: int = 0, **scheduler: Any) -> StableDiffusion3Pipeline:
         return StableDiffusion3Pipeline(
             transformer=transformer,
             scheduler=FlowMatchEulerDiscreteScheduler(**{"shift": 1.5, **scheduler}),
-            vae=_autoencoder(scaling_factor=0.7, shift_factor=0.1),
+            vae=_autoencoder(scaling_factor=0.7, shift_factor=0.1, latent_channels=num_channels),
             text_encoder=CLIPTextModelWithProjection(_text_config()),
             tokenizer=tiny_tokenizer(),
             text_encoder_2=CLIPTextModelWithProjection(_text_config()),

@@ -48,6 +48,9 @@ class Family:
             conditional) if it is, else 1.
         conditions: names conditioning tensors (rows, ...) as the denoising model's own forward does.
         decode: turns final latents (n, channels, h, w) into n images, given what does the autoencoder's part.
+        encode: turns images (n, 3, height, width) from -1 to 1 into latents that `decode` would turn back, drawn from
+            the autoencoder's posterior.
+        rounds_steps_up: of an edit's share of the steps; down otherwise.
     """
 
     latent_factor: int
@@ -60,10 +63,17 @@ class Family:
     condition: "Callable[[Request, bool], dict[str, torch.Tensor]]"
     conditions: "Callable[[dict[str, torch.Tensor]], dict[str, Any]]"
     decode: "Callable[[torch.Tensor, Decode], Sequence[Image]]"
+    encode: "Callable[[torch.Tensor, torch.Generator], torch.Tensor]"
+    rounds_steps_up: bool
 
     def uses_guidance(self, guidance_scale: float) -> bool:
         """Whether a request with this scale needs an unconditional row beside its conditional one."""
         return guidance_scale > 1 and not self.embeds_guidance
+
+    def first_step(self, num_inference_steps: int, strength: float) -> int:
+        """How many of its steps an edit leaves out; all of them if its share is less than one."""
+        wanted = num_inference_steps * strength
+        return int(num_inference_steps - (wanted if self.rounds_steps_up else int(wanted)))
 
     def latent_size(self, resolution: Resolution) -> tuple[int, int]:
         """Height and width of the latents of an image."""

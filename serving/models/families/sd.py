@@ -8,13 +8,22 @@ from diffusers import StableDiffusionPipeline
 from PIL.Image import Image
 
 from ....data.requests import Request
+from ...editing.start import ImageEncoder
 from . import Decode, Family
 from .unet import guidance_embedding, unet_family
 
 
 def family(pipe: StableDiffusionPipeline, *, max_sequence_length: int | None = None) -> Family:
     """Return what serves this pipeline. Raises UsageError if `max_sequence_length` is given."""
-    return unet_family(pipe, max_sequence_length, condition=_condition, conditions=_conditions, decode=_decode)
+    encode, scale = ImageEncoder(pipe.vae), pipe.vae.config.scaling_factor
+    return unet_family(
+        pipe,
+        max_sequence_length,
+        condition=_condition,
+        conditions=_conditions,
+        decode=_decode,
+        encode=lambda pixels, generator: encode(pixels, generator) * scale,
+    )
 
 
 def _condition(pipe: Any, request: Request, is_guided: bool) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ from PIL.Image import Image
 
 from ....data.requests import Request
 from ....data.resolution import Resolution
+from ...editing.start import ImageEncoder
 from . import Decode, Family
 
 # The default of StableDiffusion3Pipeline.__call__.
@@ -36,6 +37,8 @@ def family(pipe: StableDiffusion3Pipeline, *, max_sequence_length: int | None = 
         condition=partial(_condition, pipe, length),
         conditions=_conditions,
         decode=partial(_decode, pipe),
+        encode=partial(_encode, pipe.vae.config, ImageEncoder(pipe.vae)),
+        rounds_steps_up=True,
     )
 
 
@@ -77,3 +80,7 @@ def _decode(pipe: Any, latents: torch.Tensor, decode: Decode) -> Sequence[Image]
     config = pipe.vae.config
     image = decode((latents / config.scaling_factor) + config.shift_factor)
     return pipe.image_processor.postprocess(image, output_type="pil")
+
+
+def _encode(config: Any, encode: ImageEncoder, pixels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return (encode(pixels, generator) - config.shift_factor) * config.scaling_factor

@@ -1,6 +1,7 @@
 """SDXL: a U-Net with cross attention and added time and text conditioning (`StableDiffusionXLPipeline`)."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,13 +9,21 @@ from diffusers import StableDiffusionXLPipeline
 from PIL.Image import Image
 
 from ....data.requests import Request
+from ...editing.start import ImageEncoder
 from . import Decode, Family
 from .unet import guidance_embedding, unet_family
 
 
 def family(pipe: StableDiffusionXLPipeline, *, max_sequence_length: int | None = None) -> Family:
     """Return what serves this pipeline. Raises UsageError if `max_sequence_length` is given."""
-    found = unet_family(pipe, max_sequence_length, condition=_condition, conditions=_conditions, decode=_decode)
+    found = unet_family(
+        pipe,
+        max_sequence_length,
+        condition=_condition,
+        conditions=_conditions,
+        decode=_decode,
+        encode=partial(_encode, pipe.vae.config, ImageEncoder(pipe.vae, upcasts=pipe.vae.config.force_upcast)),
+    )
     if pipe.vae.dtype == torch.float16 and pipe.vae.config.force_upcast:
         # The pipeline casts such an autoencoder to float32 and back for each image, because it overflows in float16.
         # Its weights have the same values if it simply stays in float32.
@@ -52,16 +61,26 @@ def _conditions(conditioning: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def _decode(pipe: Any, latents: torch.Tensor, decode: Decode) -> Sequence[Image]:
-    config = pipe.vae.config
     latents = latents.to(pipe.vae.dtype)
-    mean, std = getattr(config, "latents_mean", None), getattr(config, "latents_std", None)
-    if mean is not None and std is not None:
-        shape = (1, len(mean), 1, 1)
-        latents = latents * latents.new_tensor(std).view(shape) / config.scaling_factor
-        latents = latents + latents.new_tensor(mean).view(shape)
-    else:
-        latents = latents / config.scaling_factor
+    mean, std = _moments(pipe.vae.config, latents)
+    latents = latents * std / pipe.vae.config.scaling_factor + mean
     image = decode(latents)
     if pipe.watermark is not None:
         image = pipe.watermark.apply_watermark(image)
     return pipe.image_processor.postprocess(image, output_type="pil")
+
+
+def _encode(config: Any, encode: ImageEncoder, pixels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    # The inpainting pipeline leaves mean and deviation out, though it decodes with them: of models that have them, what
+    # an edit keeps would change.
+    latents = encode(pixels, generator)
+    mean, std = _moments(config, latents)
+    return (latents - mean) / std * config.scaling_factor
+
+
+def _moments(config: Any, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and deviation of the autoencoder's latents, (1, channels, 1, 1); 0 and 1 where it names none."""
+    mean, std = getattr(config, "latents_mean", None), getattr(config, "latents_std", None)
+    if mean is None or std is None:
+        mean, std = [0.0], [1.0]
+    return latents.new_tensor(mean)[None, :, None, None], latents.new_tensor(std)[None, :, None, None]

@@ -20,6 +20,7 @@ def unet_family(
     condition: Callable[[Any, Request, bool], dict[str, torch.Tensor]],
     conditions: Callable[[dict[str, torch.Tensor]], dict[str, Any]],
     decode: Callable[[Any, torch.Tensor, Decode], Sequence[Image]],
+    encode: Callable[[torch.Tensor, torch.Generator], torch.Tensor],
 ) -> Family:
     """Return the family of a pipeline with a U-Net; `condition` and `decode` get the pipeline as first argument.
 
@@ -42,6 +43,8 @@ def unet_family(
         condition=partial(condition, pipe),
         conditions=conditions,
         decode=partial(decode, pipe),
+        encode=encode,
+        rounds_steps_up=False,
     )
 
 

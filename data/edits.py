@@ -1,0 +1,142 @@
+"""What an edit asks for: the image to start from, and the mask of what may change in it (InstGenIE section 2.1).
+
+No torch.
+"""
+
+import io
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from .datasets.decode import decode_rgb, size_of
+from .errors import UsageError
+from .resolution import Resolution
+
+MAX_PIXELS = 1 << 26
+"""Of an image to edit, or of a mask."""
+MAX_FEATHER_PX = 256
+_WHITE = 128
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EditSpec:
+    """An edit of an image: what the mask covers is drawn anew, the rest stays.
+
+    Attributes:
+        image: (height, width, 3) uint8.
+        mask: (height, width) bool, true where the image may change.
+        strength: share of the denoising steps that are taken, above 0 and up to 1: how far the image is noised before.
+        paste: whether pixels outside the mask are those of the image, byte for byte, and not its decoded latents.
+        feather_px: over so many pixels inside the mask's edge the new image fades into the old one.
+
+    Raises:
+        UsageError: a field is out of its range, or image and mask differ in size.
+    """
+
+    image: NDArray[np.uint8]
+    mask: NDArray[np.bool_]
+    strength: float = 1.0
+    paste: bool = True
+    feather_px: int = 0
+
+    def __post_init__(self) -> None:
+        if self.image.ndim != 3 or self.image.shape[2] != 3 or self.image.dtype != np.uint8:
+            raise UsageError(
+                f"the image to edit is {_described(self.image)}, but it must be (height, width, 3) of uint8"
+            )
+        if self.mask.ndim != 2 or self.mask.dtype != np.bool_:
+            raise UsageError(f"the mask is {_described(self.mask)}, but must be (height, width) of bool")
+        if self.mask.shape != self.image.shape[:2]:
+            height, width = self.mask.shape
+            raise UsageError(f"the mask has {width}x{height} pixels, but the image to edit has {self.resolution}")
+        if not self.mask.any():
+            raise UsageError("the mask is empty: nothing of the image may change; white is what is edited")
+        if not isinstance(self.strength, (int, float)) or isinstance(self.strength, bool) or not 0 < self.strength <= 1:
+            raise UsageError(f"strength is {self.strength!r}, but it must be a number above 0 and up to 1")
+        if type(self.feather_px) is not int or not 0 <= self.feather_px <= MAX_FEATHER_PX:
+            raise UsageError(
+                f"feather_px is {self.feather_px!r}, but it must be a whole number from 0 to {MAX_FEATHER_PX}"
+            )
+        if self.feather_px and not self.paste:
+            raise UsageError("feather_px fades the new image into the old one, so it needs paste")
+
+    @property
+    def resolution(self) -> Resolution:
+        """Size of the image in pixels."""
+        return Resolution(self.image.shape[1], self.image.shape[0])
+
+    @property
+    def mask_ratio(self) -> float:
+        """Share of the pixels that may change."""
+        return float(self.mask.mean())
+
+
+def read_image(content: bytes, name: str) -> NDArray[np.uint8]:
+    """The pixels (height, width, 3) of an image file, upright. Raises UsageError: it is no image, animated or huge."""
+    _check(content, name)
+    return np.asarray(decode_rgb(content, name))
+
+
+def read_mask(content: bytes, name: str) -> NDArray[np.bool_]:
+    """The mask (height, width) of an image file, upright: true is what may change.
+
+    That is what is transparent where the file has transparency, as OpenAI's API has it, and else what is white: grey
+    values from 128 on.
+
+    Raises:
+        UsageError: it is no image, animated or huge.
+    """
+    _check(content, name)
+    decode_rgb(content, name)  # raises where it is damaged
+    with Image.open(io.BytesIO(content)) as opened:
+        image = ImageOps.exif_transpose(opened)
+        if image.has_transparency_data:
+            return np.asarray(image.convert("RGBA").getchannel("A")) < _WHITE
+        return np.asarray(image.convert("L")) >= _WHITE
+
+
+def has_alpha(content: bytes) -> bool:
+    """Whether an image file, which was read before, has transparent parts to take for a mask."""
+    with Image.open(io.BytesIO(content)) as image:
+        return image.has_transparency_data
+
+
+def latent_mask(mask: NDArray[np.bool_], factor: int) -> NDArray[np.bool_]:
+    """Which latents may change, (height / factor, width / factor), as diffusers sees it: the nearest pixel of each
+    decides, the upper left one.
+
+    Raises:
+        UsageError: none may, so that nothing would be edited.
+    """
+    found = mask[::factor, ::factor]
+    if not found.any():
+        raise UsageError(
+            f"the mask is too thin: of no latent, {factor}x{factor} pixels, it has the upper left pixel; make it wider"
+        )
+    return found
+
+
+def active_share(mask: NDArray[np.bool_], cell: int) -> float:
+    """Share of the cells, of `cell` latents on a side, in which a latent may change; `mask` is of latents."""
+    height, width = (math.ceil(side / cell) for side in mask.shape)
+    padded = np.zeros((height * cell, width * cell), dtype=bool)
+    padded[: mask.shape[0], : mask.shape[1]] = mask
+    return float(padded.reshape(height, cell, width, cell).any(axis=(1, 3)).mean())
+
+
+def _check(content: bytes, name: str) -> None:
+    width, height = size_of(content, name)
+    if width * height > MAX_PIXELS:
+        raise UsageError(f"{name}: {width}x{height} pixels, but at most {MAX_PIXELS:,} in all are taken")
+    with Image.open(io.BytesIO(content)) as image:
+        frames = getattr(image, "n_frames", 1)
+    if frames > 1:
+        raise UsageError(f"{name}: an animation of {frames} images, but one image is edited at a time")
+
+
+def _described(array: NDArray[Any]) -> str:
+    return f"{array.shape} of {array.dtype}"

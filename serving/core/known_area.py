@@ -1,0 +1,43 @@
+"""What an edit keeps: latents outside its mask follow the noised image, step by step, as in diffusers' inpainting."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ..layout.packing import Packing, WholeImages
+from .prepared import KnownArea, PreparedRequest
+
+
+class KnownAreas:
+    """What all requests of a batch keep, packed; those that edit nothing may change everywhere.
+
+    Made anew whenever a request joins or leaves; each call of `restored` follows a step of all of them.
+    """
+
+    def __init__(self, requests: Sequence[PreparedRequest], packing: Packing | WholeImages) -> None:
+        everywhere = [torch.ones_like(each.latents[:, :1], dtype=torch.bool) for each in requests]
+        nothing = [torch.zeros_like(each.latents) for each in requests]
+        areas = [
+            each.known or KnownArea(mask, zeros, zeros, torch.zeros(each.state.num_steps + 1, 2))
+            for each, mask, zeros in zip(requests, everywhere, nothing, strict=True)
+        ]
+        device = requests[0].latents.device
+        # Kernels that cut images into patches know no booleans.
+        self._may_change = packing.pack([area.mask[0].float() for area in areas]).bool()
+        self._clean = packing.pack([area.clean[0] for area in areas])
+        self._noise = packing.pack([area.noise[0] for area in areas])
+        self._levels = torch.cat([area.levels for area in areas]).to(device)
+        ends = accumulate(len(area.levels) for area in areas)
+        rows = [
+            end - len(area.levels) + each.state.steps_done
+            for end, area, each in zip(ends, areas, requests, strict=True)
+        ]
+        self._rows = torch.tensor(rows, device=device)[packing.row_index]
+
+    def restored(self, latents: Tensor) -> Tensor:
+        """Latents (P, channels, side, side) after a step, with what is known in its place."""
+        self._rows += 1
+        of_clean, of_noise = self._levels.index_select(0, self._rows)[:, :, None, None, None].unbind(1)
+        return torch.where(self._may_change, latents, self._clean * of_clean + self._noise * of_noise)

@@ -1,0 +1,1 @@
+"""Edits of images by mask (InstGenIE): exact so far, as diffusers' inpainting pipelines do them."""

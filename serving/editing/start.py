@@ -1,0 +1,94 @@
+"""The start of an edit: latents of its image, the noise, and the first latents, as diffusers' pipelines draw them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers.utils.torch_utils import randn_tensor
+from torch import Tensor
+
+from ...data.edits import EditSpec, latent_mask
+from ..core.prepared import KnownArea
+from ..samplers.single import SamplerState
+
+_MASKED_GREY = 0.0
+"""What an image holds inside the mask, in pixels from -1 to 1, where only the rest of it is encoded."""
+
+
+def begin_edit(
+    edit: EditSpec,
+    encode: Callable[[Tensor, torch.Generator], Tensor],
+    state: SamplerState,
+    generator: torch.Generator,
+    *,
+    factor: int,
+    scales_noise: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[Tensor, KnownArea]:
+    """Draw what an edit starts from.
+
+    Args:
+        edit: what is wanted.
+        encode: turns images (n, 3, height, width) from -1 to 1 into latents, drawn from the autoencoder's posterior.
+        state: of the request, at its first step.
+        generator: of the request.
+        factor: pixels on a side of a latent.
+        scales_noise: whether pure noise is scaled by the scheduler's `init_noise_sigma`.
+        device: of the model.
+        dtype: of the noise.
+
+    Returns:
+        The first latents (1, channels, height, width), and what the edit keeps of its image.
+
+    Raises:
+        UsageError: no latent lies in the mask.
+    """
+    mask = latent_mask(edit.mask, factor)
+    pixels = torch.from_numpy(edit.image.astype(np.float32)).permute(2, 0, 1)[None].to(device) / 127.5 - 1.0
+    clean = encode(pixels, generator)
+    noise = randn_tensor(clean.shape, generator=generator, device=device, dtype=dtype)
+    # The pipelines encode the rest of the image, too, for models of nine channels. What is drawn for that is not used
+    # by others, but the noise of later steps follows it.
+    kept = torch.from_numpy(~edit.mask).to(device)
+    encode(torch.where(kept, pixels, _MASKED_GREY), generator)
+    clean, noise, levels = clean.float(), noise.float(), state.noising()
+    if edit.strength < 1:
+        of_clean, of_noise = levels[0].tolist()
+        latents = clean * of_clean + noise * of_noise
+    else:
+        latents = noise * state.scheduler.init_noise_sigma if scales_noise else noise
+    may_change = torch.from_numpy(np.ascontiguousarray(mask))[None, None].to(device)
+    return latents, KnownArea(may_change, clean, noise, levels)
+
+
+class ImageEncoder:
+    """An autoencoder's way from images to latents, as inpainting pipelines take it: a draw from its posterior.
+
+    Args:
+        vae: diffusers' `AutoencoderKL`.
+        upcasts: whether images are encoded in float32 whatever the autoencoder's dtype: on weights of their own then,
+            as another thread decodes meanwhile.
+    """
+
+    def __init__(self, vae: Any, *, upcasts: bool = False) -> None:
+        self._vae, self._upcasts = vae, upcasts
+        self._twin: Any = None
+
+    def __call__(self, pixels: Tensor, generator: torch.Generator) -> Tensor:
+        """Images (n, 3, height, width) from -1 to 1 -> latents, not scaled, in the autoencoder's dtype."""
+        vae = self._vae
+        if self._upcasts and vae.dtype != torch.float32:
+            vae = self._twin = self._twin or _encoder_in_float32(vae)
+        posterior = vae.encode(pixels.to(vae.dtype)).latent_dist
+        return posterior.sample(generator).to(self._vae.dtype)
+
+
+def _encoder_in_float32(vae: Any) -> Any:
+    with torch.device("meta"):
+        twin = type(vae).from_config(vae.config)
+    del twin.decoder
+    weights = {name: value.float() for name, value in vae.state_dict().items() if not name.startswith("decoder.")}
+    twin.load_state_dict(weights, assign=True)
+    return twin.eval()

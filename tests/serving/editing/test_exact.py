@@ -1,0 +1,171 @@
+"""Edits equal diffusers' inpainting, whatever shares their batch."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    DDIMScheduler,
+    DPMSolverMultistepScheduler,
+    EulerAncestralDiscreteScheduler,
+    EulerDiscreteScheduler,
+    HeunDiscreteScheduler,
+)
+
+from patchedserve.data.errors import UsageError
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.serving.engine.collectors import InMemory
+from patchedserve.serving.engine.engine import Engine
+from patchedserve.serving.engine.run_result import RunResult
+from patchedserve.serving.models.build import build_model
+from patchedserve.serving.options import EngineOptions
+from patchedserve.serving.scheduling.policies import get_policy
+
+from ...support.edits import MASKS, edit_request, plain_edit
+from ...support.patched_models import relative_error
+from ...support.tiny_models import plain_latents, tiny_sd, tiny_sd3, tiny_sdxl
+
+TOLERANCE = 1e-3
+SMALL, LARGE, WIDE, ODD = Resolution(32, 32), Resolution(64, 64), Resolution(96, 32), Resolution(96, 48)
+SAMPLERS: dict[str, Callable[[Any], Any]] = {
+    "euler": EulerDiscreteScheduler.from_config,
+    "ddim": lambda config: DDIMScheduler.from_config(config, clip_sample=False, timestep_spacing="trailing"),
+    "euler-ancestral": EulerAncestralDiscreteScheduler.from_config,
+    "dpm++": DPMSolverMultistepScheduler.from_config,
+}
+
+
+def pipeline(family: str, sampler: str | None = None) -> Any:
+    # diffusers' own inpainting of SD3 refuses latents of four channels.
+    pipe = {"sd": tiny_sd, "sdxl": tiny_sdxl, "sd3": lambda: tiny_sd3(num_channels=16)}[family]()
+    if sampler is not None:
+        pipe.scheduler = SAMPLERS[sampler](pipe.scheduler.config)
+    return pipe
+
+
+def serve(pipe: Any, requests: Sequence[Request], options: EngineOptions | None = None) -> RunResult:
+    engine = Engine(
+        build_model(pipe, name="tiny", options=options),
+        get_policy("continuous"),
+        max_batch_size=8,
+        collector=InMemory(keep_images=True, keep_latents=True),
+    )
+    for request in requests:
+        engine.submit(request)
+    engine.close()
+    result = engine.run()
+    assert [record.reason for record in result.records] == [None] * len(requests)
+    return result
+
+
+def assert_equal_to_plain(pipe: Any, requests: Sequence[Request], result: RunResult) -> None:
+    for request in requests:
+        expected = plain_latents(pipe, request) if request.edit is None else plain_edit(pipe, request)
+        assert relative_error(result.latents[request.request_id][0], expected) <= TOLERANCE, request.request_id
+
+
+def mixed() -> list[Request]:
+    """Edits of several sizes, masks, strengths and guidance scales, and new images beside them."""
+    return [
+        edit_request(0, SMALL, "box", seed=1),
+        Request(1, "a car", LARGE, 5, 4.0, seed=2),
+        edit_request(2, LARGE, "ellipse", 0.5, num_steps=9, seed=3),
+        edit_request(3, WIDE, "line", 0.75, num_steps=20, guidance_scale=1.0, seed=4),
+        Request(4, "two birds", SMALL, 3, 1.0, seed=5),
+        edit_request(5, SMALL, "all", 0.3, num_steps=20, seed=6),
+    ]
+
+
+@pytest.mark.parametrize(("family", "sampler"), [("sd", None), ("sd3", None), *(("sdxl", name) for name in SAMPLERS)])
+def test_a_mixed_batch_of_edits_and_new_images_equals_plain(family: str, sampler: str | None) -> None:
+    pipe = pipeline(family, sampler)
+    assert_equal_to_plain(pipe, mixed(), serve(pipe, mixed()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["sd", "sdxl", "sd3"])
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("strength", [1.0, 0.6])
+def test_every_mask_equals_plain(family: str, kind: str, strength: float) -> None:
+    pipe = pipeline(family)
+    requests = [edit_request(0, ODD, kind, strength, seed=7)]
+    assert_equal_to_plain(pipe, requests, serve(pipe, requests))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_samplers_of_sd_equal_plain(sampler: str) -> None:
+    pipe = pipeline("sd", sampler)
+    requests = [edit_request(0, LARGE, "box", 0.7, num_steps=20), edit_request(1, SMALL, "ellipse", num_steps=16)]
+    assert_equal_to_plain(pipe, requests, serve(pipe, requests))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        EngineOptions("plain"),
+        EngineOptions(order="patch", strategy="regroup"),
+        pytest.param(EngineOptions(order="patch", strategy="stitch"), marks=pytest.mark.slow),
+    ],
+)
+def test_both_engines_and_orders_equal_plain(options: EngineOptions) -> None:
+    pipe = pipeline("sdxl")
+    assert_equal_to_plain(pipe, mixed(), serve(pipe, mixed(), options))
+
+
+def test_a_sampler_of_its_own_scheduler_equals_plain() -> None:
+    pipe = pipeline("sdxl")
+    pipe.scheduler = HeunDiscreteScheduler.from_config(pipe.scheduler.config)
+    requests = [edit_request(0, SMALL), edit_request(1, SMALL, "ellipse", 0.5, num_steps=8)]
+    assert_equal_to_plain(pipe, requests, serve(pipe, requests, EngineOptions("plain")))
+
+
+def test_pixels_outside_the_mask_are_the_images_own() -> None:
+    pipe = pipeline("sdxl")
+    requests = [edit_request(0, LARGE), edit_request(1, LARGE, feather_px=4), edit_request(2, LARGE, paste=False)]
+    result = serve(pipe, requests)
+    edit = requests[0].edit
+    assert edit is not None
+    sharp, soft, whole = (np.asarray(result.images[index]) for index in range(3))
+    for image in (sharp, soft):
+        assert (image[~edit.mask] == edit.image[~edit.mask]).all()
+    # The three share a batch, in which sums round in another order.
+    assert np.abs(sharp[edit.mask].astype(int) - whole[edit.mask]).max() <= 1
+    assert (whole == np.asarray(plain_edit(pipe, requests[2], "pil"))).mean() > 0.99
+    assert not (whole[~edit.mask] == edit.image[~edit.mask]).all()
+    # Four pixels inside the edge, the image is the new one; between, it is neither.
+    apart = np.abs(soft.astype(int) - sharp).max(2)
+    assert apart[24, 40] <= 1
+    assert 0 < (apart[edit.mask] > 1).sum() < edit.mask.sum()
+
+
+def test_latents_outside_the_mask_end_as_the_images_own() -> None:
+    pipe = pipeline("sd3")
+    request = edit_request(0, LARGE)
+    result, model = serve(pipe, [request]), build_model(pipe, name="tiny")
+    known = model.prepare(request).known
+    assert known is not None
+    outside = ~known.mask.expand_as(known.clean)
+    assert torch.equal(result.latents[0][outside], known.clean[outside])
+
+
+def test_an_edit_takes_its_share_of_the_steps() -> None:
+    result = serve(pipeline("sdxl"), [edit_request(0, SMALL, strength=0.5, num_steps=9)])
+    assert len(result.steps) == 4
+    # Stable Diffusion 3's pipeline rounds up.
+    assert len(serve(pipeline("sd3"), [edit_request(0, SMALL, strength=0.5, num_steps=9)]).steps) == 5
+
+
+def test_what_cannot_be_edited_is_refused() -> None:
+    model = build_model(pipeline("sdxl"), name="tiny")
+    with pytest.raises(UsageError, match=r"strength is 0.1, but with 5 steps it must be at least 0.2"):
+        model.check_request(edit_request(0, SMALL, strength=0.1, num_steps=5))
+    thin = edit_request(0, SMALL)
+    assert thin.edit is not None
+    thin.edit.mask[:] = False
+    thin.edit.mask[3, :] = True
+    with pytest.raises(UsageError, match="too thin"):
+        model.check_request(thin)

@@ -1,0 +1,83 @@
+"""Images, masks and edits to test with, and diffusers' inpainting pipelines as the reference."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import (
+    StableDiffusion3InpaintPipeline,
+    StableDiffusionInpaintPipeline,
+    StableDiffusionXLInpaintPipeline,
+)
+from numpy.typing import NDArray
+from PIL import Image
+
+from patchedserve.data.edits import EditSpec
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+
+MASKS = ("box", "ellipse", "line", "speckles", "all")
+_INPAINT = {
+    "StableDiffusionPipeline": StableDiffusionInpaintPipeline,
+    "StableDiffusionXLPipeline": StableDiffusionXLInpaintPipeline,
+    "StableDiffusion3Pipeline": StableDiffusion3InpaintPipeline,
+}
+
+
+def image_of(size: Resolution, seed: int = 0) -> NDArray[np.uint8]:
+    """A picture of soft colours, (height, width, 3)."""
+    rng = np.random.default_rng(seed)
+    coarse = Image.fromarray(rng.integers(0, 256, (4, 4, 3), np.uint8))
+    return np.asarray(coarse.resize(size, Image.Resampling.BICUBIC))
+
+
+def mask_of(size: Resolution, kind: str = "box") -> NDArray[np.bool_]:
+    """A mask of one of `MASKS`, (height, width); its edges lie on no multiple of 8."""
+    width, height = size
+    down, right = np.mgrid[:height, :width]
+    if kind == "box":
+        return (down > height // 4 - 3) & (down < height // 2 + 5) & (right > width // 3) & (right < width - 9)
+    if kind == "ellipse":
+        return ((down / height - 0.5) / 0.4) ** 2 + ((right / width - 0.4) / 0.3) ** 2 < 1
+    if kind == "line":
+        return (right > width // 2 - 5) & (right < width // 2 + 5)
+    if kind == "speckles":
+        return np.random.default_rng(0).random((height, width)) < 0.3
+    return np.ones((height, width), dtype=bool)
+
+
+def edit_request(
+    request_id: int,
+    size: Resolution,
+    kind: str = "box",
+    strength: float = 1.0,
+    *,
+    num_steps: int = 6,
+    guidance_scale: float = 4.0,
+    seed: int = 0,
+    **of_edit: Any,
+) -> Request:
+    """A request that edits `image_of` its size."""
+    edit = EditSpec(image_of(size, seed), mask_of(size, kind), strength, **of_edit)
+    return Request(request_id, "a red hat", size, num_steps, guidance_scale, seed, edit=edit)
+
+
+def plain_edit(pipe: Any, request: Request, output_type: str = "latent") -> Any:
+    """What diffusers' inpainting pipeline gives for one edit alone: final latents, or the PIL image."""
+    edit = request.edit
+    assert edit is not None
+    inpaint = _INPAINT[type(pipe).__name__](**pipe.components)
+    inpaint.set_progress_bar_config(disable=True)
+    return inpaint(
+        prompt=request.prompt,
+        negative_prompt=request.negative_prompt,
+        image=Image.fromarray(edit.image),
+        mask_image=Image.fromarray(edit.mask.astype(np.uint8) * 255),
+        width=request.resolution.width,
+        height=request.resolution.height,
+        strength=edit.strength,
+        num_inference_steps=request.num_inference_steps,
+        guidance_scale=request.guidance_scale,
+        generator=torch.Generator("cpu").manual_seed(request.seed),
+        output_type=output_type,
+    ).images[0]
