@@ -27,6 +27,7 @@ from .commands.bench_steps import bench_steps
 from .commands.cascade import profile_cascade, train_predictor_discriminator
 from .commands.demo import demo
 from .commands.doctor import doctor
+from .commands.edit import edit
 from .commands.eval import eval_all, eval_clip, eval_fid, eval_kid, eval_lpips, eval_psnr, eval_ssim
 from .commands.eval_compare import eval_compare
 from .commands.eval_parallel import eval_parallel
@@ -50,6 +51,7 @@ from .output import Output
 COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("serve", serve),
     ("generate", generate),
+    ("edit", edit),
     ("batch run", batch_run),
     ("demo", demo),
     ("profile latency", profile_latency),
@@ -84,7 +86,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("doctor", doctor),
 )
 _PANELS = {
-    "Serve": ("serve", "generate", "batch", "demo"),
+    "Serve": ("serve", "generate", "edit", "batch", "demo"),
     "Measure the machine, and learn from it": ("profile", "train-predictor"),
     "Plan and compare": ("simulate", "bench", "reproduce"),
     "Quality": ("eval", "gate"),

@@ -169,7 +169,7 @@ def build_engine(
     defaults = replace(defaults, resolutions=tuple(recipe.sizes), default_resolution=usual)
     dtype = str(model.dtype).removeprefix("torch.")
     facts = EngineFacts(
-        ModelFacts(recipe.name, defaults, (), model.family.size_multiple, dtype),
+        ModelFacts(recipe.name, defaults, (), model.family.geometry.size_multiple, dtype),
         alone,
         replace(model.identity, name=recipe.name),
     )

@@ -141,7 +141,7 @@ def run_block_profile(
 
 def _num_rows(model: ServedModel, facts: BlockFacts, requests: Sequence[Request], max_lag: int) -> int:
     """Rows of the table if all patches were compared."""
-    sizes = [model.family.latent_size(request.resolution) for request in requests]
+    sizes = [model.family.geometry.latent_size(request.resolution) for request in requests]
     steps = requests[0].num_inference_steps
     pairs = sum(max(steps - lag, 0) for lag in range(1, max_lag + 1))
     return pairs * (len(facts.blocks) + 1) * sum(height * width // facts.patch_size**2 for height, width in sizes)

@@ -86,8 +86,21 @@ def generate(
             zip(texts, sizes or [defaults.default_resolution] * len(texts), strict=True)
         )
     ]
-    paths = _image_paths(output, len(texts), overwrite=overwrite)
+    paths = image_paths(output, len(texts), overwrite=overwrite)
+    draw(requests, paths, target, engine, out, max_batch_size=max_batch_size)
 
+
+def draw(
+    requests: list[Request],
+    paths: list[Path],
+    target: Target,
+    engine: Any,
+    out: Output,
+    *,
+    max_batch_size: int,
+    facts: dict[str, Any] | None = None,
+) -> None:
+    """Draw requests in one batch, write their images and print what came of them; `facts` stand in the JSON, too."""
     served, place = target.load(out, engine)
     from ...serving.engine.engine import Engine
     from ...serving.scheduling.policies import get_policy
@@ -97,7 +110,7 @@ def generate(
     with out.status("Measuring which way of convolving is faster ..."):
         served.tune([request.resolution for request in requests], place.tables)
     with out.phases() as start:
-        advance = start("denoising steps", sum(request.num_inference_steps for request in requests))
+        advance = start("denoising steps", sum(request.num_steps for request in requests))
         runner = Engine(
             served,
             get_policy("continuous"),
@@ -113,7 +126,7 @@ def generate(
     images = [_describe(record) for record in result.records]
     served.close()
     payload = {"model": target.model, "device": str(served.device), "duration_s": result.duration_s, "images": images}
-    out.data(payload, table=lambda: _table(images))
+    out.data(payload | (facts or {}), table=lambda: _table(images))
     if result.was_interrupted:
         raise KeyboardInterrupt
     failed = [image for image in images if image["status"] != "completed"]
@@ -148,7 +161,7 @@ def _read_resolutions(texts: list[str] | None, num_prompts: int) -> list[Resolut
     return sizes
 
 
-def _image_paths(output: Path, count: int, *, overwrite: bool) -> list[Path]:
+def image_paths(output: Path, count: int, *, overwrite: bool) -> list[Path]:
     """Return where each image goes, after checking that it can be written there."""
     is_file = output.suffix.lower() in _IMAGE_SUFFIXES and not output.is_dir()
     if is_file and count > 1:

@@ -96,13 +96,21 @@ def read_defaults(model_dir: Path) -> ModelDefaults:
     return ModelDefaults(**named, default_resolution=Resolution(side, side), resolutions=sizes)
 
 
+def read_config(model_dir: Path, component: str) -> dict[str, Any]:
+    """The configuration of a component; empty if the model has none of this name. Raises as `read_json`."""
+    path = model_dir / component / "config.json"
+    return read_json(path) if path.is_file() else {}
+
+
+def count_of_blocks(config: dict[str, Any]) -> int:
+    """How many levels a U-Net or an autoencoder has; 4 if it does not say."""
+    blocks = config.get("block_out_channels")
+    return len(blocks) if isinstance(blocks, list) else 4
+
+
 def _training_side(model_dir: Path) -> int:
     """Return the side in pixels of what the plain pipeline draws when no size is given."""
-    unet, transformer, autoencoder = (
-        read_json(path) if (path := model_dir / name / "config.json").is_file() else {}
-        for name in ("unet", "transformer", "vae")
-    )
-    sample_size, blocks = (unet or transformer).get("sample_size"), autoencoder.get("block_out_channels")
-    num_blocks = len(blocks) if isinstance(blocks, list) else 4
+    unet, transformer, autoencoder = (read_config(model_dir, name) for name in ("unet", "transformer", "vae"))
+    sample_size = (unet or transformer).get("sample_size")
     # 128 is what the pipelines use for a model that names no size.
-    return (sample_size if isinstance(sample_size, int) else 128) * 2 ** (num_blocks - 1)
+    return (sample_size if isinstance(sample_size, int) else 128) * 2 ** (count_of_blocks(autoencoder) - 1)

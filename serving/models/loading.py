@@ -18,6 +18,7 @@ from ...data.workspace import Workspace
 from ..options import EngineOptions
 from .checkpoint import check_directory, fingerprint, read_index, weight_components, weight_files
 from .defaults import ModelDefaults, read_defaults
+from .geometry import Geometry, read_geometry
 
 if TYPE_CHECKING:
     import torch
@@ -137,6 +138,11 @@ def resolve_model(spec: str) -> Path:
 def model_defaults(spec: str) -> ModelDefaults:
     """Return the model's default settings without loading the model (and without importing torch)."""
     return read_defaults(resolve_model(spec))
+
+
+def model_geometry(spec: str) -> Geometry:
+    """What a model makes of sizes, without loading it. Raises as `model_defaults`."""
+    return read_geometry(resolve_model(spec))
 
 
 def _download(hub_id: str) -> Path:

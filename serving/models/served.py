@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 
-from ...data.edits import EditSpec, latent_mask
+from ...data.edits import EditSpec
 from ...data.errors import RunError, UsageError
 from ...data.requests import Request
 from ...data.resolution import Resolution
@@ -76,7 +76,7 @@ class ServedModel:
         self.device: torch.device = self.denoiser.device
         self.dtype: torch.dtype = self.denoiser.dtype
         self._decode = decode or (lambda latents: pipe.vae.decode(latents, return_dict=False)[0])
-        self._known_schedules: set[tuple[int, Resolution]] = set()
+        self._known_schedules: set[tuple[int, int, Resolution]] = set()
 
     @property
     def identity(self) -> ModelIdentity:
@@ -86,12 +86,8 @@ class ServedModel:
 
     def check_resolution(self, resolution: Resolution) -> None:
         """Raise UsageError if the model cannot draw this resolution; the message names the allowed multiple."""
-        multiple, largest = self.family.size_multiple, self.family.max_side
-        if resolution.width % multiple or resolution.height % multiple:
-            raise UsageError(
-                f"resolution {resolution.width}x{resolution.height}: "
-                f"width and height must be multiples of {multiple} pixels for {self.name}"
-            )
+        self.family.geometry.check_size(resolution, self.name)
+        largest = self.family.max_side
         if largest is not None and max(resolution) > largest:
             raise UsageError(
                 f"resolution {resolution.width}x{resolution.height}: "
@@ -107,20 +103,13 @@ class ServedModel:
     def check_request(self, request: Request) -> None:
         """Raise UsageError if the model cannot serve the request (its resolution, number of steps, or edit)."""
         self.check_resolution(request.resolution)
-        if request.edit is not None:
-            latent_mask(request.edit.mask, self.family.latent_factor)
-        first_step = self._first_step(request)
-        if first_step >= request.num_inference_steps:
-            raise UsageError(
-                f"strength is {request.edit.strength if request.edit else 1}, but with "
-                f"{request.num_inference_steps} steps it must be at least {1 / request.num_inference_steps:.3g}"
-            )
-        schedule = (request.num_inference_steps, first_step, request.resolution)
+        self.family.geometry.check_edit(request)
+        schedule = (request.num_inference_steps, self.family.geometry.first_step(request), request.resolution)
         if schedule in self._known_schedules:
             return
         try:
             state = self._start_schedule(request, generator=None)
-            self.stepper.check(state, self.family.latent_size(request.resolution))
+            self.stepper.check(state, self.family.geometry.latent_size(request.resolution))
         except UsageError:
             raise
         except (ValueError, IndexError, RuntimeError) as error:
@@ -136,12 +125,8 @@ class ServedModel:
             device=self.device,
             generator=generator,
             schedule_kwargs=self.family.schedule_kwargs(request.resolution),
-            first_step=self._first_step(request),
+            first_step=self.family.geometry.first_step(request),
         )
-
-    def _first_step(self, request: Request) -> int:
-        edit = request.edit
-        return 0 if edit is None else self.family.first_step(request.num_inference_steps, edit.strength)
 
     def tune(self, resolutions: Iterable[Resolution], folder: Path) -> None:
         """Let the engine choose by measurement what is faster for these resolutions; `folder` keeps the result.
@@ -166,7 +151,7 @@ class ServedModel:
 
     def tuning(self, resolutions: Sequence[Resolution], folder: Path) -> Tuning:
         """What a stepper of this model needs to know to be fast for these resolutions."""
-        sizes = [self.family.latent_size(resolution) for resolution in resolutions]
+        sizes = [self.family.geometry.latent_size(resolution) for resolution in resolutions]
         return Tuning(sizes, folder, self.fingerprint, lambda: self.examples(resolutions))
 
     def examples(self, resolutions: Iterable[Resolution]) -> list[PreparedRequest]:
@@ -187,7 +172,7 @@ class ServedModel:
         state = self._start_schedule(request, generator)
         dtype, known = conditioning["text"].dtype, None
         if request.edit is None:
-            shape = (1, self.denoiser.config.in_channels, *self.family.latent_size(request.resolution))
+            shape = (1, self.denoiser.config.in_channels, *self.family.geometry.latent_size(request.resolution))
             latents = randn_tensor(shape, generator=generator, device=self.device, dtype=dtype)
             if self.family.scales_noise:
                 latents = latents * state.scheduler.init_noise_sigma
@@ -197,7 +182,7 @@ class ServedModel:
                 self.family.encode,
                 state,
                 generator,
-                factor=self.family.latent_factor,
+                factor=self.family.geometry.latent_factor,
                 scales_noise=self.family.scales_noise,
                 device=self.device,
                 dtype=dtype,

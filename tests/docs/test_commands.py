@@ -21,14 +21,17 @@ from typing import Any
 
 import pytest
 import typer
+from PIL import Image
 
 import patchedserve
+from patchedserve.data.resolution import Resolution
 from patchedserve.data.tables.schemas import BLOCKS, read_frame
 from patchedserve.data.workspace import Workspace
 from patchedserve.psctl.app import app, main
 
 from ..support.caption_sets import scene_image, write_coco, write_diffusiondb
 from ..support.docs_pages import NOT_RUN, PAGES, REPOSITORY, SHELL_LANGUAGES, Block, blocks_of, commands_of, spans_of
+from ..support.edits import image_of, mask_of
 from ..support.http_server import HttpServer
 from ..support.tiny_models import save_tiny, tiny_sd3, tiny_sdxl
 
@@ -42,6 +45,7 @@ SIZES = "64,128"  # the cache's patches are 64 px wide
 DRAWING = {"--num-prompts": "2", "--num-inference-steps": "2", "--resolutions": SIZES}
 TINY: dict[str, dict[str, str]] = {
     "generate": {"--num-inference-steps": "4"},
+    "edit": {"--num-inference-steps": "4"},
     "serve": {"--num-prompts": "3", "--num-inference-steps": "2", "--resolutions": SIZES, "--request-rate": "20"},
     "simulate": {"--num-prompts": "40"},
     "profile": {},
@@ -140,6 +144,8 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     models["emoji-3"] = str(save_tiny(folder / "models" / "3", tiny_sd3(), **settings))
     write_coco(folder / "coco")
     write_diffusiondb(folder / "diffusiondb")
+    Image.fromarray(image_of(Resolution(128, 64))).save(folder / "room.png")
+    Image.fromarray(mask_of(Resolution(128, 64))).save(folder / "chair.png")
     for name in ("mine", "theirs"):
         (folder / name).mkdir()
         for number in range(2):

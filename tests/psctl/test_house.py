@@ -296,6 +296,7 @@ def test_help_has_the_commands_as_a_day_goes(spawn_psctl: RunPsctl) -> None:
     names = [
         "serve",
         "generate",
+        "edit",
         "batch",
         "demo",
         "profile",

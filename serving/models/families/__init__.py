@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ....data.resolution import Resolution
+from ..geometry import Geometry
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +38,7 @@ class Family:
     """How one loaded pipeline is served; its functions do what the pipeline's `__call__` does at that point.
 
     Attributes:
-        latent_factor: pixels on a side for each position of the latents.
-        size_multiple: width and height in pixels must be multiples of this.
+        geometry: what the model makes of sizes.
         max_side: largest width or height in pixels, or None where the architecture sets no bound.
         embeds_guidance: whether the model takes the guidance scale as an input, and so needs no unconditional row.
         scales_noise: whether the first latents are noise times the scheduler's `init_noise_sigma`.
@@ -50,11 +50,9 @@ class Family:
         decode: turns final latents (n, channels, h, w) into n images, given what does the autoencoder's part.
         encode: turns images (n, 3, height, width) from -1 to 1 into latents that `decode` would turn back, drawn from
             the autoencoder's posterior.
-        rounds_steps_up: of an edit's share of the steps; down otherwise.
     """
 
-    latent_factor: int
-    size_multiple: int
+    geometry: Geometry
     max_side: int | None
     embeds_guidance: bool
     scales_noise: bool
@@ -64,20 +62,10 @@ class Family:
     conditions: "Callable[[dict[str, torch.Tensor]], dict[str, Any]]"
     decode: "Callable[[torch.Tensor, Decode], Sequence[Image]]"
     encode: "Callable[[torch.Tensor, torch.Generator], torch.Tensor]"
-    rounds_steps_up: bool
 
     def uses_guidance(self, guidance_scale: float) -> bool:
         """Whether a request with this scale needs an unconditional row beside its conditional one."""
         return guidance_scale > 1 and not self.embeds_guidance
-
-    def first_step(self, num_inference_steps: int, strength: float) -> int:
-        """How many of its steps an edit leaves out; all of them if its share is less than one."""
-        wanted = num_inference_steps * strength
-        return int(num_inference_steps - (wanted if self.rounds_steps_up else int(wanted)))
-
-    def latent_size(self, resolution: Resolution) -> tuple[int, int]:
-        """Height and width of the latents of an image."""
-        return resolution.height // self.latent_factor, resolution.width // self.latent_factor
 
 
 def build_family(pipe: Any, *, max_sequence_length: int | None = None) -> Family:

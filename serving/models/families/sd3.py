@@ -12,6 +12,7 @@ from PIL.Image import Image
 from ....data.requests import Request
 from ....data.resolution import Resolution
 from ...editing.start import ImageEncoder
+from ..geometry import Geometry
 from . import Decode, Family
 
 # The default of StableDiffusion3Pipeline.__call__.
@@ -20,25 +21,23 @@ _MAX_SEQUENCE_LENGTH = 256
 
 def family(pipe: StableDiffusion3Pipeline, *, max_sequence_length: int | None = None) -> Family:
     """Return what serves this pipeline; `max_sequence_length` is of the third (T5) text encoder, present or not."""
-    size_multiple = pipe.vae_scale_factor * pipe.patch_size
+    geometry = Geometry.of_transformer(pipe.vae_scale_factor, pipe.patch_size)
     # Any: diffusers annotates attributes as possibly None that never are.
     model: Any = pipe.transformer
     # Positions are cropped from a fixed square of this many transformer patches.
     positions = model.config.pos_embed_max_size
     length = _MAX_SEQUENCE_LENGTH if max_sequence_length is None else max_sequence_length
     return Family(
-        latent_factor=pipe.vae_scale_factor,
-        size_multiple=size_multiple,
-        max_side=None if positions is None else positions * size_multiple,
+        geometry=geometry,
+        max_side=None if positions is None else positions * geometry.size_multiple,
         embeds_guidance=False,
         scales_noise=False,
         pass_step_kwargs=False,
-        schedule_kwargs=partial(_schedule_kwargs, pipe, size_multiple),
+        schedule_kwargs=partial(_schedule_kwargs, pipe, geometry.size_multiple),
         condition=partial(_condition, pipe, length),
         conditions=_conditions,
         decode=partial(_decode, pipe),
         encode=partial(_encode, pipe.vae.config, ImageEncoder(pipe.vae)),
-        rounds_steps_up=True,
     )
 
 

@@ -1,6 +1,5 @@
 """What the pipelines with a U-Net (`sd`, `sdxl`) have in common."""
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -10,6 +9,7 @@ from PIL.Image import Image
 
 from ....data.errors import UsageError
 from ....data.requests import Request
+from ..geometry import Geometry
 from . import Decode, Family
 
 
@@ -32,9 +32,7 @@ def unet_family(
             f"not to {type(pipe).__name__}"
         )
     return Family(
-        latent_factor=pipe.vae_scale_factor,
-        # The pipeline itself requires multiples of 8, even if the autoencoder reduces by less.
-        size_multiple=math.lcm(8, pipe.vae_scale_factor),
+        geometry=Geometry.of_unet(pipe.vae_scale_factor, len(pipe.unet.config.block_out_channels)),
         max_side=None,
         embeds_guidance=pipe.unet.config.time_cond_proj_dim is not None,
         scales_noise=True,
@@ -44,7 +42,6 @@ def unet_family(
         conditions=conditions,
         decode=partial(decode, pipe),
         encode=encode,
-        rounds_steps_up=False,
     )
 
 

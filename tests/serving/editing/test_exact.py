@@ -64,7 +64,7 @@ def serve(pipe: Any, requests: Sequence[Request], options: EngineOptions | None 
 def assert_equal_to_plain(pipe: Any, requests: Sequence[Request], result: RunResult) -> None:
     for request in requests:
         expected = plain_latents(pipe, request) if request.edit is None else plain_edit(pipe, request)
-        assert relative_error(result.latents[request.request_id][0], expected) <= TOLERANCE, request.request_id
+        assert relative_error([result.latents[request.request_id][0]], [expected]) <= TOLERANCE, request.request_id
 
 
 def mixed() -> list[Request]:

@@ -1,0 +1,105 @@
+"""`psctl edit`: draw a part of an image anew, the part that a mask shows."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...data.errors import UsageError
+from ...data.requests import MAX_SEED, Request
+from ..flags import flag
+from ..options.common import GuidanceScale, MaxBatchSize, NumInferenceSteps, Seed
+from ..options.groups import ParallelEngineFlags
+from ..options.target import Target
+from ..output import Output
+from .generate import draw, image_paths
+
+
+def edit(
+    *,
+    image: Annotated[Path, typer.Argument(metavar="IMAGE", help="The image to edit.", show_default=False)],
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="What the masked part is to show.", show_default=False)
+    ],
+    mask: Annotated[
+        Path,
+        flag(
+            "--mask",
+            "Image of the same size: what is white is drawn anew, or what is transparent if it has transparency.",
+            metavar="IMAGE",
+        ),
+    ],
+    strength: Annotated[
+        float, flag("--strength", "Share of the steps that are taken: how far the image is noised before.")
+    ] = 1.0,
+    feather: Annotated[
+        int, flag("--feather", "Pixels inside the mask's edge over which the old image fades into the new one.")
+    ] = 0,
+    paste: Annotated[
+        bool, flag("--paste/--no-paste", "Keep the bytes of pixels outside the mask, not their decoded latents.")
+    ] = True,
+    num_images: Annotated[int, flag("--num-images -n", "How many to draw, with seeds counting up.", min=1)] = 1,
+    num_inference_steps: NumInferenceSteps = None,
+    guidance_scale: GuidanceScale = None,
+    negative_prompt: Annotated[str | None, flag("--negative-prompt", "What the image should not show.")] = None,
+    seed: Seed = 0,
+    output: Annotated[
+        Path,
+        flag("--output -o", "File, or with several images the folder for 000.png and so on.", metavar="FILE|DIR"),
+    ] = Path("edited.png"),
+    overwrite: Annotated[bool, flag("--overwrite", "Replace images that exist already.")] = False,
+    max_batch_size: MaxBatchSize = 16,
+    engine: ParallelEngineFlags,
+    target: Target,
+    out: Output,
+) -> None:
+    """Draw the masked part of an image anew.
+
+    The image is edited at its own size. The result is that of diffusers' inpainting with the same seed; outside the
+    mask it is the image itself.
+
+    Examples:
+
+        psctl edit room.png "a green armchair" --mask chair.png -o armchair.png
+        psctl edit room.png "a cat" --mask floor.png --strength 0.8 --feather 6 -n 4 -o cats
+    """
+    from ...data.datasets.decode import read_content
+    from ...data.edits import EditSpec, read_image, read_mask
+    from ...serving.models.loading import model_geometry
+
+    geometry, defaults = model_geometry(target.model), target.defaults()
+    if seed + num_images - 1 > MAX_SEED:
+        raise UsageError(f"seed is {seed}, but with {num_images} images it may be at most {MAX_SEED - num_images + 1}")
+    spec = EditSpec(
+        read_image(read_content(image), str(image)),
+        read_mask(read_content(mask), str(mask)),
+        strength=strength,
+        paste=paste,
+        feather_px=feather,
+    )
+    first = Request(
+        0,
+        prompt,
+        spec.resolution,
+        defaults.num_inference_steps if num_inference_steps is None else num_inference_steps,
+        defaults.guidance_scale if guidance_scale is None else guidance_scale,
+        seed,
+        negative_prompt,
+        edit=spec,
+    )
+    geometry.check_size(spec.resolution, target.model)
+    geometry.check_edit(first)
+    paths = image_paths(output, num_images, overwrite=overwrite)
+    share = geometry.active_share(spec)
+    if spec.mask.all():
+        out.note("The mask covers the whole image: nothing of it is kept.")
+    draw(
+        [replace(first, request_id=index, seed=seed + index) for index in range(num_images)],
+        paths,
+        target,
+        engine,
+        out,
+        max_batch_size=max_batch_size,
+        facts={"mask_ratio": spec.mask_ratio, "active_share": share},
+    )

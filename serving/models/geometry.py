@@ -1,0 +1,85 @@
+"""What a model makes of sizes in pixels, read from its directory without torch, and which edits that allows."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...data.edits import EditSpec, active_share, latent_mask
+from ...data.errors import UsageError
+from ...data.requests import Request
+from ...data.resolution import Resolution
+from .defaults import count_of_blocks, read_config
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Sizes in a model.
+
+    Attributes:
+        latent_factor: pixels on a side for each position of the latents.
+        size_multiple: width and height in pixels must be multiples of this.
+        cell: latents on a side of the smallest square that keeps its shape on all levels of the model: what is computed
+            or left out as a whole where only a part of the image is drawn.
+        rounds_steps_up: of an edit's share of the steps; down otherwise.
+    """
+
+    latent_factor: int
+    size_multiple: int
+    cell: int
+    rounds_steps_up: bool
+
+    @classmethod
+    def of_unet(cls, latent_factor: int, num_levels: int) -> "Geometry":
+        """Of the pipelines with a U-Net, which require multiples of 8, even if the autoencoder reduces by less."""
+        return cls(latent_factor, math.lcm(8, latent_factor), 1 << (num_levels - 1), rounds_steps_up=False)
+
+    @classmethod
+    def of_transformer(cls, latent_factor: int, patch_size: int) -> "Geometry":
+        """Of Stable Diffusion 3."""
+        return cls(latent_factor, latent_factor * patch_size, patch_size, rounds_steps_up=True)
+
+    def latent_size(self, resolution: Resolution) -> tuple[int, int]:
+        """Height and width of the latents of an image."""
+        return resolution.height // self.latent_factor, resolution.width // self.latent_factor
+
+    def first_step(self, request: Request) -> int:
+        """How many of its steps a request leaves out, as it starts from an image; all of them if its share is less than
+        one.
+        """
+        if request.edit is None:
+            return 0
+        steps, wanted = request.num_inference_steps, request.num_inference_steps * request.edit.strength
+        return int(steps - (wanted if self.rounds_steps_up else int(wanted)))
+
+    def check_size(self, resolution: Resolution, name: str) -> None:
+        """Raise UsageError if the model of this name cannot draw the resolution; the message says what is allowed."""
+        multiple = self.size_multiple
+        if resolution.width % multiple or resolution.height % multiple:
+            raise UsageError(
+                f"resolution {resolution.width}x{resolution.height}: "
+                f"width and height must be multiples of {multiple} pixels for {name}"
+            )
+
+    def check_edit(self, request: Request) -> None:
+        """Raise UsageError if nothing of an edit would be left to do: its mask holds no latent, or it takes no step."""
+        if request.edit is None:
+            return
+        latent_mask(request.edit.mask, self.latent_factor)
+        steps = request.num_inference_steps
+        if self.first_step(request) >= steps:
+            raise UsageError(
+                f"strength is {request.edit.strength:g}, but with {steps} steps it must be at least {1 / steps:.3g}"
+            )
+
+    def active_share(self, edit: EditSpec) -> float:
+        """Share of the cells that an edit changes."""
+        return active_share(latent_mask(edit.mask, self.latent_factor), self.cell)
+
+
+def read_geometry(model_dir: Path) -> Geometry:
+    """The geometry of a model by its configuration files. Raises RunError if one is damaged."""
+    latent_factor = 1 << (count_of_blocks(read_config(model_dir, "vae")) - 1)
+    patch_size = read_config(model_dir, "transformer").get("patch_size")
+    if isinstance(patch_size, int):
+        return Geometry.of_transformer(latent_factor, patch_size)
+    return Geometry.of_unet(latent_factor, count_of_blocks(read_config(model_dir, "unet")))

@@ -1,0 +1,121 @@
+"""Images and masks as files hold them, and what edits refuse."""
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from patchedserve.data import edits
+from patchedserve.data.edits import EditSpec, active_share, latent_mask, read_image, read_mask
+from patchedserve.data.errors import UsageError
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+
+from ..support.edits import image_of, mask_of
+
+SIZE = Resolution(48, 32)
+
+
+def file_of(image: Image.Image, file_format: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, file_format, **options)
+    return file.getvalue()
+
+
+def test_white_is_what_may_change() -> None:
+    values = np.array([[0, 127, 128, 255]], np.uint8)
+    assert read_mask(file_of(Image.fromarray(values)), "mask").tolist() == [[False, False, True, True]]
+    # Luma: pure green is lighter than the limit, pure red is not.
+    colours = Image.fromarray(np.array([[[0, 255, 0], [255, 0, 0]]], np.uint8))
+    assert read_mask(file_of(colours), "mask").tolist() == [[True, False]]
+
+
+def test_what_is_transparent_may_change_where_there_is_transparency() -> None:
+    pixels = np.full((1, 3, 4), 255, np.uint8)
+    pixels[0, :, 3] = [0, 127, 128]
+    assert read_mask(file_of(Image.fromarray(pixels)), "mask").tolist() == [[True, True, False]]
+    assert edits.has_alpha(file_of(Image.fromarray(pixels)))
+    assert not edits.has_alpha(file_of(Image.new("RGB", (2, 2))))
+
+
+def test_masks_and_images_are_turned_upright() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    lying = np.zeros((32, 48), np.uint8)
+    lying[:, :8] = 255
+    content = file_of(Image.fromarray(lying), "TIFF", exif=exif)
+    mask = read_mask(content, "mask")
+    assert mask.shape == (48, 32)
+    assert mask[:8].all()
+    assert not mask[8:].any()
+    assert (read_image(content, "image")[..., 0] >= 128).tolist() == mask.tolist()
+
+
+@pytest.mark.parametrize("read", [read_image, read_mask])
+def test_what_is_no_single_whole_image_is_refused(read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = file_of(Image.fromarray(image_of(SIZE)))
+    frames = [Image.new("L", SIZE, shade) for shade in (0, 99)]
+    animated = file_of(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    monkeypatch.setattr(edits, "MAX_PIXELS", 48 * 32)
+    huge = file_of(Image.new("L", (49, 32)))
+    for content, message in (
+        (good[:-30], "damaged"),
+        (b"", "is empty"),
+        (b"hello", "not an image"),
+        (animated, "an animation of 2 images"),
+        (huge, "49x32 pixels, but at most 1,536"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            read(content, "file.png")
+    read(good, "file.png")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mask": mask_of(Resolution(32, 48))}, "the mask has 32x48 pixels, but the image to edit has 48x32"),
+        ({"mask": np.zeros((32, 48), bool)}, "the mask is empty"),
+        ({"mask": np.zeros((32, 48), np.uint8)}, "of uint8, but must be"),
+        ({"image": image_of(SIZE)[..., 0]}, "the image to edit is"),
+        ({"strength": 0.0}, "strength is 0.0"),
+        ({"strength": 1.01}, "strength is 1.01"),
+        ({"strength": float("nan")}, "strength is nan"),
+        ({"strength": True}, "strength is True"),
+        ({"feather_px": -1}, "feather_px is -1"),
+        ({"feather_px": 257}, "feather_px is 257"),
+        ({"feather_px": 2, "paste": False}, "needs paste"),
+    ],
+)
+def test_bad_edits_are_refused(change: dict[str, Any], message: str) -> None:
+    good = {"image": image_of(SIZE), "mask": mask_of(SIZE)}
+    with pytest.raises(UsageError, match=message):
+        EditSpec(**good | change)
+
+
+def test_a_request_has_the_size_of_its_image_and_takes_its_share_of_the_steps() -> None:
+    edit = EditSpec(image_of(SIZE), mask_of(SIZE), 0.5)
+    with pytest.raises(UsageError, match="resolution is 32x32, but the image to edit has 48x32 pixels"):
+        Request(0, "a hat", Resolution(32, 32), edit=edit)
+    assert Request(0, "a hat", SIZE, 9, edit=edit).num_steps == 4
+    assert Request(0, "a hat", SIZE, 1, edit=edit).num_steps == 1
+    assert Request(0, "a hat", SIZE, 9).num_steps == 9
+
+
+def test_the_upper_left_pixel_decides_for_a_latent() -> None:
+    mask = np.zeros((32, 48), bool)
+    mask[8, 16] = mask[25, 33] = True
+    found = latent_mask(mask, 8)
+    assert found.shape == (4, 6)
+    assert np.argwhere(found).tolist() == [[1, 2]]
+    with pytest.raises(UsageError, match="too thin: of no latent, 16x16 pixels"):
+        latent_mask(mask, 16)
+
+
+def test_a_cell_is_active_if_one_of_its_latents_may_change() -> None:
+    mask = np.zeros((5, 6), bool)
+    mask[4, 0] = True  # in a cell that reaches over the edge
+    assert active_share(mask, 4) == 0.25
+    assert active_share(mask, 2) == pytest.approx(1 / 9)
+    assert active_share(mask, 1) == pytest.approx(1 / 30)

@@ -1,0 +1,80 @@
+"""`psctl edit` as users run it, on a tiny model."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from patchedserve.data.resolution import Resolution
+from patchedserve.serving.models.families import build_family
+from patchedserve.serving.models.geometry import read_geometry
+
+from ..conftest import RunPsctl
+from ..support.edits import edit_request, image_of, mask_of, plain_edit
+from ..support.tiny_models import save_tiny, tiny_sd, tiny_sd3, tiny_sdxl
+
+SIZE = Resolution(64, 48)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    Image.fromarray(image_of(SIZE)).save(tmp_path / "room.png")
+    Image.fromarray(mask_of(SIZE)).save(tmp_path / "mask.png")
+    save_tiny(tmp_path / "sdxl", tiny_sdxl(), num_inference_steps=2, guidance_scale=4.0)
+    return tmp_path
+
+
+def test_an_edit_is_that_of_diffusers_and_keeps_the_rest(run_psctl: RunPsctl, folder: Path) -> None:
+    request = edit_request(0, SIZE, num_steps=2)
+    run = run_psctl(
+        "edit", folder / "room.png", "a red hat", "--mask", folder / "mask.png", "-n", "2", "-o", folder / "hats",
+        "--json", PSCTL_MODEL=str(folder / "sdxl"),
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    told = json.loads(run.stdout)
+    mask, image = mask_of(SIZE), image_of(SIZE)
+    assert told["mask_ratio"] == pytest.approx(mask.mean())
+    assert mask.mean() < told["active_share"] <= 1
+    assert [each["seed"] for each in told["images"]] == [0, 1]
+    first, second = (np.asarray(Image.open(each["path"])).astype(int) for each in told["images"])
+    expected = np.asarray(plain_edit(tiny_sdxl(), request, "pil")).astype(int)
+    assert np.abs(first - expected)[mask].max() <= 1
+    for drawn in (first, second):
+        assert (drawn[~mask] == image[~mask]).all()
+    assert (first != second)[mask].any()
+
+
+def test_what_cannot_be_edited_is_said_in_one_line_before_anything_is_loaded(run_psctl: RunPsctl, folder: Path) -> None:
+    thin = np.zeros((SIZE.height, SIZE.width), bool)
+    thin[3] = True
+    Image.fromarray(thin).save(folder / "thin.png")
+    Image.fromarray(thin[:-8]).save(folder / "small.png")
+    Image.fromarray(image_of(Resolution(60, 48))).save(folder / "odd.png")
+    Image.fromarray(mask_of(Resolution(60, 48))).save(folder / "odd-mask.png")
+    (folder / "half.png").write_bytes((folder / "room.png").read_bytes()[:200])
+    for image, mask, options, message in (
+        ("room.png", "thin.png", [], "the mask is too thin"),
+        ("room.png", "small.png", [], "the mask has 64x40 pixels, but the image to edit has 64x48"),
+        ("odd.png", "odd-mask.png", [], "must be a positive multiple of 8"),
+        ("half.png", "mask.png", [], "half.png: damaged image"),
+        ("no.png", "mask.png", [], "no.png: the image file is missing"),
+        ("room.png", "mask.png", ["--strength", "0.4"], "with 2 steps it must be at least 0.5"),
+        ("room.png", "mask.png", ["--strength", "2"], "strength is 2.0"),
+        ("room.png", "mask.png", ["-n", "2", "-o", folder / "x.png"], "there are 2 images: give a folder"),
+    ):
+        # A model of which no weights are left: it cannot be loaded.
+        for weights in (folder / "sdxl").glob("*/*.safetensors"):
+            weights.unlink()
+        run = run_psctl(
+            "edit", folder / image, "a hat", "--mask", folder / mask, *options, PSCTL_MODEL=str(folder / "sdxl")
+        )
+        assert (run.returncode, len(run.stderr.splitlines())) == (2, 1), run.stderr
+        assert message in run.stderr
+
+
+@pytest.mark.parametrize("make", [tiny_sd, tiny_sdxl, tiny_sd3])
+def test_sizes_are_those_of_the_loaded_model(make: object, tmp_path: Path) -> None:
+    pipe = make()  # type: ignore[operator]
+    assert read_geometry(save_tiny(tmp_path / "model", pipe)) == build_family(pipe).geometry
