@@ -4,7 +4,7 @@ A computed patch refreshes its place, a reused one leaves it stale. What a pass 
 it is, and only sorted into slots when some patches are computed without the others: until then it costs nothing more.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -59,6 +59,23 @@ class SlotBuffer:
         self._pending_bytes = 0
         assert self._rows is not None, "a block was masked before it ran in full"
         return self._reach((int(tables.slots.max()) + 1) * per_slot, self._rows)
+
+    def taken(self) -> Tensor | None:
+        """What the last pass has seen, [cells, entries of a cell, ...] in the order of its tables; None for nothing. It
+        is not kept any longer.
+        """
+        if not self._pending:
+            return None
+        (last,) = set(self._pending.values())
+        _, values = self._placed(last.tokens, last.tables, last.level)
+        self.clear()
+        return values.view(last.tables.num_cells, -1, *values.shape[1:])
+
+    def put(self, parts: Sequence[Tensor]) -> None:
+        """Take over what `taken` has given, of cells whose slots count from 1 on, in any number of parts."""
+        first = parts[0]
+        self._rows = torch.cat([first.new_zeros(1, *first.shape[1:]), *parts]).flatten(0, 1)
+        self._per_slot = first.shape[1]
 
     def _reach(self, count: int, like: Tensor) -> Tensor:
         old = self._rows

@@ -96,6 +96,16 @@ class PatchContext:
         finally:
             self.rows, self._packing, self._level, self.biases = None, packing, packing.levels[level], biases
 
+    @contextmanager
+    def elsewhere(self, packing: Packing, kept: dict[Any, Any]) -> Iterator[None]:
+        """Let passes run on another batch, with what it keeps."""
+        before = self._packing, self.kept, self.biases
+        self._packing, self.kept, self.biases = packing, kept, ()
+        try:
+            yield
+        finally:
+            self._packing, self.kept, self.biases = before
+
     def at(self, x: Tensor) -> Level:
         """The level of a leaf's input."""
         level = self.level

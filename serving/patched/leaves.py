@@ -284,8 +284,9 @@ class PatchedPatchEmbed(nn.Module):
         if "positions" not in self.context.kept:
             self.context.kept["positions"] = self._positions(level)
         positions = self.context.kept["positions"]
-        if self.context.rows is not None:
-            own = self.context.rows.tokens(0)
+        some = self.context.rows or self.context.active
+        if some is not None:
+            own = some.tokens(0)
             positions = positions.flatten(0, 1).index_select(0, own).view(tokens.shape)
         return (tokens + positions).to(tokens.dtype)
 

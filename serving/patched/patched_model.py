@@ -196,22 +196,27 @@ class PatchedModel:
         inputs = {"patches": patches, "timesteps": timesteps, "conditions": conditions}
         context = self.context
         if self.captured is None:
-            return self._forward(inputs, context.kept)
+            return self.forward(patches, timesteps, conditions, context.kept)
         key = context.packing.sizes, context.kept["repeats"]
-        return self.captured.run(key, context.kept, self._forward, inputs, held=context.packing)
+        return self.captured.run(
+            key, context.kept, lambda inputs, kept: self.forward(**inputs, kept=kept), inputs, held=context.packing
+        )
 
     @property
     def reused(self) -> Booleans | None:
         """(requests,) which of those given to `begin` the last call left out whole; None where that is never done."""
         return None if self.cache is None or not self.cache.is_used else self.cache.reused
 
-    def _forward(self, inputs: dict[str, Any], kept: dict[Any, Any]) -> Tensor:
-        context, timesteps, conditions = self.context, inputs["timesteps"], inputs["conditions"]
+    def forward(self, patches: Tensor, timesteps: Tensor, conditions: dict[str, Any], kept: dict[Any, Any]) -> Tensor:
+        """One pass without the patch cache, on what the context says; `kept` is what stays the same from pass to pass.
+        Arguments and result as of a call.
+        """
+        context = self.context
         context.begin_pass(timesteps)
         before, context.kept = context.kept, kept
         try:
             self._read_text(conditions["encoder_hidden_states"], kept)
-            return self._denoise(inputs["patches"], timesteps, conditions)
+            return self._denoise(patches, timesteps, conditions)
         finally:
             context.kept = before
 

@@ -1,0 +1,141 @@
+"""Passes over a part of an image, the rest of which was seen before: InstGenIE's masked editing (section 3.1).
+
+A whole pass over a template is recorded: what every operator with context has read of each cell (inputs of 3 x 3
+convolutions, sums for GroupNorm, keys and values of attention to the image). A masked pass then computes only some
+cells of other requests for the same image, and reads the rest from the record of the same step: no operator runs on all
+tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..cache.active import ActiveSet
+from ..cache.cells import CellTables
+from ..cache.rules import Booleans
+from ..cache.slots import NormSlots, TokenSlots
+from ..layout.packing import Packing, pack_rows
+from .patched_model import PatchedModel
+
+Seen = Mapping[str, Tensor]
+"""What operators have seen of one row, by the operator's name: [cells, entries of a cell, ...]."""
+
+
+class MaskedPasses:
+    """Records passes of a patched model, and runs masked ones.
+
+    Attributes:
+        cell: side of a cell in latent pixels: the smallest that keeps its shape on all levels.
+    """
+
+    def __init__(self, model: PatchedModel) -> None:
+        self._model = model
+        self.cell = model.unit << (model.num_levels - 1)
+        found = ((name, getattr(module, "slots", None)) for name, module in model.model.named_modules())
+        self._buffers = {name: slots.buffer for name, slots in found if isinstance(slots, TokenSlots | NormSlots)}
+
+    def pack(self, sizes: list[tuple[int, int]]) -> Packing:
+        """Where rows with these latent sizes, sorted by resolution, lie: token by token, whatever the model's order."""
+        model = self._model
+        return pack_rows(
+            sizes,
+            order="image",
+            patch_size=None,
+            num_levels=model.num_levels,
+            unit=model.unit,
+            device=model.device,
+            kernels=model.context.kernels,
+        )
+
+    def batch(self, packing: Packing, *, repeats: int, active: Sequence[Booleans] | None = None) -> "MaskedRows":
+        """Rows that take steps together.
+
+        Args:
+            packing: from `pack`.
+            repeats: as of `PatchedModel.begin`.
+            active: for each row which of its cells are computed, line by line; None to record whole passes.
+        """
+        slots = np.arange(1, 1 + sum(height * width // self.cell**2 for height, width in packing.sizes))
+        tables = CellTables(packing, self.cell, self._model.unit, slots, range(packing.num_rows))
+        chosen = None if active is None else ActiveSet(tables, np.flatnonzero(np.concatenate(active)))
+        return MaskedRows(tables, chosen, {"repeats": repeats})
+
+    def record(
+        self, rows: "MaskedRows", tokens: Tensor, timesteps: Tensor, conditions: dict[str, Any]
+    ) -> list[dict[str, Tensor]]:
+        """Run whole, and return what operators have seen of each row, on the model's device.
+
+        Args:
+            rows: without active cells.
+            tokens: [P, channels, unit, unit], in the model's dtype.
+            timesteps: (rows,).
+            conditions: as of `PatchedModel`.
+        """
+        context, tables = self._model.context, rows.tables
+        try:
+            with context.elsewhere(tables.packing, rows.kept):
+                context.cells = tables
+                self._model.forward(tokens, timesteps, conditions, rows.kept)
+            kept = {name: seen for name, buffer in self._buffers.items() if (seen := buffer.taken()) is not None}
+        finally:
+            context.cells = None
+            self._clear()
+        starts = tables.row_start.tolist()
+        return [
+            {name: seen[start:end].clone() for name, seen in kept.items()}
+            for start, end in zip(starts, starts[1:], strict=False)
+        ]
+
+    def run(
+        self,
+        rows: "MaskedRows",
+        seen: Sequence[Seen],
+        tokens: Tensor,
+        timesteps: Tensor,
+        conditions: dict[str, Any],
+    ) -> Tensor:
+        """Predict for the active cells; elsewhere the result is 0.
+
+        Args:
+            rows: with active cells in each.
+            seen: of each row, what was recorded of its step; on the model's device.
+            tokens, timesteps, conditions: as of `record`.
+        """
+        context, active = self._model.context, rows.active
+        assert active is not None, "rows without active cells are only recorded"
+        for name, buffer in self._buffers.items():
+            if name in seen[0]:
+                buffer.put([each[name] for each in seen])
+        try:
+            with context.elsewhere(rows.tables.packing, rows.kept):
+                context.active = active
+                places = active.tokens(0)
+                own = tokens.index_select(0, places)
+                predicted = self._model.forward(own, timesteps, conditions, rows.kept)
+        finally:
+            context.active = None
+            self._clear()
+        return torch.zeros_like(tokens).index_copy_(0, places, predicted)
+
+    def _clear(self) -> None:
+        for buffer in self._buffers.values():
+            buffer.clear()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MaskedRows:
+    """Rows of a batch between two changes of it.
+
+    Attributes:
+        tables: of their cells.
+        active: the cells that are computed; None for all.
+        kept: what stays the same while the batch does.
+    """
+
+    tables: CellTables
+    active: ActiveSet | None
+    kept: dict[Any, Any]
