@@ -22,6 +22,23 @@ MAX_FEATHER_PX = 256
 _WHITE = 128
 
 
+@dataclass(frozen=True, slots=True)
+class TemplateSpec:
+    """What edits of one image share, so that the part that they keep is computed once (InstGenIE section 3.1).
+
+    Attributes:
+        prompt: says what the whole image shows.
+        seed: of the noise outside masks.
+    """
+
+    prompt: str = ""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 1 << 63:
+            raise UsageError(f"the template's seed is {self.seed}, but it must be from 0 to {(1 << 63) - 1}")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class EditSpec:
     """An edit of an image: what the mask covers is drawn anew, the rest stays.
@@ -32,6 +49,8 @@ class EditSpec:
         strength: share of the denoising steps that are taken, above 0 and up to 1: how far the image is noised before.
         paste: whether pixels outside the mask are those of the image, byte for byte, and not its decoded latents.
         feather_px: over so many pixels inside the mask's edge the new image fades into the old one.
+        template: whose noise is taken outside the mask, and whose record where there is one; None for an edit as
+            diffusers' pipelines do it, which draw all noise from the request's own seed.
 
     Raises:
         UsageError: a field is out of its range, or image and mask differ in size.
@@ -42,6 +61,7 @@ class EditSpec:
     strength: float = 1.0
     paste: bool = True
     feather_px: int = 0
+    template: TemplateSpec | None = None
 
     def __post_init__(self) -> None:
         if self.image.ndim != 3 or self.image.shape[2] != 3 or self.image.dtype != np.uint8:
@@ -122,10 +142,15 @@ def latent_mask(mask: NDArray[np.bool_], factor: int) -> NDArray[np.bool_]:
 
 def active_share(mask: NDArray[np.bool_], cell: int) -> float:
     """Share of the cells, of `cell` latents on a side, in which a latent may change; `mask` is of latents."""
+    return float(active_cells(mask, cell).mean())
+
+
+def active_cells(mask: NDArray[np.bool_], cell: int) -> NDArray[np.bool_]:
+    """Those cells, (height / cell, width / cell), both rounded up."""
     height, width = (math.ceil(side / cell) for side in mask.shape)
     padded = np.zeros((height * cell, width * cell), dtype=bool)
     padded[: mask.shape[0], : mask.shape[1]] = mask
-    return float(padded.reshape(height, cell, width, cell).any(axis=(1, 3)).mean())
+    return padded.reshape(height, cell, width, cell).any(axis=(1, 3))
 
 
 def _check(content: bytes, name: str) -> None:

@@ -83,11 +83,15 @@ class DenoiseBatch:
     def step(self) -> None:
         """Take one denoising step of every request. If the model fails, none has taken it."""
         sampler = self._sampler
-        rows = self._guide.repeat(sampler.model_input()).to(self._dtype)
-        prediction = self._predict(rows, sampler.timesteps().index_select(0, self._row_request))
+        prediction = self._predict(*self.inputs())
         sampler.step(self._guide.combine(prediction.float()), self._draw_noise)
         if self._known is not None:
             sampler.latents = self._known.restored(sampler.latents)
+
+    def inputs(self) -> tuple[Tensor, Tensor]:
+        """What the model sees at the next step, of all rows in the row packing and its dtype; timesteps (rows,)."""
+        rows = self._guide.repeat(self._sampler.model_input()).to(self._dtype)
+        return rows, self._sampler.timesteps().index_select(0, self._row_request)
 
     def failures(self) -> dict[int, str]:
         """The requests whose last step failed, by id, with the reason. Waits for the device."""

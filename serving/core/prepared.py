@@ -1,6 +1,8 @@
 """A request between its prepare and postprocess stages, as both engines hold it."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -25,6 +27,14 @@ class KnownArea:
     levels: torch.Tensor
 
 
+class Template(Protocol):
+    """The record of a template: what masked passes read in place of what they do not compute."""
+
+    def seen(self, step: int) -> Sequence[Mapping[str, torch.Tensor]]:
+        """At a step of the whole schedule, of each row of a request, by the operator's name; on the model's device."""
+        ...
+
+
 @dataclass(slots=True)
 class PreparedRequest:
     """A request between its prepare and postprocess stages.
@@ -39,6 +49,7 @@ class PreparedRequest:
         previous_x0: clean latents predicted in the last step, where a multistep sampler of the patch engine needs them.
         key: what a stepper that keeps things of requests knows it by; no other request of it has the same.
         known: what an edit keeps of its image; None for a new image.
+        template: whose record an edit reads outside its mask; None where all of it is computed.
     """
 
     request: Request
@@ -49,6 +60,7 @@ class PreparedRequest:
     previous_x0: torch.Tensor | None = None
     key: int = -1
     known: KnownArea | None = None
+    template: Template | None = None
 
     @property
     def size(self) -> tuple[int, int]:

@@ -27,7 +27,8 @@ def begin_edit(
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[Tensor, KnownArea]:
-    """Draw what an edit starts from.
+    """Draw what an edit starts from. With a template, the image's latents and all noise outside the mask are drawn from
+    the template's seed: so every edit of the image is the same there.
 
     Args:
         edit: what is wanted.
@@ -46,20 +47,26 @@ def begin_edit(
         UsageError: no latent lies in the mask.
     """
     mask = latent_mask(edit.mask, factor)
+    may_change = torch.from_numpy(np.ascontiguousarray(mask))[None, None].to(device)
     pixels = torch.from_numpy(edit.image.astype(np.float32)).permute(2, 0, 1)[None].to(device) / 127.5 - 1.0
-    clean = encode(pixels, generator)
-    noise = randn_tensor(clean.shape, generator=generator, device=device, dtype=dtype)
-    # The pipelines encode the rest of the image, too, for models of nine channels. What is drawn for that is not used
-    # by others, but the noise of later steps follows it.
-    kept = torch.from_numpy(~edit.mask).to(device)
-    encode(torch.where(kept, pixels, _MASKED_GREY), generator)
-    clean, noise, levels = clean.float(), noise.float(), state.noising()
+    own = generator if edit.template is None else torch.Generator("cpu").manual_seed(edit.template.seed)
+    clean = encode(pixels, own)
+    noise = randn_tensor(clean.shape, generator=own, device=device, dtype=dtype).float()
+    if edit.template is None:
+        # The pipelines encode the rest of the image, too, for models of nine channels. What is drawn for that is not
+        # used by others, but the noise of later steps follows it.
+        kept = torch.from_numpy(~edit.mask).to(device)
+        encode(torch.where(kept, pixels, _MASKED_GREY), generator)
+        first = noise
+    else:
+        drawn = randn_tensor(clean.shape, generator=generator, device=device, dtype=dtype).float()
+        first = torch.where(may_change, drawn, noise)
+    clean, levels = clean.float(), state.noising()
     if edit.strength < 1:
         of_clean, of_noise = levels[0].tolist()
-        latents = clean * of_clean + noise * of_noise
+        latents = clean * of_clean + first * of_noise
     else:
-        latents = noise * state.scheduler.init_noise_sigma if scales_noise else noise
-    may_change = torch.from_numpy(np.ascontiguousarray(mask))[None, None].to(device)
+        latents = first * state.scheduler.init_noise_sigma if scales_noise else first
     return latents, KnownArea(may_change, clean, noise, levels)
 
 

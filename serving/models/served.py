@@ -5,10 +5,13 @@ pipeline does, one request at a time (prepare, decode); a stepper denoises in be
 the plain pipeline with the same prompt, size, steps, guidance scale and `torch.Generator("cpu").manual_seed(seed)`.
 """
 
-from collections.abc import Iterable, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 
@@ -23,8 +26,10 @@ from ..core.stepper import Stepper, Tuning
 from ..core.timing import finish_stream
 from ..editing.paste import pasted
 from ..editing.start import begin_edit
+from ..editing.templates import TemplateKey, TemplateRecord, TemplateStore
 from ..options import EngineOptions
 from ..patched.cached_block import block_facts
+from ..patched.stepper import PatchedStepper
 from ..samplers.single import PerRequestSampler, SamplerState
 from .defaults import ModelDefaults
 from .families import Decode, Family
@@ -36,6 +41,8 @@ if TYPE_CHECKING:
 
 MAX_TIMES_PIXELS = 64
 """Largest request, relative to the largest resolution that a model is made for; beyond it, images are useless."""
+_STEPS_TOGETHER = 4
+"""Of a template's passes."""
 _MOST_SCHEDULES = 4096
 """Of the schedules (steps and resolution) that are known to be fine."""
 
@@ -76,6 +83,7 @@ class ServedModel:
         self.device: torch.device = self.denoiser.device
         self.dtype: torch.dtype = self.denoiser.dtype
         self._decode = decode or (lambda latents: pipe.vae.decode(latents, return_dict=False)[0])
+        self.templates: TemplateStore | None = None
         self._known_schedules: set[tuple[int, int, Resolution]] = set()
 
     @property
@@ -188,6 +196,8 @@ class ServedModel:
                 dtype=dtype,
             )
         prepared = PreparedRequest(request, latents, conditioning, state, is_guided, known=known)
+        if self.templates is not None and (key := self.template_key(request)) is not None:
+            prepared.template = self.templates.find(key, self.device)
         self.stepper.prepare(prepared)
         # The denoise loop works on another stream.
         finish_stream(self.device)
@@ -198,6 +208,67 @@ class ServedModel:
         """Turn the final latents of one request into its image; of an edit, with the rest of its image around it."""
         image = self.family.decode(latents.to(self.dtype), self._decode)[0]
         return image if edit is None else pasted(image, edit)
+
+    def template_key(self, request: Request) -> TemplateKey | None:
+        """Which record an edit can read; None: none, as it has no template, its size has parts of cells, or it starts
+        at the first step from an image that is noised only in part, which records do not have.
+        """
+        edit, geometry = request.edit, self.family.geometry
+        if edit is None or edit.template is None or not isinstance(self.stepper, PatchedStepper):
+            return None
+        if any(side % geometry.cell for side in geometry.latent_size(request.resolution)):
+            return None
+        if edit.strength < 1 and geometry.first_step(request) == 0:
+            return None
+        scheduler = self.pipe.scheduler
+        return TemplateKey({
+            "model": self.fingerprint,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            # Its numbers may be infinite, which JSON does not know.
+            "scheduler": [type(scheduler).__name__, hashlib.sha256(scheduler.to_json_string().encode()).hexdigest()],
+            "num_inference_steps": request.num_inference_steps,
+            "size": str(request.resolution),
+            "image": hashlib.sha256(edit.image.tobytes()).hexdigest(),
+            "prompt": edit.template.prompt,
+            "seed": edit.template.seed,
+            "rows": 2 if self.family.uses_guidance(request.guidance_scale) else 1,
+        })  # fmt: skip
+
+    @torch.inference_mode()
+    def record_template(self, request: Request, on_step: Callable[[int], None] = lambda count: None) -> TemplateRecord:
+        """Run the whole passes over the image of an edit that its masked ones will read (InstGenIE section 3.1): at
+        each step over the image as it is noised there, with the template's prompt. Steps are independent of each other
+        and share batches. Nothing else may run on the model meanwhile.
+
+        Args:
+            request: that has a `template_key`.
+            on_step: called with how many steps are done more.
+        """
+        edit = request.edit
+        assert edit is not None
+        assert edit.template is not None
+        assert isinstance(self.stepper, PatchedStepper)
+        whole = replace(
+            request,
+            prompt=edit.template.prompt,
+            negative_prompt=None,
+            edit=replace(edit, mask=np.ones_like(edit.mask), strength=1.0, template=None),
+            seed=edit.template.seed,
+        )
+        first = self.prepare(whole)
+        assert first.known is not None
+        steps = [first]
+        for index in range(1, first.state.num_steps):
+            of_clean, of_noise = first.known.levels[index].tolist()
+            latents = first.known.clean * of_clean + first.known.noise * of_noise
+            state = replace(first.state, steps_done=index)
+            # No step is taken, so what a multistep sampler has seen before may be anything.
+            steps.append(replace(first, latents=latents, state=state, previous_x0=latents))
+        found: list[list[dict[str, torch.Tensor]]] = []
+        for start in range(0, len(steps), _STEPS_TOGETHER):
+            found += self.stepper.record(steps[start : start + _STEPS_TOGETHER])
+            on_step(len(found) - start)
+        return TemplateRecord(found, self.device)
 
     def close(self) -> None:
         """Let go of what outlives calls, such as the processes of other ranks."""

@@ -8,6 +8,7 @@ tokens.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -30,10 +31,12 @@ class MaskedPasses:
 
     Attributes:
         cell: side of a cell in latent pixels: the smallest that keeps its shape on all levels.
+        is_unet, dtype: of the model.
     """
 
     def __init__(self, model: PatchedModel) -> None:
         self._model = model
+        self.is_unet, self.dtype = model.is_unet, model.dtype
         self.cell = model.unit << (model.num_levels - 1)
         found = ((name, getattr(module, "slots", None)) for name, module in model.model.named_modules())
         self._buffers = {name: slots.buffer for name, slots in found if isinstance(slots, TokenSlots | NormSlots)}
@@ -85,10 +88,7 @@ class MaskedPasses:
             context.cells = None
             self._clear()
         starts = tables.row_start.tolist()
-        return [
-            {name: seen[start:end].clone() for name, seen in kept.items()}
-            for start, end in zip(starts, starts[1:], strict=False)
-        ]
+        return [{name: seen[start:end].clone() for name, seen in kept.items()} for start, end in pairwise(starts)]
 
     def run(
         self,

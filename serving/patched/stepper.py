@@ -2,10 +2,10 @@
 
 The latents of the active requests lie in one packed tensor and are advanced there from step to step. They are packed
 anew only when a request joins or leaves (PatchedServe section 4.1: the layout changes with the active set, not with the
-step).
+step). Edits that read a template's record are a second batch, as theirs are other passes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -24,6 +24,8 @@ from ..plain.batch import plain_batch
 from ..plain.formats import PlainModels
 from ..samplers.batched import BatchedSampler
 from ..samplers.single import SamplerState
+from .masked import MaskedPasses
+from .masked_batch import MaskedBatch, record
 from .patched_model import PatchedModel
 from .text import without_repeats
 from .tuning import strategy_table
@@ -33,7 +35,7 @@ class PatchedStepper:
     """Advances all active requests by one denoising step, on a patched model or the unmodified one (`plain`).
 
     Attributes:
-        batch: the requests of the last step, unless one has finished or failed.
+        batch: the requests of the last step, unless one has finished or failed; without those of templates.
         batch_failures: steps of whole batches that failed, even if all requests then took them in smaller ones.
         forecast: see `Stepper`.
     """
@@ -44,11 +46,19 @@ class PatchedStepper:
         self, model: PatchedModel, plain: PlainModels, conditions: Conditions, sampler: BatchedSampler
     ) -> None:
         self.model, self.plain, self.conditions, self.sampler = model, plain, conditions, sampler
-        self.batch: PackedBatch | None = None
+        self.masked = MaskedPasses(model)
         self._keys = count()
         self.batch_failures = Failures()
         self.forecast: set[int] = set()
+        self._whole = _Lane(self, lambda active, may_be_plain: PackedBatch(self, active, may_be_plain=may_be_plain))
+        self._edits = _Lane(self, lambda active, _: MaskedBatch(self.masked, self.conditions, self.sampler, active))
         self._stepped: list[DenoiseBatch] = []
+
+    @property
+    def batch(self) -> "PackedBatch | None":
+        batch = self._whole.batch
+        assert not isinstance(batch, MaskedBatch)
+        return batch
 
     def tune(self, target: Tuning) -> None:
         """Measure the strategies of convolutions, and the memory format for batches of one resolution.
@@ -78,6 +88,11 @@ class PatchedStepper:
         prepared.key = next(self._keys)
 
     @torch.inference_mode()
+    def record(self, steps: Sequence[PreparedRequest]) -> list[list[dict[str, Tensor]]]:
+        """Whole passes over the latents of requests of one size: for each, of each of its rows, what operators see."""
+        return record(self.masked, self.conditions, self.sampler, steps)
+
+    @torch.inference_mode()
     def step(self, active: Sequence[PreparedRequest]) -> dict[int, str]:
         """Take one step of every active request.
 
@@ -87,7 +102,19 @@ class PatchedStepper:
         """
         self.forecast.clear()
         self._stepped.clear()
-        return self._step_or_halves(active, may_be_plain=True) if active else {}
+        failures: dict[int, str] = {}
+        for lane, is_edit in ((self._whole, False), (self._edits, True)):
+            own = [prepared for prepared in active if (prepared.template is not None) == is_edit]
+            if own:
+                failures |= lane.step(own)
+            else:
+                lane.let_go()
+        return failures
+
+    def note_step(self, batch: "PackedBatch | MaskedBatch") -> None:
+        """A batch has taken its step."""
+        self.forecast |= batch.forecast
+        self._stepped.append(batch.together)
 
     def close(self) -> None:
         """There is nothing to let go of."""
@@ -98,45 +125,62 @@ class PatchedStepper:
         batch = next((batch for batch in self._stepped if batch.has(prepared)), None)
         return None if batch is None else batch.x0_of(prepared)
 
-    def _step_or_halves(self, active: Sequence[PreparedRequest], *, may_be_plain: bool) -> dict[int, str]:
+
+class _Lane:
+    """Requests that take their steps in one batch, of one kind.
+
+    Attributes:
+        batch: of the last step, unless a request of it has finished or failed.
+    """
+
+    def __init__(
+        self,
+        stepper: PatchedStepper,
+        make: "Callable[[Sequence[PreparedRequest], bool], PackedBatch | MaskedBatch]",
+    ) -> None:
+        self._stepper, self._make = stepper, make
+        self.batch: PackedBatch | MaskedBatch | None = None
+
+    def step(self, active: Sequence[PreparedRequest], *, may_be_plain: bool = True) -> dict[int, str]:
+        """See `PatchedStepper.step`."""
         try:
-            return self._step_together(active, may_be_plain=may_be_plain)
+            return self._step_together(active, may_be_plain)
         except Exception as error:  # noqa: BLE001  one failing request must not take down the others
             reason = describe("denoising", error)
-        self._let_go(has_failed=True)
+        self.let_go(has_failed=True)
         if len(active) == 1:
             return {active[0].request.request_id: reason}
-        self.batch_failures.note(reason)
+        self._stepper.batch_failures.note(reason)
         failures: dict[int, str] = {}
         for half in (active[: len(active) // 2], active[len(active) // 2 :]):
             # Not by the plain model: that would hide what fails for every batch with patches.
-            failures |= self._step_or_halves(half, may_be_plain=False)
-            self._let_go(has_failed=True)
+            failures |= self.step(half, may_be_plain=False)
+            self.let_go(has_failed=True)
         return failures
 
-    def _step_together(self, active: Sequence[PreparedRequest], *, may_be_plain: bool) -> dict[int, str]:
+    def _step_together(self, active: Sequence[PreparedRequest], may_be_plain: bool) -> dict[int, str]:
         batch = self.batch
         if batch is None or not batch.together.holds(active):
-            self._let_go()
-            batch = self.batch = PackedBatch(self, active, may_be_plain=may_be_plain)
+            self.let_go()
+            batch = self.batch = self._make(active, may_be_plain)
         batch.together.step()
-        self.forecast |= batch.forecast
-        self._stepped.append(batch.together)
+        self._stepper.note_step(batch)
         failures = batch.together.failures()
         if failures or any(prepared.state.is_finished for prepared in active):
-            self._let_go()
+            self.let_go()
         return failures
 
-    def _let_go(self, *, has_failed: bool = False) -> None:
+    def let_go(self, *, has_failed: bool = False) -> None:
         """Hand the latents of the current batch back to its requests."""
-        if has_failed and self.model.cache is not None:
+        model = self._stepper.model
+        if has_failed and model.cache is not None:
             # A step that failed half way has left some blocks at this step and the others at the last one.
-            self.model.cache.forget()
+            model.cache.forget()
         if self.batch is not None:
             self.batch.together.unpack()
             self.batch = None
             # Who has finished goes to the decoder, which works on another stream.
-            finish_stream(self.model.device)
+            finish_stream(model.device)
 
 
 class PackedBatch:

@@ -1,0 +1,87 @@
+"""Edits that read the records of templates, between two changes of their set; and the making of records."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ...data.edits import active_cells, latent_mask
+from ..cache.rules import Booleans
+from ..core.denoise_batch import DenoiseBatch, join_conditioning
+from ..core.denoiser import Conditions
+from ..core.prepared import PreparedRequest
+from ..layout.patch_layout import by_size
+from ..samplers.batched import BatchedSampler
+from .masked import MaskedPasses
+from .text import without_repeats
+
+
+class MaskedBatch:
+    """Edits of any templates, masks, sizes and steps.
+
+    Attributes:
+        together: the batch itself.
+        forecast: nothing; see `stepper.PackedBatch`.
+    """
+
+    forecast: frozenset[int] = frozenset()
+
+    def __init__(
+        self,
+        passes: MaskedPasses,
+        conditions: Conditions,
+        sampler: BatchedSampler,
+        active: Sequence[PreparedRequest],
+    ) -> None:
+        self._passes, self._batch = passes, sorted(active, key=lambda prepared: by_size(prepared.size))
+        sizes = [prepared.size for prepared in self._batch]
+        row_packing = passes.pack([size for each in self._batch for size in [each.size] * each.num_rows])
+        self._conditions, repeats = _conditions(passes, conditions, self._batch)
+        cells = [cells_of(each, passes.cell) for each in self._batch]
+        by_row = [own for own, each in zip(cells, self._batch, strict=True) for _ in range(each.num_rows)]
+        self._rows = passes.batch(row_packing, repeats=repeats, active=by_row)
+        self.together = DenoiseBatch(
+            self._batch, passes.pack(sizes), row_packing, sampler, self._predict, dtype=passes.dtype
+        )
+
+    def _predict(self, tokens: Tensor, timesteps: Tensor) -> Tensor:
+        seen = []
+        for each in self._batch:
+            assert each.template is not None
+            seen += each.template.seen(each.state.first + each.state.steps_done)
+        return self._passes.run(self._rows, seen, tokens, timesteps, self._conditions)
+
+
+def cells_of(prepared: PreparedRequest, cell: int) -> Booleans:
+    """(cells,) of the image of an edit, those that are computed."""
+    edit, (height, _) = prepared.request.edit, prepared.size
+    assert edit is not None, "only edits have templates"
+    return active_cells(latent_mask(edit.mask, len(edit.mask) // height), cell).reshape(-1)
+
+
+def record(
+    passes: MaskedPasses, conditions: Conditions, sampler: BatchedSampler, steps: Sequence[PreparedRequest]
+) -> list[list[dict[str, Tensor]]]:
+    """Run whole passes over the latents of requests of one size, each at its own step, and return of each, and of each
+    of its rows, what operators have seen.
+    """
+    packing = passes.pack([each.size for each in steps])
+    row_packing = passes.pack([size for each in steps for size in [each.size] * each.num_rows])
+    named, repeats = _conditions(passes, conditions, steps)
+    rows = passes.batch(row_packing, repeats=repeats)
+    together = DenoiseBatch(steps, packing, row_packing, sampler, _never, dtype=passes.dtype)
+    seen = iter(passes.record(rows, *together.inputs(), named))
+    return [[next(seen) for _ in range(each.num_rows)] for each in steps]
+
+
+def _conditions(
+    passes: MaskedPasses, conditions: Conditions, requests: Sequence[PreparedRequest]
+) -> tuple[dict[str, Any], int]:
+    conditioning, repeats = join_conditioning(requests), 1
+    if not passes.is_unet:
+        conditioning["text"], repeats = without_repeats(conditioning["text"])
+    return conditions(conditioning), repeats
+
+
+def _never(tokens: Tensor, timesteps: Tensor) -> Tensor:
+    raise AssertionError("nothing is predicted where passes are recorded")

@@ -1,0 +1,172 @@
+"""Edits that read a template's record: exact where nothing is read, near where the rest of the image is the same."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from patchedserve.data.edits import TemplateSpec
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.serving.editing.templates import MANIFEST, TemplateStore
+from patchedserve.serving.engine.collectors import InMemory
+from patchedserve.serving.engine.engine import Engine
+from patchedserve.serving.engine.run_result import RunResult
+from patchedserve.serving.models.build import build_model
+from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.scheduling.policies import get_policy
+
+from ...support.edits import edit_request
+from ...support.patched_models import relative_error
+from ...support.tiny_models import plain_latents
+from .test_exact import SAMPLERS, pipeline
+
+SMALL, LARGE, WIDE = Resolution(32, 32), Resolution(64, 64), Resolution(96, 32)
+TEMPLATE = TemplateSpec("a picture", 5)
+
+
+def model_with(pipe: Any, folder: Path, requests: Sequence[Request] = ()) -> ServedModel:
+    """With the records of these edits' templates."""
+    model = build_model(pipe, name="tiny")
+    model.templates = TemplateStore(folder)
+    for request in requests:
+        key = model.template_key(request)
+        assert key is not None
+        if model.templates.find(key, model.device) is None:
+            model.templates.add(key, model.record_template(request))
+    return model
+
+
+def serve(model: ServedModel, requests: Sequence[Request]) -> RunResult:
+    engine = Engine(model, get_policy("continuous"), max_batch_size=8, collector=InMemory(keep_latents=True))
+    for request in requests:
+        engine.submit(request)
+    engine.close()
+    result = engine.run()
+    assert [record.reason for record in result.records] == [None] * len(requests)
+    return result
+
+
+def edits() -> list[Request]:
+    return [
+        edit_request(0, SMALL, "box", template=TEMPLATE),
+        edit_request(1, LARGE, "ellipse", 0.5, num_steps=9, template=TEMPLATE),
+        edit_request(2, WIDE, "line", num_steps=4, guidance_scale=1.0, template=TEMPLATE),
+    ]
+
+
+@pytest.mark.parametrize(("family", "sampler"), [("sd", None), ("sd3", None), *(("sdxl", name) for name in SAMPLERS)])
+def test_an_edit_of_the_whole_image_is_its_twin(family: str, sampler: str | None, tmp_path: Path) -> None:
+    pipe, requests = pipeline(family, sampler), [edit_request(0, LARGE, "all", template=TEMPLATE, num_steps=5)]
+    reused = serve(model_with(pipe, tmp_path, requests), requests)
+    twin = serve(model_with(pipe, tmp_path / "none"), requests)
+    assert relative_error([reused.latents[0]], [twin.latents[0]]) <= 1e-3
+
+
+@pytest.mark.parametrize("family", ["sd", "sdxl", "sd3"])
+def test_edits_in_a_mixed_batch_are_those_alone(family: str, tmp_path: Path) -> None:
+    pipe = pipeline(family)
+    # The smallest cell of this size is all of it.
+    model = model_with(pipe, tmp_path, edits())
+    new = Request(3, "a car", LARGE, 5, 4.0, seed=2)
+    exact = edit_request(4, SMALL, seed=1)
+    together = serve(model, [*edits(), new, exact])
+    for request in edits():
+        alone = serve(model, [replace(request, request_id=0)])
+        assert relative_error([together.latents[request.request_id]], [alone.latents[0]]) <= 1e-5
+    assert relative_error([together.latents[3][0]], [plain_latents(pipe, new)]) <= 1e-3
+
+
+@pytest.mark.parametrize("family", ["sdxl", "sd3"])
+def test_outside_the_mask_latents_end_as_the_images_and_inside_near_the_twins(family: str, tmp_path: Path) -> None:
+    pipe, request = pipeline(family), edit_request(0, LARGE, template=TEMPLATE)
+    model = model_with(pipe, tmp_path, [request])
+    prepared = model.prepare(request)
+    assert prepared.template is not None
+    known = prepared.known
+    assert known is not None
+    reused = serve(model, [request]).latents[0]
+    twin = serve(model_with(pipe, tmp_path / "none"), [request]).latents[0]
+    outside = ~known.mask.expand_as(known.clean)
+    assert torch.equal(reused[outside], known.clean[outside])
+    assert not torch.equal(reused, twin)
+    assert relative_error([reused], [twin]) <= 0.2
+
+
+def test_without_a_record_an_edit_is_its_twin(tmp_path: Path) -> None:
+    request = edit_request(0, LARGE, template=TEMPLATE)
+    model = model_with(pipeline("sdxl"), tmp_path)
+    assert model.prepare(request).template is None
+    assert model.prepare(replace(request, edit=None)).template is None
+
+
+def test_a_record_is_for_one_image_schedule_prompt_seed_and_number_of_rows(tmp_path: Path) -> None:
+    request = edit_request(0, LARGE, template=TEMPLATE)
+    model = model_with(pipeline("sdxl"), tmp_path, [request])
+    edit = request.edit
+    assert edit is not None
+    same = [
+        replace(request, seed=9, prompt="a dog"),
+        replace(request, guidance_scale=9.0),
+        replace(request, edit=edit_request(0, LARGE, "ellipse", template=TEMPLATE).edit),
+        replace(request, edit=replace(edit, strength=0.5)),
+    ]
+    others = [
+        replace(request, num_inference_steps=7),
+        replace(request, guidance_scale=1.0),
+        replace(request, edit=replace(edit, template=None)),
+        replace(request, edit=replace(edit, template=TemplateSpec("", 5))),
+        replace(request, edit=replace(edit, template=TemplateSpec("a picture", 6))),
+        replace(request, edit=edit_request(0, LARGE, seed=1, template=TEMPLATE).edit),
+        # It begins at the first step, from the noised image.
+        replace(request, num_inference_steps=6, edit=replace(edit, strength=0.99)),
+    ]
+    assert [model.prepare(each).template is None for each in same] == [False] * len(same)
+    assert model.family.geometry.first_step(others[-1]) == 1
+    assert [model.prepare(each).template is None for each in others[:-1]] == [True] * (len(others) - 1)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "changed", "missing", "foreign", "manifest"])
+def test_a_damaged_record_is_put_aside_and_the_edit_is_exact(damage: str, tmp_path: Path) -> None:
+    pipe, request = pipeline("sdxl"), edit_request(0, LARGE, template=TEMPLATE)
+    model = model_with(pipe, tmp_path, [request])
+    (place,) = tmp_path.glob("*/" + MANIFEST)
+    step = place.parent / "step-0003.safetensors"
+    content = step.read_bytes()
+    if damage == "truncated":
+        step.write_bytes(content[: len(content) // 2])
+    elif damage == "changed":
+        step.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    elif damage == "missing":
+        step.unlink()
+    elif damage == "foreign":
+        place.write_text(place.read_text().replace("a picture", "another"))
+    else:
+        place.write_text(place.read_text()[:100])
+    # Another process, which has nothing in memory.
+    model.templates = TemplateStore(tmp_path)
+    with pytest.warns(UserWarning, match="is damaged and was put aside"):
+        assert model.prepare(request).template is None
+    assert [path.suffix for path in tmp_path.iterdir()] == [".bad"]
+    assert model.prepare(request).template is None
+    model = model_with(pipe, tmp_path, [request])
+    assert model.prepare(request).template is not None
+
+
+def test_memory_is_bounded_and_what_was_read_last_stays(tmp_path: Path) -> None:
+    requests = [edit_request(0, SMALL, seed=seed, num_steps=2, template=TEMPLATE) for seed in range(3)]
+    model = model_with(pipeline("sdxl"), tmp_path, requests)
+    assert model.templates is not None
+    keys = [model.template_key(request) for request in requests]
+    records = [model.templates.find(key, model.device) for key in keys if key is not None]
+    assert all(record is not None for record in records)
+    each = records[0].num_bytes if records[0] is not None else 0
+    store = TemplateStore(tmp_path, memory_mb=2.5 * each / 1e6)
+    for index in (0, 1, 0, 2):
+        key = keys[index]
+        assert key is not None
+        assert store.find(key, model.device) is not None
+    assert list(store._held) == [keys[index].digest for index in (0, 2) if keys[index] is not None]  # type: ignore[union-attr]
