@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image
 
-from .datasets.decode import decode_rgb, size_of
+from .datasets.decode import decode_rgb, size_of, upright
 from .errors import UsageError
 from .resolution import Resolution
 
@@ -89,6 +89,10 @@ class EditSpec:
         """Size of the image in pixels."""
         return Resolution(self.image.shape[1], self.image.shape[0])
 
+    def num_steps(self, num_inference_steps: int) -> int:
+        """How many of so many steps are taken. With some models it is one more, which shows when it is prepared."""
+        return max(1, int(num_inference_steps * self.strength))
+
     @property
     def mask_ratio(self) -> float:
         """Share of the pixels that may change."""
@@ -113,7 +117,7 @@ def read_mask(content: bytes, name: str) -> NDArray[np.bool_]:
     _check(content, name)
     decode_rgb(content, name)  # raises where it is damaged
     with Image.open(io.BytesIO(content)) as opened:
-        image = ImageOps.exif_transpose(opened)
+        image = upright(opened)
         if image.has_transparency_data:
             return np.asarray(image.convert("RGBA").getchannel("A")) < _WHITE
         return np.asarray(image.convert("L")) >= _WHITE
@@ -150,7 +154,7 @@ def active_cells(mask: NDArray[np.bool_], cell: int) -> NDArray[np.bool_]:
     height, width = (math.ceil(side / cell) for side in mask.shape)
     padded = np.zeros((height * cell, width * cell), dtype=bool)
     padded[: mask.shape[0], : mask.shape[1]] = mask
-    return padded.reshape(height, cell, width, cell).any(axis=(1, 3))
+    return np.asarray(padded.reshape(height, cell, width, cell).any(axis=(1, 3)))
 
 
 def _check(content: bytes, name: str) -> None:
@@ -158,7 +162,8 @@ def _check(content: bytes, name: str) -> None:
     if width * height > MAX_PIXELS:
         raise UsageError(f"{name}: {width}x{height} pixels, but at most {MAX_PIXELS:,} in all are taken")
     with Image.open(io.BytesIO(content)) as image:
-        frames = getattr(image, "n_frames", 1)
+        # Photographs of some phones have a second, small one in the same file.
+        frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
     if frames > 1:
         raise UsageError(f"{name}: an animation of {frames} images, but one image is edited at a time")
 

@@ -70,10 +70,10 @@ class Request:
     @property
     def num_steps(self) -> int:
         """How many denoising steps it takes: fewer than were asked for if it starts from an image that is noised only
-        in part. With some models it is one more, which shows when it is prepared.
+        in part (`EditSpec.num_steps`).
         """
         steps = self.num_inference_steps
-        return steps if self.edit is None else max(1, int(steps * self.edit.strength))
+        return steps if self.edit is None else self.edit.num_steps(steps)
 
     @property
     def deadline_s(self) -> float | None:

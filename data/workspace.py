@@ -61,6 +61,11 @@ class ModelWorkspace:
         """Folder of runs, created when it is first asked for. Raises OSError."""
         return self._folder("runs")
 
+    @property
+    def templates(self) -> Path:
+        """Folder of the records of templates. Creates nothing."""
+        return self.root / "templates"
+
     def newest_table(self, pattern: str) -> Path | None:
         """Return the table whose file name fits a pattern (`latency-*.parquet`) and that was written last, or None.
 

@@ -41,6 +41,7 @@ from .commands.profile_parallel import profile_parallel
 from .commands.reproduce import reproduce_patchedserve
 from .commands.serve import serve
 from .commands.simulate import simulate
+from .commands.templates import templates_add, templates_check, templates_list, templates_remove
 from .commands.train_predictor import train_predictor_cache, train_predictor_latency
 from .flags import expanded
 from .output import Output
@@ -52,6 +53,10 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("serve", serve),
     ("generate", generate),
     ("edit", edit),
+    ("templates add", templates_add),
+    ("templates list", templates_list),
+    ("templates check", templates_check),
+    ("templates remove", templates_remove),
     ("batch run", batch_run),
     ("demo", demo),
     ("profile latency", profile_latency),
@@ -86,7 +91,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("doctor", doctor),
 )
 _PANELS = {
-    "Serve": ("serve", "generate", "edit", "batch", "demo"),
+    "Serve": ("serve", "generate", "edit", "templates", "batch", "demo"),
     "Measure the machine, and learn from it": ("profile", "train-predictor"),
     "Plan and compare": ("simulate", "bench", "reproduce"),
     "Quality": ("eval", "gate"),
@@ -124,6 +129,13 @@ _GROUPS = {
         psctl models list
         psctl models card emoji-clip
         psctl models train text
+    """,
+    "templates": """Record images that will be edited, so that edits compute their own part only.
+
+    Examples:
+
+        psctl templates add room.png
+        psctl templates list
     """,
     "reproduce": """Measure the figures and tables of a paper, beside its own numbers.
 

@@ -66,7 +66,7 @@ def decode_rgb(content: bytes, name: str) -> Image.Image:
                 image.verify()
         with Image.open(io.BytesIO(content)) as image:
             image.load()
-            return _to_rgb(_upright(image), name)
+            return _to_rgb(upright(image), name)
     except BadImageError:
         raise
     except _DAMAGE as error:
@@ -95,7 +95,8 @@ def _bad(content: bytes, name: str, error: Exception) -> BadImageError:
     return BadImageError(f"{name}: damaged image: {' '.join(str(error).split()) or type(error).__name__}")
 
 
-def _upright(image: Image.Image) -> Image.Image:
+def upright(image: Image.Image) -> Image.Image:
+    """An image as its EXIF orientation has it; unreadable EXIF counts as none."""
     try:
         return ImageOps.exif_transpose(image)
     except _DAMAGE:

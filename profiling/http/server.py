@@ -319,7 +319,7 @@ class StandaloneLatencies:
         """Seconds that a request takes alone; None if nothing was measured."""
         if not self._points:
             return None
-        return self._whole_s(request.resolution.pixels) * request.num_inference_steps / self._num_steps
+        return self._whole_s(request.resolution.pixels) * request.num_steps / self._num_steps
 
     def _whole_s(self, pixels: int) -> float:
         least, most = self._points[0], self._points[-1]

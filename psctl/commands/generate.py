@@ -110,6 +110,8 @@ def draw(
     with out.status("Measuring which way of convolving is faster ..."):
         served.tune([request.resolution for request in requests], place.tables)
     with out.phases() as start:
+        if (edit := requests[0].edit) is not None and edit.template is not None:
+            served.use_template(requests[0], place.templates, start("template", requests[0].num_inference_steps))
         advance = start("denoising steps", sum(request.num_steps for request in requests))
         runner = Engine(
             served,

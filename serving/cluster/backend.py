@@ -154,7 +154,7 @@ class ClusterBackend:
 
         request, number = entry.request, entry.request.request_id
         waited_s = max(0.0, asyncio.get_running_loop().time() - request.arrival_s)
-        self._book.begin(number, request.resolution.pixels, request.num_inference_steps)
+        self._book.begin(number, request.resolution.pixels, request.num_steps)
         events = self._deployment.draw(request, waited_s, entry.num_partials, entry.follows_steps)
         entry.steps_done, entry.refused = 0, None
         try:
@@ -172,7 +172,7 @@ class ClusterBackend:
                     return _closed(request, "failed", told.reason)
                 elif isinstance(told, Stepped):
                     entry.steps_done = told.steps_done
-                    self._book.stepped(number, request.num_inference_steps - told.steps_done)
+                    self._book.stepped(number, max(0, request.num_steps - told.steps_done))
                     # What another replica has shown already is not shown again.
                     if told.steps_done > entry.most_steps:
                         entry.most_steps = told.steps_done

@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 MAX_TIMES_PIXELS = 64
 """Largest request, relative to the largest resolution that a model is made for; beyond it, images are useless."""
+MASKED_UP_TO = 0.6
+"""Share of the cells of an image up to which a masked pass is worth it: above it is as slow as a whole one, or slower
+(`tests/benchmarks/bench_edit.py`)."""
 _STEPS_TOGETHER = 4
 """Of a template's passes."""
 _MOST_SCHEDULES = 4096
@@ -62,7 +65,13 @@ class ServedModel:
         defaults: steps, guidance scale and resolutions that suit the model.
         options: which engine denoises, and how.
         decode: does the autoencoder's part; None for the pipeline's own.
+
+    Attributes:
+        templates: records that edits may read.
+        masked_up_to: share of an image's cells up to which they do.
     """
+
+    masked_up_to = MASKED_UP_TO
 
     def __init__(
         self,
@@ -197,7 +206,9 @@ class ServedModel:
             )
         prepared = PreparedRequest(request, latents, conditioning, state, is_guided, known=known)
         if self.templates is not None and (key := self.template_key(request)) is not None:
-            prepared.template = self.templates.find(key, self.device)
+            assert request.edit is not None
+            if self.family.geometry.active_share(request.edit) <= self.masked_up_to:
+                prepared.template = self.templates.find(key, self.device)
         self.stepper.prepare(prepared)
         # The denoise loop works on another stream.
         finish_stream(self.device)
@@ -233,6 +244,34 @@ class ServedModel:
             "seed": edit.template.seed,
             "rows": 2 if self.family.uses_guidance(request.guidance_scale) else 1,
         })  # fmt: skip
+
+    def use_template(self, request: Request, folder: Path, on_step: Callable[[int], None]) -> bool:
+        """Let edits of a template read its record in this folder, which is made if it is not there.
+
+        Args:
+            request: an edit of the template.
+            folder: of records.
+            on_step: called with how many steps of it are recorded more.
+
+        Returns:
+            Whether it was recorded now.
+
+        Raises:
+            UsageError: records do not suit the engine, or the size of the image.
+            RunError: as `TemplateStore.add`.
+        """
+        self.templates = self.templates or TemplateStore(folder)
+        key = self.template_key(request)
+        if key is None:
+            cell = self.family.geometry.cell * self.family.geometry.latent_factor
+            raise UsageError(
+                f"resolution {request.resolution}: to reuse what an image's template has shown, width and height must "
+                f"be multiples of {cell} pixels for {self.name}, on the patch engine"
+            )
+        if self.templates.find(key, self.device) is not None:
+            return False
+        self.templates.add(key, self.record_template(request, on_step))
+        return True
 
     @torch.inference_mode()
     def record_template(self, request: Request, on_step: Callable[[int], None] = lambda count: None) -> TemplateRecord:

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 
 from .batches.api import batch_routes
 from .batches.store import Batches
+from .edits import EDITS, edit_in
 from .errors import ApiError, cancelled
 from .front_end import FrontEnd
 from .guards import caller_of
@@ -18,9 +19,9 @@ from .images import base64_of
 from .json_body import object_in
 from .live import Live
 from .metrics import CONTENT_TYPE, Metrics
-from .openapi import errors, generation_body
+from .openapi import edit_body, errors, generation_body
 from .page import page_response
-from .protocol import GENERATIONS, MAX_IMAGES, check_model, parse_generation
+from .protocol import GENERATIONS, MAX_IMAGES, Generation, check_model, parse_generation
 from .sse import events_of, usage_of
 from .tickets import Ticket, metrics_of
 
@@ -55,13 +56,25 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
     )
     async def generate(request: Request) -> Response:
         arrival_s = asyncio.get_running_loop().time()
-        caller = caller_of(request.scope)
         wanted = parse_generation(
             await object_in(request),
             front_end.model,
             front_end.limits,
             header_slo=request.headers.get("x-slo-seconds"),
         )
+        return await answered(request, wanted, arrival_s)
+
+    @app.post(
+        EDITS,
+        openapi_extra=edit_body(front_end.model, front_end.limits),
+        responses=errors(400, 401, 403, 404, 408, 409, 413, 415, 429, 500, 503, 504),
+    )
+    async def edit(request: Request) -> Response:
+        arrival_s = asyncio.get_running_loop().time()
+        return await answered(request, await edit_in(request, front_end.model, front_end.limits), arrival_s)
+
+    async def answered(request: Request, wanted: Generation, arrival_s: float) -> Response:
+        caller = caller_of(request.scope)
 
         async def drawn() -> Ticket:
             ticket = await front_end.generate(
@@ -101,10 +114,9 @@ def make_app(front_end: FrontEnd, metrics: Metrics, live: Live, batches: Batches
             raise ApiError(404, "there is no such image, or it is too old", code="not_found")
         return Response(found.content, media_type=found.media_type, headers={"Cache-Control": "private, max-age=3600"})
 
-    @app.post("/v1/images/edits", include_in_schema=False)
     @app.post("/v1/images/variations", include_in_schema=False)
-    async def edits() -> None:
-        raise ApiError(404, "images cannot be edited here", code="unsupported_endpoint")
+    async def variations() -> None:
+        raise ApiError(404, "there are no variations of images here", code="unsupported_endpoint")
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -205,7 +217,7 @@ def _status_of(ticket: Ticket, base_url: str) -> dict[str, Any]:
         "status": status,
         "created": int(ticket.created_s),
         "seeds": list(wanted.seeds),
-        "num_inference_steps": wanted.num_inference_steps,
+        "num_inference_steps": wanted.num_steps,
         "steps_done": [ticket.steps_done.get(index, 0) for index in range(len(wanted.seeds))],
     }
     if status == "completed":

@@ -22,7 +22,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 BODY_WITHIN_S, FILE_WITHIN_S, SEND_WITHIN_S = 10.0, 300.0, 30.0
 _MOST_FILES = 4
-"""Large bodies that are read at the same time: each is in memory as a whole."""
+"""Large bodies of one path that are read at the same time: each is in memory as a whole."""
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/favicon.ico"})
 """Need no key: they tell nothing of anybody's requests. The page asks for the key and sends it with what it fetches."""
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
@@ -101,7 +101,7 @@ class Guards:
         self._app, self._keys = app, keys
         self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
         self._max_body, self._large_paths, self._on_answer = max_body, large_paths or {}, on_answer
-        self._files = asyncio.Semaphore(_MOST_FILES)
+        self._rooms = {path: asyncio.Semaphore(_MOST_FILES) for path in self._large_paths}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -131,9 +131,12 @@ class Guards:
                 else self._keys.owner(headers.get("authorization"))
             )
             scope.setdefault("state", {})[_STATE_KEY] = Caller(request_id, owner)
-            async with self._files if self._is_large(scope) else contextlib.nullcontext():
-                body = await self._read(scope, headers, receive)
-                await self._app(scope, _Replay(body, receive), guarded_send)
+            async with contextlib.AsyncExitStack() as room:
+                if self._is_large(scope):
+                    await room.enter_async_context(self._rooms[scope["path"]])
+                await self._app(
+                    scope, _Replay(await self._read(scope, headers, receive), receive, room.aclose), guarded_send
+                )
         except ApiError as error:
             if has_begun:
                 raise
@@ -228,16 +231,20 @@ class _Headers:
 
 
 class _Replay:
-    """Gives the body that was read, then what comes after it: that the client has left."""
+    """Gives the body that was read, then what comes after it: that the client has left.
 
-    def __init__(self, body: bytes, receive: Receive) -> None:
+    Whoever asks for that has done with the body, and only waits for images: `leave` lets the next large body in.
+    """
+
+    def __init__(self, body: bytes, receive: Receive, leave: Callable[[], Awaitable[None]]) -> None:
         self._body: bytes | None = body
-        self._receive = receive
+        self._receive, self._leave = receive, leave
 
     async def __call__(self) -> Message:
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
+        await self._leave()
         return await self._receive()
 
 

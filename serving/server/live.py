@@ -155,7 +155,7 @@ class Live(Watcher):
             "id": ticket.numbers[0] if ticket.numbers else number,
             "size": str(wanted.resolution),
             "status": ticket.status,
-            "num_inference_steps": wanted.num_inference_steps,
+            "num_inference_steps": wanted.num_steps,
             "steps_done": [ticket.steps_done.get(index, 0) for index in range(len(wanted.seeds))],
             "waited_s": now_s - ticket.arrival_s,
             "slack_s": None if slo_s is None else ticket.arrival_s + slo_s - now_s,

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ...data.edits import MAX_FEATHER_PX
 from ...data.requests import MAX_SEED
 from .limits import Limits
 from .protocol import GENERATIONS, MAX_IMAGES, MAX_PARTIALS, MAX_USER, QUALITIES, ModelFacts
@@ -41,10 +42,37 @@ def generation_body(model: ModelFacts, limits: Limits) -> dict[str, Any]:
     """The body of `POST /v1/images/generations`, for `openapi_extra`."""
     sizes = ["auto", *map(str, model.defaults.resolutions)]
     properties: dict[str, Any] = {
+        **_shared(model, limits),
+        "size": {"type": "string", "pattern": "^(auto|[1-9][0-9]{0,5}x[1-9][0-9]{0,5})$", "examples": sizes},
+        "moderation": {"enum": ["auto", "low"]},
+        "style": {"enum": ["vivid", "natural"]},
+    }
+    schema = {"type": "object", "required": ["prompt"], "properties": properties, "additionalProperties": False}
+    return body_of(schema)
+
+
+def edit_body(model: ModelFacts, limits: Limits) -> dict[str, Any]:
+    """The body of `POST /v1/images/edits`; several clients call the image `image[]`."""
+    file = {"type": "string", "format": "binary"}
+    properties: dict[str, Any] = {
+        "image": file,
+        "mask": file,
+        **_shared(model, limits),
+        "size": {"type": "string", "description": "auto, or what the image has", "examples": ["auto"]},
+        "input_fidelity": {"enum": ["low", "high"], "description": "without effect"},
+        "strength": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+        "paste": {"type": "boolean"},
+        "feather_px": _whole(0, MAX_FEATHER_PX),
+    }
+    schema = {"type": "object", "required": ["image", "prompt"], "properties": properties}
+    return body_of(schema, "multipart/form-data")
+
+
+def _shared(model: ModelFacts, limits: Limits) -> dict[str, Any]:
+    return {
         "prompt": {"type": "string", "maxLength": limits.max_prompt},
         "model": {"enum": list(model.names)},
         "n": _whole(1, MAX_IMAGES),
-        "size": {"type": "string", "pattern": "^(auto|[1-9][0-9]{0,5}x[1-9][0-9]{0,5})$", "examples": sizes},
         "response_format": {"enum": ["b64_json", "url"]},
         "output_format": {"enum": ["png", "jpeg", "webp"]},
         "output_compression": _whole(0, 100),
@@ -52,9 +80,7 @@ def generation_body(model: ModelFacts, limits: Limits) -> dict[str, Any]:
         "stream": {"type": "boolean"},
         "partial_images": _whole(0, MAX_PARTIALS),
         "user": {"type": "string", "maxLength": MAX_USER},
-        "moderation": {"enum": ["auto", "low"]},
         "quality": {"enum": list(QUALITIES)},
-        "style": {"enum": ["vivid", "natural"]},
         "seed": _whole(0, MAX_SEED),
         "num_inference_steps": _whole(1, limits.max_steps),
         "guidance_scale": {"type": "number", "minimum": 0, "maximum": 100},
@@ -62,8 +88,6 @@ def generation_body(model: ModelFacts, limits: Limits) -> dict[str, Any]:
         "progress": {"type": "boolean"},
         "slo": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1e9},
     }
-    schema = {"type": "object", "required": ["prompt"], "properties": properties, "additionalProperties": False}
-    return body_of(schema)
 
 
 def batch_body() -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What `POST /v1/images/generations` takes, checked field by field; the answers are made elsewhere.
 
 Names and meanings are those of OpenAI's images API; `seed`, `num_inference_steps`, `guidance_scale`, `negative_prompt`,
-`progress` and `slo` are ours.
+`progress` and `slo` are ours. Edits take most of it, too: see `edits`.
 """
 
 import math
@@ -9,13 +9,16 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ...data.requests import MAX_SEED
 from ...data.resolution import Resolution
 from ..models.defaults import ModelDefaults
 from .errors import ApiError, invalid
 from .limits import Limits
+
+if TYPE_CHECKING:
+    from ...data.edits import EditSpec
 
 GENERATIONS = "/v1/images/generations"
 OutputFormat = Literal["png", "jpeg", "webp"]
@@ -59,6 +62,7 @@ class Generation:
         seeds: one for each image: the one that was given or drawn, counting up.
         slo_s: how long it may take; None: as long as the server's own SLO.
         progress: whether a stream tells of every step.
+        edit: the image to start from, and what may change in it; None for new images.
     """
 
     prompt: str
@@ -75,11 +79,23 @@ class Generation:
     progress: bool = False
     slo_s: float | None = None
     quality: str = "auto"
+    edit: "EditSpec | None" = None
+
+    @property
+    def kind(self) -> str:
+        """What OpenAI's names of its events begin with."""
+        return "image_generation" if self.edit is None else "image_edit"
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps each image takes."""
+        steps = self.num_inference_steps
+        return steps if self.edit is None else self.edit.num_steps(steps)
 
     @property
     def pixel_steps(self) -> int:
         """Pixels times steps, over all images."""
-        return len(self.seeds) * self.resolution.pixels * self.num_inference_steps
+        return len(self.seeds) * self.resolution.pixels * self.num_steps
 
 
 def parse_generation(
@@ -96,12 +112,21 @@ def parse_generation(
     Raises:
         ApiError: a field is unknown, missing or not allowed (400), or the model is not served (404).
     """
-    fields = _Fields(body)
+    fields = Fields(body)
+    size = fields.text("size", most=32)
+    resolution = parse_size("auto" if size is None else size, model, limits)
+    fields.word("moderation", "auto", ("auto", "low"))
+    fields.word("style", "vivid", ("vivid", "natural"))
+    return take_generation(fields, resolution, model, limits, header_slo)
+
+
+def take_generation(
+    fields: "Fields", resolution: Resolution, model: ModelFacts, limits: Limits, header_slo: str | None
+) -> Generation:
+    """Check the fields that generations and edits share, which must be all that are left. Raises ApiError."""
     check_model(fields.text("model", most=MAX_USER), model)
     prompt = fields.required("prompt", most=limits.max_prompt)
     num_images = fields.whole("n", 1, 1, MAX_IMAGES)
-    size = fields.text("size", most=32)
-    resolution = parse_size("auto" if size is None else size, model, limits)
     quality = fields.word("quality", "auto", tuple(QUALITIES))
     usual_steps = max(1, round(model.defaults.num_inference_steps * QUALITIES[quality]))
     steps = fields.whole("num_inference_steps", min(usual_steps, limits.max_steps), 1, limits.max_steps)
@@ -132,8 +157,6 @@ def parse_generation(
     )
     if fields.word("background", "auto", ("auto", "opaque", "transparent")) == "transparent":
         raise invalid("background is 'transparent', but images have no alpha channel: auto or opaque", "background")
-    fields.word("moderation", "auto", ("auto", "low"))
-    fields.word("style", "vivid", ("vivid", "natural"))
     fields.text("user", most=MAX_USER)
     if stream and generation.response_format == "url":
         raise invalid("response_format is 'url', but a stream sends b64_json", "response_format")
@@ -159,12 +182,16 @@ def parse_size(text: str, model: ModelFacts, limits: Limits) -> Resolution:
     match = _SIZE.fullmatch(text)
     if match is None:
         raise invalid(f"size is {shown(text)}, but it must be WIDTHxHEIGHT in pixels, or auto", "size")
-    size = Resolution(int(match[1]), int(match[2]))
+    return check_size(Resolution(int(match[1]), int(match[2])), "size", model, limits)
+
+
+def check_size(size: Resolution, name: str, model: ModelFacts, limits: Limits) -> Resolution:
+    """The size, which the field of this name has, if images may have it. Raises ApiError."""
     multiple = model.size_multiple
     if size.width % multiple or size.height % multiple:
-        raise invalid(f"size is {text}, but width and height must be multiples of {multiple}", "size")
+        raise invalid(f"{name} is {size}, but width and height must be multiples of {multiple}", name)
     if size.pixels > limits.max_pixels:
-        raise invalid(f"size is {text}, but an image may have at most {limits.max_pixels:,} pixels", "size")
+        raise invalid(f"{name} is {size}, but an image may have at most {limits.max_pixels:,} pixels", name)
     return size
 
 
@@ -179,7 +206,7 @@ def shown(value: object) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
-class _Fields:
+class Fields:
     """Takes the fields of a body one by one; null is as good as none. What nobody took is unknown."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
@@ -241,11 +268,11 @@ class _Fields:
             raise invalid(f"{name} is {shown(value)}, but it must be one of {', '.join(allowed)}", name)
         return value
 
-    def flag(self, name: str) -> bool:
+    def flag(self, name: str, default: bool = False) -> bool:
         """True or false."""
         value = self._left.pop(name, None)
         if value is None:
-            return False
+            return default
         if not isinstance(value, bool):
             raise invalid(f"{name} is {shown(value)}, but it must be true or false", name)
         return value

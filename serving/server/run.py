@@ -15,6 +15,7 @@ from .app import make_app
 from .batches.api import FILES
 from .batches.store import MAX_FILE_BYTES, Batches
 from .connections import TimedConnection
+from .edits import EDITS, MAX_EDIT_BYTES
 from .front_end import FrontEnd
 from .guards import ANY_ADDRESS, LOOPBACK, Guards, Keys, Scope
 from .live import Live
@@ -116,7 +117,7 @@ async def serve_forever(
         keys=Keys(address.keys),
         hosts=address.hosts,
         max_body=front_end.limits.max_body_bytes,
-        large_paths={FILES: MAX_FILE_BYTES},
+        large_paths={FILES: MAX_FILE_BYTES, EDITS: MAX_EDIT_BYTES},
         on_answer=on_answer,
     )
     config = uvicorn.Config(

@@ -62,7 +62,7 @@ def _content_of(told: Partial | Progress | Drawn, ticket: Ticket) -> dict[str, A
     wanted = ticket.generation
     if isinstance(told, Progress):
         return {
-            "type": "image_generation.progress",
+            "type": f"{wanted.kind}.progress",
             "image_index": told.image_index,
             "steps_done": told.steps_done,
             "num_inference_steps": told.num_steps,
@@ -76,7 +76,7 @@ def _content_of(told: Partial | Progress | Drawn, ticket: Ticket) -> dict[str, A
     }
     if isinstance(told, Partial):
         return {
-            "type": "image_generation.partial_image",
+            "type": f"{wanted.kind}.partial_image",
             "b64_json": base64_of(told.content),
             "partial_image_index": told.index,
             "image_index": told.image_index,
@@ -84,7 +84,7 @@ def _content_of(told: Partial | Progress | Drawn, ticket: Ticket) -> dict[str, A
         }
     index = ticket.numbers.index(told.record.request_id)
     return {
-        "type": "image_generation.completed",
+        "type": f"{wanted.kind}.completed",
         "b64_json": base64_of(told.content),
         "image_index": index,
         "seed": wanted.seeds[index],

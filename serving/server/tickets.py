@@ -117,15 +117,17 @@ class Ticket(Follower):
 
     @property
     def num_bytes(self) -> int:
-        """Of its images."""
-        return sum(len(drawn.content) for drawn in self.drawn.values())
+        """Of its images, and of the one that it edits."""
+        edit = self.generation.edit
+        edited = 0 if edit is None else edit.image.nbytes + edit.mask.nbytes
+        return edited + sum(len(drawn.content) for drawn in self.drawn.values())
 
     def on_step(self, request_id: int, steps_done: int) -> None:
         """See `Follower`."""
         index = self.numbers.index(request_id)
         self.steps_done[index] = steps_done
         if self.generation.progress:
-            self._in_turn(self._say(Progress(index, steps_done, self.generation.num_inference_steps)))
+            self._in_turn(self._say(Progress(index, steps_done, self.generation.num_steps)))
 
     def on_partial(self, request_id: int, index: int, image: "Image") -> None:
         """See `Follower`."""

@@ -53,6 +53,12 @@ def test_masks_and_images_are_turned_upright() -> None:
     assert (read_image(content, "image")[..., 0] >= 128).tolist() == mask.tolist()
 
 
+def test_unreadable_exif_counts_as_none() -> None:
+    mask = mask_of(SIZE)
+    content = file_of(Image.fromarray(mask), "PNG", exif=b"Exif\0\0no TIFF")
+    assert (read_mask(content, "mask") == mask).all()
+
+
 @pytest.mark.parametrize("read", [read_image, read_mask])
 def test_what_is_no_single_whole_image_is_refused(read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     good = file_of(Image.fromarray(image_of(SIZE)))

@@ -46,6 +46,9 @@ DRAWING = {"--num-prompts": "2", "--num-inference-steps": "2", "--resolutions": 
 TINY: dict[str, dict[str, str]] = {
     "generate": {"--num-inference-steps": "4"},
     "edit": {"--num-inference-steps": "4"},
+    "templates add": {"--num-inference-steps": "4"},
+    "templates list": {},
+    "templates check": {},
     "serve": {"--num-prompts": "3", "--num-inference-steps": "2", "--resolutions": SIZES, "--request-rate": "20"},
     "simulate": {"--num-prompts": "40"},
     "profile": {},

@@ -1,6 +1,7 @@
 """Whatever clients send wrong is told exactly, and the server still draws: over real connections to a real server."""
 
 import gzip
+import io
 import json
 import math
 import socket
@@ -10,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from PIL import Image
 
 from ..support.bad_requests import BODIES, WRONG
 from ..support.http_server import HttpServer, until
@@ -17,7 +19,11 @@ from ..support.tiny_models import save_tiny, tiny_sdxl
 
 pytestmark = pytest.mark.slow
 ASK = {"prompt": "a cat", "num_inference_steps": 2, "slo": 60}
-GENERATIONS = "/v1/images/generations"
+TEXTS = (
+    *("prompt", "negative_prompt", "header_slo", "response_format", "output_format", "background", "quality"),
+    *("user", "model", "colour"),
+)
+GENERATIONS, EDITS = "/v1/images/generations", "/v1/images/edits"
 HEAD = (
     f"POST {GENERATIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     "Authorization: Bearer good\r\n"
@@ -65,6 +71,31 @@ def test_wrong_fields(http: httpx.Client) -> None:
     assert count >= 70
 
 
+def test_wrong_fields_of_edits(http: httpx.Client) -> None:
+    file = io.BytesIO()
+    Image.new("RGBA", (128, 128)).save(file, "PNG")
+    count = 0
+    for fields, param, code, status in WRONG:
+        # The text of a form is a number where one is wanted, so that not all that is wrong in JSON is wrong here.
+        if any(
+            name in ("size", "moderation", "\ud800") or value == "\ud800" or (name in TEXTS) != isinstance(value, str)
+            for name, value in fields.items()
+            if value is not None
+        ):
+            continue
+        form: dict[str, Any] = {"prompt": "a cat", **fields}
+        headers = {"x-slo-seconds": form.pop("header_slo")} if "header_slo" in form else {}
+        parts = {name: (None, _text(value)) for name, value in form.items() if value is not None}
+        answer = http.post(EDITS, files={"image": file.getvalue(), **parts}, headers=headers)
+        assert told(answer) == (status, param, code), fields
+        count += 1
+    assert count >= 50
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
 def test_bodies_that_are_no_json_object(http: httpx.Client) -> None:
     for body in BODIES:
         answer = http.post(GENERATIONS, content=body, headers={"content-type": "application/json"})
@@ -104,7 +135,17 @@ def test_bodies_that_are_no_json_object(http: httpx.Client) -> None:
         ("GET", f"{GENERATIONS}/img_0", {}, (404, "not_found")),
         ("DELETE", f"{GENERATIONS}/img_0", {}, (404, "not_found")),
         ("GET", "/v1/models/another", {}, (404, "model_not_found")),
-        ("POST", "/v1/images/edits", {"json": {}}, (404, "unsupported_endpoint")),
+        ("POST", EDITS, {"json": {}}, (415, "unsupported_media_type")),
+        ("POST", EDITS, {"files": {"image": b"x"}}, (400, "invalid_value")),
+        ("POST", EDITS, {"files": {"image": b"x"}, "headers": {"authorization": ""}}, (401, "missing_api_key")),
+        ("POST", EDITS, {"files": {"image": b"x"}, "headers": {"host": "evil.example"}}, (403, "host_not_allowed")),
+        # Pages of others can send forms without asking first.
+        *(
+            ("POST", path, {"files": {"image": b"x"}, "headers": {"origin": origin}}, (403, "origin_not_allowed"))
+            for path in (EDITS, "/v1/files")
+            for origin in ("http://evil.example", "null")
+        ),
+        ("GET", EDITS, {}, (405, "method_not_allowed")),
         ("POST", "/v1/images/variations", {"json": {}}, (404, "unsupported_endpoint")),
         ("GET", "/v1/files/file-0", {}, (404, "not_found")),
         ("GET", "/v1/files/..%2fsecret", {}, (404, "unknown_url")),
@@ -193,6 +234,11 @@ def spoken(server: HttpServer, sent: str) -> tuple[str, str]:
             parts.append(part)
     head, _, body = b"".join(parts).decode().partition("\r\n\r\n")
     return head, body
+
+
+def test_forms_may_be_larger_but_not_of_any_size(http: httpx.Client, server: HttpServer) -> None:
+    head, body = spoken(server, HEAD.replace(GENERATIONS, EDITS) + "Content-Length: 50000001\r\n\r\n")
+    assert (head.split()[1], json.loads(body)["error"]["code"]) == ("413", "body_too_large")
 
 
 def test_those_who_are_slow_are_let_go(http: httpx.Client, server: HttpServer) -> None:

@@ -46,6 +46,53 @@ def test_an_edit_is_that_of_diffusers_and_keeps_the_rest(run_psctl: RunPsctl, fo
     assert (first != second)[mask].any()
 
 
+def test_a_template_is_recorded_once_and_edits_read_it(run_psctl: RunPsctl, folder: Path) -> None:
+    where = {"PSCTL_MODEL": str(folder / "sdxl"), "PSCTL_WORKSPACE": str(folder / "space")}
+    Image.fromarray(image_of(Resolution(64, 64))).save(folder / "room.png")
+    mask = np.zeros((64, 64), bool)
+    mask[:32, :32] = True
+    Image.fromarray(mask).save(folder / "mask.png")
+    added = run_psctl("templates", "add", folder / "room.png", "--template-seed", "3", "--json", **where)
+    assert added.returncode == 0, added.stderr
+    template = json.loads(added.stdout)
+    assert template["is_new"]
+    again = run_psctl("templates", "add", folder / "room.png", "--template-seed", "3", "--json", **where)
+    assert json.loads(again.stdout) == template | {"is_new": False}
+    edit = ("edit", folder / "room.png", "a hat", "--mask", folder / "mask.png", "--reuse", "--template-seed", "3")
+    run = run_psctl(*edit, "-o", folder / "one.png", **where)
+    assert run.returncode == 0, run.stderr
+    assert "template:" in added.stderr
+    assert "template:" not in run.stderr
+    exact = run_psctl(*edit[:5], "-o", folder / "two.png", **where)
+    assert exact.returncode == 0, exact.stderr
+    images = [np.asarray(Image.open(folder / name)).astype(int) for name in ("room.png", "one.png", "two.png")]
+    for drawn in images[1:]:
+        assert (drawn[~mask] == images[0][~mask]).all()
+        assert (drawn[mask] != images[0][mask]).any()
+    listed = json.loads(run_psctl("templates", "list", "--json", **where).stdout)
+    assert [(each["id"], each["about"]["size"]) for each in listed] == [(template["id"], "64x64")]
+    assert run_psctl("templates", "check", **where).stdout.strip() == "1 templates are whole."
+    step = next(Path(template["folder"]).glob("step-*.safetensors"))
+    step.write_bytes(step.read_bytes()[:-8])
+    checked = run_psctl("templates", "check", **where)
+    assert checked.returncode == 1
+    assert f"template {template['id']} is damaged" in checked.stdout
+    wrong = run_psctl("templates", "remove", "nothing", **where)
+    assert (wrong.returncode, len(wrong.stderr.splitlines())) == (2, 1)
+    assert run_psctl("templates", "remove", template["id"], **where).returncode == 0
+    assert json.loads(run_psctl("templates", "list", "--json", **where).stdout) == []
+
+
+@pytest.mark.parametrize("option", [["--engine", "plain"], ["--cache", "interval"], ["--compile"]])
+def test_reuse_is_refused_where_nothing_can_be_masked(run_psctl: RunPsctl, folder: Path, option: list[str]) -> None:
+    run = run_psctl(
+        "edit", folder / "room.png", "a hat", "--mask", folder / "mask.png", "--reuse", *option,
+        PSCTL_MODEL=str(folder / "sdxl"),
+    )  # fmt: skip
+    assert (run.returncode, len(run.stderr.splitlines())) == (2, 1), run.stderr
+    assert "--reuse computes parts of an image" in run.stderr
+
+
 def test_what_cannot_be_edited_is_said_in_one_line_before_anything_is_loaded(run_psctl: RunPsctl, folder: Path) -> None:
     thin = np.zeros((SIZE.height, SIZE.width), bool)
     thin[3] = True

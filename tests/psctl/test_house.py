@@ -297,6 +297,7 @@ def test_help_has_the_commands_as_a_day_goes(spawn_psctl: RunPsctl) -> None:
         "serve",
         "generate",
         "edit",
+        "templates",
         "batch",
         "demo",
         "profile",

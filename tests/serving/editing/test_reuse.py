@@ -24,14 +24,14 @@ from ...support.patched_models import relative_error
 from ...support.tiny_models import plain_latents
 from .test_exact import SAMPLERS, pipeline
 
-SMALL, LARGE, WIDE = Resolution(32, 32), Resolution(64, 64), Resolution(96, 32)
+SMALL, LARGE, WIDE = Resolution(64, 64), Resolution(128, 128), Resolution(96, 64)
 TEMPLATE = TemplateSpec("a picture", 5)
 
 
 def model_with(pipe: Any, folder: Path, requests: Sequence[Request] = ()) -> ServedModel:
     """With the records of these edits' templates."""
     model = build_model(pipe, name="tiny")
-    model.templates = TemplateStore(folder)
+    model.templates, model.masked_up_to = TemplateStore(folder), 1.0
     for request in requests:
         key = model.template_key(request)
         assert key is not None
@@ -52,7 +52,7 @@ def serve(model: ServedModel, requests: Sequence[Request]) -> RunResult:
 
 def edits() -> list[Request]:
     return [
-        edit_request(0, SMALL, "box", template=TEMPLATE),
+        edit_request(0, SMALL, "line", template=TEMPLATE),
         edit_request(1, LARGE, "ellipse", 0.5, num_steps=9, template=TEMPLATE),
         edit_request(2, WIDE, "line", num_steps=4, guidance_scale=1.0, template=TEMPLATE),
     ]
@@ -69,8 +69,9 @@ def test_an_edit_of_the_whole_image_is_its_twin(family: str, sampler: str | None
 @pytest.mark.parametrize("family", ["sd", "sdxl", "sd3"])
 def test_edits_in_a_mixed_batch_are_those_alone(family: str, tmp_path: Path) -> None:
     pipe = pipeline(family)
-    # The smallest cell of this size is all of it.
     model = model_with(pipe, tmp_path, edits())
+    shares = [model.family.geometry.active_share(request.edit) for request in edits() if request.edit]
+    assert max(shares) < 1
     new = Request(3, "a car", LARGE, 5, 4.0, seed=2)
     exact = edit_request(4, SMALL, seed=1)
     together = serve(model, [*edits(), new, exact])
@@ -92,8 +93,17 @@ def test_outside_the_mask_latents_end_as_the_images_and_inside_near_the_twins(fa
     twin = serve(model_with(pipe, tmp_path / "none"), [request]).latents[0]
     outside = ~known.mask.expand_as(known.clean)
     assert torch.equal(reused[outside], known.clean[outside])
-    assert not torch.equal(reused, twin)
-    assert relative_error([reused], [twin]) <= 0.2
+    # Random weights; what trained ones make of it is measured elsewhere.
+    assert 1e-3 <= relative_error([reused], [twin]) <= 0.5
+
+
+def test_large_masks_are_not_worth_a_masked_pass(tmp_path: Path) -> None:
+    requests = [edit_request(index, LARGE, kind, template=TEMPLATE) for index, kind in enumerate(("box", "all"))]
+    model = model_with(pipeline("sdxl"), tmp_path, requests[:1])
+    model.masked_up_to = 0.9
+    shares = [model.family.geometry.active_share(request.edit) for request in requests if request.edit]
+    assert shares[0] < 0.9 < shares[1]
+    assert [model.prepare(request).template is None for request in requests] == [False, True]
 
 
 def test_without_a_record_an_edit_is_its_twin(tmp_path: Path) -> None:

@@ -1,0 +1,135 @@
+"""`psctl templates add|list|check|remove`: records of images, which edits read in place of what they do not compute."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ...data.errors import RunError, UsageError
+from ...data.requests import Request
+from ..options.common import GuidanceScale, NumInferenceSteps
+from ..options.target import Target
+from ..options.templates import TemplatePrompt, TemplateSeed
+from ..output import Output
+
+_Ids = Annotated[
+    list[str] | None, typer.Argument(metavar="[ID]...", help="Of psctl templates list.", show_default=False)
+]
+
+
+def templates_add(
+    *,
+    image: Annotated[Path, typer.Argument(metavar="IMAGE", help="The image that will be edited.", show_default=False)],
+    num_inference_steps: NumInferenceSteps = None,
+    guidance_scale: GuidanceScale = None,
+    template_prompt: TemplatePrompt = "",
+    template_seed: TemplateSeed = 0,
+    target: Target,
+    out: Output,
+) -> None:
+    """Record an image ahead of its edits, which psctl edit --reuse would do at the first.
+
+    A record is for one number of steps, and for guided edits or for others; masks, prompts and seeds may differ.
+
+    Examples:
+
+        psctl templates add room.png
+        psctl templates add room.png --num-inference-steps 20 --template-prompt "a living room"
+    """
+    import numpy as np
+
+    from ...data.datasets.decode import read_content
+    from ...data.edits import EditSpec, TemplateSpec, read_image
+    from ...serving.models.loading import model_geometry
+
+    pixels = read_image(read_content(image), str(image))
+    everywhere = np.ones(pixels.shape[:2], dtype=bool)
+    edit = EditSpec(pixels, everywhere, template=TemplateSpec(template_prompt, template_seed))
+    defaults = target.defaults()
+    request = Request(
+        0,
+        template_prompt,
+        edit.resolution,
+        defaults.num_inference_steps if num_inference_steps is None else num_inference_steps,
+        defaults.guidance_scale if guidance_scale is None else guidance_scale,
+        edit=edit,
+    )
+    model_geometry(target.model).check_size(edit.resolution, target.model)
+    served, place = target.load(out)
+    served.check_request(request)
+    with out.phases() as start:
+        is_new = served.use_template(request, place.templates, start("template", request.num_inference_steps))
+    key = served.template_key(request)
+    assert key is not None
+    served.close()
+    result = {"id": key.digest, "is_new": is_new, "folder": str(place.templates / key.digest)}
+    out.data(result, table=f"{key.digest}{'' if is_new else ' (was there already)'}")
+
+
+def templates_list(*, target: Target, out: Output) -> None:
+    """List the records of a model's images.
+
+    Examples:
+
+        psctl templates list
+        psctl templates list --model emoji-3 --json
+    """
+    found = _store(target).list()
+
+    def line(each: dict[str, Any]) -> str:
+        if "error" in each:
+            return f"{each['id']}: damaged: {each['error']}"
+        about = each["about"]
+        prompt = f", {about['prompt']!r}" if about["prompt"] else ""
+        return (
+            f"{each['id']}: {about['size']}, {about['num_inference_steps']} steps, "
+            f"{'guided' if about['rows'] == 2 else 'unguided'}, {each['bytes'] / 1e6:.1f} MB{prompt}"
+        )
+
+    out.data(found, table="\n".join(map(line, found)) or "There are no templates.")
+
+
+def templates_check(*, ids: _Ids = None, target: Target, out: Output) -> None:
+    """Compare records with their checksums; all of them, or those named. The exit code is 1 if one is damaged.
+
+    Examples:
+
+        psctl templates check
+    """
+    store = _store(target)
+    damaged: dict[str, str] = {}
+    chosen = ids or [each["id"] for each in store.list()]
+    for each in chosen:
+        try:
+            store.check(each)
+        except RunError as error:
+            damaged[each] = str(error)
+    out.data(
+        {"checked": len(chosen), "damaged": damaged},
+        table="\n".join(damaged.values()) or f"{len(chosen)} templates are whole.",
+    )
+    if damaged:
+        raise RunError(f"{len(damaged)} of {len(chosen)} templates are damaged; psctl templates remove deletes them")
+
+
+def templates_remove(*, ids: _Ids = None, target: Target, out: Output) -> None:
+    """Delete records.
+
+    Examples:
+
+        psctl templates remove 0f3c9a6d5be21b7741d0a6ee
+    """
+    if not ids:
+        raise UsageError("no template: name those to delete, see psctl templates list")
+    store = _store(target)
+    for each in ids:
+        store.remove(each)
+    out.data({"removed": ids}, table=f"{len(ids)} templates are deleted.")
+
+
+def _store(target: Target) -> Any:
+    from ...serving.editing.templates import TemplateStore
+    from ...serving.models.loading import resolve_device
+
+    target.defaults()  # refuses what is no model
+    return TemplateStore(target.root.for_model(target.model, str(resolve_device(target.device))).templates)

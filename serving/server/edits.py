@@ -1,0 +1,128 @@
+"""What `POST /v1/images/edits` takes: a form with an image, a mask, and fields as text. No torch.
+
+Names and meanings are those of OpenAI's images API; `strength`, `paste`, `feather_px` and what is ours of generations
+are ours.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from fastapi.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from ...data.datasets.decode import size_of
+from ...data.edits import MAX_FEATHER_PX, EditSpec, has_alpha, read_image, read_mask
+from ...data.errors import UsageError
+from ...data.resolution import Resolution
+from .errors import ApiError, invalid
+from .limits import Limits
+from .protocol import MAX_USER, Fields, Generation, ModelFacts, check_size, shown, take_generation
+
+EDITS = "/v1/images/edits"
+MAX_EDIT_BYTES = 50_000_000
+_MOST_PARTS = 64
+_VALUES = (
+    *("n", "seed", "num_inference_steps", "guidance_scale", "output_compression", "partial_images", "slo"),
+    *("strength", "feather_px", "stream", "progress", "paste"),
+)
+"""Fields that are numbers, true or false; all others are text, whatever they look like."""
+_VALUE = re.compile(r"true|false|-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?([eE][-+]?[0-9]{1,3})?", re.ASCII)
+_FORMATS = re.compile(rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|RIFF.{4}WEBP", re.DOTALL)
+"""How OpenAI's formats begin. Pillow knows many more, some of which run other programs."""
+_PARAM = re.compile("(?:the )?(image|mask|strength|feather_px)")
+"""How messages about edits begin: with the field."""
+
+
+async def edit_in(request: Request, model: ModelFacts, limits: Limits) -> Generation:
+    """The edit that a request asks for.
+
+    Raises:
+        ApiError: the body is no form (415, or 400 where it is damaged), and what `parse_edit` raises.
+    """
+    content_type = request.headers.get("content-type", "")
+    if content_type.partition(";")[0].strip().lower() != "multipart/form-data":
+        message = "the body must be a form (Content-Type: multipart/form-data)"
+        raise ApiError(415, message, code="unsupported_media_type")
+    most = limits.max_body_bytes
+    try:
+        async with request.form(max_files=_MOST_PARTS, max_fields=_MOST_PARTS, max_part_size=most) as form:
+            parts = [(name, part if isinstance(part, str) else await part.read()) for name, part in form.multi_items()]
+    except (HTTPException, UnicodeError) as error:
+        reason = error.detail if isinstance(error, HTTPException) else str(error)
+        raise invalid(f"the body is not a valid form: {reason}", code="invalid_form") from None
+    # Decoding takes some time.
+    return await run_in_threadpool(
+        partial(parse_edit, parts, model, limits, header_slo=request.headers.get("x-slo-seconds"))
+    )
+
+
+def parse_edit(
+    parts: Sequence[tuple[str, str | bytes]], model: ModelFacts, limits: Limits, *, header_slo: str | None = None
+) -> Generation:
+    """Check an edit, and decode its image and its mask.
+
+    Args:
+        parts: of the form, by name: text, or the bytes of a file.
+        model, limits, header_slo: see `protocol.parse_generation`.
+
+    Raises:
+        ApiError: a field is unknown, missing, there twice or not allowed (400), or the model is not served (404).
+    """
+    found = _by_name(parts)
+    image, mask = found.pop("image", None), found.pop("mask", None)
+    if image is None:
+        raise invalid("image is missing", "image", code="missing_required_parameter")
+    fields = Fields(found)
+    try:
+        resolution = _size_of(image, "image", model, limits)
+        if mask is not None:
+            _size_of(mask, "mask", model, limits)
+        size = fields.text("size", most=32)
+        if size not in (None, "auto", str(resolution)):
+            own = f"but images are edited at their own size: {resolution}, or auto"
+            raise invalid(f"size is {shown(size)}, {own}", "size")
+        fields.word("input_fidelity", "low", ("low", "high"))
+        strength = fields.number("strength", 1.0, 0.0, 1.0)
+        paste, feather_px = fields.flag("paste", True), fields.whole("feather_px", 0, 0, MAX_FEATHER_PX)
+        wanted = take_generation(fields, resolution, model, limits, header_slo)
+        pixels = read_image(image, "image")
+        if mask is None and not has_alpha(image):
+            missing = "mask is missing, and the image has no transparent parts to take for it"
+            raise invalid(missing, "mask", code="missing_required_parameter")
+        may_change = read_mask(image if mask is None else mask, "mask")
+        return replace(wanted, edit=EditSpec(pixels, may_change, strength, paste, feather_px))
+    except UsageError as error:
+        begin = _PARAM.match(str(error))
+        raise invalid(str(error), begin and begin[1]) from None
+
+
+def _by_name(parts: Sequence[tuple[str, str | bytes]]) -> dict[str, Any]:
+    """The parts of a form as JSON would have them."""
+    images = [part for name, part in parts if name in ("image", "image[]")]
+    if len(images) > 1:
+        raise invalid(f"{len(images)} images were sent, but one is edited at a time", "image")
+    found: dict[str, Any] = {}
+    for given, part in parts:
+        name = "image" if given == "image[]" else given
+        if name in found:
+            raise invalid(f"the field {shown(name)} comes twice", name[:MAX_USER])
+        if isinstance(part, bytes) != (name in ("image", "mask")):
+            kind = "a file" if isinstance(part, bytes) else "text"
+            raise invalid(
+                f"{shown(name)} is {kind}, but image and mask are files, and all else is text", name[:MAX_USER]
+            )
+        is_value = isinstance(part, str) and name in _VALUES and _VALUE.fullmatch(part)
+        found[name] = json.loads(part) if is_value else part
+    return found
+
+
+def _size_of(content: bytes, name: str, model: ModelFacts, limits: Limits) -> Resolution:
+    """The size of an image file by its header. Raises ApiError: it is of no format or size that is taken."""
+    if not _FORMATS.match(content):
+        raise invalid(f"{name} is no PNG, JPEG or WebP file", name)
+    return check_size(Resolution(*size_of(content, name)), name, model, limits)

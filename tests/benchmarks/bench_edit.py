@@ -1,0 +1,112 @@
+"""Steps of edits that read a template's record, beside the same edits computed whole, by turns.
+
+    python tests/benchmarks/bench_edit.py [--model emoji-xl] [--side 256] [--batch 8] [--output-file edit.json]
+
+The masks are boxes that cover more and more of the image. Nothing else may run.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+
+from patchedserve.data.edits import EditSpec, TemplateSpec
+from patchedserve.data.files import write_json
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.profiling.machine import cpu_name
+from patchedserve.serving.core.prepared import PreparedRequest
+from patchedserve.serving.models.loading import load_model
+from patchedserve.serving.models.served import ServedModel
+
+_STEPS, _WARM_UP, _REPEATS = 6, 1, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Medians of one mask: a step with and without the record, and of their ratios by turns."""
+
+    active_share: float
+    masked_s: float
+    whole_s: float
+    ratio: float
+
+
+def edits_of(model: ServedModel, side: int, batch: int, cells: int) -> list[Request]:
+    """Edits of one picture, whose mask is a square of so many cells on a side."""
+    geometry, size = model.family.geometry, Resolution(side, side)
+    mask = np.zeros((side, side), bool)
+    mask[: cells * geometry.cell * geometry.latent_factor, : cells * geometry.cell * geometry.latent_factor] = True
+    image = np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8)
+    edit, scale = EditSpec(image, mask, template=TemplateSpec()), model.defaults.guidance_scale
+    return [Request(number, "a red hat", size, _STEPS, scale, seed=number, edit=edit) for number in range(batch)]
+
+
+def measured(model: ServedModel, requests: list[Request]) -> tuple[list[float], list[float]]:
+    """Seconds of steps with and without the record, by turns."""
+    masked_s, whole_s = [], []
+
+    def step(active: list[PreparedRequest]) -> float:
+        start_s = time.perf_counter()
+        failures = model.stepper.step(active)
+        assert not failures, failures
+        return time.perf_counter() - start_s
+
+    for _ in range(_REPEATS):
+        masked = [model.prepare(request) for request in requests]
+        whole = [replace(model.prepare(request), template=None) for request in requests]
+        assert all(each.template is not None for each in masked)
+        for number in range(_STEPS):
+            pair = step(masked), step(whole)
+            if number >= _WARM_UP:
+                masked_s.append(pair[0])
+                whole_s.append(pair[1])
+    return masked_s, whole_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="emoji-xl")
+    parser.add_argument("--side", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--output-file", type=Path)
+    given = parser.parse_args()
+    model = load_model(given.model)
+    model.masked_up_to = 1.0
+    points: list[Point] = []
+    with tempfile.TemporaryDirectory() as folder:
+        model.tune([Resolution(given.side, given.side)], Path(folder))
+        geometry = model.family.geometry
+        most = given.side // (geometry.cell * geometry.latent_factor)
+        shares = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
+        for cells in sorted({max(1, round(most * share**0.5)) for share in shares}):
+            requests = edits_of(model, given.side, given.batch, cells)
+            model.use_template(requests[0], Path(folder) / "templates", lambda count: None)
+            masked_s, whole_s = measured(model, requests)
+            ratio = median(whole / masked for masked, whole in zip(masked_s, whole_s, strict=True))
+            points.append(Point((cells / most) ** 2, median(masked_s), median(whole_s), ratio))
+            print(points[-1], file=sys.stderr, flush=True)
+    x, y = (np.array([getattr(point, name) for point in points]) for name in ("active_share", "masked_s"))
+    about = {
+        "machine": cpu_name(),
+        "threads": torch.get_num_threads(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "model": given.model,
+        "side": given.side,
+        "batch": given.batch,
+    }
+    result = {**about, "points": [asdict(point) for point in points], "r2_linear": float(np.corrcoef(x, y)[0, 1] ** 2)}
+    print(json.dumps(result, indent=1))
+    if given.output_file is not None:
+        write_json(given.output_file, result)
+
+
+if __name__ == "__main__":
+    main()
