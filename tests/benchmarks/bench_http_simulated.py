@@ -5,8 +5,9 @@
 
 Both take `--model` and `--output-file`. What the simulator knows of the engine is measured first, with as many cores as
 an engine has, in one process and without HTTP (`psctl bench slo --on both`): steps, stages, and how these slow each
-other down. Wanted: the share of the requests in time within 5 points; a burst as long as on the simulator's two GPUs.
-Nothing else may run.
+other down. For two replicas that is done in two processes at once: cores of a CPU share caches, memory and sometimes
+more, which GPUs do not. Wanted: the share of the requests in time within 5 points; a burst as long as on the
+simulator's two GPUs. Nothing else may run.
 """
 
 import argparse
@@ -36,16 +37,22 @@ _SYSTEM = "patched-fcfs"
 _SERVER = ("--system", _SYSTEM, "--cache", "off", "--dtype", "auto", "--max-queue", "1000", "--max-queue-time", "3600")
 _SLO_SCALE = 5.0
 _ATTAINMENT_STEPS, _REPLICA_STEPS = 30, 10
+_REPLICA_RATE = 0.5
 _CALIBRATED = 30
 """Requests that the engine serves before, for the simulator to know it."""
 
 
-def calibrate(model: str, folder: Path, cores: int | None, rate: float) -> None:
-    """Measure the engine on so many cores at a rate, and keep in a workspace what the simulator needs to know."""
+def calibrate(model: str, folders: Sequence[Path], cores: int | None, rate: float) -> None:
+    """Measure the engine on so many cores at a rate, and keep in workspaces what the simulator needs to know: as often
+    as there are workspaces, at the same time.
+    """
     env = dict(os.environ) if cores is None else {**os.environ, "OMP_NUM_THREADS": str(cores)}
     command = [_PSCTL, "bench", "slo", "--on", "both", "--systems", _SYSTEM, "--rates", str(rate)]
-    command += ["--num-prompts", str(_CALIBRATED), "--cache", "off", "--workspace", str(folder), "--model", model]
-    subprocess.run(command, check=True, env=env)
+    command += ["--num-prompts", str(_CALIBRATED), "--cache", "off", "--model", model]
+    running = [subprocess.Popen([*command, "--workspace", str(folder)], env=env) for folder in folders]
+    failed = [each.returncode for each in running if each.wait() != 0]
+    if failed:
+        raise SystemExit(f"psctl bench slo ended with {failed[0]}")
 
 
 def simulated(requests: Sequence[Request], model: str, folder: Path, num_gpus: int) -> dict[str, Any]:
@@ -71,7 +78,7 @@ def summary_of(result: LoadResult) -> dict[str, float]:
 
 def attainment(model: str, rates: Sequence[float], num_prompts: int, folder: Path) -> dict[str, Any]:
     """Requests in time by rate, of both."""
-    calibrate(model, folder, None, mean(rates))
+    calibrate(model, [folder], None, mean(rates))
     defaults = model_defaults(model)
     points = []
     with HttpServer(model, folder, *_SERVER, start_s=600) as server:
@@ -101,7 +108,8 @@ def attainment(model: str, rates: Sequence[float], num_prompts: int, folder: Pat
 
 def replicas(model: str, num_prompts: int, folder: Path) -> dict[str, Any]:
     """A burst on two replicas of one core each, and on two simulated GPUs."""
-    calibrate(model, folder, 1, 1.0)
+    folders = [folder / "first", folder / "second"]
+    calibrate(model, folders, 1, _REPLICA_RATE)
     trace = TraceSettings(num_prompts=num_prompts, num_inference_steps=_REPLICA_STEPS, request_rate=float("inf"))
     requests = draw_requests(trace, model_defaults(model))
     with HttpServer(model, folder, "--num-replicas", "2", *_SERVER, start_s=600) as server:
@@ -109,7 +117,7 @@ def replicas(model: str, num_prompts: int, folder: Path) -> dict[str, Any]:
         assert server.stop() == 0
     real = summary_of(result)
     del real["slo_attainment_rate"]
-    found = simulated(requests, model, folder, 2)
+    found = simulated(requests, model, folders[0], 2)
     return {
         "codes": {str(code): count for code, count in result.codes.items()},
         "real": real,

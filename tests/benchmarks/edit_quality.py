@@ -1,0 +1,238 @@
+"""What reuse does to edits: the same edits with and without a template's record, judged against each other.
+
+    python tests/benchmarks/edit_quality.py [--model emoji-xl] [--num-edits 300] [--output-file quality.json]
+        [--sheet sheet.png]
+
+Scenes of two objects in the sizes of the model; a padded box over the first is edited into another object. Beside both
+sides stands the scene itself with that object drawn by hand: what the judge makes of the right answer. Differences are
+paired; their intervals are of 95 %, by resampling edits.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from patchedserve.data.edits import EditSpec, TemplateSpec
+from patchedserve.data.emoji.art import object_names
+from patchedserve.data.emoji.scene import BACKGROUNDS, Placement, Scene, caption_of, compose, render, with_article
+from patchedserve.data.files import write_json
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.eval.cards.cards import NAME_TEMPLATES
+from patchedserve.eval.metrics.bootstrap import bootstrap_mean
+from patchedserve.eval.metrics.clip import clip_scores, zero_shot
+from patchedserve.eval.metrics.judges import Judges
+from patchedserve.eval.metrics.ssim import WINDOW_PX, ssim
+from patchedserve.profiling.machine import cpu_name
+from patchedserve.serving.editing.templates import TemplateStore
+from patchedserve.serving.engine.collectors import InMemory
+from patchedserve.serving.engine.engine import Engine
+from patchedserve.serving.models.loading import load_model
+from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.scheduling.policies import get_policy
+
+_PADDING = 0.04
+_AT_ONCE = 8
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """One edit.
+
+    Attributes:
+        request: what is asked for.
+        box: (left, top, right, bottom) of the mask.
+        wanted, neighbour: the new object, and the one that stays.
+        answer: the scene with the new object, drawn by hand.
+    """
+
+    request: Request
+    box: tuple[int, int, int, int]
+    wanted: str
+    neighbour: str
+    answer: Image.Image
+
+
+def edit_of(number: int, size: Resolution, model: ServedModel) -> Edit:
+    """Edits of a number are the same on every machine."""
+    rng = np.random.default_rng([7, number])
+    names = [str(name) for name in rng.choice(object_names(), 3, replace=False)]
+    ground = list(BACKGROUNDS)[rng.integers(len(BACKGROUNDS))]
+    scene = compose(rng, size, (names[0], names[1]), ground)
+    box = _box(scene.placements[0], size)
+    mask = np.zeros((size.height, size.width), bool)
+    mask[box[1] : box[3], box[0] : box[2]] = True
+    after = Scene(
+        (replace(scene.placements[0], name=names[2]), scene.placements[1]), ground, scene.shade, scene.caption
+    )
+    edit = EditSpec(np.asarray(render(scene, size)), mask, template=TemplateSpec(scene.caption, number))
+    request = Request(
+        number,
+        caption_of((names[2], names[1]), ground),
+        size,
+        model.defaults.num_inference_steps,
+        model.defaults.guidance_scale,
+        number,
+        edit=edit,
+    )
+    return Edit(request, box, names[2], names[1], render(after, size))
+
+
+def _box(placement: Placement, size: Resolution) -> tuple[int, int, int, int]:
+    half = placement.side * min(size) / 2 + _PADDING * min(size)
+    x, y = placement.center_x * size.width, placement.center_y * size.height
+    return (
+        max(0, round(x - half)),
+        max(0, round(y - half)),
+        min(size.width, round(x + half)),
+        min(size.height, round(y + half)),
+    )
+
+
+def drawn(model: ServedModel, edits: Sequence[Edit], store: TemplateStore | None) -> dict[int, Image.Image]:
+    """The images of edits, with records from a store or without."""
+    model.templates = store
+    engine = Engine(model, get_policy("continuous"), max_batch_size=_AT_ONCE, collector=InMemory(keep_images=True))
+    for edit in edits:
+        engine.submit(edit.request)
+    engine.close()
+    result = engine.run()
+    assert all(record.status == "completed" for record in result.records), "an edit has failed"
+    return result.images
+
+
+class Judge:
+    """What the networks say of images."""
+
+    def __init__(self) -> None:
+        self._judges, self._names = Judges(), object_names()
+        self._judges.check(("clip", "lpips"))
+        self._classes = self._judges.clip.embed_classes([with_article(name) for name in self._names], NAME_TEMPLATES)
+
+    def sees(self, images: Sequence[Image.Image], names: Sequence[str]) -> list[float]:
+        """Whether the object that each image shows is the named one."""
+        nearest = zero_shot(self._judges.clip.embed_images(images), self._classes, 1)[:, 0].tolist()
+        return [float(self._names[found] == name) for found, name in zip(nearest, names, strict=True)]
+
+    def fit(self, images: Sequence[Image.Image], prompts: Sequence[str]) -> list[float]:
+        """CLIP scores."""
+        clip = self._judges.clip
+        return clip_scores(clip.embed_images(images), clip.embed_texts(prompts)).tolist()
+
+    def lpips(self, image: Image.Image, other: Image.Image) -> float:
+        """The distance of two images."""
+        return float(self._judges.lpips(_tensor(image), _tensor(other))[0])
+
+
+def _tensor(image: Image.Image) -> torch.Tensor:
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]
+
+
+def judged(edits: Sequence[Edit], sides: dict[str, list[Image.Image]]) -> dict[str, list[float]]:
+    """Of each edit, by what is measured."""
+    judge, found = Judge(), {}
+    for side, images in sides.items():
+        boxes = [image.crop(edit.box) for edit, image in zip(edits, images, strict=True)]
+        rests = [_without_box(edit, image) for edit, image in zip(edits, images, strict=True)]
+        found[f"object: {side}"] = judge.sees(boxes, [edit.wanted for edit in edits])
+        found[f"neighbour: {side}"] = judge.sees(rests, [edit.neighbour for edit in edits])
+        found[f"clip score: {side}"] = judge.fit(images, [edit.request.prompt for edit in edits])
+    pairs = list(zip(edits, sides["reuse"], sides["whole"], strict=True))
+    found["ssim"] = [float(ssim(_tensor(one), _tensor(other))[0]) for _, one, other in pairs]
+    found["ssim inside"] = [
+        float(ssim(_tensor(one.crop(edit.box)), _tensor(other.crop(edit.box)))[0])
+        for edit, one, other in pairs
+        if min(edit.box[2] - edit.box[0], edit.box[3] - edit.box[1]) >= WINDOW_PX
+    ]
+    found["lpips"] = [judge.lpips(one, other) for _, one, other in pairs]
+    return found
+
+
+def _without_box(edit: Edit, image: Image.Image) -> Image.Image:
+    """The image with its border's colour in the box."""
+    rest = image.copy()
+    pixels = np.asarray(image)
+    edge = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
+    colour = tuple(int(level) for level in np.median(edge, axis=0))
+    rest.paste(colour, edit.box)
+    return rest
+
+
+def summary_of(values: dict[str, list[float]]) -> dict[str, Any]:
+    """Means, and paired differences between the sides with their intervals."""
+    result: dict[str, Any] = {name: float(np.mean(each)) for name, each in values.items()}
+    for what in ("object", "neighbour", "clip score"):
+        differences = np.array(values[f"{what}: reuse"]) - np.array(values[f"{what}: whole"])
+        result[f"{what}: reuse - whole"] = asdict(bootstrap_mean(differences))
+    return result
+
+
+def sheet_of(edits: Sequence[Edit], sides: dict[str, list[Image.Image]]) -> Image.Image:
+    """The first edits of the largest size: image, mask, and all sides."""
+    largest = max(edit.request.resolution for edit in edits)
+    chosen = [index for index, edit in enumerate(edits) if edit.request.resolution == largest][:_SHOWN]
+    width, height = largest
+    sheet = Image.new("RGB", (width * (2 + len(sides)), height * len(chosen)))
+    for row, index in enumerate(chosen):
+        edit = edits[index].request.edit
+        assert edit is not None
+        images = [Image.fromarray(edit.image), Image.fromarray(edit.mask).convert("RGB")]
+        for column, image in enumerate([*images, *(images[index] for images in sides.values())]):
+            sheet.paste(image, (column * width, row * height))
+    return sheet
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="emoji-xl")
+    parser.add_argument("--num-edits", type=int, default=300)
+    parser.add_argument("--output-file", type=Path)
+    parser.add_argument("--sheet", type=Path)
+    given = parser.parse_args()
+    model = load_model(given.model)
+    sizes = model.defaults.resolutions
+    edits = [edit_of(number, sizes[number % len(sizes)], model) for number in range(given.num_edits)]
+    sides: dict[str, list[Image.Image]] = {"whole": [], "reuse": [], "drawn by hand": [edit.answer for edit in edits]}
+    shares = []
+    with tempfile.TemporaryDirectory() as folder:
+        model.tune(sizes, Path(folder))
+        for start in range(0, len(edits), _AT_ONCE):
+            some = edits[start : start + _AT_ONCE]
+            # Records of other edits are not read again.
+            store = TemplateStore(Path(folder) / str(start))
+            for edit in some:
+                model.templates = store
+                model.use_template(edit.request, store.folder, lambda count: None)
+                assert edit.request.edit is not None
+                shares.append(model.family.geometry.active_share(edit.request.edit))
+            for side, used in (("whole", None), ("reuse", store)):
+                images = drawn(model, some, used)
+                sides[side] += [images[edit.request.request_id] for edit in some]
+    values = judged(edits, sides)
+    result = {
+        "machine": cpu_name(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "model": given.model,
+        "num_edits": given.num_edits,
+        "active_share": float(np.mean(shares)),
+        "read_a_record": float(np.mean([share <= model.masked_up_to for share in shares])),
+        **summary_of(values),
+    }
+    print(json.dumps(result, indent=1))
+    if given.output_file is not None:
+        write_json(given.output_file, result)
+    if given.sheet is not None:
+        sheet_of(edits, sides).save(given.sheet)
+
+
+if __name__ == "__main__":
+    main()
