@@ -1,1 +1,1 @@
-"""Edits of images by mask (InstGenIE): exact so far, as diffusers' inpainting pipelines do them."""
+"""Edits of images by mask (InstGenIE): how they start and end, and the records of images that they read."""

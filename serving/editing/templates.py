@@ -4,6 +4,7 @@ A record is a folder with a safetensors file for every step and a manifest with 
 of its image comes, checked once in a process, and kept in memory within a bound, those read last longest.
 """
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -184,5 +185,6 @@ class TemplateStore:
     def _put_aside(self, digest: str, error: Exception) -> None:
         place = self.folder / digest
         aside = place.with_name(f"{digest}-{time.time_ns()}.bad")
-        place.rename(aside)
+        with contextlib.suppress(OSError):  # another process has done it, or the folder is read only
+            place.rename(aside)
         warnings.warn(f"template {digest} is damaged and was put aside as {aside}: {error}", stacklevel=3)

@@ -53,8 +53,9 @@ _MOST_SCHEDULES = 4096
 class ServedModel:
     """One loaded model, ready to be driven by the engine. `build_model` puts it together.
 
-    `prepare`, `stepper.step` and `decode` use disjoint parts of the pipeline (text encoders, denoising model,
-    autoencoder), so three threads may call them at the same time, but no two threads the same one.
+    `prepare`, `stepper.step` and `decode` use disjoint parts of the pipeline (text encoders, and for edits the
+    autoencoder's encoder; the denoising model; the autoencoder's decoder), so three threads may call them at the same
+    time, but no two threads the same one.
 
     Args:
         pipe: a diffusers pipeline of a supported class, already on its device and in its dtype.
