@@ -62,6 +62,8 @@ def templates_add(
     key = served.template_key(request)
     assert key is not None
     served.close()
+    if not (place.templates / key.digest).is_dir():
+        raise RunError(f"the template was recorded, but it could not be written to {place.templates}")
     result = {"id": key.digest, "is_new": is_new, "folder": str(place.templates / key.digest)}
     out.data(result, table=f"{key.digest}{'' if is_new else ' (was there already)'}")
 

@@ -7,6 +7,7 @@ of its image comes, checked once in a process, and kept in memory within a bound
 import contextlib
 import hashlib
 import json
+import os
 import shutil
 import threading
 import time
@@ -26,6 +27,7 @@ from ...data.errors import RunError, UsageError
 from ...data.files import atomic_folder, sha256_of, write_json
 
 VERSION = 1
+MEMORY_MB, DISK_MB = 2_000.0, 20_000.0
 MANIFEST = "manifest.json"
 Seen = Mapping[str, Tensor]
 
@@ -74,10 +76,11 @@ class TemplateStore:
     Args:
         folder: of the workspace.
         memory_mb: most that is kept in memory; a record that is larger is read from its files by every edit.
+        disk_mb: most that is kept in the folder; the records that were read longest ago make room for a new one.
     """
 
-    def __init__(self, folder: Path, *, memory_mb: float = 2000.0) -> None:
-        self.folder, self._most_bytes = folder, memory_mb * 1e6
+    def __init__(self, folder: Path, *, memory_mb: float = MEMORY_MB, disk_mb: float = DISK_MB) -> None:
+        self.folder, self._most_bytes, self._most_disk_bytes = folder, memory_mb * 1e6, disk_mb * 1e6
         self._lock = threading.Lock()
         self._held: OrderedDict[str, TemplateRecord] = OrderedDict()
         self._checked: set[str] = set()
@@ -97,15 +100,24 @@ class TemplateStore:
                 self._put_aside(digest, error)
                 return None
             self._hold(digest, found)
+            with contextlib.suppress(OSError):  # the folder may be read only
+                os.utime(self.folder / digest / MANIFEST)
             return found
 
     def add(self, key: TemplateKey, record: TemplateRecord) -> Path:
-        """Write a record; one that is there already stays. Raises RunError: it holds numbers that are not finite."""
+        """Take over a record: into memory, and into the folder unless it is there already.
+
+        Raises:
+            RunError: it holds numbers that are not finite.
+            OSError: it cannot be written; it is in memory then, if there is room.
+        """
         for rows in record.steps:
             for row in rows:
                 if not all(bool(tensor.isfinite().all()) for tensor in row.values()):
                     raise RunError("the template's passes give numbers that are not finite: nothing is recorded")
         place = self.folder / key.digest
+        with self._lock:
+            self._hold(key.digest, record)
         if not (place / MANIFEST).is_file():
             with atomic_folder(place) as temporary:
                 files = {}
@@ -120,9 +132,8 @@ class TemplateStore:
                     files[name] = sha256_of(temporary / name)
                 manifest = {"version": VERSION, "about": key.about, "bytes": record.num_bytes, "files": files}
                 write_json(temporary / MANIFEST, manifest | {"created": time.time()})
-        with self._lock:
-            self._checked.add(key.digest)
-            self._hold(key.digest, record)
+            self._make_room(key.digest)
+        self._checked.add(key.digest)
         return place
 
     def list(self) -> list[dict[str, Any]]:
@@ -150,7 +161,29 @@ class TemplateStore:
         self._require(template_id)
         with self._lock:
             self._held.pop(template_id, None)
-            shutil.rmtree(self.folder / template_id)
+        self._delete(template_id)
+
+    def _make_room(self, kept: str) -> None:
+        """Delete the records that were read longest ago, but not this one, until the others fit into the folder."""
+        found = []
+        for each in self.list():
+            with contextlib.suppress(OSError):  # another process has deleted it
+                read_s = (self.folder / each["id"] / MANIFEST).stat().st_mtime
+                found.append((read_s, each["id"], each.get("bytes", 0)))
+        total = sum(size for _, _, size in found)
+        for _, template_id, size in sorted(found):
+            if total <= self._most_disk_bytes:
+                return
+            if template_id != kept:
+                self._delete(template_id)
+                total -= size
+
+    def _delete(self, template_id: str) -> None:
+        """Whoever reads it meanwhile finds all of it, or nothing."""
+        gone = self.folder / f".{template_id}.{time.time_ns()}"
+        with contextlib.suppress(FileNotFoundError):  # another process has deleted it
+            (self.folder / template_id).rename(gone)
+            shutil.rmtree(gone)
 
     def _require(self, template_id: str) -> None:
         known = [each["id"] for each in self.list()]

@@ -6,6 +6,7 @@ the plain pipeline with the same prompt, size, steps, guidance scale and `torch.
 """
 
 import hashlib
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -259,7 +260,8 @@ class ServedModel:
 
         Raises:
             UsageError: records do not suit the engine, or the size of the image.
-            RunError: as `TemplateStore.add`.
+            RunError: as `TemplateStore.add`. Where a record cannot be written, there is a warning, and it is used as
+                long as it is in memory.
         """
         self.templates = self.templates or TemplateStore(folder)
         key = self.template_key(request)
@@ -271,7 +273,10 @@ class ServedModel:
             )
         if self.templates.find(key, self.device) is not None:
             return False
-        self.templates.add(key, self.record_template(request, on_step))
+        try:
+            self.templates.add(key, self.record_template(request, on_step))
+        except OSError as error:
+            warnings.warn(f"the record of the template cannot be written to {folder}: {error}", stacklevel=2)
         return True
 
     @torch.inference_mode()

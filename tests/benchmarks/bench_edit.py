@@ -1,6 +1,7 @@
 """Steps of edits that read a template's record, beside the same edits computed whole, by turns.
 
-    python tests/benchmarks/bench_edit.py [--model emoji-xl] [--side 256] [--batch 8] [--output-file edit.json]
+    python tests/benchmarks/bench_edit.py [--model emoji-xl] [--side 256] [--batch 8] [--device auto] [--dtype auto]
+        [--output-file edit.json]
 
 The masks are boxes that cover more and more of the image. Nothing else may run.
 """
@@ -76,9 +77,11 @@ def main() -> None:
     parser.add_argument("--model", default="emoji-xl")
     parser.add_argument("--side", type=int, default=256)
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--output-file", type=Path)
     given = parser.parse_args()
-    model = load_model(given.model)
+    model = load_model(given.model, given.device, given.dtype)
     model.masked_up_to = 1.0
     points: list[Point] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -95,7 +98,7 @@ def main() -> None:
             print(points[-1], file=sys.stderr, flush=True)
     x, y = (np.array([getattr(point, name) for point in points]) for name in ("active_share", "masked_s"))
     about = {
-        "machine": cpu_name(),
+        "machine": cpu_name() if model.device.type == "cpu" else torch.cuda.get_device_name(model.device),
         "threads": torch.get_num_threads(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "model": given.model,

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Steps of SDXL and SD3-medium at full size with random weights on a GPU: plain diffusers one by one and batched by
-# resolution against the patch engine; eager, compiled, and with CUDA graphs; where the time goes; and what reuse saves.
+# resolution against the patch engine; eager, compiled, and with CUDA graphs; where the time goes; and what reuse saves,
+# of steps and of edits.
 #
 #     tests/benchmarks/gpu_steps.sh OUT_DIR [MODEL_DIR]
 #
@@ -40,5 +41,8 @@ for model in sdxl sd3; do
         measure "breakdown-$model-$dtype" "${common[@]}" --breakdown
         python "$here/bench_cache_masks.py" --model "$models/$model" --device "$device" --dtype "$dtype" \
             --resolutions "$sizes" --cache-patch-size "$cache_patch" --output-file "$out/masks-$model-$dtype.json"
+        [ -s "$out/edit-$model-$dtype.json" ] ||
+            python "$here/bench_edit.py" --model "$models/$model" --device "$device" --dtype "$dtype" \
+                --side "${sizes##*,}" --batch 4 --output-file "$out/edit-$model-$dtype.json"
     done
 done

@@ -1,5 +1,6 @@
 """Edits that read a template's record: exact where nothing is read, near where the rest of the image is the same."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -180,3 +181,31 @@ def test_memory_is_bounded_and_what_was_read_last_stays(tmp_path: Path) -> None:
         assert key is not None
         assert store.find(key, model.device) is not None
     assert list(store._held) == [keys[index].digest for index in (0, 2) if keys[index] is not None]  # type: ignore[union-attr]
+
+
+def test_the_folder_is_bounded_and_what_was_read_longest_ago_makes_room(tmp_path: Path) -> None:
+    requests = [edit_request(0, SMALL, seed=seed, num_steps=2, template=TEMPLATE) for seed in range(3)]
+    model = model_with(pipeline("sdxl"), tmp_path / "all", requests)
+    keys = [key for request in requests if (key := model.template_key(request)) is not None]
+    assert model.templates is not None
+    records = [record for key in keys if (record := model.templates.find(key, model.device)) is not None]
+    store = TemplateStore(tmp_path / "some", memory_mb=0.0, disk_mb=2.5 * records[0].num_bytes / 1e6)
+    for place, key in enumerate(keys[:2]):
+        store.add(key, records[place])
+        os.utime(tmp_path / "some" / key.digest / MANIFEST, (place, place))
+    assert store.find(keys[0], model.device) is not None  # read now, so that the other one is older
+    store.add(keys[2], records[2])
+    assert {each["id"] for each in store.list()} == {keys[0].digest, keys[2].digest}
+    assert sorted(path.name for path in store.folder.iterdir()) == sorted(each["id"] for each in store.list())
+    assert store.find(keys[1], model.device) is None
+
+
+def test_what_cannot_be_written_is_used_from_memory(tmp_path: Path) -> None:
+    request = edit_request(0, SMALL, num_steps=2, template=TEMPLATE)
+    model = build_model(pipeline("sdxl"), name="tiny")
+    model.masked_up_to = 1.0
+    (tmp_path / "full").touch()
+    with pytest.warns(UserWarning, match="cannot be written"):
+        assert model.use_template(request, tmp_path / "full", lambda count: None)
+    assert model.prepare(request).template is not None
+    assert not model.use_template(request, tmp_path / "full", lambda count: None)
