@@ -74,7 +74,10 @@ class EditSpec:
             height, width = self.mask.shape
             raise UsageError(f"the mask has {width}x{height} pixels, but the image to edit has {self.resolution}")
         if not self.mask.any():
-            raise UsageError("the mask is empty: nothing of the image may change; white is what is edited")
+            raise UsageError(
+                "the mask is empty: nothing of the image may change; white is what is edited, or in a file with an "
+                "alpha channel what is transparent"
+            )
         if not isinstance(self.strength, (int, float)) or isinstance(self.strength, bool) or not 0 < self.strength <= 1:
             raise UsageError(f"strength is {self.strength!r}, but it must be a number above 0 and up to 1")
         if type(self.feather_px) is not int or not 0 <= self.feather_px <= MAX_FEATHER_PX:
@@ -115,12 +118,11 @@ def read_mask(content: bytes, name: str) -> NDArray[np.bool_]:
         UsageError: it is no image, animated or huge.
     """
     _check(content, name)
-    decode_rgb(content, name)  # raises where it is damaged
+    shown = decode_rgb(content, name)
     with Image.open(io.BytesIO(content)) as opened:
-        image = upright(opened)
-        if image.has_transparency_data:
-            return np.asarray(image.convert("RGBA").getchannel("A")) < _WHITE
-        return np.asarray(image.convert("L")) >= _WHITE
+        if not opened.has_transparency_data:
+            return np.asarray(shown.convert("L")) >= _WHITE
+        return np.asarray(upright(opened).convert("RGBA").getchannel("A")) < _WHITE
 
 
 def has_alpha(content: bytes) -> bool:
@@ -158,9 +160,7 @@ def active_cells(mask: NDArray[np.bool_], cell: int) -> NDArray[np.bool_]:
 
 
 def _check(content: bytes, name: str) -> None:
-    width, height = size_of(content, name)
-    if width * height > MAX_PIXELS:
-        raise UsageError(f"{name}: {width}x{height} pixels, but at most {MAX_PIXELS:,} in all are taken")
+    size_of(content, name, MAX_PIXELS)
     with Image.open(io.BytesIO(content)) as image:
         # Photographs of some phones have a second, small one in the same file.
         frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)

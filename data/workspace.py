@@ -2,6 +2,7 @@
 
 <root>/<model>/<device>/tables/       measured tables, such as standalone latencies
 <root>/<model>/<device>/predictors/   fitted predictors
+<root>/<model>/<device>/templates/<id>/   records of images that edits read
 <root>/<model>/<device>/runs/<kind>-<UTC time>/   the output of one run
 """
 

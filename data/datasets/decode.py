@@ -73,16 +73,24 @@ def decode_rgb(content: bytes, name: str) -> Image.Image:
         raise _bad(content, name, error) from error
 
 
-def size_of(content: bytes, name: str) -> tuple[int, int]:
-    """(width, height) that `decode_rgb` would give, from the header alone. Raises BadImageError."""
+def size_of(content: bytes, name: str, most_pixels: int | None = None) -> tuple[int, int]:
+    """(width, height) that `decode_rgb` would give, from the header; of a PNG without EXIF the pixels are read, too, as
+    its EXIF may stand behind them, but not if they are more than `most_pixels`.
+
+    Raises BadImageError: it is damaged or no image, or has more pixels.
+    """
     try:
         with Image.open(io.BytesIO(content)) as image:
             width, height = image.size
+            if most_pixels is not None and width * height > most_pixels:
+                raise BadImageError(f"{name}: {width}x{height} pixels, but at most {most_pixels:,} in all are taken")
             try:
                 is_sideways = image.getexif().get(ExifTags.Base.Orientation) in _SIDEWAYS
             except _DAMAGE:
                 is_sideways = False
             return (height, width) if is_sideways else (width, height)
+    except BadImageError:
+        raise
     except _DAMAGE as error:
         raise _bad(content, name, error) from error
 

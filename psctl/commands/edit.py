@@ -78,6 +78,8 @@ def edit(
 
     if reuse:
         require_masked(engine)
+    elif template_prompt or template_seed:
+        raise UsageError("--template-prompt and --template-seed are of the record, which only --reuse reads")
     geometry, defaults = model_geometry(target.model), target.defaults()
     if seed + num_images - 1 > MAX_SEED:
         raise UsageError(f"seed is {seed}, but with {num_images} images it may be at most {MAX_SEED - num_images + 1}")

@@ -111,7 +111,11 @@ def draw(
         served.tune([request.resolution for request in requests], place.tables)
     with out.phases() as start:
         if (edit := requests[0].edit) is not None and edit.template is not None:
-            served.use_template(requests[0], place.templates, start("template", requests[0].num_inference_steps))
+            share = served.family.geometry.active_share(edit)
+            if share > served.masked_up_to:
+                out.note(f"The mask touches {share:.0%} of the image's cells: it is faster to compute all of them.")
+            else:
+                served.use_template(requests[0], place.templates, start("template", requests[0].num_inference_steps))
         advance = start("denoising steps", sum(request.num_steps for request in requests))
         runner = Engine(
             served,

@@ -102,8 +102,7 @@ def _device_name(device: str) -> str:
     """The device as loaded models name it, which names its part of the workspace."""
     from ...serving.models.loading import resolve_device
 
-    resolved = resolve_device(device)
-    return "cpu" if resolved.type == "cpu" else f"{resolved.type}:{resolved.index or 0}"
+    return str(resolve_device(device))
 
 
 def _check_owner(measured: "LatencyTable", table_file: Path, model: str, device_name: str) -> None:

@@ -1,7 +1,8 @@
 """Records of templates: what edits of one image read in place of what they do not compute (InstGenIE section 4.2).
 
-A record is a folder with a safetensors file for every step and a manifest with their checksums. It is read when an edit
-of its image comes, checked once in a process, and kept in memory within a bound, those read last longest.
+A record is a folder with a safetensors file for every step and a manifest with their checksums, which a process
+compares when it first reads it. Records that fit are kept in memory within a bound, those read last longest; larger
+ones are read step by step.
 """
 
 import contextlib
@@ -13,14 +14,14 @@ import threading
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save_file
+from safetensors.torch import load, save
 from torch import Tensor
 
 from ...data.errors import RunError, UsageError
@@ -30,6 +31,7 @@ VERSION = 1
 MEMORY_MB, DISK_MB = 2_000.0, 20_000.0
 MANIFEST = "manifest.json"
 Seen = Mapping[str, Tensor]
+_DAMAGE = (FileNotFoundError, ValueError, KeyError, TypeError, SafetensorError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,24 +52,39 @@ class TemplateKey:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TemplateRecord:
-    """A record in memory; see `core.prepared.Template`.
+    """A record, in memory or in its files; see `core.prepared.Template`.
 
     Attributes:
-        steps: of every step and row, what operators have seen, by name: [cells, entries of a cell, ...].
         device: of the model.
+        num_bytes: of all steps.
+        steps: of every step and row, what operators have seen, by name: [cells, entries of a cell, ...]. None: files
+            have it.
+        folder: with those files.
     """
 
-    steps: Sequence[Sequence[Seen]]
     device: torch.device
+    num_bytes: int
+    steps: Sequence[Sequence[Seen]] | None
+    folder: Path
 
     def seen(self, step: int) -> Sequence[Seen]:
         """See `core.prepared.Template`."""
-        return [{name: tensor.to(self.device) for name, tensor in row.items()} for row in self.steps[step]]
+        rows = read_step(self.folder / file_of(step)) if self.steps is None else self.steps[step]
+        return [{name: tensor.to(self.device) for name, tensor in row.items()} for row in rows]
 
-    @property
-    def num_bytes(self) -> int:
-        """What it holds."""
-        return sum(tensor.nbytes for rows in self.steps for row in rows for tensor in row.values())
+
+def file_of(step: int) -> str:
+    """The name of a step's file."""
+    return f"step-{step:04}.safetensors"
+
+
+def read_step(path: Path) -> list[dict[str, Tensor]]:
+    """What operators have seen of each row. Raises OSError, SafetensorError or ValueError: the file is damaged."""
+    rows: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in load(path.read_bytes()).items():
+        row, _, operator = key.partition(".")
+        rows.setdefault(int(row), {})[operator] = tensor
+    return [rows[row] for row in range(len(rows))]
 
 
 class TemplateStore:
@@ -75,7 +92,7 @@ class TemplateStore:
 
     Args:
         folder: of the workspace.
-        memory_mb: most that is kept in memory; a record that is larger is read from its files by every edit.
+        memory_mb: most that is kept in memory; a record that is larger is read from its files at every step.
         disk_mb: most that is kept in the folder; the records that were read longest ago make room for a new one.
     """
 
@@ -86,7 +103,10 @@ class TemplateStore:
         self._checked: set[str] = set()
 
     def find(self, key: TemplateKey, device: torch.device) -> TemplateRecord | None:
-        """The record for a key; None: there is none, or it is damaged, which is warned of once, and put aside."""
+        """The record for a key; None: there is none, or it is damaged, which is warned of, and put aside.
+
+        Raises RunError: it is there, but cannot be read.
+        """
         digest = key.digest
         with self._lock:
             if (held := self._held.get(digest)) is not None:
@@ -95,65 +115,84 @@ class TemplateStore:
             if not (self.folder / digest / MANIFEST).is_file():
                 return None
             try:
+                self._check(digest)
                 found = self._read(digest, device)
-            except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            except _DAMAGE as error:
                 self._put_aside(digest, error)
                 return None
+            except OSError as error:
+                raise RunError(f"template {digest} in {self.folder} cannot be read: {error}") from error
             self._hold(digest, found)
             with contextlib.suppress(OSError):  # the folder may be read only
                 os.utime(self.folder / digest / MANIFEST)
             return found
 
-    def add(self, key: TemplateKey, record: TemplateRecord) -> Path:
-        """Take over a record: into memory, and into the folder unless it is there already.
+    def add(self, key: TemplateKey, steps: Iterable[Sequence[Seen]], device: torch.device) -> None:
+        """Take over a record, step by step: into the folder unless it is there already, and into memory if it fits.
 
         Raises:
-            RunError: it holds numbers that are not finite.
-            OSError: it cannot be written; it is in memory then, if there is room.
+            RunError: it holds numbers that are not finite, or is larger than all that the folder may hold.
+            OSError: it cannot be written; it is in memory then, if it fits.
         """
-        for rows in record.steps:
-            for row in rows:
-                if not all(bool(tensor.isfinite().all()) for tensor in row.values()):
-                    raise RunError("the template's passes give numbers that are not finite: nothing is recorded")
-        place = self.folder / key.digest
-        with self._lock:
-            self._hold(key.digest, record)
+        digest, place = key.digest, self.folder / key.digest
+        kept, failure = _Kept(self._most_bytes), None
+        recorded = kept.through(map(_on_cpu, steps))
         if not (place / MANIFEST).is_file():
-            with atomic_folder(place) as temporary:
-                files = {}
-                for step, rows in enumerate(record.steps):
-                    name = f"step-{step:04}.safetensors"
-                    content = {
-                        f"{row}.{operator}": tensor.contiguous().cpu()
-                        for row, each in enumerate(rows)
-                        for operator, tensor in each.items()
-                    }
-                    save_file(content, temporary / name)
-                    files[name] = sha256_of(temporary / name)
-                manifest = {"version": VERSION, "about": key.about, "bytes": record.num_bytes, "files": files}
-                write_json(temporary / MANIFEST, manifest | {"created": time.time()})
-            self._make_room(key.digest)
-        self._checked.add(key.digest)
-        return place
+            try:
+                with atomic_folder(place) as temporary:
+                    self._write(key, recorded, kept, temporary)
+                self._checked.add(digest)
+            except OSError as error:
+                failure = error
+        for _ in recorded:  # what was not written
+            pass
+        if kept.steps is not None:
+            with self._lock:
+                self._hold(digest, TemplateRecord(device, kept.num_bytes, kept.steps, place))
+        if failure is not None:
+            raise failure
+        self._make_room(digest)
+
+    def _write(self, key: TemplateKey, steps: Iterator[Sequence[Seen]], kept: "_Kept", folder: Path) -> None:
+        files = {}
+        for step, rows in enumerate(steps):
+            if kept.num_bytes > self._most_disk_bytes:
+                raise RunError(
+                    f"the template's record is larger than {self._most_disk_bytes / 1e6:,.0f} MB, which is all that "
+                    f"{self.folder} may hold"
+                )
+            content = save({
+                f"{row}.{operator}": tensor for row, each in enumerate(rows) for operator, tensor in each.items()
+            })  # fmt: skip
+            (folder / file_of(step)).write_bytes(content)
+            files[file_of(step)] = hashlib.sha256(content).hexdigest()
+        manifest = {"version": VERSION, "about": key.about, "bytes": kept.num_bytes, "files": files}
+        write_json(folder / MANIFEST, manifest | {"created": time.time()})
 
     def list(self) -> list[dict[str, Any]]:
-        """The manifests of all records, the newest first, with their `id`; damaged ones have an `error`."""
+        """The manifests of all records, the newest first, with their `id`; damaged ones have an `error`.
+
+        Raises OSError: the folder cannot be read.
+        """
         found = []
-        for path in self.folder.glob(f"*/{MANIFEST}") if self.folder.is_dir() else ():
+        for place in self.folder.iterdir() if self.folder.is_dir() else ():
+            # Hidden: those that are being written or deleted.
+            if place.name.startswith(".") or not place.is_dir():
+                continue
             try:
-                content = json.loads(path.read_text(encoding="utf-8"))
-                found.append({"id": path.parent.name, **content})
-            except (OSError, ValueError) as error:
-                found.append({"id": path.parent.name, "error": str(error), "created": 0.0})
+                content = _manifest_of(place)
+                found.append({"id": place.name, **content, "created": float(content["created"])})
+            except (*_DAMAGE, OSError) as error:
+                found.append({"id": place.name, "error": str(error) or type(error).__name__, "created": 0.0})
         return sorted(found, key=lambda each: -each["created"])
 
     def check(self, template_id: str) -> None:
         """Compare a record with its checksums. Raises RunError: it is damaged; UsageError: there is none of this id."""
         self._require(template_id)
+        self._checked.discard(template_id)
         try:
-            self._checked.discard(template_id)
-            self._read(template_id, torch.device("cpu"))
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            self._check(template_id)
+        except (*_DAMAGE, OSError) as error:
             raise RunError(f"template {template_id} is damaged: {error}") from error
 
     def remove(self, template_id: str) -> None:
@@ -190,26 +229,26 @@ class TemplateStore:
         if template_id not in known:
             raise UsageError(f"there is no template {template_id!r} in {self.folder}, but {', '.join(known) or 'none'}")
 
+    def _check(self, digest: str) -> None:
+        """Raise what `_DAMAGE` names, or OSError, unless a record is whole; once in a process."""
+        if digest in self._checked:
+            return
+        place = self.folder / digest
+        for name, checksum in _manifest_of(place)["files"].items():
+            if sha256_of(place / name) != checksum:
+                raise ValueError(f"{name} has another checksum than its manifest says")
+        self._checked.add(digest)
+
     def _read(self, digest: str, device: torch.device) -> TemplateRecord:
         place = self.folder / digest
-        manifest = json.loads((place / MANIFEST).read_text(encoding="utf-8"))
-        if manifest["version"] != VERSION or TemplateKey(manifest["about"]).digest != digest:
-            raise ValueError("the manifest is of another template")
-        steps = []
-        for name, checksum in sorted(manifest["files"].items()):
-            content = (place / name).read_bytes()
-            if digest not in self._checked and hashlib.sha256(content).hexdigest() != checksum:
-                raise ValueError(f"{name} has another checksum than its manifest says")
-            rows: list[dict[str, Tensor]] = [{} for _ in range(manifest["about"]["rows"])]
-            for key, tensor in load(content).items():
-                row, _, operator = key.partition(".")
-                rows[int(row)][operator] = tensor
-            steps.append(rows)
-        self._checked.add(digest)
-        return TemplateRecord(steps, device)
+        content = _manifest_of(place)
+        if content["bytes"] > self._most_bytes:
+            return TemplateRecord(device, content["bytes"], None, place)
+        steps = [read_step(place / name) for name in sorted(content["files"])]
+        return TemplateRecord(device, content["bytes"], steps, place)
 
     def _hold(self, digest: str, record: TemplateRecord) -> None:
-        if record.num_bytes > self._most_bytes:
+        if record.steps is None or record.num_bytes > self._most_bytes:
             return
         self._held[digest] = record
         while sum(each.num_bytes for each in self._held.values()) > self._most_bytes:
@@ -218,6 +257,49 @@ class TemplateStore:
     def _put_aside(self, digest: str, error: Exception) -> None:
         place = self.folder / digest
         aside = place.with_name(f"{digest}-{time.time_ns()}.bad")
-        with contextlib.suppress(OSError):  # another process has done it, or the folder is read only
+        try:
             place.rename(aside)
-        warnings.warn(f"template {digest} is damaged and was put aside as {aside}: {error}", stacklevel=3)
+            done = f"it was put aside as {aside}"
+        except OSError:  # another process has done it, or the folder is read only
+            done = "it is left there"
+        warnings.warn(f"template {digest} is damaged ({error}); {done}", stacklevel=3)
+
+
+class _Kept:
+    """Steps of a record as they go by, for as long as they fit into memory.
+
+    Attributes:
+        num_bytes: of those that have gone by.
+        steps: they; None: they do not fit.
+    """
+
+    def __init__(self, most_bytes: float) -> None:
+        self._most_bytes = most_bytes
+        self.num_bytes = 0
+        self.steps: list[Sequence[Seen]] | None = []
+
+    def through(self, steps: Iterable[Sequence[Seen]]) -> Iterator[Sequence[Seen]]:
+        """The steps, which are kept. Raises RunError: a number is not finite."""
+        for rows in steps:
+            for row in rows:
+                if not all(bool(tensor.isfinite().all()) for tensor in row.values()):
+                    raise RunError("the template's passes give numbers that are not finite: nothing is recorded")
+            self.num_bytes += sum(tensor.nbytes for row in rows for tensor in row.values())
+            if self.num_bytes > self._most_bytes:
+                self.steps = None
+            elif self.steps is not None:
+                self.steps.append(rows)
+            yield rows
+
+
+def _on_cpu(rows: Sequence[Seen]) -> Sequence[Seen]:
+    """All steps together are more than a device holds."""
+    return [{name: tensor.cpu().contiguous() for name, tensor in row.items()} for row in rows]
+
+
+def _manifest_of(place: Path) -> dict[str, Any]:
+    """The manifest of a record. Raises what `_DAMAGE` names: it has none, or that of another."""
+    content = json.loads((place / MANIFEST).read_text(encoding="utf-8"))
+    if content["version"] != VERSION or TemplateKey(content["about"]).digest != place.name:
+        raise ValueError("it was put aside, or its manifest is of another template")
+    return content

@@ -67,8 +67,9 @@ class Geometry:
         latent_mask(request.edit.mask, self.latent_factor)
         steps = request.num_inference_steps
         if self.first_step(request) >= steps:
+            least = math.ceil(1000 / steps) / 1000
             raise UsageError(
-                f"strength is {request.edit.strength:g}, but with {steps} steps it must be at least {1 / steps:.3g}"
+                f"strength is {request.edit.strength:g}, but with {steps} steps it must be at least {least}"
             )
 
     def active_share(self, edit: EditSpec) -> float:

@@ -234,10 +234,11 @@ def _load_component(folder: Path, library: str, class_name: str, dtype: "torch.d
 
 
 def resolve_device(name: str) -> "torch.device":
+    """The device of this name, as loaded models name it: `cuda` is `cuda:0`. Raises UsageError: there is none."""
     import torch
 
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
         raise UsageError(f"unknown device {name!r}: allowed are auto, cpu, cuda and cuda:N")
     device = torch.device(name)
@@ -245,7 +246,7 @@ def resolve_device(name: str) -> "torch.device":
         raise UsageError(
             f"device {name} is not there: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices"
         )
-    return device
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def _resolve_dtype(name: str, device: "torch.device") -> "torch.dtype":

@@ -7,7 +7,7 @@ the plain pipeline with the same prompt, size, steps, guidance scale and `torch.
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from ..core.stepper import Stepper, Tuning
 from ..core.timing import finish_stream
 from ..editing.paste import pasted
 from ..editing.start import begin_edit
-from ..editing.templates import TemplateKey, TemplateRecord, TemplateStore
+from ..editing.templates import TemplateKey, TemplateStore
 from ..options import EngineOptions
 from ..patched.cached_block import block_facts
 from ..patched.stepper import PatchedStepper
@@ -245,6 +245,7 @@ class ServedModel:
             "prompt": edit.template.prompt,
             "seed": edit.template.seed,
             "rows": 2 if self.family.uses_guidance(request.guidance_scale) else 1,
+            "guidance": request.guidance_scale if self.family.embeds_guidance else None,
         })  # fmt: skip
 
     def use_template(self, request: Request, folder: Path, on_step: Callable[[int], None]) -> bool:
@@ -264,6 +265,12 @@ class ServedModel:
                 long as it is in memory.
         """
         self.templates = self.templates or TemplateStore(folder)
+        edit = request.edit
+        if edit is not None and edit.strength < 1 and self.family.geometry.first_step(request) == 0:
+            raise UsageError(
+                f"strength is {edit.strength:g}, which leaves out none of {request.num_inference_steps} steps: to "
+                "reuse what an image's template has shown, it must be 1 or less than that"
+            )
         key = self.template_key(request)
         if key is None:
             cell = self.family.geometry.cell * self.family.geometry.latent_factor
@@ -274,13 +281,14 @@ class ServedModel:
         if self.templates.find(key, self.device) is not None:
             return False
         try:
-            self.templates.add(key, self.record_template(request, on_step))
+            self.templates.add(key, self.recorded(request, on_step), self.device)
         except OSError as error:
             warnings.warn(f"the record of the template cannot be written to {folder}: {error}", stacklevel=2)
         return True
 
-    @torch.inference_mode()
-    def record_template(self, request: Request, on_step: Callable[[int], None] = lambda count: None) -> TemplateRecord:
+    def recorded(
+        self, request: Request, on_step: Callable[[int], None] = lambda count: None
+    ) -> Iterator[list[dict[str, torch.Tensor]]]:
         """Run the whole passes over the image of an edit that its masked ones will read (InstGenIE section 3.1): at
         each step over the image as it is noised there, with the template's prompt. Steps are independent of each other
         and share batches. Nothing else may run on the model meanwhile.
@@ -288,6 +296,9 @@ class ServedModel:
         Args:
             request: that has a `template_key`.
             on_step: called with how many steps are done more.
+
+        Returns:
+            Of each step and row what operators have seen, by name; on the model's device.
         """
         edit = request.edit
         assert edit is not None
@@ -309,11 +320,10 @@ class ServedModel:
             state = replace(first.state, steps_done=index)
             # No step is taken, so what a multistep sampler has seen before may be anything.
             steps.append(replace(first, latents=latents, state=state, previous_x0=latents))
-        found: list[list[dict[str, torch.Tensor]]] = []
         for start in range(0, len(steps), _STEPS_TOGETHER):
-            found += self.stepper.record(steps[start : start + _STEPS_TOGETHER])
-            on_step(len(found) - start)
-        return TemplateRecord(found, self.device)
+            found = self.stepper.record(steps[start : start + _STEPS_TOGETHER])
+            on_step(len(found))
+            yield from found
 
     def close(self) -> None:
         """Let go of what outlives calls, such as the processes of other ranks."""

@@ -12,7 +12,7 @@ from ..core.denoiser import Conditions
 from ..core.prepared import PreparedRequest
 from ..layout.patch_layout import by_size
 from ..samplers.batched import BatchedSampler
-from .masked import MaskedPasses
+from .masked import MaskedPasses, Seen
 from .text import without_repeats
 
 
@@ -45,10 +45,16 @@ class MaskedBatch:
         )
 
     def _predict(self, tokens: Tensor, timesteps: Tensor) -> Tensor:
-        seen = []
+        seen: list[Seen] = []
+        # Edits of one image at one step read the same.
+        known: dict[tuple[int, int], Sequence[Seen]] = {}
         for each in self._batch:
             assert each.template is not None
-            seen += each.template.seen(each.state.first + each.state.steps_done)
+            step = each.state.first + each.state.steps_done
+            place = id(each.template), step
+            if place not in known:
+                known[place] = each.template.seen(step)
+            seen += known[place]
         return self._passes.run(self._rows, seen, tokens, timesteps, self._conditions)
 
 

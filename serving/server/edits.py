@@ -125,4 +125,4 @@ def _size_of(content: bytes, name: str, model: ModelFacts, limits: Limits) -> Re
     """The size of an image file by its header. Raises ApiError: it is of no format or size that is taken."""
     if not _FORMATS.match(content):
         raise invalid(f"{name} is no PNG, JPEG or WebP file", name)
-    return check_size(Resolution(*size_of(content, name)), name, model, limits)
+    return check_size(Resolution(*size_of(content, name, limits.max_pixels)), name, model, limits)

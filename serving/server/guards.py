@@ -20,7 +20,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-BODY_WITHIN_S, FILE_WITHIN_S, SEND_WITHIN_S = 10.0, 300.0, 30.0
+BODY_WITHIN_S, SEND_WITHIN_S = 10.0, 30.0
 _MOST_FILES = 4
 """Large bodies of one path that are read at the same time: each is in memory as a whole."""
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/favicon.ico"})
@@ -41,6 +41,14 @@ class Caller:
 
     request_id: str
     key: str
+
+
+@dataclass(frozen=True, slots=True)
+class LargeBody:
+    """What may be posted to a path that takes more than JSON: so many bytes, within so many seconds."""
+
+    most_bytes: int
+    within_s: float
 
 
 class Keys:
@@ -84,7 +92,7 @@ class Guards:
         hosts: names that the server may be asked by, without ports, and addresses in numbers: other names are DNS
             rebinding. None: any.
         max_body: bytes of a JSON body.
-        large_paths: bytes of what is posted to these paths, which may take longer.
+        large_paths: what may be posted to these paths.
         on_answer: told of every answer its scope, its status and the id of the request.
     """
 
@@ -95,7 +103,7 @@ class Guards:
         keys: Keys,
         hosts: Sequence[str] | None,
         max_body: int,
-        large_paths: MutableMapping[str, int] | None = None,
+        large_paths: MutableMapping[str, LargeBody] | None = None,
         on_answer: Callable[[Scope, int, str], None] = lambda scope, status, request_id: None,
     ) -> None:
         self._app, self._keys = app, keys
@@ -172,7 +180,8 @@ class Guards:
             raise ApiError(415, "the body must not be compressed", code="unsupported_content_encoding")
         most, within_s = self._max_body, BODY_WITHIN_S
         if self._is_large(scope):
-            most, within_s = self._large_paths[scope["path"]], FILE_WITHIN_S
+            large = self._large_paths[scope["path"]]
+            most, within_s = large.most_bytes, large.within_s
         too_large = ApiError(413, f"the body is larger than {most:,} bytes", code="body_too_large")
         length = headers.get("content-length")
         if length is not None and headers.get("transfer-encoding") is not None:

@@ -17,7 +17,7 @@ from .batches.store import MAX_FILE_BYTES, Batches
 from .connections import TimedConnection
 from .edits import EDITS, MAX_EDIT_BYTES
 from .front_end import FrontEnd
-from .guards import ANY_ADDRESS, LOOPBACK, Guards, Keys, Scope
+from .guards import ANY_ADDRESS, LOOPBACK, Guards, Keys, LargeBody, Scope
 from .live import Live
 from .metrics import Metrics
 from .protocol import GENERATIONS
@@ -117,7 +117,7 @@ async def serve_forever(
         keys=Keys(address.keys),
         hosts=address.hosts,
         max_body=front_end.limits.max_body_bytes,
-        large_paths={FILES: MAX_FILE_BYTES, EDITS: MAX_EDIT_BYTES},
+        large_paths={FILES: LargeBody(MAX_FILE_BYTES, 300.0), EDITS: LargeBody(MAX_EDIT_BYTES, 30.0)},
         on_answer=on_answer,
     )
     config = uvicorn.Config(

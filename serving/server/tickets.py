@@ -125,6 +125,8 @@ class Ticket(Follower):
     def on_step(self, request_id: int, steps_done: int) -> None:
         """See `Follower`."""
         index = self.numbers.index(request_id)
+        # With a part of the steps, some models take one more than was counted on.
+        steps_done = min(steps_done, self.generation.num_steps)
         self.steps_done[index] = steps_done
         if self.generation.progress:
             self._in_turn(self._say(Progress(index, steps_done, self.generation.num_steps)))

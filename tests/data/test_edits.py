@@ -40,6 +40,14 @@ def test_what_is_transparent_may_change_where_there_is_transparency() -> None:
     assert not edits.has_alpha(file_of(Image.new("RGB", (2, 2))))
 
 
+def test_masks_of_16_bits_and_of_opaque_files() -> None:
+    values = np.array([[0, 1000, 32_000, 33_000, 65_535]], np.uint16)
+    assert read_mask(file_of(Image.fromarray(values)), "mask").tolist() == [[False, False, False, True, True]]
+    opaque = Image.fromarray(np.full((2, 2, 4), 255, np.uint8))
+    with pytest.raises(UsageError, match="in a file with an alpha channel what is transparent"):
+        EditSpec(image_of(Resolution(2, 2)), read_mask(file_of(opaque), "mask"))
+
+
 def test_masks_and_images_are_turned_upright() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by 90 degrees

@@ -109,6 +109,7 @@ def test_what_cannot_be_edited_is_said_in_one_line_before_anything_is_loaded(run
         ("no.png", "mask.png", [], "no.png: the image file is missing"),
         ("room.png", "mask.png", ["--strength", "0.4"], "with 2 steps it must be at least 0.5"),
         ("room.png", "mask.png", ["--strength", "2"], "strength is 2.0"),
+        ("room.png", "mask.png", ["--template-seed", "2"], "only --reuse reads"),
         ("room.png", "mask.png", ["-n", "2", "-o", folder / "x.png"], "there are 2 images: give a folder"),
     ):
         # A model of which no weights are left: it cannot be loaded.

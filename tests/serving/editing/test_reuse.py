@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from patchedserve.data.edits import TemplateSpec
+from patchedserve.data.errors import RunError, UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.editing.templates import MANIFEST, TemplateStore
@@ -37,7 +38,7 @@ def model_with(pipe: Any, folder: Path, requests: Sequence[Request] = ()) -> Ser
         key = model.template_key(request)
         assert key is not None
         if model.templates.find(key, model.device) is None:
-            model.templates.add(key, model.record_template(request))
+            model.templates.add(key, model.recorded(request), model.device)
     return model
 
 
@@ -159,7 +160,7 @@ def test_a_damaged_record_is_put_aside_and_the_edit_is_exact(damage: str, tmp_pa
         place.write_text(place.read_text()[:100])
     # Another process, which has nothing in memory.
     model.templates = TemplateStore(tmp_path)
-    with pytest.warns(UserWarning, match="is damaged and was put aside"):
+    with pytest.warns(UserWarning, match="is damaged .* it was put aside as"):
         assert model.prepare(request).template is None
     assert [path.suffix for path in tmp_path.iterdir()] == [".bad"]
     assert model.prepare(request).template is None
@@ -191,13 +192,58 @@ def test_the_folder_is_bounded_and_what_was_read_longest_ago_makes_room(tmp_path
     records = [record for key in keys if (record := model.templates.find(key, model.device)) is not None]
     store = TemplateStore(tmp_path / "some", memory_mb=0.0, disk_mb=2.5 * records[0].num_bytes / 1e6)
     for place, key in enumerate(keys[:2]):
-        store.add(key, records[place])
+        store.add(key, records[place].steps or (), model.device)
         os.utime(tmp_path / "some" / key.digest / MANIFEST, (place, place))
     assert store.find(keys[0], model.device) is not None  # read now, so that the other one is older
-    store.add(keys[2], records[2])
+    store.add(keys[2], records[2].steps or (), model.device)
     assert {each["id"] for each in store.list()} == {keys[0].digest, keys[2].digest}
     assert sorted(path.name for path in store.folder.iterdir()) == sorted(each["id"] for each in store.list())
     assert store.find(keys[1], model.device) is None
+
+
+def test_a_record_that_does_not_fit_into_memory_is_read_step_by_step(tmp_path: Path) -> None:
+    pipe, request = pipeline("sdxl"), edit_request(0, LARGE, template=TEMPLATE)
+    held = model_with(pipe, tmp_path, [request])
+    streamed = model_with(pipe, tmp_path)
+    streamed.templates = TemplateStore(tmp_path, memory_mb=0.01)
+    key = held.template_key(request)
+    assert key is not None
+    found = streamed.templates.find(key, held.device)
+    assert found is not None
+    assert found.steps is None
+    assert torch.equal(serve(held, [request]).latents[0], serve(streamed, [request]).latents[0])
+
+
+def test_a_record_larger_than_the_folder_may_be_is_refused_and_others_stay(tmp_path: Path) -> None:
+    small, large = (edit_request(0, size, num_steps=2, template=TEMPLATE) for size in (SMALL, LARGE))
+    model = model_with(pipeline("sdxl"), tmp_path, [small])
+    assert model.templates is not None
+    (kept,) = model.templates.list()
+    model.templates = TemplateStore(tmp_path, disk_mb=1.5 * kept["bytes"] / 1e6)
+    with pytest.raises(RunError, match="is larger than"):
+        model.use_template(large, tmp_path, lambda count: None)
+    assert [each["id"] for each in model.templates.list()] == [kept["id"]]
+
+
+def test_what_is_no_record_is_listed_as_damaged(tmp_path: Path) -> None:
+    for name, content in (("a", "{}"), ("b", "[]"), ("c", "no JSON"), (".hidden", "{}")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / MANIFEST).write_text(content)
+    store = TemplateStore(tmp_path)
+    assert sorted(each["id"] for each in store.list()) == ["a", "b", "c"]
+    assert all(each["error"] for each in store.list())
+    with pytest.raises(RunError, match="template a is damaged"):
+        store.check("a")
+    with pytest.raises(UsageError, match="there is no template"):
+        store.remove("../elsewhere")
+    store.remove("b")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".hidden", "a", "c"]
+
+
+def test_reuse_is_refused_where_records_have_no_such_step(tmp_path: Path) -> None:
+    model = build_model(pipeline("sd3"), name="tiny")
+    with pytest.raises(UsageError, match="which leaves out none of 6 steps"):
+        model.use_template(edit_request(0, LARGE, strength=0.99, template=TEMPLATE), tmp_path, lambda count: None)
 
 
 def test_what_cannot_be_written_is_used_from_memory(tmp_path: Path) -> None:
