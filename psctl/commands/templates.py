@@ -71,6 +71,8 @@ def templates_add(
 def templates_list(*, target: Target, out: Output) -> None:
     """List the records of a model's images.
 
+    They come from psctl templates add, and from the first psctl edit --reuse of an image.
+
     Examples:
 
         psctl templates list
@@ -92,7 +94,9 @@ def templates_list(*, target: Target, out: Output) -> None:
 
 
 def templates_check(*, ids: _Ids = None, target: Target, out: Output) -> None:
-    """Compare records with their checksums; all of them, or those named. The exit code is 1 if one is damaged.
+    """Compare records with their checksums: all of them, or those named.
+
+    The exit code is 1 if one is damaged. Edits that meet a damaged record put it aside by themselves.
 
     Examples:
 
@@ -116,6 +120,8 @@ def templates_check(*, ids: _Ids = None, target: Target, out: Output) -> None:
 
 def templates_remove(*, ids: _Ids = None, target: Target, out: Output) -> None:
     """Delete records.
+
+    Images that are edited again with --reuse are recorded anew.
 
     Examples:
 
