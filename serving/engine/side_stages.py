@@ -234,11 +234,11 @@ class SideStages:
         if state.record.status != "pending":  # cancelled meanwhile
             return
         try:
-            edit, image = state.request.edit, None if self._preview is None else self._preview.draw(latents)
+            image = None if self._preview is None else self._preview.draw(latents)
             if image is None:
-                image = self._model.decode(latents, edit)
-            elif edit is not None:
-                image = pasted(image, edit)
+                image = self._model.decode(latents)
+            if state.request.edit is not None:
+                image = pasted(image, state.request.edit)
         except Exception:  # noqa: BLE001  its last image is decoded alike, and tells what is wrong
             return
         self.collect(partial(self.call, partial(watch.show, image)))
@@ -248,9 +248,11 @@ class SideStages:
             return
         request, image, failure = state.request, None, None
         try:
-            image = self._model.decode(latents, request.edit)
-            if self._preview is not None and request.edit is None:
+            image = self._model.decode(latents)
+            if self._preview is not None:
                 self.call(partial(self._preview.learn, latents, image))
+            if request.edit is not None:
+                image = pasted(image, request.edit)
             if self._on_image is not None:
                 self._on_image(request, image)
             path = None if self._image_path is None else self._image_path(request)

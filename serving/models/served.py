@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 
-from ...data.edits import EditSpec
 from ...data.errors import RunError, UsageError
 from ...data.requests import Request
 from ...data.resolution import Resolution
@@ -25,7 +24,6 @@ from ..core.denoiser import denoiser_of
 from ..core.prepared import PreparedRequest
 from ..core.stepper import Stepper, Tuning
 from ..core.timing import finish_stream
-from ..editing.paste import pasted
 from ..editing.start import begin_edit
 from ..editing.templates import TemplateKey, TemplateStore
 from ..options import EngineOptions
@@ -217,10 +215,9 @@ class ServedModel:
         return prepared
 
     @torch.inference_mode()
-    def decode(self, latents: torch.Tensor, edit: EditSpec | None = None) -> "Image":
-        """Turn the final latents of one request into its image; of an edit, with the rest of its image around it."""
-        image = self.family.decode(latents.to(self.dtype), self._decode)[0]
-        return image if edit is None else pasted(image, edit)
+    def decode(self, latents: torch.Tensor) -> "Image":
+        """Turn the final latents of one request into its image."""
+        return self.family.decode(latents.to(self.dtype), self._decode)[0]
 
     def template_key(self, request: Request) -> TemplateKey | None:
         """Which record an edit can read; None: none, as it has no template, its size has parts of cells, or it starts

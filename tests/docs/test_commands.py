@@ -112,7 +112,7 @@ SCRIPTS = {
     # Servers under load for minutes whatever the model; the suite tests what they are made of.
     **{
         f"tests/benchmarks/{name}.py": ["--help"]
-        for name in ("bench_http", "bench_http_simulated", "bench_http_slo", "fuzz_http", "http_parity", "kill_http")
+        for name in ("bench_http", "bench_http_simulated", "bench_http_slo", "fuzz_http", "http_parity", "kill_http", "soak")
     },
 }  # fmt: skip
 GATE_CODES = (0, 1, 3)
