@@ -109,10 +109,13 @@ SCRIPTS = {
         "--num-prompts", "20", "--minutes", "0.02", "--real-minutes", "0.01", "--steps", "2",
         "--output-file", "scale.json",
     ],
-    # Servers under load for minutes whatever the model; the suite tests what they are made of.
+    # Bundled models and servers under load for minutes; the suite tests what they are made of.
     **{
         f"tests/benchmarks/{name}.py": ["--help"]
-        for name in ("bench_http", "bench_http_simulated", "bench_http_slo", "fuzz_http", "http_parity", "kill_http", "soak")
+        for name in (
+            "bench_edit", "bench_http", "bench_http_simulated", "bench_http_slo", "edit_quality", "fuzz_http",
+            "http_parity", "kill_http", "soak",
+        )
     },
 }  # fmt: skip
 GATE_CODES = (0, 1, 3)
