@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from ...data.errors import UsageError
-from ...data.requests import MAX_SEED, Request
+from ...data.requests import Request
 from ..flags import flag
-from ..options.common import GuidanceScale, MaxBatchSize, NumInferenceSteps, Seed
+from ..options.common import GuidanceScale, MaxBatchSize, NumInferenceSteps, Seed, require_seeds
 from ..options.groups import ParallelEngineFlags
 from ..options.target import Target
 from ..options.templates import TemplatePrompt, TemplateSeed, require_masked
@@ -81,8 +81,7 @@ def edit(
     elif template_prompt or template_seed:
         raise UsageError("--template-prompt and --template-seed are of the record, which only --reuse reads")
     geometry, defaults = model_geometry(target.model), target.defaults()
-    if seed + num_images - 1 > MAX_SEED:
-        raise UsageError(f"seed is {seed}, but with {num_images} images it may be at most {MAX_SEED - num_images + 1}")
+    require_seeds(seed, num_images, "images")
     spec = EditSpec(
         read_image(read_content(image), str(image)),
         read_mask(read_content(mask), str(mask)),

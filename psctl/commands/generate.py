@@ -7,10 +7,10 @@ import typer
 
 from ...data.errors import RunError, UsageError
 from ...data.files import require_folder
-from ...data.requests import MAX_SEED, Request
+from ...data.requests import Request
 from ...data.resolution import Resolution, parse
 from ..flags import flag
-from ..options.common import GuidanceScale, MaxBatchSize, NumInferenceSteps, Seed
+from ..options.common import GuidanceScale, MaxBatchSize, NumInferenceSteps, Seed, require_seeds
 from ..options.groups import ParallelEngineFlags
 from ..options.target import Target
 from ..output import Output
@@ -68,9 +68,7 @@ def generate(
     """
     texts = _read_prompts(prompt, prompts)
     sizes = _read_resolutions(resolution, len(texts))
-    if seed + len(texts) - 1 > MAX_SEED:
-        raise UsageError(f"seed is {seed}, but with {len(texts)} prompts it may be at most {MAX_SEED - len(texts) + 1}")
-
+    require_seeds(seed, len(texts), "prompts")
     defaults = target.defaults()
     requests = [
         Request(
@@ -111,11 +109,11 @@ def draw(
         served.tune([request.resolution for request in requests], place.tables)
     with out.phases() as start:
         if (edit := requests[0].edit) is not None and edit.template is not None:
-            share = served.family.geometry.active_share(edit)
-            if share > served.masked_up_to:
-                out.note(f"The mask touches {share:.0%} of the image's cells: it is faster to compute all of them.")
-            else:
+            if served.is_worth_masking(edit):
                 served.use_template(requests[0], place.templates, start("template", requests[0].num_inference_steps))
+            else:
+                share = served.family.geometry.active_share(edit)
+                out.note(f"The mask touches {share:.0%} of the image's cells: it is faster to compute all of them.")
         advance = start("denoising steps", sum(request.num_steps for request in requests))
         runner = Engine(
             served,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from ...data.errors import UsageError
+from ...data.requests import MAX_SEED
 from ..flags import flag
 
 
@@ -54,6 +55,12 @@ CalibrationFile = Annotated[
     flag("--calibration", "Simulator: calibration.json of a sweep with --on both.", metavar="FILE", dir_okay=False),
 ]
 Gpus = Annotated[int, flag("--gpus", "GPUs that serve in data parallel, all alike.", min=1, max=4096)]
+
+
+def require_seeds(seed: int, count: int, what: str) -> None:
+    """Raise UsageError unless there are so many seeds from this one on."""
+    if seed + count - 1 > MAX_SEED:
+        raise UsageError(f"seed is {seed}, but with {count} {what} it may be at most {MAX_SEED - count + 1}")
 
 
 def numbers_of(option: str, text: str) -> list[float]:

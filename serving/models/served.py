@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 
+from ...data.edits import EditSpec
 from ...data.errors import RunError, UsageError
 from ...data.requests import Request
 from ...data.resolution import Resolution
@@ -207,7 +208,7 @@ class ServedModel:
         prepared = PreparedRequest(request, latents, conditioning, state, is_guided, known=known)
         if self.templates is not None and (key := self.template_key(request)) is not None:
             assert request.edit is not None
-            if self.family.geometry.active_share(request.edit) <= self.masked_up_to:
+            if self.is_worth_masking(request.edit):
                 prepared.template = self.templates.find(key, self.device)
         self.stepper.prepare(prepared)
         # The denoise loop works on another stream.
@@ -218,6 +219,10 @@ class ServedModel:
     def decode(self, latents: torch.Tensor) -> "Image":
         """Turn the final latents of one request into its image."""
         return self.family.decode(latents.to(self.dtype), self._decode)[0]
+
+    def is_worth_masking(self, edit: EditSpec) -> bool:
+        """Whether computing the masked part of an image by itself is faster than all of it."""
+        return self.family.geometry.active_share(edit) <= self.masked_up_to
 
     def template_key(self, request: Request) -> TemplateKey | None:
         """Which record an edit can read; None: none, as it has no template, its size has parts of cells, or it starts

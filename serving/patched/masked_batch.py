@@ -1,19 +1,18 @@
 """Edits that read the records of templates, between two changes of their set; and the making of records."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
 from ...data.edits import active_cells, latent_mask
 from ..cache.rules import Booleans
-from ..core.denoise_batch import DenoiseBatch, join_conditioning
+from ..core.denoise_batch import DenoiseBatch
 from ..core.denoiser import Conditions
 from ..core.prepared import PreparedRequest
 from ..layout.patch_layout import by_size
 from ..samplers.batched import BatchedSampler
 from .masked import MaskedPasses, Seen
-from .text import without_repeats
+from .text import conditions_of
 
 
 class MaskedBatch:
@@ -36,7 +35,7 @@ class MaskedBatch:
         self._passes, self._batch = passes, sorted(active, key=lambda prepared: by_size(prepared.size))
         sizes = [prepared.size for prepared in self._batch]
         row_packing = passes.pack([size for each in self._batch for size in [each.size] * each.num_rows])
-        self._conditions, repeats = _conditions(passes, conditions, self._batch)
+        self._conditions, repeats = conditions_of(self._batch, conditions, is_unet=passes.is_unet)
         cells = [cells_of(each, passes.cell) for each in self._batch]
         by_row = [own for own, each in zip(cells, self._batch, strict=True) for _ in range(each.num_rows)]
         self._rows = passes.batch(row_packing, repeats=repeats, active=by_row)
@@ -73,20 +72,11 @@ def record(
     """
     packing = passes.pack([each.size for each in steps])
     row_packing = passes.pack([size for each in steps for size in [each.size] * each.num_rows])
-    named, repeats = _conditions(passes, conditions, steps)
+    named, repeats = conditions_of(steps, conditions, is_unet=passes.is_unet)
     rows = passes.batch(row_packing, repeats=repeats)
     together = DenoiseBatch(steps, packing, row_packing, sampler, _never, dtype=passes.dtype)
     seen = iter(passes.record(rows, *together.inputs(), named))
     return [[next(seen) for _ in range(each.num_rows)] for each in steps]
-
-
-def _conditions(
-    passes: MaskedPasses, conditions: Conditions, requests: Sequence[PreparedRequest]
-) -> tuple[dict[str, Any], int]:
-    conditioning, repeats = join_conditioning(requests), 1
-    if not passes.is_unet:
-        conditioning["text"], repeats = without_repeats(conditioning["text"])
-    return conditions(conditioning), repeats
 
 
 def _never(tokens: Tensor, timesteps: Tensor) -> Tensor:

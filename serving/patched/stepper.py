@@ -7,13 +7,12 @@ step). Edits that read a template's record are a second batch, as theirs are oth
 
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..cache.patch_batch import CachedRequest
-from ..core.denoise_batch import DenoiseBatch, join_conditioning
+from ..core.denoise_batch import DenoiseBatch
 from ..core.denoiser import Conditions
 from ..core.failures import Failures
 from ..core.prepared import PreparedRequest, describe
@@ -27,7 +26,7 @@ from ..samplers.single import SamplerState
 from .masked import MaskedPasses
 from .masked_batch import MaskedBatch, record
 from .patched_model import PatchedModel
-from .text import without_repeats
+from .text import conditions_of
 from .tuning import strategy_table
 
 
@@ -195,10 +194,7 @@ class PackedBatch:
         self._model = model = stepper.model
         self._batch = batch = sorted(active, key=lambda prepared: by_size(prepared.size))
         sizes = [prepared.size for prepared in batch]
-        conditioning, repeats = join_conditioning(batch), 1
-        if not model.is_unet:
-            conditioning["text"], repeats = without_repeats(conditioning["text"])
-        self._conditions: dict[str, Any] = stepper.conditions(conditioning)
+        self._conditions, repeats = conditions_of(batch, stepper.conditions, is_unet=model.is_unet)
         # A batch of one resolution needs no patches: plain diffusers is as fast, unless equal text tokens are left out.
         self.is_plain = may_be_plain and len(set(sizes)) == 1 and repeats == 1 and not model.always_packs
         if self.is_plain:

@@ -1,6 +1,25 @@
-"""What the patch engine leaves out of the text of a batch."""
+"""The text of a batch, and what the patch engine leaves out of it."""
+
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
+
+from ..core.denoise_batch import join_conditioning
+from ..core.denoiser import Conditions
+from ..core.prepared import PreparedRequest
+
+
+def conditions_of(
+    requests: Sequence[PreparedRequest], conditions: Conditions, *, is_unet: bool
+) -> tuple[dict[str, Any], int]:
+    """The conditions of all rows of the requests, named as the model does, and how often their last text token counts
+    (see `without_repeats`; a U-Net's text is left as it is).
+    """
+    conditioning, repeats = join_conditioning(requests), 1
+    if not is_unet:
+        conditioning["text"], repeats = without_repeats(conditioning["text"])
+    return conditions(conditioning), repeats
 
 
 def without_repeats(text: Tensor) -> tuple[Tensor, int]:

@@ -117,17 +117,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
         yield running
 
 
-@pytest.fixture
-def http(server: HttpServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
-        yield client
-
-
-@pytest.fixture
-def client(server: HttpServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
 def picture(b64_json: str | None) -> NDArray[np.uint8]:
     assert b64_json is not None
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(b64_json))))

@@ -47,17 +47,6 @@ def server(model: Path, workspace: Path) -> Iterator[HttpServer]:
         yield running
 
 
-@pytest.fixture
-def http(server: HttpServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
-        yield client
-
-
-@pytest.fixture
-def client(server: HttpServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
 def picture(b64_json: str | None) -> Image.Image:
     assert b64_json is not None
     return Image.open(io.BytesIO(base64.b64decode(b64_json)))

@@ -1,7 +1,7 @@
 """Tiny diffusers pipelines with random weights, built in code: the real architectures at a size for tests."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,8 @@ import torch
 from diffusers import (
     AutoencoderKL,
     DDIMScheduler,
+    DPMSolverMultistepScheduler,
+    EulerAncestralDiscreteScheduler,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     SD3Transformer2DModel,
@@ -19,6 +21,14 @@ from diffusers import (
 )
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
+SAMPLERS: dict[str, Callable[[Any], Any]] = {
+    "euler": EulerDiscreteScheduler.from_config,
+    "ddim": lambda config: DDIMScheduler.from_config(config, clip_sample=False, timestep_spacing="trailing"),
+    "ddim-v": lambda config: DDIMScheduler.from_config(config, clip_sample=False, prediction_type="v_prediction"),
+    "euler-ancestral": EulerAncestralDiscreteScheduler.from_config,
+    "dpm++": DPMSolverMultistepScheduler.from_config,
+}
+"""Samplers of the pipelines with a U-Net, made of the configuration of another."""
 _TEXT_POSITIONS = 16
 _UNET: dict[str, Any] = {
     "block_out_channels": (16, 32, 32),

@@ -1,18 +1,12 @@
 """Edits equal diffusers' inpainting, whatever shares their batch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from diffusers import (
-    DDIMScheduler,
-    DPMSolverMultistepScheduler,
-    EulerAncestralDiscreteScheduler,
-    EulerDiscreteScheduler,
-    HeunDiscreteScheduler,
-)
+from diffusers import HeunDiscreteScheduler
 
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
@@ -26,16 +20,10 @@ from patchedserve.serving.scheduling.policies import get_policy
 
 from ...support.edits import MASKS, edit_request, plain_edit
 from ...support.patched_models import relative_error
-from ...support.tiny_models import plain_latents, tiny_sd, tiny_sd3, tiny_sdxl
+from ...support.tiny_models import SAMPLERS, plain_latents, tiny_sd, tiny_sd3, tiny_sdxl
 
 TOLERANCE = 1e-3
 SMALL, LARGE, WIDE, ODD = Resolution(32, 32), Resolution(64, 64), Resolution(96, 32), Resolution(96, 48)
-SAMPLERS: dict[str, Callable[[Any], Any]] = {
-    "euler": EulerDiscreteScheduler.from_config,
-    "ddim": lambda config: DDIMScheduler.from_config(config, clip_sample=False, timestep_spacing="trailing"),
-    "euler-ancestral": EulerAncestralDiscreteScheduler.from_config,
-    "dpm++": DPMSolverMultistepScheduler.from_config,
-}
 
 
 def pipeline(family: str, sampler: str | None = None) -> Any:

@@ -23,8 +23,8 @@ from patchedserve.serving.scheduling.policies import get_policy
 
 from ...support.edits import edit_request
 from ...support.patched_models import relative_error
-from ...support.tiny_models import plain_latents
-from .test_exact import SAMPLERS, pipeline
+from ...support.tiny_models import SAMPLERS, plain_latents
+from .test_exact import pipeline
 
 SMALL, LARGE, WIDE = Resolution(64, 64), Resolution(128, 128), Resolution(96, 64)
 TEMPLATE = TemplateSpec("a picture", 5)

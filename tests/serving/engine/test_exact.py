@@ -9,13 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import (
-    DDIMScheduler,
-    DiffusionPipeline,
-    DPMSolverMultistepScheduler,
-    EulerAncestralDiscreteScheduler,
-    EulerDiscreteScheduler,
-)
+from diffusers import DiffusionPipeline
 
 from patchedserve.data.models.bundled import bundled_model_path
 from patchedserve.data.requests import Request
@@ -29,18 +23,10 @@ from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.scheduling.policies import get_policy
 
 from ...support.patched_models import relative_error
-from ...support.tiny_models import largest_error, plain_image, plain_latents, tiny_sd, tiny_sd3, tiny_sdxl
+from ...support.tiny_models import SAMPLERS, largest_error, plain_image, plain_latents, tiny_sd, tiny_sd3, tiny_sdxl
 
 TOLERANCE = 1e-3
 SMALL, MEDIUM, LARGE, WIDE = Resolution(32, 32), Resolution(48, 48), Resolution(64, 64), Resolution(96, 32)
-
-SAMPLERS: dict[str, Callable[[Any], Any]] = {
-    "euler": EulerDiscreteScheduler.from_config,
-    "ddim": lambda config: DDIMScheduler.from_config(config, clip_sample=False, timestep_spacing="trailing"),
-    "ddim-v": lambda config: DDIMScheduler.from_config(config, clip_sample=False, prediction_type="v_prediction"),
-    "euler-ancestral": EulerAncestralDiscreteScheduler.from_config,
-    "dpm++": DPMSolverMultistepScheduler.from_config,
-}
 
 
 def mixed_requests() -> list[Request]:
