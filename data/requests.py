@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from .errors import UsageError
 from .resolution import Resolution
@@ -10,6 +10,8 @@ from .resolution import Resolution
 if TYPE_CHECKING:
     from .edits import EditSpec
 
+Fallback = Literal["light", "never"]
+"""Whether a cascade may answer with its light model's image, or only with the heavy one's."""
 MAX_SEED = 2**63 - 1
 """Largest seed: what a table's signed 64-bit column and torch's generator both hold."""
 
@@ -29,6 +31,7 @@ class Request:
         arrival_s: when it arrives, in seconds from the start of the trace.
         slo_s: how long it may take from its arrival to its image, in seconds; None when nothing was promised.
         edit: the image to start from, and what may change in it; None for a new image.
+        fallback: of a cascade: whether its light model may be the answer, or never.
 
     Raises:
         UsageError: a field is out of its range.
@@ -44,6 +47,7 @@ class Request:
     arrival_s: float = 0.0
     slo_s: float | None = None
     edit: "EditSpec | None" = None
+    fallback: Fallback = "light"
 
     def __post_init__(self) -> None:
         _require_int("request_id", self.request_id, 0)
@@ -62,6 +66,8 @@ class Request:
             _require_number("slo_s", self.slo_s)
             if self.slo_s == 0:
                 raise UsageError("slo_s is 0, but it must be more than 0 seconds")
+        if self.fallback not in get_args(Fallback):
+            raise UsageError(f"fallback is {self.fallback!r}, but it must be {' or '.join(get_args(Fallback))}")
         if self.edit is not None and self.edit.resolution != self.resolution:
             raise UsageError(
                 f"resolution is {self.resolution}, but the image to edit has {self.edit.resolution} pixels"

@@ -60,7 +60,7 @@ _SMALL_I, _SMALL_F, _WORD = pa.int32(), pa.float32(), pa.dictionary(pa.int32(), 
 
 RECORDS = TableSchema(
     "records",
-    1,
+    2,
     (
         column("request_id", _I, meaning="number of the request in its trace"),
         column("prompt", _S),
@@ -83,6 +83,9 @@ RECORDS = TableSchema(
         column("latency_s", _F, "s", True, "finish_s - arrival_s of a completed request"),
         column("slo_met", _B, "", True, "whether latency_s <= slo_s; false without an image"),
         column("image_path", _S, "", True, "where the image was saved"),
+        column("served_by", _S, "", True, "of a cascade: light or heavy, whose image it is"),
+        column("confidence", _F, "", True, "of the light image, where it was judged"),
+        column("threshold", _F, "", True, "that the confidence was compared with"),
     ),
 )
 """One row per request (`serving.core.request_state.RequestRecord.to_row`)."""

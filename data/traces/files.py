@@ -53,6 +53,7 @@ class TraceLine(TypedDict, total=False):
     slo_s: Number
     slo_ms: Number
     num_frames: Whole
+    fallback: Text
 
 
 TRACE_FIELDS = tuple(TraceLine.__annotations__)
@@ -123,7 +124,7 @@ def save_trace(path: str | Path, requests: Sequence[Request]) -> None:
                 value = getattr(request, field.name)
                 if isinstance(value, Resolution):
                     values |= value._asdict()
-                elif value is not None:
+                elif value is not None and (field.name, value) != ("fallback", "light"):
                     values[field.name] = value
             file.write(json.dumps(values, ensure_ascii=False) + "\n")
 

@@ -145,7 +145,8 @@ def run_cascade_bench(
             run = own.run(own.promised(requests), places)
             point.runs.append(run)
             point.places.extend(places)
-            point.served.extend(run.result.served_by.get(request.request_id) for request in requests)
+            served_by = run.result.served_by()
+            point.served.extend(served_by.get(request.request_id) for request in requests)
             advance(1)
         done[name, scale, overprovision] = point
     compared = start_phase("comparisons of images", len(points))

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from ...data.errors import MissingExtraError
@@ -220,6 +221,12 @@ class HttpSettings:
     is_quiet: bool = False
 
 
+def require_http() -> None:
+    """Raise MissingExtraError if a package of the extra `http` is missing."""
+    if find_spec("prometheus_client") is None:
+        raise MissingExtraError("prometheus-client", "http")
+
+
 def make_server(
     recipe: EngineRecipe,
     settings: HttpSettings,
@@ -244,14 +251,7 @@ def make_server(
         UsageError: the model cannot serve a size, or there is no room for the replicas.
         RunError: loading or a measurement fails.
     """
-    try:
-        from ...serving.server.metrics import Metrics
-    except ImportError as error:
-        raise MissingExtraError(error.name or "prometheus-client", "http") from error
-    from ...serving.server.front_end import FrontEnd, Pricing
-    from ...serving.server.live import Live
-    from ...serving.server.request_log import RequestLog
-
+    require_http()
     backend: Backend
     engine = None
     if plan is None:
@@ -269,13 +269,33 @@ def make_server(
         on_note(f"Starting {plan.least} replicas ...")
         backend = ClusterBackend(plan, partial(build_for_replica, recipe))
         facts = backend.deploy()
-    front_end = FrontEnd(
-        replace(facts.model, aliases=tuple(settings.aliases)),
-        settings.limits,
-        backend,
-        Pricing(settings.slo_scale, facts.alone.latency_s),
-    )
-    metrics, live = Metrics(recipe.sizes, backend), Live(front_end)
+    return assemble(facts.model, facts.alone.latency_s, backend, settings, engine)
+
+
+def assemble(
+    model: "ModelFacts",
+    standalone_s: Callable[[Request], float | None],
+    backend: "Backend",
+    settings: HttpSettings,
+    engine: BuiltEngine | None = None,
+) -> ServerParts:
+    """What answers, around what draws.
+
+    Args:
+        model: what requests are checked against.
+        standalone_s: latency of a request alone, for its SLO.
+        backend: draws.
+        settings: what is promised.
+        engine: of the backend, if it is of this process.
+    """
+    from ...serving.server.front_end import FrontEnd, Pricing
+    from ...serving.server.live import Live
+    from ...serving.server.metrics import Metrics
+    from ...serving.server.request_log import RequestLog
+
+    pricing = Pricing(settings.slo_scale, standalone_s)
+    front_end = FrontEnd(replace(model, aliases=tuple(settings.aliases)), settings.limits, backend, pricing)
+    metrics, live = Metrics(model.defaults.resolutions, backend), Live(front_end)
     if not settings.is_quiet:
         front_end.watchers += [metrics, live, RequestLog(with_prompts=settings.log_prompts)]
 

@@ -70,7 +70,8 @@ def over_time(result: CascadeResult, theme: Theme) -> Figure:
 
     middle_s = (edges[1:] + edges[:-1]) / 2
     late = np.array([record.slo_met is False for record in records], dtype=float)
-    heavy = np.array([result.served_by.get(record.request_id) == "heavy" for record in records], dtype=float)
+    served_by = result.served_by()
+    heavy = np.array([served_by.get(record.request_id) == "heavy" for record in records], dtype=float)
     with np.errstate(invalid="ignore"):
         for values, colour, label in ((late, theme.bad, "late or discarded"), (heavy, theme.series[1], "heavy image")):
             outcome.plot(

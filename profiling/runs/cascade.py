@@ -13,6 +13,7 @@ from ...data.checks import require_counts
 from ...data.errors import UsageError
 from ...data.files import write_json
 from ...data.requests import Request
+from ...data.resolution import parse
 from ...data.tables.cascade import LEGS as LEGS_TABLE
 from ...data.tables.cascade import PLANS
 from ...data.tables.schemas import RECORDS, write_table
@@ -21,7 +22,7 @@ from ...serving.cascade.allocators import Allocator, Cluster
 from ...serving.cascade.balancer import Balance, Balancer
 from ...serving.cascade.controller import Controller
 from ...serving.cascade.deferral import deferral_curve
-from ...serving.cascade.dispatcher import CascadeResult, OnLate
+from ...serving.cascade.dispatcher import CascadeResult, Dispatcher, OnLate
 from ...serving.cascade.legs import LEGS, Leg, LegSpec, cascade_name
 from ...serving.cascade.milp import Milp
 from ...serving.cascade.problem import OVERPROVISION
@@ -29,6 +30,7 @@ from ...serving.cascade.profile import CascadeProfile
 from ...serving.cascade.simulation import CascadeModel, simulate_cascade
 from ...serving.cascade.systems import CascadeKnobs, CascadeSystem
 from ...serving.core.metrics import summarize
+from ...serving.core.request_state import RequestRecord
 from .trace_settings import check_slo_scale
 
 _PEAK_WINDOW_S = 20.0
@@ -122,35 +124,61 @@ class CascadeDeployment:
         """What serves a trace whose requests have their SLOs, on whatever clock. Raises as `run`."""
         if not requests:
             raise UsageError("the trace is empty, but it must hold at least one request")
-        models = self.models(requests)
         # Where requests of one resolution have different SLOs, the tightest is planned for.
         slos_s: dict[str, float] = {}
         for request in requests:
             assert request.slo_s is not None, "of promised requests"
             name = str(request.resolution)
             slos_s[name] = min(slos_s.get(name, math.inf), request.slo_s)
+        chance = random.Random(self.seed)
+        draws = {request.request_id: chance.random() for request in requests}
+        peak = peak_rate([request.arrival_s for request in requests])
+        # What comes first is planned for as the trace is in the mean: nobody knows more of it.
+        duration_s = max(requests[-1].arrival_s - requests[0].arrival_s, 1.0)
+        demand = min(peak, len(requests) / duration_s)
+        return self._parts(self.models(requests), slos_s, peak, demand, draws.__getitem__)
+
+    def parts_for_clients(self, sizes: Sequence[str]) -> "CascadeParts":
+        """What serves requests that are not known before, in equal parts of these resolutions as far as plans go.
+
+        Raises UsageError: the system plans for the peak of a trace, or as `run`.
+        """
+        if self.system.needs_peak(self.knobs):
+            raise UsageError(
+                f"--system {self.system.name} plans for the peak of a trace, and over HTTP nobody knows it: "
+                "diffserve, proteus, clipper-light or clipper-heavy"
+            )
+        weights = dict.fromkeys(sizes, 1.0)
+        models: dict[Leg, CascadeModel] = {leg: self.profile.legs[leg].model(weights) for leg in LEGS}
+        slos_s = {name: self.slo_scale * self.profile.standalone_s(parse(name)) for name in sizes}
+        chance = random.Random(self.seed)
+        return self._parts(models, slos_s, 0.0, 0.0, lambda request_id: chance.random())
+
+    def _parts(
+        self,
+        models: dict[Leg, CascadeModel],
+        slos_s: dict[str, float],
+        peak: float,
+        demand: float,
+        direct: Callable[[int], float],
+    ) -> "CascadeParts":
         cluster = Cluster(
             self.num_workers, models["light"].batches, models["heavy"].batches, slos_s, self.overprovision
         )
-        peak = peak_rate([request.arrival_s for request in requests])
         by_size = costs = None
         if self.sizes is not None:
             heavy = self.profile.legs["heavy"]
             by_size, costs = heavy.costs(), heavy.costs_of(self.sizes)
         curve = deferral_curve(self.confidences, costs=costs)
         allocator = self.system.allocator(cluster, curve, peak, self.knobs)
-        # What comes first is planned for as the trace is in the mean: nobody knows more of it.
-        duration_s = max(requests[-1].arrival_s - requests[0].arrival_s, 1.0)
         controller = Controller(
             allocator,
             self.confidences,
             costs=costs,
-            demand=min(peak, len(requests) / duration_s),
+            demand=demand,
             burst=_BURST if self.replan_on_burst else None,
         )
-        chance = random.Random(self.seed)
-        draws = {request.request_id: chance.random() for request in requests}
-        return CascadeParts(models, controller, allocator, peak, draws.__getitem__, by_size)
+        return CascadeParts(models, controller, allocator, peak, direct, by_size)
 
 
 class CascadeParts(NamedTuple):
@@ -164,6 +192,27 @@ class CascadeParts(NamedTuple):
     peak: float
     direct: Callable[[int], float]
     costs: Mapping[str, float] | None
+
+    def dispatcher(
+        self,
+        deployment: CascadeDeployment,
+        *,
+        on_end: Callable[[RequestRecord], None],
+        result: CascadeResult | None = None,
+    ) -> Dispatcher:
+        """What sends requests to workers that are processes."""
+        return Dispatcher(
+            self.models,
+            self.controller,
+            Balancer(deployment.balance, deployment.seed),
+            self.direct,
+            deployment.on_late,
+            deployment.system.batching,
+            on_end=on_end,
+            skip_light=deployment.skip_light,
+            costs=self.costs,
+            result=result,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +228,7 @@ class CascadeRun:
         result = self.result
         light = [row for row in result.legs if row.leg == "light" and row.status == "completed"]
         scored = [row for row in light if row.threshold is not None]
-        served = Counter(result.served_by.values())
+        served = Counter(result.served_by().values())
         thresholds = [row.plan.threshold for row in result.plans if row.plan.threshold is not None]
         solver = getattr(self.allocator, "solve", None)
         judged = [record for record in result.records if record.slo_met is not None]
@@ -188,7 +237,7 @@ class CascadeRun:
             "slo_violation_rate": violations / len(judged) if judged else None,
             "heavy_share": served["heavy"] / served.total() if served else None,
             "deferred_share": sum(row.is_deferred for row in scored) / len(scored) if scored else None,
-            "unscored_light": sum(row.confidence is None for row in scored),
+            "unscored_light": sum(row.confidence is None or math.isnan(row.confidence) for row in scored),
             "threshold_mean": sum(thresholds) / len(thresholds) if thresholds else None,
             "plans": len(result.plans),
             "plans_by_status": dict(Counter(row.plan.status for row in result.plans)),

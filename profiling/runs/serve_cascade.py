@@ -9,14 +9,12 @@ from ...data.files import sha256_of
 from ...data.requests import Request
 from ...data.run_facts import usable_cores
 from ...data.workspace import Workspace
-from ...serving.cascade.balancer import Balancer
-from ...serving.cascade.cluster import CascadeCluster, settings_for
-from ...serving.cascade.dispatcher import Dispatcher, LegModel
+from ...serving.cascade.cluster import CascadeCluster, TraceSource, settings_for
 from ...serving.cascade.legs import LEGS, Leg, LegSpec
 from ...serving.cascade.profile import CascadeProfile
 from ...serving.cascade.worker import WorkerSettings, image_file
 from ..machine import cpu_name
-from .cascade import CascadeDeployment, CascadeRun
+from .cascade import CascadeDeployment, CascadeParts, CascadeRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,38 +57,16 @@ def serve_cascade(
         RunError: workers cannot load.
         KeyboardInterrupt: on Ctrl-C before the first request.
     """
-    from ...serving.models.loading import resolve_device
-
-    resolved = str(resolve_device(device))
     parts = deployment.parts(requests)
-    template = WorkerSettings(
-        0,
-        {leg: specs[leg].model for leg in LEGS},
-        {leg: LegModel(parts.models[leg].num_steps, parts.models[leg].batches) for leg in LEGS},
-        device,
-        dtype,
-        discriminator,
-        {leg: workspace.for_model(specs[leg].model, resolved).tables for leg in LEGS},
-        image_dir,
-    )
+    template = worker_settings(parts, specs, workspace, device, dtype, discriminator, image_dir)
     ended: list[Callable[[], None]] = []
-    dispatcher = Dispatcher(
-        parts.models,
-        parts.controller,
-        Balancer(deployment.balance, deployment.seed),
-        parts.direct,
-        deployment.on_late,
-        deployment.system.batching,
-        on_end=lambda record, leg: ended[0]() if ended else None,
-        skip_light=deployment.skip_light,
-        costs=parts.costs,
-    )
+    dispatcher = parts.dispatcher(deployment, on_end=lambda record: ended[0]() if ended else None)
     cluster = CascadeCluster(
         settings_for(template, deployment.num_workers, usable_cores()), dispatcher, on_note=on_note
     )
     error: RunError | None = None
     try:
-        cluster.run(requests, lambda: ended.append(on_start()))
+        cluster.run(TraceSource(requests), lambda: ended.append(on_start()))
     except RunError as failure:
         if not dispatcher.result.records:
             raise
@@ -99,10 +75,36 @@ def serve_cascade(
     if not result.records:
         # Ctrl-C came before the first request.
         raise KeyboardInterrupt
+    served_by = result.served_by()
     for row in result.legs:
-        if row.is_deferred and result.served_by.get(row.request_id) == "heavy":
+        if row.is_deferred and served_by.get(row.request_id) == "heavy":
             image_file(template, row.request_id, "light").unlink(missing_ok=True)
     return CascadeServed(CascadeRun(result, parts.allocator, parts.peak), cluster.was_interrupted, error)
+
+
+def worker_settings(
+    parts: CascadeParts,
+    specs: Mapping[Leg, LegSpec],
+    workspace: Workspace,
+    device: str,
+    dtype: str,
+    discriminator: Path,
+    image_dir: Path,
+) -> WorkerSettings:
+    """What each worker is made of; see `serve_cascade`."""
+    from ...serving.models.loading import resolve_device
+
+    resolved = str(resolve_device(device))
+    return WorkerSettings(
+        0,
+        {leg: specs[leg].model for leg in LEGS},
+        {leg: each.for_workers() for leg, each in parts.models.items()},
+        device,
+        dtype,
+        discriminator,
+        {leg: workspace.for_model(specs[leg].model, resolved).tables for leg in LEGS},
+        image_dir,
+    )
 
 
 def require_same(profile: CascadeProfile, specs: Mapping[Leg, LegSpec], discriminator: Path, device: str) -> None:

@@ -1,18 +1,20 @@
 """The server of `psctl serve --http`, and the drawing of `psctl batch run`, with the options that both share."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...data.errors import MissingExtraError
 from ...data.files import require_places
-from ...data.resolution import Resolution
+from ...data.resolution import Resolution, parse
+from ..options.cascade import CascadeOptions
 from ..options.http import HttpFlags
 from ..options.replicas import ReplicaFlags
 from ..options.target import Target
 from ..output import Output
+from .serve_cascade import found_to_serve
 
 if TYPE_CHECKING:
     from ...profiling.http.server import EngineRecipe, HttpSettings, ServerParts
@@ -37,6 +39,70 @@ def serve_http(
         MissingExtraError: a package of the extra `http` or `ray` is missing.
         UsageError, RunError: as `make_server` and `serve_forever`.
     """
+    recipe = recipe_of(system, sizes, max_batch_size, engine, target)
+
+    def make(settings: "HttpSettings") -> "ServerParts":
+        limits = settings.limits
+        max_open = limits.max_queue + max_batch_size
+        parts = make_parts(recipe, settings, replicas, max_open, limits.request_timeout_s, target, out)
+        if parts.engine is not None:
+            out.note("Warming up ...")
+        return parts
+
+    parts = _serve(make, web, sizes, slo_scale, recipe.workspace.root, max_batch_size * replicas.most, target, out)
+    if parts.engine is not None:
+        parts.engine.keep_correction(recipe.workspace)
+
+
+def serve_cascade_http(
+    cascade: str,
+    system: str,
+    web: HttpFlags,
+    options: CascadeOptions,
+    *,
+    num_workers: int,
+    slo_scale: float,
+    seed: int,
+    target: Target,
+    out: Output,
+) -> None:
+    """The same with a light and a heavy model. Raises as `serve_http`."""
+    served = found_to_serve(cascade, options, target)
+    deployment = served.images.deployment(options, system, num_workers, slo_scale, seed)
+    sizes = [parse(name) for name in served.images.profile.legs["heavy"].sizes]
+
+    def make(settings: "HttpSettings") -> "ServerParts":
+        from ...profiling.http.cascade_server import make_cascade_server
+
+        parts = make_cascade_server(
+            deployment,
+            served.specs,
+            served.images.defaults,
+            target.root,
+            settings,
+            device=target.device,
+            dtype=target.dtype,
+            discriminator=served.discriminator,
+            on_note=out.note,
+        )
+        out.note(f"Starting {num_workers} workers with both models ...")
+        return parts
+
+    most = max(deployment.profile.legs["light"].batch_sizes) * num_workers
+    _serve(make, web, sizes, slo_scale, served.place.root, most, target, out)
+
+
+def _serve(
+    make: "Callable[[HttpSettings], ServerParts]",
+    web: HttpFlags,
+    sizes: Sequence[Resolution],
+    slo_scale: float,
+    folder: Path,
+    most_at_once: int,
+    target: Target,
+    out: Output,
+) -> "ServerParts":
+    """Make a server's parts once its port is there, and serve. Raises as `serve_http`."""
     from ...profiling.http.server import HttpSettings
 
     try:
@@ -50,26 +116,19 @@ def serve_http(
     listening = address.listen()
     try:
         limits = web.limits(max(size.pixels for size in sizes))
-        settings = HttpSettings(slo_scale, limits, tuple(web.served_model_name or ()), web.log_prompts)
-        recipe = recipe_of(system, sizes, max_batch_size, engine, target)
-        max_open = limits.max_queue + max_batch_size
-        parts = make_parts(recipe, settings, replicas, max_open, limits.request_timeout_s, target, out)
-        if parts.engine is not None:
-            out.note("Warming up ...")
-        batches = Batches(recipe.workspace.root / "batches", parts.front_end, max_batch_size * replicas.most)
+        parts = make(HttpSettings(slo_scale, limits, tuple(web.served_model_name or ()), web.log_prompts))
         asyncio.run(
             serve_forever(
                 parts.front_end,
                 parts.metrics,
                 parts.live,
-                batches,
+                Batches(folder / "batches", parts.front_end, most_at_once),
                 address,
                 listening,
                 on_ready=lambda url: out.note(f"Serving at {url}"),
             )
         )
-        if parts.engine is not None:
-            parts.engine.keep_correction(recipe.workspace)
+        return parts
     finally:
         listening.close()
 

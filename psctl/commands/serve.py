@@ -20,7 +20,7 @@ from ..options.replicas import REPLICAS, ReplicaFlags
 from ..options.system import PolicyName, SystemName, chosen_system, with_cache_of
 from ..options.target import Target
 from ..output import Output
-from .http_server import serve_http
+from .http_server import serve_cascade_http, serve_http
 from .serve_cascade import serve_cascade
 from .simulate_cascade import check_cascade_flags
 
@@ -73,6 +73,7 @@ def serve(
         psctl serve --cascade emoji-xl:4,emoji-xl:50 --workers 2 --request-rate 0.5 --slo-scale 4
         psctl serve --http --port 8000
         psctl serve --http --num-replicas 4 --device cuda
+        psctl serve --http --cascade emoji-xl:4,emoji-xl:50 --workers 2 --slo-scale 4
     """
     # Everything that can be wrong is looked at before torch is imported and the model loaded.
     from ...profiling.report.table import to_rich
@@ -86,7 +87,29 @@ def serve(
     from ...serving.scheduling.policies import get_policy
 
     given = given_flags(context)
+    if http:
+        for option in given:
+            if option in _OF_TRACES:
+                raise UsageError(f"{option} belongs to traces, and --http serves whoever asks: give one or the other")
+    else:
+        for option in given:
+            if option in _OF_SERVERS:
+                raise UsageError(f"{option} is for servers: add --http, or leave it out")
     check_cascade_flags(context, cascade, system)
+    if cascade is not None and http:
+        check_slo_scale(slo_scale)
+        serve_cascade_http(
+            cascade,
+            system,
+            web,
+            cascading,
+            num_workers=workers,
+            slo_scale=slo_scale,
+            seed=trace.seed,
+            target=target,
+            out=out,
+        )
+        return
     if cascade is not None:
         serve_cascade(
             cascade,
@@ -104,17 +127,11 @@ def serve(
         raise UsageError("--workers belongs to --cascade LIGHT,HEAVY; without one it is --num-replicas with --http")
     chosen = chosen_system(system, policy, engine, out)
     if http:
-        for option in given:
-            if option in _OF_TRACES:
-                raise UsageError(f"{option} belongs to traces, and --http serves whoever asks: give one or the other")
         sizes = target.defaults().resolutions if trace.resolutions is None else tuple(parse_list(trace.resolutions))
         check_slo_scale(slo_scale)
         engine = with_cache_of([chosen], engine, given, target, out)
         serve_http(chosen, web, replicas, sizes, slo_scale, max_batch_size, engine, target, out)
         return
-    for option in given:
-        if option in _OF_SERVERS:
-            raise UsageError(f"{option} is for servers: add --http, or leave it out")
     step_latency = None
     if predictor is not None:
         step_latency = load_step_file(predictor, on_warning=out.warn).steady

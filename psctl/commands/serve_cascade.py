@@ -1,17 +1,45 @@
 """`psctl serve --cascade`: a light and a heavy model serve a trace on the wall clock, in processes of this machine."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...data.errors import UsageError
 from ...data.files import require_places
 from ...profiling.runs.trace_settings import TraceSettings
-from ...serving.cascade.legs import Leg, parse_cascade
+from ...serving.cascade.legs import Leg, LegSpec, parse_cascade
 from ..options.cascade import CascadeOptions
 from ..options.target import Target
 from ..output import Output
-from .simulate_cascade import cascade_table, found_images
+from .simulate_cascade import CascadeImages, cascade_table, found_images
+
+if TYPE_CHECKING:
+    from ...data.workspace import ModelWorkspace
+
+
+@dataclass(frozen=True, slots=True)
+class ToServe:
+    """What workers of a cascade are started from."""
+
+    images: CascadeImages
+    specs: dict[Leg, LegSpec]
+    place: "ModelWorkspace"
+    discriminator: Path
+
+
+def found_to_serve(cascade: str, options: CascadeOptions, target: Target) -> ToServe:
+    """All of it, looked up before anything is loaded. Raises UsageError: something is missing or of other models."""
+    from ...profiling.runs.serve_cascade import require_same
+    from ...training.cascade.discriminator import DISCRIMINATOR_FILE
+
+    specs = parse_cascade(cascade)
+    images = found_images(cascade, options, target)
+    place = images.place(target)
+    discriminator = place.find_predictor(DISCRIMINATOR_FILE)
+    if discriminator is None:
+        raise UsageError(f"no discriminator of {cascade} is in {place.root}: psctl train-predictor discriminator")
+    require_same(images.profile, specs, discriminator, target.device)
+    return ToServe(images, specs, place, discriminator)
 
 
 def serve_cascade(
@@ -29,15 +57,13 @@ def serve_cascade(
     """Serve, write the run, and print its figures. Arguments as of `serve`."""
     from ...data.traces.traces import TRACE_KINDS
     from ...profiling.runs.cascade import cascade_summary, write_cascade_run
-    from ...profiling.runs.serve_cascade import require_same
     from ...profiling.runs.serve_cascade import serve_cascade as run_serve
     from ...profiling.runs.trace_settings import draw_requests
     from ...serving.cascade.systems import get_cascade_system
-    from ...training.cascade.discriminator import DISCRIMINATOR_FILE
 
-    specs = parse_cascade(cascade)
     get_cascade_system(system)
-    images = found_images(cascade, options, target)
+    found = found_to_serve(cascade, options, target)
+    images, specs, place = found.images, found.specs, found.place
     deployment = images.deployment(options, system, num_workers, slo_scale, trace.seed)
     requests = draw_requests(trace, images.defaults)
     places = None
@@ -45,11 +71,6 @@ def serve_cascade(
         # Whose images both models have drawn, so that those that are served can be judged.
         requests, places = images.bank.dealt(requests, trace.seed)
     promised = deployment.promised(requests)
-    place = images.place(target)
-    discriminator = place.find_predictor(DISCRIMINATOR_FILE)
-    if discriminator is None:
-        raise UsageError(f"no discriminator of {cascade} is in {place.root}: psctl train-predictor discriminator")
-    require_same(images.profile, specs, discriminator, target.device)
     require_places(target.workspace, file=output_file)
     run_dir = place.new_run("serve")
     out.note(f"Starting {num_workers} workers with both models ...")
@@ -61,7 +82,7 @@ def serve_cascade(
             target.root,
             device=target.device,
             dtype=target.dtype,
-            discriminator=discriminator,
+            discriminator=found.discriminator,
             image_dir=run_dir / "images",
             on_note=out.note,
             on_start=lambda: start("requests", len(promised), expected_s=promised[-1].arrival_s),
@@ -73,7 +94,8 @@ def serve_cascade(
         from ...eval.cascade.quality import served_quality
 
         with out.status("Measuring the images that were served ..."):
-            by: list[Leg | None] = [result.served_by.get(request.request_id) for request in promised]
+            served_by = result.served_by()
+            by: list[Leg | None] = [served_by.get(request.request_id) for request in promised]
             quality = served_quality(load_features(images.bank_folder, len(images.bank.entries)), places, by)
     config = {
         **trace.to_config(),

@@ -11,8 +11,9 @@ from ...data.errors import UsageError
 from ...data.files import require_places
 from ...profiling.runs.trace_settings import TraceSettings
 from ...serving.cascade.legs import CASCADE_SYSTEM_NAMES, Leg, parse_cascade
-from ..flags import given_flags
+from ..flags import Flags, given_flags
 from ..options.cascade import CASCADE, PROFILE_FILE, CascadeOptions, found_place
+from ..options.http import HttpFlags
 from ..options.target import Target
 from ..output import Output
 
@@ -31,8 +32,8 @@ _SHARED = {
     "--cascade", "--workers", "--system", "--gpus", "--slo-scale", "--prompts", "--output-file", "--workspace",
     "--device", "--dtype", "--json", "--quiet", "--seed", "--trace", "--request-rate", "--cv", "--amplitude",
     "--period", "--arrivals", "--num-prompts", "--duration", "--resolutions", "--mix", "--from-zero", "--curve",
-    "--rate-range",
-}  # fmt: skip
+    "--rate-range", "--http",
+} | Flags.of(HttpFlags).names()  # fmt: skip
 
 
 def check_cascade_flags(context: typer.Context, cascade: str | None, system: str) -> None:
@@ -176,7 +177,8 @@ def simulate_cascade(
         from ...eval.cascade.bank import load_features
         from ...eval.cascade.quality import served_quality
 
-        served: list[Leg | None] = [run.result.served_by.get(request.request_id) for request in promised]
+        served_by = run.result.served_by()
+        served: list[Leg | None] = [served_by.get(request.request_id) for request in promised]
         quality = served_quality(load_features(images.bank_folder, len(bank.entries)), places, served)
     config = {
         **trace.to_config(),

@@ -1,5 +1,6 @@
 """A cascade of real workers: processes of this machine, under the same dispatcher as in the simulator. No torch here.
 
+Requests come from a trace, or from clients (`backend`).
 A worker that dies is noticed at once. What it was at is begun once more by others, the next plan is for one worker
 less, and it is started anew, three times at most.
 """
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from typing import Protocol
 
 from ...data.errors import RunError
 from ...data.requests import Request
@@ -50,6 +52,9 @@ class ProcessWorker:
     def take(self, request: Request, now_s: float) -> None:
         self._tell("take", request)
 
+    def cancel(self, request_id: int, reason: str) -> None:
+        self._tell("cancel", request_id, reason)
+
     def limit(self, batch_size: int) -> None:
         self._tell("limit", batch_size)
 
@@ -70,13 +75,59 @@ class ProcessWorker:
             self.connection.send(message)
 
 
+class Source(Protocol):
+    """Where requests come from.
+
+    Attributes:
+        news: readable when one has come that was not known before, until `take`; None where all are known.
+    """
+
+    news: Connection | None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether none comes any more."""
+        ...
+
+    @property
+    def next_s(self) -> float:
+        """When the next one comes, as far as that is known."""
+        ...
+
+    def take(self, dispatcher: Dispatcher, now_s: float) -> None:
+        """Hand over all that have come."""
+
+
+class TraceSource(Source):
+    """Requests that are known, in order of arrival."""
+
+    news = None
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._requests, self._place = requests, 0
+
+    @property
+    def is_over(self) -> bool:
+        return self._place == len(self._requests)
+
+    @property
+    def next_s(self) -> float:
+        return math.inf if self.is_over else self._requests[self._place].arrival_s
+
+    def take(self, dispatcher: Dispatcher, now_s: float) -> None:
+        while self.next_s <= now_s:
+            dispatcher.arrive(self._requests[self._place], now_s)
+            self._place += 1
+
+
 class CascadeCluster:
-    """Serves a trace on the wall clock.
+    """Serves on the wall clock.
 
     Args:
         settings: of each worker.
         dispatcher: decides.
         on_note: told in one line what happens to workers.
+        on_steps: told how many steps a request has taken, where workers tell that.
     """
 
     def __init__(
@@ -85,22 +136,29 @@ class CascadeCluster:
         dispatcher: Dispatcher,
         *,
         on_note: Callable[[str], None] = lambda text: None,
+        on_steps: Callable[[int, int], None] = lambda request_id, steps_done: None,
     ) -> None:
-        self._settings, self._dispatcher, self._on_note = settings, dispatcher, on_note
+        self._settings, self._dispatcher, self._on_note, self._on_steps = settings, dispatcher, on_note, on_steps
         self._workers: dict[int, ProcessWorker] = {}
         self._restarts = [0] * len(settings)
         self._zero_s = 0.0
+        self._is_ended = False
         self.was_interrupted = False
 
     @property
     def pids(self) -> list[int]:
         """Of the workers that live, by number."""
-        return [worker.process.pid or 0 for _, worker in sorted(self._workers.items())]
+        return [pid for _, pid in sorted(self.pid_of.items())]
 
-    def run(self, requests: Sequence[Request], on_start: Callable[[], None] = lambda: None) -> CascadeResult:
-        """Load, and serve all requests, which are in order of arrival.
+    @property
+    def pid_of(self) -> dict[int, int]:
+        """The same by number."""
+        return {index: worker.process.pid or 0 for index, worker in list(self._workers.items())}
 
-        Ctrl-C ends the run: what has not ended is cancelled, and the result says what has.
+    def run(self, source: Source, on_start: Callable[[], None] = lambda: None) -> CascadeResult:
+        """Load, and serve all requests of a source.
+
+        Ctrl-C or `end` ends the run: what has not ended is cancelled, and the result says what has.
 
         Raises:
             RunError: a worker cannot load, or all have died for good; in the latter case `Dispatcher.result` has what
@@ -109,21 +167,28 @@ class CascadeCluster:
         try:
             self._dispatcher.start(self._new_worker, len(self._settings))
             self._load()
+            if self._is_ended:
+                raise KeyboardInterrupt
             on_start()
             self._zero_s = time.perf_counter()
             for worker in self._workers.values():
                 worker.begin(self._zero_s)
-            self._serve(requests)
+            self._serve(source)
         except KeyboardInterrupt:
             self.was_interrupted = True
-            self._dispatcher.end_all("cancelled", self._now_s(), "the run was stopped before it had finished")
+            self._dispatcher.end_all("cancelled", self.now_s(), "the run was stopped before it had finished")
         finally:
             self._stop()
         result = self._dispatcher.result
-        result.records.sort(key=lambda record: record.request_id)
+        result.records = sorted(result.records, key=lambda record: record.request_id)
         return result
 
-    def _now_s(self) -> float:
+    def end(self) -> None:
+        """Have `run` end soon, from any thread."""
+        self._is_ended = True
+
+    def now_s(self) -> float:
+        """Since the workers began, which is when times of requests count from."""
         return time.perf_counter() - self._zero_s if self._zero_s else 0.0
 
     def _new_worker(self, index: int, leg: Leg) -> ProcessWorker:
@@ -133,7 +198,7 @@ class CascadeCluster:
     def _load(self) -> None:
         """Wait until all workers are ready. Raises RunError."""
         deadline_s = time.monotonic() + _LOAD_TIMEOUT_S
-        while waiting := [worker for worker in self._workers.values() if not worker.is_ready]:
+        while waiting := [worker for worker in self._workers.values() if not worker.is_ready and not self._is_ended]:
             if time.monotonic() > deadline_s:
                 raise RunError(f"{len(waiting)} workers have not loaded their models within {_LOAD_TIMEOUT_S:g} s")
             for connection in wait([worker.connection for worker in waiting], 1.0):
@@ -146,30 +211,30 @@ class CascadeCluster:
                     raise RunError(f"{worker.process.name} cannot load its models: {rest[0]}")
                 worker.is_ready = word == "ready"
 
-    def _serve(self, requests: Sequence[Request]) -> None:
-        place, next_tick_s, dispatcher = 0, SAMPLE_S, self._dispatcher
-        while place < len(requests) or dispatcher.num_open:
-            now_s = self._now_s()
-            while place < len(requests) and requests[place].arrival_s <= now_s:
-                dispatcher.arrive(requests[place], now_s)
-                place += 1
+    def _serve(self, source: Source) -> None:
+        next_tick_s, dispatcher = SAMPLE_S, self._dispatcher
+        while not source.is_over or dispatcher.num_open:
+            now_s = self.now_s()
+            source.take(dispatcher, now_s)
+            if self._is_ended:
+                raise KeyboardInterrupt
             if next_tick_s <= now_s:
                 dispatcher.tick(now_s)
                 # A second that was missed is not made up for.
                 next_tick_s = max(next_tick_s + SAMPLE_S, math.floor(now_s) + SAMPLE_S)
             if not self._workers:
-                for request in requests[place:]:
-                    dispatcher.arrive(request, now_s)
+                source.take(dispatcher, math.inf)
                 dispatcher.end_all("failed", now_s, "no worker is left")
                 raise RunError(f"all {len(self._settings)} workers died, and none could be started any more")
-            next_s = min(next_tick_s, requests[place].arrival_s if place < len(requests) else math.inf)
-            timeout_s = min(max(next_s - self._now_s(), 0.0), _MOST_WAIT_S)
-            self._hear(timeout_s)
+            timeout_s = min(max(min(next_tick_s, source.next_s) - self.now_s(), 0.0), _MOST_WAIT_S)
+            self._hear(timeout_s, source.news)
 
-    def _hear(self, timeout_s: float) -> None:
+    def _hear(self, timeout_s: float, news: Connection | None) -> None:
         index_of = {worker.connection: index for index, worker in self._workers.items()}
-        for connection in wait(list(index_of), timeout_s):
+        for connection in wait([*index_of, *([] if news is None else [news])], timeout_s):
             assert isinstance(connection, Connection)
+            if connection is news:
+                continue
             index = index_of[connection]
             try:
                 word, *rest = connection.recv()
@@ -179,11 +244,13 @@ class CascadeCluster:
             self._heard(index, word, rest)
 
     def _heard(self, index: int, word: str, rest: list) -> None:  # type: ignore[type-arg]  what belongs to the word
-        dispatcher, now_s, worker = self._dispatcher, self._now_s(), self._workers[index]
+        dispatcher, now_s, worker = self._dispatcher, self.now_s(), self._workers[index]
         if word == "ended":
             dispatcher.ended(index, rest[0], rest[1], now_s)
         elif word == "waiting":
             worker.num_waiting = rest[0]
+        elif word == "steps":
+            self._on_steps(rest[0], rest[1])
         elif word == "back":
             dispatcher.handed_back(index, rest[0], now_s)
         elif word == "left":
@@ -204,7 +271,7 @@ class CascadeCluster:
         worker.connection.close()
         worker.process.join(_STOP_TIMEOUT_S)
         reason = f"worker {index} died (exit code {worker.process.exitcode})"
-        now_s = self._now_s()
+        now_s = self.now_s()
         if worker.is_ready:
             self._dispatcher.lost(index, now_s, reason)
         if self._restarts[index] >= MOST_RESTARTS:

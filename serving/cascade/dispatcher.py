@@ -10,9 +10,9 @@ Source: DiffServe sections 3.1 and 3.3.
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 from ...data.errors import UsageError
 from ...data.requests import Request
@@ -39,11 +39,12 @@ class LegModel:
     """A model, as plans and workers need to know it.
 
     Attributes:
-        num_steps: of its images.
+        num_steps, guidance_scale: of its images.
         batches: e(b) and T(b); of the light model with scoring.
     """
 
     num_steps: int
+    guidance_scale: float
     batches: ModelTimes
 
     def batch_s(self, resolution: Resolution, size: int) -> float:
@@ -64,6 +65,9 @@ class Worker(Protocol):
 
     def take(self, request: Request, now_s: float) -> None:
         """Serve a request, with the steps of the model that is there. `Dispatcher.ended` is told how it went."""
+
+    def cancel(self, request_id: int, reason: str) -> None:
+        """Draw a request no further. What is told of it afterwards is not listened to."""
 
     def limit(self, batch_size: int) -> None:
         """From now on, batches are this large at most."""
@@ -153,7 +157,6 @@ class CascadeResult:
 
     Attributes:
         records: of every request, in the order in which they ended, all in a final status.
-        served_by: the model whose image a completed request has, by id.
         legs: what models did, as it ended.
         plans: as they were made.
         num_switches: of workers from one model to the other.
@@ -161,13 +164,21 @@ class CascadeResult:
         wasted_s: seconds of light images that were not the answer.
     """
 
-    records: list[RequestRecord] = field(default_factory=list)
-    served_by: dict[int, Leg] = field(default_factory=dict)
-    legs: list[LegRow] = field(default_factory=list)
-    plans: list[PlanRow] = field(default_factory=list)
+    records: MutableSequence[RequestRecord] = field(default_factory=list)
+    legs: MutableSequence[LegRow] = field(default_factory=list)
+    plans: MutableSequence[PlanRow] = field(default_factory=list)
     num_switches: int = 0
     num_lost: int = 0
     wasted_s: float = 0.0
+
+    @classmethod
+    def of_the_last(cls, count: int) -> "CascadeResult":
+        """One that keeps so many of each, for those who serve for ever."""
+        return cls(deque(maxlen=count), deque(maxlen=count), deque(maxlen=count))
+
+    def served_by(self) -> dict[int, Leg]:
+        """The model whose image a completed request has, by id: made from all records at every call."""
+        return {record.request_id: cast(Leg, record.served_by) for record in self.records if record.served_by}
 
 
 class Dispatcher:
@@ -182,9 +193,10 @@ class Dispatcher:
         on_late: whether a deferred request that the heavy model cannot finish in time is discarded, or has its light
             image.
         batching: whether batches are as large as plans say, or as `Aimd` does.
-        on_end: called with each record when it is final, and the model whose image it has.
+        on_end: called with each record when it is final.
         skip_light: whether requests go to the heavy model at once where the plan defers nearly all of them.
         costs: of heavy images by resolution, where each has a threshold of its own; see `threshold_at`.
+        result: takes what ends; None for one that keeps all.
 
     Attributes:
         result: of what has ended.
@@ -199,10 +211,11 @@ class Dispatcher:
         direct: Callable[[int], float],
         on_late: OnLate,
         batching: Batching,
-        on_end: Callable[[RequestRecord, Leg | None], None] = lambda record, leg: None,
+        on_end: Callable[[RequestRecord], None] = lambda record: None,
         *,
         skip_light: bool = False,
         costs: Mapping[str, float] | None = None,
+        result: CascadeResult | None = None,
     ) -> None:
         self._models, self._controller, self._balancer, self._direct = models, controller, balancer, direct
         self._on_late, self._on_end, self._skip_light = on_late, on_end, skip_light
@@ -213,14 +226,21 @@ class Dispatcher:
         self._queue: dict[Leg, deque[Request]] = {leg: deque() for leg in LEGS}
         # Records of light images that were not the answer yet.
         self._has_light: dict[int, RequestRecord] = {}
+        # Confidences and thresholds of light images.
+        self._scores: dict[int, tuple[float, float]] = {}
         self._attempts: Counter[tuple[int, Leg]] = Counter()
-        self.result = CascadeResult()
+        self.result = result or CascadeResult()
         self.slots: list[Slot] = []
 
     @property
     def num_open(self) -> int:
         """Requests that have not ended."""
         return len(self._requests)
+
+    @property
+    def num_queued(self) -> int:
+        """Of these, those for whose model there is no worker."""
+        return sum(map(len, self._queue.values()))
 
     def start(self, make: Callable[[int, Leg], Worker], num_workers: int) -> None:
         """Make the workers, each with the model that the first plan gives it."""
@@ -237,7 +257,10 @@ class Dispatcher:
         self._requests[request.request_id] = request
         self._controller.arrived()
         plan = self._controller.plan
-        if plan.threshold is None:
+        if request.fallback == "never":
+            # A light image could not be the answer.
+            is_heavy = True
+        elif plan.threshold is None:
             is_heavy = self._direct(request.request_id) < plan.share
         else:
             is_heavy = self._skip_light and plan.share >= SKIPPED_FROM
@@ -270,6 +293,7 @@ class Dispatcher:
             cost = self._costs.get(str(request.resolution), 1.0)
             threshold = threshold_at(threshold, cost)
             self._controller.scored(confidence, cost)
+            self._scores[record.request_id] = confidence, threshold
             # What is no number is less than any threshold.
             is_deferred = threshold > 0 and not confidence >= threshold
         self.result.legs.append(
@@ -284,6 +308,21 @@ class Dispatcher:
             self._refuse(request, leg, now_s, record.reason)
         else:
             self._finish(request, record.status, now_s, record.reason, leg, record)
+
+    def cancel(self, request_id: int, now_s: float, reason: str) -> None:
+        """End a request, wherever it is; one that is not open does nothing."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        for slot in self.slots:
+            if slot.given.pop(request_id, None) is not None:
+                slot.pending -= request.resolution.pixels * self._models[slot.leg].num_steps
+                if slot.worker is not None:
+                    slot.worker.cancel(request_id, reason)
+        for queue in self._queue.values():
+            for waiting in [each for each in queue if each.request_id == request_id]:
+                queue.remove(waiting)
+        self._finish(request, "cancelled", now_s, reason, None)
 
     def handed_back(self, index: int, request_ids: Sequence[int], now_s: float) -> None:
         """A worker that is bound to change gives its queue to others."""
@@ -358,14 +397,21 @@ class Dispatcher:
         if not slots:
             self._queue[leg].append(request)
             return
-        slot, num_steps = self._balancer.choose(slots), self._models[leg].num_steps
+        slot, model = self._balancer.choose(slots), self._models[leg]
         self._controller.sent(leg)
         self._attempts[request.request_id, leg] += 1
         slot.given[request.request_id] = now_s
-        slot.pending += request.resolution.pixels * num_steps
+        slot.pending += request.resolution.pixels * model.num_steps
         left_s = None if request.deadline_s is None else max(request.deadline_s - now_s, 1e-9)
         assert slot.worker is not None
-        slot.worker.take(replace(request, num_inference_steps=num_steps, arrival_s=now_s, slo_s=left_s), now_s)
+        own = replace(
+            request,
+            num_inference_steps=model.num_steps,
+            guidance_scale=model.guidance_scale,
+            arrival_s=now_s,
+            slo_s=left_s,
+        )
+        slot.worker.take(own, now_s)
 
     def _serve_queue(self, now_s: float) -> None:
         for leg in LEGS:
@@ -404,6 +450,10 @@ class Dispatcher:
         record = RequestRecord.of(request)
         if leg is not None:
             record.num_inference_steps = self._models[leg].num_steps
+            record.guidance_scale = self._models[leg].guidance_scale
+        confidence, record.threshold = self._scores.pop(request.request_id, (None, None))
+        record.confidence = None if confidence is None or math.isnan(confidence) else confidence
+        record.served_by = leg if status == "completed" else None
         if drawn is not None:
             record.prepare_start_s, record.prepare_end_s = drawn.prepare_start_s, drawn.prepare_end_s
             record.admitted_s, record.denoise_end_s = drawn.admitted_s, drawn.denoise_end_s
@@ -414,10 +464,7 @@ class Dispatcher:
         for each in LEGS:
             self._attempts.pop((request.request_id, each), None)
         self.result.records.append(record)
-        served_by = leg if status == "completed" else None
-        if served_by is not None:
-            self.result.served_by[request.request_id] = served_by
-        self._on_end(record, served_by)
+        self._on_end(record)
 
     def _apply(self, plan: Plan, now_s: float) -> None:
         """Let workers change to what the plan says; those with the least to do change first."""

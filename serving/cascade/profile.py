@@ -117,7 +117,9 @@ class LegProfile:
             {size: times.prepare_s for size, times in sizes.items()},
             {size: times.postprocess_s for size, times in sizes.items()},
         )
-        return CascadeModel(self.num_steps, batches, StepDurations(ProfiledSteps(steps)), stages, self.switch_s)
+        return CascadeModel(
+            self.num_steps, self.guidance_scale, batches, StepDurations(ProfiledSteps(steps)), stages, self.switch_s
+        )
 
     def require(self, names: Mapping[str, float] | Sequence[str]) -> None:
         """Raise UsageError unless all of these resolutions were profiled."""

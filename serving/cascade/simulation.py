@@ -40,6 +40,10 @@ class CascadeModel(LegModel):
     times: StageTimes
     switch_s: float = 0.0
 
+    def for_workers(self) -> LegModel:
+        """What processes need to know of it."""
+        return LegModel(self.num_steps, self.guidance_scale, self.batches)
+
 
 class _Worker:
     """One GPU, whatever it serves now; see `dispatcher.Worker`."""
@@ -56,6 +60,9 @@ class _Worker:
     def take(self, request: Request, now_s: float) -> None:
         self.sim.arrive(request, None, now_s)
         self._simulation.touched.add(self.index)
+
+    def cancel(self, request_id: int, reason: str) -> None:
+        """It is drawn to its end here, and nobody listens."""
 
     def limit(self, batch_size: int) -> None:
         self.sim.scheduler.max_batch_size = batch_size
@@ -116,7 +123,7 @@ class _Simulation:
                 self._happened(what, index, number, now_s)
             self._settle(now_s)
         result = dispatcher.result
-        result.records.sort(key=lambda record: record.request_id)
+        result.records = sorted(result.records, key=lambda record: record.request_id)
         return result
 
     def _new_worker(self, index: int, leg: Leg) -> _Worker:

@@ -68,12 +68,14 @@ class CascadeSystem:
         make: its allocator, from what there is, f(t), the peak of the trace in requests a second, what the user has
             set, and a solver.
         batching: whether plans say how large batches are, or `Aimd`.
+        needs_peak: whether, with what the user has set, something of it is planned for the peak of the trace.
     """
 
     name: str
     about: str
     make: _Make
     batching: Batching = "plan"
+    needs_peak: Callable[[CascadeKnobs], bool] = lambda knobs: False
 
     def allocator(self, cluster: Cluster, curve: DeferralCurve, peak: float, knobs: CascadeKnobs) -> Allocator:
         """What makes its plans. Raises UsageError: not even one light image is in time."""
@@ -106,6 +108,7 @@ CASCADE_SYSTEMS: Mapping[str, CascadeSystem] = {
             "diffserve-static",
             "the same with one plan, for the peak of the trace",
             lambda cluster, curve, peak, knobs, solve: static(cluster, curve, peak, solve),
+            needs_peak=lambda knobs: True,
         ),
         CascadeSystem(
             "proteus",
@@ -124,7 +127,12 @@ CASCADE_SYSTEMS: Mapping[str, CascadeSystem] = {
             lambda cluster, curve, peak, knobs, solve: clipper(cluster, "heavy"),
             "aimd",
         ),
-        CascadeSystem("diffserve-static-threshold", "diffserve, but the threshold stays (ablation)", _static_threshold),
+        CascadeSystem(
+            "diffserve-static-threshold",
+            "diffserve, but the threshold stays (ablation)",
+            _static_threshold,
+            needs_peak=lambda knobs: knobs.threshold is None,
+        ),
         CascadeSystem(
             "diffserve-aimd",
             "diffserve, but batch sizes grow until somebody is late (ablation)",

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from ..engine.engine import Engine
+    from ..engine.watch import Watch
     from ..models.served import ServedModel
 
 WORKER_THREADS = 1
@@ -48,6 +49,7 @@ class WorkerSettings:
         discriminator: file that scores light images.
         tables: of both models in the workspace, for what engines measure at their start.
         image_dir: where images go, as `ID-LEG.png`.
+        tells_steps: whether it tells of every step of every request.
         threads: of torch.
         core: processor that it is bound to; None for any.
     """
@@ -60,6 +62,7 @@ class WorkerSettings:
     discriminator: Path
     tables: Mapping[Leg, Path]
     image_dir: Path
+    tells_steps: bool = False
     threads: int = WORKER_THREADS
     core: int | None = None
 
@@ -179,6 +182,8 @@ class _WorkerProcess:
                 continue
             if word == "take":
                 self._take(engine, rest[0])
+            elif word == "cancel":
+                engine.cancel(*rest)
             elif word == "limit":
                 engine.max_batch_size = rest[0]
             elif word == "change":
@@ -201,11 +206,19 @@ class _WorkerProcess:
         if request.deadline_s is not None:
             slo_s = max(request.deadline_s - self._offset_s - arrival_s, 1e-9)
         try:
-            engine.submit(replace(request, arrival_s=arrival_s, slo_s=slo_s))
+            engine.submit(replace(request, arrival_s=arrival_s, slo_s=slo_s), watch=self._watch(request))
         except PsctlError as error:
             record = RequestRecord.of(request)
             record.close("failed", time.perf_counter() - self._zero_s, str(error))
             self._tell("ended", record, None)
+
+    def _watch(self, request: Request) -> "Watch | None":
+        if not self._settings.tells_steps:
+            return None
+        from ..engine.watch import Watch
+
+        number = request.request_id
+        return Watch(on_step=lambda steps_done: self._tell("steps", number, steps_done), may_lag=True)
 
     def _score(self, request: Request, image: "Image") -> None:
         """In the postprocess thread, before the record closes. A score that fails is no number, and is deferred."""

@@ -48,6 +48,9 @@ class RequestRecord:
 
     `status` is "pending" until the request has ended, then "completed" (it has an image), "failed" (`reason` is the
     error), "discarded" (`reason` says why the policy dropped it) or "cancelled" (the run was stopped first).
+
+    Of a cascade, `served_by` is the model whose image it has, and `confidence` that of its light image, which was
+    compared with `threshold`; None where nobody looked.
     """
 
     request_id: int
@@ -67,6 +70,9 @@ class RequestRecord:
     status: Status = "pending"
     reason: str | None = None
     image_path: str | None = None
+    served_by: str | None = None
+    confidence: float | None = None
+    threshold: float | None = None
 
     @classmethod
     def of(cls, request: Request) -> Self:

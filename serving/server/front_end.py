@@ -174,6 +174,7 @@ class FrontEnd:
                     ticket.arrival_s,
                     None if is_batch else wanted.slo_s,
                     wanted.edit,
+                    wanted.fallback,
                 )
                 if request.slo_s is None and not is_batch:
                     request = replace(request, slo_s=self.pricing.slo_s(request))

@@ -1,9 +1,9 @@
 """What `/openapi.json` says of bodies, which `protocol` checks by hand, and of errors. No torch."""
 
-from typing import Any
+from typing import Any, get_args
 
 from ...data.edits import MAX_FEATHER_PX
-from ...data.requests import MAX_SEED
+from ...data.requests import MAX_SEED, Fallback
 from .limits import Limits
 from .protocol import GENERATIONS, MAX_IMAGES, MAX_PARTIALS, MAX_USER, QUALITIES, ModelFacts
 
@@ -69,6 +69,15 @@ def edit_body(model: ModelFacts, limits: Limits) -> dict[str, Any]:
 
 
 def _shared(model: ModelFacts, limits: Limits) -> dict[str, Any]:
+    own: dict[str, Any] = {
+        "partial_images": _whole(0, MAX_PARTIALS),
+        "quality": {"enum": list(QUALITIES)},
+        "num_inference_steps": _whole(1, limits.max_steps),
+        "guidance_scale": {"type": "number", "minimum": 0, "maximum": 100},
+    }
+    if model.cascade:
+        usual = [name for name, share in QUALITIES.items() if share == 1]
+        own = {"quality": {"enum": usual}, "fallback": {"enum": list(get_args(Fallback))}}
     return {
         "prompt": {"type": "string", "maxLength": limits.max_prompt},
         "model": {"enum": list(model.names)},
@@ -78,12 +87,9 @@ def _shared(model: ModelFacts, limits: Limits) -> dict[str, Any]:
         "output_compression": _whole(0, 100),
         "background": {"enum": ["auto", "opaque"]},
         "stream": {"type": "boolean"},
-        "partial_images": _whole(0, MAX_PARTIALS),
         "user": {"type": "string", "maxLength": MAX_USER},
-        "quality": {"enum": list(QUALITIES)},
         "seed": _whole(0, MAX_SEED),
-        "num_inference_steps": _whole(1, limits.max_steps),
-        "guidance_scale": {"type": "number", "minimum": 0, "maximum": 100},
+        **own,
         "negative_prompt": {"type": "string", "maxLength": limits.max_prompt},
         "progress": {"type": "boolean"},
         "slo": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1e9},

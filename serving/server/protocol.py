@@ -1,7 +1,7 @@
 """What `POST /v1/images/generations` takes, checked field by field; the answers are made elsewhere.
 
 Names and meanings are those of OpenAI's images API; `seed`, `num_inference_steps`, `guidance_scale`, `negative_prompt`,
-`progress` and `slo` are ours. Edits take most of it, too: see `edits`.
+`progress`, `slo` and (of cascades) `fallback` are ours. Edits take most of it, too: see `edits`.
 """
 
 import math
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from ...data.requests import MAX_SEED
+from ...data.requests import MAX_SEED, Fallback
 from ...data.resolution import Resolution
 from ..models.defaults import ModelDefaults
 from .errors import ApiError, invalid
@@ -40,6 +40,7 @@ class ModelFacts:
         defaults: what a request gets that does not say.
         size_multiple: width and height must be multiples of it.
         dtype: for clients that ask about the model.
+        cascade: of a light and a heavy model: their names, each of which takes its own steps and guidance.
     """
 
     name: str
@@ -47,6 +48,7 @@ class ModelFacts:
     aliases: Sequence[str] = ()
     size_multiple: int = 8
     dtype: str = ""
+    cascade: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -63,6 +65,7 @@ class Generation:
         slo_s: how long it may take; None: as long as the server's own SLO.
         progress: whether a stream tells of every step.
         edit: the image to start from, and what may change in it; None for new images.
+        fallback: of a cascade: whether the light model's image may be the answer.
     """
 
     prompt: str
@@ -80,6 +83,7 @@ class Generation:
     slo_s: float | None = None
     quality: str = "auto"
     edit: "EditSpec | None" = None
+    fallback: Fallback = "light"
 
     @property
     def kind(self) -> str:
@@ -128,6 +132,12 @@ def take_generation(
     prompt = fields.required("prompt", most=limits.max_prompt)
     num_images = fields.whole("n", 1, 1, MAX_IMAGES)
     quality = fields.word("quality", "auto", tuple(QUALITIES))
+    if model.cascade:
+        given = [name for name in ("num_inference_steps", "guidance_scale", "partial_images") if fields.has(name)]
+        if QUALITIES[quality] != 1 or given:
+            name = given[0] if given else "quality"
+            own = f"each model of the cascade {model.name} takes its own steps and guidance, and has no partial images"
+            raise invalid(f"{name} is given, but {own}", name)
     usual_steps = max(1, round(model.defaults.num_inference_steps * QUALITIES[quality]))
     steps = fields.whole("num_inference_steps", min(usual_steps, limits.max_steps), 1, limits.max_steps)
     guidance_scale = fields.number("guidance_scale", model.defaults.guidance_scale, 0.0, 100.0)
@@ -154,6 +164,8 @@ def take_generation(
         progress=progress,
         slo_s=_smaller(fields.seconds("slo"), _header_seconds(header_slo)),
         quality=quality,
+        # Of a single model the field is unknown.
+        fallback=fields.word("fallback", "light", get_args(Fallback)) if model.cascade else "light",  # type: ignore[arg-type]
     )
     if fields.word("background", "auto", ("auto", "opaque", "transparent")) == "transparent":
         raise invalid("background is 'transparent', but images have no alpha channel: auto or opaque", "background")
@@ -211,6 +223,10 @@ class Fields:
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._left = dict(body)
+
+    def has(self, name: str) -> bool:
+        """Whether a field is given and not null."""
+        return self._left.get(name) is not None
 
     def end(self) -> None:
         """Raise ApiError if a field is left."""

@@ -230,6 +230,15 @@ def error_of(record: RequestRecord, ticket_id: str) -> ApiError:
     return ApiError(500, f"the engine has stopped, and {ticket_id} with it; it may be sent again", code="engine_error")
 
 
+def routing_of(record: RequestRecord) -> dict[str, Any]:
+    """Which model of a cascade has drawn an image, and why: of its light image the confidence, and the threshold that
+    this was compared with, null where nobody looked. Nothing where one model serves.
+    """
+    if record.served_by is None:
+        return {}
+    return {"model": record.served_by, "confidence": record.confidence, "threshold": record.threshold}
+
+
 def metrics_of(records: Sequence[RequestRecord]) -> dict[str, Any]:
     """Where the time of a ticket went, by the slowest of its images, in seconds."""
     record = max(records, key=lambda each: each.finish_s or 0.0)

@@ -6,16 +6,18 @@
 Both take `--model` and `--output-file`. What the simulator knows of the engine is measured first, with as many cores as
 an engine has, in one process and without HTTP (`psctl bench slo --on both`): steps, stages, and how these slow each
 other down. For two replicas that is done in two processes at once: cores of a CPU share caches, memory and sometimes
-more, which GPUs do not. Wanted: the share of the requests in time within 5 points; a burst as long as on the
-simulator's two GPUs. Nothing else may run.
+more, which GPUs do not. Who took the cores during the burst is in its raw result (Linux only). Wanted: the share of the
+requests in time within 5 points; a burst as long as on the simulator's two GPUs. Nothing else may run.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -106,6 +108,18 @@ def attainment(model: str, rates: Sequence[float], num_prompts: int, folder: Pat
     return {"slo_scale": _SLO_SCALE, "alone_s": alone, "points": points}
 
 
+def cpu_s() -> dict[int, tuple[str, float]]:
+    """Who each process is, and the processor time it has had, by its number: from /proc."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            line = (folder / "cmdline").read_text()
+            times = (folder / "stat").read_text().rpartition(")")[2].split()[11:13]
+            who = "replicas" if "ServeReplica" in line else "server" if "psctl" in line else "others"
+            found[int(folder.name)] = (who, sum(map(int, times)) / os.sysconf("SC_CLK_TCK"))
+    return found
+
+
 def replicas(model: str, num_prompts: int, folder: Path) -> dict[str, Any]:
     """A burst on two replicas of one core each, and on two simulated GPUs."""
     folders = [folder / "first", folder / "second"]
@@ -113,13 +127,18 @@ def replicas(model: str, num_prompts: int, folder: Path) -> dict[str, Any]:
     trace = TraceSettings(num_prompts=num_prompts, num_inference_steps=_REPLICA_STEPS, request_rate=float("inf"))
     requests = draw_requests(trace, model_defaults(model))
     with HttpServer(model, folder, "--num-replicas", "2", *_SERVER, start_s=600) as server:
+        before = cpu_s()
         result = send_load(requests, LoadSettings(f"{server.url}/v1"))
+        took_s = Counter[str]()
+        for number, (who, seconds) in cpu_s().items():
+            took_s[who] += seconds - before.get(number, (who, 0.0))[1]
         assert server.stop() == 0
     real = summary_of(result)
     del real["slo_attainment_rate"]
     found = simulated(requests, model, folders[0], 2)
     return {
         "codes": {str(code): count for code, count in result.codes.items()},
+        "cpu_s": dict(took_s),
         "real": real,
         "simulated": {name: found[name] for name in real},
         "ratio": {name: found[name] / real[name] for name in ("duration", "latency_mean")},

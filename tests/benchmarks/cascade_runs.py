@@ -28,7 +28,7 @@ def main() -> None:
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
         seen.update(record.status for record in result.records)
-        seen.update(f"served by {leg}" for leg in result.served_by.values())
+        seen.update(f"served by {leg}" for leg in result.served_by().values())
         seen["switches"] += result.num_switches
         seen["deferred"] += sum(row.is_deferred for row in result.legs)
         seen["scores that were no number"] += sum(

@@ -48,6 +48,7 @@ def _model(chance: random.Random, sizes: Sequence[Resolution], num_steps: int, s
     )
     return CascadeModel(
         num_steps,
+        4.0,
         ModelTimes(batches, throughput, latency_s),
         StepDurations(ProfiledSteps(steps)),
         StageTimes(dict.fromkeys(sizes, 0.001), dict.fromkeys(sizes, decode_s)),
@@ -75,7 +76,11 @@ def random_run(seed: int) -> tuple[list[Request], CascadeResult]:
     for number in range(chance.randint(1, 60)):
         now_s += chance.expovariate(rate * (10 if number >= burst_from else 1))
         size = chance.choice(sizes)
-        requests.append(Request(number, "a cat", size, 20, 4.0, seed=number, arrival_s=now_s, slo_s=slos_s[str(size)]))
+        fallback = "never" if chance.random() < 0.05 else "light"
+        slo_s = slos_s[str(size)]
+        requests.append(
+            Request(number, "a cat", size, 20, 4.0, number, arrival_s=now_s, slo_s=slo_s, fallback=fallback)
+        )
     profiled = [chance.betavariate(2, 2) for _ in range(chance.randint(1, 50))]
     confidences = [math.nan if chance.random() < 0.02 else chance.choice(profiled) for _ in requests]
     costs = {str(size): (1.0, 2.0)[place] / (1.5 if len(sizes) > 1 else 1) for place, size in enumerate(sizes)}
@@ -111,9 +116,11 @@ def check_run(requests: Sequence[Request], result: CascadeResult) -> None:
     assert [record.request_id for record in result.records] == [request.request_id for request in requests]
     assert all(record.status in ("completed", "discarded") for record in result.records)
     completed = {record.request_id for record in result.records if record.status == "completed"}
-    assert completed == set(result.served_by)
+    served_by = result.served_by()
+    assert completed == set(served_by)
+    assert not any(request.fallback == "never" and served_by.get(request.request_id) == "light" for request in requests)
     drawn = Counter((row.request_id, row.leg) for row in result.legs if row.status == "completed")
-    assert all(drawn[number, leg] == 1 for number, leg in result.served_by.items())
+    assert all(drawn[number, leg] == 1 for number, leg in served_by.items())
     assert not drawn or max(drawn.values()) == 1
     by_worker: dict[int, list[tuple[float, float, Leg]]] = defaultdict(list)
     for row in result.legs:

@@ -16,7 +16,7 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.cascade.allocators import Seen
 from patchedserve.serving.cascade.balancer import Balancer
-from patchedserve.serving.cascade.cluster import CascadeCluster, settings_for
+from patchedserve.serving.cascade.cluster import CascadeCluster, TraceSource, settings_for
 from patchedserve.serving.cascade.controller import Controller
 from patchedserve.serving.cascade.dispatcher import CascadeResult, Dispatcher, LegModel
 from patchedserve.serving.cascade.legs import Leg
@@ -34,7 +34,7 @@ from ...support.tiny_models import save_tiny, tiny_sdxl
 SIZE = Resolution(64, 64)
 STEPS: dict[Leg, int] = {"light": 2, "heavy": 6}
 TIMES = ModelTimes((1, 2, 4), (5.0, 6.0, 7.0), {str(SIZE): (0.01, 0.01, 0.01)})
-MODELS: dict[Leg, LegModel] = {leg: LegModel(steps, TIMES) for leg, steps in STEPS.items()}
+MODELS: dict[Leg, LegModel] = {leg: LegModel(steps, 3.0, TIMES) for leg, steps in STEPS.items()}
 BOTH, LIGHT_ONLY = Plan(1, 1, 4, 2, 0.5, 0.5), Plan(2, 0, 4, 0, 0.0, 0.0)
 
 
@@ -115,15 +115,16 @@ def test_workers_draw_what_the_engine_draws_and_change_models(template: WorkerSe
     threshold, confidences = median_threshold(template, requests)
     plans = [Plan(1, 1, 4, 2, threshold, 0.5), LIGHT_ONLY, Plan(1, 1, 4, 2, threshold, 0.5)]
     cluster = CascadeCluster(settings_for(template, 2, 2), one := dispatcher(plans))
-    result = cluster.run(requests)
+    result = cluster.run(TraceSource(requests))
     check(result, requests, confidences)
     assert result.num_switches >= 2
-    served = list(result.served_by.values())
+    served_by = result.served_by()
+    served = list(served_by.values())
     assert served.count("heavy") > 3
     assert served.count("light") > 3
     assert one.num_open == 0
     for leg in ("light", "heavy"):
-        mine = [request for request in requests if result.served_by[request.request_id] == leg][:3]
+        mine = [request for request in requests if served_by[request.request_id] == leg][:3]
         for number, image in drawn(template, mine, leg).items():  # type: ignore[arg-type]
             with Image.open(image_file(template, number, leg)) as file:  # type: ignore[arg-type]
                 off = np.abs(np.asarray(file, dtype=int) - np.asarray(image, dtype=int))
@@ -151,7 +152,7 @@ def test_a_worker_that_is_killed_loses_no_request_and_comes_back(template: Worke
 
         threading.Thread(target=kill, daemon=True).start()
 
-    result = cluster.run(requests, kill_later)
+    result = cluster.run(TraceSource(requests), kill_later)
     check(result, requests, confidences)
     assert result.num_lost == 1
     assert "its requests go to others" in notes[0]
@@ -167,4 +168,4 @@ def test_models_that_cannot_be_loaded_are_told_in_one_line(template: WorkerSetti
     broken = replace(template, discriminator=tmp_path / "broken.safetensors")
     cluster = CascadeCluster(settings_for(broken, 1, 2), dispatcher([LIGHT_ONLY]))
     with pytest.raises(RunError, match=r"psctl-worker-0 cannot load its models: .*cannot be read as a discriminator"):
-        cluster.run(trace(1, 1.0))
+        cluster.run(TraceSource(trace(1, 1.0)))

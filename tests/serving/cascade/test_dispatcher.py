@@ -4,19 +4,19 @@ from collections.abc import Sequence
 
 import pytest
 
-from patchedserve.data.requests import Request
+from patchedserve.data.requests import Fallback, Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.cascade.allocators import Seen
 from patchedserve.serving.cascade.balancer import Balancer
 from patchedserve.serving.cascade.controller import Controller
-from patchedserve.serving.cascade.dispatcher import Dispatcher, LegModel
+from patchedserve.serving.cascade.dispatcher import CascadeResult, Dispatcher, LegModel
 from patchedserve.serving.cascade.legs import Leg
 from patchedserve.serving.cascade.problem import ModelTimes, Plan
 from patchedserve.serving.core.request_state import RequestRecord
 
 SIZE = Resolution(64, 64)
 TIMES = ModelTimes((1, 2), (10.0, 12.0), {str(SIZE): (0.1, 0.15)})
-MODELS: dict[Leg, LegModel] = {"light": LegModel(2, TIMES), "heavy": LegModel(20, TIMES)}
+MODELS: dict[Leg, LegModel] = {"light": LegModel(2, 0.0, TIMES), "heavy": LegModel(20, 4.0, TIMES)}
 
 
 class Idle:
@@ -26,10 +26,14 @@ class Idle:
         self.index, self.leg, self.num_waiting = index, leg, 0
         self.taken: list[Request] = []
         self.changes: list[Leg] = []
+        self.cancelled: list[int] = []
         self.batch_size = 0
 
     def take(self, request: Request, now_s: float) -> None:
         self.taken.append(request)
+
+    def cancel(self, request_id: int, reason: str) -> None:
+        self.cancelled.append(request_id)
 
     def limit(self, batch_size: int) -> None:
         self.batch_size = batch_size
@@ -41,7 +45,7 @@ class Idle:
 class House:
     """A dispatcher over idle workers, with plans by the number of workers that live."""
 
-    def __init__(self, plans: Sequence[Plan], *, skip_light: bool = False) -> None:
+    def __init__(self, plans: Sequence[Plan], *, skip_light: bool = False, result: CascadeResult | None = None) -> None:
         self.seen: list[Seen] = []
         self.workers: dict[int, Idle] = {}
         by_number = {plan.num_light + plan.num_heavy: plan for plan in plans}
@@ -59,6 +63,7 @@ class House:
             "discard",
             "plan",
             skip_light=skip_light,
+            result=result,
         )
         self.dispatcher.start(self.make, most)
 
@@ -66,8 +71,9 @@ class House:
         self.workers[index] = Idle(index, leg)
         return self.workers[index]
 
-    def ask(self, number: int, now_s: float = 0.0) -> None:
-        self.dispatcher.arrive(Request(number, "a hat", SIZE, 20, arrival_s=now_s, slo_s=30.0), now_s)
+    def ask(self, number: int, now_s: float = 0.0, fallback: Fallback = "light") -> None:
+        request = Request(number, "a hat", SIZE, 20, arrival_s=now_s, slo_s=30.0, fallback=fallback)
+        self.dispatcher.arrive(request, now_s)
 
     def end(self, index: int, number: int, now_s: float, confidence: float | None) -> None:
         record = RequestRecord.of(next(each for each in self.workers[index].taken if each.request_id == number))
@@ -88,11 +94,65 @@ def test_a_deferred_request_keeps_its_deadline_and_workers_are_told_how_large_ba
     house.end(1, 1, 1.0, 0.5)
     heavy = house.workers[2].taken[0]
     assert (heavy.num_inference_steps, heavy.arrival_s, heavy.deadline_s) == (20, 1.0, 30.0)
-    assert house.dispatcher.result.served_by == {1: "light"}
+    # Guidance, too, is each model's own.
+    assert (house.workers[0].taken[0].guidance_scale, heavy.guidance_scale) == (0.0, 4.0)
+    assert house.dispatcher.result.served_by() == {1: "light"}
     assert house.dispatcher.result.wasted_s == 1.0
     house.end(2, 0, 5.0, None)
-    assert house.dispatcher.result.served_by == {1: "light", 0: "heavy"}
+    assert house.dispatcher.result.served_by() == {1: "light", 0: "heavy"}
     assert house.dispatcher.num_open == 0
+    # Why it was routed as it was.
+    records = {record.request_id: record for record in house.dispatcher.result.records}
+    assert (records[0].served_by, records[0].confidence, records[0].threshold) == ("heavy", 0.4, 0.5)
+    assert (records[1].served_by, records[1].confidence, records[1].threshold) == ("light", 0.5, 0.5)
+    assert [records[number].guidance_scale for number in (0, 1)] == [4.0, 0.0]
+
+
+def test_a_request_that_wants_no_light_image_waits_for_the_heavy_model() -> None:
+    house = House([THREE, TWO, ONE])
+    house.ask(0, fallback="never")
+    assert [request.request_id for request in house.workers[2].taken] == [0]
+    house.end(2, 0, 1.0, None)
+    house.dispatcher.lost(2, 2.0, "worker 2 died")
+    house.dispatcher.lost(1, 2.0, "worker 1 died")
+    house.ask(1, now_s=3.0, fallback="never")
+    assert not house.workers[0].taken
+    house.dispatcher.tick(40.0)
+    record = house.dispatcher.result.records[-1]
+    assert (record.request_id, record.status, record.reason) == (1, "discarded", "no worker has the heavy model")
+
+
+def test_a_request_can_be_cancelled_wherever_it_is() -> None:
+    house = House([THREE, TWO, ONE])
+    for number in range(3):
+        house.ask(number)
+    house.dispatcher.cancel(0, 1.0, "gone")
+    assert house.workers[0].cancelled == [0]
+    # What its worker tells of it afterwards is not listened to.
+    house.end(0, 0, 2.0, 0.9)
+    house.dispatcher.cancel(0, 2.0, "gone")
+    house.end(1, 1, 2.0, 0.1)
+    house.dispatcher.cancel(1, 3.0, "gone")
+    assert house.workers[2].cancelled == [1]
+    house.dispatcher.lost(2, 3.0, "worker 2 died")
+    house.ask(3, now_s=4.0, fallback="never")
+    house.dispatcher.cancel(3, 4.0, "gone")
+    assert [(record.request_id, record.status) for record in house.dispatcher.result.records] == [
+        (number, "cancelled") for number in (0, 1, 3)
+    ]
+    assert house.dispatcher.num_open == 1
+    # Only the third is still to be drawn.
+    assert [number for slot in house.dispatcher.slots for number in slot.given] == [2]
+    assert sum(slot.pending for slot in house.dispatcher.slots) == SIZE.pixels * MODELS["light"].num_steps
+
+
+def test_who_serves_for_ever_keeps_the_last_only() -> None:
+    house = House([THREE], result=CascadeResult.of_the_last(2))
+    for number in range(5):
+        house.ask(number)
+        house.end(next(slot.index for slot in house.dispatcher.slots if slot.given), number, 1.0, 0.9)
+    assert house.dispatcher.result.served_by() == {3: "light", 4: "light"}
+    assert len(house.dispatcher.result.legs) == 2
 
 
 @pytest.mark.parametrize(
@@ -105,7 +165,7 @@ def test_a_light_image_that_would_be_deferred_anyway_may_be_skipped(share: float
     index = next(index for index, worker in house.workers.items() if worker.taken)
     assert house.workers[index].leg == leg
     house.end(index, 0, 5.0, None if leg == "heavy" else 0.95)
-    assert house.dispatcher.result.served_by == {0: leg}
+    assert house.dispatcher.result.served_by() == {0: leg}
     assert house.dispatcher.result.legs[0].is_deferred is False
 
 

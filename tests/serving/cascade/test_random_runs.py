@@ -14,7 +14,7 @@ def test_random_runs_end_every_request_once() -> None:
         requests, result = random_run(seed)
         check_run(requests, result)
         seen.update(record.status for record in result.records)
-        seen.update(result.served_by.values())
+        seen.update(result.served_by().values())
         seen["switches"] += result.num_switches
         seen["deferred"] += sum(row.is_deferred for row in result.legs)
     assert min(seen[what] for what in ("completed", "discarded", "light", "heavy", "switches", "deferred")) > 100

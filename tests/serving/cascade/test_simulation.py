@@ -41,7 +41,12 @@ def model(num_steps: int, step_s: float, decode_s: float = 0.01, switch_s: float
         BATCHES, tuple(b / each for b, each in zip(BATCHES, latency_s, strict=True)), {str(SIZE): latency_s}
     )
     return CascadeModel(
-        num_steps, times, StepDurations(ProfiledSteps(steps)), StageTimes({SIZE: 0.001}, {SIZE: decode_s}), switch_s
+        num_steps,
+        4.0,
+        times,
+        StepDurations(ProfiledSteps(steps)),
+        StageTimes({SIZE: 0.001}, {SIZE: decode_s}),
+        switch_s,
     )
 
 
@@ -78,9 +83,10 @@ def check(result: CascadeResult, requests: list[Request]) -> None:
         if row.confidence is not None:
             assert row.is_deferred == (row.confidence < (row.threshold or 0.0))
     served = {row.request_id: row for row in result.legs if row.status == "completed" and not row.is_deferred}
+    served_by = result.served_by()
     for record in result.records:
         if record.status == "completed":
-            assert served[record.request_id].leg == result.served_by[record.request_id]
+            assert served[record.request_id].leg == served_by[record.request_id]
             assert (record.finish_s or 0.0) - record.arrival_s >= 0.1
     for plan_row in result.plans:
         assert plan_row.plan.num_light + plan_row.plan.num_heavy == 6
@@ -90,7 +96,7 @@ def test_thresholds_decide_and_everybody_ends_once() -> None:
     requests = trace(8.0, 600)
     result = run(requests, DiffServe(CLUSTER))
     check(result, requests)
-    shares = Counter(result.served_by.values())
+    shares = Counter(result.served_by().values())
     assert shares["light"] > 50
     assert shares["heavy"] > 50
     late = sum(record.slo_met is not True for record in result.records)
@@ -100,7 +106,7 @@ def test_thresholds_decide_and_everybody_ends_once() -> None:
 
 def test_more_demand_means_less_heavy_and_the_plan_follows() -> None:
     calm, busy = (run(trace(rate, 400), DiffServe(CLUSTER)) for rate in (2.0, 30.0))
-    share = [Counter(result.served_by.values())["heavy"] / len(result.records) for result in (calm, busy)]
+    share = [Counter(result.served_by().values())["heavy"] / len(result.records) for result in (calm, busy)]
     assert share[0] > share[1] + 0.2
     assert calm.plans[-1].plan.num_light < busy.plans[-1].plan.num_light
     assert busy.num_switches > 0
@@ -114,14 +120,14 @@ def test_the_systems_that_it_is_compared_with() -> None:
     )
     check(light, requests)
     check(heavy, requests)
-    assert set(light.served_by.values()) == {"light"}
-    assert set(heavy.served_by.values()) == {"heavy"}
+    assert set(light.served_by().values()) == {"light"}
+    assert set(heavy.served_by().values()) == {"heavy"}
     assert not any(row.confidence for row in (*light.legs, *heavy.legs))
     chance = random.Random(3)
     draws = [chance.random() for _ in requests]
     proteus = run(requests, Proteus(CLUSTER), direct=lambda number: draws[number])
     check(proteus, requests)
-    assert 0 < Counter(proteus.served_by.values())["light"] < 300
+    assert 0 < Counter(proteus.served_by().values())["light"] < 300
     # Nothing is drawn twice.
     assert proteus.wasted_s == 0
 
@@ -155,7 +161,7 @@ def test_without_a_heavy_worker_deferred_requests_wait_and_then_are_refused() ->
 def test_a_confidence_that_is_no_number_is_deferred() -> None:
     controller = Controller(DiffServe(CLUSTER), CONFIDENCES)
     result = simulate_cascade(trace(1.0, 20), MODELS, controller, lambda _: math.nan, num_workers=6)
-    assert set(result.served_by.values()) == {"heavy"}
+    assert set(result.served_by().values()) == {"heavy"}
 
 
 @pytest.mark.slow

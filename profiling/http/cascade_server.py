@@ -1,0 +1,78 @@
+"""The batch server over a cascade: a light and a heavy model in worker processes answer whoever asks."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from ...data.requests import Request
+from ...data.resolution import parse
+from ...data.run_facts import usable_cores
+from ...data.workspace import Workspace
+from ...serving.cascade.legs import LEGS, Leg, LegSpec, cascade_name
+from ...serving.models.defaults import ModelDefaults
+from ..runs.cascade import CascadeDeployment
+from ..runs.serve_cascade import worker_settings
+from .server import HttpSettings, ServerParts, assemble, require_http
+
+
+def make_cascade_server(
+    deployment: CascadeDeployment,
+    specs: Mapping[Leg, LegSpec],
+    defaults: ModelDefaults,
+    workspace: Workspace,
+    settings: HttpSettings,
+    *,
+    device: str,
+    dtype: str,
+    discriminator: Path,
+    on_note: Callable[[str], None],
+) -> ServerParts:
+    """Put a server together whose workers are started when it begins to serve.
+
+    Args:
+        deployment: what serves; its workers are processes.
+        specs: both models.
+        defaults: of requests, as of the heavy model.
+        workspace: for what engines measure at their start.
+        settings: what is promised.
+        device, dtype: of both models.
+        discriminator: file that scores light images.
+        on_note: told in one line what happens to workers.
+
+    Raises:
+        MissingExtraError: a package of the extra `http` is missing.
+        UsageError: as `CascadeDeployment.parts_for_clients`.
+    """
+    require_http()
+    from ...serving.cascade.backend import CascadeBackend, CascadeSetup
+    from ...serving.server.protocol import ModelFacts
+
+    sizes = [size for size in deployment.profile.legs["heavy"].sizes if size in deployment.profile.legs["light"].sizes]
+    parts = deployment.parts_for_clients(sizes)
+    known = tuple(parse(size) for size in sizes)
+    usual = defaults.default_resolution
+    if usual not in known:
+        usual = max(known, key=lambda size: size.pixels)
+    heavy = parts.models["heavy"]
+    own = replace(
+        defaults,
+        resolutions=known,
+        default_resolution=usual,
+        num_inference_steps=heavy.num_steps,
+        guidance_scale=heavy.guidance_scale,
+    )
+    names: dict[Leg, str] = {leg: str(specs[leg]) for leg in LEGS}
+    setup = CascadeSetup(
+        worker_settings(parts, specs, workspace, device, dtype, discriminator, Path()),
+        deployment.num_workers,
+        usable_cores(),
+        parts.models,
+        names,
+        lambda on_end, result: parts.dispatcher(deployment, on_end=on_end, result=result),
+    )
+    model = ModelFacts(cascade_name(specs), own, dtype=dtype, cascade=tuple(names.values()))
+
+    def standalone_s(request: Request) -> float:
+        return deployment.profile.standalone_s(request.resolution)
+
+    return assemble(model, standalone_s, CascadeBackend(setup, on_note=on_note), settings)

@@ -1,0 +1,270 @@
+"""The backend of a cascade: the batch server's requests go to a light and a heavy model in processes of their own.
+
+The dispatcher runs in a thread of this process, which waits for workers and for clients alike; plans are made there, so
+that no answer waits for them. No torch.
+"""
+
+import asyncio
+import contextlib
+import math
+import shutil
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...data.errors import PsctlError
+from ...data.requests import Request
+from ..core.request_state import RequestRecord
+from ..core.step_row import StepRow
+from ..server.backend import Follower, Health, Load, ReplicaState
+from ..server.drain_rate import DrainRate
+from ..server.errors import ApiError, invalid
+from .cluster import CascadeCluster, Source, settings_for
+from .dispatcher import CascadeResult, Dispatcher, LegModel
+from .legs import LEGS, Leg
+from .worker import WorkerSettings, image_file
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+KEPT = 2000
+"""Of records, legs and plans that have ended, so many are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class CascadeSetup:
+    """What a cascade of the server is made of.
+
+    Attributes:
+        worker: settings of each, but for its images' folder.
+        num_workers, num_cores: how many there are, and processors for them.
+        models: light and heavy; requests must have one of their sizes.
+        names: of both models, for clients.
+        make: the dispatcher, from who is told of each request's end, and what takes its results.
+    """
+
+    worker: WorkerSettings
+    num_workers: int
+    num_cores: int
+    models: Mapping[Leg, LegModel]
+    names: Mapping[Leg, str]
+    make: Callable[[Callable[[RequestRecord], None], CascadeResult], Dispatcher]
+
+
+class _Clients(Source):
+    """Requests as they come; calls are handed to the thread of the dispatcher."""
+
+    def __init__(self) -> None:
+        self._heard, self._bell = Pipe(duplex=False)
+        self.news = self._heard
+        self._calls: deque[Callable[[Dispatcher, float], None]] = deque()
+
+    @property
+    def is_over(self) -> bool:
+        return False
+
+    @property
+    def next_s(self) -> float:
+        return math.inf
+
+    def post(self, call: Callable[[Dispatcher, float], None]) -> None:
+        """Have something done by the dispatcher's thread."""
+        self._calls.append(call)
+        self._bell.send_bytes(b"1")
+
+    def take(self, dispatcher: Dispatcher, now_s: float) -> None:
+        while self._heard.poll():
+            self._heard.recv_bytes()
+        while self._calls:
+            self._calls.popleft()(dispatcher, now_s)
+
+
+class CascadeBackend:
+    """See `server.backend.Backend`. Of a cascade there are no partial images.
+
+    Args:
+        setup: what it is made of.
+        on_note: told in one line what happens to workers.
+
+    Attributes:
+        on_stopped, on_row: see `Backend`; of steps it tells nothing.
+        result: what the last requests have left.
+    """
+
+    def __init__(self, setup: CascadeSetup, *, on_note: Callable[[str], None] = lambda text: None) -> None:
+        self.on_stopped: Callable[[str], None] = lambda reason: None
+        self.on_row: Callable[[StepRow], None] = lambda row: None
+        self.result = CascadeResult.of_the_last(KEPT)
+        self._setup, self._health = setup, Health.STARTING
+        self._folder = Path(tempfile.mkdtemp(prefix="psctl-cascade-"))
+        self._settings = replace(setup.worker, image_dir=self._folder, tells_steps=True)
+        self._clients = _Clients()
+        self._dispatcher = setup.make(partial(self._post, self._ended), self.result)
+        self._cluster = CascadeCluster(
+            settings_for(self._settings, setup.num_workers, setup.num_cores),
+            self._dispatcher,
+            on_note=on_note,
+            on_steps=partial(self._post, self._stepped),
+        )
+        self._followers: dict[int, Follower] = {}
+        self._rate = DrainRate()
+        self._busy_from_s, self._drawn = 0.0, 0
+        self._thread = threading.Thread(target=self._run, name="psctl-cascade", daemon=True)
+
+    @property
+    def health(self) -> Health:
+        """See `Backend`."""
+        return self._health
+
+    @property
+    def load(self) -> Load:
+        """See `Backend`."""
+        slots = self._dispatcher.slots
+        waiting = (
+            sum(slot.worker.num_waiting for slot in slots if slot.worker is not None) + self._dispatcher.num_queued
+        )
+        is_open = self._dispatcher.num_open
+        pending = float(sum(slot.pending for slot in slots))
+        return Load(max(0, is_open - waiting), min(waiting, is_open), pending, self._rate.value)
+
+    @property
+    def replicas(self) -> Sequence[ReplicaState]:
+        """See `Backend`: the workers, by the model that they serve."""
+        pids = self._cluster.pid_of
+        return tuple(
+            ReplicaState(
+                f"{slot.index} ({slot.leg})",
+                pids.get(slot.index, 0),
+                Health.READY if slot.takes else Health.RESTARTING,
+                Load(
+                    max(0, len(slot.given) - (slot.worker.num_waiting if slot.worker else 0)),
+                    slot.worker.num_waiting if slot.worker else 0,
+                    float(slot.pending),
+                ),
+            )
+            for slot in self._dispatcher.slots
+        )
+
+    async def start(self) -> None:
+        """See `Backend`. Raises RunError: a worker cannot load."""
+        self._loop = asyncio.get_running_loop()
+        self._started: asyncio.Future[None] = self._loop.create_future()
+        self._thread.start()
+        await self._started
+        self._health = Health.READY
+
+    async def submit(
+        self, request: Request, follower: Follower, *, num_partials: int = 0, follows_steps: bool = False
+    ) -> None:
+        """See `Backend`. Steps that are told are those of the model that is at it."""
+        if self._health is not Health.READY:
+            raise ApiError(503, f"the cascade is {self._health.value}", code="not_ready", headers={"Retry-After": "5"})
+        if num_partials:
+            raise invalid(f"partial_images is {num_partials}, but a cascade has none", "partial_images")
+        if request.edit is not None:
+            raise invalid("an image is given, but a cascade draws new ones only", "image")
+        sizes = self._setup.models["light"].batches.latency_s
+        if str(request.resolution) not in sizes:
+            raise invalid(f"size is {request.resolution}, but a cascade draws {', '.join(sizes)} only", "size")
+        if not self._followers:
+            self._busy_from_s, self._drawn = self._loop.time(), 0
+        self._followers[request.request_id] = follower
+        # The cluster's clock is another one; both run alike.
+        arrival_s = max(0.0, self._cluster.now_s() - (self._loop.time() - request.arrival_s))
+        own = replace(request, arrival_s=arrival_s)
+        self._clients.post(lambda dispatcher, now_s: dispatcher.arrive(own, now_s))
+
+    def cancel(self, request_id: int, reason: str) -> None:
+        """See `Backend`."""
+        self._clients.post(lambda dispatcher, now_s: dispatcher.cancel(request_id, now_s, reason))
+
+    async def stop(self) -> None:
+        """See `Backend`."""
+        self._health = Health.STOPPED
+        self._cluster.end()
+        if self._thread.is_alive():
+            self._clients.post(lambda dispatcher, now_s: None)
+            await self._loop.run_in_executor(None, self._thread.join)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _run(self) -> None:
+        reason = "all workers have gone"
+        try:
+            self._cluster.run(self._clients, partial(self._post, self._has_started, None))
+        except PsctlError as error:
+            reason = str(error)
+            self._post(self._has_started, error)
+        except BaseException as error:  # noqa: BLE001  whatever it is, clients must be told
+            reason = f"the dispatcher has crashed: {error!r}"
+            self._post(self._has_started, error)
+        self._post(self._has_stopped, reason)
+
+    def _has_started(self, error: BaseException | None) -> None:
+        if self._started.done():
+            return
+        if error is None:
+            self._started.set_result(None)
+        else:
+            self._started.set_exception(error)
+
+    def _has_stopped(self, reason: str) -> None:
+        for number, follower in list(self._followers.items()):
+            record = RequestRecord(number, "", 0, 0, 0, 0.0, 0, 0.0)
+            record.close("failed", 0.0, reason)
+            del self._followers[number]
+            follower.on_end(record, None)
+        if self._health is not Health.STOPPED:
+            self._health = Health.STOPPED
+            self.on_stopped(reason)
+
+    def _post(self, call: Callable[..., None], *given: Any) -> None:
+        """Have something called on the event loop, from the dispatcher's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(call, *given)
+
+    def _stepped(self, request_id: int, steps_done: int) -> None:
+        if (follower := self._followers.get(request_id)) is not None:
+            follower.on_step(request_id, steps_done)
+
+    def _ended(self, record: RequestRecord) -> None:
+        work = self._loop.run_in_executor(None, self._taken, record)
+        work.add_done_callback(lambda done: self._hand_over(record, done.result()))
+
+    def _hand_over(self, record: RequestRecord, image: "Image | None") -> None:
+        follower = self._followers.pop(record.request_id, None)
+        self._note_rate(record)
+        if follower is not None:
+            leg = record.served_by
+            own = replace(record, image_path=None, served_by=self._setup.names[leg] if leg in LEGS else None)
+            follower.on_end(own, image)
+
+    def _taken(self, record: RequestRecord) -> "Image | None":
+        """The image of a request, whose files are deleted. One that cannot be read has failed."""
+        from PIL import Image
+
+        image = None
+        try:
+            if record.status == "completed" and record.image_path is not None:
+                with Image.open(record.image_path) as file:
+                    image = file.convert("RGB")
+        except OSError as error:
+            record.status, record.reason = "failed", f"its image cannot be read: {error}"
+        for leg in LEGS:
+            image_file(self._settings, record.request_id, leg).unlink(missing_ok=True)
+        return image
+
+    def _note_rate(self, record: RequestRecord) -> None:
+        """What has been drawn since it was idle, per second, as admission counts it: each image with the heavy model's
+        steps, whoever has drawn it.
+        """
+        self._drawn += record.resolution.pixels * self._setup.models["heavy"].num_steps
+        busy_s = self._loop.time() - self._busy_from_s
+        if record.status == "completed" and busy_s > 1.0:
+            self._rate.note(self._drawn, busy_s)
+            self._busy_from_s, self._drawn = self._loop.time(), 0
