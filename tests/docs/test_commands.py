@@ -133,7 +133,10 @@ class House:
 
     def start_server(self, options: list[str]) -> None:
         """Serve beside the rest of a page, as its readers do."""
-        self.server = HttpServer(self.models["emoji-xl"], self.folder / "psctl-workspace", *options).__enter__()
+        model = self.models["emoji-xl"]
+        if "--cascade" in options:
+            options, model = [*options, "--cascade", f"{model}:1,{model}:2"], None
+        self.server = HttpServer(model, self.folder / "psctl-workspace", *options).__enter__()
 
     def stop_server(self) -> None:
         """Stop the page's server, if it has one."""

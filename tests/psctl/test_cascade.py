@@ -1,15 +1,31 @@
 """A cascade from its discriminator to a simulated trace, as users run it, on a bundled model in a few steps."""
 
+import base64
+import io
 import json
+import os
+import signal
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
+import numpy as np
 import pytest
+from PIL import Image
 
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
 from patchedserve.data.tables.cascade import LEGS, PLANS
 from patchedserve.data.tables.schemas import RECORDS, read_rows
+from patchedserve.serving.engine.collectors import InMemory
+from patchedserve.serving.engine.engine import Engine
+from patchedserve.serving.models.loading import load_model
+from patchedserve.serving.scheduling.policies import get_policy
 
 from ..conftest import RunPsctl
+from ..support.http_server import HttpServer, until
 
 CASCADE = "emoji-xl:1,emoji-xl:3"
 SMALL = ("--cascade", CASCADE, "--resolutions", "64,128x64")
@@ -85,6 +101,81 @@ def test_from_the_discriminator_to_the_comparison_of_systems(run_psctl: RunPsctl
     assert all(row["against_base"]["violation_difference"]["low"] is not None for row in ours.values())
     for name in ("over-lateness.png", "over-slo-scales.png", "report.html", "result.json"):
         assert (tmp_path / compared["run_dir"] / name).is_file()
+    unknown_peak = run_psctl("serve", "--http", "--cascade", CASCADE, "--system", "diffserve-static")
+    assert unknown_peak.returncode == 2
+    assert "plans for the peak of a trace, and over HTTP nobody knows it" in unknown_peak.stderr
+    serves_clients(tmp_path / "psctl-workspace")
+
+
+def serves_clients(workspace: Path) -> None:
+    """The same cascade over HTTP: who has drawn an image and why, refusals, a worker that is killed."""
+    options = ("--cascade", CASCADE, "--workers", "2", "--slo-scale", "100")
+    with HttpServer(None, workspace, *options, start_s=180) as server, httpx.Client(timeout=120) as client:
+
+        def ask(**fields: Any) -> httpx.Response:
+            body = {"prompt": "a red hat", "size": "64x64", **fields}
+            return client.post(f"{server.url}/v1/images/generations", json=body)
+
+        card = client.get(f"{server.url}/v1/models").json()["data"][0]
+        assert (card["id"], card["cascade"]) == (CASCADE, CASCADE.split(","))
+        assert card["sizes"] == ["64x64", "128x64"]
+
+        with ThreadPoolExecutor(8) as pool:
+            answers = [each.json()["data"][0] for each in pool.map(lambda seed: ask(seed=seed), range(16))]
+        assert {each["model"] for each in answers} <= set(CASCADE.split(","))
+        for seed, each in enumerate(answers):
+            if each["threshold"] is not None:
+                assert each["model"] == CASCADE.split(",")[each["confidence"] < each["threshold"]]
+            if seed < 3:
+                assert_is_image_of(each, seed)
+        sure = ask(fallback="never", seed=3).json()["data"][0]
+        assert (sure["model"], sure["confidence"], sure["threshold"]) == ("emoji-xl:3", None, None)
+        assert_is_image_of(sure, 3)
+
+        for name, value in (
+            ("num_inference_steps", 5), ("guidance_scale", 2.0), ("quality", "high"), ("fallback", "always"),
+            ("size", "128x128"),
+        ):  # fmt: skip
+            refused = ask(**{name: value})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, name), refused.text
+        body = {"prompt": "a hat", "size": "64x64", "stream": True, "progress": True, "fallback": "never"}
+        with client.stream("POST", f"{server.url}/v1/images/generations", json=body) as stream:
+            events = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: ")]
+        assert [each["steps_done"] for each in events[:-1]] == [1, 2, 3]
+        assert (events[-1]["type"], events[-1]["model"]) == ("image_generation.completed", "emoji-xl:3")
+
+        replicas = client.get(f"{server.url}/v1/state").json()["replicas"]
+        assert [each["health"] for each in replicas] == ["ready", "ready"]
+        with ThreadPoolExecutor(8) as pool:
+            open_ones = [pool.submit(ask, seed=seed, n=4) for seed in range(8)]
+            os.kill(replicas[0]["process_id"], signal.SIGKILL)
+            assert [each.result().status_code for each in open_ones] == [200] * 8
+        until(lambda: any("Worker 0 serves again" in line for line in server.lines), 120)
+        number = ask(n=2).json()["id"]
+        assert client.get(f"{server.url}/v1/images/generations/{number}").json()["status"] == "completed"
+        pids = [each["process_id"] for each in client.get(f"{server.url}/v1/state").json()["replicas"]]
+        folders = set(Path(tempfile.gettempdir()).glob("psctl-cascade-*"))
+        assert server.stop() == 0
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 20)
+        assert not any(file for folder in folders for file in folder.glob("*")), "images stay in a folder of the server"
+
+
+def assert_is_image_of(told: dict[str, Any], seed: int) -> None:
+    """It is what the named model draws alone, but for how batches of other sizes round."""
+    steps = int(told["model"].rpartition(":")[2])
+    with Image.open(io.BytesIO(base64.b64decode(told["b64_json"]))) as file:
+        off = np.abs(np.asarray(file, dtype=int) - np.asarray(drawn_alone(steps, seed), dtype=int))
+    assert off.max() <= 1
+
+
+def drawn_alone(steps: int, seed: int) -> Image.Image:
+    model = load_model("emoji-xl", "cpu", "float32")
+    collector = InMemory(keep_images=True)
+    engine = Engine(model, get_policy("fcfs"), collector=collector)
+    engine.submit(Request(0, "a red hat", Resolution(64, 64), steps, model.defaults.guidance_scale, seed))
+    engine.close()
+    engine.run()
+    return collector.images[0]
 
 
 @pytest.mark.parametrize(
@@ -96,6 +187,10 @@ def test_from_the_discriminator_to_the_comparison_of_systems(run_psctl: RunPsctl
         (("simulate", "--cascade", CASCADE, "--system", "bucketed"), "must be one of diffserve"),
         (("simulate", "--system", "diffserve"), "--system diffserve is of two models: give --cascade"),
         (("simulate", "--balance", "random"), "--balance belongs to --cascade"),
+        (("serve", "--http", "--cascade", CASCADE), "no profile of the cascade"),
+        (("serve", "--http", "--cascade", CASCADE, "--request-rate", "2"), "--request-rate belongs to traces"),
+        (("serve", "--http", "--cascade", CASCADE, "--num-replicas", "2"), "--num-replicas is for a single model"),
+        (("serve", "--cascade", CASCADE, "--port", "80"), "--port is for servers: add --http"),
         (("simulate", "--cascade", CASCADE, "--cascade-profile", "none.json"), "none.json"),
         (("bench", "cascade", "--systems", "diffserve,other"), "no profile of the cascade"),
         (("profile", "cascade", "--batch-sizes", "2,4"), "begin with 1"),

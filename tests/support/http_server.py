@@ -32,7 +32,7 @@ def until(is_so: Callable[[], bool], timeout_s: float = 30.0, every_s: float = 0
 
 
 class HttpServer:
-    """A running server.
+    """A running server; without a model its options name two (`--cascade`).
 
     Attributes:
         url: without `/v1`.
@@ -42,7 +42,7 @@ class HttpServer:
 
     def __init__(
         self,
-        model: Path | str,
+        model: Path | str | None,
         workspace: Path,
         *options: str,
         env: Mapping[str, str] | None = None,
@@ -50,7 +50,8 @@ class HttpServer:
     ) -> None:
         self.start_s = start_s
         self._began_s = time.monotonic()
-        command = [str(Path(sys.executable).parent / "psctl"), "serve", "--http", "--port", "0", "--model", str(model)]
+        command = [str(Path(sys.executable).parent / "psctl"), "serve", "--http", "--port", "0"]
+        command += [] if model is None else ["--model", str(model)]
         command += ["--workspace", str(workspace), "--dtype", "float32", *options]
         self.process = subprocess.Popen(
             command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env={**os.environ, **(env or {})}
