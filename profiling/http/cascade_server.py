@@ -1,11 +1,11 @@
 """The batch server over a cascade: a light and a heavy model in worker processes answer whoever asks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ...data.requests import Request
-from ...data.resolution import parse
+from ...data.resolution import Resolution
 from ...data.run_facts import usable_cores
 from ...data.workspace import Workspace
 from ...serving.cascade.legs import LEGS, Leg, LegSpec, cascade_name
@@ -21,6 +21,7 @@ def make_cascade_server(
     defaults: ModelDefaults,
     workspace: Workspace,
     settings: HttpSettings,
+    sizes: Sequence[Resolution],
     *,
     device: str,
     dtype: str,
@@ -35,6 +36,7 @@ def make_cascade_server(
         defaults: of requests, as of the heavy model.
         workspace: for what engines measure at their start.
         settings: what is promised.
+        sizes: that are served; all are profiled.
         device, dtype: of both models.
         discriminator: file that scores light images.
         on_note: told in one line what happens to workers.
@@ -47,16 +49,14 @@ def make_cascade_server(
     from ...serving.cascade.backend import CascadeBackend, CascadeSetup
     from ...serving.server.protocol import ModelFacts
 
-    sizes = [size for size in deployment.profile.legs["heavy"].sizes if size in deployment.profile.legs["light"].sizes]
-    parts = deployment.parts_for_clients(sizes)
-    known = tuple(parse(size) for size in sizes)
+    parts = deployment.parts_for_clients(list(map(str, sizes)))
     usual = defaults.default_resolution
-    if usual not in known:
-        usual = max(known, key=lambda size: size.pixels)
+    if usual not in sizes:
+        usual = max(sizes, key=lambda size: size.pixels)
     heavy = parts.models["heavy"]
     own = replace(
         defaults,
-        resolutions=known,
+        resolutions=tuple(sizes),
         default_resolution=usual,
         num_inference_steps=heavy.num_steps,
         guidance_scale=heavy.guidance_scale,

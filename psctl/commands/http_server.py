@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...data.errors import MissingExtraError
 from ...data.files import require_places
-from ...data.resolution import Resolution, parse
+from ...data.resolution import Resolution, parse, parse_list
 from ..options.cascade import CascadeOptions
 from ..options.http import HttpFlags
 from ..options.replicas import ReplicaFlags
@@ -61,6 +61,7 @@ def serve_cascade_http(
     options: CascadeOptions,
     *,
     num_workers: int,
+    resolutions: str | None,
     slo_scale: float,
     seed: int,
     target: Target,
@@ -69,7 +70,13 @@ def serve_cascade_http(
     """The same with a light and a heavy model. Raises as `serve_http`."""
     served = found_to_serve(cascade, options, target)
     deployment = served.images.deployment(options, system, num_workers, slo_scale, seed)
-    sizes = [parse(name) for name in served.images.profile.legs["heavy"].sizes]
+    profiled = served.images.profile.legs
+    if resolutions is None:
+        sizes = [parse(name) for name in profiled["heavy"].sizes if name in profiled["light"].sizes]
+    else:
+        sizes = parse_list(resolutions)
+        for leg in profiled.values():
+            leg.require(list(map(str, sizes)))
 
     def make(settings: "HttpSettings") -> "ServerParts":
         from ...profiling.http.cascade_server import make_cascade_server
@@ -80,6 +87,7 @@ def serve_cascade_http(
             served.images.defaults,
             target.root,
             settings,
+            sizes,
             device=target.device,
             dtype=target.dtype,
             discriminator=served.discriminator,

@@ -104,6 +104,7 @@ def serve(
             web,
             cascading,
             num_workers=workers,
+            resolutions=trace.resolutions,
             slo_scale=slo_scale,
             seed=trace.seed,
             target=target,

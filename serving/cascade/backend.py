@@ -7,7 +7,6 @@ that no answer waits for them. No torch.
 import asyncio
 import contextlib
 import math
-import shutil
 import tempfile
 import threading
 from collections import deque
@@ -102,8 +101,8 @@ class CascadeBackend:
         self.on_row: Callable[[StepRow], None] = lambda row: None
         self.result = CascadeResult.of_the_last(KEPT)
         self._setup, self._health = setup, Health.STARTING
-        self._folder = Path(tempfile.mkdtemp(prefix="psctl-cascade-"))
-        self._settings = replace(setup.worker, image_dir=self._folder, tells_steps=True)
+        self._folder = tempfile.TemporaryDirectory(prefix="psctl-cascade-", ignore_cleanup_errors=True)
+        self._settings = replace(setup.worker, image_dir=Path(self._folder.name), tells_steps=True)
         self._clients = _Clients()
         self._dispatcher = setup.make(partial(self._post, self._ended), self.result)
         self._cluster = CascadeCluster(
@@ -191,7 +190,7 @@ class CascadeBackend:
         if self._thread.is_alive():
             self._clients.post(lambda dispatcher, now_s: None)
             await self._loop.run_in_executor(None, self._thread.join)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.cleanup()
 
     def _run(self) -> None:
         reason = "all workers have gone"

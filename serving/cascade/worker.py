@@ -115,6 +115,7 @@ class _WorkerProcess:
         self._next_leg: Leg | None = None
         self._is_stopped = False
         self._confidences: dict[int, float] = {}
+        self._cancelled: set[int] = set()
         self._num_waiting, self._batch_size = 0, 1
 
     def serve(self) -> None:
@@ -151,6 +152,7 @@ class _WorkerProcess:
             on_step=lambda row: self._note_waiting(row.waiting),
         )
         engine.start()
+        self._cancelled.clear()
         with self._changed:
             self._offset_s = time.perf_counter() - self._zero_s - engine.now_s()
             self._engine = engine
@@ -183,6 +185,7 @@ class _WorkerProcess:
             if word == "take":
                 self._take(engine, rest[0])
             elif word == "cancel":
+                self._cancelled.add(rest[0])
                 engine.cancel(*rest)
             elif word == "limit":
                 engine.max_batch_size = rest[0]
@@ -234,7 +237,10 @@ class _WorkerProcess:
             self._tell("waiting", count)
 
     def tell_ended(self, record: RequestRecord) -> None:
-        """A request has ended here."""
+        """A request has ended here. Of one that was cancelled nobody wants the image that was already being decoded."""
+        if record.request_id in self._cancelled:
+            self._cancelled.discard(record.request_id)
+            image_file(self._settings, record.request_id, self._leg).unlink(missing_ok=True)
         known = {name: time_s for name in _TIMES if (time_s := getattr(record, name)) is not None}
         own = replace(record, **{name: time_s + self._offset_s for name, time_s in known.items()})
         self._tell("ended", own, self._confidences.pop(record.request_id, None))

@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -129,7 +129,7 @@ def replicas(model: str, num_prompts: int, folder: Path) -> dict[str, Any]:
     with HttpServer(model, folder, "--num-replicas", "2", *_SERVER, start_s=600) as server:
         before = cpu_s()
         result = send_load(requests, LoadSettings(f"{server.url}/v1"))
-        took_s = Counter[str]()
+        took_s = defaultdict[str, float](float)
         for number, (who, seconds) in cpu_s().items():
             took_s[who] += seconds - before.get(number, (who, 0.0))[1]
         assert server.stop() == 0

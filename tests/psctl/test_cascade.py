@@ -104,6 +104,9 @@ def test_from_the_discriminator_to_the_comparison_of_systems(run_psctl: RunPsctl
     unknown_peak = run_psctl("serve", "--http", "--cascade", CASCADE, "--system", "diffserve-static")
     assert unknown_peak.returncode == 2
     assert "plans for the peak of a trace, and over HTTP nobody knows it" in unknown_peak.stderr
+    unknown_size = run_psctl("serve", "--http", "--cascade", CASCADE, "--resolutions", "64,192")
+    assert unknown_size.returncode == 2
+    assert "192x192 is not profiled" in unknown_size.stderr
     serves_clients(tmp_path / "psctl-workspace")
 
 
