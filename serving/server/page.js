@@ -4,6 +4,7 @@
   const hues = new Map();
   let key = sessionStorage.getItem("psctl-key") || "";
   let drawing = null;
+  let isCascade = false;
 
   const headers = (more = {}) => (key ? { ...more, Authorization: `Bearer ${key}` } : more);
   const seconds = (value) => (value === null || value === undefined ? "-" : value < 1 ? `${Math.round(value * 1000)} ms` : `${value.toFixed(1)} s`);
@@ -220,12 +221,16 @@
     at("size").value = card.defaults.size;
     at("steps").value = card.defaults.num_inference_steps;
     at("steps").max = card.limits.num_inference_steps;
+    // Each model of a cascade takes its own steps, and there are no partial images of it.
+    isCascade = Boolean(card.cascade);
+    at("steps").disabled = isCascade;
   }
 
   async function draw(submitted) {
     submitted.preventDefault();
-    const body = { prompt: at("prompt").value, size: at("size").value, stream: true, partial_images: 3, progress: true };
-    if (at("steps").value) body.num_inference_steps = Number(at("steps").value);
+    const body = { prompt: at("prompt").value, size: at("size").value, stream: true, progress: true };
+    if (!isCascade) body.partial_images = 3;
+    if (!isCascade && at("steps").value) body.num_inference_steps = Number(at("steps").value);
     if (at("seed").value) body.seed = Number(at("seed").value);
     at("go").disabled = true;
     at("stop").disabled = false;
@@ -251,11 +256,11 @@
           at("image").alt = body.prompt;
           at("caption").textContent = body.prompt;
         }
-        if (event.type === "image_generation.progress") at("told").textContent = `step ${event.steps_done} of ${event.num_inference_steps}`;
+        if (event.type === "image_generation.progress") at("told").textContent = isCascade ? `step ${event.steps_done}` : `step ${event.steps_done} of ${event.num_inference_steps}`;
         if (event.type === "image_generation.partial_image") at("image").dataset.partial = event.partial_image_index;
         if (event.type === "image_generation.completed") {
           at("image").dataset.partial = "final";
-          at("told").textContent = `done in ${seconds((performance.now() - started) / 1000)}, seed ${event.seed}`;
+          at("told").textContent = `done in ${seconds((performance.now() - started) / 1000)}, seed ${event.seed}${event.model ? `, by ${event.model}` : ""}`;
         }
       }
     } catch (error) {

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import signal
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image
+from selenium import webdriver
+from selenium.webdriver.common.by import By
 
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
@@ -25,6 +26,7 @@ from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.scheduling.policies import get_policy
 
 from ..conftest import RunPsctl
+from ..support.browser import opened_browser
 from ..support.http_server import HttpServer, until
 
 CASCADE = "emoji-xl:1,emoji-xl:3"
@@ -113,7 +115,12 @@ def test_from_the_discriminator_to_the_comparison_of_systems(run_psctl: RunPsctl
 def serves_clients(workspace: Path) -> None:
     """The same cascade over HTTP: who has drawn an image and why, refusals, a worker that is killed."""
     options = ("--cascade", CASCADE, "--workers", "2", "--slo-scale", "100")
-    with HttpServer(None, workspace, *options, start_s=180) as server, httpx.Client(timeout=120) as client:
+    folder = workspace.parent / "temporary"
+    folder.mkdir()
+    with (
+        HttpServer(None, workspace, *options, env={"TMPDIR": str(folder)}, start_s=180) as server,
+        httpx.Client(timeout=120) as client,
+    ):
 
         def ask(**fields: Any) -> httpx.Response:
             body = {"prompt": "a red hat", "size": "64x64", **fields}
@@ -147,6 +154,15 @@ def serves_clients(workspace: Path) -> None:
         assert [each["steps_done"] for each in events[:-1]] == [1, 2, 3]
         assert (events[-1]["type"], events[-1]["model"]) == ("image_generation.completed", "emoji-xl:3")
 
+        with opened_browser() as browser:
+            draws_on_its_page(browser, server.url)
+
+        # A client that leaves takes its images back, wherever they are; none stays in the server's folder.
+        with client.stream("POST", f"{server.url}/v1/images/generations", json={**body, "n": 10}) as stream:
+            next(stream.iter_lines())
+        until(lambda: client.get(f"{server.url}/v1/state").json()["load"]["running"] == 0)
+        assert len(list(folder.glob("psctl-cascade-*"))) == 1
+        until(lambda: not any(folder.glob("psctl-cascade-*/*")))
         replicas = client.get(f"{server.url}/v1/state").json()["replicas"]
         assert [each["health"] for each in replicas] == ["ready", "ready"]
         with ThreadPoolExecutor(8) as pool:
@@ -157,10 +173,24 @@ def serves_clients(workspace: Path) -> None:
         number = ask(n=2).json()["id"]
         assert client.get(f"{server.url}/v1/images/generations/{number}").json()["status"] == "completed"
         pids = [each["process_id"] for each in client.get(f"{server.url}/v1/state").json()["replicas"]]
-        folders = set(Path(tempfile.gettempdir()).glob("psctl-cascade-*"))
+        until(lambda: not any(folder.glob("psctl-cascade-*/*")))
         assert server.stop() == 0
         until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 20)
-        assert not any(file for folder in folders for file in folder.glob("*")), "images stay in a folder of the server"
+        assert not any(folder.glob("psctl-cascade-*"))
+
+
+def draws_on_its_page(browser: webdriver.Chrome, url: str) -> None:
+    browser.get(url)
+
+    def text(name: str) -> str:
+        return browser.find_element(By.ID, name).text
+
+    steps = browser.find_element(By.ID, "steps")
+    until(lambda: not steps.is_enabled())
+    browser.find_element(By.ID, "prompt").send_keys("a red hat")
+    browser.find_element(By.ID, "go").click()
+    until(lambda: text("told").startswith("done in "))
+    assert text("told").rpartition(", by ")[2] in CASCADE.split(",")
 
 
 def assert_is_image_of(told: dict[str, Any], seed: int) -> None:

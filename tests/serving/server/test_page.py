@@ -1,6 +1,5 @@
 """The live page in a real browser."""
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 
+from ...support.browser import opened_browser
 from ...support.http_server import HttpServer, until
 from ...support.tiny_models import save_tiny, tiny_sdxl
 
@@ -25,16 +25,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[webdriver.Chrome]:
-    driver = shutil.which("chromedriver")
-    assert driver is not None, "install Debian's chromium and chromium-driver: the page is tested in a browser"
-    options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which("chromium") or ""
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1200,1100"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    opened = webdriver.Chrome(options, webdriver.ChromeService(driver))
-    yield opened
-    opened.quit()
+    with opened_browser() as opened:
+        yield opened
 
 
 def test_draw_watch_cancel(server: HttpServer, browser: webdriver.Chrome, tmp_path: Path) -> None:
