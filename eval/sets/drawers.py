@@ -19,7 +19,7 @@ from .cache_use import CacheMeter
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from ...profiling.http.server import EngineRecipe
+    from ...profiling.http.engine import EngineRecipe
     from ...serving.cluster.deployment import ReplicaPlan
     from ...serving.models.served import ServedModel
 
@@ -124,7 +124,7 @@ class ReplicaDrawer:
     """
 
     def __init__(self, recipe: "EngineRecipe", plan: "ReplicaPlan") -> None:
-        from ...profiling.http.server import build_for_replica
+        from ...profiling.http.engine import build_for_replica
         from ...serving.cluster.backend import ClusterBackend
 
         self._backend = ClusterBackend(plan, partial(build_for_replica, recipe))

@@ -1,44 +1,36 @@
 """The batch server over a cascade: a light and a heavy model in worker processes answer whoever asks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ...data.requests import Request
 from ...data.resolution import Resolution
 from ...data.run_facts import usable_cores
-from ...data.workspace import Workspace
-from ...serving.cascade.legs import LEGS, Leg, LegSpec, cascade_name
+from ...serving.cascade.legs import LEGS, Leg, cascade_name
 from ...serving.models.defaults import ModelDefaults
 from ..runs.cascade import CascadeDeployment
-from ..runs.serve_cascade import worker_settings
+from ..runs.serve_cascade import CascadeFiles
 from .server import HttpSettings, ServerParts, assemble, require_http
 
 
 def make_cascade_server(
     deployment: CascadeDeployment,
-    specs: Mapping[Leg, LegSpec],
+    files: CascadeFiles,
     defaults: ModelDefaults,
-    workspace: Workspace,
     settings: HttpSettings,
     sizes: Sequence[Resolution],
     *,
-    device: str,
-    dtype: str,
-    discriminator: Path,
     on_note: Callable[[str], None],
 ) -> ServerParts:
     """Put a server together whose workers are started when it begins to serve.
 
     Args:
         deployment: what serves; its workers are processes.
-        specs: both models.
+        files: that workers load.
         defaults: of requests, as of the heavy model.
-        workspace: for what engines measure at their start.
         settings: what is promised.
         sizes: that are served; all are profiled.
-        device, dtype: of both models.
-        discriminator: file that scores light images.
         on_note: told in one line what happens to workers.
 
     Raises:
@@ -61,16 +53,16 @@ def make_cascade_server(
         num_inference_steps=heavy.num_steps,
         guidance_scale=heavy.guidance_scale,
     )
-    names: dict[Leg, str] = {leg: str(specs[leg]) for leg in LEGS}
+    names: dict[Leg, str] = {leg: str(files.specs[leg]) for leg in LEGS}
     setup = CascadeSetup(
-        worker_settings(parts, specs, workspace, device, dtype, discriminator, Path()),
+        files.worker(parts, Path()),
         deployment.num_workers,
         usable_cores(),
         parts.models,
         names,
         lambda on_end, result: parts.dispatcher(deployment, on_end=on_end, result=result),
     )
-    model = ModelFacts(cascade_name(specs), own, dtype=dtype, cascade=tuple(names.values()))
+    model = ModelFacts(cascade_name(files.specs), own, dtype=files.dtype, cascade=tuple(names.values()))
 
     def standalone_s(request: Request) -> float:
         return deployment.profile.standalone_s(request.resolution)

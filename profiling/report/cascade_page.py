@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from ...serving.cascade.dispatcher import CascadeResult
+from ...serving.cascade.result import CascadeResult
 from .html import write_report
 from .over_time import WIDTH_IN
 from .theme import DARK, LIGHT, Theme, add_legend, new_figure, style_axes, to_png

@@ -22,11 +22,12 @@ from ...serving.cascade.allocators import Allocator, Cluster
 from ...serving.cascade.balancer import Balance, Balancer
 from ...serving.cascade.controller import Controller
 from ...serving.cascade.deferral import deferral_curve
-from ...serving.cascade.dispatcher import CascadeResult, Dispatcher, OnLate
+from ...serving.cascade.dispatcher import Dispatcher, OnLate
 from ...serving.cascade.legs import LEGS, Leg, LegSpec, cascade_name
 from ...serving.cascade.milp import Milp
 from ...serving.cascade.problem import OVERPROVISION
 from ...serving.cascade.profile import CascadeProfile
+from ...serving.cascade.result import CascadeResult
 from ...serving.cascade.simulation import CascadeModel, simulate_cascade
 from ...serving.cascade.systems import CascadeKnobs, CascadeSystem
 from ...serving.core.metrics import summarize

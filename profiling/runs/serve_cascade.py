@@ -26,15 +26,63 @@ class CascadeServed:
     error: RunError | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class CascadeFiles:
+    """What workers load.
+
+    Attributes:
+        specs: both models.
+        workspace: for what engines measure at their start.
+        device, dtype: of both models.
+        discriminator: file that scores light images.
+    """
+
+    specs: Mapping[Leg, LegSpec]
+    workspace: Workspace
+    device: str
+    dtype: str
+    discriminator: Path
+
+    def require_profiled(self, profile: CascadeProfile) -> None:
+        """Raise UsageError unless a profile is of these models' files, this processor and this discriminator: plans
+        made from the times of others would be wrong.
+        """
+        from ...serving.models.checkpoint import fingerprint
+        from ...serving.models.loading import resolve_device, resolve_model
+
+        is_cpu = resolve_device(self.device).type == "cpu"
+        for leg in LEGS:
+            known = profile.legs[leg].facts
+            here = replace(known, fingerprint=fingerprint(resolve_model(self.specs[leg].model)))
+            if is_cpu:
+                here = replace(here, device_name=cpu_name())
+            if (difference := known.difference(here)) is not None:
+                raise UsageError(f"the profile of the {leg} model {difference}: psctl profile cascade measures it anew")
+        if sha256_of(self.discriminator) != profile.discriminator:
+            raise UsageError(f"{self.discriminator} is another discriminator than the profile was measured with")
+
+    def worker(self, parts: CascadeParts, image_dir: Path) -> WorkerSettings:
+        """Settings of one, which writes images to a folder."""
+        from ...serving.models.loading import resolve_device
+
+        resolved = str(resolve_device(self.device))
+        return WorkerSettings(
+            0,
+            {leg: self.specs[leg].model for leg in LEGS},
+            {leg: each.for_workers() for leg, each in parts.models.items()},
+            self.device,
+            self.dtype,
+            self.discriminator,
+            {leg: self.workspace.for_model(self.specs[leg].model, resolved).tables for leg in LEGS},
+            image_dir,
+        )
+
+
 def serve_cascade(
     deployment: CascadeDeployment,
     requests: Sequence[Request],
-    specs: Mapping[Leg, LegSpec],
-    workspace: Workspace,
+    files: CascadeFiles,
     *,
-    device: str,
-    dtype: str,
-    discriminator: Path,
     image_dir: Path,
     on_note: Callable[[str], None],
     on_start: Callable[[], Callable[[], None]],
@@ -44,10 +92,7 @@ def serve_cascade(
     Args:
         deployment: what serves; its workers are processes.
         requests: in order of arrival.
-        specs: both models.
-        workspace: for what engines measure at their start.
-        device, dtype: of both models.
-        discriminator: file that scores light images.
+        files: that workers load.
         image_dir: where images go.
         on_note: told in one line what happens to workers.
         on_start: called when the workers are ready; gives what is called for each request that has ended.
@@ -58,7 +103,7 @@ def serve_cascade(
         KeyboardInterrupt: on Ctrl-C before the first request.
     """
     parts = deployment.parts(requests)
-    template = worker_settings(parts, specs, workspace, device, dtype, discriminator, image_dir)
+    template = files.worker(parts, image_dir)
     ended: list[Callable[[], None]] = []
     dispatcher = parts.dispatcher(deployment, on_end=lambda record: ended[0]() if ended else None)
     cluster = CascadeCluster(
@@ -80,47 +125,3 @@ def serve_cascade(
         if row.is_deferred and served_by.get(row.request_id) == "heavy":
             image_file(template, row.request_id, "light").unlink(missing_ok=True)
     return CascadeServed(CascadeRun(result, parts.allocator, parts.peak), cluster.was_interrupted, error)
-
-
-def worker_settings(
-    parts: CascadeParts,
-    specs: Mapping[Leg, LegSpec],
-    workspace: Workspace,
-    device: str,
-    dtype: str,
-    discriminator: Path,
-    image_dir: Path,
-) -> WorkerSettings:
-    """What each worker is made of; see `serve_cascade`."""
-    from ...serving.models.loading import resolve_device
-
-    resolved = str(resolve_device(device))
-    return WorkerSettings(
-        0,
-        {leg: specs[leg].model for leg in LEGS},
-        {leg: each.for_workers() for leg, each in parts.models.items()},
-        device,
-        dtype,
-        discriminator,
-        {leg: workspace.for_model(specs[leg].model, resolved).tables for leg in LEGS},
-        image_dir,
-    )
-
-
-def require_same(profile: CascadeProfile, specs: Mapping[Leg, LegSpec], discriminator: Path, device: str) -> None:
-    """Raise UsageError unless a profile is of these models' files, this processor and this discriminator: plans made
-    from the times of others would be wrong.
-    """
-    from ...serving.models.checkpoint import fingerprint
-    from ...serving.models.loading import resolve_device, resolve_model
-
-    is_cpu = resolve_device(device).type == "cpu"
-    for leg in LEGS:
-        known = profile.legs[leg].facts
-        here = replace(known, fingerprint=fingerprint(resolve_model(specs[leg].model)))
-        if is_cpu:
-            here = replace(here, device_name=cpu_name())
-        if (difference := known.difference(here)) is not None:
-            raise UsageError(f"the profile of the {leg} model {difference}: psctl profile cascade measures it anew")
-    if sha256_of(discriminator) != profile.discriminator:
-        raise UsageError(f"{discriminator} is another discriminator than the profile was measured with")

@@ -99,33 +99,17 @@ def draw(
     facts: dict[str, Any] | None = None,
 ) -> None:
     """Draw requests in one batch, write their images and print what came of them; `facts` stand in the JSON, too."""
-    served, place = target.load(out, engine)
-    from ...serving.engine.engine import Engine
-    from ...serving.scheduling.policies import get_policy
+    from ...profiling.runs.draw import draw_images
 
+    served, place = target.load(out, engine)
     for request in requests:
         served.check_request(request)
     with out.status("Measuring which way of convolving is faster ..."):
         served.tune([request.resolution for request in requests], place.tables)
     with out.phases() as start:
-        if (edit := requests[0].edit) is not None and edit.template is not None:
-            if served.is_worth_masking(edit):
-                served.use_template(requests[0], place.templates, start("template", requests[0].num_inference_steps))
-            else:
-                share = served.family.geometry.active_share(edit)
-                out.note(f"The mask touches {share:.0%} of the image's cells: it is faster to compute all of them.")
-        advance = start("denoising steps", sum(request.num_steps for request in requests))
-        runner = Engine(
-            served,
-            get_policy("continuous"),
-            max_batch_size=max_batch_size,
-            image_path=lambda request: paths[request.request_id],
-            on_step=lambda row: advance(row.active),
+        result = draw_images(
+            served, requests, paths, place, max_batch_size=max_batch_size, start_phase=start, on_note=out.note
         )
-        for request in requests:
-            runner.submit(request)
-        runner.close()
-        result = runner.run()
 
     images = [_describe(record) for record in result.records]
     served.close()

@@ -17,7 +17,8 @@ from ..output import Output
 from .serve_cascade import found_to_serve
 
 if TYPE_CHECKING:
-    from ...profiling.http.server import EngineRecipe, HttpSettings, ServerParts
+    from ...profiling.http.engine import EngineRecipe
+    from ...profiling.http.server import HttpSettings, ServerParts
     from ...serving.options import EngineOptions
     from ...serving.scheduling.systems import System
 
@@ -83,14 +84,10 @@ def serve_cascade_http(
 
         parts = make_cascade_server(
             deployment,
-            served.specs,
+            served.files,
             served.images.defaults,
-            target.root,
             settings,
             sizes,
-            device=target.device,
-            dtype=target.dtype,
-            discriminator=served.discriminator,
             on_note=out.note,
         )
         out.note(f"Starting {num_workers} workers with both models ...")
@@ -151,7 +148,7 @@ def recipe_of(
     needs_standalone: bool = True,
 ) -> "EngineRecipe":
     """What the engine is made of. Raises UsageError: there is no such model or device."""
-    from ...profiling.http.server import EngineRecipe
+    from ...profiling.http.engine import EngineRecipe
     from ...serving.models.loading import resolve_device
 
     cache = target.with_predictor(engine.cache)

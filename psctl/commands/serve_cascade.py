@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ...data.errors import UsageError
 from ...data.files import require_places
 from ...profiling.runs.trace_settings import TraceSettings
-from ...serving.cascade.legs import Leg, LegSpec, parse_cascade
+from ...serving.cascade.legs import Leg, parse_cascade
 from ..options.cascade import CascadeOptions
 from ..options.target import Target
 from ..output import Output
@@ -15,6 +15,7 @@ from .simulate_cascade import CascadeImages, cascade_table, found_images
 
 if TYPE_CHECKING:
     from ...data.workspace import ModelWorkspace
+    from ...profiling.runs.serve_cascade import CascadeFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,24 +23,23 @@ class ToServe:
     """What workers of a cascade are started from."""
 
     images: CascadeImages
-    specs: dict[Leg, LegSpec]
+    files: "CascadeFiles"
     place: "ModelWorkspace"
-    discriminator: Path
 
 
 def found_to_serve(cascade: str, options: CascadeOptions, target: Target) -> ToServe:
     """All of it, looked up before anything is loaded. Raises UsageError: something is missing or of other models."""
-    from ...profiling.runs.serve_cascade import require_same
+    from ...profiling.runs.serve_cascade import CascadeFiles
     from ...training.cascade.discriminator import DISCRIMINATOR_FILE
 
-    specs = parse_cascade(cascade)
     images = found_images(cascade, options, target)
     place = images.place(target)
     discriminator = place.find_predictor(DISCRIMINATOR_FILE)
     if discriminator is None:
         raise UsageError(f"no discriminator of {cascade} is in {place.root}: psctl train-predictor discriminator")
-    require_same(images.profile, specs, discriminator, target.device)
-    return ToServe(images, specs, place, discriminator)
+    files = CascadeFiles(parse_cascade(cascade), target.root, target.device, target.dtype, discriminator)
+    files.require_profiled(images.profile)
+    return ToServe(images, files, place)
 
 
 def serve_cascade(
@@ -63,7 +63,7 @@ def serve_cascade(
 
     get_cascade_system(system)
     found = found_to_serve(cascade, options, target)
-    images, specs, place = found.images, found.specs, found.place
+    images, specs, place = found.images, found.files.specs, found.place
     deployment = images.deployment(options, system, num_workers, slo_scale, trace.seed)
     requests = draw_requests(trace, images.defaults)
     places = None
@@ -78,11 +78,7 @@ def serve_cascade(
         served = run_serve(
             deployment,
             promised,
-            specs,
-            target.root,
-            device=target.device,
-            dtype=target.dtype,
-            discriminator=found.discriminator,
+            found.files,
             image_dir=run_dir / "images",
             on_note=out.note,
             on_start=lambda: start("requests", len(promised), expected_s=promised[-1].arrival_s),

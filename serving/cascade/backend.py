@@ -25,15 +25,13 @@ from ..server.backend import Follower, Health, Load, ReplicaState
 from ..server.drain_rate import DrainRate
 from ..server.errors import ApiError, invalid
 from .cluster import CascadeCluster, Source, settings_for
-from .dispatcher import CascadeResult, Dispatcher, LegModel
+from .dispatcher import Dispatcher, LegModel
 from .legs import LEGS, Leg
+from .result import CascadeResult
 from .worker import WorkerSettings, image_file
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-KEPT = 2000
-"""Of records, legs and plans that have ended, so many are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,25 +91,24 @@ class CascadeBackend:
 
     Attributes:
         on_stopped, on_row: see `Backend`; of steps it tells nothing.
-        result: what the last requests have left.
     """
 
     def __init__(self, setup: CascadeSetup, *, on_note: Callable[[str], None] = lambda text: None) -> None:
         self.on_stopped: Callable[[str], None] = lambda reason: None
         self.on_row: Callable[[StepRow], None] = lambda row: None
-        self.result = CascadeResult.of_the_last(KEPT)
         self._setup, self._health = setup, Health.STARTING
         self._folder = tempfile.TemporaryDirectory(prefix="psctl-cascade-", ignore_cleanup_errors=True)
         self._settings = replace(setup.worker, image_dir=Path(self._folder.name), tells_steps=True)
         self._clients = _Clients()
-        self._dispatcher = setup.make(partial(self._post, self._ended), self.result)
+        # Nobody asks afterwards: what has ended goes to its client.
+        self._dispatcher = setup.make(partial(self._post, self._ended), CascadeResult.of_the_last(0))
         self._cluster = CascadeCluster(
             settings_for(self._settings, setup.num_workers, setup.num_cores),
             self._dispatcher,
             on_note=on_note,
             on_steps=partial(self._post, self._stepped),
         )
-        self._followers: dict[int, Follower] = {}
+        self._open: dict[int, tuple[Request, Follower]] = {}
         self._rate = DrainRate()
         self._busy_from_s, self._drawn = 0.0, 0
         self._thread = threading.Thread(target=self._run, name="psctl-cascade", daemon=True)
@@ -171,9 +168,9 @@ class CascadeBackend:
         sizes = self._setup.models["light"].batches.latency_s
         if str(request.resolution) not in sizes:
             raise invalid(f"size is {request.resolution}, but a cascade draws {', '.join(sizes)} only", "size")
-        if not self._followers:
+        if not self._open:
             self._busy_from_s, self._drawn = self._loop.time(), 0
-        self._followers[request.request_id] = follower
+        self._open[request.request_id] = request, follower
         # The cluster's clock is another one; both run alike.
         arrival_s = max(0.0, self._cluster.now_s() - (self._loop.time() - request.arrival_s))
         own = replace(request, arrival_s=arrival_s)
@@ -213,10 +210,10 @@ class CascadeBackend:
             self._started.set_exception(error)
 
     def _has_stopped(self, reason: str) -> None:
-        for number, follower in list(self._followers.items()):
-            record = RequestRecord(number, "", 0, 0, 0, 0.0, 0, 0.0)
-            record.close("failed", 0.0, reason)
-            del self._followers[number]
+        given_up, self._open = self._open, {}
+        for request, follower in given_up.values():
+            record = RequestRecord.of(request)
+            record.close("failed", request.arrival_s, reason)
             follower.on_end(record, None)
         if self._health is not Health.STOPPED:
             self._health = Health.STOPPED
@@ -228,16 +225,17 @@ class CascadeBackend:
             self._loop.call_soon_threadsafe(call, *given)
 
     def _stepped(self, request_id: int, steps_done: int) -> None:
-        if (follower := self._followers.get(request_id)) is not None:
-            follower.on_step(request_id, steps_done)
+        if request_id in self._open:
+            self._open[request_id][1].on_step(request_id, steps_done)
 
     def _ended(self, record: RequestRecord) -> None:
         work = self._loop.run_in_executor(None, self._taken, record)
         work.add_done_callback(lambda done: self._hand_over(record, done.result()))
 
     def _hand_over(self, record: RequestRecord, image: "Image | None") -> None:
-        follower = self._followers.pop(record.request_id, None)
-        self._note_rate(record)
+        _, follower = self._open.pop(record.request_id, (None, None))
+        if record.status == "completed":
+            self._note_rate(record)
         if follower is not None:
             leg = record.served_by
             own = replace(record, image_path=None, served_by=self._setup.names[leg] if leg in LEGS else None)
@@ -252,7 +250,7 @@ class CascadeBackend:
             if record.status == "completed" and record.image_path is not None:
                 with Image.open(record.image_path) as file:
                     image = file.convert("RGB")
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001  whatever it is, its client must not wait for ever
             record.status, record.reason = "failed", f"its image cannot be read: {error}"
         for leg in LEGS:
             image_file(self._settings, record.request_id, leg).unlink(missing_ok=True)
@@ -264,6 +262,6 @@ class CascadeBackend:
         """
         self._drawn += record.resolution.pixels * self._setup.models["heavy"].num_steps
         busy_s = self._loop.time() - self._busy_from_s
-        if record.status == "completed" and busy_s > 1.0:
+        if busy_s > 1.0:
             self._rate.note(self._drawn, busy_s)
             self._busy_from_s, self._drawn = self._loop.time(), 0

@@ -18,8 +18,9 @@ from typing import Protocol
 from ...data.errors import RunError
 from ...data.requests import Request
 from .controller import SAMPLE_S
-from .dispatcher import CascadeResult, Dispatcher
+from .dispatcher import Dispatcher
 from .legs import Leg
+from .result import CascadeResult
 from .worker import WorkerSettings, run_worker
 
 MOST_RESTARTS = 3

@@ -10,21 +10,21 @@ Source: DiffServe sections 3.1 and 3.3.
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, cast
+from typing import Literal, Protocol
 
 from ...data.errors import UsageError
 from ...data.requests import Request
 from ...data.resolution import Resolution
 from ..core.request_state import RequestRecord, Status
 from .aimd import Aimd
-from .allocators import Seen
 from .balancer import Balancer
 from .controller import Controller
 from .deferral import threshold_at
 from .legs import LEGS, Leg
 from .problem import ModelTimes, Plan
+from .result import CascadeResult, LegRow, PlanRow
 
 OnLate = Literal["discard", "light"]
 Batching = Literal["plan", "aimd"]
@@ -110,75 +110,6 @@ class Slot:
     def bound(self) -> Leg:
         """The model that it has or is going to have."""
         return self.next_leg or self.leg
-
-
-@dataclass(frozen=True, slots=True)
-class LegRow:
-    """What one model did for a request.
-
-    Attributes:
-        request_id, leg, worker: which one, by which model, where.
-        start_s, end_s: when it came there, and left.
-        status: how that ended; see `RequestRecord`.
-        confidence, threshold: of a light image, and what it was compared with; None where nobody looked.
-        is_deferred: whether the request went on to the heavy model.
-    """
-
-    request_id: int
-    leg: Leg
-    worker: int
-    start_s: float
-    end_s: float
-    status: str
-    confidence: float | None = None
-    threshold: float | None = None
-    is_deferred: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class PlanRow:
-    """A plan.
-
-    Attributes:
-        start_s: from when on it held.
-        plan, seen: what it says, and what it was made from.
-        solve_s: what making it took, on the real clock: the only field that differs between equal runs.
-    """
-
-    start_s: float
-    plan: Plan
-    seen: Seen
-    solve_s: float = field(compare=False)
-
-
-@dataclass(slots=True)
-class CascadeResult:
-    """What a cascade leaves.
-
-    Attributes:
-        records: of every request, in the order in which they ended, all in a final status.
-        legs: what models did, as it ended.
-        plans: as they were made.
-        num_switches: of workers from one model to the other.
-        num_lost: workers that died.
-        wasted_s: seconds of light images that were not the answer.
-    """
-
-    records: MutableSequence[RequestRecord] = field(default_factory=list)
-    legs: MutableSequence[LegRow] = field(default_factory=list)
-    plans: MutableSequence[PlanRow] = field(default_factory=list)
-    num_switches: int = 0
-    num_lost: int = 0
-    wasted_s: float = 0.0
-
-    @classmethod
-    def of_the_last(cls, count: int) -> "CascadeResult":
-        """One that keeps so many of each, for those who serve for ever."""
-        return cls(deque(maxlen=count), deque(maxlen=count), deque(maxlen=count))
-
-    def served_by(self) -> dict[int, Leg]:
-        """The model whose image a completed request has, by id: made from all records at every call."""
-        return {record.request_id: cast(Leg, record.served_by) for record in self.records if record.served_by}
 
 
 class Dispatcher:

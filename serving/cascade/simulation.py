@@ -18,9 +18,10 @@ from ..simulator.step_durations import StepDurations
 from ..simulator.worker import SimulatedWorker, SimulationClock
 from .balancer import Balancer
 from .controller import SAMPLE_S, Controller
-from .dispatcher import Batching, CascadeResult, Dispatcher, LegModel, OnLate
+from .dispatcher import Batching, Dispatcher, LegModel, OnLate
 from .legs import Leg
 from .policy import CascadePolicy
+from .result import CascadeResult
 
 _CONTROL, _SWITCHED = 4, 5
 """Events beside those of `SimulatedWorker`."""

@@ -70,14 +70,17 @@ def edit_body(model: ModelFacts, limits: Limits) -> dict[str, Any]:
 
 def _shared(model: ModelFacts, limits: Limits) -> dict[str, Any]:
     own: dict[str, Any] = {
-        "partial_images": _whole(0, MAX_PARTIALS),
         "quality": {"enum": list(QUALITIES)},
         "num_inference_steps": _whole(1, limits.max_steps),
         "guidance_scale": {"type": "number", "minimum": 0, "maximum": 100},
     }
     if model.cascade:
         usual = [name for name, share in QUALITIES.items() if share == 1]
-        own = {"quality": {"enum": usual}, "fallback": {"enum": list(get_args(Fallback))}}
+        own = {
+            "quality": {"enum": usual},
+            "partial_images": _whole(0, 0),
+            "fallback": {"enum": list(get_args(Fallback))},
+        }
     return {
         "prompt": {"type": "string", "maxLength": limits.max_prompt},
         "model": {"enum": list(model.names)},
@@ -87,6 +90,7 @@ def _shared(model: ModelFacts, limits: Limits) -> dict[str, Any]:
         "output_compression": _whole(0, 100),
         "background": {"enum": ["auto", "opaque"]},
         "stream": {"type": "boolean"},
+        "partial_images": _whole(0, MAX_PARTIALS),
         "user": {"type": "string", "maxLength": MAX_USER},
         "seed": _whole(0, MAX_SEED),
         **own,

@@ -133,10 +133,10 @@ def take_generation(
     num_images = fields.whole("n", 1, 1, MAX_IMAGES)
     quality = fields.word("quality", "auto", tuple(QUALITIES))
     if model.cascade:
-        given = [name for name in ("num_inference_steps", "guidance_scale", "partial_images") if fields.has(name)]
+        given = [name for name in ("num_inference_steps", "guidance_scale") if fields.has(name)]
         if QUALITIES[quality] != 1 or given:
             name = given[0] if given else "quality"
-            own = f"each model of the cascade {model.name} takes its own steps and guidance, and has no partial images"
+            own = f"each model of the cascade {model.name} takes its own steps and guidance"
             raise invalid(f"{name} is given, but {own}", name)
     usual_steps = max(1, round(model.defaults.num_inference_steps * QUALITIES[quality]))
     steps = fields.whole("num_inference_steps", min(usual_steps, limits.max_steps), 1, limits.max_steps)

@@ -126,6 +126,9 @@ def serves_clients(workspace: Path) -> None:
             body = {"prompt": "a red hat", "size": "64x64", **fields}
             return client.post(f"{server.url}/v1/images/generations", json=body)
 
+        drawn = io.BytesIO()
+        Image.new("RGB", (64, 64), "white").save(drawn, "PNG")
+        png = drawn.getvalue()
         card = client.get(f"{server.url}/v1/models").json()["data"][0]
         assert (card["id"], card["cascade"]) == (CASCADE, CASCADE.split(","))
         assert card["sizes"] == ["64x64", "128x64"]
@@ -148,6 +151,15 @@ def serves_clients(workspace: Path) -> None:
         ):  # fmt: skip
             refused = ask(**{name: value})
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, name), refused.text
+        partial = ask(stream=True, partial_images=1)
+        assert (partial.status_code, partial.json()["error"]["param"]) == (400, "partial_images"), partial.text
+        assert ask(partial_images=0).status_code == 200
+        edit = client.post(
+            f"{server.url}/v1/images/edits",
+            data={"prompt": "a hat"},
+            files=dict.fromkeys(("image", "mask"), ("a.png", png, "image/png")),
+        )
+        assert (edit.status_code, edit.json()["error"]["param"]) == (400, "image"), edit.text
         body = {"prompt": "a hat", "size": "64x64", "stream": True, "progress": True, "fallback": "never"}
         with client.stream("POST", f"{server.url}/v1/images/generations", json=body) as stream:
             events = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: ")]

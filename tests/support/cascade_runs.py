@@ -12,9 +12,9 @@ from patchedserve.serving.cascade.allocators import Cluster
 from patchedserve.serving.cascade.balancer import Balancer
 from patchedserve.serving.cascade.controller import Controller
 from patchedserve.serving.cascade.deferral import deferral_curve
-from patchedserve.serving.cascade.dispatcher import CascadeResult
 from patchedserve.serving.cascade.legs import Leg
 from patchedserve.serving.cascade.problem import ModelTimes
+from patchedserve.serving.cascade.result import CascadeResult
 from patchedserve.serving.cascade.simulation import CascadeModel, simulate_cascade
 from patchedserve.serving.cascade.systems import CASCADE_SYSTEMS, CascadeKnobs
 from patchedserve.serving.simulator.stage_times import StageTimes

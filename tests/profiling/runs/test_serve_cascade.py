@@ -9,8 +9,9 @@ import pytest
 from patchedserve.data.errors import UsageError
 from patchedserve.data.files import sha256_of
 from patchedserve.data.run_facts import RunFacts
+from patchedserve.data.workspace import Workspace
 from patchedserve.profiling.machine import cpu_name
-from patchedserve.profiling.runs.serve_cascade import require_same
+from patchedserve.profiling.runs.serve_cascade import CascadeFiles
 from patchedserve.serving.cascade.legs import LEGS, Leg, LegSpec
 from patchedserve.serving.cascade.profile import CascadeProfile
 from patchedserve.serving.models.checkpoint import fingerprint
@@ -32,6 +33,10 @@ def profile_of_here(discriminator: Path) -> CascadeProfile:
     return CascadeProfile({leg: replace(profile().legs[leg], facts=facts) for leg in LEGS}, sha256_of(discriminator))
 
 
+def files_with(discriminator: Path) -> CascadeFiles:
+    return CascadeFiles(_SPECS, Workspace(), "cpu", "float32", discriminator)
+
+
 @pytest.fixture
 def discriminator(tmp_path: Path) -> Path:
     path = tmp_path / "discriminator.safetensors"
@@ -40,7 +45,7 @@ def discriminator(tmp_path: Path) -> Path:
 
 
 def test_a_profile_of_these_files_is_taken(discriminator: Path) -> None:
-    require_same(profile_of_here(discriminator), _SPECS, discriminator, "cpu")
+    files_with(discriminator).require_profiled(profile_of_here(discriminator))
 
 
 @pytest.mark.parametrize(
@@ -57,11 +62,11 @@ def test_a_profile_of_something_else_is_refused(
     heavy = known.legs["heavy"]
     other = replace(known, legs={**known.legs, "heavy": replace(heavy, facts=change(heavy.facts))})
     with pytest.raises(UsageError, match=reason):
-        require_same(other, _SPECS, discriminator, "cpu")
+        files_with(discriminator).require_profiled(other)
 
 
 def test_another_discriminator_is_refused(discriminator: Path) -> None:
     known = profile_of_here(discriminator)
     discriminator.write_bytes(b"other weights")
     with pytest.raises(UsageError, match="is another discriminator than the profile was measured with"):
-        require_same(known, _SPECS, discriminator, "cpu")
+        files_with(discriminator).require_profiled(known)

@@ -18,9 +18,10 @@ from patchedserve.serving.cascade.allocators import Seen
 from patchedserve.serving.cascade.balancer import Balancer
 from patchedserve.serving.cascade.cluster import CascadeCluster, TraceSource, settings_for
 from patchedserve.serving.cascade.controller import Controller
-from patchedserve.serving.cascade.dispatcher import CascadeResult, Dispatcher, LegModel
+from patchedserve.serving.cascade.dispatcher import Dispatcher, LegModel
 from patchedserve.serving.cascade.legs import Leg
 from patchedserve.serving.cascade.problem import ModelTimes, Plan
+from patchedserve.serving.cascade.result import CascadeResult
 from patchedserve.serving.cascade.worker import WorkerSettings, image_file
 from patchedserve.serving.engine.engine import Engine
 from patchedserve.serving.models.loading import load_model

@@ -13,9 +13,9 @@ from patchedserve.data.resolution import Resolution
 from patchedserve.serving.cascade.allocators import Cluster, DiffServe, Fixed, Proteus, Seen, clipper, static
 from patchedserve.serving.cascade.controller import Controller
 from patchedserve.serving.cascade.deferral import deferral_curve
-from patchedserve.serving.cascade.dispatcher import CascadeResult
 from patchedserve.serving.cascade.legs import Leg
 from patchedserve.serving.cascade.problem import ModelTimes, Plan
+from patchedserve.serving.cascade.result import CascadeResult
 from patchedserve.serving.cascade.simulation import CascadeModel, simulate_cascade
 from patchedserve.serving.simulator.stage_times import StageTimes
 from patchedserve.serving.simulator.step_durations import ProfiledSteps, StepDurations

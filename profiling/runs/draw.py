@@ -1,0 +1,57 @@
+"""Requests that are all there at once, drawn by an engine and written as files."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...data.requests import Request
+from ...data.workspace import ModelWorkspace
+
+if TYPE_CHECKING:
+    from ...serving.engine.run_result import RunResult
+    from ...serving.models.served import ServedModel
+
+
+def draw_images(
+    model: "ServedModel",
+    requests: Sequence[Request],
+    paths: Sequence[Path],
+    place: ModelWorkspace,
+    *,
+    max_batch_size: int,
+    start_phase: Callable[[str, int], Callable[[int], None]],
+    on_note: Callable[[str], None],
+) -> "RunResult":
+    """Draw requests that were checked, of a model that was tuned. The template of edits is recorded first where it
+    is missing and worth it.
+
+    Args:
+        model: of the engine.
+        requests: whose ids are the places of their paths; edits are all of one image and mask.
+        paths: of their images.
+        place: of the model, with its templates.
+        max_batch_size: requests denoised together.
+        start_phase: begins a phase of so many parts, and gives what counts them.
+        on_note: told in one line what is done in another way than was asked for.
+    """
+    from ...serving.engine.engine import Engine
+    from ...serving.scheduling.policies import get_policy
+
+    if (edit := requests[0].edit) is not None and edit.template is not None:
+        if model.is_worth_masking(edit):
+            model.use_template(requests[0], place.templates, start_phase("template", requests[0].num_inference_steps))
+        else:
+            share = model.family.geometry.active_share(edit)
+            on_note(f"The mask touches {share:.0%} of the image's cells: it is faster to compute all of them.")
+    advance = start_phase("denoising steps", sum(request.num_steps for request in requests))
+    engine = Engine(
+        model,
+        get_policy("continuous"),
+        max_batch_size=max_batch_size,
+        image_path=lambda request: paths[request.request_id],
+        on_step=lambda row: advance(row.active),
+    )
+    for request in requests:
+        engine.submit(request)
+    engine.close()
+    return engine.run()
