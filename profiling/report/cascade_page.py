@@ -60,9 +60,12 @@ def over_time(result: CascadeResult, theme: Theme) -> Figure:
     add_legend(threshold, theme)
 
     x, light = steps([row.plan.num_light for row in plans])
-    total = light + steps([row.plan.num_heavy for row in plans])[1]
-    workers.fill_between(x, 0, light, step="post", color=theme.series[2], linewidth=0, label="light")
-    workers.fill_between(x, light, total, step="post", color=theme.series[1], linewidth=0, label="heavy")
+    if plans[0].plan.is_shared:
+        workers.fill_between(x, 0, light, step="post", color=theme.series[2], linewidth=0, label="light and heavy")
+    else:
+        total = light + steps([row.plan.num_heavy for row in plans])[1]
+        workers.fill_between(x, 0, light, step="post", color=theme.series[2], linewidth=0, label="light")
+        workers.fill_between(x, light, total, step="post", color=theme.series[1], linewidth=0, label="heavy")
     style_axes(workers, theme, "Workers that the plan gives each model", "", "workers")
     workers.set_ylim(bottom=0)
     workers.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=2))

@@ -82,6 +82,17 @@ class CascadeDeployment:
         check_slo_scale(self.slo_scale)
         if not 0 < self.overprovision < math.inf:
             raise UsageError(f"--overprovision is {self.overprovision:g}, but it must be a positive number")
+        light, heavy = (self.profile.legs[leg] for leg in LEGS)
+        if self.system.is_shared and (
+            light.facts.fingerprint != heavy.facts.fingerprint
+            or light.num_steps == heavy.num_steps
+            or light.batch_sizes != heavy.batch_sizes
+        ):
+            raise UsageError(
+                f"--system {self.system.name} draws light and heavy images in one batch, so that both must be of one "
+                f"model with different steps, but they are {light.facts.model} with {light.num_steps} and "
+                f"{heavy.facts.model} with {heavy.num_steps}"
+            )
 
     def promised(self, requests: Sequence[Request]) -> list[Request]:
         """The requests with their SLOs. Raises UsageError: a resolution was not profiled."""

@@ -4,12 +4,13 @@ Source: DiffServe section 4.1 (table 1) and section 4.5.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from .enumeration import enumerate_plan
-from .problem import OVERPROVISION, DeferralCurve, ModelTimes, Plan, Problem, fits, light_only, waiting_s
+from .problem import OVERPROVISION, DeferralCurve, ModelTimes, Plan, Problem, Status, fits, light_only, waiting_s
 
 Solver = Callable[[Problem], Plan]
 QueueModel = Literal["little", "factor"]
@@ -174,6 +175,58 @@ class Proteus:
             if found:
                 return min(found, key=lambda each: each[0])[1]
         return replace(light_only(problem), threshold=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Every worker draws light and heavy images in the same batches, which works where both are of one model.
+
+    There is nothing to partition and no worker to switch: what light images leave of all workers is there for heavy
+    ones. With batches of b, an image takes a worker 1 / T_i(b) seconds of its own, so that
+
+        lambda D (1 / T_1(b) + f(t) / T_2(b)) <= S    and    e_1(b) + e_2(b) + 2 q <= L
+
+    with q the time that a request waits for a place. The plan has the largest t; of equally good b, the one with the
+    most room, then the shortest batches.
+
+    Attributes:
+        cluster: what there is; both models profiled for the same batch sizes.
+        worth: as of `DiffServe`.
+    """
+
+    cluster: Cluster
+    worth: Callable[[float], float] | None = None
+
+    def __call__(self, seen: Seen) -> Plan:
+        """See `Allocator`."""
+        if self.worth is not None:
+            seen = replace(seen, curve=seen.curve.improving(self.worth))
+        light, heavy = self.cluster.light, self.cluster.heavy
+        # All wait in the same queues, whichever image they wait for.
+        arrivals = seen.light_arrivals + seen.heavy_arrivals
+        capacity = self.cluster.num_workers * light.throughput[0]
+        wait_s = waiting_s(seen.light_queue + seen.heavy_queue, arrivals, capacity)
+        problem = self.cluster.problem(seen, light_wait_s=wait_s, heavy_wait_s=wait_s)
+        for with_waiting in (True, False):
+            found: list[tuple[tuple[float, ...], Plan]] = []
+            for index, size in enumerate(light.batch_sizes):
+                room = problem.num_workers - problem.load / light.throughput[index]
+                if room < 0 or not problem.is_in_time(index, None, with_waiting=with_waiting):
+                    continue
+                capacity, step = room * heavy.throughput[index], 0
+                if problem.is_in_time(index, index, with_waiting=with_waiting):
+                    step = bisect_right(problem.curve.shares, capacity, key=lambda share: problem.load * share) - 1
+                plan = self._plan(problem, size, step, "optimal" if with_waiting else "without-queues")
+                spare = capacity - problem.load * plan.share
+                found.append(((-step, -spare, heavy.mean_latency_s(index)), plan))
+            if found:
+                return min(found, key=lambda each: each[0])[1]
+        rest = light_only(problem)
+        return self._plan(problem, rest.light_batch, 0, rest.status)
+
+    def _plan(self, problem: Problem, size: int, step: int, status: Status) -> Plan:
+        count, curve = problem.num_workers, problem.curve
+        return Plan(count, count, size, size, curve.thresholds[step], curve.shares[step], status, is_shared=True)
 
 
 def clipper(cluster: Cluster, leg: Literal["light", "heavy"]) -> Fixed:

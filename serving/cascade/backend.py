@@ -25,7 +25,8 @@ from ..server.backend import Follower, Health, Load, ReplicaState
 from ..server.drain_rate import DrainRate
 from ..server.errors import ApiError, invalid
 from .cluster import CascadeCluster, Source, settings_for
-from .dispatcher import Dispatcher, LegModel
+from .dispatcher import Dispatcher
+from .leg_model import LegModel
 from .legs import LEGS, Leg
 from .result import CascadeResult
 from .worker import WorkerSettings, image_file

@@ -30,7 +30,7 @@ _MOST_WAIT_S = 0.5
 
 
 class ProcessWorker:
-    """One process; see `dispatcher.Worker`.
+    """One process; see `slots.Worker`.
 
     Attributes:
         process, connection: the process, and what connects it.
@@ -38,7 +38,7 @@ class ProcessWorker:
         is_ready: whether it has loaded its models.
     """
 
-    def __init__(self, settings: WorkerSettings, leg: Leg) -> None:
+    def __init__(self, settings: WorkerSettings, leg: Leg | None) -> None:
         # A fork would inherit the threads of torch, if the parent has any, in an unusable state.
         context = multiprocessing.get_context("spawn")
         self.connection, other = context.Pipe()
@@ -192,7 +192,7 @@ class CascadeCluster:
         """Since the workers began, which is when times of requests count from."""
         return time.perf_counter() - self._zero_s if self._zero_s else 0.0
 
-    def _new_worker(self, index: int, leg: Leg) -> ProcessWorker:
+    def _new_worker(self, index: int, leg: Leg | None) -> ProcessWorker:
         worker = self._workers[index] = ProcessWorker(self._settings[index], leg)
         return worker
 

@@ -11,20 +11,21 @@ Source: DiffServe sections 3.1 and 3.3.
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from dataclasses import replace
+from typing import Literal
 
 from ...data.errors import UsageError
 from ...data.requests import Request
-from ...data.resolution import Resolution
 from ..core.request_state import RequestRecord, Status
 from .aimd import Aimd
 from .balancer import Balancer
 from .controller import Controller
 from .deferral import threshold_at
+from .leg_model import LegModel
 from .legs import LEGS, Leg
-from .problem import ModelTimes, Plan
+from .problem import Plan
 from .result import CascadeResult, LegRow, PlanRow
+from .slots import Given, Slot, Worker
 
 OnLate = Literal["discard", "light"]
 Batching = Literal["plan", "aimd"]
@@ -32,84 +33,6 @@ SKIPPED_FROM = 0.98
 """From which share of deferred requests on light images are not worth drawing, with `skip_light`."""
 MOST_ATTEMPTS = 2
 """How often one model may begin a request, where workers die."""
-
-
-@dataclass(frozen=True, slots=True)
-class LegModel:
-    """A model, as plans and workers need to know it.
-
-    Attributes:
-        num_steps, guidance_scale: of its images.
-        batches: e(b) and T(b); of the light model with scoring.
-    """
-
-    num_steps: int
-    guidance_scale: float
-    batches: ModelTimes
-
-    def batch_s(self, resolution: Resolution, size: int) -> float:
-        """e(b) of a batch of so many, as long as the next larger one that was profiled."""
-        index = next((place for place, each in enumerate(self.batches.batch_sizes) if each >= size), -1)
-        return self.batches.latency_s[str(resolution)][index]
-
-
-class Worker(Protocol):
-    """A GPU that serves one of both models.
-
-    Attributes:
-        num_waiting: how many requests wait there for its next batch.
-    """
-
-    @property
-    def num_waiting(self) -> int: ...
-
-    def take(self, request: Request, now_s: float) -> None:
-        """Serve a request, with the steps of the model that is there. `Dispatcher.ended` is told how it went."""
-
-    def cancel(self, request_id: int, reason: str) -> None:
-        """Draw a request no further. What is told of it afterwards is not listened to."""
-
-    def limit(self, batch_size: int) -> None:
-        """From now on, batches are this large at most."""
-
-    def change(self, leg: Leg, now_s: float) -> None:
-        """Hand back who waits (`Dispatcher.handed_back`), end the batch, and change to the other model, of which
-        `Dispatcher.left` and `Dispatcher.changed` are told.
-        """
-
-
-@dataclass(slots=True)
-class Slot:
-    """What is known of a worker.
-
-    Attributes:
-        index, worker: its number, and itself; None while it is started anew.
-        leg: the model that it serves.
-        next_leg: the model that it is bound to change to, until it serves it.
-        is_away: whether it serves none now.
-        pending: pixels times steps of what it has been given and has not ended; see `Pending`.
-        batch_size: of the last `limit`.
-        given: when each request was sent there, by its id.
-    """
-
-    index: int
-    worker: Worker | None
-    leg: Leg
-    next_leg: Leg | None = None
-    is_away: bool = False
-    pending: int = 0
-    batch_size: int = 0
-    given: dict[int, float] = field(default_factory=dict)
-
-    @property
-    def takes(self) -> bool:
-        """Whether requests may be sent there."""
-        return self.worker is not None and self.next_leg is None and not self.is_away
-
-    @property
-    def bound(self) -> Leg:
-        """The model that it has or is going to have."""
-        return self.next_leg or self.leg
 
 
 class Dispatcher:
@@ -173,11 +96,11 @@ class Dispatcher:
         """Of these, those for whose model there is no worker."""
         return sum(map(len, self._queue.values()))
 
-    def start(self, make: Callable[[int, Leg], Worker], num_workers: int) -> None:
+    def start(self, make: Callable[[int, Leg | None], Worker], num_workers: int) -> None:
         """Make the workers, each with the model that the first plan gives it."""
         plan = self._controller.plan
         for index in range(num_workers):
-            leg: Leg = "light" if index < plan.num_light else "heavy"
+            leg: Leg | None = None if plan.is_shared else "light" if index < plan.num_light else "heavy"
             self.slots.append(Slot(index, make(index, leg), leg))
         self._apply(plan, 0.0)
 
@@ -203,18 +126,17 @@ class Dispatcher:
         queues: dict[Leg, int] = {leg: len(self._queue[leg]) for leg in LEGS}
         for slot in self.slots:
             if slot.worker is not None:
-                queues[slot.leg] += slot.worker.num_waiting
+                queues[slot.leg or "light"] += slot.worker.num_waiting
         if (plan := self._controller.sample(now_s, queues)) is not None:
             self._apply(plan, now_s)
 
     def ended(self, index: int, record: RequestRecord, confidence: float | None, now_s: float) -> None:
         """A worker is done with a request; `confidence` of its image, where it was scored."""
         slot = self.slots[index]
-        start_s = slot.given.pop(record.request_id, None)
-        if start_s is None or record.request_id not in self._requests:
+        given = slot.taken_back(record.request_id)
+        if given is None or record.request_id not in self._requests:
             return  # of a worker that was given up meanwhile
-        request, leg = self._requests[record.request_id], slot.leg
-        slot.pending -= request.resolution.pixels * self._models[leg].num_steps
+        request, (leg, start_s, _) = self._requests[record.request_id], given
         threshold = self._controller.plan.threshold if leg == "light" else None
         is_deferred = False
         if threshold is None or record.status != "completed":
@@ -246,10 +168,8 @@ class Dispatcher:
         if request is None:
             return
         for slot in self.slots:
-            if slot.given.pop(request_id, None) is not None:
-                slot.pending -= request.resolution.pixels * self._models[slot.leg].num_steps
-                if slot.worker is not None:
-                    slot.worker.cancel(request_id, reason)
+            if slot.taken_back(request_id) is not None and slot.worker is not None:
+                slot.worker.cancel(request_id, reason)
         for queue in self._queue.values():
             for waiting in [each for each in queue if each.request_id == request_id]:
                 queue.remove(waiting)
@@ -259,11 +179,10 @@ class Dispatcher:
         """A worker that is bound to change gives its queue to others."""
         slot = self.slots[index]
         for request_id in request_ids:
-            if slot.given.pop(request_id, None) is not None and request_id in self._requests:
-                request = self._requests[request_id]
-                slot.pending -= request.resolution.pixels * self._models[slot.leg].num_steps
-                self._attempts[request_id, slot.leg] -= 1
-                self._send(slot.leg, request, now_s)
+            given = slot.taken_back(request_id)
+            if given is not None and request_id in self._requests:
+                self._attempts[request_id, given.leg] -= 1
+                self._send(given.leg, self._requests[request_id], now_s)
 
     def left(self, index: int) -> None:
         """A worker has ended its batch and begins to change."""
@@ -287,15 +206,15 @@ class Dispatcher:
         slot.worker, slot.is_away, slot.pending = None, True, 0
         slot.leg, slot.next_leg = slot.bound, None
         self.result.num_lost += 1
-        given, slot.given = slot.given, {}
-        for request_id in given:
+        all_given, slot.given = slot.given, {}
+        for request_id, given in all_given.items():
             request = self._requests.get(request_id)
             if request is None:
                 continue
-            if self._attempts[request_id, slot.leg] < MOST_ATTEMPTS:
-                self._send(slot.leg, request, now_s)
+            if self._attempts[request_id, given.leg] < MOST_ATTEMPTS:
+                self._send(given.leg, request, now_s)
             else:
-                self._finish(request, "failed", now_s, reason, slot.leg)
+                self._finish(request, "failed", now_s, reason, given.leg)
         self._replan(now_s)
 
     def returned(self, index: int, now_s: float, worker: Worker) -> None:
@@ -324,15 +243,14 @@ class Dispatcher:
 
     def _send(self, leg: Leg, request: Request, now_s: float) -> None:
         """To a worker of a model; where there is none now, to the queue of those who wait for one."""
-        slots = [slot for slot in self.slots if slot.leg == leg and slot.takes]
+        slots = [slot for slot in self.slots if slot.leg in (leg, None) and slot.takes]
         if not slots:
             self._queue[leg].append(request)
             return
         slot, model = self._balancer.choose(slots), self._models[leg]
         self._controller.sent(leg)
         self._attempts[request.request_id, leg] += 1
-        slot.given[request.request_id] = now_s
-        slot.pending += request.resolution.pixels * model.num_steps
+        slot.give(request.request_id, Given(leg, now_s, request.resolution.pixels * model.num_steps))
         left_s = None if request.deadline_s is None else max(request.deadline_s - now_s, 1e-9)
         assert slot.worker is not None
         own = replace(
@@ -415,8 +333,8 @@ class Dispatcher:
     def _limit(self, slot: Slot) -> None:
         """Tell a worker how large its batches are now."""
         plan = self._controller.plan
-        size = plan.light_batch if slot.leg == "light" else plan.heavy_batch
-        if self._limits is not None:
+        size = plan.heavy_batch if slot.leg == "heavy" else plan.light_batch
+        if self._limits is not None and slot.leg is not None:
             size = self._limits[slot.leg].batch_size
         if slot.takes and size and size != slot.batch_size:
             assert slot.worker is not None

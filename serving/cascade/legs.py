@@ -12,6 +12,7 @@ Leg = Literal["light", "heavy"]
 LEGS: tuple[Leg, Leg] = ("light", "heavy")
 CascadeSystemName = Literal[
     "diffserve",
+    "diffserve-shared",
     "diffserve-static",
     "proteus",
     "clipper-light",

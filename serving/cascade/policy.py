@@ -1,11 +1,17 @@
-"""Which requests of a worker's queue are its next batch: run to completion, one resolution, none that would be late."""
+"""Which requests of a worker's queue are drawn next, none that would be late: a batch of one model that is run to
+completion, or light and heavy images that share a batch.
+"""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from ...data.resolution import Resolution
 from ..core.request_state import RequestView
-from ..scheduling.policies.base import Decision, Policy, StepLatencyPredictor
+from ..scheduling.policies.base import Decision, Policy, StepLatencyPredictor, free_places
+
+BatchSeconds = Callable[[Resolution, int], float]
+"""e(b): seconds of a batch of so many requests of a resolution, with all stages."""
 
 
 class CascadePolicy(Policy):
@@ -14,14 +20,14 @@ class CascadePolicy(Policy):
     Whoever would be late in this batch is dropped before it starts, and the batch is formed anew without him.
 
     Args:
-        batch_s: e(b): seconds of a batch of so many requests of a resolution, with all stages.
+        batch_s: of the model.
     """
 
     name: ClassVar[str] = "cascade"
     requires_one_resolution: ClassVar[bool] = True
     requires_predictor: ClassVar[bool] = False
 
-    def __init__(self, batch_s: Callable[[Resolution, int], float]) -> None:
+    def __init__(self, batch_s: BatchSeconds) -> None:
         self._batch_s = batch_s
 
     def decide(
@@ -49,3 +55,45 @@ class CascadePolicy(Policy):
             dropped += [(view.request_id, reason) for view in batch if view.request_id in late]
             queue = [view for view in queue if view.request_id not in late]
         return Decision((), tuple(dropped))
+
+
+class SharedPolicy(Policy):
+    """Light and heavy images of one model in one batch, which requests of all sizes join at any step.
+
+    Light images go first: they are few steps, and until one is scored nobody knows whether a heavy one is to follow.
+    Of each kind, who has the earliest deadline goes first.
+
+    Args:
+        batch_s: of each model, by its number of steps.
+    """
+
+    name: ClassVar[str] = "cascade-shared"
+    requires_one_resolution: ClassVar[bool] = False
+    requires_predictor: ClassVar[bool] = False
+
+    def __init__(self, batch_s: Mapping[int, BatchSeconds]) -> None:
+        self._batch_s = batch_s
+
+    def decide(
+        self,
+        now_s: float,
+        waiting: Sequence[RequestView],
+        active: Sequence[RequestView],
+        max_batch_size: int,
+        predictor: StepLatencyPredictor | None = None,
+        decoder_free_s: float = 0.0,
+    ) -> Decision:
+        """See `Policy.decide`."""
+        num_free = free_places(active, max_batch_size)
+        joining, dropped = list[int](), list[tuple[int, str]]()
+        order = sorted(waiting, key=lambda view: (view.num_steps, view.deadline_s or math.inf)) if num_free else []
+        for view in order:
+            if len(joining) == num_free:
+                break
+            count = len(active) + len(joining) + 1
+            end_s = now_s + self._batch_s[view.num_steps](view.resolution, count)
+            if view.deadline_s is not None and end_s > view.deadline_s:
+                dropped.append((view.request_id, f"it would be late in a batch of {count}"))
+            else:
+                joining.append(view.request_id)
+        return Decision(tuple(joining), tuple(dropped))

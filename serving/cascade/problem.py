@@ -96,12 +96,13 @@ class Plan:
     """Who serves what, until the next plan.
 
     Attributes:
-        num_light, num_heavy: workers of each model; together all of them.
+        num_light, num_heavy: workers of each model; together all of them, or each all of them if they are shared.
         light_batch, heavy_batch: largest batches; the heavy one is 0 where nothing is deferred.
         threshold: a light image of this confidence or more is the answer; None where nobody looks at confidences.
         share: f(t), of requests that are expected to be deferred; without a threshold, that are heavy from the start.
         status: `optimal`: in time and with room. `without-queues`: only if waiting is left out of account.
             `light-only`: there is no room for anything heavy. `overloaded`: not even light images are in time.
+        is_shared: whether every worker draws with both models at once, in the same batches.
     """
 
     num_light: int
@@ -111,6 +112,7 @@ class Plan:
     threshold: float | None
     share: float
     status: Status = "optimal"
+    is_shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from ..simulator.step_durations import StepDurations
 from ..simulator.worker import SimulatedWorker, SimulationClock
 from .balancer import Balancer
 from .controller import SAMPLE_S, Controller
-from .dispatcher import Batching, Dispatcher, LegModel, OnLate
+from .dispatcher import Batching, Dispatcher, OnLate
+from .leg_model import LegModel, policy_for
 from .legs import Leg
-from .policy import CascadePolicy
 from .result import CascadeResult
 
 _CONTROL, _SWITCHED = 4, 5
@@ -47,9 +47,9 @@ class CascadeModel(LegModel):
 
 
 class _Worker:
-    """One GPU, whatever it serves now; see `dispatcher.Worker`."""
+    """One GPU, whatever it serves now; see `slots.Worker`."""
 
-    def __init__(self, index: int, leg: Leg, simulation: "_Simulation") -> None:
+    def __init__(self, index: int, leg: Leg | None, simulation: "_Simulation") -> None:
         self.index, self._simulation = index, simulation
         self.next_leg: Leg | None = None
         self.sim = simulation.serving(index, leg)
@@ -103,10 +103,12 @@ class _Simulation:
         self._workers: list[_Worker] = []
         dispatcher.start(self._new_worker, num_workers)
 
-    def serving(self, index: int, leg: Leg) -> SimulatedWorker:
-        """The stages of a GPU that serves a model."""
-        model = self.models[leg]
-        scheduler = Scheduler(CascadePolicy(model.batch_s), on_decision=self.clock.note_decision)
+    def serving(self, index: int, leg: Leg | None) -> SimulatedWorker:
+        """The stages of a GPU that serves a model, or both: they are then one, and the light leg's stages are those
+        with scoring.
+        """
+        model = self.models[leg or "light"]
+        scheduler = Scheduler(policy_for(leg, self.models), on_decision=self.clock.note_decision)
         return SimulatedWorker(index, self.clock, scheduler, model.durations, model.times)
 
     def run(self, requests: Sequence[Request]) -> CascadeResult:
@@ -127,7 +129,7 @@ class _Simulation:
         result.records = sorted(result.records, key=lambda record: record.request_id)
         return result
 
-    def _new_worker(self, index: int, leg: Leg) -> _Worker:
+    def _new_worker(self, index: int, leg: Leg | None) -> _Worker:
         self._workers.append(_Worker(index, leg, self))
         return self._workers[-1]
 

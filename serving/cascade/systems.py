@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from ...data.errors import UsageError
-from .allocators import Allocator, Cluster, DiffServe, Proteus, Solver, clipper, static
+from .allocators import Allocator, Cluster, DiffServe, Proteus, Shared, Solver, clipper, static
 from .dispatcher import Batching
 from .enumeration import enumerate_plan
 from .milp import Milp
@@ -69,6 +69,7 @@ class CascadeSystem:
             set, and a solver.
         batching: whether plans say how large batches are, or `Aimd`.
         needs_peak: whether, with what the user has set, something of it is planned for the peak of the trace.
+        is_shared: whether workers serve both models at once.
     """
 
     name: str
@@ -76,6 +77,7 @@ class CascadeSystem:
     make: _Make
     batching: Batching = "plan"
     needs_peak: Callable[[CascadeKnobs], bool] = lambda knobs: False
+    is_shared: bool = False
 
     def allocator(self, cluster: Cluster, curve: DeferralCurve, peak: float, knobs: CascadeKnobs) -> Allocator:
         """What makes its plans. Raises UsageError: not even one light image is in time."""
@@ -103,6 +105,12 @@ CASCADE_SYSTEMS: Mapping[str, CascadeSystem] = {
             "diffserve",
             "a cascade whose threshold, workers and batch sizes follow the demand (DiffServe)",
             lambda cluster, curve, peak, knobs, solve: DiffServe(cluster, solve, worth=knobs.worth()),
+        ),
+        CascadeSystem(
+            "diffserve-shared",
+            "the same where both models are one with different steps: workers mix light and heavy images in a batch",
+            lambda cluster, curve, peak, knobs, solve: Shared(cluster, worth=knobs.worth()),
+            is_shared=True,
         ),
         CascadeSystem(
             "diffserve-static",

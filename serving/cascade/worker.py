@@ -1,4 +1,5 @@
-"""A worker of a cascade: a process that holds both models and serves one of them, on one engine after the other.
+"""A worker of a cascade: a process that holds both models and serves one of them, on one engine after the other, or
+both at once where they are one model with different steps.
 
 It is told what to do through a connection, and tells of what happens through the same: messages are tuples of a word
 and what belongs to it. Times are those of the trace, on the clock that all processes of a machine share.
@@ -21,9 +22,8 @@ from ...data.requests import Request
 from ...data.resolution import parse
 from ..core.request_state import RequestRecord
 from ..engine.collectors import Collector
-from .dispatcher import LegModel
+from .leg_model import LegModel, policy_for
 from .legs import LEGS, Leg
-from .policy import CascadePolicy
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -72,8 +72,10 @@ def image_file(settings: WorkerSettings, request_id: int, leg: Leg) -> Path:
     return settings.image_dir / f"{request_id:06}-{leg}.png"
 
 
-def run_worker(settings: WorkerSettings, leg: Leg, connection: Connection) -> None:
-    """The process: load, say `ready`, and serve until it is told to stop or the other side is gone."""
+def run_worker(settings: WorkerSettings, leg: Leg | None, connection: Connection) -> None:
+    """The process: load, say `ready`, and serve a model, or both (None), until it is told to stop or the other side is
+    gone.
+    """
     # Ctrl-C is the parent's; workers end when it says so, or is gone.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if settings.core is not None and hasattr(os, "sched_setaffinity"):
@@ -89,7 +91,7 @@ def run_worker(settings: WorkerSettings, leg: Leg, connection: Connection) -> No
 class _WorkerProcess:
     """Engines, one after the other, and the thread that listens."""
 
-    def __init__(self, settings: WorkerSettings, leg: Leg, connection: Connection) -> None:
+    def __init__(self, settings: WorkerSettings, leg: Leg | None, connection: Connection) -> None:
         import torch
 
         from ...training.cascade.discriminator import load_discriminator
@@ -97,7 +99,7 @@ class _WorkerProcess:
 
         torch.set_num_threads(settings.threads)
         self._settings, self._connection = settings, connection
-        self._leg: Leg = leg
+        self._leg = leg
         self._models: dict[Leg, ServedModel] = {}
         for each in LEGS:
             if each == "heavy" and settings.names["heavy"] == settings.names["light"]:
@@ -141,14 +143,13 @@ class _WorkerProcess:
     def _new_engine(self) -> "Engine":
         from ..engine.engine import Engine
 
-        model, leg = self._models[self._leg], self._leg
         engine = Engine(
-            model,
-            CascadePolicy(self._settings.models[leg].batch_s),
+            self._models[self._leg or "light"],
+            policy_for(self._leg, self._settings.models),
             max_batch_size=self._batch_size,
             collector=_Telling(self),
-            image_path=lambda request: image_file(self._settings, request.request_id, leg),
-            on_image=self._score if leg == "light" else None,
+            image_path=lambda request: image_file(self._settings, request.request_id, self._leg_of(request)),
+            on_image=None if self._leg == "heavy" else self._score,
             on_step=lambda row: self._note_waiting(row.waiting),
         )
         engine.start()
@@ -225,11 +226,18 @@ class _WorkerProcess:
 
     def _score(self, request: Request, image: "Image") -> None:
         """In the postprocess thread, before the record closes. A score that fails is no number, and is deferred."""
+        if self._leg_of(request) == "heavy":
+            return
         try:
             confidence = self._discriminator.confidence(image)
         except Exception:  # noqa: BLE001  the image is there, whatever it is worth
             confidence = math.nan
         self._confidences[request.request_id] = confidence
+
+    def _leg_of(self, request: "Request | RequestRecord") -> Leg:
+        """Whose image it is: where both are served, the steps tell."""
+        light = self._settings.models["light"].num_steps
+        return self._leg or ("light" if request.num_inference_steps == light else "heavy")
 
     def _note_waiting(self, count: int) -> None:
         if count != self._num_waiting:
@@ -240,7 +248,7 @@ class _WorkerProcess:
         """A request has ended here. Of one that was cancelled nobody wants the image that was already being decoded."""
         if record.request_id in self._cancelled:
             self._cancelled.discard(record.request_id)
-            image_file(self._settings, record.request_id, self._leg).unlink(missing_ok=True)
+            image_file(self._settings, record.request_id, self._leg_of(record)).unlink(missing_ok=True)
         known = {name: time_s for name in _TIMES if (time_s := getattr(record, name)) is not None}
         own = replace(record, **{name: time_s + self._offset_s for name, time_s in known.items()})
         self._tell("ended", own, self._confidences.pop(record.request_id, None))

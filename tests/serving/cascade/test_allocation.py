@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from patchedserve.data.errors import UsageError
+from patchedserve.serving.cascade.allocators import Cluster, Seen, Shared
 from patchedserve.serving.cascade.deferral import deferral_curve
 from patchedserve.serving.cascade.enumeration import enumerate_plan
 from patchedserve.serving.cascade.milp import Milp
@@ -259,3 +260,41 @@ def test_plans_are_made_in_time() -> None:
                 tries_s.append(time.process_time() - start_s)
             taken_s.append(min(tries_s))
         assert np.percentile(taken_s, 95) < most_s
+
+
+def test_shared_workers_have_the_largest_threshold_that_there_is_room_for() -> None:
+    chance, seen = random.Random(1), Counter[str]()
+    for _ in range(600):
+        problem = random_problem(chance)
+        count = min(len(problem.light.batch_sizes), len(problem.heavy.batch_sizes))
+        light, heavy = (_first(times, count) for times in (problem.light, problem.heavy))
+        cluster = Cluster(problem.num_workers, light, heavy, dict(problem.slos_s))
+        waiting, arrivals = chance.choice((0, 0, 3)), chance.uniform(0.1, 10)
+        plan = Shared(cluster)(Seen(problem.demand, problem.curve, waiting, 0.0, arrivals, 0.0))
+        seen[plan.status] += 1
+        assert (plan.num_light, plan.num_heavy, plan.light_batch) == (problem.num_workers,) * 2 + (plan.heavy_batch,)
+        wanted = {}
+        for name, wait_s in (("optimal", waiting / arrivals), ("without-queues", 0.0)):
+            fine = [
+                t
+                for t, f in zip(problem.curve.thresholds, problem.curve.shares, strict=True)
+                for b in range(count)
+                if problem.load * (1 / light.throughput[b] + f / heavy.throughput[b]) <= problem.num_workers + 1e-9
+                and all(
+                    light.latency_s[size][b] + wait_s + (heavy.latency_s[size][b] + wait_s if t > 0 else 0) <= slo_s
+                    for size, slo_s in problem.slos_s.items()
+                )
+            ]
+            if fine:
+                wanted[name] = max(fine)
+        if wanted:
+            status = next(iter(wanted))
+            assert (plan.status, plan.threshold) == (status, wanted[status])
+        else:
+            assert plan.status in ("light-only", "overloaded")
+    assert min(seen[status] for status in ("optimal", "without-queues", "light-only", "overloaded")) >= 3
+
+
+def _first(times: ModelTimes, count: int) -> ModelTimes:
+    latency_s = {name: numbers[:count] for name, numbers in times.latency_s.items()}
+    return ModelTimes(times.batch_sizes[:count], times.throughput[:count], latency_s)

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,9 @@ from patchedserve.serving.cascade.allocators import Seen
 from patchedserve.serving.cascade.balancer import Balancer
 from patchedserve.serving.cascade.cluster import CascadeCluster, TraceSource, settings_for
 from patchedserve.serving.cascade.controller import Controller
-from patchedserve.serving.cascade.dispatcher import Dispatcher, LegModel
-from patchedserve.serving.cascade.legs import Leg
+from patchedserve.serving.cascade.dispatcher import Dispatcher
+from patchedserve.serving.cascade.leg_model import LegModel
+from patchedserve.serving.cascade.legs import LEGS, Leg
 from patchedserve.serving.cascade.problem import ModelTimes, Plan
 from patchedserve.serving.cascade.result import CascadeResult
 from patchedserve.serving.cascade.worker import WorkerSettings, image_file
@@ -110,6 +112,15 @@ def check(result: CascadeResult, requests: list[Request], confidences: dict[int,
             assert row.is_deferred == (row.confidence < (row.threshold or 0.0))
 
 
+def check_images(template: WorkerSettings, requests: list[Request], leg: Leg) -> None:
+    """Batches of another size round otherwise; nothing else may differ."""
+    assert requests
+    for number, image in drawn(template, requests, leg).items():
+        with Image.open(image_file(template, number, leg)) as file:
+            off = np.abs(np.asarray(file, dtype=int) - np.asarray(image, dtype=int))
+        assert off.max() <= 1
+
+
 @pytest.mark.slow
 def test_workers_draw_what_the_engine_draws_and_change_models(template: WorkerSettings) -> None:
     requests = trace(36, 13.0)
@@ -124,13 +135,33 @@ def test_workers_draw_what_the_engine_draws_and_change_models(template: WorkerSe
     assert served.count("heavy") > 3
     assert served.count("light") > 3
     assert one.num_open == 0
-    for leg in ("light", "heavy"):
+    for leg in LEGS:
         mine = [request for request in requests if served_by[request.request_id] == leg][:3]
-        for number, image in drawn(template, mine, leg).items():  # type: ignore[arg-type]
-            with Image.open(image_file(template, number, leg)) as file:  # type: ignore[arg-type]
-                off = np.abs(np.asarray(file, dtype=int) - np.asarray(image, dtype=int))
-            # Batches of another size round otherwise; nothing else may differ.
-            assert off.max() <= 1
+        check_images(template, mine, leg)
+
+
+@pytest.mark.slow
+def test_a_worker_that_shares_batches_draws_light_and_heavy_images_at_once(template: WorkerSettings) -> None:
+    requests = trace(16, 1.0)
+    threshold, confidences = median_threshold(template, requests)
+    sharing = dispatcher([Plan(1, 1, 4, 4, threshold, 0.5, is_shared=True)])
+    result = CascadeCluster(settings_for(template, 1, 2), sharing).run(TraceSource(requests))
+    check(result, requests, confidences)
+    served_by = result.served_by()
+    assert min(Counter(served_by.values()).values()) >= 4
+    assert result.num_switches == 0
+    heavy, light = (
+        [record for record in result.records if served_by[record.request_id] == leg] for leg in ("heavy", "light")
+    )
+    # Light images were begun while heavy ones were being drawn.
+    assert any(
+        (one.admitted_s or 0.0) < (other.admitted_s or 0.0) < (one.denoise_end_s or 0.0)
+        for one in heavy
+        for other in light
+    )
+    for leg in LEGS:
+        mine = [request for request in requests if served_by[request.request_id] == leg][:3]
+        check_images(template, mine, leg)
 
 
 @pytest.mark.slow

@@ -9,7 +9,8 @@ from patchedserve.data.resolution import Resolution
 from patchedserve.serving.cascade.allocators import Seen
 from patchedserve.serving.cascade.balancer import Balancer
 from patchedserve.serving.cascade.controller import Controller
-from patchedserve.serving.cascade.dispatcher import Dispatcher, LegModel
+from patchedserve.serving.cascade.dispatcher import Dispatcher
+from patchedserve.serving.cascade.leg_model import LegModel
 from patchedserve.serving.cascade.legs import Leg
 from patchedserve.serving.cascade.problem import ModelTimes, Plan
 from patchedserve.serving.cascade.result import CascadeResult
