@@ -30,6 +30,7 @@ from .commands.doctor import doctor
 from .commands.edit import edit
 from .commands.eval import eval_all, eval_clip, eval_fid, eval_kid, eval_lpips, eval_psnr, eval_ssim
 from .commands.eval_compare import eval_compare
+from .commands.eval_discriminators import eval_discriminators
 from .commands.eval_parallel import eval_parallel
 from .commands.eval_report import eval_report
 from .commands.gate import gate
@@ -83,6 +84,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("eval ssim", eval_ssim),
     ("eval compare", eval_compare),
     ("eval parallel", eval_parallel),
+    ("eval discriminators", eval_discriminators),
     ("eval report", eval_report),
     ("gate", gate),
     ("models list", models_list),

@@ -99,7 +99,7 @@ class _WorkerProcess:
 
         torch.set_num_threads(settings.threads)
         self._settings, self._connection = settings, connection
-        self._leg = leg
+        self._leg: Leg | None = leg
         self._models: dict[Leg, ServedModel] = {}
         for each in LEGS:
             if each == "heavy" and settings.names["heavy"] == settings.names["light"]:

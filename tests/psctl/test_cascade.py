@@ -103,6 +103,22 @@ def test_from_the_discriminator_to_the_comparison_of_systems(run_psctl: RunPsctl
     assert all(row["against_base"]["violation_difference"]["low"] is not None for row in ours.values())
     for name in ("over-lateness.png", "over-slo-scales.png", "report.html", "result.json"):
         assert (tmp_path / compared["run_dir"] / name).is_file()
+    shared = result_of(run_psctl(*serve, "--num-prompts", "80", "--system", "diffserve-shared", "--json"))
+    assert (shared["total_requests"], shared["switches"]) == (80, 0)
+    other_models = run_psctl("simulate", "--cascade", "emoji-xl:1,emoji-3:3", "--system", "diffserve-shared")
+    assert other_models.returncode == 2
+
+    scored = result_of(run_psctl("eval", "discriminators", "--cascade", CASCADE, "--num-resamples", "2", "--json"))
+    assert [row["scorer"] for row in scored["rows"]] == ["mbconv gt", "CLIP score (emoji-clip)"]
+    ends = [scored["random"][place]["fid"] for place in (0, -1)]
+    for row in scored["rows"]:
+        # Nothing and everything deferred is the same, whoever chooses.
+        assert [row["curve"][place]["fid"] for place in (0, -1)] == pytest.approx(ends)
+        assert [each["share"] for each in row["against_random"]] == [0.2, 0.4, 0.6]
+        assert 0 <= row["easy"]["share"] <= 1
+    assert scored["mean_latency_s"][0] < scored["mean_latency_s"][1]
+    for name in ("over-latency.png", "easy-prompts.png", "allocations.png", "report.html"):
+        assert (tmp_path / scored["run_dir"] / name).is_file()
     unknown_peak = run_psctl("serve", "--http", "--cascade", CASCADE, "--system", "diffserve-static")
     assert unknown_peak.returncode == 2
     assert "plans for the peak of a trace, and over HTTP nobody knows it" in unknown_peak.stderr

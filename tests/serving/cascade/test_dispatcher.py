@@ -69,7 +69,7 @@ class House:
         )
         self.dispatcher.start(self.make, most)
 
-    def make(self, index: int, leg: Leg) -> Idle:
+    def make(self, index: int, leg: Leg | None) -> Idle:
         self.workers[index] = Idle(index, leg)
         return self.workers[index]
 

@@ -1,0 +1,122 @@
+"""The page of compared scorers: FID over latency (figures 1a and 7), easy prompts (1b), and allocations (1c)."""
+
+from collections.abc import Mapping
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.ticker import PercentFormatter
+
+from ...data.files import write_bytes, write_json, write_text
+from ...profiling.report.page import image_tag, page
+from ...profiling.report.table import Table
+from ...profiling.report.theme import LIGHT, Theme, add_wide_legend, new_figure, series_colours, style_axes, to_png
+from .scores import RANDOM
+
+RESULT_FILE, REPORT_FILE = "result.json", "report.html"
+_MARKERS = "osD^vPXh"
+
+
+def write_scores(result: Mapping[str, Any], run_dir: Path) -> Path:
+    """Write result, plots and page into a folder; returns the page. Raises OSError."""
+    write_json(run_dir / RESULT_FILE, result)
+    drawn = {
+        "over-latency": plot_over_latency(result),
+        "easy-prompts": plot_easy(result),
+        "allocations": plot_allocations(result),
+    }
+    for name, png in drawn.items():
+        write_bytes(run_dir / f"{name}.png", png)
+    parts = [table.to_html() for table in score_tables(result)]
+    parts += [image_tag(run_dir / f"{name}.png", name) for name in drawn]
+    write_text(run_dir / REPORT_FILE, page("Which light images to defer", parts))
+    return run_dir / REPORT_FILE
+
+
+def score_tables(result: Mapping[str, Any]) -> list[Table]:
+    """How far each scorer is below random choices, and how many prompts it calls easy."""
+    rows = [
+        (
+            row["scorer"],
+            f"{each['share']:.0%}",
+            f"{each['fid']:.2f}",
+            f"{each['fid_random']:.2f}",
+            f"{each['difference']:+.2f}",
+            f"{each['low']:+.2f} to {each['high']:+.2f}",
+        )
+        for row in result["rows"]
+        for each in row["against_random"]
+    ]
+    light, heavy = (result["random"][place]["fid"] for place in (0, -1))
+    against = Table(
+        f"FID of {result['num_prompts']} images, {light:.2f} all light, {heavy:.2f} all heavy",
+        ("scorer", "deferred", "FID", "random choices", "difference", "95 % interval"),
+        rows,
+        note=f"Random choices: the mean of {result['settings']['num_draws']} draws.",
+    )
+    easy = [
+        (row["scorer"], f"{row['easy']['share']:.1%}", f"{row['easy']['low']:.1%} to {row['easy']['high']:.1%}")
+        for row in result["rows"]
+        if row["easy"]["share"] is not None
+    ]
+    columns = ("scorer", "of prompts", "95 % interval")
+    return [against, Table("The light image scores at least as well as the heavy one", columns, easy)]
+
+
+def plot_over_latency(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes:
+    """FID over the mean latency of a request alone, from all light to all heavy, a line for each scorer; a PNG."""
+    figure = new_figure(7.4, 4.6, theme)
+    ax = figure.subplots()
+    latency_s = result["mean_latency_s"]
+
+    def at(points: list[dict[str, float]]) -> list[float]:
+        return [latency_s[0] + point["share"] * (latency_s[1] - latency_s[0]) for point in points]
+
+    band = result["random"]
+    ax.fill_between(
+        at(band), [each["low"] for each in band], [each["high"] for each in band], color=theme.muted, alpha=0.25, lw=0
+    )
+    ax.plot(at(band), [each["fid"] for each in band], color=theme.muted, linestyle="--", label=RANDOM)
+    names = [row["scorer"] for row in result["rows"]]
+    for marker, row in zip(cycle(_MARKERS), result["rows"], strict=False):
+        colour = series_colours(names, theme)[row["scorer"]]
+        ax.plot(
+            at(row["curve"]), [each["fid"] for each in row["curve"]], marker=marker, markersize=4, color=colour,
+            label=row["scorer"], linewidth=1.3,
+        )  # fmt: skip
+    style_axes(ax, theme, "Images that score lowest are heavy", "mean latency of a request alone (s)", "FID")
+    add_wide_legend(figure, ax, theme)
+    return to_png(figure)
+
+
+def plot_easy(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes:
+    """How the scores of light and heavy images of a prompt differ, a panel for each scorer; a PNG."""
+    rows = [row for row in result["rows"] if row["easy"]["share"] is not None]
+    figure = new_figure(max(4.2, 3.4 * len(rows)), 3.4, theme)
+    for ax, row in zip(figure.subplots(1, len(rows), squeeze=False)[0], rows, strict=True):
+        differences = np.array(row["easy"]["differences"])
+        edges = np.histogram_bin_edges(differences, 40)
+        ax.hist(differences[differences < 0], edges, color=theme.muted)
+        ax.hist(differences[differences >= 0], edges, color=theme.series[2])
+        title = f"{row['scorer']}: {row['easy']['share']:.0%} easy"
+        style_axes(ax, theme, title, "score of the light image - of the heavy one", "prompts")
+    return to_png(figure)
+
+
+def plot_allocations(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes:
+    """Requests a second over FID of allocations, and the best of them; a PNG."""
+    figure = new_figure(6.6, 4.4, theme)
+    ax = figure.subplots()
+    points = result["allocations"]["rows"]
+    rates, fids = (np.array([row[name] for row in points]) for name in ("requests_per_s", "fid"))
+    coloured = ax.scatter(fids, rates, c=[row["share"] for row in points], s=7, cmap="viridis", linewidths=0)
+    bar = figure.colorbar(coloured, ax=ax, format=PercentFormatter(1.0))
+    bar.set_label("deferred", color=theme.ink)
+    order = np.argsort(fids, kind="stable")
+    best = np.maximum.accumulate(rates[order])
+    ax.step(fids[order], best, where="post", color=theme.series[3], linewidth=1.2, label="best")
+    workers = result["allocations"]["num_workers"]
+    style_axes(ax, theme, f"Allocations of {workers} workers", "FID", "requests per second", grid_axis="both")
+    add_wide_legend(figure, ax, theme)
+    return to_png(figure)

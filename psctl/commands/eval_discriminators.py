@@ -1,0 +1,148 @@
+"""`psctl eval discriminators`: how well confidences tell which light images of a cascade to draw again."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ...data.errors import UsageError
+from ...data.files import require_places
+from ...serving.cascade.legs import LEGS, Leg, parse_cascade
+from ..flags import Flags, flag
+from ..options.cascade import DEFAULT_CASCADE, Cascade, CascadeOptions
+from ..options.common import Gpus, OutputFile, Seed, numbers_of
+from ..options.groups import JudgeFlags
+from ..options.target import WHERE, Target
+from ..output import Output
+from .simulate_cascade import CascadeImages, found_images
+
+if TYPE_CHECKING:
+    from ...eval.metrics.judges import Judges
+    from ...eval.run import StartPhase
+
+
+def eval_discriminators(
+    *,
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[FILE ...]",
+            help="Discriminators, by psctl train-predictor discriminator. Default: the workspace's.",
+            show_default=False,
+        ),
+    ] = None,
+    cascade: Cascade = DEFAULT_CASCADE,
+    bank: Annotated[
+        Path | None,
+        flag(
+            "--bank",
+            "Images of both models, by psctl profile cascade. Default: the workspace's newest.",
+            metavar="DIR",
+            file_okay=False,
+        ),
+    ] = None,
+    shares: Annotated[
+        str, flag("--shares", "Of deferred images, where the difference to random choices is tested.", metavar="F,...")
+    ] = "0.2,0.4,0.6",
+    num_draws: Annotated[int, flag("--num-draws", "Random choices that scorers are compared with.", min=2)] = 20,
+    num_resamples: Annotated[int, flag("--num-resamples", "Of each interval.", min=2)] = 40,
+    gpus: Gpus = 16,
+    seed: Seed = 0,
+    judging: Annotated[JudgeFlags, Flags.of(JudgeFlags).only("clip_model")],
+    output_file: OutputFile = None,
+    target: Annotated[Target, WHERE.only("workspace", "device")],
+    out: Output,
+) -> None:
+    """Compare discriminators of a cascade: the FID of its images where those that score lowest are drawn again.
+
+    Beside discriminators stand the CLIP score and random choices, which a discriminator has to beat. PickScore, too, is
+    a CLIP model: with its weights --clip-model orders images by it. The report has DiffServe's figures 1 and 7: FID
+    over latency, how many prompts are easy, and what allocations of workers would give.
+
+    Examples:
+
+        psctl eval discriminators
+        psctl eval discriminators gt.safetensors heavy.safetensors resnet.safetensors --cascade emoji-xl:4,emoji-xl:50
+        psctl eval discriminators --clip-model yuvalkirstain/PickScore_v1 --device cuda --json
+    """
+    parse_cascade(cascade)
+    require_places(target.workspace, file=output_file)
+    images = found_images(cascade, CascadeOptions(bank=bank), target)
+    tested = tuple(numbers_of("--shares", shares))
+    with out.status("Loading ..."):
+        from ...eval.cascade.bank import load_features
+        from ...eval.cascade.score_page import score_tables, write_scores
+        from ...eval.cascade.scores import ScoreSettings, allocations, compare_scores, mean_latency_s
+        from ...profiling.report.table import to_rich
+        from ...serving.models.loading import resolve_device
+
+        settings = ScoreSettings(tested=tested, num_draws=num_draws, num_resamples=num_resamples, seed=seed)
+        judges = judging.to_judges(resolve_device(target.device))
+        judges.check(("clip",))
+    features = load_features(images.bank_folder, len(images.bank.entries))
+    with out.phases() as start:
+        scores = _scores(files or [_workspace_file(images, cascade)], images, judges, start)
+        result = compare_scores(features, scores, settings, start_phase=start)
+    latency_s = [mean_latency_s(images.profile, share) for share in (0.0, 1.0)]
+    best = min(result["rows"], key=lambda row: sum(point["fid"] for point in row["curve"]))
+    result |= {
+        "cascade": cascade,
+        "bank": str(images.bank_folder),
+        "mean_latency_s": latency_s,
+        "allocations": {
+            "scorer": best["scorer"],
+            "num_workers": gpus,
+            "rows": allocations(images.profile, best["curve"], gpus),
+        },
+    }
+    run_dir = images.place(target).new_run("discriminators")
+    result["run_dir"] = str(run_dir)
+    report = write_scores(result, run_dir)
+    out.data(result, table=lambda: to_rich(score_tables(result)), file=output_file)
+    out.note(f"Results: {report}")
+
+
+def _workspace_file(images: CascadeImages, cascade: str) -> Path:
+    from ...training.cascade.discriminator import DISCRIMINATOR_FILE
+
+    found = None if images.found is None else images.found.find_predictor(DISCRIMINATOR_FILE)
+    if found is None:
+        raise UsageError(f"the workspace has no discriminator of {cascade}; name one")
+    return found
+
+
+def _scores(
+    files: list[Path], images: CascadeImages, judges: "Judges", start: "StartPhase"
+) -> dict[str, dict[Leg, list[float]]]:
+    """Of all images of the bank, by scorer."""
+    import torch
+
+    from ...eval.cascade.bank import thumbnails
+    from ...eval.metrics.measure import measure_clip
+    from ...eval.sets.generate import read_manifest
+    from ...eval.sets.image_sets import set_of
+    from ...training.cascade.discriminator import load_discriminator
+
+    about: Any = images.bank.about
+    known = {path: load_discriminator(path).to(torch.device(judges.device)) for path in files}
+    names = {path: f"{each.about.net} {each.about.real}" for path, each in known.items()}
+    for path, name in names.items():
+        if list(names.values()).count(name) > 1:
+            names[path] = f"{name} ({path.stem})"
+    found: dict[str, dict[Leg, list[float]]] = {name: {} for name in names.values()}
+    clip: dict[Leg, list[float]] = {}
+    for leg in LEGS:
+        folder = Path(about[f"{leg}_images"])
+        manifest = read_manifest(folder)
+        source = set_of(folder, manifest)
+        advance = start(f"{leg} images scored", len(source.ids) * (1 + len(known)))
+        small = thumbnails(source)
+        for path, each in known.items():
+            found[names[path]][leg] = []
+            for image in small:
+                found[names[path]][leg] += each.confidences(image[None]).tolist()
+                advance(1)
+        captions = {item.id: item.prompt for item in manifest.items}
+        _, values = measure_clip(judges.clip, judges.clip_name, source, captions, on_images=advance)
+        clip[leg] = [values[image_id] for image_id in source.ids]
+    return found | {f"CLIP score ({judges.clip_name})": clip}

@@ -1,0 +1,163 @@
+"""Does the heavy model of a cascade gain by starting from the light image? (DiffServe section 5, "reuse")
+
+    python tests/benchmarks/cascade_reuse.py --bank DIR [--strengths 0.4,0.5,0.6,0.7,0.8] [--num-prompts N]
+        [--output-file reuse.json] [--sheet reuse.png]
+
+For the prompts of a bank by `psctl profile cascade`, the heavy model draws again, each time from the light image as an
+edit of all of it: noised to a strength s, with that share of the steps. FID against the real images of the bank is
+compared with that of heavy images drawn from noise, with intervals over prompts: of all prompts, and of the mixture
+that is served where a share of the light images, those of the lowest confidence, is deferred. Images are kept in the
+folder of the bank, so that a run goes on where it stopped.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from patchedserve.data.datasets.folders import ImageFolder
+from patchedserve.data.edits import EditSpec
+from patchedserve.data.files import write_json
+from patchedserve.data.requests import Request
+from patchedserve.eval.cascade.bank import load_features
+from patchedserve.eval.compare.paired import compare_fid
+from patchedserve.eval.metrics.features import features_of
+from patchedserve.eval.metrics.judges import Judges
+from patchedserve.eval.sets.generate import read_manifest
+from patchedserve.eval.sets.image_sets import GivenImages, set_of
+from patchedserve.profiling.cascade.bank import Bank
+from patchedserve.profiling.machine import cpu_name
+from patchedserve.serving.engine.engine import Engine
+from patchedserve.serving.models.loading import load_model
+from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.scheduling.policies import get_policy
+
+SHARES = (0.2, 0.4, 0.6, 1.0)
+"""Of light images that are deferred."""
+_AT_ONCE = 64
+_SHOWN = 8
+
+
+def draw(
+    model: ServedModel, bank: Bank, light: GivenImages, settings: Mapping[str, Any], strength: float, folder: Path
+) -> GivenImages:
+    """The bank's prompts once more, each from its light image; what the folder has is not drawn again."""
+    folder.mkdir(exist_ok=True)
+    files = {image_id: f"{place:06}.png" for place, image_id in enumerate(light.ids)}
+    missing = [place for place, image_id in enumerate(light.ids) if not (folder / files[image_id]).exists()]
+    # Images of one size after another, as batches of one size are the fastest.
+    missing.sort(key=lambda place: bank.entries[place].resolution)
+    for first in range(0, len(missing), _AT_ONCE):
+        engine = Engine(
+            model,
+            get_policy("continuous"),
+            max_batch_size=16,
+            image_path=lambda request: folder / files[light.ids[request.request_id]],
+        )
+        for place in missing[first : first + _AT_ONCE]:
+            entry = bank.entries[place]
+            image = np.asarray(light.open_image(light.ids[place]).convert("RGB"))
+            edit = EditSpec(image, np.ones(image.shape[:2], dtype=bool), strength=strength, paste=False)
+            engine.submit(
+                Request(
+                    place, entry.prompt, entry.resolution, settings["num_inference_steps"], settings["guidance_scale"],
+                    seed=entry.seed, edit=edit,
+                )
+            )  # fmt: skip
+        engine.close()
+        if engine.run().was_interrupted:
+            raise KeyboardInterrupt
+        print(f"strength {strength:g}: {min(first + _AT_ONCE, len(missing))} of {len(missing)}", flush=True)
+    root = ImageFolder(folder, tuple(files.values()))
+    return GivenImages(
+        root.name,
+        light.ids,
+        light.ids,
+        lambda image_id: root.open_image(files[image_id]),
+        lambda image_id: root.content(files[image_id]),
+    )
+
+
+def rows_of(
+    bank: Bank, features: Mapping[str, torch.Tensor], again: torch.Tensor, strength: float, num_steps: int
+) -> list[dict[str, Any]]:
+    """What a strength does to the FID of what is served, by share of deferred images."""
+    ranks = np.argsort(np.argsort(np.nan_to_num(bank.confidences, nan=-1.0), kind="stable"))
+    rows = []
+    for share in SHARES:
+        is_heavy = torch.from_numpy(ranks < share * len(ranks))[:, None]
+        plain, reused = (torch.where(is_heavy, each, features["light"]) for each in (features["heavy"], again))
+        found = compare_fid(plain, reused, features["reference"])
+        low, high = (None if end is None else end / found.first for end in (found.low, found.high))
+        rows.append(
+            {
+                "strength": strength,
+                "steps": min(int(num_steps * strength), num_steps),
+                "deferred_share": share,
+                "fid_light": compare_fid(features["light"], plain, features["reference"], num_resamples=2).first,
+                "fid_from_noise": found.first,
+                "fid_reused": found.second,
+                "relative_difference": found.difference / found.first,
+                "relative_low": low,
+                "relative_high": high,
+            }
+        )
+    return rows
+
+
+def sheet(columns: Sequence[GivenImages], path: Path) -> None:
+    """A row for each of some prompts: light, from noise, and reused with rising strength."""
+    side = 128
+    page = Image.new("RGB", (side * len(columns), side * _SHOWN), "white")
+    for row, image_id in enumerate(columns[0].ids[:_SHOWN]):
+        for column, source in enumerate(columns):
+            image = source.open_image(image_id).convert("RGB")
+            image.thumbnail((side, side))
+            page.paste(image, (column * side, row * side))
+    page.save(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--bank", type=Path, required=True)
+    parser.add_argument("--model", help="the heavy model; by default that of the bank")
+    parser.add_argument("--strengths", default="0.4,0.5,0.6,0.7,0.8")
+    parser.add_argument("--num-prompts", type=int, help="the first ones of the bank; by default all")
+    parser.add_argument("--output-file", type=Path)
+    parser.add_argument("--sheet", type=Path)
+    given = parser.parse_args()
+    bank = Bank.load(given.bank)
+    features = load_features(given.bank, len(bank.entries))
+    count = given.num_prompts or len(bank.entries)
+    sets = {leg: set_of(Path(folder), read_manifest(Path(folder))) for leg in ("light", "heavy")
+            if (folder := bank.about[f"{leg}_images"])}  # fmt: skip
+    sets = {leg: GivenImages(each.name, each.ids[:count], each.ids[:count], each.open_image, each.content)
+            for leg, each in sets.items()}  # fmt: skip
+    bank = Bank(bank.entries[:count], bank.about)
+    features = {name: each if name == "reference" else each[:count] for name, each in features.items()}
+    settings = bank.about["heavy"]
+    model = load_model(given.model or settings["model"], "auto", "auto")
+    model.tune(sorted({entry.resolution for entry in bank.entries}), given.bank / "tables")
+    judges, rows, columns = Judges(device=model.device), [], [sets["light"], sets["heavy"]]
+    for strength in map(float, given.strengths.split(",")):
+        drawn = draw(model, bank, sets["light"], settings, strength, given.bank / f"reuse-{strength:g}")
+        columns.append(drawn)
+        again = features_of(drawn, judges.inception, judges.inception_sha256)
+        rows += rows_of(bank, features, again, strength, settings["num_inference_steps"])
+        print(json.dumps(rows[-len(SHARES) :], indent=1), flush=True)
+    found = {"machine": cpu_name(), "cores": len(os.sched_getaffinity(0)), "num_prompts": count,
+             "light": bank.about["light"], "heavy": settings, "rows": rows}  # fmt: skip
+    if given.output_file is not None:
+        write_json(given.output_file, found)
+    if given.sheet is not None:
+        sheet(columns, given.sheet)
+
+
+if __name__ == "__main__":
+    main()
