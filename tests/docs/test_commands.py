@@ -62,6 +62,7 @@ TINY: dict[str, dict[str, str]] = {
     "train-predictor cache": {"--trees": "4", "--depth": "4"},
     "train-predictor discriminator": {"--num-prompts": "40", "--steps": "2", "--resolutions": SIZES},
     "profile cascade": {"--num-prompts": "4", "--batch-sizes": "1,2", "--resolutions": SIZES},
+    "eval discriminators": {"--num-resamples": "2", "--num-draws": "2"},
     "bench cascade": {"--rate-range": "20:40", "--duration": "1", "--num-resamples": "2"},
     "bench slo": {
         "--num-prompts": "2", "--duration": "0.2", "--rates": "20", "--num-seeds": "1", "--num-inference-steps": "24",
@@ -96,7 +97,7 @@ TINY: dict[str, dict[str, str]] = {
     "models train": {"--steps": "2"},
 }  # fmt: skip
 """By command; one that is missing here is not executed, and so may not be printed."""
-CASCADES = {"train-predictor discriminator", "profile cascade", "bench cascade"}
+CASCADES = {"train-predictor discriminator", "profile cascade", "bench cascade", "eval discriminators"}
 """Commands of two models, which are a tiny one with one step and with two."""
 THRESHOLDS = {"train-predictor cache": "--threshold", "bench cache": "--thresholds"}
 """Options that get the median change of the profile: random weights change by other amounts than trained ones."""
@@ -113,7 +114,7 @@ SCRIPTS = {
     **{
         f"tests/benchmarks/{name}.py": ["--help"]
         for name in (
-            "bench_edit", "bench_http", "bench_http_simulated", "bench_http_slo", "edit_quality", "fuzz_http",
+            "bench_edit", "bench_http", "bench_http_simulated", "bench_http_slo", "cascade_reuse", "edit_quality", "fuzz_http",
             "http_parity", "kill_http", "soak",
         )
     },
