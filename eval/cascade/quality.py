@@ -8,8 +8,9 @@ import torch
 from ...serving.cascade.legs import LEGS, Leg
 from ..compare.paired import PairedResult, compare_fid
 from ..metrics.fid import frechet_distance
+from ..metrics.kid import kid
 
-LEAST_IMAGES = 2
+LEAST_IMAGES, KID_WINDOW = 2, 256
 _CURVE_POINTS = 21
 """Of a curve of quality: shares of deferred images a twentieth apart."""
 
@@ -50,6 +51,43 @@ def served_quality(
         "num_prompts": len(set(known)),
         "num_reference": len(reference),
     }
+
+
+def quality_over_time(
+    features: Mapping[str, torch.Tensor],
+    places: Sequence[int],
+    served_by: Sequence[Leg | None],
+    arrivals_s: Sequence[float],
+    window: int = KID_WINDOW,
+) -> list[dict[str, float | None]]:
+    """KID of the images served, by time of arrival (figure 5): FID of so few images would say more of their number.
+
+    Args:
+        features, places, served_by: as of `served_features`.
+        arrivals_s: of each request, ascending.
+        window: images of each value, at least; fewer in all give none.
+
+    Returns:
+        For each window its first and last arrival, the KID, and its 95 % interval.
+    """
+    known = [index for index, leg in enumerate(served_by) if leg is not None]
+    images = served_features(features, places, served_by)
+    rows: list[dict[str, float | None]] = []
+    for number in range(len(known) // window):
+        is_last = number == len(known) // window - 1
+        part = slice(number * window, None if is_last else (number + 1) * window)
+        inside = known[part]
+        found = kid(features["reference"], images[part], subset_size=len(inside)).estimate
+        rows.append(
+            {
+                "start_s": arrivals_s[inside[0]],
+                "end_s": arrivals_s[inside[-1]],
+                "kid": found.value,
+                "low": found.low,
+                "high": found.high,
+            }
+        )
+    return rows
 
 
 def quality_curve(

@@ -1,6 +1,6 @@
 """The report of a cascade's run: that of any served one, and what plans and thresholds did over time (figure 5)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,25 @@ from .html import write_report
 from .over_time import WIDTH_IN
 from .theme import DARK, LIGHT, Theme, add_legend, new_figure, style_axes, to_png
 
-_WHAT = "Demand, threshold of confidence, workers of each model, and requests that were late or heavy, over time."
+_WHAT = "Demand, threshold, workers of each model, late and heavy requests, and the quality of images, over time."
 _MAX_WINDOWS = 60
 
 
 def write_cascade_report(run_dir: Path, summary: Mapping[str, Any], result: CascadeResult) -> Path:
     """Write `report.html` and its plots into a run's folder; returns the page. Raises OSError."""
-    light, dark = (to_png(over_time(result, theme)) for theme in (LIGHT, DARK))
+    windows = (summary["quality"] or {}).get("over_time", ())
+    light, dark = (to_png(over_time(result, windows, theme)) for theme in (LIGHT, DARK))
     return write_report(run_dir, summary, result.records, (), more={"cascade": (light, dark, _WHAT)})
 
 
-def over_time(result: CascadeResult, theme: Theme) -> Figure:
-    """What a cascade did: four plots, one above the other."""
+def over_time(result: CascadeResult, windows: Sequence[Mapping[str, Any]], theme: Theme) -> Figure:
+    """What a cascade did: plots one above the other, the last of the KID of windows of images, if there are any."""
     records, plans = result.records, result.plans
     end_s = max(record.finish_s or record.arrival_s for record in records)
-    figure = new_figure(2 * WIDTH_IN, 8.4, theme)
-    demand, threshold, workers, outcome = figure.subplots(4, sharex=True)
+    num_plots = 5 if windows else 4
+    figure = new_figure(2 * WIDTH_IN, 2.1 * num_plots, theme)
+    plots = figure.subplots(num_plots, sharex=True)
+    demand, threshold, workers, outcome = plots[:4]
     edges = np.linspace(0, end_s, int(np.clip(len(records) / 30, 8, _MAX_WINDOWS)) + 1)
     arrivals_s = np.array([record.arrival_s for record in records])
     counts = np.histogram(arrivals_s, edges)[0]
@@ -81,11 +84,20 @@ def over_time(result: CascadeResult, theme: Theme) -> Figure:
                 middle_s, np.histogram(arrivals_s, edges, weights=values)[0] / counts, "o-", color=colour, label=label,
                 markersize=3, linewidth=1.4,
             )  # fmt: skip
-    style_axes(
-        outcome, theme, "Outcome, by time of arrival", "time since the start of the trace (s)", "share of requests"
-    )
+    style_axes(outcome, theme, "Outcome, by time of arrival", "", "share of requests")
     outcome.yaxis.set_major_formatter(PercentFormatter(1.0))
     outcome.set_ylim(-0.03, 1.03)
     outcome.set_xlim(0, end_s)
     add_legend(outcome, theme)
+    if windows:
+        starts_s, ends_s, kids, lows, highs = (
+            np.array([row[name] for row in windows]) for name in ("start_s", "end_s", "kid", "low", "high")
+        )
+        quality, middle_s = plots[4], (starts_s + ends_s) / 2
+        quality.errorbar(
+            middle_s, kids, (kids - lows, highs - kids), fmt="o-", color=theme.series[0], markersize=3, linewidth=1.4,
+            elinewidth=0.8,
+        )  # fmt: skip
+        style_axes(quality, theme, "Quality of the images served, windows of 256 and more", "", "KID")
+    plots[-1].set_xlabel("time since the start of the trace (s)", color=theme.muted)
     return figure

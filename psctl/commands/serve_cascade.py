@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ...data.errors import UsageError
 from ...data.files import require_places
 from ...profiling.runs.trace_settings import TraceSettings
-from ...serving.cascade.legs import Leg, parse_cascade
+from ...serving.cascade.legs import parse_cascade
 from ..options.cascade import CascadeOptions
 from ..options.target import Target
 from ..output import Output
@@ -86,13 +86,8 @@ def serve_cascade(
     result = served.run.result
     quality: dict[str, Any] | None = None
     if places is not None:
-        from ...eval.cascade.bank import load_features
-        from ...eval.cascade.quality import served_quality
-
         with out.status("Measuring the images that were served ..."):
-            served_by = result.served_by()
-            by: list[Leg | None] = [served_by.get(request.request_id) for request in promised]
-            quality = served_quality(load_features(images.bank_folder, len(images.bank.entries)), places, by)
+            quality = images.quality_served(promised, places, result)
     config = {
         **trace.to_config(),
         "cascade": cascade,

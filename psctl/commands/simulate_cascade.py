@@ -20,10 +20,12 @@ from ..output import Output
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from ...data.requests import Request
     from ...data.workspace import ModelWorkspace
     from ...profiling.cascade.bank import Bank
     from ...profiling.runs.cascade import CascadeDeployment
     from ...serving.cascade.profile import CascadeProfile
+    from ...serving.cascade.result import CascadeResult
     from ...serving.models.defaults import ModelDefaults
 
 _DEFAULT_NUM_PROMPTS = 1000
@@ -98,6 +100,22 @@ class CascadeImages:
             sizes,
             seed,
         )
+
+    def quality_served(
+        self, requests: "Sequence[Request]", places: Sequence[int], result: "CascadeResult"
+    ) -> dict[str, Any]:
+        """How good the images of a run are, in all and over time; `places` are those of the requests in the bank.
+
+        Raises UsageError: the bank is damaged.
+        """
+        from ...eval.cascade.bank import load_features
+        from ...eval.cascade.quality import quality_over_time, served_quality
+
+        features, served_by = load_features(self.bank_folder, len(self.bank.entries)), result.served_by()
+        served: list[Leg | None] = [served_by.get(request.request_id) for request in requests]
+        arrivals_s = [request.arrival_s for request in requests]
+        over_time = quality_over_time(features, places, served, arrivals_s)
+        return {**served_quality(features, places, served), "over_time": over_time}
 
     def quality(self, sizes: Sequence[str] | None) -> tuple[tuple[float, float], ...]:
         """FID of the bank's images at thresholds of confidence. Raises UsageError: the bank is damaged."""
@@ -174,12 +192,7 @@ def simulate_cascade(
     with out.status(f"Serving {len(requests)} requests on the virtual clock ..."):
         run = deployment.run(promised, places)
     with out.status("Measuring the images that were served ..."):
-        from ...eval.cascade.bank import load_features
-        from ...eval.cascade.quality import served_quality
-
-        served_by = run.result.served_by()
-        served: list[Leg | None] = [served_by.get(request.request_id) for request in promised]
-        quality = served_quality(load_features(images.bank_folder, len(bank.entries)), places, served)
+        quality = images.quality_served(promised, places, run.result)
     config = {
         **trace.to_config(),
         "cascade": cascade,

@@ -136,7 +136,7 @@ class CascadeBackend:
         pids = self._cluster.pid_of
         return tuple(
             ReplicaState(
-                f"{slot.index} ({slot.leg})",
+                f"{slot.index} ({slot.leg or 'light, heavy'})",
                 pids.get(slot.index, 0),
                 Health.READY if slot.takes else Health.RESTARTING,
                 Load(

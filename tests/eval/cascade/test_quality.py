@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from patchedserve.data.errors import UsageError
-from patchedserve.eval.cascade.quality import compare_served, quality_curve, served_features, served_quality
+from patchedserve.eval.cascade.quality import (
+    compare_served,
+    quality_curve,
+    quality_over_time,
+    served_features,
+    served_quality,
+)
 from patchedserve.eval.metrics.fid import frechet_distance
 from patchedserve.serving.cascade.legs import Leg
 
@@ -52,6 +58,19 @@ def test_quality_by_threshold_is_of_the_images_that_it_would_serve() -> None:
         served: list[Leg | None] = ["heavy" if each else "light" for each in heavy]
         assert fid == pytest.approx(served_quality(known, list(range(COUNT)), served)["fid"])
     assert curve[0][1] > curve[2][1] > curve[-1][1]
+
+
+def test_quality_over_time_is_of_windows_of_what_was_served() -> None:
+    known = features()
+    places = [place % COUNT for place in range(2 * COUNT)]
+    served: list[Leg | None] = ["light"] * COUNT + ["heavy"] * COUNT
+    served[5] = None
+    rows = quality_over_time(known, places, served, [0.5 * place for place in range(2 * COUNT)], window=COUNT - 1)
+    assert [(row["start_s"], row["end_s"]) for row in rows] == [(0.0, 59.5), (60.0, 119.5)]
+    light, heavy = (row["kid"] or 0.0 for row in rows)
+    assert light > 10 * abs(heavy)
+    assert (rows[0]["low"] or 0.0) < light < (rows[0]["high"] or 0.0)
+    assert quality_over_time(known, places, served, [0.0] * len(places), window=1000) == []
 
 
 def test_two_systems_are_compared_on_what_both_have_served() -> None:
