@@ -27,7 +27,7 @@ from ...serving.cascade.systems import get_cascade_system
 from ...serving.core.metrics import slo_attainment_rate
 from ...serving.models.defaults import ModelDefaults
 from ..run import StartPhase
-from .plots import plot_over_lateness, plot_over_slo_scales
+from .plots import plot_over_lateness, plot_over_slo_scales, plot_side_by_side
 from .quality import compare_served, quality_curve, served_quality
 
 RESULT_FILE, REPORT_FILE = "result.json", "report.html"
@@ -210,7 +210,7 @@ def write_cascade_bench(result: dict[str, Any], run_dir: Path) -> Path:
     """Write result, plots and page into a folder; returns the page. Raises OSError."""
     write_json(run_dir / RESULT_FILE, result)
     parts = []
-    drawn = {"over-lateness": plot_over_lateness(result)}
+    drawn = {"over-lateness": plot_over_lateness(result), "side-by-side": plot_side_by_side(result)}
     if len(result["settings"]["slo_scales"]) > 1:
         drawn["over-slo-scales"] = plot_over_slo_scales(result)
     for name, png in drawn.items():

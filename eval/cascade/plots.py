@@ -1,4 +1,4 @@
-"""Plots of cascades: FID over lateness (figure 4), and both over SLO scales (figure 9)."""
+"""Plots of cascades: FID over lateness (figure 4), systems beside each other (6, 8), and SLO scales (figure 9)."""
 
 from collections.abc import Mapping
 from itertools import cycle
@@ -32,6 +32,56 @@ def plot_over_lateness(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes
         style_axes(ax, theme, f"SLO scale {scale:g}", "requests that were late or refused", "FID", grid_axis="both")
         ax.xaxis.set_major_formatter(PercentFormatter(1.0))
     add_wide_legend(figure, panels[0], theme)
+    return to_png(figure)
+
+
+def plot_side_by_side(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes:
+    """FID and lateness of each system as points, at the first SLO scale and lambda; a PNG.
+
+    What is drawn of lateness is its 95 % interval over seeds, of FID that of the difference to the system that all are
+    compared with.
+    """
+    first = result["settings"]["slo_scales"][0], result["settings"]["overprovisions"][0]
+    rows = [
+        row
+        for row in result["rows"]
+        if (row["slo_scale"], row["overprovision"]) == first and row["quality"]["fid"] is not None
+    ][::-1]
+    names = [row["system"] for row in rows]
+    colours = series_colours(names[::-1], theme)
+    figure = new_figure(11.0, 1.2 + 0.36 * len(rows), theme)
+    quality, late = figure.subplots(1, 2, sharey=True)
+    for ax, title, values, ranges in (
+        (
+            quality,
+            "FID of the images served",
+            [row["quality"]["fid"] for row in rows],
+            [None if row["against_base"] is None else row["against_base"]["fid_difference"] for row in rows],
+        ),
+        (
+            late,
+            "Late or refused",
+            [row["violation_rate"]["value"] for row in rows],
+            [row["violation_rate"] for row in rows],
+        ),
+    ):
+        halves = [0.0 if each is None or each["low"] is None else each["high"] - each["value"] for each in ranges]
+        for place, (name, value, half) in enumerate(zip(names, values, halves, strict=True)):
+            ax.errorbar(
+                value,
+                place,
+                xerr=half or None,
+                fmt="o",
+                color=colours[name],
+                ecolor=theme.muted,
+                capsize=2,
+                clip_on=False,
+            )
+        ax.set_yticks(range(len(names)), names)
+        ax.set_ylim(-0.6, len(names) - 0.4)
+        style_axes(ax, theme, title, "", grid_axis="x")
+    late.xaxis.set_major_formatter(PercentFormatter(1.0))
+    late.set_xlim(left=0)
     return to_png(figure)
 
 
