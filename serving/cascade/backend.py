@@ -148,6 +148,17 @@ class CascadeBackend:
             for slot in self._dispatcher.slots
         )
 
+    @property
+    def plan(self) -> str:
+        """See `Backend`."""
+        plan, heavy = self._dispatcher.plan, self._setup.names["heavy"]
+        if plan.threshold is None:
+            return f"{plan.share:.0%} of requests go to {heavy}, whatever their images are worth"
+        return (
+            f"images of a confidence below {plan.threshold:.2f} are drawn again by {heavy}: {plan.share:.0%} are "
+            f"expected ({plan.status})"
+        )
+
     async def start(self) -> None:
         """See `Backend`. Raises RunError: a worker cannot load."""
         self._loop = asyncio.get_running_loop()

@@ -87,6 +87,11 @@ class Dispatcher:
         self.slots: list[Slot] = []
 
     @property
+    def plan(self) -> Plan:
+        """Of now."""
+        return self._controller.plan
+
+    @property
     def num_open(self) -> int:
         """Requests that have not ended."""
         return len(self._requests)

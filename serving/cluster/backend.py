@@ -77,6 +77,11 @@ class ClusterBackend:
         return Load(running, len(self._open) - running, self._book.pending(), rate)
 
     @property
+    def plan(self) -> str:
+        """See `Backend`."""
+        return ""
+
+    @property
     def replicas(self) -> Sequence[ReplicaState]:
         """See `Backend`: those that have answered lately."""
         return self._replicas

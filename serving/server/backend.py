@@ -88,6 +88,11 @@ class Backend(Protocol):
     @property
     def replicas(self) -> Sequence[ReplicaState]: ...
 
+    @property
+    def plan(self) -> str:
+        """By what requests are routed now, in words; "" where nothing is decided."""
+        ...
+
     async def start(self) -> None:
         """Get ready: load, warm up. Raises what prevents it."""
 

@@ -113,6 +113,7 @@ class Live(Watcher):
                 }
                 for each in front_end.backend.replicas
             ],
+            "plan": front_end.backend.plan,
             "batch": self._batch(),
             "attainment": {str(window): self._attainment(window) for window in WINDOWS_S},
             "latencies": self._latencies(),

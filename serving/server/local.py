@@ -128,6 +128,11 @@ class LocalBackend:
         return Load(engine.num_active, engine.num_waiting, engine.pixel_steps, self._rate.value)
 
     @property
+    def plan(self) -> str:
+        """See `Backend`."""
+        return ""
+
+    @property
     def replicas(self) -> Sequence[ReplicaState]:
         """See `Backend`: this process."""
         return (ReplicaState("local", os.getpid(), self.health, self.load),)

@@ -107,7 +107,8 @@
   }
 
   function showReplicas(state) {
-    at("replicas-panel").hidden = state.replicas.length < 2;
+    at("replicas-panel").hidden = state.replicas.length < 2 && !state.plan;
+    at("plan").textContent = state.plan;
     const most = Math.max(1, ...state.replicas.map((each) => each.pixel_steps));
     at("replicas").replaceChildren(...state.replicas.map((each) => {
       const line = element("li"), bar = element("div", undefined, "bar"), part = element("i");

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import os
+import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -219,6 +220,7 @@ def draws_on_its_page(browser: webdriver.Chrome, url: str) -> None:
     browser.find_element(By.ID, "go").click()
     until(lambda: text("told").startswith("done in "))
     assert text("told").rpartition(", by ")[2] in CASCADE.split(",")
+    assert re.fullmatch(r"images of a confidence below [01]\.\d\d are drawn again by emoji-xl:3: .*", text("plan"))
 
 
 def assert_is_image_of(told: dict[str, Any], seed: int) -> None:
