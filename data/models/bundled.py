@@ -5,8 +5,8 @@ from pathlib import Path
 from ..errors import UsageError
 from ..files import sha256_of, write_text
 
-BUNDLED: tuple[str, ...] = ("emoji-xl", "emoji-3", "emoji-clip")
-GENERATORS: tuple[str, ...] = ("emoji-xl", "emoji-3")
+GENERATORS: tuple[str, ...] = ("emoji-xl", "emoji-3", "emoji-xl-turbo")
+BUNDLED: tuple[str, ...] = (*GENERATORS, "emoji-clip")
 MODELS_DIR = Path(__file__).parent
 CHECKSUMS_FILE = "SHA256SUMS"
 CARD_FILES = ("README.md", "figures.json", "samples.png")

@@ -49,7 +49,10 @@ def models_list(*, out: Output) -> None:
 
 def models_card(
     *,
-    name: Annotated[Literal["emoji-xl", "emoji-3", "emoji-clip"], typer.Argument(help="The bundled model to measure.")],
+    name: Annotated[
+        Literal["emoji-xl", "emoji-3", "emoji-xl-turbo", "emoji-clip"],
+        typer.Argument(help="The bundled model to measure."),
+    ],
     models_dir: Annotated[
         Path, flag("--models-dir", "Folder that holds the bundled models, or models that psctl models train made.")
     ] = MODELS_DIR,
