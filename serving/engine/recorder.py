@@ -1,4 +1,4 @@
-"""Records of templates that edits have missed, made in the free places of the engine's batch (InstGenIE section 3.1)."""
+"""Templates that edits have missed, recorded in the free places of the engine's batch (InstGenIE section 3.1)."""
 
 import queue
 import threading
