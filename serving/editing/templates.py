@@ -152,7 +152,8 @@ class TemplateStore:
                     self._write(key, recorded, kept, temporary)
                 self._checked.add(digest)
             except OSError as error:
-                failure = error
+                # Another process may have been the first to give it its name.
+                failure = None if (place / MANIFEST).is_file() else error
         for _ in recorded:  # what was not written
             pass
         if kept.steps is not None:

@@ -345,7 +345,9 @@ class ServedModel:
             edit=replace(edit, mask=np.ones_like(edit.mask), strength=1.0, template=None),
             seed=edit.template.seed,
         )
-        return noised_steps(self.prepare(whole))
+        passes = noised_steps(self.prepare(whole))
+        finish_stream(self.device)
+        return passes
 
     def close(self) -> None:
         """Let go of what outlives calls, such as the processes of other ranks."""

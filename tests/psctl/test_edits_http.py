@@ -17,7 +17,7 @@ from PIL import Image
 
 from patchedserve.data.resolution import Resolution
 
-from ..support.edits import edit_request, image_of, mask_of, plain_edit
+from ..support.edits import edit_request, file_of, image_of, mask_of, plain_edit
 from ..support.http_server import HttpServer, until
 from ..support.tiny_models import save_tiny, tiny_sdxl
 
@@ -26,12 +26,6 @@ SIZE, SEED = Resolution(64, 48), 5
 EDITS, GENERATIONS = "/v1/images/edits", "/v1/images/generations"
 IMAGE, MASK = image_of(SIZE, SEED), mask_of(SIZE, "ellipse")
 ASK = {"num_inference_steps": 4, "seed": SEED, "slo": 60}
-
-
-def file_of(pixels: NDArray[Any], kind: str = "PNG", **options: Any) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, kind, **options)
-    return file.getvalue()
 
 
 def huge_png() -> bytes:

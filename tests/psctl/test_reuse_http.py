@@ -16,10 +16,10 @@ from PIL import Image
 from patchedserve.data.resolution import Resolution
 
 from ..conftest import RunPsctl
-from ..support.edits import image_of
+from ..support.edits import file_of, image_of
 from ..support.http_server import HttpServer, until
 from ..support.tiny_models import save_tiny, tiny_sdxl
-from .test_edits_http import file_of, picture
+from .test_edits_http import picture
 
 pytestmark = pytest.mark.slow
 SIZE = Resolution(64, 64)
