@@ -49,8 +49,8 @@ class EditSpec:
         strength: share of the denoising steps that are taken, above 0 and up to 1: how far the image is noised before.
         paste: whether pixels outside the mask are those of the image, byte for byte, and not its decoded latents.
         feather_px: over so many pixels inside the mask's edge the new image fades into the old one.
-        template: whose noise is taken outside the mask, and whose record where there is one; None for an edit as
-            diffusers' pipelines do it, which draw all noise from the request's own seed.
+        template: whose record is read where there is one, and whose noise is taken outside the mask then. None for an
+            edit as diffusers' pipelines do it, which draw all noise from the request's own seed.
 
     Raises:
         UsageError: a field is out of its range, or image and mask differ in size.

@@ -15,6 +15,8 @@ EngineName = Literal["patched", "plain", "parallel"]
 OrderName = Literal["auto", "image", "patch"]
 StrategyName = Literal["auto", "stitch", "regroup"]
 KernelsName = Literal["auto", "torch", "triton"]
+RecordTemplates = Literal["first", "never"]
+"""Whether a server records the template of an edit that has found no record, or only reads those made ahead."""
 PATCH_OPTIONS = ("order", "patch_size", "strategy", "kernels", "compile", "cuda_graphs")
 """Names of what `EngineOptions` says beside the engine and the cache."""
 

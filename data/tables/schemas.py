@@ -27,11 +27,17 @@ def column(name: str, kind: pa.DataType, unit: str = "", nullable: bool = False,
 
 @dataclass(frozen=True, slots=True)
 class TableSchema:
-    """The columns of one kind of table. The version changes whenever a column does, so old files are recognised."""
+    """The columns of one kind of table. The version changes whenever a column does, so old files are recognised.
+
+    Attributes:
+        oldest: files of versions since this one are read, too: they lack nothing but columns at the end, which may be
+            empty. None: no other version is.
+    """
 
     name: str
     version: int
     columns: tuple[pa.Field, ...]
+    oldest: int | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -60,7 +66,7 @@ _SMALL_I, _SMALL_F, _WORD = pa.int32(), pa.float32(), pa.dictionary(pa.int32(), 
 
 RECORDS = TableSchema(
     "records",
-    2,
+    3,
     (
         column("request_id", _I, meaning="number of the request in its trace"),
         column("prompt", _S),
@@ -86,7 +92,12 @@ RECORDS = TableSchema(
         column("served_by", _S, "", True, "of a cascade: light or heavy, whose image it is"),
         column("confidence", _F, "", True, "of the light image, where it was judged"),
         column("threshold", _F, "", True, "that the confidence was compared with"),
+        column("strength", _F, "", True, "of an edit: share of the steps that are taken"),
+        column("mask_ratio", _F, "", True, "of an edit: share of the pixels in its mask"),
+        column("active_share", _F, "", True, "of an edit: share of the cells with a latent in its mask"),
+        column("reused", _B, "", True, "of an edit: whether the other cells were read from its template's record"),
     ),
+    oldest=1,
 )
 """One row per request (`serving.core.request_state.RequestRecord.to_row`)."""
 
@@ -160,10 +171,18 @@ def write_table(
 def read_table(path: str | Path, schema: TableSchema, columns: Sequence[str] | None = None) -> pa.Table:
     """Read a table that `write_table` has written, or some columns of it.
 
+    Columns that an older version does not have are empty.
+
     Raises UsageError: the file cannot be read, is damaged or no parquet, or is another table or another version of it.
     """
     with opened(path, schema) as file:
-        return file.read(columns=None if columns is None else list(columns), use_threads=False)
+        there = file.schema_arrow.names
+        wanted = schema.names if columns is None else columns
+        table = file.read(columns=[name for name in wanted if name in there], use_threads=False)
+    for each in schema.columns:
+        if each.name in wanted and each.name not in there:
+            table = table.append_column(each, pa.nulls(len(table), each.type))
+    return table
 
 
 @contextmanager
@@ -202,9 +221,13 @@ def _check_schema(path: str | Path, found: pa.Schema, schema: TableSchema) -> No
     if name != schema.name:
         actual = f"the {name} table" if name else "a file of another program"
         raise UsageError(f"{path}: is {actual}, but it must be the {schema.name} table")
+    columns = schema.columns
     if version != str(schema.version):
-        raise UsageError(f"{path}: is version {version} of the {name} table, but it must be version {schema.version}")
-    if not found.equals(schema.to_arrow()):
+        if schema.oldest is None or version not in map(str, range(schema.oldest, schema.version)):
+            must = f"it must be version {schema.version}"
+            raise UsageError(f"{path}: is version {version} of the {name} table, but {must}")
+        columns = columns[: len(found)]
+    if not found.equals(pa.schema(columns)):
         raise UsageError(f"{path}: columns are {', '.join(found.names)}, which is not the {name} table's schema")
 
 

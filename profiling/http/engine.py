@@ -10,7 +10,7 @@ from ...data.requests import Request
 from ...data.resolution import Resolution
 from ...data.workspace import ModelWorkspace
 from ...serving.models.identity import ModelIdentity
-from ...serving.options import EngineOptions
+from ...serving.options import EngineOptions, RecordTemplates
 from ...serving.scheduling.policies import get_policy
 from ...serving.scheduling.systems import System
 from ..measure.standalone import shape_of, standalone_latencies
@@ -42,6 +42,7 @@ class EngineRecipe:
         sizes: that are warmed up, and whose latency alone is measured.
         max_batch_size: requests denoised together.
         needs_standalone: whether requests get SLOs, so that latencies alone must be known.
+        templates: whether edits read records of templates in the workspace, and who makes these; None: they do not.
         threads: that torch computes with; None: as many as it wants.
     """
 
@@ -55,6 +56,7 @@ class EngineRecipe:
     sizes: Sequence[Resolution]
     max_batch_size: int = 16
     needs_standalone: bool = True
+    templates: RecordTemplates | None = None
     threads: int | None = None
 
 
@@ -102,6 +104,7 @@ def build_engine(
         UsageError: the model cannot serve a size, or a table of the workspace is damaged.
         RunError: the model is damaged, or a measurement fails.
     """
+    from ...serving.editing.templates import TemplateStore
     from ...serving.models.loading import load_model
     from ...serving.server.local import LocalSetup
     from ...serving.server.protocol import ModelFacts
@@ -112,6 +115,8 @@ def build_engine(
         torch.set_num_threads(recipe.threads)
     if model is None:
         model = load_model(recipe.model, recipe.device, recipe.dtype, recipe.options)
+    if recipe.templates is not None:
+        model.templates = TemplateStore(recipe.workspace.templates)
     defaults, place, system = model.defaults, recipe.workspace, recipe.system
     prompts = itertools.cycle(load_prompts())
 
@@ -153,6 +158,7 @@ def build_engine(
         recipe.max_batch_size,
         alone.latency_s,
         warm_up=[*([request] for request in alone_first), together],
+        records_templates=recipe.templates == "first",
     )
     usual = defaults.default_resolution
     if usual not in recipe.sizes:
@@ -160,7 +166,13 @@ def build_engine(
     defaults = replace(defaults, resolutions=tuple(recipe.sizes), default_resolution=usual)
     dtype = str(model.dtype).removeprefix("torch.")
     facts = EngineFacts(
-        ModelFacts(recipe.name, defaults, (), model.family.geometry.size_multiple, dtype),
+        ModelFacts(
+            recipe.name,
+            defaults,
+            size_multiple=model.family.geometry.size_multiple,
+            dtype=dtype,
+            reuses_templates=recipe.templates is not None,
+        ),
         alone,
         replace(model.identity, name=recipe.name),
     )

@@ -1,6 +1,7 @@
 """Requests that are all there at once, drawn by an engine and written as files."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,7 @@ def draw_images(
         else:
             share = model.family.geometry.active_share(edit)
             on_note(f"The mask touches {share:.0%} of the image's cells: it is faster to compute all of them.")
+            requests = [replace(request, edit=replace(edit, template=None)) for request in requests]
     advance = start_phase("denoising steps", sum(request.num_steps for request in requests))
     engine = Engine(
         model,

@@ -19,7 +19,7 @@ from .serve_cascade import found_to_serve
 if TYPE_CHECKING:
     from ...profiling.http.engine import EngineRecipe
     from ...profiling.http.server import HttpSettings, ServerParts
-    from ...serving.options import EngineOptions
+    from ...serving.options import EngineOptions, RecordTemplates
     from ...serving.scheduling.systems import System
 
 
@@ -31,6 +31,7 @@ def serve_http(
     slo_scale: float,
     max_batch_size: int,
     engine: "EngineOptions",
+    templates: "RecordTemplates | None",
     target: Target,
     out: Output,
 ) -> None:
@@ -40,7 +41,7 @@ def serve_http(
         MissingExtraError: a package of the extra `http` or `ray` is missing.
         UsageError, RunError: as `make_server` and `serve_forever`.
     """
-    recipe = recipe_of(system, sizes, max_batch_size, engine, target)
+    recipe = recipe_of(system, sizes, max_batch_size, engine, target, templates=templates)
 
     def make(settings: "HttpSettings") -> "ServerParts":
         limits = settings.limits
@@ -146,6 +147,7 @@ def recipe_of(
     target: Target,
     *,
     needs_standalone: bool = True,
+    templates: "RecordTemplates | None" = None,
 ) -> "EngineRecipe":
     """What the engine is made of. Raises UsageError: there is no such model or device."""
     from ...profiling.http.engine import EngineRecipe
@@ -168,6 +170,7 @@ def recipe_of(
         tuple(sizes),
         max_batch_size,
         needs_standalone,
+        templates,
     )
 
 

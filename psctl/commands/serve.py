@@ -19,13 +19,14 @@ from ..options.http import HttpFlags
 from ..options.replicas import REPLICAS, ReplicaFlags
 from ..options.system import PolicyName, SystemName, chosen_system, with_cache_of
 from ..options.target import Target
+from ..options.templates import TemplateFlags
 from ..output import Output
 from .http_server import serve_cascade_http, serve_http
 from .serve_cascade import serve_cascade
 from .simulate_cascade import check_cascade_flags
 
 _OF_TRACES = (TRACE.names() | {"--output-file", "--save-dir", "--predictor", "--remeasure"}) - {"--resolutions"}
-_OF_SERVERS = Flags.of(HttpFlags).names() | REPLICAS.names()
+_OF_SERVERS = Flags.of(HttpFlags).names() | REPLICAS.names() | Flags.of(TemplateFlags).names()
 
 
 def serve(
@@ -57,6 +58,7 @@ def serve(
     engine: ServedEngineFlags,
     web: HttpFlags,
     replicas: ReplicaFlags,
+    templates: TemplateFlags,
     target: Target,
     out: Output,
 ) -> None:
@@ -73,6 +75,7 @@ def serve(
         psctl serve --cascade emoji-xl:4,emoji-xl:50 --workers 2 --request-rate 0.5 --slo-scale 4
         psctl serve --http --port 8000
         psctl serve --http --num-replicas 4 --device cuda
+        psctl serve --http --reuse-templates
         psctl serve --http --cascade emoji-xl:4,emoji-xl:50 --workers 2 --slo-scale 4
     """
     # Everything that can be wrong is looked at before torch is imported and the model loaded.
@@ -130,8 +133,9 @@ def serve(
     if http:
         sizes = target.defaults().resolutions if trace.resolutions is None else tuple(parse_list(trace.resolutions))
         check_slo_scale(slo_scale)
-        engine = with_cache_of([chosen], engine, given, target, out)
-        serve_http(chosen, web, replicas, sizes, slo_scale, max_batch_size, engine, target, out)
+        recording = templates.recording(engine, given)
+        engine = with_cache_of([chosen], engine, given, target, out, reuses_templates=recording is not None)
+        serve_http(chosen, web, replicas, sizes, slo_scale, max_batch_size, engine, recording, target, out)
         return
     step_latency = None
     if predictor is not None:

@@ -84,7 +84,13 @@ def systems_of_policies(names: str, out: "Output") -> str:
 
 
 def with_cache_of(
-    systems: list[System], engine: "EngineOptions", given: dict[str, object], target: "Target", out: "Output"
+    systems: list[System],
+    engine: "EngineOptions",
+    given: dict[str, object],
+    target: "Target",
+    out: "Output",
+    *,
+    reuses_templates: bool = False,
 ) -> "EngineOptions":
     """The engine's options with the cache of the systems, unless the user chose one or the engine cannot have it.
 
@@ -94,8 +100,9 @@ def with_cache_of(
     modes = {system.cache for system in systems if system.cache != "off" and system.engine == "patched"}
     if "--cache" in given or engine.cache.is_on or not modes or engine.engine != "patched":
         return engine
-    if engine.compile or engine.cuda_graphs:
-        out.note("With --compile or --cuda-graphs no patch is reused: the system runs without its cache.")
+    if engine.compile or engine.cuda_graphs or reuses_templates:
+        why = "--reuse-templates" if reuses_templates else "--compile or --cuda-graphs"
+        out.note(f"With {why} no patch is reused: the system runs without its cache.")
         return engine
     options = replace(engine.cache, mode=modes.pop())
     found = target.with_predictor(options).predictor

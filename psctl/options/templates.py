@@ -1,9 +1,11 @@
 """Records of images that edits read."""
 
+from collections.abc import Container
+from dataclasses import dataclass
 from typing import Annotated
 
 from ...data.errors import UsageError
-from ...serving.options import EngineOptions
+from ...serving.options import EngineOptions, RecordTemplates
 from ..flags import flag
 
 TemplatePrompt = Annotated[
@@ -12,8 +14,43 @@ TemplatePrompt = Annotated[
 TemplateSeed = Annotated[int, flag("--template-seed", "Of the record: seed of the noise outside masks.", min=0)]
 
 
-def require_masked(options: EngineOptions) -> None:
-    """Raise UsageError unless an engine can compute a part of an image and read the rest."""
+@dataclass(frozen=True, slots=True)
+class TemplateFlags:
+    """Whether a server's edits read records."""
+
+    reuse_templates: Annotated[
+        bool,
+        flag("--reuse-templates", "With --http: edits compute their masked part, and read the rest from a record."),
+    ] = False
+    record: Annotated[
+        RecordTemplates,
+        flag(
+            "--record",
+            "With --reuse-templates: at the first edit of an image, which is exact, in free places of the batch; or "
+            "never: only psctl templates add does.",
+        ),
+    ] = "first"
+
+    def recording(self, engine: EngineOptions, given: Container[str]) -> RecordTemplates | None:
+        """When templates are recorded; None: edits read no records.
+
+        Args:
+            engine: as the user has it.
+            given: the options on the command line.
+
+        Raises:
+            UsageError: the engine cannot, or nothing is reused.
+        """
+        if not self.reuse_templates:
+            if "--record" in given:
+                raise UsageError("--record is of records that edits read: add --reuse-templates, or leave it out")
+            return None
+        require_masked(engine, "--reuse-templates")
+        return self.record
+
+
+def require_masked(options: EngineOptions, wanted: str = "--reuse") -> None:
+    """Raise UsageError unless an engine can compute a part of an image and read the rest, as an option wants it."""
     given = {
         f"--engine {options.engine}": options.engine != "patched",
         "--cache": options.cache.is_on,
@@ -21,4 +58,4 @@ def require_masked(options: EngineOptions) -> None:
         "--cuda-graphs": options.cuda_graphs,
     }
     if refused := [name for name, is_given in given.items() if is_given]:
-        raise UsageError(f"--reuse computes parts of an image, which does not go with {' and '.join(refused)}")
+        raise UsageError(f"{wanted} computes parts of an image, which does not go with {' and '.join(refused)}")

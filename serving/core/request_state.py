@@ -51,6 +51,9 @@ class RequestRecord:
 
     Of a cascade, `served_by` is the model whose image it has, and `confidence` that of its light image, which was
     compared with `threshold`; None where nobody looked.
+
+    Of an edit, `mask_ratio` is the share of its pixels in the mask, `active_share` that of its cells, and `reused` says
+    whether the others were read from the record of its template; the latter two are known when it is prepared.
     """
 
     request_id: int
@@ -73,10 +76,15 @@ class RequestRecord:
     served_by: str | None = None
     confidence: float | None = None
     threshold: float | None = None
+    strength: float | None = None
+    mask_ratio: float | None = None
+    active_share: float | None = None
+    reused: bool | None = None
 
     @classmethod
     def of(cls, request: Request) -> Self:
         """A pending record of `request`, with no time filled in but its arrival."""
+        edit = request.edit
         return cls(
             request_id=request.request_id,
             prompt=request.prompt,
@@ -87,6 +95,8 @@ class RequestRecord:
             seed=request.seed,
             arrival_s=request.arrival_s,
             slo_s=request.slo_s,
+            strength=None if edit is None else edit.strength,
+            mask_ratio=None if edit is None else edit.mask_ratio,
         )
 
     def close(self, status: Status, now_s: float, reason: str | None = None) -> None:

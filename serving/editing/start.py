@@ -1,6 +1,7 @@
 """The start of an edit: latents of its image, the noise, and the first latents, as diffusers' pipelines draw them."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from ...data.edits import EditSpec, latent_mask
-from ..core.prepared import KnownArea
+from ..core.prepared import KnownArea, PreparedRequest
 from ..samplers.single import SamplerState
 
 _MASKED_GREY = 0.0
@@ -68,6 +69,24 @@ def begin_edit(
     else:
         latents = first * state.scheduler.init_noise_sigma if scales_noise else first
     return latents, KnownArea(may_change, clean, noise, levels)
+
+
+def noised_steps(first: PreparedRequest) -> list[PreparedRequest]:
+    """An edit of a whole image at each of its steps, as if it had become the image so far: over its latents as they are
+    noised there. What they share is the same memory.
+
+    Args:
+        first: prepared, no step taken, of strength 1.
+    """
+    known = first.known
+    assert known is not None, "only edits have an image"
+    steps = [first]
+    for index in range(1, first.state.num_steps):
+        of_clean, of_noise = known.levels[index].tolist()
+        latents = known.clean * of_clean + known.noise * of_noise
+        # No step is taken, so what a multistep sampler has seen before may be anything.
+        steps.append(replace(first, latents=latents, state=replace(first.state, steps_done=index), previous_x0=latents))
+    return steps
 
 
 class ImageEncoder:

@@ -13,6 +13,7 @@ import shutil
 import threading
 import time
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ class TemplateKey:
         return hashlib.sha256(json.dumps([VERSION, self.about], sort_keys=True).encode()).hexdigest()[:24]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class TemplateRecord:
     """A record, in memory or in its files; see `core.prepared.Template`.
 
@@ -93,12 +94,20 @@ class TemplateStore:
     Args:
         folder: of the workspace.
         memory_mb: most that is kept in memory; a record that is larger is read from its files at every step.
-        disk_mb: most that is kept in the folder; the records that were read longest ago make room for a new one.
+        disk_mb: most that is kept in the folder; the records that were read longest ago make room for a new one, but
+            none whose files are read at the time.
+
+    Attributes:
+        folder: see above.
+        num_added: records that were taken over.
     """
 
     def __init__(self, folder: Path, *, memory_mb: float = MEMORY_MB, disk_mb: float = DISK_MB) -> None:
         self.folder, self._most_bytes, self._most_disk_bytes = folder, memory_mb * 1e6, disk_mb * 1e6
+        self.num_added = 0
         self._lock = threading.Lock()
+        # Those that are read step by step, as long as an edit does.
+        self._streamed: weakref.WeakValueDictionary[str, TemplateRecord] = weakref.WeakValueDictionary()
         self._held: OrderedDict[str, TemplateRecord] = OrderedDict()
         self._checked: set[str] = set()
 
@@ -143,7 +152,8 @@ class TemplateStore:
                     self._write(key, recorded, kept, temporary)
                 self._checked.add(digest)
             except OSError as error:
-                failure = error
+                # Another process may have been the first to give it its name.
+                failure = None if (place / MANIFEST).is_file() else error
         for _ in recorded:  # what was not written
             pass
         if kept.steps is not None:
@@ -151,6 +161,7 @@ class TemplateStore:
                 self._hold(digest, TemplateRecord(device, kept.num_bytes, kept.steps, place))
         if failure is not None:
             raise failure
+        self.num_added += 1
         self._make_room(digest)
 
     def _write(self, key: TemplateKey, steps: Iterator[Sequence[Seen]], kept: "_Kept", folder: Path) -> None:
@@ -213,7 +224,7 @@ class TemplateStore:
         for _, template_id, size in sorted(found):
             if total <= self._most_disk_bytes:
                 return
-            if template_id != kept:
+            if template_id != kept and template_id not in self._streamed:
                 self._delete(template_id)
                 total -= size
 
@@ -243,7 +254,8 @@ class TemplateStore:
         place = self.folder / digest
         content = _manifest_of(place)
         if content["bytes"] > self._most_bytes:
-            return TemplateRecord(device, content["bytes"], None, place)
+            found = self._streamed[digest] = TemplateRecord(device, content["bytes"], None, place)
+            return found
         steps = [read_step(place / name) for name in sorted(content["files"])]
         return TemplateRecord(device, content["bytes"], steps, place)
 

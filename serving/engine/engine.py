@@ -45,6 +45,7 @@ class Engine:
         on_image: called with each image before its record closes, in the thread that decodes; an error fails the
             request.
         preview: draws the partial images of those who watch, as soon as it can; None: they are decoded.
+        records_templates: whether templates of edits that have no record are recorded, in free places of the batch.
 
     Attributes:
         collector: the collector.
@@ -67,6 +68,7 @@ class Engine:
         on_step: Callable[[StepRow], None] | None = None,
         on_image: OnImage | None = None,
         preview: Preview | None = None,
+        records_templates: bool = False,
     ) -> None:
         self._model = model
         self.collector = collector or InMemory()
@@ -89,6 +91,7 @@ class Engine:
             on_finish=on_finish,
             on_image=on_image,
             preview=preview,
+            records_templates=records_templates,
         )
         # Guards the scheduler, the open requests and the fields below.
         self._changed = self._stages.changed
@@ -234,7 +237,7 @@ class Engine:
         scheduler, stages = self._scheduler, self._stages
         while True:
             with self._changed:
-                while not (self._is_aborted or self._cancelled or stages.error or scheduler.is_due):
+                while not (self._is_aborted or self._cancelled or stages.error or scheduler.is_due or self._may_record):
                     if self._is_closed and scheduler.is_idle:
                         return
                     self._changed.wait()
@@ -245,11 +248,21 @@ class Engine:
                 stages.prepare_next()
                 num_waiting = scheduler.num_waiting
                 batch = [stages.prepared[state.request.request_id] for state in scheduler.active]
-                can_step = scheduler.can_step
+                can_step, may_record = scheduler.can_step, self._may_record
             for state in ended:
                 stages.let_go(state)
             if can_step:
                 self._step(batch, num_waiting)
+            if may_record and stages.recorder is not None:
+                # Beside others one at a time, as a step of one more request would delay them.
+                stages.recorder.take_passes(1 if batch else self.max_batch_size)
+
+    @property
+    def _may_record(self) -> bool:
+        """Whether passes of a template are due, and a place is free for them. None are while the last requests end."""
+        recorder, scheduler = self._stages.recorder, self._scheduler
+        is_free = len(scheduler.active) < scheduler.max_batch_size
+        return recorder is not None and recorder.is_due and is_free and not self._is_closed
 
     def _end_cancelled(self) -> list[RequestState]:
         """Close what is to be cancelled and has not ended meanwhile. The lock is held."""

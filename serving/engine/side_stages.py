@@ -21,6 +21,7 @@ from ..models.served import ServedModel
 from ..scheduling.scheduler import Scheduler
 from .collectors import Collector
 from .preview import Preview
+from .recorder import TemplateRecorder
 from .stages import StageThread
 from .watch import Watch
 
@@ -48,6 +49,7 @@ class SideStages:
         open: requests of which the collector has not been told yet, by id.
         prepared: encoded text and latents by request id, from the end of preparing until the last step.
         watches: who is told how far a request has come, by its id; those of open requests.
+        recorder: of templates that edits have missed, if they are recorded.
         callback_failures: errors of callbacks, which end nothing.
         last_end_s: when the last of those requests ended of which the collector has been told; None if there is none.
     """
@@ -63,6 +65,7 @@ class SideStages:
         on_finish: Callable[[RequestRecord], None] | None,
         on_image: OnImage | None,
         preview: Preview | None,
+        records_templates: bool,
     ) -> None:
         self.changed = threading.Condition()
         self.open: dict[int, RequestState] = {}
@@ -83,6 +86,7 @@ class SideStages:
         self._postprocess = StageThread[Callable[[], None]](
             "psctl-postprocess", lambda work: work(), device=model.device, on_error=self._wake
         )
+        self.recorder = TemplateRecorder(model, self.changed, self._wake) if records_templates else None
         self._told: deque[Callable[[], None]] = deque()
         self._handed_over_s = 0.0
         self._collect = StageThread[bool](
@@ -92,12 +96,14 @@ class SideStages:
     @property
     def error(self) -> BaseException | None:
         """What has ended one of the threads: a defect, or an error of a callback."""
-        return self._prepare.error or self._postprocess.error or self._collect.error
+        recording = None if self.recorder is None else self.recorder.error
+        return self._prepare.error or self._postprocess.error or self._collect.error or recording
 
     def start(self) -> None:
         """Start the threads, and to prepare what was submitted before."""
-        for stage in (self._prepare, self._postprocess, self._collect):
-            stage.start()
+        for stage in (self._prepare, self._postprocess, self._collect, self.recorder):
+            if stage is not None:
+                stage.start()
         with self.changed:
             self._is_running = True
             self.prepare_next()
@@ -174,9 +180,10 @@ class SideStages:
         if at_once:
             self._postprocess.discard_queued()
         was_interrupted = False
-        for stage in (self._prepare, self._postprocess):
+        for stage in (self.recorder, self._prepare, self._postprocess):
             try:
-                stage.finish()
+                if stage is not None:
+                    stage.finish()
             except KeyboardInterrupt:
                 was_interrupted = True
                 self._postprocess.discard_queued()
@@ -210,9 +217,11 @@ class SideStages:
             self.call(partial(self._on_finish, state.record))
 
     def _prepare_one(self, request: Request) -> None:
-        prepared = failure = None
+        prepared = failure = share = None
         try:
             prepared = self._model.prepare(request)
+            if request.edit is not None:
+                share = self._model.family.geometry.active_share(request.edit)
         except Exception as error:  # noqa: BLE001  one failing request must not take down the others
             failure = describe("preparing", error)
         with self.changed:
@@ -225,6 +234,8 @@ class SideStages:
             )
             if state is not None and prepared is not None:
                 self.prepared[request.request_id] = prepared
+                if share is not None:
+                    state.record.active_share, state.record.reused = share, prepared.template is not None
             self.prepare_next()
             self.changed.notify_all()
         if state is not None and prepared is None:
@@ -270,6 +281,9 @@ class SideStages:
                 self._scheduler.end(request.request_id, status, self._now_s(), failure)
         if is_open:
             self.let_go(state, image, latents if failure is None else None)
+        if self.recorder is not None and state.record.reused is False:
+            # Not before, or its own steps would wait for those of the record.
+            self.recorder.want(request)
 
     def _wake(self) -> None:
         with self.changed:

@@ -6,6 +6,7 @@ the plain pipeline with the same prompt, size, steps, guidance scale and `torch.
 """
 
 import hashlib
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -25,8 +26,8 @@ from ..core.denoiser import denoiser_of
 from ..core.prepared import PreparedRequest
 from ..core.stepper import Stepper, Tuning
 from ..core.timing import finish_stream
-from ..editing.start import begin_edit
-from ..editing.templates import TemplateKey, TemplateStore
+from ..editing.start import begin_edit, noised_steps
+from ..editing.templates import TemplateKey, TemplateRecord, TemplateStore
 from ..options import EngineOptions
 from ..patched.cached_block import block_facts
 from ..patched.stepper import PatchedStepper
@@ -44,8 +45,8 @@ MAX_TIMES_PIXELS = 64
 MASKED_UP_TO = 0.6
 """Share of the cells of an image up to which a masked pass is worth it: above it is as slow as a whole one, or slower
 (`tests/benchmarks/bench_edit.py`)."""
-_STEPS_TOGETHER = 4
-"""Of a template's passes."""
+PASSES_TOGETHER = 4
+"""Of a template, in a batch."""
 _MOST_SCHEDULES = 4096
 """Of the schedules (steps and resolution) that are known to be fine."""
 
@@ -55,7 +56,7 @@ class ServedModel:
 
     `prepare`, `stepper.step` and `decode` use disjoint parts of the pipeline (text encoders, and for edits the
     autoencoder's encoder; the denoising model; the autoencoder's decoder), so three threads may call them at the same
-    time, but no two threads the same one.
+    time, but no two threads the same one; `prepare` waits for its turn.
 
     Args:
         pipe: a diffusers pipeline of a supported class, already on its device and in its dtype.
@@ -68,7 +69,8 @@ class ServedModel:
         decode: does the autoencoder's part; None for the pipeline's own.
 
     Attributes:
-        templates: records that edits may read.
+        templates: records that edits may read. Where there is no record for an edit, it is as it were without a
+            template; without this store it is the twin of the one that reads, with the template's noise.
         masked_up_to: share of an image's cells up to which they do.
     """
 
@@ -95,6 +97,7 @@ class ServedModel:
         self._decode = decode or (lambda latents: pipe.vae.decode(latents, return_dict=False)[0])
         self.templates: TemplateStore | None = None
         self._known_schedules: set[tuple[int, int, Resolution]] = set()
+        self._preparing = threading.Lock()
 
     @property
     def identity(self) -> ModelIdentity:
@@ -184,19 +187,26 @@ class ServedModel:
 
         The latents are drawn on the CPU whatever the device, so that a seed means the same image everywhere.
         """
+        with self._preparing:
+            return self._prepare(request)
+
+    def _prepare(self, request: Request) -> PreparedRequest:
+        edit, record = request.edit, self._record_for(request)
+        if edit is not None and record is None and self.templates is not None:
+            edit = replace(edit, template=None)
         is_guided = self.family.uses_guidance(request.guidance_scale)
         conditioning = self.family.condition(request, is_guided)
         generator = torch.Generator("cpu").manual_seed(request.seed)
         state = self._start_schedule(request, generator)
         dtype, known = conditioning["text"].dtype, None
-        if request.edit is None:
+        if edit is None:
             shape = (1, self.denoiser.config.in_channels, *self.family.geometry.latent_size(request.resolution))
             latents = randn_tensor(shape, generator=generator, device=self.device, dtype=dtype)
             if self.family.scales_noise:
                 latents = latents * state.scheduler.init_noise_sigma
         else:
             latents, known = begin_edit(
-                request.edit,
+                edit,
                 self.family.encode,
                 state,
                 generator,
@@ -205,11 +215,7 @@ class ServedModel:
                 device=self.device,
                 dtype=dtype,
             )
-        prepared = PreparedRequest(request, latents, conditioning, state, is_guided, known=known)
-        if self.templates is not None and (key := self.template_key(request)) is not None:
-            assert request.edit is not None
-            if self.is_worth_masking(request.edit):
-                prepared.template = self.templates.find(key, self.device)
+        prepared = PreparedRequest(request, latents, conditioning, state, is_guided, known=known, template=record)
         self.stepper.prepare(prepared)
         # The denoise loop works on another stream.
         finish_stream(self.device)
@@ -219,6 +225,18 @@ class ServedModel:
     def decode(self, latents: torch.Tensor) -> "Image":
         """Turn the final latents of one request into its image."""
         return self.family.decode(latents.to(self.dtype), self._decode)[0]
+
+    def _record_for(self, request: Request) -> TemplateRecord | None:
+        """The record that an edit is to read. One that cannot be read is warned of, and as good as none."""
+        edit = request.edit
+        if self.templates is None or edit is None or edit.template is None or not self.is_worth_masking(edit):
+            return None
+        key = self.template_key(request)
+        try:
+            return None if key is None else self.templates.find(key, self.device)
+        except RunError as error:
+            warnings.warn(str(error), stacklevel=3)
+            return None
 
     def is_worth_masking(self, edit: EditSpec) -> bool:
         """Whether computing the masked part of an image by itself is faster than all of it."""
@@ -291,21 +309,35 @@ class ServedModel:
     def recorded(
         self, request: Request, on_step: Callable[[int], None] = lambda count: None
     ) -> Iterator[list[dict[str, torch.Tensor]]]:
-        """Run the whole passes over the image of an edit that its masked ones will read (InstGenIE section 3.1): at
-        each step over the image as it is noised there, with the template's prompt. Steps are independent of each other
-        and share batches. Nothing else may run on the model meanwhile.
+        """Run a template's passes: of each step and row what operators have seen, by name, on the model's device.
+        Nothing else may run on the model meanwhile.
 
         Args:
             request: that has a `template_key`.
             on_step: called with how many steps are done more.
+        """
+        passes = self.template_passes(request)
+        for start in range(0, len(passes), PASSES_TOGETHER):
+            found = self.record(passes[start : start + PASSES_TOGETHER])
+            on_step(len(found))
+            yield from found
 
-        Returns:
-            Of each step and row what operators have seen, by name; on the model's device.
+    def record(self, passes: Sequence[PreparedRequest]) -> list[list[dict[str, torch.Tensor]]]:
+        """Run passes of a template in one batch: for each, of each of its rows, what operators have seen, by name, on
+        the model's device. To be called where the stepper is.
+        """
+        assert isinstance(self.stepper, PatchedStepper)
+        found = self.stepper.record(passes)
+        finish_stream(self.device)
+        return found
+
+    def template_passes(self, request: Request) -> list[PreparedRequest]:
+        """The whole passes over the image of an edit that its masked ones will read (InstGenIE section 3.1): at each
+        step over the image as it is noised there, with the template's prompt. They are independent of each other.
         """
         edit = request.edit
         assert edit is not None
         assert edit.template is not None
-        assert isinstance(self.stepper, PatchedStepper)
         whole = replace(
             request,
             prompt=edit.template.prompt,
@@ -313,19 +345,9 @@ class ServedModel:
             edit=replace(edit, mask=np.ones_like(edit.mask), strength=1.0, template=None),
             seed=edit.template.seed,
         )
-        first = self.prepare(whole)
-        assert first.known is not None
-        steps = [first]
-        for index in range(1, first.state.num_steps):
-            of_clean, of_noise = first.known.levels[index].tolist()
-            latents = first.known.clean * of_clean + first.known.noise * of_noise
-            state = replace(first.state, steps_done=index)
-            # No step is taken, so what a multistep sampler has seen before may be anything.
-            steps.append(replace(first, latents=latents, state=state, previous_x0=latents))
-        for start in range(0, len(steps), _STEPS_TOGETHER):
-            found = self.stepper.record(steps[start : start + _STEPS_TOGETHER])
-            on_step(len(found))
-            yield from found
+        passes = noised_steps(self.prepare(whole))
+        finish_stream(self.device)
+        return passes
 
     def close(self) -> None:
         """Let go of what outlives calls, such as the processes of other ranks."""

@@ -39,8 +39,8 @@ class Scheduler:
     * `decide` is called only between two steps. If then `can_step`, the driver takes one step of all `active` requests
       and calls `stepped`, with no `decide` between.
     * It changes its own state, and the states and records that it has made; nobody else changes these (except
-      `image_path`) while they are open. Of a request whose record is closed it keeps nothing, once it
-      is not being prepared any more.
+      `image_path`, and of edits `active_share` and `reused`) while they are open. Of a request whose record is closed
+      it keeps nothing, once it is not being prepared any more.
     * Only the constructor raises `UsageError`. Any other error is a defect of the policy or the driver; afterwards only
       `end_all` may be called.
 

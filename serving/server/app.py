@@ -23,7 +23,7 @@ from .openapi import edit_body, errors, generation_body
 from .page import page_response
 from .protocol import GENERATIONS, MAX_IMAGES, Generation, check_model, parse_generation
 from .sse import events_of, usage_of
-from .tickets import Ticket, metrics_of, routing_of
+from .tickets import Ticket, facts_of, metrics_of
 
 _CREATED = int(time.time())
 _OF_DRAWING = errors(400, 401, 403, 404, 408, 409, 413, 415, 429, 500, 503, 504)
@@ -207,8 +207,8 @@ def _images_of(ticket: Ticket, base_url: str) -> dict[str, Any]:
 def _image_of(ticket: Ticket, index: int, base_url: str) -> dict[str, Any]:
     drawn = ticket.drawn[index]
     if ticket.generation.response_format == "url":
-        return {"url": f"{base_url}v1/images/{ticket.id}-{index}/content", **routing_of(drawn.record)}
-    return {"b64_json": base64_of(drawn.content), **routing_of(drawn.record)}
+        return {"url": f"{base_url}v1/images/{ticket.id}-{index}/content", **facts_of(drawn.record)}
+    return {"b64_json": base64_of(drawn.content), **facts_of(drawn.record)}
 
 
 def _status_of(ticket: Ticket, base_url: str) -> dict[str, Any]:
@@ -243,6 +243,7 @@ def _model_card(name: str, front_end: FrontEnd) -> dict[str, Any]:
             "size": str(model.defaults.default_resolution),
             "num_inference_steps": model.defaults.num_inference_steps,
             "guidance_scale": model.defaults.guidance_scale,
+            "reuse": model.reuses_templates,
         },
         **({"cascade": list(model.cascade)} if model.cascade else {}),
         "limits": {

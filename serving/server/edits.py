@@ -1,7 +1,7 @@
 """What `POST /v1/images/edits` takes: a form with an image, a mask, and fields as text. No torch.
 
-Names and meanings are those of OpenAI's images API; `strength`, `paste`, `feather_px` and what is ours of generations
-are ours.
+Names and meanings are those of OpenAI's images API; `strength`, `paste`, `feather_px`, `reuse`, `template_prompt`,
+`template_seed` and what is ours of generations are ours.
 """
 
 import json
@@ -16,8 +16,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from ...data.datasets.decode import size_of
-from ...data.edits import MAX_FEATHER_PX, EditSpec, has_alpha, read_image, read_mask
+from ...data.edits import MAX_FEATHER_PX, EditSpec, TemplateSpec, has_alpha, read_image, read_mask
 from ...data.errors import UsageError
+from ...data.requests import MAX_SEED
 from ...data.resolution import Resolution
 from .errors import ApiError, invalid
 from .limits import Limits
@@ -28,7 +29,7 @@ MAX_EDIT_BYTES = 50_000_000
 _MOST_PARTS = 64
 _VALUES = (
     *("n", "seed", "num_inference_steps", "guidance_scale", "output_compression", "partial_images", "slo"),
-    *("strength", "feather_px", "stream", "progress", "paste"),
+    *("strength", "feather_px", "stream", "progress", "paste", "reuse", "template_seed"),
 )
 """Fields that are numbers, true or false; all others are text, whatever they look like."""
 _VALUE = re.compile(r"true|false|-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?([eE][-+]?[0-9]{1,3})?", re.ASCII)
@@ -89,16 +90,30 @@ def parse_edit(
         fields.word("input_fidelity", "low", ("low", "high"))
         strength = fields.number("strength", 1.0, 0.0, 1.0)
         paste, feather_px = fields.flag("paste", True), fields.whole("feather_px", 0, 0, MAX_FEATHER_PX)
+        template = _template_of(fields, model, limits)
         wanted = take_generation(fields, resolution, model, limits, header_slo)
         pixels = read_image(image, "image")
         if mask is None and not has_alpha(image):
             missing = "mask is missing, and the image has no transparent parts to take for it"
             raise invalid(missing, "mask", code="missing_required_parameter")
         may_change = read_mask(image if mask is None else mask, "mask")
-        return replace(wanted, edit=EditSpec(pixels, may_change, strength, paste, feather_px))
+        return replace(wanted, edit=EditSpec(pixels, may_change, strength, paste, feather_px, template))
     except UsageError as error:
         begin = _PARAM.match(str(error))
         raise invalid(str(error), begin and begin[1]) from None
+
+
+def _template_of(fields: Fields, model: ModelFacts, limits: Limits) -> TemplateSpec | None:
+    """What an edit's record is of; None for an exact edit. Raises ApiError: nothing is reused."""
+    reuse = fields.flag("reuse", model.reuses_templates)
+    if reuse and not model.reuses_templates:
+        raise invalid("reuse is true, but edits are exact here: the server has no --reuse-templates", "reuse")
+    for name in ("template_prompt", "template_seed"):
+        if fields.has(name) and not reuse:
+            raise invalid(f"{name} is of the record, which only edits with reuse read", name)
+    prompt = fields.text("template_prompt", most=limits.max_prompt) or ""
+    seed = fields.whole("template_seed", 0, 0, MAX_SEED)
+    return TemplateSpec(prompt, seed) if reuse else None
 
 
 def _by_name(parts: Sequence[tuple[str, str | bytes]]) -> dict[str, Any]:

@@ -49,6 +49,7 @@ class LocalSetup:
         predictor: step latencies, for policies that look ahead.
         max_batch_size: largest number of requests in the batch.
         standalone_s: latency of a request alone, for policies that ask for it; called where requests are handed in.
+        records_templates: as of `Engine`.
         warm_up: served before the backend is ready, one batch after the other.
     """
 
@@ -58,6 +59,7 @@ class LocalSetup:
     max_batch_size: int = 16
     standalone_s: Callable[[Request], float | None] = lambda request: None
     warm_up: Sequence[Sequence[Request]] = ()
+    records_templates: bool = False
 
 
 def engine_thread() -> ThreadPoolExecutor:
@@ -233,6 +235,7 @@ class LocalBackend:
                 max_batch_size=setup.max_batch_size,
                 collector=_Posts(self),
                 preview=self._preview,
+                records_templates=setup.records_templates,
             )
             engine.start()
             self._engine = engine

@@ -51,12 +51,14 @@ class Metrics(Watcher):
         )
         self.predictor_scale = gauge("predictor_scale", "What predicted step latencies are multiplied by.")
         self.cache_reused_share = gauge("cache_reused_share", "Share of computation that the patch cache has saved.")
-        for known_here in (self.predictor_scale, self.cache_reused_share):
+        self.templates_recorded = gauge("templates_recorded", "Records of templates made since the start.")
+        for known_here in (self.predictor_scale, self.cache_reused_share, self.templates_recorded):
             # Engines in processes of their own do not tell.
             known_here.set(float("nan"))
         self._ended = counter("request_success", "Images that have ended, by how.", "finished_reason")
         self._met = counter("slo_met", "Images in time.", "resolution")
         self._missed = counter("slo_missed", "Images that were late, or never came.", "resolution")
+        self._edits = counter("edits", "Edits that were drawn, by whether they read their template's record.", "reused")
         self._rejected = counter("rejected", "Requests that were not let in.", "code")
         self._answers = counter("http_requests", "Answers.", "route", "code")
         self._latency = seconds("e2e_request_latency_seconds", "From the request to its image.")
@@ -105,6 +107,8 @@ class Metrics(Watcher):
                 (self._met if record.slo_met else self._missed).labels(size if size in self._sizes else "other").inc()
             if record.latency_s is not None:
                 self._latency.observe(record.latency_s)
+            if record.reused is not None and record.status == "completed":
+                self._edits.labels(str(record.reused).lower()).inc()
             if record.queueing_s is not None:
                 self._queue.observe(record.queueing_s)
             for histogram, start_s, end_s in (

@@ -63,7 +63,13 @@ def edit_body(model: ModelFacts, limits: Limits) -> dict[str, Any]:
         "strength": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
         "paste": {"type": "boolean"},
         "feather_px": _whole(0, MAX_FEATHER_PX),
+        "reuse": {"type": "boolean", "default": True} if model.reuses_templates else {"enum": [False]},
     }
+    if model.reuses_templates:
+        properties |= {
+            "template_prompt": {"type": "string", "maxLength": limits.max_prompt},
+            "template_seed": _whole(0, MAX_SEED),
+        }
     schema = {"type": "object", "required": ["image", "prompt"], "properties": properties}
     return body_of(schema, "multipart/form-data")
 

@@ -40,6 +40,7 @@ class ModelFacts:
         defaults: what a request gets that does not say.
         size_multiple: width and height must be multiples of it.
         dtype: for clients that ask about the model.
+        reuses_templates: whether edits read the records of their templates, unless they say that they do not.
         cascade: of a light and a heavy model: their names, each of which takes its own steps and guidance.
     """
 
@@ -48,6 +49,7 @@ class ModelFacts:
     aliases: Sequence[str] = ()
     size_multiple: int = 8
     dtype: str = ""
+    reuses_templates: bool = False
     cascade: tuple[str, ...] = ()
 
     @property

@@ -43,6 +43,8 @@ class RequestLog(Watcher):
         }
         if ticket.records:
             line |= {name: _short(value) for name, value in metrics_of(ticket.records).items()}
+        if wanted.edit is not None:
+            line["reused"] = sum(record.reused is True for record in ticket.records)
         if ticket.error is not None:
             line |= {"code": ticket.error.code, "reason": ticket.error.message}
         if self._with_prompts:

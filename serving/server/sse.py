@@ -8,7 +8,7 @@ from typing import Any
 from .errors import ApiError, took_too_long
 from .images import base64_of
 from .protocol import Generation
-from .tickets import Drawn, Partial, Progress, Ticket, metrics_of, routing_of
+from .tickets import Drawn, Partial, Progress, Ticket, facts_of, metrics_of
 
 COMMENT_EVERY_S = 10.0
 _COMMENT = b": waiting\n\n"
@@ -91,6 +91,6 @@ def _content_of(told: Partial | Progress | Drawn, ticket: Ticket) -> dict[str, A
         "id": ticket.id,
         "usage": usage_of(wanted, 1),
         "metrics": metrics_of([told.record]),
-        **routing_of(told.record),
+        **facts_of(told.record),
         **shared,
     }

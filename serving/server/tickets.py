@@ -230,13 +230,16 @@ def error_of(record: RequestRecord, ticket_id: str) -> ApiError:
     return ApiError(500, f"the engine has stopped, and {ticket_id} with it; it may be sent again", code="engine_error")
 
 
-def routing_of(record: RequestRecord) -> dict[str, Any]:
-    """Which model of a cascade has drawn an image, and why: of its light image the confidence, and the threshold that
-    this was compared with, null where nobody looked. Nothing where one model serves.
+def facts_of(record: RequestRecord) -> dict[str, Any]:
+    """What only some images have to say. Of a cascade: which model has drawn it, and why: of its light image the
+    confidence, and the threshold that this was compared with, null where nobody looked. Of an edit: whether it has
+    reused what was recorded of its template, and how much of the image it changes.
     """
-    if record.served_by is None:
-        return {}
-    return {"model": record.served_by, "confidence": record.confidence, "threshold": record.threshold}
+    if record.served_by is not None:
+        return {"model": record.served_by, "confidence": record.confidence, "threshold": record.threshold}
+    if record.reused is not None:
+        return {"reused": record.reused, "mask_ratio": record.mask_ratio, "active_share": record.active_share}
+    return {}
 
 
 def metrics_of(records: Sequence[RequestRecord]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def test_an_edit_is_that_of_diffusers_and_keeps_the_rest(run_psctl: RunPsctl, fo
     request = edit_request(0, SIZE, num_steps=2)
     run = run_psctl(
         "edit", folder / "room.png", "a red hat", "--mask", folder / "mask.png", "-n", "2", "-o", folder / "hats",
-        "--json", PSCTL_MODEL=str(folder / "sdxl"),
+        "--json", "--dtype", "float32", PSCTL_MODEL=str(folder / "sdxl"),
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     told = json.loads(run.stdout)

@@ -17,7 +17,7 @@ from PIL import Image
 
 from patchedserve.data.resolution import Resolution
 
-from ..support.edits import edit_request, image_of, mask_of, plain_edit
+from ..support.edits import edit_request, file_of, image_of, mask_of, plain_edit
 from ..support.http_server import HttpServer, until
 from ..support.tiny_models import save_tiny, tiny_sdxl
 
@@ -26,12 +26,6 @@ SIZE, SEED = Resolution(64, 48), 5
 EDITS, GENERATIONS = "/v1/images/edits", "/v1/images/generations"
 IMAGE, MASK = image_of(SIZE, SEED), mask_of(SIZE, "ellipse")
 ASK = {"num_inference_steps": 4, "seed": SEED, "slo": 60}
-
-
-def file_of(pixels: NDArray[Any], kind: str = "PNG", **options: Any) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, kind, **options)
-    return file.getvalue()
 
 
 def huge_png() -> bytes:
@@ -100,6 +94,8 @@ WRONG: list[tuple[dict[str, Any], str | None, str, str]] = [
     ({"partial_images": "1"}, "partial_images", "invalid_value", "partial_images needs stream to be true"),
     ({"feather_px": "257"}, "feather_px", "invalid_value", "feather_px is 257"),
     ({"feather_px": "4", "paste": "false"}, "feather_px", "invalid_value", "so it needs paste"),
+    ({"reuse": "true"}, "reuse", "invalid_value", "the server has no --reuse-templates"),
+    ({"template_seed": "1"}, "template_seed", "invalid_value", "which only edits with reuse read"),
     ({"input_fidelity": "medium"}, "input_fidelity", "invalid_value", "one of low, high"),
     ({"background": "transparent"}, "background", "invalid_value", "no alpha channel"),
     *(({name: "low"}, name, "unknown_parameter", "is unknown") for name in ("moderation", "style", "colour", "mask[]")),

@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from PIL import Image
 
+from patchedserve.data.resolution import Resolution
 from patchedserve.eval.metrics.psnr import psnr
 
 from ..conftest import RunPsctl
+from ..support.edits import file_of, image_of
 from ..support.http_server import HttpServer, small_model, until
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
@@ -35,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
-    options = ("--num-replicas", "2", "--system", "patched-fcfs", "--max-queue", "400")
+    options = ("--num-replicas", "2", "--system", "patched-fcfs", "--max-queue", "400", "--reuse-templates")
     with HttpServer(model, tmp_path_factory.mktemp("workspace"), *options, start_s=_START_S) as running:
         yield running
         assert running.stop() == 0
@@ -94,6 +97,19 @@ def test_partial_images_come_through(server: HttpServer) -> None:
     assert [each["partial_image_index"] for each in told if each["type"].endswith("partial_image")] == [0, 1]
     assert kinds.count("progress") == 20
     assert kinds[-1] == "completed"
+
+
+def test_edits_read_what_a_replica_has_recorded(server: HttpServer) -> None:
+    size = Resolution(64, 32)
+    files = {"image": file_of(image_of(size)), "mask": file_of(np.indices(size[::-1])[1] < 16)}
+    fields = {"prompt": (None, "a red hat"), "n": (None, "4"), "slo": (None, "60")}
+
+    def reused() -> list[bool]:
+        answer = httpx.post(f"{server.url}/v1/images/edits", files={**files, **fields}, timeout=60)
+        return [each["reused"] for each in answer.raise_for_status().json()["data"]]
+
+    assert reused() == [False] * 4
+    until(lambda: reused() == [True] * 4)
 
 
 def test_whoever_leaves_frees_the_replica(server: HttpServer) -> None:

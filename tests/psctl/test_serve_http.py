@@ -314,10 +314,18 @@ def test_wrong_use(run_psctl: RunPsctl, model: Path, server: HttpServer) -> None
         (("--max-queue", "0"), "--max-queue"),
         (("--predictor", "missing"), "--predictor belongs to traces"),
         (("--remeasure",), "--remeasure belongs to traces"),
+        (("--record", "never"), "add --reuse-templates, or leave it out"),
+        (("--reuse-templates", "--engine", "plain"), "which does not go with --engine plain"),
+        (("--reuse-templates", "--parallel", "virtual:2"), "which does not go with --engine parallel"),
+        (("--reuse-templates", "--cache", "interval"), "which does not go with --cache"),
+        (("--reuse-templates", "--compile"), "which does not go with --compile"),
     ):
         done = run_psctl("serve", "--http", "--model", model, *options)
         assert done.returncode in (1, 2)
         assert message in done.stderr
         assert "Traceback" not in done.stderr
-    done = run_psctl("serve", "--model", model, "--num-replicas", "2")
-    assert (done.returncode, "--num-replicas is for servers: add --http" in done.stderr) == (2, True)
+    for options in (("--num-replicas", "2"), ("--reuse-templates",)):
+        done = run_psctl("serve", "--model", model, *options)
+        assert (done.returncode, f"{options[0]} is for servers: add --http" in done.stderr) == (2, True)
+    done = run_psctl("serve", "--http", "--cascade", "emoji-xl:4,emoji-xl:50", "--reuse-templates")
+    assert (done.returncode, "--reuse-templates is for a single model" in done.stderr) == (2, True)

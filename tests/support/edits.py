@@ -1,5 +1,6 @@
 """Images, masks and edits to test with, and diffusers' inpainting pipelines as the reference."""
 
+import io
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,13 @@ def mask_of(size: Resolution, kind: str = "box") -> NDArray[np.bool_]:
     if kind == "speckles":
         return np.random.default_rng(0).random((height, width)) < 0.3
     return np.ones((height, width), dtype=bool)
+
+
+def file_of(pixels: NDArray[Any], kind: str = "PNG", **options: Any) -> bytes:
+    """An image file of these pixels."""
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, kind, **options)
+    return file.getvalue()
 
 
 def edit_request(

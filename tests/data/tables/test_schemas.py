@@ -14,7 +14,7 @@ import pytest
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import MAX_SEED, Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.data.tables.schemas import RECORDS, STEPS, read_frame, read_rows, read_table, write_table
+from patchedserve.data.tables.schemas import RECORDS, STEPS, about_of, read_frame, read_rows, read_table, write_table
 from patchedserve.serving.core.request_state import RequestRecord
 
 STEP = {
@@ -51,6 +51,20 @@ def test_records_read_back_equal_with_types_and_units(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["records.parquet"]
     row = rows[0]
     assert (row["queueing_s"], row["latency_s"], row["deadline_s"], row["slo_met"]) == (0.5, 1.25, 3.0, True)
+
+
+@pytest.mark.parametrize(("version", "num_columns"), [(1, 21), (2, 24)])
+def test_records_of_older_versions_are_read(version: int, num_columns: int, tmp_path: Path) -> None:
+    older = replace(RECORDS, version=version, columns=RECORDS.columns[:num_columns], oldest=None)
+    rows = [{name: row[name] for name in older.names} for row in record_rows()]
+    write_table(tmp_path / "t.parquet", older, rows, about={"of": "old"})
+    assert read_rows(tmp_path / "t.parquet", RECORDS) == [dict.fromkeys(RECORDS.names) | row for row in rows]
+    some = read_table(tmp_path / "t.parquet", RECORDS, ["slo_met", "reused"])
+    assert some.to_pydict() == {"slo_met": [True, None], "reused": [None, None]}
+    assert about_of(read_table(tmp_path / "t.parquet", RECORDS).schema, "t") == {"of": "old"}
+    write_table(tmp_path / "t.parquet", replace(older, columns=older.columns[1:]), [])
+    with pytest.raises(UsageError, match="which is not the records table's schema"):
+        read_table(tmp_path / "t.parquet", RECORDS)
 
 
 def test_record_rows_have_the_columns_of_the_table() -> None:

@@ -64,7 +64,7 @@ def edits() -> list[Request]:
 def test_an_edit_of_the_whole_image_is_its_twin(family: str, sampler: str | None, tmp_path: Path) -> None:
     pipe, requests = pipeline(family, sampler), [edit_request(0, LARGE, "all", template=TEMPLATE, num_steps=5)]
     reused = serve(model_with(pipe, tmp_path, requests), requests)
-    twin = serve(model_with(pipe, tmp_path / "none"), requests)
+    twin = serve(build_model(pipe, name="tiny"), requests)
     assert relative_error([reused.latents[0]], [twin.latents[0]]) <= 1e-3
 
 
@@ -92,7 +92,7 @@ def test_outside_the_mask_latents_end_as_the_images_and_inside_near_the_twins(fa
     known = prepared.known
     assert known is not None
     reused = serve(model, [request]).latents[0]
-    twin = serve(model_with(pipe, tmp_path / "none"), [request]).latents[0]
+    twin = serve(build_model(pipe, name="tiny"), [request]).latents[0]
     outside = ~known.mask.expand_as(known.clean)
     assert torch.equal(reused[outside], known.clean[outside])
     # Random weights; what trained ones make of it is measured elsewhere.
@@ -108,11 +108,14 @@ def test_large_masks_are_not_worth_a_masked_pass(tmp_path: Path) -> None:
     assert [model.prepare(request).template is None for request in requests] == [False, True]
 
 
-def test_without_a_record_an_edit_is_its_twin(tmp_path: Path) -> None:
-    request = edit_request(0, LARGE, template=TEMPLATE)
+def test_without_a_record_an_edit_is_as_without_a_template(tmp_path: Path) -> None:
+    request, plain = edit_request(0, LARGE, template=TEMPLATE), edit_request(0, LARGE)
     model = model_with(pipeline("sdxl"), tmp_path)
     assert model.prepare(request).template is None
     assert model.prepare(replace(request, edit=None)).template is None
+    assert torch.equal(serve(model, [request]).latents[0], serve(model, [plain]).latents[0])
+    model.templates = None
+    assert not torch.equal(serve(model, [request]).latents[0], serve(model, [plain]).latents[0])
 
 
 def test_a_record_is_for_one_image_schedule_prompt_seed_and_number_of_rows(tmp_path: Path) -> None:

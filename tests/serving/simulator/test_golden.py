@@ -164,9 +164,10 @@ def serve(case: Case, seed: int) -> tuple[SimulationResult, list[RequestRecord]]
 
 
 def row_of(record: RequestRecord) -> dict[str, Any]:
-    """Without what only a cascade's records say."""
+    """Without what only records of cascades and of edits say."""
     row = record.to_row()
-    assert [row.pop(name) for name in ("served_by", "confidence", "threshold")] == [None, None, None]
+    of_others = ("served_by", "confidence", "threshold", "strength", "mask_ratio", "active_share", "reused")
+    assert {row.pop(name) for name in of_others} == {None}
     return row
 
 

@@ -1,0 +1,36 @@
+"""Engines of the batch server, as their recipes say."""
+
+from pathlib import Path
+
+import pytest
+
+from patchedserve.data.resolution import Resolution
+from patchedserve.data.workspace import ModelWorkspace
+from patchedserve.profiling.http.engine import EngineRecipe, build_engine
+from patchedserve.serving.options import EngineOptions, RecordTemplates
+from patchedserve.serving.scheduling.systems import get_system
+
+from ...support.http_server import small_model
+
+
+@pytest.mark.parametrize("templates", ["first", "never", None])
+def test_whether_templates_are_read_and_who_records_them(templates: RecordTemplates | None, tmp_path: Path) -> None:
+    place = ModelWorkspace(tmp_path / "workspace")
+    built = build_engine(
+        EngineRecipe(
+            "tiny",
+            str(small_model(tmp_path / "tiny")),
+            "cpu",
+            "float32",
+            EngineOptions(),
+            place,
+            get_system("patched-fcfs"),
+            (Resolution(32, 32),),
+            needs_standalone=False,
+            templates=templates,
+        )
+    )
+    store = built.model.templates
+    assert (None if store is None else store.folder) == (None if templates is None else place.templates)
+    assert built.facts.model.reuses_templates == (templates is not None)
+    assert built.setup.records_templates == (templates == "first")
