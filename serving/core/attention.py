@@ -1,5 +1,7 @@
 """What attention has in common wherever tokens lie: projections as one, heads, norms of queries and keys."""
 
+from typing import Any
+
 import torch
 from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor, nn
@@ -56,7 +58,8 @@ def normed(qkv: Tensor, norm_q: nn.Module | None, norm_k: nn.Module | None, rota
     query = query if norm_q is None else norm_q(query)
     key = key if norm_k is None else norm_k(key)
     if rotary is not None:
-        query, key = (apply_rotary_emb(each[None], rotary, sequence_dim=1)[0] for each in (query, key))
+        turns: Any = rotary  # diffusers annotates a tuple of one
+        query, key = (apply_rotary_emb(each[None], turns, sequence_dim=1)[0] for each in (query, key))
     return torch.stack([query, key, value], -3)
 
 

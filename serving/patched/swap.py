@@ -88,8 +88,10 @@ class PatchSwap(Swap):
 
     def swap_transformer(self, model: Any, transformer: Transformer) -> None:
         context, ids = self._context, transformer.image_ids
-        embed = PatchedPatchEmbed(model.pos_embed, context) if ids is None else None
-        self.put(model, "pos_embed", embed or RotaryPositions(model.pos_embed, ids, context))
+        if ids is None:
+            self.put(model, "pos_embed", PatchedPatchEmbed(model.pos_embed, context))
+        else:
+            self.put(model, "pos_embed", RotaryPositions(model.pos_embed, ids, context))
         self.put(model.norm_out, "linear", RowsToPatches(model.norm_out.linear, context))
         for block in self._modulated(model, transformer.joint, RowsToPatches):
             for name in transformer.joint.attention:
