@@ -29,7 +29,7 @@ def meta_model(config: Mapping[str, Any], source: str) -> Any:
     except Exception as error:  # diffusers checks little of what stands in a user's file
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise UsageError(f"--config {source}: diffusers makes no {name} of it: {reason}") from error
-    check_model(model, "--parallel", "give another --config")
+    check_model(model, "--parallel", "give another --config", _CLASSES)
     return model
 
 

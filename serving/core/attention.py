@@ -1,10 +1,16 @@
 """What attention has in common wherever tokens lie: projections as one, heads, norms of queries and keys."""
 
+from typing import Any
+
 import torch
+from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .derived import Derived
+
+Rotary = tuple[Tensor, Tensor]
+"""Cosines and sines (tokens, width of a head)."""
 
 
 class FusedLinear(nn.Module):
@@ -28,8 +34,11 @@ class FusedLinear(nn.Module):
         return F.linear(x, *self.fuse())
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
-    """Attention of [rows, tokens, heads, width] -> the same, contiguous where torch gives it so."""
+def attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, bias: Tensor | None = None) -> Tensor:
+    """Attention of [rows, tokens, heads, width] -> the same, contiguous where torch gives it so.
+
+    Scores are multiplied by `scale`; None for 1 / sqrt(width).
+    """
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale).transpose(1, 2)
 
@@ -39,13 +48,18 @@ def heads_of(packed: Tensor, count: int, heads: int) -> Tensor:
     return packed.view(*packed.shape[:-1], count, heads, -1)
 
 
-def normed(qkv: Tensor, norm_q: nn.Module | None, norm_k: nn.Module | None) -> Tensor:
-    """Norms of queries and keys [..., 3, heads, width], where the model has them."""
-    if norm_q is None and norm_k is None:
+def normed(qkv: Tensor, norm_q: nn.Module | None, norm_k: nn.Module | None, rotary: Rotary | None = None) -> Tensor:
+    """Norms of queries and keys [..., 3, heads, width], where the model has them; then, of [tokens, 3, heads, width],
+    each token's turn by its rotary angles, if they are given.
+    """
+    if norm_q is None and norm_k is None and rotary is None:
         return qkv
     query, key, value = qkv.unbind(-3)
     query = query if norm_q is None else norm_q(query)
     key = key if norm_k is None else norm_k(key)
+    if rotary is not None:
+        turns: Any = rotary  # diffusers annotates a tuple of one
+        query, key = (apply_rotary_emb(each[None], turns, sequence_dim=1)[0] for each in (query, key))
     return torch.stack([query, key, value], -3)
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..families import transformer_of
+
 Conditions = Callable[[dict[str, Tensor]], dict[str, Any]]
 """Names conditioning tensors (rows, ...) as the denoising model's own forward does."""
 
@@ -20,6 +22,9 @@ def denoise(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str
 
     `conditions` are named as the model's own forward names them, see `Family.conditions`.
     """
+    transformer = transformer_of(model)
+    if transformer is not None:
+        return transformer.call(model, latents, timesteps, conditions)
     return model(latents, timestep=timesteps, return_dict=False, **conditions)[0]
 
 

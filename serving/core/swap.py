@@ -5,24 +5,25 @@ knowing is refused by name.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from diffusers import SD3Transformer2DModel, UNet2DConditionModel
+from diffusers import UNet2DConditionModel
 from torch import nn
 
 from ...data.errors import UsageError
+from ..families import transformer_of
+from ..families.transformer import Transformer
 
-# Classes whose forward treats tokens (or rows) one by one, or only calls its children.
+# Classes whose forward treats tokens (or rows) one by one, or only calls its children; transformers name their own.
 _POINTWISE = {
     *("Linear", "LoRACompatibleLinear", "LayerNorm", "RMSNorm", "FP32LayerNorm", "SiLU", "GELU", "GEGLU", "Dropout"),
     *("Identity", "ModuleList", "Sequential", "Timesteps", "TimestepEmbedding", "PixArtAlphaTextProjection", "Tanh"),
     *("FeedForward", "BasicTransformerBlock", "Transformer2DModel", "ResnetBlock2D", "Downsample2D", "Attention"),
     *("UNet2DConditionModel", "DownBlock2D", "CrossAttnDownBlock2D", "UpBlock2D", "CrossAttnUpBlock2D"),
     *("UNetMidBlock2DCrossAttn", "CombinedTimestepTextProjEmbeddings", "AdaLayerNormZero", "AdaLayerNormContinuous"),
-    *("SD35AdaLayerNormZeroX", "JointTransformerBlock", "SD3Transformer2DModel"),
 }
-_SWAPPED = {"Conv2d", "GroupNorm", "Attention", "Upsample2D", "PatchEmbed", "Timesteps"}
+_SWAPPED = {"Conv2d", "GroupNorm", "Attention", "Upsample2D", "Timesteps"}
 
 
 class Swap(ABC):
@@ -30,28 +31,29 @@ class Swap(ABC):
 
     Args:
         model: swapped in place; nothing is changed if it is refused.
-        what, instead: see `check_model`.
+        what, instead, models: see `check_model`.
 
     Raises:
         UsageError: as `check_model`.
     """
 
-    def __init__(self, model: nn.Module, what: str, instead: str) -> None:
+    def __init__(self, model: nn.Module, what: str, instead: str, models: Sequence[str]) -> None:
         self._undo: list[tuple[nn.Module, str, nn.Module]] = []
-        check_model(model, what, instead)
+        check_model(model, what, instead, models)
         if isinstance(model, UNet2DConditionModel):
             self.swap_unet(model)
         else:
-            assert isinstance(model, SD3Transformer2DModel)
-            self.swap_transformer(model)
+            transformer = transformer_of(model)
+            assert transformer is not None, "every model that is allowed is a U-Net or a family's transformer"
+            self.swap_transformer(model, transformer)
 
     @abstractmethod
     def swap_unet(self, model: UNet2DConditionModel) -> None:
         """Put the leaves into a U-Net."""
 
     @abstractmethod
-    def swap_transformer(self, model: SD3Transformer2DModel) -> None:
-        """Put the leaves into SD3's transformer."""
+    def swap_transformer(self, model: Any, transformer: Transformer) -> None:
+        """Put the leaves into a transformer where its family says."""
 
     def put(self, parent: nn.Module, name: str, leaf: nn.Module) -> None:
         """Put a leaf where a child of `parent` was."""
@@ -72,13 +74,14 @@ def parent_of(modules: dict[str, nn.Module], name: str) -> tuple[nn.Module, str]
     return modules[parent], attribute
 
 
-def check_model(model: nn.Module, what: str, instead: str) -> None:
+def check_model(model: nn.Module, what: str, instead: str, models: Sequence[str]) -> None:
     """Refuse a model of whose leaves one could look beyond a part of an image without our knowing.
 
     Args:
         model: the unmodified model.
         what: is to run it on parts of images.
         instead: what users can do.
+        models: names of the classes that it is known to run.
 
     Raises:
         UsageError: naming the class or the module, and `instead`.
@@ -87,8 +90,8 @@ def check_model(model: nn.Module, what: str, instead: str) -> None:
     def refusal(problem: str) -> UsageError:
         return UsageError(f"{what} cannot run this model: {problem}; {instead}")
 
-    if type(model) not in (UNet2DConditionModel, SD3Transformer2DModel):
-        raise refusal(f"{type(model).__name__} is not one of UNet2DConditionModel, SD3Transformer2DModel")
+    if type(model).__name__ not in models:
+        raise refusal(f"{type(model).__name__} is not one of {', '.join(models)}")
     dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
     if len(dtypes) > 1:
         raise refusal(f"its weights have several dtypes ({', '.join(dtypes)})")
@@ -97,9 +100,11 @@ def check_model(model: nn.Module, what: str, instead: str) -> None:
 
 
 def _problems(model: Any) -> Iterator[tuple[str, str]]:
+    transformer = transformer_of(model)
+    known = _POINTWISE | _SWAPPED | (set() if transformer is None else transformer.known)
     for name, module in model.named_modules():
         kind = type(module).__name__
-        if kind not in _POINTWISE | _SWAPPED:
+        if kind not in known:
             yield name, "is not known to work on parts of images"
         elif kind == "Conv2d" and not _is_known_conv(module) and not name.startswith("pos_embed"):
             yield name, f"is neither 1 x 1 nor 3 x 3 with padding 1 and stride 1 or 2: {module.extra_repr()}"
@@ -109,8 +114,8 @@ def _problems(model: Any) -> Iterator[tuple[str, str]]:
             yield name, "up-samples in another way than nearest neighbours and a convolution"
         elif kind in ("UpBlock2D", "CrossAttnUpBlock2D") and getattr(module, "s1", None) is not None:
             yield name, "uses FreeU, which filters whole images; turn it off first (disable_freeu)"
-        elif kind == "Attention":
-            if module.is_cross_attention and not name.endswith("attn2"):
+        elif kind in ("Attention", "FluxAttention"):
+            if getattr(module, "is_cross_attention", False) and not name.endswith("attn2"):
                 yield name, "attends to the text where other models attend to the image (only_cross_attention)"
             yield from ((name, problem) for problem in _attention_problems(module))
         elif kind == "PatchEmbed" and (not module.pos_embed_max_size or not module.flatten or module.layer_norm):
@@ -133,13 +138,14 @@ def _is_known_conv(conv: nn.Conv2d) -> bool:
 
 
 def _attention_problems(attention: Any) -> Iterator[str]:
-    if attention.group_norm is not None or attention.spatial_norm is not None or attention.norm_cross is not None:
+    # Not all classes have all of these.
+    if any(getattr(attention, name, None) is not None for name in ("group_norm", "spatial_norm", "norm_cross")):
         yield "has a norm of its own over all tokens"
-    if attention.residual_connection or attention.rescale_output_factor != 1:
+    if getattr(attention, "residual_connection", False) or getattr(attention, "rescale_output_factor", 1) != 1:
         yield "adds a residual or rescales its output"
-    known = {"AttnProcessor", "AttnProcessor2_0", "JointAttnProcessor2_0"}
+    known = {"AttnProcessor", "AttnProcessor2_0", "JointAttnProcessor2_0", "FluxAttnProcessor"}
     kind = type(attention.processor).__name__
-    if kind.startswith("Fused"):
+    if kind.startswith("Fused") or (kind == "FluxAttnProcessor" and attention.fused_projections):
         yield f"has fused projections ({kind}); undo them first (unfuse_qkv_projections)"
     elif kind not in known:
         yield f"has the processor {kind}"

@@ -1,1 +1,1 @@
-"""Models: loading and checking diffusers folders, what a served model consists of, and the families that differ."""
+"""Models: loading and checking diffusers folders, and what a served model consists of."""

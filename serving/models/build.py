@@ -15,6 +15,7 @@ from ..cache.options import CacheOptions
 from ..cache.rules import load_rule
 from ..core.denoiser import denoiser_of
 from ..core.stepper import Stepper
+from ..families import Family, build_family
 from ..options import EngineOptions
 from ..parallel.launch import ProcessRanks
 from ..parallel.options import ParallelOptions
@@ -29,8 +30,8 @@ from ..plain.formats import PlainModels, compile_whole
 from ..plain.stepper import PlainStepper
 from ..samplers.batched import BatchedSampler
 from ..samplers.single import PerRequestSampler
+from .checkpoint import check_options
 from .defaults import ModelDefaults
-from .families import Family, build_family
 from .served import ServedModel
 
 
@@ -42,9 +43,12 @@ def build_model(
     defaults: ModelDefaults | None = None,
     options: EngineOptions | None = None,
 ) -> ServedModel:
-    """Make a `ServedModel` of a pipeline of a supported class, which several may share. Raises as `build_stepper`."""
+    """Make a `ServedModel` of a pipeline of a supported class, which several may share. Raises as `check_options` and
+    `build_stepper`.
+    """
     defaults, options = defaults or ModelDefaults(), options or EngineOptions()
     family = build_family(pipe, max_sequence_length=defaults.max_sequence_length)
+    check_options(type(pipe).__name__, options)
     facts = partial(block_facts, pipe, name, fingerprint)
     if options.cache.is_on:
         suited = facts(options.cache.patch_size).patch_size

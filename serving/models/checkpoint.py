@@ -1,4 +1,4 @@
-"""Checks that a diffusers directory is complete and undamaged, before anything heavy is imported.
+"""Checks that a diffusers directory is served, complete and undamaged, before anything heavy is imported.
 
 diffusers and transformers fill in missing tensors with random ones, and report a truncated file with a traceback from
 inside safetensors. These checks read a few kilobytes per file and name the file that is at fault.
@@ -11,8 +11,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from ...data.errors import RunError, UsageError
+from ..families.table import FAMILIES, SUPPORTED_PIPELINES
+from ..options import EngineOptions
 from .defaults import read_json
-from .families import SUPPORTED_PIPELINES
 
 _INDEX_FILE = "model_index.json"
 # Components that hold weights, by the prefix of their name in model_index.json.
@@ -36,6 +37,14 @@ def read_index(path: Path, *, source: str) -> dict[str, Any]:
             f"model {source}: pipeline class {name} is not supported; supported: {', '.join(SUPPORTED_PIPELINES)}"
         )
     return index
+
+
+def check_options(pipeline: str, options: EngineOptions) -> None:
+    """Raise UsageError if pipelines of a supported class are not served with one of these options; it is named."""
+    given = {"--cache": options.cache.is_on, "--parallel": options.parallel.is_on}
+    for name in FAMILIES[pipeline].lacks:
+        if given[name]:
+            raise UsageError(f"{name} does not work with a {pipeline} yet: leave it out")
 
 
 def weight_components(index: dict[str, Any]) -> dict[str, tuple[str, str]]:

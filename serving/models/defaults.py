@@ -1,6 +1,6 @@
-"""Good settings for a model, read from its directory without torch.
+"""Good settings for a model, and what it makes of sizes, read from its directory without torch.
 
-They come from the optional file `psctl.json` beside `model_index.json`. Sizes that it does not name follow from the
+Settings come from the optional file `psctl.json` beside `model_index.json`. Sizes that it does not name follow from the
 size that the model was trained for, which is in its configuration files.
 """
 
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ...data.errors import RunError, UsageError
 from ...data.resolution import Resolution, parse
+from ..families.geometry import Geometry
+from ..families.table import entry_of, token_side
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -47,7 +49,7 @@ class ModelDefaults:
         default_resolution: size of an image if none is asked for: the model's training size, square.
         resolutions: sizes that a trace asks for when none are named. Without `psctl.json` they are one half, three
             quarters and all of the training size, like PatchedServe's 512, 768 and 1024 pixels.
-        max_sequence_length: text positions of SD3's third encoder; None for the pipeline's own default.
+        max_sequence_length: text positions of the T5 encoder of SD3 or FLUX; None for the pipeline's own default.
     """
 
     num_inference_steps: int = 30
@@ -91,9 +93,20 @@ def read_defaults(model_dir: Path) -> ModelDefaults:
     side = _training_side(model_dir)
     # Multiples of 16 suit every supported model; equal sizes of a tiny model count once.
     usual = dict.fromkeys(max(16, round(side * share / 16) * 16) for share in (0.5, 0.75)) | {side: None}
-    named = given.model_dump(exclude_none=True)
+    config = read_config(model_dir, "transformer")
+    entry = entry_of(config.get("_class_name"))
+    named = ({} if entry is None else entry.settings(config)) | given.model_dump(exclude_none=True)
     sizes = tuple(parse(str(size)) for size in named.pop("resolutions", usual))
     return ModelDefaults(**named, default_resolution=Resolution(side, side), resolutions=sizes)
+
+
+def read_geometry(model_dir: Path) -> Geometry:
+    """The geometry of a model by its configuration files. Raises RunError if one is damaged."""
+    latent_factor = 1 << (count_of_blocks(read_config(model_dir, "vae")) - 1)
+    config = read_config(model_dir, "transformer")
+    if isinstance(config.get("patch_size"), int):
+        return Geometry.of_transformer(latent_factor, token_side(entry_of(config.get("_class_name")), config))
+    return Geometry.of_unet(latent_factor, count_of_blocks(read_config(model_dir, "unet")))
 
 
 def read_config(model_dir: Path, component: str) -> dict[str, Any]:

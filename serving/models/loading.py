@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from ...data.errors import RunError, UsageError
 from ...data.models.bundled import GENERATORS, bundled_model_path
 from ...data.workspace import Workspace
+from ..families.geometry import Geometry
 from ..options import EngineOptions
-from .checkpoint import check_directory, fingerprint, read_index, weight_components, weight_files
-from .defaults import ModelDefaults, read_defaults
-from .geometry import Geometry, read_geometry
+from .checkpoint import check_directory, check_options, fingerprint, read_index, weight_components, weight_files
+from .defaults import ModelDefaults, read_defaults, read_geometry
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +58,7 @@ def load_model(
     """
     model_dir = resolve_model(spec)
     index = read_index(model_dir / _INDEX_FILE, source=spec)
+    check_options(index["_class_name"], options or EngineOptions())
     check_directory(model_dir, index)
     defaults = read_defaults(model_dir)
 

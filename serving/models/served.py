@@ -28,12 +28,12 @@ from ..core.stepper import Stepper, Tuning
 from ..core.timing import finish_stream
 from ..editing.start import begin_edit, noised_steps
 from ..editing.templates import TemplateKey, TemplateRecord, TemplateStore
+from ..families import Decode, Family
 from ..options import EngineOptions
 from ..patched.cached_block import block_facts
 from ..patched.stepper import PatchedStepper
 from ..samplers.single import PerRequestSampler, SamplerState
 from .defaults import ModelDefaults
-from .families import Decode, Family
 from .identity import ModelIdentity
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class ServedModel:
             request.num_inference_steps,
             device=self.device,
             generator=generator,
-            schedule_kwargs=self.family.schedule_kwargs(request.resolution),
+            schedule_kwargs=self.family.schedule_kwargs(request),
             first_step=self.family.geometry.first_step(request),
         )
 
@@ -200,7 +200,7 @@ class ServedModel:
         state = self._start_schedule(request, generator)
         dtype, known = conditioning["text"].dtype, None
         if edit is None:
-            shape = (1, self.denoiser.config.in_channels, *self.family.geometry.latent_size(request.resolution))
+            shape = (1, self.family.latent_channels, *self.family.geometry.latent_size(request.resolution))
             latents = randn_tensor(shape, generator=generator, device=self.device, dtype=dtype)
             if self.family.scales_noise:
                 latents = latents * state.scheduler.init_noise_sigma
@@ -265,7 +265,7 @@ class ServedModel:
             "prompt": edit.template.prompt,
             "seed": edit.template.seed,
             "rows": 2 if self.family.uses_guidance(request.guidance_scale) else 1,
-            "guidance": request.guidance_scale if self.family.embeds_guidance else None,
+            "guidance": request.guidance_scale if self.family.is_distilled else None,
         })  # fmt: skip
 
     def use_template(self, request: Request, folder: Path, on_step: Callable[[int], None]) -> bool:

@@ -1,12 +1,18 @@
 """Where the leaves that work on strips go in an unmodified diffusers model."""
 
-from diffusers import SD3Transformer2DModel, UNet2DConditionModel
+from typing import Any
+
+from diffusers import UNet2DConditionModel
 from torch import nn
 
 from ..core.swap import Swap, parent_of
+from ..families.transformer import Transformer
 from .attention import StripCrossAttention, StripJointAttention, StripSelfAttention
 from .context import StripContext
 from .leaves import StripConv, StripGroupNorm, StripPatchEmbed
+
+MODELS = ("UNet2DConditionModel", "SD3Transformer2DModel")
+"""Classes of models that run on strips."""
 
 
 class StripSwap(Swap):
@@ -22,7 +28,7 @@ class StripSwap(Swap):
     def __init__(self, model: nn.Module, context: StripContext) -> None:
         self._context = context
         self.text_readers: list[StripCrossAttention] = []
-        super().__init__(model, "--parallel", "leave it out")
+        super().__init__(model, "--parallel", "leave it out", MODELS)
 
     @property
     def num_exchanges(self) -> int:
@@ -46,7 +52,7 @@ class StripSwap(Swap):
             elif kind == "Attention":
                 self.put(parent, attribute, StripSelfAttention(module, context, factor))
 
-    def swap_transformer(self, model: SD3Transformer2DModel) -> None:
+    def swap_transformer(self, model: Any, transformer: Transformer) -> None:
         context, factor = self._context, model.config["patch_size"]
         self.put(model, "pos_embed", StripPatchEmbed(model.pos_embed, context))
         for block in model.transformer_blocks:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ..cache.active import ActiveSet, QueryGroup
 from ..cache.slots import TokenSlots
-from ..core.attention import FusedLinear, attend, check_unused, heads_of, normed
+from ..core.attention import FusedLinear, Rotary, attend, check_unused, heads_of, normed
 from ..layout.packing import Group, Level
 from .context import PatchContext, joined
 
@@ -89,30 +89,79 @@ class PatchedJointAttention(nn.Module):
         self.slots = TokenSlots()
 
     def forward(
-        self, hidden_states: Tensor, encoder_hidden_states: Tensor, **unused: object
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        image_rotary_emb: Rotary | None = None,
+        **unused: object,
     ) -> tuple[Tensor, Tensor | None]:
         """Image [P, tokens, channels] and text [rows, length, channels] -> the same two.
 
-        Where only some cells are active, the text is that of the rows which have such cells.
+        Image tokens are turned by their rotary angles, if there are any; text tokens have none. Where only some cells
+        are active, the text is that of the rows which have such cells.
         """
         attention, context = self.attention, self.context
         check_unused(unused)
         image = heads_of(self.image_qkv(hidden_states.flatten(0, 1)), 3, attention.heads)
-        image = normed(image, attention.norm_q, attention.norm_k)
+        image = normed(image, attention.norm_q, attention.norm_k, image_rotary_emb)
         text = heads_of(self.text_qkv(encoder_hidden_states), 3, attention.heads)
         text = normed(text, attention.norm_added_q, attention.norm_added_k)
-        kept, image_parts, text_parts = _keep(self.slots, image[:, 1:], context), [], []
-        for images in _resolutions(context):
-            own_text, query = text[images.text_rows], images.queries(image[:, 0])
-            num_queries = query.shape[1]
-            if not attention.context_pre_only:
-                query = torch.cat([query, own_text[:, :, 0]], 1)
-            key, value = torch.cat([images.keys_values(kept), own_text[:, :, 1:]], 1).unbind(2)
-            attended = attend(query, key, value, attention.scale, images.bias(key.shape[1]))
-            image_parts.append(images.pack(attended[:, :num_queries]))
-            text_parts.append(attended[:, num_queries:].flatten(2))
-        out = attention.to_out[0](joined(image_parts)).view(hidden_states.shape)
-        return out, None if attention.context_pre_only else attention.to_add_out(joined(text_parts))
+        image, text = _attend_both(self.slots, image, text, context, queries_text=not attention.context_pre_only)
+        out = attention.to_out[0](image).view(hidden_states.shape)
+        return out, None if attention.context_pre_only else attention.to_add_out(text)
+
+
+class PatchedStreamAttention(nn.Module):
+    """Attention of blocks that take image and text as one stream: as `PatchedJointAttention`, with the same layers for
+    both and the text first.
+    """
+
+    def __init__(self, attention: Any, context: PatchContext) -> None:
+        super().__init__()
+        self.attention, self.context = attention, context
+        self.qkv = FusedLinear(attention.to_q, attention.to_k, attention.to_v)
+        self.slots = TokenSlots()
+
+    def forward(self, hidden_states: Tensor, image_rotary_emb: Rotary | None = None, **unused: object) -> Tensor:
+        """Tokens [tokens, 1, channels] -> the same."""
+        attention, context = self.attention, self.context
+        check_unused(unused)
+        qkv = heads_of(self.qkv(hidden_states[:, 0]), 3, attention.heads)
+        text, image = qkv.split([len(qkv) - context.num_tokens, context.num_tokens])
+        num_rows = len(context.level.row_tokens) if context.active is None else len(context.active.rows)
+        text = normed(text, attention.norm_q, attention.norm_k).unflatten(0, (num_rows, -1))
+        image = normed(image, attention.norm_q, attention.norm_k, image_rotary_emb)
+        image, text = _attend_both(self.slots, image, text, context)
+        out = torch.cat([text.flatten(0, 1), image])
+        return (out if attention.pre_only else attention.to_out[0](out))[:, None]
+
+
+def _attend_both(
+    slots: TokenSlots, image: Tensor, text: Tensor, context: PatchContext, *, queries_text: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Let the tokens of each image and of its text attend to both.
+
+    Args:
+        slots: for keys and values of the image.
+        image: [tokens, 3, heads, width], queries, keys and values.
+        text: [rows, length, 3, heads, width].
+        context: of the model.
+        queries_text: whether text tokens attend, too; without, their result is empty.
+
+    Returns:
+        [tokens, heads * width] and [rows, length, heads * width].
+    """
+    kept, image_parts, text_parts = _keep(slots, image[:, 1:], context), [], []
+    for images in _resolutions(context):
+        own_text, query = text[images.text_rows], images.queries(image[:, 0])
+        num_queries = query.shape[1]
+        if queries_text:
+            query = torch.cat([query, own_text[:, :, 0]], 1)
+        key, value = torch.cat([images.keys_values(kept), own_text[:, :, 1:]], 1).unbind(2)
+        attended = attend(query, key, value, bias=images.bias(key.shape[1]))
+        image_parts.append(images.pack(attended[:, :num_queries]))
+        text_parts.append(attended[:, num_queries:].flatten(2))
+    return joined(image_parts), joined(text_parts)
 
 
 def biases_of(level: Level, length: int, repeats: int, like: Tensor) -> tuple[Tensor | None, ...]:

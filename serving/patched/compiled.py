@@ -11,9 +11,8 @@ import torch._dynamo
 from torch import nn
 
 from ..core.attention import FusedLinear
+from ..families import transformer_of
 
-BLOCKS = ("BasicTransformerBlock", "JointTransformerBlock")
-"""Classes of diffusers that are compiled."""
 _MOST_GRAPHS = 64
 """Of a class of blocks: kinds of blocks times numbers of resolutions. More run uncompiled; torch says so."""
 
@@ -28,7 +27,9 @@ def compiler_settings() -> AbstractContextManager[object]:
 
 def compile_blocks(model: nn.Module, *, backend: str = "inductor") -> int:
     """Let the blocks of a patched model compile when they first run, within `compiler_settings`; returns how many."""
-    blocks = [module for module in model.modules() if type(module).__name__ in BLOCKS]
+    transformer = transformer_of(model)
+    kinds = {"BasicTransformerBlock"} if transformer is None else {each.kind for each in transformer.lists}
+    blocks = [module for module in model.modules() if type(module).__name__ in kinds]
     for block in blocks:
         for part in block.modules():
             if isinstance(part, FusedLinear):

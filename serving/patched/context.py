@@ -35,6 +35,7 @@ class PatchContext:
         kept: what stays the same while the batch has the same rows (text keys and values, positions).
         biases: for every resolution, what is added to the scores of SD3's joint attention; empty for nothing.
         cells: set while a block runs in full whose operators shall keep what they read, for the patch cache.
+        stream_rows: (tokens,) row of each token of blocks that take image and text as one stream.
         active: set while only some cells go through a block; all tensors then hold the tokens of these, cell by cell.
         rows: set while only some rows go through a block, as a batch of their own.
     """
@@ -44,6 +45,7 @@ class PatchContext:
     timesteps: Tensor | None = None
     kept: dict[Any, Any] = field(default_factory=dict)
     biases: tuple[Tensor | None, ...] = ()
+    stream_rows: Tensor | None = None
     cells: CellTables | None = None
     active: ActiveSet | None = None
     rows: ActiveRows | None = None
@@ -68,6 +70,18 @@ class PatchContext:
     @level.setter
     def level(self, level: Level) -> None:
         self._level = level
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of images that are computed at the present level."""
+        return self.level.num_tokens if self.active is None else len(self.active.tokens(self.level.index))
+
+    @property
+    def row_of_token(self) -> Tensor:
+        """(tokens,) the row of each of these, among those that are computed."""
+        if self.active is not None:
+            return self.active.row_index(self.level.index, True)
+        return self.level.row_index.repeat_interleave(self.level.grain**2)
 
     def begin(self, packing: Packing) -> None:
         """Start a batch: nothing is kept of the one before."""
@@ -152,6 +166,17 @@ def tokens_of(images: list[Tensor], level: Level, kernels: str = "auto") -> Tens
     if level.grain > 1:
         return to_tokens(patch_split(images, level.grain, kernels=kernels))
     return joined([to_tokens(image) for image in images])
+
+
+def repeated(level: Level, table: Callable[[int, int], Tensor], kernels: str = "auto") -> Tensor:
+    """What `table` says of the tokens of an image of (height, width) tokens, [height * width, channels], for all images
+    of a level: [tokens, channels], in packed order.
+    """
+    parts = []
+    for group in level.groups:
+        image = table(group.height, group.width).view(1, group.height, group.width, -1)
+        parts.append(image.expand(group.rows, -1, -1, -1).permute(0, 3, 1, 2))
+    return tokens_of(parts, level, kernels)
 
 
 def joined(parts: list[Tensor]) -> Tensor:

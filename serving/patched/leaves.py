@@ -17,7 +17,7 @@ from ..cache.active import ActiveSet
 from ..cache.slots import NormSlots, TokenSlots
 from ..core.derived import Derived
 from ..layout.packing import Level
-from .context import Fused, PatchContext, Strategy, images_of, joined, to_patches, to_tokens, tokens_of
+from .context import Fused, PatchContext, Strategy, images_of, joined, repeated, to_patches, to_tokens, tokens_of
 
 _NATIVE_FROM_SIDE = 4
 """Active cells of at least this many outputs on a side are convolved natively, smaller ones as a product over taps."""
@@ -282,18 +282,13 @@ class PatchedPatchEmbed(nn.Module):
         weight = projection.weight.view(projection.out_channels, -1)
         tokens = F.linear(pixels.reshape(-1, grain**2, channels * unit**2), weight, projection.bias)
         if "positions" not in self.context.kept:
-            self.context.kept["positions"] = self._positions(level)
+            self.context.kept["positions"] = repeated(level, self._positions, self.context.kernels)
         positions = self.context.kept["positions"]
         some = self.context.rows or self.context.active
         if some is not None:
             own = some.tokens(0)
-            positions = positions.flatten(0, 1).index_select(0, own).view(tokens.shape)
-        return (tokens + positions).to(tokens.dtype)
+            positions = positions.index_select(0, own)
+        return (tokens + positions.view(tokens.shape)).to(tokens.dtype)
 
-    def _positions(self, level: Level) -> Tensor:
-        parts, unit = [], self.embed.patch_size
-        for group in level.groups:
-            table = self.embed.cropped_pos_embed(group.height * unit, group.width * unit)[0]
-            image = table.view(1, group.height, group.width, -1).expand(group.rows, -1, -1, -1)
-            parts.append(image.permute(0, 3, 1, 2))
-        return tokens_of(parts, level, self.context.kernels).view(-1, level.grain**2, parts[0].shape[1])
+    def _positions(self, height: int, width: int) -> Tensor:
+        return self.embed.cropped_pos_embed(height * self.embed.patch_size, width * self.embed.patch_size)[0]

@@ -18,6 +18,7 @@ from ..cache.patch_batch import CachedRequest
 from ..cache.patch_cache import PatchCache
 from ..cache.rules import Booleans, ReuseRule
 from ..core.denoiser import copy_modules, denoise
+from ..families.table import entry_of, token_side
 from ..layout.packing import Order, Packing, check_patch_size, pack_rows
 from ..layout.patch_layout import patch_size_of
 from .attention import PatchedCrossAttention, biases_of
@@ -40,7 +41,7 @@ class PatchedModel:
     `model(patches, timesteps, **conditions)`.
 
     Args:
-        model: a `UNet2DConditionModel` or `SD3Transformer2DModel`.
+        model: a U-Net or a transformer of a supported family.
         order: see `packing`.
         patch_size: side of a patch in latent pixels; None for the largest common divisor of each batch.
         kernels: one of `kernels.launch.KERNELS`.
@@ -71,7 +72,8 @@ class PatchedModel:
         self.patch_size = patch_size
         self.is_unet = isinstance(model, UNet2DConditionModel)
         self.num_levels = len(model.config["block_out_channels"]) if self.is_unet else 1  # type: ignore[index]
-        self.unit = 1 if self.is_unet else int(model.config["patch_size"])  # type: ignore[index,arg-type]
+        config: Any = model.config
+        self.unit = 1 if self.is_unet else token_side(entry_of(type(model).__name__), config)
         self.device: torch.device = self.model.device
         self.dtype: torch.dtype = self.model.dtype
         self.cache: PatchCache | None = None

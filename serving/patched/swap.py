@@ -1,10 +1,19 @@
 """Where the patch engine's leaves go in an unmodified diffusers model."""
 
-from diffusers import SD3Transformer2DModel, UNet2DConditionModel
+from typing import Any
+
+from diffusers import UNet2DConditionModel
 from torch import nn
 
 from ..core.swap import Swap, parent_of
-from .attention import PatchedCrossAttention, PatchedJointAttention, PatchedSelfAttention
+from ..families.table import SUPPORTED_MODELS
+from ..families.transformer import Blocks, Transformer
+from .attention import (
+    PatchedCrossAttention,
+    PatchedJointAttention,
+    PatchedSelfAttention,
+    PatchedStreamAttention,
+)
 from .context import PatchContext
 from .leaves import (
     ActivationUnlessDone,
@@ -15,6 +24,7 @@ from .leaves import (
     RowsToPatches,
     RowTimesteps,
 )
+from .streams import RotaryPositions, RowsToStream, StreamsJoined, StreamsParted
 
 
 class PatchSwap(Swap):
@@ -32,7 +42,7 @@ class PatchSwap(Swap):
         self.convs: dict[str, PatchedConv] = {}
         self.norms: dict[PatchedConv, PatchedGroupNorm] = {}
         self._context = context
-        super().__init__(model, "the patch engine", "use --engine plain")
+        super().__init__(model, "the patch engine", "use --engine plain", SUPPORTED_MODELS)
 
     def swap_unet(self, model: UNet2DConditionModel) -> None:
         context = self._context
@@ -76,12 +86,38 @@ class PatchSwap(Swap):
             self.put(model, "conv_act", ActivationUnlessDone(modules["conv_act"], self._context))
         return fused
 
-    def swap_transformer(self, model: SD3Transformer2DModel) -> None:
-        context = self._context
-        self.put(model, "pos_embed", PatchedPatchEmbed(model.pos_embed, context))
+    def swap_transformer(self, model: Any, transformer: Transformer) -> None:
+        context, ids = self._context, transformer.image_ids
+        if ids is None:
+            self.put(model, "pos_embed", PatchedPatchEmbed(model.pos_embed, context))
+        else:
+            self.put(model, "pos_embed", RotaryPositions(model.pos_embed, ids, context))
         self.put(model.norm_out, "linear", RowsToPatches(model.norm_out.linear, context))
-        for block in model.transformer_blocks:
-            self.put(block.norm1, "linear", RowsToPatches(block.norm1.linear, context))  # type: ignore[union-attr,arg-type]
-            self.put(block, "attn", PatchedJointAttention(block.attn, context))
-            if block.attn2 is not None:
-                self.put(block, "attn2", PatchedSelfAttention(block.attn2, context))
+        for block in self._modulated(model, transformer.joint, RowsToPatches):
+            for name in transformer.joint.attention:
+                attention = getattr(block, name, None)
+                if attention is not None:
+                    is_joint = getattr(attention, "add_k_proj", None) is not None
+                    leaf = (PatchedJointAttention if is_joint else PatchedSelfAttention)(attention, context)
+                    self.put(block, name, leaf)
+        if transformer.single is None:
+            return
+        for block in self._modulated(model, transformer.single, RowsToStream):
+            for name in transformer.single.attention:
+                self.put(block, name, PatchedStreamAttention(getattr(block, name), context))
+        # What the model puts together and takes apart itself has a row for each row of the batch.
+        ends: dict[str, nn.Module] = {
+            transformer.joint.name: StreamsJoined(context),
+            transformer.single.name: StreamsParted(context),
+        }
+        for name, end in ends.items():
+            self.put(model, name, nn.ModuleList([*getattr(model, name), end]))
+
+    def _modulated(self, model: Any, blocks: Blocks, leaf: Any) -> list[nn.Module]:
+        """Blocks of a list, each of which has its modulation given to the tokens of rows."""
+        found = list(getattr(model, blocks.name))
+        for block in found:
+            name, _, attribute = blocks.modulation.rpartition(".")
+            parent = block.get_submodule(name)
+            self.put(parent, attribute, leaf(getattr(parent, attribute), self._context))
+        return found

@@ -1,10 +1,13 @@
-"""Writes a diffusers directory of full-size SDXL or SD3-medium with random weights, for measurements of speed.
+"""Writes a diffusers directory of full-size SDXL, SD3-medium or FLUX.1 with random weights, for measurements of speed.
 
     python tests/benchmarks/make_random_model.py sdxl /tmp/sdxl
     psctl bench steps --model /tmp/sdxl --device cuda --dtype float16 --resolutions 512,768,1024
 
 The denoising model has the published configuration. Text encoders and autoencoder have the right widths and few layers,
-because `psctl bench steps` does not time them. `--tiny` makes everything small, to try the commands on a CPU.
+because `psctl bench steps` does not time them. `--tiny` makes everything small, to try the commands on a CPU:
+
+    python tests/benchmarks/make_random_model.py flux-dev /tmp/flux --tiny
+    psctl generate "a red apple" --model /tmp/flux
 """
 
 import argparse
@@ -16,12 +19,22 @@ from diffusers import (
     AutoencoderKL,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
+)
 
 SDXL: dict[str, Any] = {
     "sample_size": 128,
@@ -49,9 +62,18 @@ SD3: dict[str, Any] = {
     "pooled_projection_dim": 768 + 1280,
     "pos_embed_max_size": 192,
 }
+FLUX: dict[str, Any] = {"guidance_embeds": True}  # all else is the class's default
 TINY: dict[str, dict[str, Any]] = {
     "sdxl": {"block_out_channels": (32, 64, 64), "transformer_layers_per_block": 1, "attention_head_dim": (1, 2, 2)},
     "sd3": {"num_layers": 2, "num_attention_heads": 2, "caption_projection_dim": 128},
+    "flux-dev": {"num_layers": 2, "num_single_layers": 2, "num_attention_heads": 2, "joint_attention_dim": 128},
+}
+TINY["flux-schnell"] = TINY["flux-dev"]
+CONFIGS: dict[str, dict[str, Any]] = {
+    "sdxl": SDXL,
+    "sd3": SD3,
+    "flux-dev": FLUX,
+    "flux-schnell": FLUX | {"guidance_embeds": False},
 }
 
 
@@ -91,7 +113,7 @@ def tokenizer() -> CLIPTokenizer:
 
 
 def build(name: str, *, is_tiny: bool) -> Any:
-    config = (SDXL if name == "sdxl" else SD3) | (TINY[name] if is_tiny else {})
+    config = CONFIGS[name] | (TINY[name] if is_tiny else {})
     euler: Any = EulerDiscreteScheduler()
     if name == "sdxl":
         return StableDiffusionXLPipeline(
@@ -104,6 +126,8 @@ def build(name: str, *, is_tiny: bool) -> Any:
             scheduler=euler,
             add_watermarker=False,
         )
+    if name.startswith("flux"):
+        return build_flux(config)
     no_t5: dict[str, Any] = {"text_encoder_3": None, "tokenizer_3": None}
     return StableDiffusion3Pipeline(
         transformer=SD3Transformer2DModel(**config),
@@ -117,9 +141,27 @@ def build(name: str, *, is_tiny: bool) -> Any:
     )
 
 
+def build_flux(config: dict[str, Any]) -> FluxPipeline:
+    transformer = FluxTransformer2DModel(**config)
+    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((chr(code), -1.0) for code in range(33, 127))]
+    width = int(transformer.config["joint_attention_dim"])
+    shift: dict[str, Any] = {"shift": 3.0, "use_dynamic_shifting": True} if config["guidance_embeds"] else {}
+    return FluxPipeline(
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(**shift),
+        vae=autoencoder(16),
+        text_encoder=text_encoder(CLIPTextModel, 768),
+        tokenizer=tokenizer(),
+        text_encoder_2=T5EncoderModel(
+            T5Config(vocab_size=len(vocabulary), d_model=width, d_kv=64, num_heads=2, d_ff=width, num_layers=1)
+        ),
+        tokenizer_2=T5Tokenizer(vocab=vocabulary, extra_ids=0),
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=["sdxl", "sd3"])
+    parser.add_argument("name", choices=list(CONFIGS))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()

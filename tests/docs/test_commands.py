@@ -105,6 +105,7 @@ SCRIPTS = {
     "tests/benchmarks/bench_cache_shapes.py": ["--widths", "1", "--sides", "64", "--repeats", "1"],
     "tests/benchmarks/bench_fid.py": ["--images", "3"],
     "tests/benchmarks/cascade_runs.py": ["--runs", "5"],
+    "tests/benchmarks/make_random_model.py": [],
     "tests/benchmarks/bench_records.py": ["--requests", "20", "--output-file", "records.json"],
     "tests/benchmarks/bench_simulator_scale.py": [
         "--num-prompts", "20", "--minutes", "0.02", "--real-minutes", "0.01", "--steps", "2",
@@ -189,7 +190,7 @@ def run_psctl(house: House, words: list[str]) -> int:
     model = house.models["emoji-xl"]
     if "--model" in words:
         place = words.index("--model") + 1
-        words[place] = model = house.models[words[place]]
+        words[place] = model = house.models.get(words[place], words[place])
     own = dict(TINY[name])
     if "requests.jsonl" in words:  # the file says what is requested
         own = {"--num-inference-steps": "2"}

@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from patchedserve.data.resolution import Resolution
-from patchedserve.serving.models.families import build_family
-from patchedserve.serving.models.geometry import read_geometry
+from patchedserve.serving.families import build_family
+from patchedserve.serving.models.defaults import read_geometry
 
 from ..conftest import RunPsctl
 from ..support.edits import edit_request, image_of, mask_of, plain_edit

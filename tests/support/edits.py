@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers import (
+    FluxInpaintPipeline,
+    FluxPipeline,
     StableDiffusion3InpaintPipeline,
     StableDiffusionInpaintPipeline,
     StableDiffusionXLInpaintPipeline,
@@ -22,6 +24,7 @@ _INPAINT = {
     "StableDiffusionPipeline": StableDiffusionInpaintPipeline,
     "StableDiffusionXLPipeline": StableDiffusionXLInpaintPipeline,
     "StableDiffusion3Pipeline": StableDiffusion3InpaintPipeline,
+    "FluxPipeline": FluxInpaintPipeline,
 }
 
 
@@ -76,9 +79,10 @@ def plain_edit(pipe: Any, request: Request, output_type: str = "latent") -> Any:
     assert edit is not None
     inpaint = _INPAINT[type(pipe).__name__](**pipe.components)
     inpaint.set_progress_bar_config(disable=True)
-    return inpaint(
+    is_flux = isinstance(pipe, FluxPipeline)
+    drawn = inpaint(
         prompt=request.prompt,
-        negative_prompt=request.negative_prompt,
+        **({} if is_flux else {"negative_prompt": request.negative_prompt}),
         image=Image.fromarray(edit.image),
         mask_image=Image.fromarray(edit.mask.astype(np.uint8) * 255),
         width=request.resolution.width,
@@ -88,4 +92,7 @@ def plain_edit(pipe: Any, request: Request, output_type: str = "latent") -> Any:
         guidance_scale=request.guidance_scale,
         generator=torch.Generator("cpu").manual_seed(request.seed),
         output_type=output_type,
-    ).images[0]
+    ).images
+    if output_type == "latent" and is_flux:
+        drawn = pipe._unpack_latents(drawn, request.resolution.height, request.resolution.width, pipe.vae_scale_factor)
+    return drawn[0]

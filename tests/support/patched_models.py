@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import SD3Transformer2DModel, UNet2DConditionModel
+from diffusers import FluxPipeline, FluxTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel
 from torch import Tensor, nn
 
+from patchedserve.serving.families.table import entry_of, token_side
 from patchedserve.serving.layout.packing import Level, Order
 from patchedserve.serving.patched.context import Strategy
 from patchedserve.serving.patched.leaves import PatchedConv
@@ -62,6 +63,16 @@ _SD3: dict[str, Any] = {
     "caption_projection_dim": 24,
     "pooled_projection_dim": 12,
     "pos_embed_max_size": 20,
+}
+
+_FLUX: dict[str, Any] = {
+    "in_channels": 16,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "attention_head_dim": 128,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 20,
+    "pooled_projection_dim": 12,
 }
 
 
@@ -123,6 +134,16 @@ def sd35_transformer(seed: int = 0, **changes: Any) -> SD3Transformer2DModel:
     )
 
 
+def flux_transformer(seed: int = 0, **changes: Any) -> FluxTransformer2DModel:
+    """FLUX.1 dev: joint blocks, blocks of one stream, rotary positions, the guidance scale as an input."""
+    return _random(FluxTransformer2DModel, _FLUX | {"guidance_embeds": True} | changes, seed)
+
+
+def schnell_transformer(seed: int = 0, **changes: Any) -> FluxTransformer2DModel:
+    """FLUX.1 schnell: without guidance."""
+    return flux_transformer(seed, **{"guidance_embeds": False} | changes)
+
+
 MODELS: dict[str, Callable[..., Any]] = {
     "sd15": sd15_unet,
     "sd2": sd2_unet,
@@ -131,6 +152,8 @@ MODELS: dict[str, Callable[..., Any]] = {
     "gelu": gelu_unet,
     "sd3": sd3_transformer,
     "sd35": sd35_transformer,
+    "flux": flux_transformer,
+    "schnell": schnell_transformer,
 }
 
 
@@ -189,10 +212,12 @@ def _draw_conditions(model: Any, size: Size, generator: torch.Generator) -> dict
         return torch.randn(*shape, generator=generator)
 
     config = model.config
-    if isinstance(model, SD3Transformer2DModel):
+    if not isinstance(model, UNet2DConditionModel):
+        guidance = {"guidance": 2 + draw(1)[0].abs()} if config.get("guidance_embeds") else {}
         return {
             "encoder_hidden_states": draw(_TEXT_LENGTH, config["joint_attention_dim"]),
             "pooled_projections": draw(config["pooled_projection_dim"]),
+            **guidance,
         }
     conditions: dict[str, Any] = {"encoder_hidden_states": draw(_TEXT_LENGTH, config["cross_attention_dim"])}
     if config["addition_embed_type"] == "text_time":
@@ -234,8 +259,21 @@ def run_plain(model: Any, rows: Sequence[Row]) -> list[Tensor]:
     results = []
     for row in rows:
         given = {name: row.latents[None], "timestep": torch.tensor([row.timestep]), **stack_conditions([row])}
-        results.append(model(**given, return_dict=False)[0][0])
+        if isinstance(model, FluxTransformer2DModel):
+            results.append(_run_flux(model, given, row.size))
+        else:
+            results.append(model(**given, return_dict=False)[0][0])
     return results
+
+
+def _run_flux(model: Any, given: dict[str, Any], size: Size) -> Tensor:
+    """As `FluxPipeline` calls its model."""
+    (height, width), latents, text = size, given["hidden_states"], given["encoder_hidden_states"]
+    given["hidden_states"] = FluxPipeline._pack_latents(latents, 1, latents.shape[1], height, width)
+    given["timestep"] = given["timestep"].to(latents.dtype) / 1000
+    ids: Any = FluxPipeline._prepare_latent_image_ids(1, height // 2, width // 2, latents.device, latents.dtype)
+    out = model(**given, img_ids=ids, txt_ids=torch.zeros(text.shape[1], 3), return_dict=False)[0]
+    return FluxPipeline._unpack_latents(out, 8 * height, 8 * width, 8)[0]
 
 
 @torch.no_grad()
@@ -287,7 +325,10 @@ class Way:
     def fits(self, model: Any, sizes: Sequence[Size]) -> bool:
         """Whether the model and all sizes allow the patch size."""
         is_unet = isinstance(model, UNet2DConditionModel)
-        multiple = 2 ** (len(model.config["block_out_channels"]) - 1) if is_unet else model.config["patch_size"]
+        if is_unet:
+            multiple = 2 ** (len(model.config["block_out_channels"]) - 1)
+        else:
+            multiple = token_side(entry_of(type(model).__name__), model.config)
         if self.order == "image":
             return is_unet or not any(side % multiple for size in sizes for side in size)
         common = math.gcd(*(side for size in sizes for side in size))

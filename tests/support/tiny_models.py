@@ -13,13 +13,24 @@ from diffusers import (
     EulerAncestralDiscreteScheduler,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
+)
+
+from .patched_models import flux_transformer
 
 SAMPLERS: dict[str, Callable[[Any], Any]] = {
     "euler": EulerDiscreteScheduler.from_config,
@@ -173,6 +184,46 @@ def tiny_sd3(seed: int = 0, num_channels: int = 4, **scheduler: Any) -> StableDi
         )
 
 
+def tiny_t5(width: int) -> tuple[T5EncoderModel, T5Tokenizer]:
+    """Return a T5 encoder whose states have this width, and a tokenizer that knows single letters, digits and signs."""
+    letters = [(chr(code), -1.0) for code in range(33, 127)]
+    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -1.0), *letters]
+    config = T5Config(
+        vocab_size=len(vocabulary), d_model=width, d_kv=8, num_heads=2, d_ff=32, num_layers=2, dropout_rate=0.0
+    )
+    return T5EncoderModel(config), T5Tokenizer(vocab=vocabulary, extra_ids=0)
+
+
+def tiny_flux(seed: int = 0, *, is_dev: bool = True, num_channels: int = 4) -> FluxPipeline:
+    """Return FLUX.1's architecture, small: CLIP and T5, two joint blocks and two of one stream, heads and scheduler as
+    published; dev embeds the guidance scale and shifts its schedule by the size, schnell does neither.
+    """
+    schedule: dict[str, Any] = {"shift": 3.0, "use_dynamic_shifting": True} if is_dev else {"shift": 1.0}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        t5, tokenizer = tiny_t5(24)
+        return FluxPipeline(
+            transformer=flux_transformer(
+                seed,
+                in_channels=4 * num_channels,
+                joint_attention_dim=24,
+                pooled_projection_dim=32,
+                guidance_embeds=is_dev,
+            ),
+            scheduler=FlowMatchEulerDiscreteScheduler(max_shift=1.15, **schedule),
+            vae=_autoencoder(scaling_factor=0.36, shift_factor=0.1, latent_channels=num_channels),
+            text_encoder=CLIPTextModel(_text_config()),
+            tokenizer=tiny_tokenizer(),
+            text_encoder_2=t5,
+            tokenizer_2=tokenizer,
+        )
+
+
+def tiny_schnell(seed: int = 0) -> FluxPipeline:
+    """Return `tiny_flux` as FLUX.1 schnell."""
+    return tiny_flux(seed, is_dev=False)
+
+
 def save_tiny(directory: Path, pipe: Any, **defaults: Any) -> Path:
     """Save a pipeline as a plain diffusers directory, with `psctl.json` if defaults are given."""
     pipe.save_pretrained(directory)
@@ -181,9 +232,9 @@ def save_tiny(directory: Path, pipe: Any, **defaults: Any) -> Path:
     return directory
 
 
-def plain_latents(pipe: Any, request: Any) -> torch.Tensor:
-    """Return what the plain pipeline gives for one request alone: its final latents."""
-    return _plain(pipe, request, "latent")
+def plain_latents(pipe: Any, request: Any, **options: Any) -> torch.Tensor:
+    """Return what the plain pipeline, called with these options, gives for one request alone: its final latents."""
+    return _plain(pipe, request, "latent", **options)
 
 
 def plain_image(pipe: Any, request: Any) -> Any:
@@ -191,9 +242,9 @@ def plain_image(pipe: Any, request: Any) -> Any:
     return _plain(pipe, request, "pil")
 
 
-def _plain(pipe: Any, request: Any, output_type: str) -> Any:
+def _plain(pipe: Any, request: Any, output_type: str, **options: Any) -> Any:
     pipe.set_progress_bar_config(disable=True)
-    return pipe(
+    drawn = pipe(
         prompt=request.prompt,
         negative_prompt=request.negative_prompt,
         width=request.resolution.width,
@@ -202,7 +253,11 @@ def _plain(pipe: Any, request: Any, output_type: str) -> Any:
         guidance_scale=request.guidance_scale,
         generator=torch.Generator("cpu").manual_seed(request.seed),
         output_type=output_type,
-    ).images[0]
+        **options,
+    ).images
+    if output_type == "latent" and isinstance(pipe, FluxPipeline):
+        drawn = pipe._unpack_latents(drawn, request.resolution.height, request.resolution.width, pipe.vae_scale_factor)
+    return drawn[0]
 
 
 def largest_error(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:

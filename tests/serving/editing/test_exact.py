@@ -20,15 +20,20 @@ from patchedserve.serving.scheduling.policies import get_policy
 
 from ...support.edits import MASKS, edit_request, plain_edit
 from ...support.patched_models import relative_error
-from ...support.tiny_models import SAMPLERS, plain_latents, tiny_sd, tiny_sd3, tiny_sdxl
+from ...support.tiny_models import SAMPLERS, plain_latents, tiny_flux, tiny_sd, tiny_sd3, tiny_sdxl
 
 TOLERANCE = 1e-3
 SMALL, LARGE, WIDE, ODD = Resolution(32, 32), Resolution(64, 64), Resolution(96, 32), Resolution(96, 48)
 
 
 def pipeline(family: str, sampler: str | None = None) -> Any:
-    # diffusers' own inpainting of SD3 refuses latents of four channels.
-    pipe = {"sd": tiny_sd, "sdxl": tiny_sdxl, "sd3": lambda: tiny_sd3(num_channels=16)}[family]()
+    # diffusers' own inpainting of SD3 and FLUX refuses latents of four channels.
+    pipe = {
+        "sd": tiny_sd,
+        "sdxl": tiny_sdxl,
+        "sd3": lambda: tiny_sd3(num_channels=16),
+        "flux": lambda: tiny_flux(num_channels=16),
+    }[family]()
     if sampler is not None:
         pipe.scheduler = SAMPLERS[sampler](pipe.scheduler.config)
     return pipe
@@ -67,14 +72,17 @@ def mixed() -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize(("family", "sampler"), [("sd", None), ("sd3", None), *(("sdxl", name) for name in SAMPLERS)])
+@pytest.mark.parametrize(
+    ("family", "sampler"),
+    [*((family, None) for family in ("sd", "sd3", "flux")), *(("sdxl", name) for name in SAMPLERS)],
+)
 def test_a_mixed_batch_of_edits_and_new_images_equals_plain(family: str, sampler: str | None) -> None:
     pipe = pipeline(family, sampler)
     assert_equal_to_plain(pipe, mixed(), serve(pipe, mixed()))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["sd", "sdxl", "sd3"])
+@pytest.mark.parametrize("family", ["sd", "sdxl", "sd3", "flux"])
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("strength", [1.0, 0.6])
 def test_every_mask_equals_plain(family: str, kind: str, strength: float) -> None:

@@ -17,7 +17,7 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.models.loading import load_model, model_defaults
 
-from ...support.tiny_models import plain_latents, save_tiny, tiny_sd, tiny_sd3, tiny_sdxl
+from ...support.tiny_models import plain_latents, save_tiny, tiny_flux, tiny_schnell, tiny_sd, tiny_sd3, tiny_sdxl
 
 UNET = Path("unet/diffusion_pytorch_model.safetensors")
 TEXT = Path("text_encoder_2/model.safetensors")
@@ -65,6 +65,21 @@ def test_defaults_come_from_the_model(tmp_path: Path) -> None:
     assert (defaults.num_inference_steps, defaults.guidance_scale) == (7, 3.0)
     assert defaults.resolutions == (Resolution(32, 32), Resolution(48, 64))
     assert load_model(str(path)).defaults == defaults
+
+
+@pytest.mark.parametrize(("build", "settings"), [(tiny_flux, (28, 3.5)), (tiny_schnell, (4, 0.0))])
+def test_flux_has_the_settings_of_its_cards(build: Callable, settings: tuple[int, float], tmp_path: Path) -> None:
+    defaults = model_defaults(str(save_tiny(tmp_path / "its", build())))
+    assert (defaults.num_inference_steps, defaults.guidance_scale) == settings
+    assert defaults.default_resolution == Resolution(1024, 1024)
+    (tmp_path / "its" / "psctl.json").write_text('{"num_inference_steps": 9}')
+    assert model_defaults(str(tmp_path / "its")).num_inference_steps == 9
+
+
+def test_flux_text_that_is_too_long(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "flux", tiny_flux(), max_sequence_length=513)
+    with pytest.raises(UsageError, match="max_sequence_length is 513, but FluxPipeline takes 512 at most"):
+        load_model(str(folder), "cpu", "float32")
 
 
 @pytest.mark.slow
@@ -129,8 +144,10 @@ def test_damaged_files_are_named(broken_dir: Path, damage: str) -> None:
 
 
 def test_unsupported_pipeline_class(broken_dir: Path) -> None:
-    (broken_dir / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
-    with pytest.raises(UsageError, match=r"FluxPipeline .*StableDiffusionXLPipeline, StableDiffusion3Pipeline"):
+    (broken_dir / "model_index.json").write_text(json.dumps({"_class_name": "FluxKontextPipeline"}))
+    with pytest.raises(
+        UsageError, match=r"FluxKontextPipeline .*StableDiffusionXLPipeline, StableDiffusion3Pipeline, Flux"
+    ):
         load_model(str(broken_dir))
 
 
@@ -167,7 +184,7 @@ def test_bad_defaults_file(broken_dir: Path, content: str) -> None:
 
 def test_text_length_of_a_model_without_a_third_encoder(broken_dir: Path) -> None:
     (broken_dir / "psctl.json").write_text('{"max_sequence_length": 77}')
-    with pytest.raises(UsageError, match=r"max_sequence_length is 77, .* StableDiffusion3Pipeline only, not to Stable"):
+    with pytest.raises(UsageError, match=r"max_sequence_length is 77, .* FluxPipeline only, not to Stable"):
         load_model(str(broken_dir), device="cpu")
 
 

@@ -27,6 +27,7 @@ from ...support.patched_models import (
     Alternation,
     call_patched,
     draw_rows,
+    flux_transformer,
     relative_error,
     run_patched,
     run_plain,
@@ -125,6 +126,10 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: _after("fuse_qkv_projections", build=sd3_transformer),
         r"module transformer_blocks.0.attn \(Attention\) has fused projections .*unfuse_qkv_projections",
     ),
+    "fused flux": (
+        lambda: _after("fuse_qkv_projections", build=flux_transformer),
+        r"module transformer_blocks.0.attn \(FluxAttention\) has fused projections .*unfuse_qkv_projections",
+    ),
     "cross only": (
         lambda: small_unet(only_cross_attention=True),
         r"attn1 \(Attention\) attends to the text .*only_cross_attention",
@@ -170,6 +175,7 @@ def test_model_that_patches_cannot_run_is_refused(problem: str) -> None:
     [
         (small_unet, ("fuse_qkv_projections",), "unfuse_qkv_projections"),
         (sd3_transformer, ("fuse_qkv_projections",), "unfuse_qkv_projections"),
+        (flux_transformer, ("fuse_qkv_projections",), "unfuse_qkv_projections"),
         (small_unet, ("enable_freeu", 0.9, 0.2, 1.2, 1.4), "disable_freeu"),
     ],
 )
@@ -189,6 +195,7 @@ def test_advice_of_a_refusal_helps(build: Callable[..., Any], on: tuple[Any, ...
         (sdxl_unet, 2, r"patch size 2 does not fit: .*multiple of 4 for this model; allowed here: 4, 8"),
         (sdxl_unet, 16, r"patch size 16 does not fit: .*allowed here: 4, 8"),
         (sd15_unet, 4, r"patch size 4 does not fit: .*multiple of 8 for this model; allowed here: 8"),
+        (flux_transformer, 1, r"patch size 1 does not fit: .*multiple of 2 for this model; allowed here: 2, 4, 8"),
         (sd3_transformer, 1, r"patch size 1 does not fit: .*multiple of 2 for this model; allowed here: 2, 4, 8"),
     ],
 )

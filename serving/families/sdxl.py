@@ -8,9 +8,9 @@ import torch
 from diffusers import StableDiffusionXLPipeline
 from PIL.Image import Image
 
-from ....data.requests import Request
-from ...editing.start import ImageEncoder
+from ...data.requests import Request
 from . import Decode, Family
+from .encoder import ImageEncoder
 from .unet import guidance_embedding, unet_family
 
 

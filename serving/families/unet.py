@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from PIL.Image import Image
 
-from ....data.errors import UsageError
-from ....data.requests import Request
-from ..geometry import Geometry
+from ...data.errors import UsageError
+from ...data.requests import Request
 from . import Decode, Family
+from .geometry import Geometry
 
 
 def unet_family(
@@ -28,13 +28,14 @@ def unet_family(
     """
     if max_sequence_length is not None:
         raise UsageError(
-            f"max_sequence_length is {max_sequence_length}, but it applies to StableDiffusion3Pipeline only, "
-            f"not to {type(pipe).__name__}"
+            f"max_sequence_length is {max_sequence_length}, but it applies to StableDiffusion3Pipeline "
+            f"and FluxPipeline only, not to {type(pipe).__name__}"
         )
     return Family(
         geometry=Geometry.of_unet(pipe.vae_scale_factor, len(pipe.unet.config.block_out_channels)),
+        latent_channels=pipe.unet.config.in_channels,
         max_side=None,
-        embeds_guidance=pipe.unet.config.time_cond_proj_dim is not None,
+        is_distilled=pipe.unet.config.time_cond_proj_dim is not None,
         scales_noise=True,
         pass_step_kwargs=True,
         schedule_kwargs=lambda _: {},

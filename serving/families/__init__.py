@@ -1,9 +1,9 @@
-"""Model families: what differs between the supported diffusers pipelines.
+"""Model families: what differs between the supported diffusers pipelines, and what the patch engine must know of them.
 
-A family says how a request's text and size become conditioning tensors, what the denoising model calls these, and how
-latents become an image. Everything else (batching, samplers, guidance, stages) is shared. Each pipeline class has a
-module here whose `family` builds its `Family`. This module imports no torch, so that an unsupported model is refused
-before anything heavy is loaded.
+A family is one module: how a request's text and size become conditioning tensors, what the denoising model calls these,
+how latents become an image (`Family`), and of a transformer how its blocks run on packed tokens (`Transformer`).
+Everything else (batching, attention, samplers, guidance, stages) is shared. This module imports no torch, so that an
+unsupported model is refused before anything heavy is loaded.
 """
 
 import importlib
@@ -11,22 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ....data.resolution import Resolution
-from ..geometry import Geometry
+from .geometry import Geometry
+from .table import FAMILIES, SUPPORTED_PIPELINES, Entry, entry_of
 
 if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
-    from ....data.requests import Request
-
-# pipeline class in model_index.json -> module of this package
-_FAMILIES = {
-    "StableDiffusionPipeline": "sd",
-    "StableDiffusionXLPipeline": "sdxl",
-    "StableDiffusion3Pipeline": "sd3",
-}
-SUPPORTED_PIPELINES: tuple[str, ...] = tuple(_FAMILIES)
+    from ...data.requests import Request
+    from .transformer import Transformer
 
 
 Decode = Callable[["torch.Tensor"], "torch.Tensor"]
@@ -39,11 +32,13 @@ class Family:
 
     Attributes:
         geometry: what the model makes of sizes.
+        latent_channels: of the latents that are drawn and denoised.
         max_side: largest width or height in pixels, or None where the architecture sets no bound.
-        embeds_guidance: whether the model takes the guidance scale as an input, and so needs no unconditional row.
+        is_distilled: whether the model has learnt guidance, with the scale as an input or without, and so needs no
+            unconditional row.
         scales_noise: whether the first latents are noise times the scheduler's `init_noise_sigma`.
         pass_step_kwargs: whether the pipeline hands `generator` and `eta` to `scheduler.step`.
-        schedule_kwargs: further arguments of `set_timesteps` that depend on the resolution.
+        schedule_kwargs: further arguments of `set_timesteps` that depend on the request.
         condition: encodes a request, given also whether it is guided. Each tensor has 2 rows (unconditional,
             conditional) if it is, else 1.
         conditions: names conditioning tensors (rows, ...) as the denoising model's own forward does.
@@ -53,11 +48,12 @@ class Family:
     """
 
     geometry: Geometry
+    latent_channels: int
     max_side: int | None
-    embeds_guidance: bool
+    is_distilled: bool
     scales_noise: bool
     pass_step_kwargs: bool
-    schedule_kwargs: Callable[[Resolution], dict[str, Any]]
+    schedule_kwargs: "Callable[[Request], dict[str, Any]]"
     condition: "Callable[[Request, bool], dict[str, torch.Tensor]]"
     conditions: "Callable[[dict[str, torch.Tensor]], dict[str, Any]]"
     decode: "Callable[[torch.Tensor, Decode], Sequence[Image]]"
@@ -65,7 +61,7 @@ class Family:
 
     def uses_guidance(self, guidance_scale: float) -> bool:
         """Whether a request with this scale needs an unconditional row beside its conditional one."""
-        return guidance_scale > 1 and not self.embeds_guidance
+        return guidance_scale > 1 and not self.is_distilled
 
 
 def build_family(pipe: Any, *, max_sequence_length: int | None = None) -> Family:
@@ -76,7 +72,16 @@ def build_family(pipe: Any, *, max_sequence_length: int | None = None) -> Family
         UsageError: if `max_sequence_length` does not apply to it.
     """
     name = type(pipe).__name__
-    if name not in _FAMILIES:
+    if name not in FAMILIES:
         raise ValueError(f"pipeline class {name} is not supported; supported: {', '.join(SUPPORTED_PIPELINES)}")
-    module = importlib.import_module(f".{_FAMILIES[name]}", __name__)
-    return module.family(pipe, max_sequence_length=max_sequence_length)
+    return _module(FAMILIES[name]).family(pipe, max_sequence_length=max_sequence_length)
+
+
+def transformer_of(model: Any) -> "Transformer | None":
+    """How this denoising model's blocks run on packed tokens; None for a U-Net."""
+    entry = entry_of(type(model).__name__)
+    return None if entry is None else getattr(_module(entry), "TRANSFORMER", None)
+
+
+def _module(entry: Entry) -> Any:
+    return importlib.import_module(f".{entry.module}", __name__)

@@ -1,14 +1,12 @@
-"""What a model makes of sizes in pixels, read from its directory without torch, and which edits that allows."""
+"""What a model makes of sizes in pixels, and which edits that allows. No torch."""
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 from ...data.edits import EditSpec, active_share, latent_mask
 from ...data.errors import UsageError
 from ...data.requests import Request
 from ...data.resolution import Resolution
-from .defaults import count_of_blocks, read_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +32,9 @@ class Geometry:
         return cls(latent_factor, math.lcm(8, latent_factor), 1 << (num_levels - 1), rounds_steps_up=False)
 
     @classmethod
-    def of_transformer(cls, latent_factor: int, patch_size: int) -> "Geometry":
-        """Of Stable Diffusion 3."""
-        return cls(latent_factor, latent_factor * patch_size, patch_size, rounds_steps_up=True)
+    def of_transformer(cls, latent_factor: int, token_side: int) -> "Geometry":
+        """Of a transformer each of whose tokens stands for a square of latents."""
+        return cls(latent_factor, latent_factor * token_side, token_side, rounds_steps_up=True)
 
     def latent_size(self, resolution: Resolution) -> tuple[int, int]:
         """Height and width of the latents of an image."""
@@ -75,12 +73,3 @@ class Geometry:
     def active_share(self, edit: EditSpec) -> float:
         """Share of the cells that an edit changes."""
         return active_share(latent_mask(edit.mask, self.latent_factor), self.cell)
-
-
-def read_geometry(model_dir: Path) -> Geometry:
-    """The geometry of a model by its configuration files. Raises RunError if one is damaged."""
-    latent_factor = 1 << (count_of_blocks(read_config(model_dir, "vae")) - 1)
-    patch_size = read_config(model_dir, "transformer").get("patch_size")
-    if isinstance(patch_size, int):
-        return Geometry.of_transformer(latent_factor, patch_size)
-    return Geometry.of_unet(latent_factor, count_of_blocks(read_config(model_dir, "unet")))

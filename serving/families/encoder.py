@@ -1,0 +1,37 @@
+"""An autoencoder's way from images to latents, for edits."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class ImageEncoder:
+    """An autoencoder's way from images to latents, as inpainting pipelines take it: a draw from its posterior.
+
+    Args:
+        vae: diffusers' `AutoencoderKL`.
+        upcasts: whether images are encoded in float32 whatever the autoencoder's dtype: on weights of their own then,
+            as another thread decodes meanwhile.
+    """
+
+    def __init__(self, vae: Any, *, upcasts: bool = False) -> None:
+        self._vae, self._upcasts = vae, upcasts
+        self._twin: Any = None
+
+    def __call__(self, pixels: Tensor, generator: torch.Generator) -> Tensor:
+        """Images (n, 3, height, width) from -1 to 1 -> latents, not scaled, in the autoencoder's dtype."""
+        vae = self._vae
+        if self._upcasts and vae.dtype != torch.float32:
+            vae = self._twin = self._twin or _encoder_in_float32(vae)
+        posterior = vae.encode(pixels.to(vae.dtype)).latent_dist
+        return posterior.sample(generator).to(self._vae.dtype)
+
+
+def _encoder_in_float32(vae: Any) -> Any:
+    with torch.device("meta"):
+        twin = type(vae).from_config(vae.config)
+    del twin.decoder
+    weights = {name: value.float() for name, value in vae.state_dict().items() if not name.startswith("decoder.")}
+    twin.load_state_dict(weights, assign=True)
+    return twin.eval()

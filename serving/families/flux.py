@@ -1,0 +1,116 @@
+"""FLUX.1: joint blocks, then blocks of one stream; rotary positions; guidance learnt (dev: its scale is an input)."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import FluxPipeline
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from torch import Tensor
+
+from ...data.errors import UsageError
+from ...data.requests import Request
+from . import Family
+from .encoder import ImageEncoder
+from .flow import decode_shifted, encode_shifted
+from .geometry import Geometry
+from .table import FAMILIES, token_side
+from .transformer import Blocks, Transformer
+
+
+def image_ids(height: int, width: int, like: Tensor) -> Tensor:
+    """Numbers of an image's tokens, (height * width, 3), as `FluxPipeline` gives them: 0, row, column."""
+    rows, columns = (torch.arange(count, dtype=like.dtype, device=like.device) for count in (height, width))
+    return torch.cartesian_prod(rows.new_zeros(1), rows, columns)
+
+
+def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
+    """See `transformer.Call`: 2 x 2 latents are one token."""
+    rows, channels, height, width = latents.shape
+    text = conditions["encoder_hidden_states"]
+    predicted = model(
+        FluxPipeline._pack_latents(latents, rows, channels, height, width),
+        timestep=timesteps.to(latents.dtype) / 1000,
+        img_ids=image_ids(height // 2, width // 2, latents),
+        txt_ids=text.new_zeros(text.shape[1], 3),
+        return_dict=False,
+        **conditions,
+    )[0]
+    return FluxPipeline._unpack_latents(predicted, height, width, vae_scale_factor=1)
+
+
+TRANSFORMER = Transformer(
+    call=call,
+    joint=Blocks(name="transformer_blocks", kind="FluxTransformerBlock", modulation="norm1.linear"),
+    single=Blocks(name="single_transformer_blocks", kind="FluxSingleTransformerBlock", modulation="norm.linear"),
+    image_ids=image_ids,
+    known=frozenset({
+        *("FluxTransformer2DModel", "FluxTransformerBlock", "FluxSingleTransformerBlock", "FluxAttention"),
+        *("FluxPosEmbed", "AdaLayerNormZeroSingle", "CombinedTimestepGuidanceTextProjEmbeddings"),
+    }),
+)  # fmt: skip
+_MAX_SEQUENCE_LENGTH = 512
+"""The default of `FluxPipeline.__call__`, and the most that it takes."""
+
+
+def family(pipe: FluxPipeline, *, max_sequence_length: int | None = None) -> Family:
+    """Return what serves this pipeline; `max_sequence_length` is of the T5 text encoder.
+
+    Raises UsageError if it is more than the pipeline takes.
+    """
+    length = _MAX_SEQUENCE_LENGTH if max_sequence_length is None else max_sequence_length
+    if length > _MAX_SEQUENCE_LENGTH:
+        raise UsageError(f"max_sequence_length is {length}, but FluxPipeline takes {_MAX_SEQUENCE_LENGTH} at most")
+    model: Any = pipe.transformer
+    side = token_side(FAMILIES["FluxPipeline"], model.config)
+    geometry = Geometry.of_transformer(pipe.vae_scale_factor, side)
+    return Family(
+        geometry=geometry,
+        latent_channels=model.config.in_channels // side**2,
+        max_side=None,
+        is_distilled=True,
+        scales_noise=False,
+        pass_step_kwargs=False,
+        schedule_kwargs=partial(_schedule_kwargs, pipe, geometry),
+        condition=partial(_condition, pipe, length),
+        conditions=_conditions,
+        decode=partial(decode_shifted, pipe),
+        encode=partial(encode_shifted, pipe.vae.config, ImageEncoder(pipe.vae)),
+    )
+
+
+def _schedule_kwargs(pipe: Any, geometry: Geometry, request: Request) -> dict[str, Any]:
+    config, steps = pipe.scheduler.config, request.num_inference_steps
+    height, width = request.resolution.height, request.resolution.width
+    mu = calculate_shift(
+        (height // geometry.size_multiple) * (width // geometry.size_multiple),
+        config.get("base_image_seq_len", 256),
+        config.get("max_image_seq_len", 4096),
+        config.get("base_shift", 0.5),
+        config.get("max_shift", 1.15),
+    )
+    sigmas = {} if config.get("use_flow_sigmas") else {"sigmas": np.linspace(1.0, 1 / steps, steps)}
+    return {"mu": mu, **sigmas}
+
+
+def _condition(pipe: Any, max_sequence_length: int, request: Request, is_guided: bool) -> dict[str, Tensor]:
+    assert not is_guided, "guidance is learnt"
+    text, pooled, _ = pipe.encode_prompt(
+        prompt=request.prompt,
+        prompt_2=None,  # as the first
+        device=pipe.transformer.device,
+        max_sequence_length=max_sequence_length,
+    )
+    if not pipe.transformer.config.guidance_embeds:
+        return {"text": text, "pooled": pooled}
+    guidance = torch.full([1], request.guidance_scale, device=text.device, dtype=torch.float32)
+    return {"text": text, "pooled": pooled, "guidance": guidance}
+
+
+def _conditions(conditioning: dict[str, Tensor]) -> dict[str, Any]:
+    return {
+        "encoder_hidden_states": conditioning["text"],
+        "pooled_projections": conditioning["pooled"],
+        "guidance": conditioning.get("guidance"),
+    }

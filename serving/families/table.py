@@ -1,0 +1,61 @@
+"""The supported families, as far as they are known before anything heavy is loaded. No torch."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What is known of a family before anything heavy is loaded.
+
+    Attributes:
+        title: its name in tables.
+        module: of this package.
+        model: class of the denoising model.
+        packs: latents on a side that the pipeline puts into one input of its transformer.
+        lacks: options that it is not served with yet.
+        settings: what suits a model where its `psctl.json` does not say, by its configuration.
+    """
+
+    title: str
+    module: str
+    model: str
+    packs: int = 1
+    lacks: tuple[str, ...] = ()
+    settings: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda _: {}
+
+
+def _flux_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the model cards of FLUX.1 dev, which embeds the guidance scale, and schnell, which has none."""
+    if config.get("guidance_embeds"):
+        return {"num_inference_steps": 28, "guidance_scale": 3.5}
+    return {"num_inference_steps": 4, "guidance_scale": 0.0}
+
+
+FAMILIES: Mapping[str, Entry] = {
+    "StableDiffusionPipeline": Entry(title="Stable Diffusion 1.x, 2.x", module="sd", model="UNet2DConditionModel"),
+    "StableDiffusionXLPipeline": Entry(title="SDXL", module="sdxl", model="UNet2DConditionModel"),
+    "StableDiffusion3Pipeline": Entry(title="Stable Diffusion 3, 3.5", module="sd3", model="SD3Transformer2DModel"),
+    "FluxPipeline": Entry(
+        title="FLUX.1 dev, schnell",
+        module="flux",
+        model="FluxTransformer2DModel",
+        packs=2,
+        lacks=("--cache", "--parallel"),
+        settings=_flux_settings,
+    ),
+}
+"""By the pipeline class in model_index.json."""
+SUPPORTED_PIPELINES: tuple[str, ...] = tuple(FAMILIES)
+SUPPORTED_MODELS: tuple[str, ...] = tuple(dict.fromkeys(entry.model for entry in FAMILIES.values()))
+
+
+def entry_of(model: object) -> Entry | None:
+    """The family whose denoising model has this class, by its name; of several the first."""
+    return next((entry for entry in FAMILIES.values() if entry.model == model), None)
+
+
+def token_side(entry: Entry | None, config: Mapping[str, Any]) -> int:
+    """Latents on a side of what a token of a transformer with this configuration stands for."""
+    return config["patch_size"] * (1 if entry is None else entry.packs)

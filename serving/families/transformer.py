@@ -1,0 +1,62 @@
+"""What a family says of its transformer, so that diffusers' own blocks run on the packed tokens of a mixed batch.
+
+Image tokens of all rows lie one after the other; text keeps a row for each row of the batch. What a block computes of
+one token at a time needs nothing. Attention, positions and what a row has once (timestep, guidance, pooled text) are
+given to the tokens of that row: `serving.patched.swap` puts leaves where the family says.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+Call = Callable[[Any, Tensor, Tensor, dict[str, Any]], Tensor]
+"""(model, latents (rows, channels, height, width) in its dtype, timesteps (rows,) of the scheduler, conditions as the
+family names them) -> the prediction, shaped as the latents. The patched model is called the same way, with patches for
+rows of latents; rows of timesteps and conditions are then those of the batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """One list of a transformer's blocks.
+
+    Attributes:
+        name: of the list in the model.
+        kind: class of the blocks.
+        modulation: name in a block of the linear layer whose result, one per row, scales and shifts tokens of the
+            image, or of both streams where they are one. Layers of the text's own stream need no mention.
+        attention: names in a block, as far as it has them.
+    """
+
+    name: str
+    kind: str
+    modulation: str
+    attention: tuple[str, ...] = ("attn",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transformer:
+    """How the blocks of a transformer run on packed tokens.
+
+    Attributes:
+        call: calls the model as its pipeline does; latents are packed and unpacked here where the pipeline does so.
+        joint: blocks with a stream of tokens for the image and one for the text, which attend to both.
+        single: the blocks behind them that take both as one stream, text first; None where there are none.
+        image_ids: numbers the tokens of an image of (height, width) tokens for the model's `pos_embed`, which makes
+            rotary angles of (tokens, axes) numbers, shaped and placed as the last argument; text stays at zero. None
+            where `pos_embed` is a patch embedding that adds positions, as SD3's.
+        known: classes of the model's modules, beside those of all families, that compute token by token (or row by
+            row), only call their children, or are replaced.
+    """
+
+    call: Call
+    joint: Blocks
+    single: Blocks | None = None
+    image_ids: Callable[[int, int, Tensor], Tensor] | None = None
+    known: frozenset[str] = frozenset()
+
+    @property
+    def lists(self) -> tuple[Blocks, ...]:
+        """Of blocks, in the order in which they run."""
+        return (self.joint,) if self.single is None else (self.joint, self.single)

@@ -1,0 +1,90 @@
+"""Leaves of transformers with rotary positions, and with blocks that take image and text as one stream.
+
+In joint blocks the image has an entry for each patch and the text one for each row. In the blocks behind them every
+token is an entry of its own: [tokens, 1, channels], those of the texts of all rows first. So diffusers' own block runs,
+whose text is then empty, and nothing is put together or taken apart between two such blocks.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .context import PatchContext, repeated
+
+
+class RotaryPositions(nn.Module):
+    """The rotary angles of each image token at its place in its own image.
+
+    Args:
+        embed: the model's own module, which makes angles of numbers.
+        image_ids: see `Transformer`.
+    """
+
+    def __init__(self, embed: Any, image_ids: Callable[[int, int, Tensor], Tensor], context: PatchContext) -> None:
+        super().__init__()
+        self.embed, self.image_ids, self.context = embed, image_ids, context
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [image tokens, width], in packed order; of `ids` only dtype and device count."""
+        context = self.context
+        if "positions" not in context.kept:
+            angles = {
+                (group.height, group.width): self.embed(self.image_ids(group.height, group.width, ids))
+                for group in context.packing.levels[0].groups
+            }
+            context.kept["positions"] = tuple(
+                repeated(context.packing.levels[0], lambda *size, part=part: angles[size][part], context.kernels)
+                for part in (0, 1)
+            )
+        cosines, sines = context.kept["positions"]
+        some = context.rows or context.active
+        if some is None:
+            return cosines, sines
+        own = some.tokens(0)
+        return cosines.index_select(0, own), sines.index_select(0, own)
+
+
+class StreamsJoined(nn.Module):
+    """Stands behind the joint blocks as if it were one: makes one stream of image and text."""
+
+    def __init__(self, context: PatchContext) -> None:
+        super().__init__()
+        self.context = context
+
+    def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor, **unused: object) -> tuple[Tensor, Tensor]:
+        """Image [P, tokens, channels] and text [rows, length, channels] -> no text, and all tokens."""
+        context, (rows, length, _) = self.context, encoder_hidden_states.shape
+        if "rows of the stream" not in context.kept:
+            own = torch.arange(rows, device=hidden_states.device).repeat_interleave(length)
+            context.kept["rows of the stream"] = torch.cat([own, context.row_of_token])
+        context.stream_rows = context.kept["rows of the stream"]
+        tokens = torch.cat([encoder_hidden_states.flatten(0, 1), hidden_states.flatten(0, 1)])[:, None]
+        return tokens[:, :0], tokens
+
+
+class StreamsParted(nn.Module):
+    """Stands behind the blocks of one stream as if it were one: leaves the image's tokens."""
+
+    def __init__(self, context: PatchContext) -> None:
+        super().__init__()
+        self.context = context
+
+    def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor, **unused: object) -> tuple[Tensor, Tensor]:
+        """No text, and all tokens [tokens, 1, channels] -> no text, and the image [P, tokens, channels]."""
+        context = self.context
+        image = hidden_states[hidden_states.shape[0] - context.num_tokens :]
+        return encoder_hidden_states, image.view(-1, context.level.grain**2, image.shape[2])
+
+
+class RowsToStream(nn.Module):
+    """A linear layer on what every row has once, with its result repeated for all tokens of the row's stream."""
+
+    def __init__(self, linear: nn.Linear, context: PatchContext) -> None:
+        super().__init__()
+        self.linear, self.context = linear, context
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.context.stream_rows is not None, "a stream begins with `StreamsJoined`"
+        return self.linear(x).index_select(0, self.context.stream_rows)

@@ -1,0 +1,32 @@
+"""Every family keeps the promises of the kit; the support matrix says what it lacks."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from patchedserve.serving.families.table import FAMILIES
+
+from ...support.family_kit import BUILDS, PROMISES, Build
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
+@pytest.mark.parametrize("family", BUILDS)
+def test_promise(family: str, promise: Callable[[Build], None]) -> None:
+    promise(BUILDS[family])
+
+
+def test_every_family_is_checked() -> None:
+    assert {type(build()).__name__ for build in BUILDS.values()} == set(FAMILIES)
+
+
+def test_the_support_matrix_is_the_table(repository: Path) -> None:
+    section = (repository / "docs" / "families.md").read_text().partition("## What is served")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ") and "`" in line][1:]
+    says = {True: "no", False: "yes"}
+    assert rows == [
+        f"| {entry.title} | `{name}` | patched, plain | "
+        f"{says['--cache' in entry.lacks]} | {says['--parallel' in entry.lacks]} |"
+        for name, entry in FAMILIES.items()
+    ]

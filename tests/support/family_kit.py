@@ -1,0 +1,196 @@
+"""What every model family promises, checked on a tiny pipeline of its real classes: `check_family(build)`.
+
+The reference is always the family's own diffusers pipeline, which draws each request by itself.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from patchedserve.data.errors import UsageError
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.serving.cache.options import CacheOptions
+from patchedserve.serving.core.prepared import PreparedRequest
+from patchedserve.serving.families.table import FAMILIES
+from patchedserve.serving.models.build import build_model
+from patchedserve.serving.models.defaults import ModelDefaults, read_geometry
+from patchedserve.serving.models.loading import load_model
+from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.options import EngineOptions
+from patchedserve.serving.parallel.options import ParallelOptions
+
+from .patched_models import relative_error
+from .tiny_models import plain_latents, save_tiny, tiny_flux, tiny_schnell, tiny_sd, tiny_sd3, tiny_sdxl
+
+Build = Callable[[], Any]
+PASS, STEPS = 1e-5, 1e-3
+"""Largest relative error in float32 of one pass, and of 20 steps."""
+BUILDS: dict[str, Build] = {
+    "sd": tiny_sd,
+    "sdxl": tiny_sdxl,
+    "sd3": tiny_sd3,
+    "flux": tiny_flux,
+    "schnell": tiny_schnell,
+}
+_SMALL, _LARGE, _WIDE = Resolution(32, 32), Resolution(64, 64), Resolution(96, 32)
+_WAYS = {"image": EngineOptions(order="image"), "patch": EngineOptions(order="patch")}
+OPTIONS = {
+    "--cache": EngineOptions(cache=CacheOptions("patch", 0.1)),
+    "--parallel": EngineOptions("parallel", parallel=ParallelOptions("virtual:2")),
+}
+
+
+def mixed(num_steps: Sequence[int]) -> list[Request]:
+    """Four requests that differ in everything; so many steps each."""
+    return [
+        Request(0, "a red apple", _SMALL, num_steps[0], 3.5, seed=20),
+        Request(1, "a car in the rain, at night", _LARGE, num_steps[1], 1.0, seed=21),
+        Request(2, "two birds", _SMALL, num_steps[2], 7.0, seed=22, negative_prompt="blur"),
+        Request(3, "", _WIDE, num_steps[3], 2.0, seed=23),
+    ]
+
+
+def denoised(model: ServedModel, requests: Sequence[Request], joins: Sequence[int] | None = None) -> list[Tensor]:
+    """The final latents of requests that share batches; each joins at a step and leaves at its end."""
+    starts = dict(enumerate(joins or [0] * len(requests)))
+    active, ended, found, step = [], 0, [model.prepare(request) for request in requests], 0
+    while ended < len(requests):
+        active += [found[index] for index, start in starts.items() if start == step]
+        assert model.stepper.step(active) == {}
+        ended += sum(prepared.state.is_finished for prepared in active)
+        active = [prepared for prepared in active if not prepared.state.is_finished]
+        step += 1
+    return [prepared.latents[0] for prepared in found]
+
+
+def served(pipe: Any, options: EngineOptions | None = None, **defaults: Any) -> ServedModel:
+    return build_model(pipe, name="tiny", options=options, defaults=ModelDefaults(**defaults))
+
+
+def one_pass_is_exact(build: Build) -> None:
+    pipe, requests = build(), mixed([1] * 4)
+    expected = [plain_latents(pipe, request) for request in requests]
+    for name, options in _WAYS.items():
+        assert relative_error(denoised(served(pipe, options), requests), expected) <= PASS, name
+
+
+def twenty_steps_stay_exact(build: Build) -> None:
+    pipe, requests = build(), mixed([20] * 4)
+    expected = [plain_latents(pipe, request) for request in requests]
+    assert relative_error(denoised(served(pipe), requests), expected) <= STEPS
+
+
+def requests_join_and_leave_at_any_step(build: Build) -> None:
+    pipe, requests = build(), mixed([6, 2, 3, 4])
+    expected = [plain_latents(pipe, request) for request in requests]
+    assert relative_error(denoised(served(pipe), requests, joins=[0, 1, 2, 2]), expected) <= STEPS
+
+
+def the_plain_engine_serves_it(build: Build) -> None:
+    pipe, requests = build(), mixed([3, 4, 3, 2])
+    expected = [plain_latents(pipe, request) for request in requests]
+    assert relative_error(denoised(served(pipe, EngineOptions("plain")), requests), expected) <= STEPS
+
+
+def bfloat16_is_as_accurate_as_the_pipeline(build: Build) -> None:
+    """The errors of both are those to float32 with the same weights, texts and first latents."""
+    low = build().to(torch.bfloat16)
+    high = copy.deepcopy(low).to(torch.float32)
+    model, requests = served(low), mixed([2] * 4)
+    inputs = [model.prepare(request) for request in requests]
+
+    def run(other: ServedModel) -> list[Tensor]:
+        active = [_given(other, prepared) for prepared in inputs]
+        while not active[0].state.is_finished:
+            assert other.stepper.step(active) == {}
+        return [prepared.latents[0] for prepared in active]
+
+    exact = run(served(high, EngineOptions("plain")))
+    allowed = 1.5 * _rms(run(served(low, EngineOptions("plain"))), exact)
+    assert allowed > 1e-4
+    assert _rms(run(model), exact) <= allowed
+
+
+def what_is_asked_for_matters(build: Build) -> None:
+    """Otherwise equality would not show that two requests were mixed up."""
+    pipe, first = build(), mixed([2] * 4)[0]
+    model = served(pipe)
+    changed = [replace(first, prompt="two birds"), replace(first, seed=1), replace(first, num_inference_steps=3)]
+    if not model.family.is_distilled or getattr(pipe.transformer.config, "guidance_embeds", False):
+        changed.append(replace(first, guidance_scale=9.0))
+    before = denoised(model, [first])
+    for request in changed:
+        assert relative_error(denoised(model, [request]), before) > 10 * STEPS, request
+
+
+def texts_are_as_long_as_the_model_says(build: Build) -> None:
+    pipe, request = build(), mixed([2] * 4)[0]
+    if not hasattr(pipe, "transformer"):
+        with pytest.raises(UsageError, match="max_sequence_length is 24"):
+            served(pipe, max_sequence_length=24)
+        return
+    found = [denoised(served(pipe, max_sequence_length=length), [request])[0] for length in (24, 40)]
+    expected = [plain_latents(pipe, request, max_sequence_length=length) for length in (24, 40)]
+    assert relative_error(found, expected) <= STEPS
+    assert found[0].shape == found[1].shape
+
+
+def a_saved_folder_loads(build: Build) -> None:
+    pipe, request = build(), mixed([2] * 4)[1]
+    with TemporaryDirectory() as folder:
+        save_tiny(Path(folder), pipe)
+        loaded = load_model(folder, "cpu", "float32")
+        assert relative_error(denoised(loaded, [request]), [plain_latents(pipe, request)]) <= STEPS
+        assert read_geometry(Path(folder)) == loaded.family.geometry
+        for option in FAMILIES[type(pipe).__name__].lacks:
+            with pytest.raises(UsageError, match=f"{option} does not work with"):
+                load_model(folder, "cpu", "float32", OPTIONS[option])
+
+
+def what_it_lacks_is_refused(build: Build) -> None:
+    pipe = build()
+    name = type(pipe).__name__
+    for option in FAMILIES[name].lacks:
+        with pytest.raises(UsageError, match=f"{option} does not work with a {name} yet") as refusal:
+            served(pipe, OPTIONS[option])
+        assert "\n" not in str(refusal.value)
+
+
+PROMISES: tuple[Callable[[Build], None], ...] = (
+    one_pass_is_exact,
+    twenty_steps_stay_exact,
+    requests_join_and_leave_at_any_step,
+    the_plain_engine_serves_it,
+    bfloat16_is_as_accurate_as_the_pipeline,
+    what_is_asked_for_matters,
+    texts_are_as_long_as_the_model_says,
+    a_saved_folder_loads,
+    what_it_lacks_is_refused,
+)
+
+
+def check_family(build: Build) -> None:
+    """Check all promises for the family of a tiny pipeline. Raises AssertionError at the first that does not hold."""
+    for promise in PROMISES:
+        promise(build)
+
+
+def _given(model: ServedModel, prepared: PreparedRequest) -> PreparedRequest:
+    """The same request at its first step, for a model of another dtype."""
+    own = model.prepare(prepared.request)
+    own.latents = prepared.latents.clone()
+    own.conditioning = {name: part.to(own.conditioning[name].dtype) for name, part in prepared.conditioning.items()}
+    return own
+
+
+def _rms(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    error = sum(float((one.float() - other.float()).square().sum()) for one, other in zip(found, expected, strict=True))
+    return (error / sum(float(other.square().sum()) for other in expected)) ** 0.5
