@@ -24,7 +24,7 @@ MODELS: dict[Leg, LegModel] = {"light": LegModel(2, 0.0, TIMES), "heavy": LegMod
 class Idle:
     """A worker that does nothing by itself."""
 
-    def __init__(self, index: int, leg: Leg) -> None:
+    def __init__(self, index: int, leg: Leg | None) -> None:
         self.index, self.leg, self.num_waiting = index, leg, 0
         self.taken: list[Request] = []
         self.changes: list[Leg] = []

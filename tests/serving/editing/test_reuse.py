@@ -99,7 +99,8 @@ def test_outside_the_mask_latents_end_as_the_images_and_inside_near_the_twins(fa
     outside = ~known.mask.expand_as(known.clean)
     assert torch.equal(reused[outside], known.clean[outside])
     # Random weights; what trained ones make of it is measured elsewhere.
-    assert 1e-4 <= relative_error([reused], [twin]) <= 0.5
+    # Of few positions in few blocks of FLUX, less goes outwards.
+    assert (1e-4 if family == "flux" else 1e-3) <= relative_error([reused], [twin]) <= 0.5
 
 
 def test_large_masks_are_not_worth_a_masked_pass(tmp_path: Path) -> None:
