@@ -155,6 +155,8 @@ MODELS: dict[str, Callable[..., Any]] = {
     "flux": flux_transformer,
     "schnell": schnell_transformer,
 }
+WITH_ALL_OPTIONS = [name for name in MODELS if name not in ("flux", "schnell")]
+"""Those that the patch cache and ranks serve, too."""
 
 
 def _random(build: Callable[..., Any], config: dict[str, Any], seed: int) -> Any:

@@ -15,7 +15,7 @@ from patchedserve.profiling.parallel.plan import TEXT_LENGTH
 from patchedserve.serving.core.denoiser import denoiser_of
 from patchedserve.serving.parallel.cost import Call, Cost
 
-from ...support.patched_models import MODELS
+from ...support.patched_models import MODELS, WITH_ALL_OPTIONS
 from ...support.tiny_models import smallest_sd, tiny_sd, tiny_sd3, tiny_sdxl
 
 PIPES = {"tiny-sdxl": tiny_sdxl, "tiny-sd": tiny_sd, "smallest-sd": smallest_sd, "tiny-sd3": tiny_sd3}
@@ -32,7 +32,7 @@ def test_attention_is_counted() -> None:
     assert counter.get_total_flops() // 2 == 2 * 3 * 5 * 7 * (8 + 8)
 
 
-@pytest.mark.parametrize("name", [*MODELS, *PIPES])
+@pytest.mark.parametrize("name", [*WITH_ALL_OPTIONS, *PIPES])
 def test_small_models(name: str) -> None:
     model = on_meta(MODELS[name]() if name in MODELS else denoiser_of(PIPES[name]()))
     cost = Cost.of(model.config)
@@ -67,6 +67,7 @@ def test_published_configurations_are_whole(name: str) -> None:
     [
         ({}, "is of no class, but it must be of UNet2DConditionModel or SD3Transformer2DModel"),
         ({"_class_name": "AutoencoderKL"}, "is of AutoencoderKL, but"),
+        ({"_class_name": "FluxTransformer2DModel"}, "is of FluxTransformer2DModel, but"),
         ({"_class_name": "UNet2DConditionModel", "block_out_channels": [8]}, "makes no UNet2DConditionModel of it"),
         (published_config("sdxl") | {"class_embed_type": "timestep"}, "--parallel cannot run this model"),
     ],

@@ -28,7 +28,7 @@ from ...support.cached_models import (
     step,
 )
 from ...support.imposed_reuse import Imposed
-from ...support.patched_models import MODELS, Row, draw_rows, relative_error, run_patched
+from ...support.patched_models import MODELS, WITH_ALL_OPTIONS, Row, draw_rows, relative_error, run_patched
 
 
 def test_options_say_what_is_allowed() -> None:
@@ -67,7 +67,7 @@ def test_nothing_reused_is_bit_equal(name: str, order: Any, rule: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["image", "patch"])
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", WITH_ALL_OPTIONS)
 def test_masked_computation_is_exact_where_nothing_has_changed(name: str, order: Any) -> None:
     """What is kept of the other patches is then what they would have given."""
     rule = Switch(0.6)
@@ -83,7 +83,7 @@ def test_masked_computation_is_exact_where_nothing_has_changed(name: str, order:
 
 
 @pytest.mark.parametrize("order", ["image", "patch"])
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", WITH_ALL_OPTIONS)
 def test_whole_requests_are_computed_as_by_the_plain_model(name: str, order: Any) -> None:
     """A request of which every block is computed needs nothing that is kept, whoever else is in the batch."""
     model, patched, cache = cached_model(name, order, ByRequest())
@@ -106,7 +106,7 @@ def test_whole_requests_are_computed_as_by_the_plain_model(name: str, order: Any
 
 
 @pytest.mark.parametrize("order", ["image", "patch"])
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", WITH_ALL_OPTIONS)
 def test_whole_requests_keep_what_masked_ones_would(name: str, order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same decisions, computed as batches of their own and cell by cell, while requests join and leave."""
     found = []

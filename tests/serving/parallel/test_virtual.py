@@ -17,7 +17,16 @@ from patchedserve.serving.parallel.recovery import persist
 from patchedserve.serving.parallel.strip_model import flat
 from patchedserve.serving.parallel.virtual import VirtualRanks
 
-from ...support.patched_models import MODELS, Row, draw_rows, run_plain, sd3_transformer, sdxl_unet, stack_conditions
+from ...support.patched_models import (
+    MODELS,
+    WITH_ALL_OPTIONS,
+    Row,
+    draw_rows,
+    run_plain,
+    sd3_transformer,
+    sdxl_unet,
+    stack_conditions,
+)
 
 EXACT = 1e-5
 """Largest difference over largest magnitude, in float32."""
@@ -41,7 +50,7 @@ def error(found: Tensor, wanted: Sequence[Tensor]) -> float:
 
 
 @pytest.mark.parametrize("count", range(1, 9))
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", WITH_ALL_OPTIONS)
 def test_any_number_of_ranks_gives_what_one_gives(name: str, count: int) -> None:
     model = MODELS[name]()
     # A U-Net of 4 levels keeps 8 rows together; 61 leaves the last strip with an odd end at every level.
