@@ -13,7 +13,7 @@ from .html import write_report
 from .over_time import WIDTH_IN
 from .theme import DARK, LIGHT, Theme, add_legend, new_figure, style_axes, to_png
 
-_WHAT = "Demand, threshold, workers of each model, late and heavy requests, and the quality of images, over time."
+_WHAT = "Demand, threshold of confidence, workers, late and heavy requests, and the quality of images, over time."
 _MAX_WINDOWS = 60
 
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ...data.errors import RunError, UsageError
 from ...data.resolution import Resolution, parse
-from ..families.geometry import Geometry
-from ..families.table import entry_of, token_side
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
+
+    from ..families.geometry import Geometry
 
 DEFAULTS_FILE = "psctl.json"
 _PAPER_SIZES = (Resolution(512, 512), Resolution(768, 768), Resolution(1024, 1024))
@@ -83,6 +83,8 @@ def read_defaults(model_dir: Path) -> ModelDefaults:
     """
     from pydantic import ValidationError
 
+    from ..families.table import entry_of
+
     path, kind = model_dir / DEFAULTS_FILE, _given()
     try:
         given = kind.model_validate_json(path.read_bytes() if path.exists() else "{}")
@@ -100,8 +102,11 @@ def read_defaults(model_dir: Path) -> ModelDefaults:
     return ModelDefaults(**named, default_resolution=Resolution(side, side), resolutions=sizes)
 
 
-def read_geometry(model_dir: Path) -> Geometry:
+def read_geometry(model_dir: Path) -> "Geometry":
     """The geometry of a model by its configuration files. Raises RunError if one is damaged."""
+    from ..families.geometry import Geometry
+    from ..families.table import entry_of, token_side
+
     latent_factor = 1 << (count_of_blocks(read_config(model_dir, "vae")) - 1)
     config = read_config(model_dir, "transformer")
     if isinstance(config.get("patch_size"), int):

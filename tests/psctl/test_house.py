@@ -324,7 +324,7 @@ def test_help_waits_for_nothing_heavy() -> None:
 @pytest.mark.slow
 def test_bundled_models_are_listed(spawn_psctl: RunPsctl) -> None:
     models = json.loads(spawn_psctl("models", "list", "--json").stdout)
-    assert list(models) == ["emoji-xl", "emoji-3", "emoji-clip"]
+    assert list(models) == ["emoji-xl", "emoji-3", "emoji-xl-turbo", "emoji-clip"]
     assert models["emoji-xl"]["resolutions"] == ["128x128", "192x192", "256x256"]
     lines = spawn_psctl("models", "list").stdout.splitlines()
     assert [line.partition(":")[0] for line in lines] == list(models)
