@@ -63,7 +63,7 @@ def test_quality_by_threshold_is_of_the_images_that_it_would_serve() -> None:
 def test_quality_over_time_is_of_windows_of_what_was_served() -> None:
     known = features()
     places = [place % COUNT for place in range(2 * COUNT)]
-    served: list[Leg | None] = [*["light"] * COUNT, *["heavy"] * COUNT]
+    served: list[Leg | None] = ["light" if place < COUNT else "heavy" for place in range(2 * COUNT)]
     served[5] = None
     rows = quality_over_time(known, places, served, [0.5 * place for place in range(2 * COUNT)], window=COUNT - 1)
     assert [(row["start_s"], row["end_s"]) for row in rows] == [(0.0, 59.5), (60.0, 119.5)]
