@@ -23,13 +23,15 @@ from ...data.workspace import ModelWorkspace
 from ...profiling.cascade.bank import FEATURES_FILE, Bank, BankEntry
 from ...serving.cascade.legs import LEGS, Leg
 from ...serving.models.served import ServedModel
-from ...training.cascade.discriminator import Discriminator, RealImages, thumbnail
+from ...training.cascade.discriminator import Discriminator, RealImages, load_discriminator, thumbnail
 from ...training.cascade.fitting import Examples
 from ..metrics.features import features_of
 from ..metrics.judges import Judges
+from ..metrics.measure import measure_clip
 from ..options import FEATURES_DIR, EvalOptions, EvalPlan
 from ..run import DrawnSet, StartPhase, draw_set
 from ..sets.drawers import EngineDrawer
+from ..sets.generate import read_manifest
 from ..sets.image_sets import fitted_sample, set_of
 
 _SIDES = (*LEGS, "reference")
@@ -137,6 +139,43 @@ def load_features(folder: Path, num_entries: int) -> dict[str, torch.Tensor]:
     if set(features) != set(_SIDES) or any(len(features[leg]) != num_entries for leg in LEGS):
         raise UsageError(f"{path}: does not belong to its bank of {num_entries} prompts")
     return features
+
+
+def bank_scores(
+    bank: Bank, files: Sequence[Path], judges: Judges, start_phase: StartPhase
+) -> dict[str, dict[Leg, list[float]]]:
+    """Scores of all images of a bank by discriminators, and their CLIP scores, by the name of who scores.
+
+    Args:
+        bank: whose images are still where it says.
+        files: of discriminators.
+        judges: for the CLIP score, and where all of it runs.
+        start_phase: shows progress.
+
+    Raises:
+        UsageError: a discriminator or an image cannot be read.
+    """
+    known = {path: load_discriminator(path).to(torch.device(judges.device)) for path in files}
+    names = {path: f"{each.about.net} {each.about.real}" for path, each in known.items()}
+    unique = {path: name if list(names.values()).count(name) == 1 else f"{name} ({path.stem})"
+              for path, name in names.items()}  # fmt: skip
+    clip_name = f"CLIP score ({judges.clip_name})"
+    found: dict[str, dict[Leg, list[float]]] = {name: {} for name in (*unique.values(), clip_name)}
+    for leg in LEGS:
+        folder = Path(bank.about[f"{leg}_images"])
+        manifest = read_manifest(folder)
+        source = set_of(folder, manifest)
+        advance = start_phase(f"{leg} images scored", len(source.ids) * (1 + len(known)))
+        small = thumbnails(source)
+        for path, each in known.items():
+            own = found[unique[path]][leg] = []
+            for image in small:
+                own += each.confidences(image[None]).tolist()
+                advance(1)
+        captions = {item.id: item.prompt for item in manifest.items}
+        _, values = measure_clip(judges.clip, judges.clip_name, source, captions, on_images=advance)
+        found[clip_name][leg] = [values[image_id] for image_id in source.ids]
+    return found
 
 
 def examples_for(

@@ -8,7 +8,7 @@ from matplotlib.ticker import PercentFormatter
 
 from ...profiling.report.theme import LIGHT, Theme, add_wide_legend, new_figure, series_colours, style_axes, to_png
 
-_MARKERS = "osD^vPXh"
+MARKERS = "osD^vPXh"
 
 
 def plot_over_lateness(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes:
@@ -21,7 +21,7 @@ def plot_over_lateness(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes
     panels = figure.subplots(1, len(scales), squeeze=False, sharey=True)[0]
     systems = result["settings"]["systems"]
     for ax, scale in zip(panels, scales, strict=True):
-        for marker, (name, colour) in zip(cycle(_MARKERS), series_colours(systems, theme).items(), strict=False):
+        for marker, (name, colour) in zip(cycle(MARKERS), series_colours(systems, theme).items(), strict=False):
             mine = [row for row in result["rows"] if row["system"] == name and row["slo_scale"] == scale]
             mine = sorted(
                 (row for row in mine if row["quality"]["fid"] is not None), key=lambda row: row["overprovision"]
@@ -91,7 +91,7 @@ def plot_over_slo_scales(result: Mapping[str, Any], theme: Theme = LIGHT) -> byt
     late, quality = figure.subplots(1, 2)
     first = result["settings"]["overprovisions"][0]
     systems = result["settings"]["systems"]
-    for marker, (name, colour) in zip(cycle(_MARKERS), series_colours(systems, theme).items(), strict=False):
+    for marker, (name, colour) in zip(cycle(MARKERS), series_colours(systems, theme).items(), strict=False):
         mine = [row for row in result["rows"] if row["system"] == name and row["overprovision"] == first]
         scales = [row["slo_scale"] for row in mine]
         late.plot(scales, [row["violation_rate"]["value"] for row in mine], marker=marker, color=colour, label=name)

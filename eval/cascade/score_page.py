@@ -12,10 +12,10 @@ from ...data.files import write_bytes, write_json, write_text
 from ...profiling.report.page import image_tag, page
 from ...profiling.report.table import Table
 from ...profiling.report.theme import LIGHT, Theme, add_wide_legend, new_figure, series_colours, style_axes, to_png
+from .plots import MARKERS
 from .scores import RANDOM
 
 RESULT_FILE, REPORT_FILE = "result.json", "report.html"
-_MARKERS = "osD^vPXh"
 
 
 def write_scores(result: Mapping[str, Any], run_dir: Path) -> Path:
@@ -79,7 +79,7 @@ def plot_over_latency(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes:
     )
     ax.plot(at(band), [each["fid"] for each in band], color=theme.muted, linestyle="--", label=RANDOM)
     names = [row["scorer"] for row in result["rows"]]
-    for marker, row in zip(cycle(_MARKERS), result["rows"], strict=False):
+    for marker, row in zip(cycle(MARKERS), result["rows"], strict=False):
         colour = series_colours(names, theme)[row["scorer"]]
         ax.plot(
             at(row["curve"]), [each["fid"] for each in row["curve"]], marker=marker, markersize=4, color=colour,

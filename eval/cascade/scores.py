@@ -21,8 +21,6 @@ from ..metrics.fid import frechet_distance
 from ..run import StartPhase
 
 RANDOM = "random"
-_BATCHES = 6
-"""Most batch sizes of each model that allocations are shown for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +126,8 @@ def allocations(
     light, heavy = (profile.legs[leg].batches(weights) for leg in LEGS)
     rows = []
     for num_light in range(1, num_workers + 1):
-        for light_batch, light_rate in list(zip(light.batch_sizes, light.throughput, strict=True))[:_BATCHES]:
-            for heavy_batch, heavy_rate in list(zip(heavy.batch_sizes, heavy.throughput, strict=True))[:_BATCHES]:
+        for light_batch, light_rate in zip(light.batch_sizes, light.throughput, strict=True):
+            for heavy_batch, heavy_rate in zip(heavy.batch_sizes, heavy.throughput, strict=True):
                 for point in curve:
                     share, num_heavy = point["share"], num_workers - num_light
                     if share > 0 and not num_heavy:

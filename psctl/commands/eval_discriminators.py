@@ -1,13 +1,13 @@
 """`psctl eval discriminators`: how well confidences tell which light images of a cascade to draw again."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from ...data.errors import UsageError
 from ...data.files import require_places
-from ...serving.cascade.legs import LEGS, Leg, parse_cascade
+from ...serving.cascade.legs import parse_cascade
 from ..flags import Flags, flag
 from ..options.cascade import DEFAULT_CASCADE, Cascade, CascadeOptions
 from ..options.common import Gpus, OutputFile, Seed, numbers_of
@@ -15,10 +15,6 @@ from ..options.groups import JudgeFlags
 from ..options.target import WHERE, Target
 from ..output import Output
 from .simulate_cascade import CascadeImages, found_images
-
-if TYPE_CHECKING:
-    from ...eval.metrics.judges import Judges
-    from ...eval.run import StartPhase
 
 
 def eval_discriminators(
@@ -70,7 +66,7 @@ def eval_discriminators(
     images = found_images(cascade, CascadeOptions(bank=bank), target)
     tested = tuple(numbers_of("--shares", shares))
     with out.status("Loading ..."):
-        from ...eval.cascade.bank import load_features
+        from ...eval.cascade.bank import bank_scores, load_features
         from ...eval.cascade.score_page import score_tables, write_scores
         from ...eval.cascade.scores import ScoreSettings, allocations, compare_scores, mean_latency_s
         from ...profiling.report.table import to_rich
@@ -81,7 +77,7 @@ def eval_discriminators(
         judges.check(("clip",))
     features = load_features(images.bank_folder, len(images.bank.entries))
     with out.phases() as start:
-        scores = _scores(files or [_workspace_file(images, cascade)], images, judges, start)
+        scores = bank_scores(images.bank, files or [_workspace_file(images, cascade)], judges, start)
         result = compare_scores(features, scores, settings, start_phase=start)
     latency_s = [mean_latency_s(images.profile, share) for share in (0.0, 1.0)]
     best = min(result["rows"], key=lambda row: sum(point["fid"] for point in row["curve"]))
@@ -109,40 +105,3 @@ def _workspace_file(images: CascadeImages, cascade: str) -> Path:
     if found is None:
         raise UsageError(f"the workspace has no discriminator of {cascade}; name one")
     return found
-
-
-def _scores(
-    files: list[Path], images: CascadeImages, judges: "Judges", start: "StartPhase"
-) -> dict[str, dict[Leg, list[float]]]:
-    """Of all images of the bank, by scorer."""
-    import torch
-
-    from ...eval.cascade.bank import thumbnails
-    from ...eval.metrics.measure import measure_clip
-    from ...eval.sets.generate import read_manifest
-    from ...eval.sets.image_sets import set_of
-    from ...training.cascade.discriminator import load_discriminator
-
-    about: Any = images.bank.about
-    known = {path: load_discriminator(path).to(torch.device(judges.device)) for path in files}
-    names = {path: f"{each.about.net} {each.about.real}" for path, each in known.items()}
-    for path, name in names.items():
-        if list(names.values()).count(name) > 1:
-            names[path] = f"{name} ({path.stem})"
-    found: dict[str, dict[Leg, list[float]]] = {name: {} for name in names.values()}
-    clip: dict[Leg, list[float]] = {}
-    for leg in LEGS:
-        folder = Path(about[f"{leg}_images"])
-        manifest = read_manifest(folder)
-        source = set_of(folder, manifest)
-        advance = start(f"{leg} images scored", len(source.ids) * (1 + len(known)))
-        small = thumbnails(source)
-        for path, each in known.items():
-            found[names[path]][leg] = []
-            for image in small:
-                found[names[path]][leg] += each.confidences(image[None]).tolist()
-                advance(1)
-        captions = {item.id: item.prompt for item in manifest.items}
-        _, values = measure_clip(judges.clip, judges.clip_name, source, captions, on_images=advance)
-        clip[leg] = [values[image_id] for image_id in source.ids]
-    return found | {f"CLIP score ({judges.clip_name})": clip}

@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from patchedserve.data.requests import Request
 from patchedserve.eval.cascade.bank import load_features
 from patchedserve.eval.compare.paired import compare_fid
 from patchedserve.eval.metrics.features import features_of
+from patchedserve.eval.metrics.fid import frechet_distance
 from patchedserve.eval.metrics.judges import Judges
 from patchedserve.eval.sets.generate import read_manifest
 from patchedserve.eval.sets.image_sets import GivenImages, set_of
@@ -100,7 +102,7 @@ def rows_of(
                 "strength": strength,
                 "steps": min(int(num_steps * strength), num_steps),
                 "deferred_share": share,
-                "fid_light": compare_fid(features["light"], plain, features["reference"], num_resamples=2).first,
+                "fid_light": frechet_distance(features["reference"], features["light"]),
                 "fid_from_noise": found.first,
                 "fid_reused": found.second,
                 "relative_difference": found.difference / found.first,
@@ -135,10 +137,11 @@ def main() -> None:
     bank = Bank.load(given.bank)
     features = load_features(given.bank, len(bank.entries))
     count = given.num_prompts or len(bank.entries)
-    sets = {leg: set_of(Path(folder), read_manifest(Path(folder))) for leg in ("light", "heavy")
-            if (folder := bank.about[f"{leg}_images"])}  # fmt: skip
-    sets = {leg: GivenImages(each.name, each.ids[:count], each.ids[:count], each.open_image, each.content)
-            for leg, each in sets.items()}  # fmt: skip
+    sets: dict[str, GivenImages] = {}
+    for leg in ("light", "heavy"):
+        folder = Path(bank.about[f"{leg}_images"])
+        drawn = set_of(folder, read_manifest(folder))
+        sets[leg] = replace(drawn, ids=drawn.ids[:count], reading_order=drawn.ids[:count])
     bank = Bank(bank.entries[:count], bank.about)
     features = {name: each if name == "reference" else each[:count] for name, each in features.items()}
     settings = bank.about["heavy"]
