@@ -17,11 +17,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...data.errors import PsctlError
+from ...data.errors import PsctlError, RunError
 from ...data.requests import Request
-from ...data.resolution import parse
+from ...data.resolution import Resolution, parse
 from ..core.request_state import RequestRecord
-from ..engine.collectors import Collector
+from ..engine.collectors import Collector, InMemory
 from .leg_model import LegModel, policy_for
 from .legs import LEGS, Leg
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 WORKER_THREADS = 1
 """Of torch, in a worker on a CPU."""
+_WARM_UP_STEPS = 2
 _TIMES = ("arrival_s", "prepare_start_s", "prepare_end_s", "admitted_s", "denoise_end_s", "finish_s")
 
 
@@ -106,9 +107,10 @@ class _WorkerProcess:
                 self._models[each] = self._models["light"]
                 continue
             self._models[each] = load_model(settings.names[each], settings.device, settings.dtype)
-            sizes = [parse(name) for name in settings.models[each].batches.latency_s]
-            self._models[each].tune(sizes, settings.tables[each])
+            self._models[each].tune(self._sizes(each), settings.tables[each])
         self._discriminator = load_discriminator(settings.discriminator).to(self._models["light"].device)
+        for each in LEGS:
+            self._warm_up(each)
         self._sending = threading.Lock()
         # Guards what the listener and the engine's threads share.
         self._changed = threading.Condition()
@@ -119,6 +121,30 @@ class _WorkerProcess:
         self._confidences: dict[int, float] = {}
         self._cancelled: set[int] = set()
         self._num_waiting, self._batch_size = 0, 1
+
+    def _sizes(self, leg: Leg) -> list[Resolution]:
+        return [parse(name) for name in self._settings.models[leg].batches.latency_s]
+
+    def _warm_up(self, leg: Leg) -> None:
+        """Draw an image of each size in a few steps, and score it, so that the first request is as fast as others."""
+        from ..engine.engine import Engine
+
+        told, settings = InMemory(), self._settings.models[leg]
+        engine = Engine(
+            self._models[leg],
+            policy_for(leg, self._settings.models),
+            collector=told,
+            on_image=lambda request, image: self._discriminator.confidence(image),
+        )
+        steps = min(_WARM_UP_STEPS, settings.num_steps)
+        engine.start()
+        for number, size in enumerate(self._sizes(leg)):
+            engine.submit(Request(number, "", size, steps, settings.guidance_scale, seed=0))
+        engine.close()
+        engine.run()
+        for record in told.records:
+            if record.status != "completed":
+                raise RunError(f"warming up: {record.reason}")
 
     def serve(self) -> None:
         """Say `ready`, and serve."""
