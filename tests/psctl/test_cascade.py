@@ -102,6 +102,15 @@ def test_from_the_discriminator_to_the_comparison_of_systems(run_psctl: RunPsctl
     flags = ("objective quality", "on-late light", "replan-on-burst", "skip-light", "threshold-per-resolution")
     assert list(ours) == [f"diffserve --{flag}" for flag in flags]
     assert all(row["against_base"]["violation_difference"]["low"] is not None for row in ours.values())
+    found = {
+        (row["slo_scale"], row["system"]): (row["violation_rate"]["value"], row["quality"]["fid"])
+        for row in compared["rows"]
+    }
+    assert {(each["slo_scale"], each["system"]) for each in compared["dominating"]} == {
+        (scale, name)
+        for (scale, name), (late, fid) in found.items()
+        if late < found[scale, "diffserve"][0] and fid < found[scale, "diffserve"][1]
+    }
     for name in ("over-lateness.png", "side-by-side.png", "over-slo-scales.png", "report.html", "result.json"):
         assert (tmp_path / compared["run_dir"] / name).is_file()
     shared = result_of(run_psctl(*serve, "--num-prompts", "80", "--system", "diffserve-shared", "--json"))
