@@ -3,11 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
+from ...data.errors import UsageError
 from ...serving.cascade.legs import LEGS, Leg
-from ..compare.paired import PairedResult, compare_fid
-from ..metrics.fid import frechet_distance
+from ..compare.paired import PairedResult
+from ..metrics.bootstrap import bootstrap_centred
+from ..metrics.fid import counts_of, frechet_distance
 from ..metrics.kid import kid
 
 LEAST_IMAGES, KID_WINDOW = 2, 256
@@ -37,18 +40,17 @@ def served_quality(
     None stands for what cannot be measured with fewer than two images.
     """
     reference = features["reference"]
-    images = served_features(features, places, served_by)
-    known = [place for place, leg in zip(places, served_by, strict=True) if leg is not None]
-    alone = {leg: features[leg][known] for leg in LEGS}
+    served = _served_counts(features, places, served_by)
+    prompts = sum(served.values(), start=torch.zeros(len(features["light"]), dtype=torch.int64))
 
-    def fid(images: torch.Tensor) -> float | None:
-        return None if len(images) < LEAST_IMAGES else frechet_distance(reference, images)
+    def fid(counts: Mapping[Leg, torch.Tensor]) -> float | None:
+        return None if int(prompts.sum()) < LEAST_IMAGES else _fid(features, counts)
 
     return {
-        "fid": fid(images),
-        **{f"fid_{leg}": fid(alone[leg]) for leg in LEGS},
-        "num_images": len(images),
-        "num_prompts": len(set(known)),
+        "fid": fid(served),
+        **{f"fid_{leg}": fid({leg: prompts}) for leg in LEGS},
+        "num_images": int(prompts.sum()),
+        "num_prompts": int((prompts > 0).sum()),
         "num_reference": len(reference),
     }
 
@@ -128,13 +130,47 @@ def compare_served(
     seed: int = 0,
     num_resamples: int = 100,
 ) -> PairedResult:
-    """How the FID of two systems differs on the same requests, with an interval over prompts.
+    """How the FID of two systems differs on the same requests, with an interval over prompts of the bank.
 
     Requests that either of them refused are left out on both sides. Raises UsageError: fewer than two are left.
     """
     both = [index for index, legs in enumerate(zip(first, second, strict=True)) if None not in legs]
-    one, other = (
-        served_features(features, [places[index] for index in both], [served[index] for index in both])
-        for served in (first, second)
+    known = [places[index] for index in both]
+    if len(both) < LEAST_IMAGES:
+        raise UsageError(f"{len(both)} requests were served by both systems, but FID needs at least {LEAST_IMAGES}")
+    sides = [
+        _served_counts(features, [places[index] for index in both], [legs[index] for index in both])
+        for legs in (first, second)
+    ]
+    size, num_reference = len(features["light"]), len(features["reference"])
+    prompts = np.unique(known)
+
+    def difference(drawn: np.ndarray, others: np.ndarray) -> float:
+        times, reference = counts_of(prompts[drawn], size), counts_of(others, num_reference)
+        one, other = (_fid(features, {leg: counts[leg] * times for leg in LEGS}, reference) for counts in sides)
+        return other - one
+
+    one, other = (_fid(features, counts) for counts in sides)
+    found = bootstrap_centred(
+        other - one, (len(prompts), num_reference), difference, seed=seed, num_resamples=num_resamples
     )
-    return compare_fid(one, other, features["reference"], seed, num_resamples)
+    ends = found.low, found.high
+    return PairedResult("fid", one, other, found.value, *ends, n=len(prompts), direction="lower", seed=seed)
+
+
+def _served_counts(
+    features: Mapping[str, torch.Tensor], places: Sequence[int], served_by: Sequence[Leg | None]
+) -> dict[Leg, torch.Tensor]:
+    """How often each image of the bank was served, by model (n,): a bank is smaller than the requests of a trace."""
+    given = list(zip(places, served_by, strict=True))
+    return {
+        leg: counts_of(np.array([place for place, each in given if each == leg], dtype=int), len(features[leg]))
+        for leg in LEGS
+    }
+
+
+def _fid(
+    features: Mapping[str, torch.Tensor], counts: Mapping[Leg, torch.Tensor], reference: torch.Tensor | None = None
+) -> float:
+    images = torch.cat([features[leg] for leg in counts])
+    return frechet_distance(features["reference"], images, reference, torch.cat(list(counts.values())))

@@ -17,7 +17,7 @@ from ...data.statistics import wilson_interval
 from ...serving.cascade.legs import LEGS, Leg
 from ...serving.cascade.profile import CascadeProfile
 from ..metrics.bootstrap import bootstrap_centred
-from ..metrics.fid import frechet_distance
+from ..metrics.fid import counts_of, frechet_distance
 from ..run import StartPhase
 
 RANDOM = "random"
@@ -171,7 +171,8 @@ def _against_random(
 
     def difference(pairs: np.ndarray, others: np.ndarray) -> float:
         at_random = _mixed(features, _first(chance.permutation(len(order)), share))
-        return frechet_distance(reference[others], mixed[pairs]) - frechet_distance(reference[others], at_random[pairs])
+        counts = counts_of(others, len(reference)), counts_of(pairs, len(mixed))
+        return frechet_distance(reference, mixed, *counts) - frechet_distance(reference, at_random, *counts)
 
     fid, mean = frechet_distance(reference, mixed), float(np.mean(draws))
     found = bootstrap_centred(

@@ -124,12 +124,13 @@ def compare_fid(
     Raises:
         UsageError: the sides have different numbers of images, or fewer than two.
     """
-    from ..metrics.fid import frechet_distance, require_pairs
+    from ..metrics.fid import counts_of, frechet_distance, require_pairs
 
     require_pairs(first, second)
 
     def difference(pairs: np.ndarray, others: np.ndarray) -> float:
-        return frechet_distance(reference[others], second[pairs]) - frechet_distance(reference[others], first[pairs])
+        counts = counts_of(others, len(reference)), counts_of(pairs, len(first))
+        return frechet_distance(reference, second, *counts) - frechet_distance(reference, first, *counts)
 
     one, other = frechet_distance(reference, first), frechet_distance(reference, second)
     found = bootstrap_centred(

@@ -47,22 +47,36 @@ def require_pairs(first: torch.Tensor, second: torch.Tensor) -> None:
         raise UsageError(f"features are {tuple(first.shape)} and {tuple(second.shape)}, but pairs need as many of each")
 
 
-def frechet_distance(real: torch.Tensor, generated: torch.Tensor) -> float:
+def frechet_distance(
+    real: torch.Tensor,
+    generated: torch.Tensor,
+    real_counts: torch.Tensor | None = None,
+    generated_counts: torch.Tensor | None = None,
+) -> float:
     """The Frechet distance of features (n, d) and (m, d), in float64 and without the square root of a matrix.
 
     With centred features X / sqrt(n - 1) and Y / sqrt(m - 1) the trace of (C_x C_y)^(1/2) is the sum of the singular
-    values of X Y^T, an n x m matrix; with more images than features, of R_x R_y^T, the triangles of QR decompositions.
+    values of X Y^T, an n x m matrix; with more images than features, of the roots of the eigenvalues of L^T C_y L,
+    where L L^T = C_x.
+
+    Args:
+        real, generated: features.
+        real_counts, generated_counts: how often each image is in the set (n,) and (m,); None for once.
 
     Raises:
         UsageError: the features do not have that form, or there are fewer than two on a side.
     """
     require_features("FID", real, generated)
-    real, generated = real.double(), generated.double()
-    means = (real.mean(0) - generated.mean(0)).square().sum()
-    one, other = _centred(real), _centred(generated)
+    one, real_mean = _centred(real, real_counts)
+    other, mean = _centred(generated, generated_counts)
     traces = one.square().sum() + other.square().sum()
-    product = _reduced(one) @ _reduced(other).T
-    return max(0.0, float(means + traces - 2 * torch.linalg.svdvals(product).sum()))
+    if min(len(one), len(other)) <= one.shape[1]:
+        product = _reduced(one) @ _reduced(other).T
+        roots = torch.linalg.svdvals(product)
+    else:
+        lower = _root(one.T @ one)
+        roots = torch.linalg.eigvalsh(lower.T @ (other.T @ other) @ lower).clamp(min=0).sqrt()
+    return max(0.0, float((real_mean - mean).square().sum() + traces - 2 * roots.sum()))
 
 
 def fid(real: torch.Tensor, generated: torch.Tensor, seed: int = 0, num_resamples: int | None = None) -> Estimate:
@@ -78,7 +92,7 @@ def fid(real: torch.Tensor, generated: torch.Tensor, seed: int = 0, num_resample
     """
 
     def resampled(one: np.ndarray, other: np.ndarray) -> float:
-        return frechet_distance(real[one], generated[other])
+        return frechet_distance(real, generated, counts_of(one, len(real)), counts_of(other, len(generated)))
 
     return _estimate(real, generated, (len(real), len(generated)), resampled, seed, num_resamples)
 
@@ -99,9 +113,15 @@ def paired_fid(first: torch.Tensor, second: torch.Tensor, seed: int = 0, num_res
     require_pairs(first, second)
 
     def resampled(pairs: np.ndarray) -> float:
-        return frechet_distance(first[pairs], second[pairs])
+        counts = counts_of(pairs, len(first))
+        return frechet_distance(first, second, counts, counts)
 
     return _estimate(first, second, (len(first),), resampled, seed, num_resamples)
+
+
+def counts_of(drawn: np.ndarray, size: int) -> torch.Tensor:
+    """How often each image of a set of this size is in a resample (size,)."""
+    return torch.from_numpy(np.bincount(drawn, minlength=size))
 
 
 def _estimate(
@@ -179,8 +199,15 @@ def fid_infinity(real: torch.Tensor, generated: torch.Tensor, spread: float, see
     return FidInfinity(Estimate(value, value - error, value + error, largest), r2, tuple(map(int, counts)))
 
 
-def _centred(features: torch.Tensor) -> torch.Tensor:
-    return (features - features.mean(0)) / (len(features) - 1) ** 0.5
+def _centred(features: torch.Tensor, counts: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """A (k, d) with the covariance A^T A, a row for each image that is there at all, and the mean (d,)."""
+    features = features.double()
+    if counts is None:
+        mean = features.mean(0)
+        return (features - mean) / max(1, len(features) - 1) ** 0.5, mean
+    features, counts = features[counts > 0], counts[counts > 0].double()[:, None]
+    mean = (features * counts).sum(0) / counts.sum()
+    return (features - mean) * (counts / (counts.sum() - 1).clamp(min=1)).sqrt(), mean
 
 
 def _reduced(centred: torch.Tensor) -> torch.Tensor:
@@ -188,3 +215,12 @@ def _reduced(centred: torch.Tensor) -> torch.Tensor:
     if len(centred) <= centred.shape[1]:
         return centred
     return torch.linalg.qr(centred, mode="r").R
+
+
+def _root(covariance: torch.Tensor) -> torch.Tensor:
+    """L with L L^T = C; of features of which some are always the same, C has no Cholesky decomposition."""
+    lower, info = torch.linalg.cholesky_ex(covariance)
+    if not info:
+        return lower
+    values, vectors = torch.linalg.eigh(covariance)
+    return vectors * values.clamp(min=0).sqrt()

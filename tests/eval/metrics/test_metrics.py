@@ -20,7 +20,7 @@ from patchedserve.data.resolution import Resolution
 from patchedserve.data.statistics import Estimate
 from patchedserve.eval.metrics import lpips as lpips_module
 from patchedserve.eval.metrics.bootstrap import bootstrap_centred, bootstrap_mean
-from patchedserve.eval.metrics.fid import fid, fid_infinity, frechet_distance, paired_fid
+from patchedserve.eval.metrics.fid import counts_of, fid, fid_infinity, frechet_distance, paired_fid
 from patchedserve.eval.metrics.images import batches_by_size
 from patchedserve.eval.metrics.kid import kid
 from patchedserve.eval.metrics.lpips import Lpips, find_lpips_weights, load_lpips
@@ -210,6 +210,18 @@ def test_frechet_distance_is_that_of_scipy_and_torchmetrics(counts: tuple[int, i
     assert found == pytest.approx(_scipy_frechet(real, generated), rel=1e-3)
     assert found == pytest.approx(torchmetrics_fid(real, generated), rel=1e-4)
     assert frechet_distance(real, real) == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize(("counts", "width"), [((40, 30), 64), ((300, 200), 16)])
+def test_images_that_are_in_a_set_more_than_once_are_counted(counts: tuple[int, int], width: int) -> None:
+    sides = [torch.randn(count, width, generator=torch.Generator().manual_seed(count)) for count in counts]
+    sides[0][:, 3] = 1.0  # a feature that is always the same
+    rng = np.random.default_rng(0)
+    drawn = [rng.integers(0, count, 2 * count) for count in counts]
+    repeated = [side[indices] for side, indices in zip(sides, drawn, strict=True)]
+    found = frechet_distance(*sides, *(counts_of(each, len(side)) for each, side in zip(drawn, sides, strict=True)))
+    assert found == pytest.approx(frechet_distance(*repeated), rel=1e-6)
+    assert found == pytest.approx(torchmetrics_fid(*repeated), rel=1e-4)
 
 
 def test_frechet_distance_refuses_what_is_too_little() -> None:
