@@ -72,6 +72,8 @@ class Target:
         if (options is None or options.cache.predictor is None) and (predictor := served.options.cache.predictor):
             whose = "the workspace" if predictor.is_relative_to(place.root) else "the model, as it was shipped"
             out.note(f"The cache asks the predictor of {whose}: {predictor}")
+        if served.unbatched is not None:
+            out.note(f"{served.unbatched}; each request takes its own scheduler's steps, in the passes that all share.")
         return served, place
 
 
