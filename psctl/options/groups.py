@@ -10,7 +10,7 @@ from ...data.datasets.spec import spec_options_help
 from ...eval.options import EvalOptions
 from ...profiling.runs.trace_settings import TraceSettings
 from ...serving.cache.options import CacheOptions
-from ...serving.options import EngineOptions
+from ...serving.options import EngineOptions, ModelOptions
 from ...serving.parallel.options import NormOptions, ParallelOptions
 from ..flags import Flags, flag, preset
 from .common import GuidanceScale, MaxBatchSize, NumInferenceSteps, Prompts, Resolutions, Seed
@@ -146,6 +146,17 @@ PARALLEL = Flags(
         ),
     },
 )
+MODEL = Flags(
+    ModelOptions,
+    {
+        "sampler": flag("--sampler", "Instead of the model's own, with the other settings of that one."),
+        "lora": flag(
+            "--lora",
+            "Adapter that is fused into the weights, a .safetensors file; several are added up.",
+            metavar="PATH[:SCALE]",
+        ),
+    },
+)
 ENGINE = Flags(
     EngineOptions,
     {
@@ -226,8 +237,8 @@ DRAW = Flags(
 
 TraceFlags = Annotated[TraceSettings, TRACE]
 EngineFlags = Annotated[EngineOptions, ENGINE]
-ParallelEngineFlags = Annotated[EngineOptions, ENGINE.using(parallel=PARALLEL)]
-ServedEngineFlags = Annotated[EngineOptions, ENGINE.using(parallel=PARALLEL.fixing(may_use_fewer=True))]
+ParallelEngineFlags = Annotated[EngineOptions, ENGINE.using(parallel=PARALLEL, model=MODEL)]
+ServedEngineFlags = Annotated[EngineOptions, ENGINE.using(parallel=PARALLEL.fixing(may_use_fewer=True), model=MODEL)]
 PatchFlags = Annotated[EngineOptions, ENGINE.without("engine", "cache")]
 
 

@@ -17,6 +17,7 @@ from ...data.models.bundled import GENERATORS, bundled_model_path
 from ...data.workspace import Workspace
 from ..families.geometry import Geometry
 from ..options import EngineOptions
+from .changes import apply_changes, changed_fingerprint, check_changes
 from .checkpoint import check_directory, check_options, fingerprint, read_index, weight_components, weight_files
 from .defaults import ModelDefaults, read_defaults, read_geometry
 
@@ -58,7 +59,9 @@ def load_model(
     """
     model_dir = resolve_model(spec)
     index = read_index(model_dir / _INDEX_FILE, source=spec)
+    changes = (options or EngineOptions()).model
     check_options(index["_class_name"], options or EngineOptions())
+    check_changes(changes, model_dir)
     check_directory(model_dir, index)
     defaults = read_defaults(model_dir)
 
@@ -81,11 +84,13 @@ def load_model(
     quiet_libraries()
     pipe = _load_pipeline(model_dir, index, torch_dtype)
     pipe.set_progress_bar_config(disable=True)
+    apply_changes(changes, pipe)
     try:
         pipe.to(torch_device)
     except RuntimeError as error:  # out of device memory
         raise RunError(f"model {spec} does not fit on {torch_device}: {_first_line(error)}") from error
-    return build_model(pipe, name=spec, fingerprint=fingerprint(model_dir), defaults=defaults, options=options)
+    mark = changed_fingerprint(changes, fingerprint(model_dir))
+    return build_model(pipe, name=spec, fingerprint=mark, defaults=defaults, options=options)
 
 
 def load_rank(settings: "RankSettings") -> "RankModels":
