@@ -1,4 +1,4 @@
-"""`--lora` and `--sampler` as users give them: drawn, edited, served, and over HTTP."""
+"""`--lora`, `--sampler` and `--revision` as users give them: drawn, edited, served, and over HTTP."""
 
 import base64
 import io
@@ -58,6 +58,11 @@ def test_a_sampler_that_is_not_batched_is_told(psctl: Any, model_dir: Path, tmp_
         (("--lora", "style.bin:0.5"), "only .safetensors files are loaded"),
         (("--lora", "style.bin:strong"), "'strong' is not a number; give PATH or PATH:SCALE"),
         (("--sampler", "plms"), "unipc"),
+        (("--revision", "v2"), "--revision v2 is of hub ids (org/name), and --model is "),
+        (
+            ("--revision", "v2", "--model", "emoji-xl"),
+            "--revision v2 is of hub ids (org/name), and --model is emoji-xl",
+        ),
         (("--sampler", "unipc", "--parallel", "virtual:2"), "do not work with --parallel yet"),
     ],
 )
@@ -66,6 +71,14 @@ def test_bad_usage_is_one_line(psctl: Any, tmp_path: Path, arguments: tuple[str,
     done = psctl(*DRAW, *arguments, "--quiet")
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_revision_is_a_part_of_the_models_name(spawn_psctl: RunPsctl) -> None:
+    # In a process of its own, as the hub's client reads its environment once.
+    done = spawn_psctl(*DRAW, "--model", "someone/tiny", "--revision", "v2", "--quiet", HF_HUB_OFFLINE="1")
+    assert done.returncode == 1
+    assert "model someone/tiny cannot be fetched from the hub (HF_HUB_OFFLINE is set)" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
