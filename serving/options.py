@@ -99,6 +99,7 @@ class EngineOptions:
         cache: whether patches reuse what blocks gave at earlier steps, and how.
         parallel: how several devices share an image; given with more than one rank, the engine is `parallel`.
         model: what is changed of the model.
+        prompt_cache_mb: most that is kept of the conditioning of earlier prompts; 0 encodes every text anew.
 
     Raises:
         UsageError: if a value is not allowed, or an option of one engine is given for another.
@@ -114,6 +115,7 @@ class EngineOptions:
     cache: CacheOptions = field(default_factory=CacheOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
+    prompt_cache_mb: int = 0
 
     def __post_init__(self) -> None:
         choices = {"engine": EngineName, "order": OrderName, "strategy": StrategyName, "kernels": KernelsName}
@@ -123,6 +125,8 @@ class EngineOptions:
                     f"{name} is {getattr(self, name)!r}, but it must be one of {', '.join(get_args(allowed))}"
                 )
         require_counts({"patch size": self.patch_size})
+        if self.prompt_cache_mb < 0:
+            raise UsageError(f"the prompt cache has {self.prompt_cache_mb} MB, but it must be 0 at the least")
         given = {
             "--order": self.order != "auto",
             "--patch-size": self.patch_size is not None,

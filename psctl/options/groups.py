@@ -157,6 +157,9 @@ MODEL = Flags(
         ),
     },
 )
+_PROMPT_CACHE = flag(
+    "--prompt-cache", "Most that is kept of texts that were encoded before; 0 keeps none.", metavar="MB", min=0
+)
 ENGINE = Flags(
     EngineOptions,
     {
@@ -237,8 +240,13 @@ DRAW = Flags(
 
 TraceFlags = Annotated[TraceSettings, TRACE]
 EngineFlags = Annotated[EngineOptions, ENGINE]
-ParallelEngineFlags = Annotated[EngineOptions, ENGINE.using(parallel=PARALLEL, model=MODEL)]
-ServedEngineFlags = Annotated[EngineOptions, ENGINE.using(parallel=PARALLEL.fixing(may_use_fewer=True), model=MODEL)]
+ParallelEngineFlags = Annotated[
+    EngineOptions, ENGINE.using(parallel=PARALLEL, model=MODEL, prompt_cache_mb=_PROMPT_CACHE)
+]
+ServedEngineFlags = Annotated[
+    EngineOptions,
+    ENGINE.using(parallel=PARALLEL.fixing(may_use_fewer=True), model=MODEL, prompt_cache_mb=_PROMPT_CACHE),
+]
 PatchFlags = Annotated[EngineOptions, ENGINE.without("engine", "cache")]
 
 

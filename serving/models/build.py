@@ -76,8 +76,8 @@ def with_engine(model: ServedModel, options: EngineOptions) -> ServedModel:
 
 
 def as_plain(model: ServedModel) -> ServedModel:
-    """The same loaded model on plain diffusers, the baseline: itself where that serves it already."""
-    if model.options.engine == "plain":
+    """The same loaded model on plain diffusers, the baseline, which encodes every text: itself where it does that."""
+    if model.options.engine == "plain" and not model.options.prompt_cache_mb:
         return model
     # Compiling is done to the shared model itself.
     return with_engine(model, EngineOptions("plain", compile=model.options.compile))

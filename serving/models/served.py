@@ -35,6 +35,7 @@ from ..patched.stepper import PatchedStepper
 from ..samplers.single import NOISING, PerRequestSampler, SamplerState
 from .defaults import ModelDefaults
 from .identity import ModelIdentity
+from .prompt_cache import PromptCache
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -73,6 +74,7 @@ class ServedModel:
         templates: records that edits may read. Where there is no record for an edit, it is as it were without a
             template; without this store it is the twin of the one that reads, with the template's noise.
         masked_up_to: share of an image's cells up to which they do.
+        prompts: conditioning of earlier prompts; None where every text is encoded anew.
     """
 
     masked_up_to = MASKED_UP_TO
@@ -98,6 +100,7 @@ class ServedModel:
         self.dtype: torch.dtype = self.denoiser.dtype
         self._decode = decode or (lambda latents: pipe.vae.decode(latents, return_dict=False)[0])
         self.unbatched = unbatched
+        self.prompts = PromptCache(options.prompt_cache_mb << 20) if options.prompt_cache_mb else None
         self.templates: TemplateStore | None = None
         self._known_schedules: set[tuple[int, int, Resolution]] = set()
         self._preparing = threading.Lock()
@@ -200,7 +203,8 @@ class ServedModel:
         if edit is not None and record is None and self.templates is not None:
             edit = replace(edit, template=None)
         is_guided = self.family.uses_guidance(request.guidance_scale)
-        conditioning = self.family.condition(request, is_guided)
+        encode, prompts = self.family.condition, self.prompts
+        conditioning = encode(request, is_guided) if prompts is None else prompts.get(request, is_guided, encode)
         generator = torch.Generator("cpu").manual_seed(request.seed)
         state = self._start_schedule(request, generator)
         dtype, known = conditioning["text"].dtype, None

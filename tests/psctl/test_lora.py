@@ -115,10 +115,12 @@ def test_an_adapter_is_fused_by_every_command(psctl: Any, model_dir: Path, lora:
         edited.append(pixels(Image.open(tmp_path / name)))
     assert np.abs(edited[0] - edited[1]).max() > 0
 
-    done = psctl("serve", "--num-prompts", "3", "--num-inference-steps", "2", *given, "--json")
+    done = psctl("serve", "--num-prompts", "3", "--num-inference-steps", "2", *given, "--prompt-cache", "1", "--json")
     assert done.returncode == 0, done.stderr
     assert "With --sampler or --lora no patch is reused" in done.stderr
-    assert json.loads(done.stdout)["completed_requests"] == 3
+    summary = json.loads(done.stdout)
+    assert summary["completed_requests"] == 3
+    assert summary["prompt_cache"]["hits"] + summary["prompt_cache"]["misses"] >= 3
 
     ask = {
         "prompt": REQUEST.prompt,
