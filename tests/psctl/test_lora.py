@@ -74,6 +74,17 @@ def test_bad_usage_is_one_line(psctl: Any, tmp_path: Path, arguments: tuple[str,
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_reuse_needs_a_batched_sampler(psctl: Any, tmp_path: Path) -> None:
+    (tmp_path / "room.png").write_bytes(file_of(image_of(Resolution(128, 128))))
+    (tmp_path / "mask.png").write_bytes(file_of(mask_of(Resolution(128, 128), "line")))
+    edit = ("edit", "room.png", "a hat", "--mask", "mask.png", *OPTIONS, "--reuse", "--quiet")
+    done = psctl(*edit, "--sampler", "heun")
+    assert done.returncode == 2
+    assert "reused with batched samplers only: scheduler HeunDiscreteScheduler is not batched" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert psctl(*edit, "--sampler", "unipc", "--overwrite").returncode == 0
+
+
 def test_a_revision_is_a_part_of_the_models_name(spawn_psctl: RunPsctl) -> None:
     # In a process of its own, as the hub's client reads its environment once.
     done = spawn_psctl(*DRAW, "--model", "someone/tiny", "--revision", "v2", "--quiet", HF_HUB_OFFLINE="1")
