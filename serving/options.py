@@ -3,13 +3,16 @@
 This module imports no torch, so that options are checked before anything heavy is loaded.
 """
 
+import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ..data.checks import require_counts
 from ..data.errors import UsageError
 from .cache.options import CacheOptions
 from .parallel.options import ParallelOptions
+from .samplers.names import SamplerName
 
 EngineName = Literal["patched", "plain", "parallel"]
 OrderName = Literal["auto", "image", "patch"]
@@ -19,6 +22,65 @@ RecordTemplates = Literal["first", "never"]
 """Whether a server records the template of an edit that has found no record, or only reads those made ahead."""
 PATCH_OPTIONS = ("order", "patch_size", "strategy", "kernels", "compile", "cuda_graphs")
 """Names of what `EngineOptions` says beside the engine and the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """An adapter.
+
+    Attributes:
+        path: of its file.
+        scale: what its change of the weights is multiplied by.
+    """
+
+    path: Path
+    scale: float
+
+    @classmethod
+    def parse(cls, text: str) -> "Lora":
+        """Read PATH or PATH:SCALE. Raises UsageError: the scale is not a number."""
+        path, colon, scale = text.rpartition(":")
+        if not colon:
+            return cls(Path(text).expanduser(), 1.0)
+        try:
+            found = float(scale)
+        except ValueError as error:
+            raise UsageError(f"--lora {text}: {scale!r} is not a number; give PATH or PATH:SCALE") from error
+        if not math.isfinite(found):
+            raise UsageError(f"--lora {text}: the scale must be finite")
+        return cls(Path(path).expanduser(), found)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """What is changed of a model before it is served.
+
+    Attributes:
+        sampler: replaces the model's own; None keeps it.
+        lora: adapters that are fused into the weights, each as PATH or PATH:SCALE.
+
+    Raises:
+        UsageError: if a value is not allowed.
+    """
+
+    sampler: SamplerName | None = None
+    lora: list[str] | None = field(default=None, hash=False)
+
+    def __post_init__(self) -> None:
+        if self.sampler is not None and self.sampler not in get_args(SamplerName):
+            raise UsageError(f"sampler is {self.sampler!r}, but it must be one of {', '.join(get_args(SamplerName))}")
+        # Looked at now, before anything is loaded.
+        _ = self.loras
+
+    @property
+    def is_any(self) -> bool:
+        """Whether anything is changed."""
+        return self.sampler is not None or bool(self.lora)
+
+    @property
+    def loras(self) -> tuple[Lora, ...]:
+        """The adapters."""
+        return tuple(Lora.parse(each) for each in self.lora or ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +98,8 @@ class EngineOptions:
         cuda_graphs: record the launches of a pass for each batch composition, and play them back.
         cache: whether patches reuse what blocks gave at earlier steps, and how.
         parallel: how several devices share an image; given with more than one rank, the engine is `parallel`.
+        model: what is changed of the model.
+        prompt_cache_mb: most that is kept of the conditioning of earlier prompts; 0 encodes every text anew.
 
     Raises:
         UsageError: if a value is not allowed, or an option of one engine is given for another.
@@ -50,6 +114,8 @@ class EngineOptions:
     cuda_graphs: bool = False
     cache: CacheOptions = field(default_factory=CacheOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    model: ModelOptions = field(default_factory=ModelOptions)
+    prompt_cache_mb: int = 0
 
     def __post_init__(self) -> None:
         choices = {"engine": EngineName, "order": OrderName, "strategy": StrategyName, "kernels": KernelsName}
@@ -59,6 +125,8 @@ class EngineOptions:
                     f"{name} is {getattr(self, name)!r}, but it must be one of {', '.join(get_args(allowed))}"
                 )
         require_counts({"patch size": self.patch_size})
+        if self.prompt_cache_mb < 0:
+            raise UsageError(f"the prompt cache has {self.prompt_cache_mb} MB, but it must be 0 at the least")
         given = {
             "--order": self.order != "auto",
             "--patch-size": self.patch_size is not None,
@@ -79,6 +147,8 @@ class EngineOptions:
             )
         if self.engine == "parallel" and self.compile:
             raise UsageError("--compile makes graphs of whole models, but with --parallel ranks talk within them")
+        if self.engine == "parallel" and self.model.is_any:
+            raise UsageError("--sampler and --lora do not work with --parallel yet: ranks load the model's own files")
         if self.compile and self.cache.is_on:
             raise UsageError("--compile makes graphs of whole blocks, but with --cache each step takes other patches")
         if self.cuda_graphs and self.cache.is_on:

@@ -98,7 +98,8 @@ class EngineSide:
                 # The scheduler of each request is called, which counts steps itself.
                 state.scheduler = _scheduler_at(prepared, state.steps_done)
             latents = _start(prepared)
-            self.active.append(replace(prepared, latents=latents, state=state, previous_x0=latents.clone()))
+            history = latents.repeat(1, state.num_kept, 1, 1) if state.num_kept else None
+            self.active.append(replace(prepared, latents=latents, state=state, history=history))
 
     @property
     def steps_left(self) -> int:

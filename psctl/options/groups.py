@@ -10,7 +10,7 @@ from ...data.datasets.spec import spec_options_help
 from ...eval.options import EvalOptions
 from ...profiling.runs.trace_settings import TraceSettings
 from ...serving.cache.options import CacheOptions
-from ...serving.options import EngineOptions
+from ...serving.options import EngineOptions, ModelOptions
 from ...serving.parallel.options import NormOptions, ParallelOptions
 from ..flags import Flags, flag, preset
 from .common import GuidanceScale, MaxBatchSize, NumInferenceSteps, Prompts, Resolutions, Seed
@@ -146,6 +146,20 @@ PARALLEL = Flags(
         ),
     },
 )
+MODEL = Flags(
+    ModelOptions,
+    {
+        "sampler": flag("--sampler", "Instead of the model's own, with the other settings of that one."),
+        "lora": flag(
+            "--lora",
+            "Adapter that is fused into the weights, a .safetensors file; several are added up.",
+            metavar="PATH[:SCALE]",
+        ),
+    },
+)
+_PROMPT_CACHE = flag(
+    "--prompt-cache", "Most that is kept of texts that were encoded before; 0 keeps none.", metavar="MB", min=0
+)
 ENGINE = Flags(
     EngineOptions,
     {
@@ -226,8 +240,13 @@ DRAW = Flags(
 
 TraceFlags = Annotated[TraceSettings, TRACE]
 EngineFlags = Annotated[EngineOptions, ENGINE]
-ParallelEngineFlags = Annotated[EngineOptions, ENGINE.using(parallel=PARALLEL)]
-ServedEngineFlags = Annotated[EngineOptions, ENGINE.using(parallel=PARALLEL.fixing(may_use_fewer=True))]
+ParallelEngineFlags = Annotated[
+    EngineOptions, ENGINE.using(parallel=PARALLEL, model=MODEL, prompt_cache_mb=_PROMPT_CACHE)
+]
+ServedEngineFlags = Annotated[
+    EngineOptions,
+    ENGINE.using(parallel=PARALLEL.fixing(may_use_fewer=True), model=MODEL, prompt_cache_mb=_PROMPT_CACHE),
+]
 PatchFlags = Annotated[EngineOptions, ENGINE.without("engine", "cache")]
 
 

@@ -104,6 +104,11 @@ def with_cache_of(
         why = "--reuse-templates" if reuses_templates else "--compile or --cuda-graphs"
         out.note(f"With {why} no patch is reused: the system runs without its cache.")
         return engine
+    if engine.model.is_any:
+        out.note(
+            "With --sampler or --lora no patch is reused unless you choose --cache: predictors know the model as it is."
+        )
+        return engine
     options = replace(engine.cache, mode=modes.pop())
     found = target.with_predictor(options).predictor
     if found is not None and not found.is_file():

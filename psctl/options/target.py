@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from ...data.errors import UsageError
 from ...data.workspace import DEFAULT_WORKSPACE, ModelWorkspace, Workspace
 from ..flags import Flags, flag
 
@@ -28,6 +29,9 @@ class Target:
             metavar="NAME|DIR|ID",
         ),
     ] = "emoji-xl"
+    revision: Annotated[
+        str | None, flag("--revision", "Branch, tag or commit of a hub id; the same as ID@REVISION.", metavar="NAME")
+    ] = None
     device: Annotated[
         str, flag("--device", "auto, cpu, cuda or cuda:N; auto takes a GPU if there is one.", is_shared=True)
     ] = "auto"
@@ -44,6 +48,15 @@ class Target:
             file_okay=False,
         ),
     ] = Path(DEFAULT_WORKSPACE)
+
+    def __post_init__(self) -> None:
+        if self.revision is None:
+            return
+        if "/" not in self.model or Path(self.model).expanduser().exists():
+            raise UsageError(f"--revision {self.revision} is of hub ids (org/name), and --model is {self.model}")
+        # From here on it is a part of the name, so that tables of two revisions have folders of their own.
+        object.__setattr__(self, "model", f"{self.model}@{self.revision}")
+        object.__setattr__(self, "revision", None)
 
     @property
     def root(self) -> Workspace:
@@ -72,6 +85,8 @@ class Target:
         if (options is None or options.cache.predictor is None) and (predictor := served.options.cache.predictor):
             whose = "the workspace" if predictor.is_relative_to(place.root) else "the model, as it was shipped"
             out.note(f"The cache asks the predictor of {whose}: {predictor}")
+        if served.unbatched is not None:
+            out.note(f"{served.unbatched}; each request takes its own scheduler's steps, in the passes that all share.")
         return served, place
 
 

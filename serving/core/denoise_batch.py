@@ -58,12 +58,13 @@ class DenoiseBatch:
         states = [prepared.state for prepared in requests]
         self._sampler: SamplerBatch | PerRequestBatch
         if isinstance(sampler, PerRequestSampler):
-            self._sampler = PerRequestBatch(sampler, states, latents)
+            self._sampler = PerRequestBatch(sampler, states, latents, packing, dtype)
             return
         history = None
-        if sampler.needs_history and any(prepared.previous_x0 is not None for prepared in requests):
+        if any(prepared.history is not None for prepared in requests):
+            shape = (1, len(sampler.kept), 1, 1)
             history = packing.pack(
-                [(each.latents if each.previous_x0 is None else each.previous_x0)[0] for each in requests]
+                [(each.latents.repeat(shape) if each.history is None else each.history)[0] for each in requests]
             )
         self._sampler = SamplerBatch(sampler, states, latents, packing.row_index, history)
 
@@ -123,8 +124,8 @@ class DenoiseBatch:
         """Give every request its latents, and what its next step reads of this one."""
         for index, prepared in enumerate(self.requests):
             prepared.latents = self._packing.unpack(self._sampler.latents, index)[None]
-            if self._sampler.previous_x0 is not None:
-                prepared.previous_x0 = self._packing.unpack(self._sampler.previous_x0, index)[None]
+            if self._sampler.history is not None:
+                prepared.history = self._packing.unpack(self._sampler.history, index)[None]
 
     def _draw_noise(self) -> Tensor:
         """What diffusers draws in the step: from each request's own generator, in the dtype of the model's output."""

@@ -46,7 +46,7 @@ class PreparedRequest:
         conditioning: the family's tensors; 2 rows (unconditional, conditional) if `is_guided`, else 1.
         state: the request's own place in its denoising schedule.
         is_guided: whether classifier-free guidance is applied.
-        previous_x0: clean latents predicted in the last step, where a multistep sampler of the patch engine needs them.
+        history: what the next step of a batched multistep sampler reads of those before, (1, k * channels, ...).
         key: what a stepper that keeps things of requests knows it by; no other request of it has the same.
         known: what an edit keeps of its image; None for a new image.
         template: whose record an edit reads outside its mask; None where all of it is computed.
@@ -57,7 +57,7 @@ class PreparedRequest:
     conditioning: dict[str, torch.Tensor]
     state: SamplerState
     is_guided: bool
-    previous_x0: torch.Tensor | None = None
+    history: torch.Tensor | None = None
     key: int = -1
     known: KnownArea | None = None
     template: Template | None = None

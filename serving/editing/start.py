@@ -84,5 +84,6 @@ def noised_steps(first: PreparedRequest) -> list[PreparedRequest]:
         of_clean, of_noise = known.levels[index].tolist()
         latents = known.clean * of_clean + known.noise * of_noise
         # No step is taken, so what a multistep sampler has seen before may be anything.
-        steps.append(replace(first, latents=latents, state=replace(first.state, steps_done=index), previous_x0=latents))
+        state, history = replace(first.state, steps_done=index), latents.repeat(1, first.state.num_kept, 1, 1)
+        steps.append(replace(first, latents=latents, state=state, history=history if first.state.num_kept else None))
     return steps

@@ -64,6 +64,7 @@ def build_model(
         defaults=defaults,
         options=options,
         decode=decode,
+        unbatched=choose_sampler(pipe.scheduler, pass_step_kwargs=family.pass_step_kwargs)[1],
     )
 
 
@@ -75,8 +76,8 @@ def with_engine(model: ServedModel, options: EngineOptions) -> ServedModel:
 
 
 def as_plain(model: ServedModel) -> ServedModel:
-    """The same loaded model on plain diffusers, the baseline: itself where that serves it already."""
-    if model.options.engine == "plain":
+    """The same loaded model on plain diffusers, the baseline, which encodes every text: itself where it does that."""
+    if model.options.engine == "plain" and not model.options.prompt_cache_mb:
         return model
     # Compiling is done to the shared model itself.
     return with_engine(model, EngineOptions("plain", compile=model.options.compile))
@@ -98,8 +99,8 @@ def build_stepper(
     `fingerprint` what ranks must find in the model's folder.
 
     Raises:
-        UsageError: if the patch engine cannot run the model or its scheduler; the message names the cause and points to
-            `--engine plain`.
+        UsageError: if the patch engine cannot run the model; the message names the cause and points to
+            `--engine plain`. Or the scheduler draws noise that no seed decides.
         MissingExtraError: if Triton is asked for and not installed.
     """
     denoiser = denoiser_of(pipe)
@@ -131,9 +132,9 @@ def build_stepper(
         patched.compile()
     if options.cuda_graphs:
         patched.use_graphs(CudaRecorder(device))
-    batched_sampler = BatchedSampler(pipe.scheduler, pass_step_kwargs=family.pass_step_kwargs)
+    sampler = choose_sampler(pipe.scheduler, pass_step_kwargs=family.pass_step_kwargs)[0]
     plain = PlainModels(denoiser, patched.channels_last_weights, is_compiled=options.compile)
-    return PatchedStepper(patched, plain, family.conditions, batched_sampler)
+    return PatchedStepper(patched, plain, family.conditions, sampler)
 
 
 def parallel_stepper(pipe: Any, plain: PlainStepper, options: ParallelOptions, fingerprint: str) -> ParallelStepper:
@@ -152,11 +153,20 @@ def parallel_stepper(pipe: Any, plain: PlainStepper, options: ParallelOptions, f
 def build_plain(pipe: Any, family: Family, models: PlainModels) -> PlainStepper:
     """The denoise stage of plain diffusers, with the batched sampler where it covers the pipeline's scheduler."""
     options = {"pass_step_kwargs": family.pass_step_kwargs}
+    sampler = choose_sampler(pipe.scheduler, **options)[0]
+    batched = sampler if isinstance(sampler, BatchedSampler) else None
+    return PlainStepper(models, family.conditions, batched, PerRequestSampler(pipe.scheduler, **options))
+
+
+def choose_sampler(scheduler: Any, *, pass_step_kwargs: bool) -> tuple[BatchedSampler | PerRequestSampler, str | None]:
+    """What updates requests with this scheduler; where each calls its own, also why.
+
+    Raises UsageError: the scheduler draws noise that no seed decides.
+    """
     try:
-        sampler = BatchedSampler(pipe.scheduler, **options)
-    except UsageError:
-        sampler = None
-    return PlainStepper(models, family.conditions, sampler, PerRequestSampler(pipe.scheduler, **options))
+        return BatchedSampler(scheduler, pass_step_kwargs=pass_step_kwargs), None
+    except UsageError as error:
+        return PerRequestSampler(scheduler, pass_step_kwargs=pass_step_kwargs), str(error)
 
 
 def check_kernels(kernels: str, device: torch.device) -> None:

@@ -6,7 +6,7 @@ inside safetensors. These checks read a few kilobytes per file and name the file
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -18,6 +18,9 @@ from .defaults import read_json
 _INDEX_FILE = "model_index.json"
 # Components that hold weights, by the prefix of their name in model_index.json.
 _WEIGHT_COMPONENTS = ("unet", "transformer", "vae", "text_encoder", "image_encoder")
+_VARIANTS = (None, "fp16", "bf16")
+"""What stands in names of files of weights, as in `model.fp16.safetensors`; the first that is found counts."""
+_PICKLED = (".bin", ".ckpt", ".pt", ".pth")
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "spiece.model")
 
 
@@ -70,7 +73,7 @@ def check_directory(model_dir: Path, index: dict[str, Any]) -> None:
             raise RunError(f"model {model_dir}: folder {name}/ is missing, but {_INDEX_FILE} names it")
         if name in weight_components(index):
             read_json(folder / "config.json")
-            for weights in weight_files(folder):
+            for weights in weight_files(folder).files:
                 check_safetensors(weights)
         elif name.startswith("tokenizer") and not any((folder / file).is_file() for file in _VOCABULARIES):
             # transformers would invent a vocabulary of three words.
@@ -79,26 +82,47 @@ def check_directory(model_dir: Path, index: dict[str, Any]) -> None:
             read_json(folder / "scheduler_config.json")
 
 
-def weight_files(folder: Path) -> list[Path]:
+class Weights(NamedTuple):
+    """The weights of one component: their files, and the variant that they are, such as `fp16`."""
+
+    files: list[Path]
+    variant: str | None
+
+
+def weight_files(folder: Path) -> Weights:
     """Return the safetensors files of one component, following a shard index where there is one.
 
     Raises:
         RunError: if there are none, or the shard index names a missing file.
     """
-    for stem in ("diffusion_pytorch_model", "model"):
-        shards = folder / f"{stem}.safetensors.index.json"
-        if shards.is_file():
-            weight_map = read_json(shards).get("weight_map")
-            if not isinstance(weight_map, dict):
-                raise RunError(f"{shards} has no weight_map")
-            return [folder / name for name in sorted(set(weight_map.values()))]
-        single = folder / f"{stem}.safetensors"
-        if single.is_file():
-            return [single]
-    pickled = sorted([*folder.glob("*.bin"), *folder.glob("*.ckpt"), *folder.glob("*.pt")])
+    for variant in _VARIANTS:
+        mark = "" if variant is None else f".{variant}"
+        for stem in ("diffusion_pytorch_model", "model"):
+            shards = folder / f"{stem}.safetensors.index{mark}.json"
+            if shards.is_file():
+                weight_map = read_json(shards).get("weight_map")
+                if not isinstance(weight_map, dict):
+                    raise RunError(f"{shards} has no weight_map")
+                return Weights([folder / name for name in sorted(set(weight_map.values()))], variant)
+            single = folder / f"{stem}{mark}.safetensors"
+            if single.is_file():
+                return Weights([single], variant)
+    pickled = sorted(path for path in folder.iterdir() if path.suffix in _PICKLED)
     if pickled:
         raise RunError(f"{pickled[0]}: pickled weights are not loaded; convert them to safetensors")
     raise RunError(f"missing weights: no .safetensors file in {folder}")
+
+
+def refuse_file(path: Path) -> UsageError:
+    """What is said of a file that was given as a model."""
+    if path.suffix in _PICKLED:
+        return UsageError(f"{path}: pickled weights are not loaded, as they can run code; convert them to safetensors")
+    if path.suffix == ".safetensors":
+        return UsageError(
+            f"{path}: models of a single file are not loaded yet; make a diffusers directory of it once, with "
+            "from_single_file(FILE).save_pretrained(DIR) of its pipeline class, and pass that"
+        )
+    return UsageError(f"model {path} is a file; a diffusers directory with {_INDEX_FILE} is expected")
 
 
 def check_safetensors(path: Path) -> None:

@@ -5,7 +5,6 @@ Loading is strict. A pipeline class that is not served, a missing or damaged fil
 """
 
 import importlib
-import os
 import re
 import sys
 from dataclasses import replace
@@ -17,7 +16,16 @@ from ...data.models.bundled import GENERATORS, bundled_model_path
 from ...data.workspace import Workspace
 from ..families.geometry import Geometry
 from ..options import EngineOptions
-from .checkpoint import check_directory, check_options, fingerprint, read_index, weight_components, weight_files
+from .changes import apply_changes, changed_fingerprint, check_changes
+from .checkpoint import (
+    check_directory,
+    check_options,
+    fingerprint,
+    read_index,
+    refuse_file,
+    weight_components,
+    weight_files,
+)
 from .defaults import ModelDefaults, read_defaults, read_geometry
 
 if TYPE_CHECKING:
@@ -29,7 +37,8 @@ if TYPE_CHECKING:
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 _INDEX_FILE = "model_index.json"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
+"""org/name, or org/name@revision."""
 
 
 def load_model(
@@ -43,7 +52,7 @@ def load_model(
     """Load a model for serving.
 
     Args:
-        spec: a bundled name, the path of a diffusers directory, or a hub id such as `org/name`.
+        spec: a bundled name, the path of a diffusers directory, or a hub id such as `org/name` or `org/name@revision`.
         device: `auto` (CUDA if there is a device), `cpu`, `cuda` or `cuda:N`.
         dtype: `auto` (float16 on CUDA; on a CPU bfloat16 if it has AMX or AVX512 instructions for it, else float32),
             `float32`, `bfloat16` or `float16`.
@@ -58,7 +67,9 @@ def load_model(
     """
     model_dir = resolve_model(spec)
     index = read_index(model_dir / _INDEX_FILE, source=spec)
+    changes = (options or EngineOptions()).model
     check_options(index["_class_name"], options or EngineOptions())
+    check_changes(changes, model_dir)
     check_directory(model_dir, index)
     defaults = read_defaults(model_dir)
 
@@ -81,11 +92,13 @@ def load_model(
     quiet_libraries()
     pipe = _load_pipeline(model_dir, index, torch_dtype)
     pipe.set_progress_bar_config(disable=True)
+    apply_changes(changes, pipe)
     try:
         pipe.to(torch_device)
     except RuntimeError as error:  # out of device memory
         raise RunError(f"model {spec} does not fit on {torch_device}: {_first_line(error)}") from error
-    return build_model(pipe, name=spec, fingerprint=fingerprint(model_dir), defaults=defaults, options=options)
+    mark = changed_fingerprint(changes, fingerprint(model_dir))
+    return build_model(pipe, name=spec, fingerprint=mark, defaults=defaults, options=options)
 
 
 def load_rank(settings: "RankSettings") -> "RankModels":
@@ -127,9 +140,9 @@ def resolve_model(spec: str) -> Path:
             raise UsageError(f"{path} is not a diffusers directory: it has no {_INDEX_FILE}")
         return path
     if path.is_file():
-        raise UsageError(f"model {spec} is a file; a diffusers directory with {_INDEX_FILE} is expected")
-    if _HUB_ID.fullmatch(spec):
-        return _download(spec)
+        raise refuse_file(path)
+    if found := _HUB_ID.fullmatch(spec):
+        return _download(*found.groups())
     raise UsageError(
         f"unknown model {spec!r}: not a bundled model ({', '.join(GENERATORS)}), not a directory and not a hub id "
         "(org/name)"
@@ -146,22 +159,25 @@ def model_geometry(spec: str) -> Geometry:
     return read_geometry(resolve_model(spec))
 
 
-def _download(hub_id: str) -> Path:
+def _download(hub_id: str, revision: str | None) -> Path:
     """Fetch a pipeline from the hub into its cache and return the local directory."""
     import diffusers
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     quiet_libraries()
     try:
-        if not isinstance(try_to_load_from_cache(hub_id, _INDEX_FILE), str):
+        if not isinstance(try_to_load_from_cache(hub_id, _INDEX_FILE, revision=revision), str):
             # Without a connection this fails at once, whereas downloads are retried for 20 seconds.
-            HfApi().model_info(hub_id, timeout=10)
-        index_path = Path(hf_hub_download(hub_id, _INDEX_FILE))
+            HfApi().model_info(hub_id, revision=revision, timeout=10)
+        index_path = Path(hf_hub_download(hub_id, _INDEX_FILE, revision=revision))
         name = read_index(index_path, source=hub_id)["_class_name"]
-        return Path(getattr(diffusers, name).download(hub_id, use_safetensors=True))
+        return Path(getattr(diffusers, name).download(hub_id, revision=revision, use_safetensors=True))
     except UsageError:
         raise
+    except RevisionNotFoundError as error:
+        raise UsageError(f"model {hub_id} has no revision {revision}: a branch, tag or commit is expected") from error
     except GatedRepoError as error:
         raise RunError(
             f"model {hub_id} is gated: accept its terms on the hub, then log in with `hf auth login`"
@@ -169,7 +185,7 @@ def _download(hub_id: str) -> Path:
     except RepositoryNotFoundError as error:
         raise UsageError(f"unknown model {hub_id!r}: no such bundled model, directory or hub repository") from error
     except Exception as error:  # the hub client's own errors, and those of whatever HTTP library it uses
-        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
+        offline = " (HF_HUB_OFFLINE is set)" if HF_HUB_OFFLINE else ""
         raise RunError(
             f"model {hub_id} cannot be fetched from the hub{offline}: download it on a machine with access "
             f"(`hf download {hub_id} --local-dir DIR`) and pass the directory, or use a bundled model "
@@ -191,7 +207,7 @@ def _load_pipeline(model_dir: Path, index: dict[str, Any], dtype: "torch.dtype")
         return getattr(diffusers, index["_class_name"]).from_pretrained(
             model_dir, **components, dtype=dtype, local_files_only=True
         )
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise RunError(f"model {model_dir} cannot be loaded: {_first_line(error)}") from error
 
 
@@ -204,13 +220,15 @@ def _load_component(folder: Path, library: str, class_name: str, dtype: "torch.d
         raise RunError(f"{folder}: components from library {library!r} are not loaded")
     # Without accelerate, diffusers' default for this option only causes a warning.
     options = {"low_cpu_mem_usage": is_accelerate_available()} if library == "diffusers" else {}
-    weights = weight_files(folder)[0]
+    files, variant = weight_files(folder)
+    weights = files[0]
     try:
         component_class = getattr(importlib.import_module(library), class_name)
         # Mismatched sizes are "ignored" here so that they are reported by name; they are refused below.
         model, report = component_class.from_pretrained(
             folder,
             dtype=dtype,
+            variant=variant,
             use_safetensors=True,
             ignore_mismatched_sizes=True,
             output_loading_info=True,

@@ -32,9 +32,10 @@ from ..families import Decode, Family
 from ..options import EngineOptions
 from ..patched.cached_block import block_facts
 from ..patched.stepper import PatchedStepper
-from ..samplers.single import PerRequestSampler, SamplerState
+from ..samplers.single import NOISING, PerRequestSampler, SamplerState
 from .defaults import ModelDefaults
 from .identity import ModelIdentity
+from .prompt_cache import PromptCache
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -67,11 +68,13 @@ class ServedModel:
         defaults: steps, guidance scale and resolutions that suit the model.
         options: which engine denoises, and how.
         decode: does the autoencoder's part; None for the pipeline's own.
+        unbatched: why each request calls a scheduler of its own; None where one update serves all of them.
 
     Attributes:
         templates: records that edits may read. Where there is no record for an edit, it is as it were without a
             template; without this store it is the twin of the one that reads, with the template's noise.
         masked_up_to: share of an image's cells up to which they do.
+        prompts: conditioning of earlier prompts; None where every text is encoded anew.
     """
 
     masked_up_to = MASKED_UP_TO
@@ -87,6 +90,7 @@ class ServedModel:
         defaults: ModelDefaults,
         options: EngineOptions,
         decode: Decode | None = None,
+        unbatched: str | None = None,
     ) -> None:
         self.pipe, self.family, self.stepper = pipe, family, stepper
         self.name, self.fingerprint, self.defaults, self.options = name, fingerprint, defaults, options
@@ -95,6 +99,8 @@ class ServedModel:
         self.device: torch.device = self.denoiser.device
         self.dtype: torch.dtype = self.denoiser.dtype
         self._decode = decode or (lambda latents: pipe.vae.decode(latents, return_dict=False)[0])
+        self.unbatched = unbatched
+        self.prompts = PromptCache(options.prompt_cache_mb << 20) if options.prompt_cache_mb else None
         self.templates: TemplateStore | None = None
         self._known_schedules: set[tuple[int, int, Resolution]] = set()
         self._preparing = threading.Lock()
@@ -125,6 +131,8 @@ class ServedModel:
         """Raise UsageError if the model cannot serve the request (its resolution, number of steps, or edit)."""
         self.check_resolution(request.resolution)
         self.family.geometry.check_edit(request)
+        if request.edit is not None and not any(hasattr(self.pipe.scheduler, name) for name in NOISING):
+            raise UsageError(f"scheduler {type(self.pipe.scheduler).__name__} cannot noise images, as edits need it")
         schedule = (request.num_inference_steps, self.family.geometry.first_step(request), request.resolution)
         if schedule in self._known_schedules:
             return
@@ -195,7 +203,8 @@ class ServedModel:
         if edit is not None and record is None and self.templates is not None:
             edit = replace(edit, template=None)
         is_guided = self.family.uses_guidance(request.guidance_scale)
-        conditioning = self.family.condition(request, is_guided)
+        encode, prompts = self.family.condition, self.prompts
+        conditioning = encode(request, is_guided) if prompts is None else prompts.get(request, is_guided, encode)
         generator = torch.Generator("cpu").manual_seed(request.seed)
         state = self._start_schedule(request, generator)
         dtype, known = conditioning["text"].dtype, None
@@ -244,10 +253,13 @@ class ServedModel:
 
     def template_key(self, request: Request) -> TemplateKey | None:
         """Which record an edit can read; None: none, as it has no template, its size has parts of cells, or it starts
-        at the first step from an image that is noised only in part, which records do not have.
+        at the first step from an image that is noised only in part, which records do not have; or as a scheduler of its
+        own counts its steps, which cannot be taken in any order.
         """
         edit, geometry = request.edit, self.family.geometry
         if edit is None or edit.template is None or not isinstance(self.stepper, PatchedStepper):
+            return None
+        if self.unbatched is not None:
             return None
         if any(side % geometry.cell for side in geometry.latent_size(request.resolution)):
             return None
@@ -284,6 +296,10 @@ class ServedModel:
             RunError: as `TemplateStore.add`. Where a record cannot be written, there is a warning, and it is used as
                 long as it is in memory.
         """
+        if self.unbatched is not None:
+            raise UsageError(
+                f"what an image's template has shown is reused with batched samplers only: {self.unbatched}"
+            )
         self.templates = self.templates or TemplateStore(folder)
         edit = request.edit
         if edit is not None and edit.strength < 1 and self.family.geometry.first_step(request) == 0:

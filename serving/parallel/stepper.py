@@ -16,7 +16,7 @@ from ..core.kept import load_or_measure
 from ..core.prepared import PreparedRequest
 from ..core.stepper import Tuning
 from ..core.timing import medians_us
-from ..layout.packing import Packing, WholeImages, pack_rows
+from ..layout.packing import Packing, pack_rows
 from ..layout.patch_layout import by_size
 from ..plain.batch import whole_batch
 from ..plain.formats import PlainModels
@@ -155,8 +155,7 @@ class ParallelStepper(PlainStepper):
         shared = [prepared for prepared in active if prepared.key not in self._whole]
         groups = [
             [each for each in whole if each.state.coefficients is not None],
-            # Samplers of diffusers take images of one size.
-            *super().groups_of([each for each in whole if each.state.coefficients is None]),
+            [each for each in whole if each.state.coefficients is None],
             *(part for group in super().groups_of(shared) for part in self._by_guidance(group)),
         ]
         return [group for group in groups if group]
@@ -203,7 +202,7 @@ class ParallelStepper(PlainStepper):
         rows = [row for prepared in batch for row in rows_of(prepared)]
         conditions = flat(self.conditions(join_conditioning(batch)))
         counts = [prepared.num_rows for prepared in batch]
-        packing, row_packing = _packing(batch, [1] * len(batch), sampler), _packing(batch, counts, sampler)
+        packing, row_packing = _packing(batch, [1] * len(batch)), _packing(batch, counts)
 
         def predict(patches: Tensor, timesteps: Tensor) -> Tensor:
             images = [row_packing.unpack(patches, row) for row in range(len(rows))]
@@ -247,12 +246,8 @@ def rows_of(prepared: PreparedRequest) -> list[RowName]:
     return [(prepared.key, row) for row in range(prepared.num_rows)]
 
 
-def _packing(
-    batch: Sequence[PreparedRequest], counts: Sequence[int], sampler: BatchedSampler | PerRequestSampler
-) -> Packing | WholeImages:
-    """Of so many rows of each request; only a batched sampler takes images of several sizes."""
-    device = batch[0].latents.device
-    if isinstance(sampler, PerRequestSampler):
-        return WholeImages(sum(counts), device)
+def _packing(batch: Sequence[PreparedRequest], counts: Sequence[int]) -> Packing:
+    """Of so many rows of each request."""
     sizes = [prepared.size for prepared, count in zip(batch, counts, strict=True) for _ in range(count)]
+    device = batch[0].latents.device
     return pack_rows(sizes, order="image", patch_size=None, num_levels=1, unit=1, device=device)

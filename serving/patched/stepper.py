@@ -22,7 +22,7 @@ from ..layout.patch_layout import by_size
 from ..plain.batch import plain_batch
 from ..plain.formats import PlainModels
 from ..samplers.batched import BatchedSampler
-from ..samplers.single import SamplerState
+from ..samplers.single import PerRequestSampler, SamplerState
 from .masked import MaskedPasses
 from .masked_batch import MaskedBatch, record
 from .patched_model import PatchedModel
@@ -42,7 +42,11 @@ class PatchedStepper:
     name = "patched"
 
     def __init__(
-        self, model: PatchedModel, plain: PlainModels, conditions: Conditions, sampler: BatchedSampler
+        self,
+        model: PatchedModel,
+        plain: PlainModels,
+        conditions: Conditions,
+        sampler: BatchedSampler | PerRequestSampler,
     ) -> None:
         self.model, self.plain, self.conditions, self.sampler = model, plain, conditions, sampler
         self.masked = MaskedPasses(model)
@@ -50,8 +54,13 @@ class PatchedStepper:
         self.batch_failures = Failures()
         self.forecast: set[int] = set()
         self._whole = _Lane(self, lambda active, may_be_plain: PackedBatch(self, active, may_be_plain=may_be_plain))
-        self._edits = _Lane(self, lambda active, _: MaskedBatch(self.masked, self.conditions, self.sampler, active))
+        self._edits = _Lane(self, lambda active, _: MaskedBatch(self.masked, self.conditions, self._batched, active))
         self._stepped: list[DenoiseBatch] = []
+
+    @property
+    def _batched(self) -> BatchedSampler:
+        assert isinstance(self.sampler, BatchedSampler), "records are read and made by batched samplers only"
+        return self.sampler
 
     @property
     def batch(self) -> "PackedBatch | None":
@@ -74,22 +83,26 @@ class PatchedStepper:
                 self.plain.tune(target, self.conditions)
 
     def check(self, state: SamplerState, size: tuple[int, int]) -> None:
-        """Raise UsageError if the schedule has a step without finite coefficients, or patches cannot cut the size."""
-        self.sampler.table(state)
+        """Raise UsageError if a batched schedule has a step without finite coefficients, or patches cannot cut the
+        size.
+        """
+        if isinstance(self.sampler, BatchedSampler):
+            self.sampler.table(state)
         self.model.check_size(size)
         if self.model.cache is not None:
             self.model.cache.check_sizes([size])
 
     def prepare(self, prepared: PreparedRequest) -> None:
         """Work out a request's coefficients beside the denoise loop."""
-        self.sampler.table(prepared.state)
+        if isinstance(self.sampler, BatchedSampler):
+            self.sampler.table(prepared.state)
         prepared.latents = prepared.latents.float()
         prepared.key = next(self._keys)
 
     @torch.inference_mode()
     def record(self, steps: Sequence[PreparedRequest]) -> list[list[dict[str, Tensor]]]:
         """Whole passes over the latents of requests of one size: for each, of each of its rows, what operators see."""
-        return record(self.masked, self.conditions, self.sampler, steps)
+        return record(self.masked, self.conditions, self._batched, steps)
 
     @torch.inference_mode()
     def step(self, active: Sequence[PreparedRequest]) -> dict[int, str]:

@@ -13,6 +13,28 @@ from typing import Any
 
 import torch
 
+from ...data.errors import UsageError
+from ..layout.packing import Packing, WholeImages
+
+_DRAW_NOISE = frozenset({
+    *("DDPMScheduler", "DDPMParallelScheduler", "DPMSolverSDEScheduler", "EulerAncestralDiscreteScheduler"),
+    *("FlowMatchLCMScheduler", "KDPM2AncestralDiscreteScheduler", "LCMScheduler", "SASolverScheduler"),
+})  # fmt: skip
+"""Schedulers that draw noise in their steps whatever their options are, as the pipelines call them."""
+
+
+NOISING = ("scale_noise", "add_noise")
+"""How schedulers call the function that noises clean latents; some have none."""
+
+
+def draws_noise(scheduler: Any, *, pass_step_kwargs: bool) -> bool:
+    """Whether this scheduler of diffusers draws noise in its steps, as pipelines call it: with `eta` 0 or without."""
+    name, config = type(scheduler).__name__, scheduler.config
+    if name == "TCDScheduler":
+        return not pass_step_kwargs  # its own `eta` is 0.3
+    is_stochastic = str(config.get("algorithm_type")).startswith("sde-") or config.get("stochastic_sampling", False)
+    return name in _DRAW_NOISE or is_stochastic
+
 
 @dataclass(slots=True)
 class SamplerState:
@@ -25,6 +47,7 @@ class SamplerState:
         first: where the request begins in the scheduler's timesteps; above 0 if it starts from an image.
         steps_done: number of finished steps; `timesteps[steps_done]` is the next one.
         coefficients: of all steps, once `BatchedSampler.table` has computed them.
+        num_kept: with them: tensors shaped as the latents that a step leaves for the next one.
     """
 
     scheduler: Any
@@ -33,6 +56,7 @@ class SamplerState:
     first: int = 0
     steps_done: int = 0
     coefficients: torch.Tensor | None = None
+    num_kept: int = 0
 
     @property
     def num_steps(self) -> int:
@@ -65,10 +89,25 @@ class PerRequestSampler:
 
     With `pass_step_kwargs`, `step` gets `generator` and `eta` if it accepts them (SDXL's pipeline passes them, SD3's
     does not).
+
+    Attributes:
+        draws_noise: whether steps draw noise. Its values depend on the number format, so that they are taken in
+            the model's then, as the pipelines do; in float32 otherwise.
+
+    Raises:
+        UsageError: the scheduler draws noise that no seed decides, as the pipeline passes it no generator.
     """
 
     def __init__(self, scheduler: Any, *, pass_step_kwargs: bool) -> None:
         self._scheduler = scheduler
+        self.draws_noise = draws_noise(scheduler, pass_step_kwargs=pass_step_kwargs)
+        if self.draws_noise and not pass_step_kwargs:
+            # Plain diffusers would draw from the global generator, and a request's seed would mean nothing.
+            name = type(scheduler).__name__
+            raise UsageError(
+                f"scheduler {name} draws noise in its steps, and this pipeline passes it no generator: a request's "
+                "seed would not decide its image"
+            )
         accepted = inspect.signature(scheduler.step).parameters if pass_step_kwargs else {}
         self._accepts_generator = "generator" in accepted
         self._accepts_eta = "eta" in accepted
@@ -89,6 +128,9 @@ class PerRequestSampler:
         if hasattr(scheduler, "set_begin_index"):
             # Avoids a search for the first timestep, which on CUDA would wait for the device.
             scheduler.set_begin_index(first)
+        if generator is not None and getattr(scheduler, "noise_sampler_seed", 0) is None:
+            # DPM++ SDE takes no generator; without a seed of its own its noise would be another each time.
+            scheduler.noise_sampler_seed = generator.initial_seed()
         step_kwargs: dict[str, Any] = {}
         if self._accepts_eta:
             step_kwargs["eta"] = 0.0
@@ -116,21 +158,31 @@ class PerRequestSampler:
 
 
 class PerRequestBatch:
-    """What `batched.SamplerBatch` is, for schedulers that it does not cover and images that are kept whole.
+    """What `batched.SamplerBatch` is, for schedulers that it does not cover: each request calls its own.
 
     Args:
         sampler, states: of the n requests; their schedulers count along.
-        latents: (n, channels, height, width).
+        latents: (P, channels, s, s) float32, the patches of all requests.
+        packing: cuts images into patches.
+        dtype: of the model.
 
     Attributes:
         latents: as after the last step.
         errors: of the last step: by index, what a request's scheduler has raised; its latents have not changed then.
     """
 
-    previous_x0 = None
+    history = None
 
-    def __init__(self, sampler: PerRequestSampler, states: Sequence[SamplerState], latents: torch.Tensor) -> None:
-        self._sampler, self._states, self.latents = sampler, tuple(states), latents
+    def __init__(
+        self,
+        sampler: PerRequestSampler,
+        states: Sequence[SamplerState],
+        latents: torch.Tensor,
+        packing: Packing | WholeImages,
+        dtype: torch.dtype,
+    ) -> None:
+        self._sampler, self._states, self.latents, self._packing = sampler, tuple(states), latents, packing
+        self._dtype = dtype if sampler.draws_noise else torch.float32
         self.errors: dict[int, Exception] = {}
 
     def timesteps(self) -> torch.Tensor:
@@ -139,15 +191,21 @@ class PerRequestBatch:
 
     def model_input(self) -> torch.Tensor:
         """Return what the model sees, shaped as the latents."""
-        return torch.cat(self._sampler.model_input(self._states, self.latents.split(1)))
+        seen = self._sampler.model_input(self._states, self._images(self.latents))
+        return self._packing.pack([image[0].float() for image in seen])
 
     def step(self, prediction: torch.Tensor, draw_noise: Callable[[], torch.Tensor] | None = None) -> None:
         """Advance every request by the model's guided output, shaped as the latents; each draws its own noise."""
         self.errors.clear()
-        updated = list(self.latents.split(1))
-        for index, (state, part) in enumerate(zip(self._states, prediction.split(1), strict=True)):
+        updated = self._images(self.latents)
+        for index, (state, part) in enumerate(zip(self._states, self._images(prediction), strict=True)):
             try:
                 updated[index] = self._sampler.update(state, part, updated[index])
             except Exception as error:  # noqa: BLE001  one failing request must not take down the others
                 self.errors[index] = error
-        self.latents = torch.cat(updated)
+        self.latents = self._packing.pack([image[0].float() for image in updated])
+
+    def _images(self, patches: torch.Tensor) -> list[torch.Tensor]:
+        """The image (1, channels, height, width) of every request."""
+        count = range(len(self._states))
+        return [self._packing.unpack(patches, index)[None].to(self._dtype) for index in count]

@@ -58,6 +58,10 @@ class ModelFacts:
         return self.name, *self.aliases
 
 
+ADAPTERS = ("lora", "loras", "adapter", "adapters")
+"""What clients call adapters (LoRA) of a request, which others serve."""
+
+
 @dataclass(frozen=True, slots=True)
 class Generation:
     """A checked request for images.
@@ -233,7 +237,10 @@ class Fields:
     def end(self) -> None:
         """Raise ApiError if a field is left."""
         for name in self._left:
-            raise invalid(f"the field {shown(name)} is unknown", name[:MAX_USER], code="unknown_parameter")
+            told = f"the field {shown(name)} is unknown"
+            if name in ADAPTERS:
+                told += ": adapters per request are not served yet; psctl serve --lora PATH[:SCALE] fuses them for all"
+            raise invalid(told, name[:MAX_USER], code="unknown_parameter")
 
     def required(self, name: str, *, most: int) -> str:
         """Text that must be there."""

@@ -67,6 +67,7 @@ WRONG: list[tuple[dict[str, Any], str | None, str, int]] = [
     ({"model": "another"}, "model", "model_not_found", 404),
     ({"model": 1}, "model", "invalid_value", 400),
     ({"colour": "red"}, "colour", "unknown_parameter", 400),
+    ({"lora": "style"}, "lora", "unknown_parameter", 400),
     ({"a" * 1000: 1}, "a" * 256, "unknown_parameter", 400),
     ({"\ud800": 1}, "\\ud800", "unknown_parameter", 400),
 ]

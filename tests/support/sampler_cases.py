@@ -54,6 +54,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "euler-sample": ("EulerDiscreteScheduler", {**SD, **SAMPLE}),
     "ancestral": ("EulerAncestralDiscreteScheduler", SD),
     "ancestral-leading": ("EulerAncestralDiscreteScheduler", {**SD, "timestep_spacing": "leading"}),
+    "ancestral-trailing": ("EulerAncestralDiscreteScheduler", {**SD, "timestep_spacing": "trailing"}),
     "ancestral-v": ("EulerAncestralDiscreteScheduler", {**SD, **V}),
     "ancestral-v-zero-snr": ("EulerAncestralDiscreteScheduler", {**SD, **V, **ZERO_SNR}),
     "dpm": ("DPMSolverMultistepScheduler", SD),
@@ -74,13 +75,41 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dpm-flow": ("DPMSolverMultistepScheduler", {**SD, **FLOW}),
     "dpm-flow-epsilon": ("DPMSolverMultistepScheduler", {**SD, **FLOW, "prediction_type": "epsilon"}),
     "dpm-flow-of-vp": ("DPMSolverMultistepScheduler", {**SD, "prediction_type": "flow_prediction"}),
+    "dpm-exponential": ("DPMSolverMultistepScheduler", {**SD, "use_exponential_sigmas": True}),
+    "dpm-beta": ("DPMSolverMultistepScheduler", {**SD, "use_beta_sigmas": True}),
+    "dpm-flow-dynamic": ("DPMSolverMultistepScheduler", {**SD, **FLOW, **SHIFT}),
+    "unipc": ("UniPCMultistepScheduler", SD),
+    "unipc-bh1": ("UniPCMultistepScheduler", {**SD, "solver_type": "bh1", **SIGMA_MIN}),
+    "unipc-first-order": ("UniPCMultistepScheduler", {**SD, "solver_order": 1}),
+    "unipc-leading": ("UniPCMultistepScheduler", {**SD, "timestep_spacing": "leading", "steps_offset": 1}),
+    "unipc-trailing": ("UniPCMultistepScheduler", {**SD, "timestep_spacing": "trailing"}),
+    "unipc-karras": ("UniPCMultistepScheduler", {**SD, "use_karras_sigmas": True}),
+    "unipc-exponential": ("UniPCMultistepScheduler", {**SD, "use_exponential_sigmas": True}),
+    "unipc-beta": ("UniPCMultistepScheduler", {**SD, "use_beta_sigmas": True}),
+    "unipc-v": ("UniPCMultistepScheduler", {**SD, **V}),
+    "unipc-v-zero-snr": ("UniPCMultistepScheduler", {**SD, **V, **ZERO_SNR}),
+    "unipc-sample": ("UniPCMultistepScheduler", {**SD, **SAMPLE}),
+    "unipc-never-lower": ("UniPCMultistepScheduler", {**SD, **SIGMA_MIN, "lower_order_final": False}),
+    "unipc-some-uncorrected": ("UniPCMultistepScheduler", {**SD, "disable_corrector": [0, 2]}),
+    "unipc-flow": ("UniPCMultistepScheduler", {**SD, **FLOW}),
+    "unipc-flow-dynamic": ("UniPCMultistepScheduler", {**SD, **FLOW, **SHIFT}),
+    "lcm": ("LCMScheduler", SD),
+    "lcm-v": ("LCMScheduler", {**SD, **V}),
+    "lcm-sample": ("LCMScheduler", {**SD, **SAMPLE}),
+    "lcm-clip": ("LCMScheduler", {**SD, "clip_sample": True, "clip_sample_range": 2.5}),
+    "lcm-v-zero-snr": ("LCMScheduler", {**SD, **V, "rescale_betas_zero_snr": True}),
+    "tcd": ("TCDScheduler", SD),
+    "tcd-v": ("TCDScheduler", {**SD, **V}),
+    "tcd-sample": ("TCDScheduler", {**SD, **SAMPLE}),
     "flow": ("FlowMatchEulerDiscreteScheduler", {"shift": 3.0}),
     "flow-dynamic": ("FlowMatchEulerDiscreteScheduler", SHIFT),
     "flow-dynamic-linear": ("FlowMatchEulerDiscreteScheduler", {**SHIFT, "time_shift_type": "linear"}),
     "flow-karras": ("FlowMatchEulerDiscreteScheduler", {"use_karras_sigmas": True}),
+    "flow-exponential": ("FlowMatchEulerDiscreteScheduler", {"use_exponential_sigmas": True}),
+    "flow-beta": ("FlowMatchEulerDiscreteScheduler", {"use_beta_sigmas": True}),
     "flow-inverted": ("FlowMatchEulerDiscreteScheduler", {"invert_sigmas": True}),
 }
-ONE_OF_EACH = ["ddim", "ddim-clip", "euler", "euler-v", "ancestral", "dpm", "dpm-heun", "flow-dynamic"]
+ONE_OF_EACH = ["ddim", "ddim-clip", "euler", "euler-v", "ancestral", "dpm", "dpm-heun", "unipc", "lcm", "flow-dynamic"]
 
 # Steps, and rows and columns of patches, of each request. DPM-Solver++ has rules of its own for fewer than 15 steps.
 REQUESTS = [(14, 1, 2), (1, 3, 1), (30, 2, 2), (2, 1, 1), (5, 2, 1), (15, 1, 1)]
@@ -112,7 +141,7 @@ class Served:
     reference: SamplerState
     latents: torch.Tensor
     draws: torch.Generator
-    previous_x0: torch.Tensor
+    history: torch.Tensor
     predictions: list[torch.Tensor] = field(default_factory=list)
 
     @property
@@ -136,7 +165,9 @@ def start(case: str, index: int) -> Served:
     latents = torch.randn(shape, generator=generator) * getattr(state.scheduler, "init_noise_sigma", 1.0)
     predictions = [torch.randn(shape, generator=generator) for _ in range(state.num_steps)]
     draws = torch.Generator().manual_seed(index)
-    return Served(index, state, reference, latents, draws, torch.full_like(cut(latents), math.nan), predictions)
+    kept = len(BatchedSampler(state.scheduler, pass_step_kwargs=True).kept)
+    history = torch.full_like(cut(latents), math.nan).repeat(1, kept, 1, 1)
+    return Served(index, state, reference, latents, draws, history, predictions)
 
 
 def pack(sampler: BatchedSampler, served: Sequence[Served]) -> SamplerBatch:
@@ -146,7 +177,7 @@ def pack(sampler: BatchedSampler, served: Sequence[Served]) -> SamplerBatch:
         [one.state for one in served],
         torch.cat([cut(one.latents) for one in served]),
         torch.arange(len(served)).repeat_interleave(counts),
-        torch.cat([one.previous_x0 for one in served]) if sampler.needs_history else None,
+        torch.cat([one.history for one in served]) if sampler.kept else None,
     )
 
 
@@ -155,9 +186,9 @@ def unpack(batch: SamplerBatch, served: Sequence[Served]) -> None:
     counts = [one.num_patches for one in served]
     for one, patches in zip(served, batch.latents.split(counts), strict=True):
         one.latents = joined(patches, one.latents.shape)
-    if batch.previous_x0 is not None:
-        for one, patches in zip(served, batch.previous_x0.split(counts), strict=True):
-            one.previous_x0 = patches
+    if batch.history is not None:
+        for one, patches in zip(served, batch.history.split(counts), strict=True):
+            one.history = patches
 
 
 def advance(batch: SamplerBatch, served: Sequence[Served]) -> None:

@@ -9,16 +9,28 @@ import torch
 from diffusers import (
     AutoencoderKL,
     DDIMScheduler,
+    DDPMScheduler,
+    DEISMultistepScheduler,
     DPMSolverMultistepScheduler,
+    DPMSolverSinglestepScheduler,
     EulerAncestralDiscreteScheduler,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
+    HeunDiscreteScheduler,
+    KDPM2AncestralDiscreteScheduler,
+    KDPM2DiscreteScheduler,
+    LCMScheduler,
+    LMSDiscreteScheduler,
+    PNDMScheduler,
+    SASolverScheduler,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
+    TCDScheduler,
     UNet2DConditionModel,
+    UniPCMultistepScheduler,
 )
 from transformers import (
     CLIPTextConfig,
@@ -38,8 +50,27 @@ SAMPLERS: dict[str, Callable[[Any], Any]] = {
     "ddim-v": lambda config: DDIMScheduler.from_config(config, clip_sample=False, prediction_type="v_prediction"),
     "euler-ancestral": EulerAncestralDiscreteScheduler.from_config,
     "dpm++": DPMSolverMultistepScheduler.from_config,
+    "unipc": UniPCMultistepScheduler.from_config,
+    "lcm": lambda config: LCMScheduler.from_config(config, clip_sample=False),
+    "tcd": TCDScheduler.from_config,
 }
 """Samplers of the pipelines with a U-Net, made of the configuration of another."""
+OWN_SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "heun": HeunDiscreteScheduler.from_config,
+    "heun-karras": lambda config: HeunDiscreteScheduler.from_config(config, use_karras_sigmas=True),
+    "kdpm2": KDPM2DiscreteScheduler.from_config,
+    "kdpm2-ancestral": KDPM2AncestralDiscreteScheduler.from_config,
+    "dpm++-sde": lambda config: DPMSolverMultistepScheduler.from_config(config, algorithm_type="sde-dpmsolver++"),
+    "dpm++-third-order": lambda config: DPMSolverMultistepScheduler.from_config(config, solver_order=3),
+    "dpm++-singlestep": lambda config: DPMSolverSinglestepScheduler.from_config(config, lower_order_final=True),
+    "unipc-third-order": lambda config: UniPCMultistepScheduler.from_config(config, solver_order=3),
+    "deis": DEISMultistepScheduler.from_config,
+    "lms": LMSDiscreteScheduler.from_config,
+    "pndm": lambda config: PNDMScheduler.from_config(config, skip_prk_steps=True),
+    "ddpm": lambda config: DDPMScheduler.from_config(config, clip_sample=False),
+    "sa-solver": SASolverScheduler.from_config,
+}
+"""The same, of those that are not batched."""
 _TEXT_POSITIONS = 16
 _UNET: dict[str, Any] = {
     "block_out_channels": (16, 32, 32),

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import HeunDiscreteScheduler
+from diffusers import IPNDMScheduler
 
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
@@ -20,7 +20,7 @@ from patchedserve.serving.scheduling.policies import get_policy
 
 from ...support.edits import MASKS, edit_request, plain_edit
 from ...support.patched_models import relative_error
-from ...support.tiny_models import SAMPLERS, plain_latents, tiny_flux, tiny_sd, tiny_sd3, tiny_sdxl
+from ...support.tiny_models import OWN_SCHEDULERS, SAMPLERS, plain_latents, tiny_flux, tiny_sd, tiny_sd3, tiny_sdxl
 
 TOLERANCE = 1e-3
 SMALL, LARGE, WIDE, ODD = Resolution(32, 32), Resolution(64, 64), Resolution(96, 32), Resolution(96, 48)
@@ -112,11 +112,28 @@ def test_both_engines_and_orders_equal_plain(options: EngineOptions) -> None:
     assert_equal_to_plain(pipe, mixed(), serve(pipe, mixed(), options))
 
 
-def test_a_sampler_of_its_own_scheduler_equals_plain() -> None:
-    pipe = pipeline("sdxl")
-    pipe.scheduler = HeunDiscreteScheduler.from_config(pipe.scheduler.config)
-    requests = [edit_request(0, SMALL), edit_request(1, SMALL, "ellipse", 0.5, num_steps=8)]
-    assert_equal_to_plain(pipe, requests, serve(pipe, requests, EngineOptions("plain")))
+@pytest.mark.parametrize(
+    "sampler", [pytest.param(name, marks=[] if name == "heun" else pytest.mark.slow) for name in OWN_SCHEDULERS]
+)
+@pytest.mark.parametrize("engine", ["patched", "plain"])
+def test_a_batch_whose_requests_call_their_own_schedulers_equals_plain(sampler: str, engine: Any) -> None:
+    pipe = pipeline("sd")
+    pipe.scheduler = OWN_SCHEDULERS[sampler](pipe.scheduler.config)
+    requests = [
+        edit_request(0, SMALL),
+        edit_request(1, LARGE, "ellipse", 0.5, num_steps=8),
+        Request(2, "a car", SMALL, 5, 1.0, seed=2),
+    ]
+    assert_equal_to_plain(pipe, requests, serve(pipe, requests, EngineOptions(engine)))
+
+
+def test_edits_with_a_scheduler_that_cannot_noise_images_are_refused() -> None:
+    pipe = pipeline("sd")
+    pipe.scheduler = IPNDMScheduler()
+    model = build_model(pipe, name="tiny")
+    with pytest.raises(UsageError, match="IPNDMScheduler cannot noise images, as edits need it"):
+        model.check_request(edit_request(0, SMALL))
+    model.check_request(Request(0, "a car", SMALL, 5))
 
 
 def test_pixels_outside_the_mask_are_the_images_own() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 
+from patchedserve.data.errors import UsageError
 from patchedserve.data.models.bundled import bundled_model_path
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
@@ -23,7 +24,16 @@ from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.scheduling.policies import get_policy
 
 from ...support.patched_models import relative_error
-from ...support.tiny_models import SAMPLERS, largest_error, plain_image, plain_latents, tiny_sd, tiny_sd3, tiny_sdxl
+from ...support.tiny_models import (
+    OWN_SCHEDULERS,
+    SAMPLERS,
+    largest_error,
+    plain_image,
+    plain_latents,
+    tiny_sd,
+    tiny_sd3,
+    tiny_sdxl,
+)
 
 TOLERANCE = 1e-3
 SMALL, MEDIUM, LARGE, WIDE = Resolution(32, 32), Resolution(48, 48), Resolution(64, 64), Resolution(96, 32)
@@ -84,6 +94,39 @@ def test_sdxl_mixed_batch_equals_plain(sampler: str) -> None:
     pipe.scheduler = SAMPLERS[sampler](pipe.scheduler.config)
     requests = mixed_requests()
     assert_equal_to_plain(pipe, requests, serve(pipe, requests))
+
+
+@pytest.mark.parametrize(
+    "sampler", [pytest.param(name, marks=[] if name == "heun" else pytest.mark.slow) for name in OWN_SCHEDULERS]
+)
+@pytest.mark.parametrize("engine", ["patched", "plain"])
+def test_a_batch_whose_requests_call_their_own_schedulers_equals_plain(sampler: str, engine: Any) -> None:
+    pipe = tiny_sd()
+    pipe.scheduler = OWN_SCHEDULERS[sampler](pipe.scheduler.config)
+    requests = [replace(LONG[0], num_inference_steps=6), *LONG[1:]]
+    result = serve(pipe, requests, options=EngineOptions(engine), all_at_once=True)
+    assert_equal_to_plain(pipe, requests, result)
+    if engine == "patched":
+        # The model's passes are shared, whatever the samplers call for.
+        assert max(len(step.resolutions) for step in result.steps) == 3
+
+
+def test_noise_of_requests_that_call_their_own_schedulers_is_plain_diffusers_in_bfloat16() -> None:
+    # Drawn in bfloat16 it is another noise than in float32, and the image another one.
+    pipe = tiny_sd().to(torch.bfloat16)
+    pipe.scheduler = OWN_SCHEDULERS["kdpm2-ancestral"](pipe.scheduler.config)
+    result = serve(pipe, mixed_requests()[:3])
+    for request in mixed_requests()[:3]:
+        expected = plain_latents(pipe, request).float()
+        found = result.latents[request.request_id]
+        assert float((found[0].float() - expected).abs().mean()) <= 0.05 * float(expected.abs().mean())
+
+
+def test_noise_that_no_seed_decides_is_refused() -> None:
+    pipe = tiny_sd3(stochastic_sampling=True)
+    for engine in ("patched", "plain"):
+        with pytest.raises(UsageError, match=r"FlowMatchEulerDiscreteScheduler draws noise .* passes it no generator"):
+            build_model(pipe, name="tiny", options=EngineOptions(engine))
 
 
 def test_sd_mixed_batch_equals_plain() -> None:

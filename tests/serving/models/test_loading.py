@@ -1,5 +1,6 @@
 """Loading: what is good loads and equals diffusers' own loading; what is not is refused in one line that names it."""
 
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -141,6 +142,72 @@ def test_damaged_files_are_named(broken_dir: Path, damage: str) -> None:
     message = str(caught.value)
     assert "\n" not in message
     assert file.parts[0] in message
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("variant", [None, "fp16"])
+def test_variants_and_shards_load(tmp_path: Path, variant: str | None, *, shards: bool) -> None:
+    pipe = tiny_sdxl()
+    pipe.save_pretrained(tmp_path, variant=variant, max_shard_size="60KB" if shards else "1GB")
+    mark = "" if variant is None else f".{variant}"
+    name = (
+        f"diffusion_pytorch_model.safetensors.index{mark}.json"
+        if shards
+        else f"diffusion_pytorch_model{mark}.safetensors"
+    )
+    assert (tmp_path / "unet" / name).is_file()
+    loaded = load_model(str(tmp_path), "cpu", "float32").pipe
+    for part in ("unet", "vae", "text_encoder", "text_encoder_2"):
+        found, expected = getattr(loaded, part).state_dict(), getattr(pipe, part).state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_half_a_download_names_the_shard_that_is_missing(tmp_path: Path) -> None:
+    tiny_sdxl().save_pretrained(tmp_path, variant="fp16", max_shard_size="60KB")
+    last = sorted((tmp_path / "unet").glob("*.safetensors"))[-1]
+    last.unlink()
+    with pytest.raises(RunError, match=f"missing file .*{last.name}"):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("model.ckpt", "pickled weights are not loaded, as they can run code"),
+        ("model.bin", "pickled weights are not loaded, as they can run code"),
+        ("model.safetensors", "models of a single file are not loaded yet; make a diffusers directory"),
+        ("model.gguf", "is a file; a diffusers directory with model_index.json is expected"),
+    ],
+)
+def test_files_are_refused(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / name).write_bytes(b"weights")
+    with pytest.raises(UsageError, match=message) as caught:
+        load_model(str(tmp_path / name))
+    assert name in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["bin", "pt"])
+def test_pickled_weights_of_a_component_are_refused(broken_dir: Path, kind: str) -> None:
+    (broken_dir / UNET).rename(broken_dir / UNET.with_suffix(f".{kind}"))
+    with pytest.raises(RunError, match=f"diffusion_pytorch_model.{kind}: pickled weights are not loaded"):
+        load_model(str(broken_dir))
+
+
+def test_a_scheduler_that_needs_another_package_is_named(broken_dir: Path) -> None:
+    if importlib.util.find_spec("torchsde") is not None:
+        pytest.skip("torchsde is installed")
+    for path, name in ((Path("model_index.json"), "scheduler"), (Path("scheduler/scheduler_config.json"), None)):
+        content = json.loads((broken_dir / path).read_text())
+        if name is None:
+            content["_class_name"] = "DPMSolverSDEScheduler"
+        else:
+            content[name] = ["diffusers", "DPMSolverSDEScheduler"]
+        (broken_dir / path).write_text(json.dumps(content))
+    with pytest.raises(RunError, match="DPMSolverSDEScheduler requires the torchsde library") as caught:
+        load_model(str(broken_dir))
+    assert "\n" not in str(caught.value)
 
 
 def test_unsupported_pipeline_class(broken_dir: Path) -> None:

@@ -53,7 +53,8 @@ def served(scheduler: Any = None, *, make: Any = tiny_sdxl, **config: Any) -> Se
         (DDIMScheduler, {"clip_sample": False}, True),
         (DDIMScheduler, CLIPPED, False),
         (HeunDiscreteScheduler, {}, False),
-        (UniPCMultistepScheduler, {}, False),
+        (UniPCMultistepScheduler, {}, True),
+        (UniPCMultistepScheduler, {"solver_order": 3}, False),
     ],
 )
 def test_who_joins_and_leaves_gets_what_diffusers_gives_alone(

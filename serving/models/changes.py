@@ -1,0 +1,77 @@
+"""What a user changes of a model before it is served: another sampler, adapters (LoRA) fused into its weights."""
+
+import hashlib
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...data.errors import MissingExtraError, RunError, UsageError
+from ..options import Lora, ModelOptions
+from ..samplers.names import SCHEDULERS
+from .checkpoint import check_safetensors
+from .defaults import read_json
+
+_OF_FLOWS = "FlowMatch"
+"""How the classes of schedulers begin that models predicting a flow need."""
+
+
+def check_changes(options: ModelOptions, model_dir: Path) -> None:
+    """Look at what can be wrong before weights are loaded.
+
+    Raises:
+        UsageError: no such file of an adapter, or the model takes no other sampler.
+        MissingExtraError: adapters are given, and what diffusers needs for them is not installed.
+        RunError: the file of an adapter is damaged.
+    """
+    for lora in options.loras:
+        if not lora.path.is_file():
+            raise UsageError(f"--lora {lora.path}: there is no such file; a .safetensors file is expected")
+        if lora.path.suffix != ".safetensors":
+            raise UsageError(f"--lora {lora.path}: only .safetensors files are loaded, as pickled weights can run code")
+        check_safetensors(lora.path)
+    if options.loras and any(importlib.util.find_spec(name) is None for name in ("peft", "accelerate")):
+        raise MissingExtraError("peft", "lora")
+    if options.sampler is not None:
+        own = read_json(model_dir / "scheduler" / "scheduler_config.json").get("_class_name")
+        if str(own).startswith(_OF_FLOWS):
+            raise UsageError(f"--sampler {options.sampler} is for models that predict noise; this one has {own}")
+
+
+def changed_fingerprint(options: ModelOptions, fingerprint: str) -> str:
+    """The fingerprint of a model with these changes: nothing that is kept of one is used for another."""
+    if not options.is_any:
+        return fingerprint
+    digest = hashlib.sha256(f"{fingerprint}:{options.sampler}\n".encode())
+    for lora in options.loras:
+        with lora.path.open("rb") as file:
+            digest.update(f"{lora.scale}:{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def apply_changes(options: ModelOptions, pipe: Any) -> None:
+    """Change a pipeline that was loaded. Raises RunError if an adapter does not fit it."""
+    import diffusers
+
+    if options.sampler is not None:
+        name, given = SCHEDULERS[options.sampler]
+        pipe.scheduler = getattr(diffusers, name).from_config(pipe.scheduler.config, **given)
+    if options.loras:
+        _fuse(pipe, options.loras)
+
+
+def _fuse(pipe: Any, loras: Sequence[Lora]) -> None:
+    """Fuse adapters into the weights, as diffusers does; of the adapters themselves nothing is left in the model."""
+    names = [f"lora{index}" for index in range(len(loras))]
+    for name, lora in zip(names, loras, strict=True):
+        try:
+            pipe.load_lora_weights(lora.path.parent, weight_name=lora.path.name, adapter_name=name)
+        except Exception as error:  # whatever diffusers and peft raise of an adapter for another model
+            raise RunError(
+                f"--lora {lora.path} does not fit the model: {str(error).strip().splitlines()[0]}"
+            ) from error
+        if not any(name in found for found in pipe.get_list_adapters().values()):
+            raise RunError(f"--lora {lora.path} does not fit the model: it has weights for none of its layers")
+    pipe.set_adapters(names, adapter_weights=[lora.scale for lora in loras])
+    pipe.fuse_lora(components=list(pipe.get_list_adapters()), adapter_names=names)
+    pipe.unload_lora_weights()

@@ -1,0 +1,55 @@
+"""Conditioning of recent prompts, so that text which comes again is not encoded again."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...data.requests import Request
+
+Conditioning = dict[str, torch.Tensor]
+
+
+class PromptCache:
+    """Keeps what text encoders gave, up to so many bytes; what was not asked for the longest goes first.
+
+    Conditioning depends on prompts, size and guidance, never on seed or steps, and nothing writes to it: images are the
+    same with and without. One thread at a time may call it.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes, self._num_bytes = most_bytes, 0
+        self._kept: OrderedDict[Any, Conditioning] = OrderedDict()
+        self._hits = self._misses = 0
+
+    def get(self, request: Request, is_guided: bool, encode: Callable[[Request, bool], Conditioning]) -> Conditioning:
+        """The conditioning of a request, encoded unless it is kept."""
+        key = request.prompt, request.negative_prompt, request.resolution, request.guidance_scale, is_guided
+        found = self._kept.get(key)
+        if found is not None:
+            self._hits += 1
+            self._kept.move_to_end(key)
+            return dict(found)
+        self._misses += 1
+        found = encode(request, is_guided)
+        self._kept[key] = dict(found)
+        self._num_bytes += _num_bytes(found)
+        while self._num_bytes > self._most_bytes:
+            self._num_bytes -= _num_bytes(self._kept.popitem(last=False)[1])
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """For a summary: how many requests found their conditioning, and what is kept."""
+        asked = self._hits + self._misses
+        return {
+            "hits": self._hits,
+            "misses": self._misses,
+            "hit_rate": self._hits / asked if asked else None,
+            "num_kept": len(self._kept),
+            "kept_bytes": self._num_bytes,
+        }
+
+
+def _num_bytes(conditioning: Conditioning) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in conditioning.values())

@@ -1,0 +1,153 @@
+"""`--lora`, `--sampler` and `--revision` as users give them: drawn, edited, served, and over HTTP."""
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from diffusers import HeunDiscreteScheduler, StableDiffusionXLPipeline
+from PIL import Image
+
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+
+from ..conftest import RunPsctl
+from ..support.edits import file_of, image_of, mask_of
+from ..support.tiny_models import plain_image, save_tiny, tiny_sdxl
+
+REQUEST = Request(0, "a red hat", Resolution(32, 48), 3, guidance_scale=3.0, seed=4)
+OPTIONS = ("--num-inference-steps", "3", "--guidance-scale", "3")
+DRAW = ("generate", REQUEST.prompt, "-r", "32x48", "--seed", "4", *OPTIONS, "-o", "hat.png", "--overwrite")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "sdxl", tiny_sdxl(), resolutions=["32x48", "64"])
+
+
+def pixels(image: Any) -> Any:
+    return np.asarray(image, dtype=int)
+
+
+@pytest.fixture
+def psctl(run_psctl: RunPsctl, model_dir: Path) -> Any:
+    def run(*arguments: str | Path) -> Any:
+        return run_psctl(*arguments, PSCTL_MODEL=str(model_dir), PSCTL_DTYPE="float32")
+
+    return run
+
+
+def test_a_sampler_that_is_not_batched_is_told(psctl: Any, model_dir: Path, tmp_path: Path) -> None:
+    done = psctl(*DRAW, "--sampler", "heun")
+    assert done.returncode == 0, done.stderr
+    note = "scheduler HeunDiscreteScheduler is not batched; batched are DDIMScheduler, "
+    assert [line for line in done.stderr.splitlines() if note in line]
+    assert "each request takes its own scheduler's steps, in the passes that all share" in done.stderr
+    pipe: Any = StableDiffusionXLPipeline.from_pretrained(model_dir)
+    pipe.scheduler = HeunDiscreteScheduler.from_config(pipe.scheduler.config)
+    assert np.abs(pixels(Image.open(tmp_path / "hat.png")) - pixels(plain_image(pipe, REQUEST))).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--lora", "style.safetensors"), "--lora style.safetensors: there is no such file"),
+        (("--lora", "style.bin:0.5"), "only .safetensors files are loaded"),
+        (("--lora", "style.bin:strong"), "'strong' is not a number; give PATH or PATH:SCALE"),
+        (("--sampler", "plms"), "unipc"),
+        (("--revision", "v2"), "--revision v2 is of hub ids (org/name), and --model is "),
+        (
+            ("--revision", "v2", "--model", "emoji-xl"),
+            "--revision v2 is of hub ids (org/name), and --model is emoji-xl",
+        ),
+        (("--sampler", "unipc", "--parallel", "virtual:2"), "do not work with --parallel yet"),
+    ],
+)
+def test_bad_usage_is_one_line(psctl: Any, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    (tmp_path / "style.bin").write_bytes(b"pickle")
+    done = psctl(*DRAW, *arguments, "--quiet")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_reuse_needs_a_batched_sampler(psctl: Any, tmp_path: Path) -> None:
+    (tmp_path / "room.png").write_bytes(file_of(image_of(Resolution(128, 128))))
+    (tmp_path / "mask.png").write_bytes(file_of(mask_of(Resolution(128, 128), "line")))
+    edit = ("edit", "room.png", "a hat", "--mask", "mask.png", *OPTIONS, "--reuse", "--quiet")
+    done = psctl(*edit, "--sampler", "heun")
+    assert done.returncode == 2
+    assert "reused with batched samplers only: scheduler HeunDiscreteScheduler is not batched" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert psctl(*edit, "--sampler", "unipc", "--overwrite").returncode == 0
+
+
+def test_a_revision_is_a_part_of_the_models_name(spawn_psctl: RunPsctl) -> None:
+    # In a process of its own, as the hub's client reads its environment once.
+    done = spawn_psctl(*DRAW, "--model", "someone/tiny", "--revision", "v2", "--quiet", HF_HUB_OFFLINE="1")
+    assert done.returncode == 1
+    assert "model someone/tiny cannot be fetched from the hub (HF_HUB_OFFLINE is set)" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.fixture
+def lora(model_dir: Path, tmp_path: Path) -> Path:
+    pytest.importorskip("peft", reason="the extra lora is not installed")
+    from ..support.loras import save_lora
+
+    return save_lora(tmp_path / "style.safetensors", tiny_sdxl(), "unet", "text_encoder")
+
+
+@pytest.mark.slow
+def test_an_adapter_is_fused_by_every_command(psctl: Any, model_dir: Path, lora: Path, tmp_path: Path) -> None:
+    from ..support.http_server import HttpServer
+    from ..support.loras import fused
+
+    given = ("--lora", f"{lora}:0.5")
+    pipe: Any = StableDiffusionXLPipeline.from_pretrained(model_dir)
+    without = pixels(plain_image(pipe, REQUEST))
+    expected = pixels(plain_image(fused(pipe, [(lora, 0.5)]), REQUEST))
+    assert np.abs(expected - without).max() > 8
+
+    done = psctl(*DRAW, *given)
+    assert done.returncode == 0, done.stderr
+    assert np.abs(pixels(Image.open(tmp_path / "hat.png")) - expected).max() <= 1
+
+    size = Resolution(64, 64)
+    (tmp_path / "room.png").write_bytes(file_of(image_of(size)))
+    (tmp_path / "mask.png").write_bytes(file_of(mask_of(size)))
+    edited = []
+    for name, options in (("with.png", given), ("without.png", ())):
+        done = psctl("edit", "room.png", "a hat", "--mask", "mask.png", *OPTIONS, "-o", name, *options)
+        assert done.returncode == 0, done.stderr
+        edited.append(pixels(Image.open(tmp_path / name)))
+    assert np.abs(edited[0] - edited[1]).max() > 0
+
+    done = psctl("serve", "--num-prompts", "3", "--num-inference-steps", "2", *given, "--prompt-cache", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    assert "With --sampler or --lora no patch is reused" in done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["completed_requests"] == 3
+    assert summary["prompt_cache"]["hits"] + summary["prompt_cache"]["misses"] >= 3
+
+    ask = {
+        "prompt": REQUEST.prompt,
+        "size": "32x48",
+        "seed": 4,
+        "num_inference_steps": 3,
+        "guidance_scale": 3,
+        "slo": 60,
+    }
+    with HttpServer(model_dir, tmp_path / "served", *given, env={"PSCTL_DTYPE": "float32"}) as server:
+        import httpx
+
+        answer = httpx.post(f"{server.url}/v1/images/generations", json=ask, timeout=60)
+        assert answer.status_code == 200, answer.text
+        drawn = Image.open(io.BytesIO(base64.b64decode(answer.json()["data"][0]["b64_json"])))
+        refused = httpx.post(f"{server.url}/v1/images/generations", json=ask | {"lora": "style"}, timeout=60)
+    assert np.abs(pixels(drawn) - expected).max() <= 1
+    assert refused.status_code == 400
+    assert "adapters per request are not served yet" in refused.json()["error"]["message"]

@@ -1,0 +1,141 @@
+"""Another sampler, and adapters fused into the weights: as diffusers would, and told apart from the model as it is."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from patchedserve.data.errors import PsctlError, UsageError
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.serving.models.loading import load_model
+from patchedserve.serving.options import EngineOptions, ModelOptions
+from patchedserve.serving.parallel.options import ParallelOptions
+from patchedserve.serving.samplers.names import SCHEDULERS
+
+from ...support.joining import run_joining
+from ...support.patched_models import relative_error
+from ...support.tiny_models import plain_latents, save_tiny, tiny_flux, tiny_sd, tiny_sd3, tiny_sdxl
+
+REQUESTS = [
+    Request(0, "a red apple", Resolution(32, 32), 4, guidance_scale=4.0, seed=10),
+    Request(1, "a car", Resolution(64, 32), 6, guidance_scale=1.0, seed=11),
+]
+TOLERANCE = 1e-3
+
+
+def changed(folder: Path, engine: Any = "patched", **options: Any) -> Any:
+    return load_model(str(folder), "cpu", "float32", EngineOptions(engine, model=ModelOptions(**options)))
+
+
+def errors(model: Any, pipe: Any) -> float:
+    found, failures = run_joining(model, REQUESTS)
+    assert failures == {}
+    return relative_error([found[each.request_id] for each in REQUESTS], [plain_latents(pipe, r) for r in REQUESTS])
+
+
+@pytest.fixture(scope="module")
+def sd_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("models") / "sd", tiny_sd())
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "unipc" else pytest.mark.slow) for n in SCHEDULERS])
+def test_another_sampler_is_that_of_diffusers(name: Any, sd_dir: Path) -> None:
+    import diffusers
+
+    pipe: Any = diffusers.StableDiffusionPipeline.from_pretrained(sd_dir)
+    kind, options = SCHEDULERS[name]
+    pipe.scheduler = getattr(diffusers, kind).from_config(pipe.scheduler.config, **options)
+    model = changed(sd_dir, sampler=name)
+    assert errors(model, pipe) <= TOLERANCE
+    assert model.fingerprint != load_model(str(sd_dir)).fingerprint
+
+
+@pytest.mark.parametrize("name", ["euler", "lcm"])
+def test_models_of_flows_keep_their_sampler(name: Any, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "sd3", tiny_sd3())
+    with pytest.raises(UsageError, match=f"--sampler {name} is for models that predict noise; this one has FlowMatch"):
+        changed(folder, sampler=name)
+
+
+@pytest.mark.parametrize(
+    ("build", "parts"),
+    [
+        (tiny_sd, ("unet", "text_encoder")),
+        pytest.param(tiny_sdxl, ("unet",), marks=pytest.mark.slow),
+        (tiny_sd3, ("transformer",)),
+        pytest.param(tiny_flux, ("transformer",), marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("engine", ["patched", pytest.param("plain", marks=pytest.mark.slow)])
+def test_adapters_equal_the_fused_pipeline(
+    build: Callable[[], Any], parts: tuple[str, ...], engine: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft", reason="the extra lora is not installed")
+    from ...support.loras import fused, save_lora
+
+    pipe = build()
+    folder = save_tiny(tmp_path / "model", pipe)
+    first = save_lora(tmp_path / "first.safetensors", pipe, *parts)
+    second = save_lora(tmp_path / "second.safetensors", pipe, parts[0], seed=1)
+    model = changed(folder, engine, lora=[f"{first}:0.5", str(second)])
+    assert errors(model, pipe) > 10 * TOLERANCE, "the adapters change the images"
+    assert errors(model, fused(pipe, [(first, 0.5), (second, 1.0)])) <= TOLERANCE
+
+
+def test_what_is_kept_of_a_model_is_not_that_of_the_model_with_an_adapter(sd_dir: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="the extra lora is not installed")
+    from ...support.loras import save_lora
+
+    first = save_lora(tmp_path / "first.safetensors", tiny_sd(), "unet")
+    second = save_lora(tmp_path / "second.safetensors", tiny_sd(), "unet", seed=1)
+    loras = [[], [f"{first}"], [f"{first}:0.5"], [f"{second}"], [f"{first}", f"{second}"]]
+    marks = [changed(sd_dir, lora=each).fingerprint for each in loras]
+    assert len(set(marks)) == len(marks)
+    assert changed(sd_dir, lora=[f"{first}:1.0"]).fingerprint == marks[1]
+    assert load_model(str(sd_dir)).fingerprint == marks[0]
+
+
+def test_an_adapter_of_another_model_is_refused(sd_dir: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="the extra lora is not installed")
+    from ...support.loras import save_lora
+
+    other = save_lora(tmp_path / "other.safetensors", tiny_sd3(), "transformer")
+    with pytest.raises(PsctlError, match=r"--lora .*other.safetensors does not fit the model: ") as caught:
+        changed(sd_dir, lora=[str(other)])
+    assert "\n" not in str(caught.value)
+    own = save_lora(tmp_path / "own.safetensors", tiny_sd(), "unet")
+    wide = {name: torch.cat([value, value], dim=-1) for name, value in load_file(own).items()}
+    save_file(wide, tmp_path / "wide.safetensors")
+    with pytest.raises(PsctlError, match=r"--lora .*wide.safetensors does not fit the model: ") as caught:
+        changed(sd_dir, lora=[str(tmp_path / "wide.safetensors")])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "scale", "message"),
+    [
+        ("a.safetensors", b"", ":big", "'big' is not a number; give PATH or PATH:SCALE"),
+        ("a.safetensors", b"", ":nan", "the scale must be finite"),
+        ("a.safetensors", None, "", "there is no such file; a .safetensors file is expected"),
+        ("a.bin", b"pickle", ":0.5", "only .safetensors files are loaded, as pickled weights can run code"),
+        ("a.safetensors", b"abc", "", "is truncated, corrupt or not a safetensors file"),
+    ],
+)
+def test_bad_adapters_are_named(
+    sd_dir: Path, tmp_path: Path, name: str, content: bytes | None, scale: str, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(PsctlError, match=message) as caught:
+        changed(sd_dir, lora=[f"{tmp_path / name}{scale}"])
+    assert "\n" not in str(caught.value)
+
+
+def test_ranks_of_their_own_files_are_refused() -> None:
+    for options in (ModelOptions(sampler="unipc"), ModelOptions(lora=["a.safetensors"])):
+        with pytest.raises(UsageError, match="--sampler and --lora do not work with --parallel yet"):
+            EngineOptions("parallel", parallel=ParallelOptions("virtual:2"), model=options)

@@ -1,0 +1,37 @@
+"""Adapters (LoRA) with random weights, saved as diffusers saves them, and the fused pipeline as the reference."""
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
+
+_LAYERS = {"unet": "to_k to_q to_v to_out.0", "transformer": "to_k to_q to_v to_out.0", "text_encoder": "q_proj v_proj"}
+
+
+def save_lora(path: Path, pipe: Any, *parts: str, seed: int = 0) -> Path:
+    """Save an adapter of these parts of a pipeline (`unet`, `transformer`, `text_encoder`), which it leaves alone."""
+    layers = {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for part in parts:
+            model = copy.deepcopy(getattr(pipe, part))
+            config = LoraConfig(r=4, lora_alpha=8, target_modules=_LAYERS[part].split(), init_lora_weights=False)
+            model.add_adapter(config)
+            layers[f"{part}_lora_layers"] = get_peft_model_state_dict(model)
+    type(pipe).save_lora_weights(path.parent, weight_name=path.name, **layers)
+    return path
+
+
+def fused(pipe: Any, loras: Sequence[tuple[Path, float]]) -> Any:
+    """The pipeline itself, with these adapters fused at their scales, as diffusers' guide does."""
+    names = [path.stem for path, _ in loras]
+    for path, _ in loras:
+        pipe.load_lora_weights(str(path.parent), weight_name=path.name, adapter_name=path.stem)
+    pipe.set_adapters(names, adapter_weights=[scale for _, scale in loras])
+    parts = [name for name in ("unet", "transformer", "text_encoder") if getattr(pipe, name, None) is not None]
+    pipe.fuse_lora(components=parts, adapter_names=names)
+    return pipe
