@@ -26,6 +26,7 @@ from ...serving.models.served import ServedModel
 from ...training.cascade.discriminator import Discriminator, RealImages, load_discriminator, thumbnail
 from ...training.cascade.fitting import Examples
 from ..metrics.features import features_of
+from ..metrics.fid import frechet_influence
 from ..metrics.judges import Judges
 from ..metrics.measure import measure_clip
 from ..options import FEATURES_DIR, EvalOptions, EvalPlan
@@ -35,6 +36,8 @@ from ..sets.generate import read_manifest
 from ..sets.image_sets import fitted_sample, set_of
 
 _SIDES = (*LEGS, "reference")
+_SHRINKAGE = 0.05
+"""Of covariances of some thousand images in 2,048 dimensions."""
 
 
 def draw_bank(
@@ -183,21 +186,28 @@ def examples_for(
     plans: Mapping[Leg, EvalPlan],
     options: EvalOptions,
     real: RealImages,
+    judges: Judges,
     places: Mapping[Leg, ModelWorkspace],
+    shared_root: Path,
     start_phase: StartPhase,
 ) -> Examples:
     """What a discriminator learns from: drawn images of both models, and as many that pass for real.
 
     The heavy model draws every other prompt, and the light one the rest, so that no caption is on both sides. With
-    `heavy` as real, the light model's images alone are drawn ones.
+    `heavy` as real, the light model's images alone are drawn ones. With `near` the light model draws all prompts; of
+    each resolution, the half of its images that adds least to FID passes for real.
 
     Args:
-        models, plans, options, places, start_phase: as of `draw_bank`; each plan has all prompts.
+        models, plans, options, judges, places, shared_root, start_phase: as of `draw_bank`; each plan has all prompts.
         real: what passes for real.
 
     Raises:
         as `draw_bank`.
     """
+    if real == "near":
+        return _near_and_far(
+            models["light"], plans["light"], options, judges, places["light"], shared_root, start_phase
+        )
     halves: dict[Leg, EvalPlan] = {
         leg: replace(plans[leg], items=plans[leg].items[start::2]) for start, leg in enumerate(LEGS)
     }
@@ -215,6 +225,39 @@ def examples_for(
             advance(1)
         return Examples(torch.stack(real_images), torch.cat([small["light"], small["heavy"]]))
     return Examples(_through_autoencoder(models["heavy"], truth, advance), torch.cat([small["light"], small["heavy"]]))
+
+
+def _near_and_far(
+    model: ServedModel,
+    plan: EvalPlan,
+    options: EvalOptions,
+    judges: Judges,
+    place: ModelWorkspace,
+    shared_root: Path,
+    start_phase: StartPhase,
+) -> Examples:
+    drawn = draw_set(
+        EngineDrawer(model), plan, options, place, start_phase=start_phase, what="denoising steps of the light model"
+    )
+    sizes = {item.id: Resolution(item.width, item.height) for item in plan.items}
+    source = set_of(drawn.folder, drawn.manifest)
+    light, truth = (
+        features_of(
+            each,
+            judges.inception,
+            judges.inception_sha256,
+            shared_root / FEATURES_DIR,
+            on_images=start_phase(f"{name} features", len(plan.items)),
+        )
+        for name, each in (("light", source), ("reference", fitted_sample(plan.sample, sizes)))
+    )
+    added = frechet_influence(truth, light, shrinkage=_SHRINKAGE)
+    small = torch.stack(list(thumbnails(source)))
+    is_near = torch.zeros(len(small), dtype=torch.bool)
+    for size in sorted(set(sizes.values())):
+        own = torch.tensor([sizes[image_id] == size for image_id in source.ids])
+        is_near |= own & (added <= added[own].median())
+    return Examples(small[is_near], small[~is_near])
 
 
 def thumbnails(source: ImageSource) -> Sequence[torch.Tensor]:

@@ -79,6 +79,33 @@ def frechet_distance(
     return max(0.0, float((real_mean - mean).square().sum() + traces - 2 * roots.sum()))
 
 
+def frechet_influence(real: torch.Tensor, generated: torch.Tensor, shrinkage: float = 0.0) -> torch.Tensor:
+    """How much each generated image adds to the Frechet distance (m,): the derivative by its share of the set.
+
+    With means m, m_x and covariances C, C_x of generated and real features, and D = I - L (L^T C L)^(-1/2) L^T where
+    L L^T = C_x, it is that of x: 2 (m - m_x) (x - m) + (x - m)^T D (x - m) - tr(D C).
+
+    Args:
+        real, generated: features (n, d) and (m, d).
+        shrinkage: by which share of their mean variance covariances are lifted; more than none with fewer images than
+            features.
+
+    Raises:
+        UsageError: as `frechet_distance`.
+    """
+    require_features("FID", real, generated)
+    one, real_mean = _centred(real, None)
+    other, mean = _centred(generated, None)
+    covariances = one.T @ one, other.T @ other
+    lifted = [each + torch.eye(len(each)) * (shrinkage * each.trace() / len(each)) for each in covariances]
+    lower = _root(lifted[0])
+    values, vectors = torch.linalg.eigh(lower.T @ lifted[1] @ lower)
+    inverse_root = (vectors * values.clamp(min=torch.finfo(values.dtype).eps).rsqrt()) @ vectors.T
+    change = torch.eye(len(lower)) - lower @ inverse_root @ lower.T
+    away = generated.double() - mean
+    return 2 * away @ (mean - real_mean) + ((away @ change) * away).sum(1) - (change * covariances[1]).sum()
+
+
 def fid(real: torch.Tensor, generated: torch.Tensor, seed: int = 0, num_resamples: int | None = None) -> Estimate:
     """FID with its interval by bootstrap over the images of both sides, which are independent of each other.
 

@@ -13,7 +13,7 @@ from ...serving.cascade.legs import LEGS, Leg, LegSpec, parse_cascade
 from ..flags import flag, preset_flag
 from ..options.cascade import DEFAULT_CASCADE, PROFILE_FILE, Cascade, place_of
 from ..options.common import OutputFile, Resolutions, Seed, numbers_of
-from ..options.groups import JudgeFlags
+from ..options.groups import JUDGES, JudgeFlags
 from ..options.target import WHERE, Target
 from ..output import Output
 
@@ -50,11 +50,11 @@ def train_predictor_discriminator(
         flag("--net", "Like EfficientNet, ResNet or ViT, with at most 0.6 million parameters."),
     ] = "mbconv",
     real: Annotated[
-        Literal["gt", "heavy", "vae"],
+        Literal["gt", "heavy", "vae", "near"],
         flag(
             "--real",
-            "What passes for real: images of the data set, images of the heavy model, or images of the data set that "
-            "went through its autoencoder.",
+            "What passes for real: images of the data set, images of the heavy model, images of the data set that went "
+            "through its autoencoder, or those light images that add least to FID.",
         ),
     ] = "gt",
     dataset: Annotated[
@@ -70,6 +70,7 @@ def train_predictor_discriminator(
     steps: Annotated[int, flag("--steps", "Optimisation steps.", min=1)] = 600,
     max_batch_size: Annotated[int, flag("--max-batch-size", "Requests drawn together.", min=1)] = 16,
     seed: Seed = 0,
+    judging: Annotated[JudgeFlags, JUDGES.only("fid_weights")],
     output_file: Annotated[
         Path | None,
         flag("--output-file", "Write the discriminator here. Default: the workspace's predictors.", dir_okay=False),
@@ -85,7 +86,8 @@ def train_predictor_discriminator(
     Examples:
 
         psctl train-predictor discriminator --quick
-        psctl train-predictor discriminator --cascade emoji-xl:4,emoji-xl:50 --real vae --net resnet
+        psctl train-predictor discriminator --cascade emoji-xl:4,emoji-xl:50 --real near --num-prompts 2400
+        psctl train-predictor discriminator --real vae --net resnet
         psctl train-predictor discriminator --cascade stabilityai/sdxl-turbo:2,org/sdxl --num-prompts 4000 \
             --dataset 'coco:coco2017?split=train2017'
     """
@@ -106,10 +108,13 @@ def train_predictor_discriminator(
         from ...training.cascade.fitting import fit_discriminator
     loaded = _load(specs, target, out)
     models = loaded.models
+    judges = judging.to_judges(models["light"].device)
+    if real == "near":
+        judges.check(("fid",))
     place = place_of(target.root, specs, str(models["light"].device))
     file = output_file or place.predictors / DISCRIMINATOR_FILE
     with out.phases() as start:
-        examples = examples_for(models, plans, options, real, loaded.places, start)
+        examples = examples_for(models, plans, options, real, judges, loaded.places, target.root.root, start)
         advance = start("training steps", steps)
         light, heavy = _facts(models, specs)
         about = DiscriminatorAbout(net, real, light, heavy)

@@ -270,3 +270,6 @@ class JudgeFlags:
         from ...eval.metrics.judges import Judges
 
         return Judges(self.clip_model, self.fid_weights, self.lpips_weights, device)
+
+
+JUDGES = Flags.of(JudgeFlags)

@@ -23,10 +23,11 @@ DISCRIMINATOR_FILE = "discriminator.safetensors"
 _VERSION = 1
 _FILE = Sealed("psctl.discriminator", "a discriminator", "psctl train-predictor discriminator")
 
-RealImages = Literal["gt", "heavy", "vae"]
+RealImages = Literal["gt", "heavy", "vae", "near"]
 REAL_IMAGES: tuple[RealImages, ...] = get_args(RealImages)
-"""What passes for real: ground truth (the paper's `w GT`), the heavy model's images (`w Fake`), or ground truth that
-went through the autoencoder, so that its traces tell nothing (`vae`)."""
+"""What passes for real: ground truth (the paper's `w GT`), the heavy model's images (`w Fake`), ground truth that went
+through the autoencoder, so that its traces tell nothing (`vae`), or those light images that are nearest to ground truth
+in what FID sees (`near`, ours)."""
 
 
 @dataclass(frozen=True, slots=True)

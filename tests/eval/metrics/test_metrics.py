@@ -20,7 +20,7 @@ from patchedserve.data.resolution import Resolution
 from patchedserve.data.statistics import Estimate
 from patchedserve.eval.metrics import lpips as lpips_module
 from patchedserve.eval.metrics.bootstrap import bootstrap_centred, bootstrap_mean
-from patchedserve.eval.metrics.fid import counts_of, fid, fid_infinity, frechet_distance, paired_fid
+from patchedserve.eval.metrics.fid import counts_of, fid, fid_infinity, frechet_distance, frechet_influence, paired_fid
 from patchedserve.eval.metrics.images import batches_by_size
 from patchedserve.eval.metrics.kid import kid
 from patchedserve.eval.metrics.lpips import Lpips, find_lpips_weights, load_lpips
@@ -222,6 +222,23 @@ def test_images_that_are_in_a_set_more_than_once_are_counted(counts: tuple[int, 
     found = frechet_distance(*sides, *(counts_of(each, len(side)) for each, side in zip(drawn, sides, strict=True)))
     assert found == pytest.approx(frechet_distance(*repeated), rel=1e-6)
     assert found == pytest.approx(torchmetrics_fid(*repeated), rel=1e-4)
+
+
+def test_the_influence_of_an_image_is_what_more_of_it_changes() -> None:
+    real, generated = _features(3000, 0), _features(2000, 1, scale=1.2, shift=0.1)
+    before = frechet_distance(real, generated)
+    influence = frechet_influence(real, generated)
+    # Of so many copies of the set, one copy more of an image is a small step.
+    copies = 10**6
+    for place in range(0, 2000, 200):
+        counts = torch.full((2000,), copies)
+        counts[place] += copies // 10
+        step = (copies // 10) / int(counts.sum())
+        changed = frechet_distance(real, generated, None, counts)
+        expected = frechet_distance(real, generated, None, torch.full((2000,), copies))
+        assert (changed - expected) / step == pytest.approx(float(influence[place]), rel=0.02, abs=0.01)
+    assert before == pytest.approx(expected, rel=0.02)
+    assert float(influence.mean()) == pytest.approx(0, abs=0.05)
 
 
 def test_frechet_distance_refuses_what_is_too_little() -> None:
