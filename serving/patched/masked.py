@@ -31,12 +31,12 @@ class MaskedPasses:
 
     Attributes:
         cell: side of a cell in latent pixels: the smallest that keeps its shape on all levels.
-        is_unet, dtype: of the model.
+        shortens_text, dtype: of the model.
     """
 
     def __init__(self, model: PatchedModel) -> None:
         self._model = model
-        self.is_unet, self.dtype = model.is_unet, model.dtype
+        self.shortens_text, self.dtype = model.shortens_text, model.dtype
         self.cell = model.unit << (model.num_levels - 1)
         found = ((name, getattr(module, "slots", None)) for name, module in model.model.named_modules())
         self._buffers = {name: slots.buffer for name, slots in found if isinstance(slots, TokenSlots | NormSlots)}

@@ -7,7 +7,7 @@ from torch import nn
 
 from ..core.swap import Swap, parent_of
 from ..families.table import SUPPORTED_MODELS
-from ..families.transformer import Blocks, Transformer
+from ..families.transformer import Transformer
 from .attention import (
     PatchedCrossAttention,
     PatchedJointAttention,
@@ -17,6 +17,7 @@ from .attention import (
 from .context import PatchContext
 from .leaves import (
     ActivationUnlessDone,
+    EmbToPatches,
     PatchedConv,
     PatchedGroupNorm,
     PatchedPatchEmbed,
@@ -24,7 +25,7 @@ from .leaves import (
     RowsToPatches,
     RowTimesteps,
 )
-from .streams import RotaryPositions, RowsToStream, StreamsJoined, StreamsParted
+from .streams import BlocksWithEnd, EmbToStream, RotaryPositions, RowsToStream, StreamsJoined, StreamsParted
 
 
 class PatchSwap(Swap):
@@ -89,11 +90,12 @@ class PatchSwap(Swap):
     def swap_transformer(self, model: Any, transformer: Transformer) -> None:
         context, ids = self._context, transformer.image_ids
         if ids is None:
-            self.put(model, "pos_embed", PatchedPatchEmbed(model.pos_embed, context))
+            self.put(model, "pos_embed", PatchedPatchEmbed(model.pos_embed, context, transformer.positions))
         else:
             self.put(model, "pos_embed", RotaryPositions(model.pos_embed, ids, context))
-        self.put(model.norm_out, "linear", RowsToPatches(model.norm_out.linear, context))
-        for block in self._modulated(model, transformer.joint, RowsToPatches):
+        self._modulate(model, transformer.norm_out, RowsToPatches, EmbToPatches)
+        for block in getattr(model, transformer.joint.name):
+            self._modulate(block, transformer.joint.modulation, RowsToPatches, EmbToPatches)
             for name in transformer.joint.attention:
                 attention = getattr(block, name, None)
                 if attention is not None:
@@ -102,7 +104,8 @@ class PatchSwap(Swap):
                     self.put(block, name, leaf)
         if transformer.single is None:
             return
-        for block in self._modulated(model, transformer.single, RowsToStream):
+        for block in getattr(model, transformer.single.name):
+            self._modulate(block, transformer.single.modulation, RowsToStream, EmbToStream)
             for name in transformer.single.attention:
                 self.put(block, name, PatchedStreamAttention(getattr(block, name), context))
         # What the model puts together and takes apart itself has a row for each row of the batch.
@@ -111,13 +114,12 @@ class PatchSwap(Swap):
             transformer.single.name: StreamsParted(context),
         }
         for name, end in ends.items():
-            self.put(model, name, nn.ModuleList([*getattr(model, name), end]))
+            self.put(model, name, BlocksWithEnd(getattr(model, name), end))
 
-    def _modulated(self, model: Any, blocks: Blocks, leaf: Any) -> list[nn.Module]:
-        """Blocks of a list, each of which has its modulation given to the tokens of rows."""
-        found = list(getattr(model, blocks.name))
-        for block in found:
-            name, _, attribute = blocks.modulation.rpartition(".")
-            parent = block.get_submodule(name)
-            self.put(parent, attribute, leaf(getattr(parent, attribute), self._context))
-        return found
+    def _modulate(self, block: nn.Module, name: str, of_linear: Any, of_norm: Any) -> None:
+        """Give what a module of this name has once for every row to the tokens of rows."""
+        where, _, attribute = name.rpartition(".")
+        parent = block.get_submodule(where)
+        module = getattr(parent, attribute)
+        leaf = of_linear if isinstance(module, nn.Linear) else of_norm
+        self.put(parent, attribute, leaf(module, self._context))

@@ -11,13 +11,13 @@ from ..core.prepared import PreparedRequest
 
 
 def conditions_of(
-    requests: Sequence[PreparedRequest], conditions: Conditions, *, is_unet: bool
+    requests: Sequence[PreparedRequest], conditions: Conditions, *, shortens: bool
 ) -> tuple[dict[str, Any], int]:
     """The conditions of all rows of the requests, named as the model does, and how often their last text token counts
-    (see `without_repeats`; a U-Net's text is left as it is).
+    (see `without_repeats`; without `shortens` text is left as it is).
     """
     conditioning, repeats = join_conditioning(requests), 1
-    if not is_unet:
+    if shortens:
         conditioning["text"], repeats = without_repeats(conditioning["text"])
     return conditions(conditioning), repeats
 

@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import FluxPipeline, FluxTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel
+from diffusers import (
+    AuraFlowTransformer2DModel,
+    ChromaTransformer2DModel,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    SD3Transformer2DModel,
+    UNet2DConditionModel,
+)
 from torch import Tensor, nn
 
 from patchedserve.serving.families.table import entry_of, token_side
@@ -73,6 +80,18 @@ _FLUX: dict[str, Any] = {
     "num_attention_heads": 2,
     "joint_attention_dim": 20,
     "pooled_projection_dim": 12,
+}
+
+_AURA: dict[str, Any] = {
+    "sample_size": 16,
+    "in_channels": 4,
+    "num_mmdit_layers": 2,
+    "num_single_dit_layers": 2,
+    "attention_head_dim": 32,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 20,
+    "caption_projection_dim": 64,
+    "pos_embed_max_size": 20**2,
 }
 
 
@@ -144,6 +163,19 @@ def schnell_transformer(seed: int = 0, **changes: Any) -> FluxTransformer2DModel
     return flux_transformer(seed, **{"guidance_embeds": False} | changes)
 
 
+def aura_transformer(seed: int = 0, **changes: Any) -> AuraFlowTransformer2DModel:
+    """AuraFlow: joint blocks, blocks of one stream, learnt positions."""
+    return _random(AuraFlowTransformer2DModel, _AURA | changes, seed)
+
+
+def chroma_transformer(seed: int = 0, **changes: Any) -> ChromaTransformer2DModel:
+    """Chroma: as FLUX, with masked text, and modulation that all blocks take from one network."""
+    config = {name: value for name, value in _FLUX.items() if name != "pooled_projection_dim"}
+    approximator = {"approximator_num_channels": 16, "approximator_hidden_dim": 24, "approximator_layers": 2}
+    heads = {"attention_head_dim": 32, "axes_dims_rope": (4, 14, 14)}
+    return _random(ChromaTransformer2DModel, config | approximator | heads | changes, seed)
+
+
 MODELS: dict[str, Callable[..., Any]] = {
     "sd15": sd15_unet,
     "sd2": sd2_unet,
@@ -154,8 +186,10 @@ MODELS: dict[str, Callable[..., Any]] = {
     "sd35": sd35_transformer,
     "flux": flux_transformer,
     "schnell": schnell_transformer,
+    "aura": aura_transformer,
+    "chroma": chroma_transformer,
 }
-WITH_ALL_OPTIONS = [name for name in MODELS if name not in ("flux", "schnell")]
+WITH_ALL_OPTIONS = [name for name in MODELS if name not in ("flux", "schnell", "aura", "chroma")]
 """Those that the patch cache and ranks serve, too."""
 
 
@@ -215,12 +249,14 @@ def _draw_conditions(model: Any, size: Size, generator: torch.Generator) -> dict
 
     config = model.config
     if not isinstance(model, UNet2DConditionModel):
-        guidance = {"guidance": 2 + draw(1)[0].abs()} if config.get("guidance_embeds") else {}
-        return {
-            "encoder_hidden_states": draw(_TEXT_LENGTH, config["joint_attention_dim"]),
-            "pooled_projections": draw(config["pooled_projection_dim"]),
-            **guidance,
-        }
+        given = {"encoder_hidden_states": draw(_TEXT_LENGTH, config["joint_attention_dim"])}
+        if "pooled_projection_dim" in config:
+            given["pooled_projections"] = draw(config["pooled_projection_dim"])
+        if config.get("guidance_embeds"):
+            given["guidance"] = 2 + draw(1)[0].abs()
+        if isinstance(model, ChromaTransformer2DModel):
+            given["attention_mask"] = (torch.arange(_TEXT_LENGTH) < 2 + 4 * draw(1).abs()).to(draw(1).dtype)
+        return given
     conditions: dict[str, Any] = {"encoder_hidden_states": draw(_TEXT_LENGTH, config["cross_attention_dim"])}
     if config["addition_embed_type"] == "text_time":
         pooled = config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
@@ -261,7 +297,12 @@ def run_plain(model: Any, rows: Sequence[Row]) -> list[Tensor]:
     results = []
     for row in rows:
         given = {name: row.latents[None], "timestep": torch.tensor([row.timestep]), **stack_conditions([row])}
-        if isinstance(model, FluxTransformer2DModel):
+        if isinstance(model, AuraFlowTransformer2DModel):
+            given["timestep"] = given["timestep"].to(row.latents.dtype) / 1000
+        if isinstance(model, ChromaTransformer2DModel):
+            ones = torch.ones(1, row.latents.shape[1] * row.latents.shape[2] // 4)
+            given["attention_mask"] = torch.cat([given["attention_mask"], ones.to(row.latents.dtype)], 1)
+        if isinstance(model, FluxTransformer2DModel | ChromaTransformer2DModel):
             results.append(_run_flux(model, given, row.size))
         else:
             results.append(model(**given, return_dict=False)[0][0])

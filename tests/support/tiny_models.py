@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from diffusers import (
+    AuraFlowPipeline,
     AutoencoderKL,
+    ChromaPipeline,
     DDIMScheduler,
     DPMSolverMultistepScheduler,
     EulerAncestralDiscreteScheduler,
@@ -28,9 +30,11 @@ from transformers import (
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
+    UMT5Config,
+    UMT5EncoderModel,
 )
 
-from .patched_models import flux_transformer
+from .patched_models import aura_transformer, chroma_transformer, flux_transformer
 
 SAMPLERS: dict[str, Callable[[Any], Any]] = {
     "euler": EulerDiscreteScheduler.from_config,
@@ -184,14 +188,15 @@ def tiny_sd3(seed: int = 0, num_channels: int = 4, **scheduler: Any) -> StableDi
         )
 
 
-def tiny_t5(width: int) -> tuple[T5EncoderModel, T5Tokenizer]:
+def tiny_t5(width: int, *, is_umt5: bool = False) -> tuple[Any, T5Tokenizer]:
     """Return a T5 encoder whose states have this width, and a tokenizer that knows single letters, digits and signs."""
     letters = [(chr(code), -1.0) for code in range(33, 127)]
     vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -1.0), *letters]
-    config = T5Config(
-        vocab_size=len(vocabulary), d_model=width, d_kv=8, num_heads=2, d_ff=32, num_layers=2, dropout_rate=0.0
+    config, encoder = (UMT5Config, UMT5EncoderModel) if is_umt5 else (T5Config, T5EncoderModel)
+    sizes: dict[str, Any] = {"d_model": width, "d_kv": 8, "num_heads": 2, "d_ff": 32, "num_layers": 2}
+    return encoder(config(vocab_size=len(vocabulary), dropout_rate=0.0, **sizes)), T5Tokenizer(
+        vocab=vocabulary, extra_ids=0
     )
-    return T5EncoderModel(config), T5Tokenizer(vocab=vocabulary, extra_ids=0)
 
 
 def tiny_flux(seed: int = 0, *, is_dev: bool = True, num_channels: int = 4) -> FluxPipeline:
@@ -222,6 +227,34 @@ def tiny_flux(seed: int = 0, *, is_dev: bool = True, num_channels: int = 4) -> F
 def tiny_schnell(seed: int = 0) -> FluxPipeline:
     """Return `tiny_flux` as FLUX.1 schnell."""
     return tiny_flux(seed, is_dev=False)
+
+
+def tiny_aura(seed: int = 0) -> AuraFlowPipeline:
+    """Return AuraFlow's architecture, small: a UMT5 encoder, two joint blocks and two of one stream."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        encoder, tokenizer = tiny_t5(24, is_umt5=True)
+        return AuraFlowPipeline(
+            transformer=aura_transformer(seed, joint_attention_dim=24),
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=1.73),
+            vae=_autoencoder(scaling_factor=0.13),
+            text_encoder=encoder,
+            tokenizer=tokenizer,
+        )
+
+
+def tiny_chroma(seed: int = 0, *, num_channels: int = 4) -> ChromaPipeline:
+    """Return Chroma's architecture, small: T5, two joint blocks and two of one stream."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        encoder, tokenizer = tiny_t5(24)
+        return ChromaPipeline(
+            transformer=chroma_transformer(seed, in_channels=4 * num_channels, joint_attention_dim=24),
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True, max_shift=1.15),
+            vae=_autoencoder(scaling_factor=0.36, shift_factor=0.1, latent_channels=num_channels),
+            text_encoder=encoder,
+            tokenizer=tokenizer,
+        )
 
 
 def save_tiny(directory: Path, pipe: Any, **defaults: Any) -> Path:
@@ -255,7 +288,7 @@ def _plain(pipe: Any, request: Any, output_type: str, **options: Any) -> Any:
         output_type=output_type,
         **options,
     ).images
-    if output_type == "latent" and isinstance(pipe, FluxPipeline):
+    if output_type == "latent" and isinstance(pipe, FluxPipeline | ChromaPipeline):
         drawn = pipe._unpack_latents(drawn, request.resolution.height, request.resolution.width, pipe.vae_scale_factor)
     return drawn[0]
 
