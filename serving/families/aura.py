@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...data.requests import Request
 from . import Family
-from .flow import flow_family, text_length
+from .pipelines import text_length, transformer_family
 from .transformer import Blocks, Transformer
 
 
@@ -44,7 +44,7 @@ def family(pipe: AuraFlowPipeline, *, max_sequence_length: int | None = None) ->
     config: Any = pipe.transformer.config
     if pipe.vae.dtype == torch.float16 and pipe.vae.config.force_upcast:
         pipe.vae.to(dtype=torch.float32)  # as the pipeline does at its first image
-    return flow_family(
+    return transformer_family(
         pipe,
         latent_channels=config.in_channels,
         max_tokens=int(config.pos_embed_max_size**0.5),

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from ...data.requests import Request
 from . import Family, flux
-from .flow import flow_family, shift_by_size, text_length
 from .geometry import Geometry
+from .pipelines import shift_by_size, text_length, transformer_family
 from .transformer import Blocks, Transformer
 
 
@@ -51,7 +51,7 @@ def family(pipe: ChromaPipeline, *, max_sequence_length: int | None = None) -> F
     """
     length = text_length(pipe, max_sequence_length, _MAX_SEQUENCE_LENGTH, most=_MAX_SEQUENCE_LENGTH)
     config: Any = pipe.transformer.config
-    return flow_family(
+    return transformer_family(
         pipe,
         latent_channels=config.in_channels // 4,
         schedule_kwargs=partial(_schedule_kwargs, pipe),

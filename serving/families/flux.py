@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ...data.requests import Request
 from . import Family
-from .flow import flow_family, shift_by_size, text_length
 from .geometry import Geometry
+from .pipelines import shift_by_size, text_length, transformer_family
 from .transformer import Blocks, Transformer
 
 
@@ -57,7 +57,7 @@ def family(pipe: FluxPipeline, *, max_sequence_length: int | None = None) -> Fam
     Raises UsageError if it is more than the pipeline takes.
     """
     length = text_length(pipe, max_sequence_length, _MAX_SEQUENCE_LENGTH, most=_MAX_SEQUENCE_LENGTH)
-    return flow_family(
+    return transformer_family(
         pipe,
         latent_channels=pipe.transformer.config.in_channels // 4,  # type: ignore[union-attr]  it has a transformer
         is_distilled=True,

@@ -8,8 +8,8 @@ from diffusers import StableDiffusion3Pipeline
 
 from ...data.requests import Request
 from . import Family
-from .flow import flow_family, shift_by_size, text_length
 from .geometry import Geometry
+from .pipelines import shift_by_size, text_length, transformer_family
 from .transformer import Blocks, Transformer
 
 
@@ -37,7 +37,7 @@ def family(pipe: StableDiffusion3Pipeline, *, max_sequence_length: int | None = 
     """Return what serves this pipeline; `max_sequence_length` is of the third (T5) text encoder, present or not."""
     # Any: diffusers annotates attributes as possibly None that never are.
     config: Any = pipe.transformer.config  # type: ignore[union-attr]
-    return flow_family(
+    return transformer_family(
         pipe,
         latent_channels=config.in_channels,
         max_tokens=config.pos_embed_max_size,  # positions are cropped from a fixed square of so many

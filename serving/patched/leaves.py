@@ -263,6 +263,32 @@ class EmbToPatches(nn.Module):
         return self.norm(x, emb=emb.index_select(0, self.context.row_of_patch))
 
 
+class ResultsToPatches(nn.Module):
+    """A module with several results that every row has once, each repeated for the row's patches."""
+
+    def __init__(self, module: nn.Module, context: PatchContext) -> None:
+        super().__init__()
+        self.module, self.context = module, context
+
+    def forward(self, *inputs: Any, **named: Any) -> tuple[Tensor, ...]:
+        rows = self.context.row_of_patch
+        return tuple(result.index_select(0, rows) for result in self.module(*inputs, **named))
+
+
+class CaptionForReaders(nn.Module):
+    """A projection of the text that only cross attention reads: `PatchedModel` runs it once for a batch.
+
+    The model, which expects text for each patch, gets nothing worth looking at.
+    """
+
+    def __init__(self, projection: Any, context: PatchContext) -> None:
+        super().__init__()
+        self.projection, self.context = projection, context
+
+    def forward(self, text: Tensor) -> Tensor:
+        return text.new_zeros(1).expand(len(self.context.row_of_patch), 1, self.projection.linear_2.out_features)
+
+
 class RowTimesteps(nn.Module):
     """The timestep embedding of every row, whatever it is called with: diffusers repeats one for every patch."""
 

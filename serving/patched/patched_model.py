@@ -30,6 +30,7 @@ from .context import Choose, PatchContext, Strategy, to_tokens
 from .leaves import PatchedConv
 from .strategy import StrategyTable
 from .swap import PatchSwap
+from .text import Shorten
 
 
 class PatchedModel:
@@ -73,7 +74,6 @@ class PatchedModel:
         self.patch_size = patch_size
         self.is_unet = isinstance(model, UNet2DConditionModel)
         self._transformer = transformer_of(model)
-        self.shortens_text = self._transformer is not None and self._transformer.mask is None
         self.num_levels = len(model.config["block_out_channels"]) if self.is_unet else 1  # type: ignore[index]
         config: Any = model.config
         self.unit = 1 if self.is_unet else token_side(entry_of(type(model).__name__), config)
@@ -82,6 +82,14 @@ class PatchedModel:
         self.cache: PatchCache | None = None
         self.captured: CapturedPasses | None = None
         self.is_compiled = False
+
+    @property
+    def shorten(self) -> Shorten:
+        """What the text of a batch need not hold, see `conditions_of`."""
+        transformer = self._transformer
+        if transformer is None or transformer.adds_mask:
+            return None
+        return "repeats" if transformer.mask is None else "padding"
 
     def use_graphs(self, recorder: Recorder, patience: int = PATIENCE) -> None:
         """Record whole passes and play them back from now on (`CapturedPasses`). Not together with the patch cache."""
@@ -282,15 +290,16 @@ class PatchedModel:
 
         Returns the conditions for the model, whose mask the leaves know.
         """
-        text = conditions["encoder_hidden_states"]
+        text, transformer, context = conditions["encoder_hidden_states"], self._transformer, self.context
+        if self._readers and self._readers[0] not in kept:
+            caption = None if transformer is None else transformer.caption
+            read = text if caption is None else getattr(self.model, caption).projection(text)
+            kept |= {leaf: leaf.read(read) for leaf in self._readers}
         for leaf in self._readers:
-            if leaf not in kept:
-                kept[leaf] = leaf.read(text)
             leaf.text = kept[leaf]
-        transformer, context = self._transformer, self.context
         if transformer is None:
             return conditions
-        mask = conditions.get(transformer.mask)
+        mask = None if transformer.mask is None else conditions[transformer.mask]
         if "text bias" not in kept:
             kept["text bias"] = text_bias_of(text, kept["repeats"], mask, adds_mask=transformer.adds_mask)
         context.text_bias = kept["text bias"]

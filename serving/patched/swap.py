@@ -17,11 +17,13 @@ from .attention import (
 from .context import PatchContext
 from .leaves import (
     ActivationUnlessDone,
+    CaptionForReaders,
     EmbToPatches,
     PatchedConv,
     PatchedGroupNorm,
     PatchedPatchEmbed,
     PatchedUpsample,
+    ResultsToPatches,
     RowsToPatches,
     RowTimesteps,
 )
@@ -93,15 +95,18 @@ class PatchSwap(Swap):
             self.put(model, "pos_embed", PatchedPatchEmbed(model.pos_embed, context, transformer.positions))
         else:
             self.put(model, "pos_embed", RotaryPositions(model.pos_embed, ids, context))
+        if transformer.modulation is not None:
+            shared = getattr(model, transformer.modulation)
+            self.put(model, transformer.modulation, ResultsToPatches(shared, context))
+        if transformer.caption is not None:
+            self.put(model, transformer.caption, CaptionForReaders(getattr(model, transformer.caption), context))
         self._modulate(model, transformer.norm_out, RowsToPatches, EmbToPatches)
         for block in getattr(model, transformer.joint.name):
             self._modulate(block, transformer.joint.modulation, RowsToPatches, EmbToPatches)
             for name in transformer.joint.attention:
                 attention = getattr(block, name, None)
                 if attention is not None:
-                    is_joint = getattr(attention, "add_k_proj", None) is not None
-                    leaf = (PatchedJointAttention if is_joint else PatchedSelfAttention)(attention, context)
-                    self.put(block, name, leaf)
+                    self.put(block, name, _leaf_of(attention)(attention, context))
         if transformer.single is None:
             return
         for block in getattr(model, transformer.single.name):
@@ -116,10 +121,19 @@ class PatchSwap(Swap):
         for name, end in ends.items():
             self.put(model, name, BlocksWithEnd(getattr(model, name), end))
 
-    def _modulate(self, block: nn.Module, name: str, of_linear: Any, of_norm: Any) -> None:
-        """Give what a module of this name has once for every row to the tokens of rows."""
+    def _modulate(self, block: nn.Module, name: str | None, of_linear: Any, of_norm: Any) -> None:
+        """Give what a module of this name, if there is one, has once for every row to the tokens of rows."""
+        if name is None:
+            return
         where, _, attribute = name.rpartition(".")
         parent = block.get_submodule(where)
         module = getattr(parent, attribute)
         leaf = of_linear if isinstance(module, nn.Linear) else of_norm
         self.put(parent, attribute, leaf(module, self._context))
+
+
+def _leaf_of(attention: Any) -> Any:
+    """The leaf for an attention of blocks whose image is a stream by itself."""
+    if getattr(attention, "add_k_proj", None) is not None:
+        return PatchedJointAttention
+    return PatchedCrossAttention if getattr(attention, "is_cross_attention", False) else PatchedSelfAttention

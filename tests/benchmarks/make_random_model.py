@@ -21,10 +21,13 @@ from diffusers import (
     AutoencoderKL,
     ChromaPipeline,
     ChromaTransformer2DModel,
+    DPMSolverMultistepScheduler,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
     FluxTransformer2DModel,
+    PixArtSigmaPipeline,
+    PixArtTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     StableDiffusionXLPipeline,
@@ -70,6 +73,7 @@ SD3: dict[str, Any] = {
 }
 FLUX: dict[str, Any] = {"guidance_embeds": True}  # all else is the class's default
 AURA: dict[str, Any] = {"pos_embed_max_size": 9216}  # as of AuraFlow 0.3; so below, all else is the class's default
+PIXART: dict[str, Any] = {"caption_channels": 4096, "interpolation_scale": 2, "use_additional_conditions": False}
 TINY: dict[str, dict[str, Any]] = {
     "sdxl": {"block_out_channels": (32, 64, 64), "transformer_layers_per_block": 1, "attention_head_dim": (1, 2, 2)},
     "sd3": {"num_layers": 2, "num_attention_heads": 2, "caption_projection_dim": 128},
@@ -83,6 +87,13 @@ TINY: dict[str, dict[str, Any]] = {
         "caption_projection_dim": 64,
     },
 }
+TINY["pixart"] = {
+    "num_layers": 2,
+    "num_attention_heads": 2,
+    "attention_head_dim": 36,
+    "cross_attention_dim": 72,
+    "caption_channels": 128,
+}
 TINY["flux-schnell"] = TINY["flux-dev"]
 TINY["chroma"] = TINY["flux-dev"] | {"approximator_hidden_dim": 64, "approximator_layers": 2}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -92,6 +103,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "flux-schnell": FLUX | {"guidance_embeds": False},
     "aura": AURA,
     "chroma": {},
+    "pixart": PIXART,
 }
 
 
@@ -204,8 +216,23 @@ def build_chroma(config: dict[str, Any]) -> ChromaPipeline:
     )
 
 
+def build_pixart(config: dict[str, Any]) -> PixArtSigmaPipeline:
+    transformer = PixArtTransformer2DModel(**config)
+    encoder, own = t5(int(transformer.config["caption_channels"]))
+    scheduler: Any = DPMSolverMultistepScheduler(beta_start=0.0001, beta_end=0.02, beta_schedule="linear")
+    return PixArtSigmaPipeline(
+        transformer=transformer, scheduler=scheduler, vae=autoencoder(4), text_encoder=encoder, tokenizer=own
+    )
+
+
 def build(name: str, *, is_tiny: bool) -> Any:
-    builders = {"sdxl": build_sdxl, "sd3": build_sd3, "aura": build_aura, "chroma": build_chroma}
+    builders = {
+        "sdxl": build_sdxl,
+        "sd3": build_sd3,
+        "aura": build_aura,
+        "chroma": build_chroma,
+        "pixart": build_pixart,
+    }
     return builders.get(name, build_flux)(CONFIGS[name] | (TINY[name] if is_tiny else {}))
 
 

@@ -17,11 +17,13 @@ from diffusers import (
     ChromaTransformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
+    PixArtTransformer2DModel,
     SD3Transformer2DModel,
     UNet2DConditionModel,
 )
 from torch import Tensor, nn
 
+from patchedserve.serving.families import transformer_of
 from patchedserve.serving.families.table import entry_of, token_side
 from patchedserve.serving.layout.packing import Level, Order
 from patchedserve.serving.patched.context import Strategy
@@ -92,6 +94,18 @@ _AURA: dict[str, Any] = {
     "joint_attention_dim": 20,
     "caption_projection_dim": 64,
     "pos_embed_max_size": 20**2,
+}
+
+_PIXART: dict[str, Any] = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 36,
+    "in_channels": 4,
+    "out_channels": 8,
+    "num_layers": 3,
+    "cross_attention_dim": 72,
+    "sample_size": 32,
+    "caption_channels": 20,
+    "use_additional_conditions": False,
 }
 
 
@@ -176,6 +190,11 @@ def chroma_transformer(seed: int = 0, **changes: Any) -> ChromaTransformer2DMode
     return _random(ChromaTransformer2DModel, config | approximator | heads | changes, seed)
 
 
+def pixart_transformer(seed: int = 0, **changes: Any) -> PixArtTransformer2DModel:
+    """PixArt-Sigma: cross attention to masked text, one modulation for all blocks, also predicts the variance."""
+    return _random(PixArtTransformer2DModel, _PIXART | changes, seed)
+
+
 MODELS: dict[str, Callable[..., Any]] = {
     "sd15": sd15_unet,
     "sd2": sd2_unet,
@@ -188,8 +207,9 @@ MODELS: dict[str, Callable[..., Any]] = {
     "schnell": schnell_transformer,
     "aura": aura_transformer,
     "chroma": chroma_transformer,
+    "pixart": pixart_transformer,
 }
-WITH_ALL_OPTIONS = [name for name in MODELS if name not in ("flux", "schnell", "aura", "chroma")]
+WITH_ALL_OPTIONS = [name for name in MODELS if name not in ("flux", "schnell", "aura", "chroma", "pixart")]
 """Those that the patch cache and ranks serve, too."""
 
 
@@ -249,13 +269,16 @@ def _draw_conditions(model: Any, size: Size, generator: torch.Generator) -> dict
 
     config = model.config
     if not isinstance(model, UNet2DConditionModel):
-        given = {"encoder_hidden_states": draw(_TEXT_LENGTH, config["joint_attention_dim"])}
+        given = {"encoder_hidden_states": draw(_TEXT_LENGTH, config.get("joint_attention_dim", 20))}
         if "pooled_projection_dim" in config:
             given["pooled_projections"] = draw(config["pooled_projection_dim"])
         if config.get("guidance_embeds"):
             given["guidance"] = 2 + draw(1)[0].abs()
-        if isinstance(model, ChromaTransformer2DModel):
-            given["attention_mask"] = (torch.arange(_TEXT_LENGTH) < 2 + 4 * draw(1).abs()).to(draw(1).dtype)
+        transformer = transformer_of(model)
+        assert transformer is not None
+        mask = transformer.mask
+        if mask is not None:
+            given[mask] = (torch.arange(_TEXT_LENGTH) < 2 + 4 * draw(1).abs()).float()
         return given
     conditions: dict[str, Any] = {"encoder_hidden_states": draw(_TEXT_LENGTH, config["cross_attention_dim"])}
     if config["addition_embed_type"] == "text_time":
@@ -305,7 +328,8 @@ def run_plain(model: Any, rows: Sequence[Row]) -> list[Tensor]:
         if isinstance(model, FluxTransformer2DModel | ChromaTransformer2DModel):
             results.append(_run_flux(model, given, row.size))
         else:
-            results.append(model(**given, return_dict=False)[0][0])
+            predicted = model(**given, return_dict=False)[0][0]
+            results.append(predicted[: len(row.latents)])  # the rest is a variance
     return results
 
 

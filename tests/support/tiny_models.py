@@ -16,6 +16,7 @@ from diffusers import (
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
+    PixArtSigmaPipeline,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     StableDiffusionPipeline,
@@ -34,7 +35,7 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from .patched_models import aura_transformer, chroma_transformer, flux_transformer
+from .patched_models import aura_transformer, chroma_transformer, flux_transformer, pixart_transformer
 
 SAMPLERS: dict[str, Callable[[Any], Any]] = {
     "euler": EulerDiscreteScheduler.from_config,
@@ -192,6 +193,8 @@ def tiny_t5(width: int, *, is_umt5: bool = False) -> tuple[Any, T5Tokenizer]:
     """Return a T5 encoder whose states have this width, and a tokenizer that knows single letters, digits and signs."""
     letters = [(chr(code), -1.0) for code in range(33, 127)]
     vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -1.0), *letters]
+    config: Any
+    encoder: Any
     config, encoder = (UMT5Config, UMT5EncoderModel) if is_umt5 else (T5Config, T5EncoderModel)
     sizes: dict[str, Any] = {"d_model": width, "d_kv": 8, "num_heads": 2, "d_ff": 32, "num_layers": 2}
     return encoder(config(vocab_size=len(vocabulary), dropout_rate=0.0, **sizes)), T5Tokenizer(
@@ -257,6 +260,21 @@ def tiny_chroma(seed: int = 0, *, num_channels: int = 4) -> ChromaPipeline:
         )
 
 
+def tiny_pixart(seed: int = 0) -> PixArtSigmaPipeline:
+    """Return PixArt-Sigma's architecture, small: T5, three blocks, and DPM-Solver++ as published."""
+    scheduler: Any = DPMSolverMultistepScheduler(beta_start=0.0001, beta_end=0.02, beta_schedule="linear")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        encoder, tokenizer = tiny_t5(24)
+        return PixArtSigmaPipeline(
+            transformer=pixart_transformer(seed, caption_channels=24),
+            scheduler=scheduler,
+            vae=_autoencoder(scaling_factor=0.13),
+            text_encoder=encoder,
+            tokenizer=tokenizer,
+        )
+
+
 def save_tiny(directory: Path, pipe: Any, **defaults: Any) -> Path:
     """Save a pipeline as a plain diffusers directory, with `psctl.json` if defaults are given."""
     pipe.save_pretrained(directory)
@@ -277,9 +295,11 @@ def plain_image(pipe: Any, request: Any) -> Any:
 
 def _plain(pipe: Any, request: Any, output_type: str, **options: Any) -> Any:
     pipe.set_progress_bar_config(disable=True)
+    if type(pipe).__name__ == "PixArtSigmaPipeline":
+        options = {"use_resolution_binning": False, **options}  # draws other sizes than asked for, and scales them
     drawn = pipe(
         prompt=request.prompt,
-        negative_prompt=request.negative_prompt,
+        negative_prompt=request.negative_prompt or "",
         width=request.resolution.width,
         height=request.resolution.height,
         num_inference_steps=request.num_inference_steps,

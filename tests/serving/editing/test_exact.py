@@ -26,6 +26,7 @@ from ...support.tiny_models import (
     tiny_aura,
     tiny_chroma,
     tiny_flux,
+    tiny_pixart,
     tiny_sd,
     tiny_sd3,
     tiny_sdxl,
@@ -44,6 +45,7 @@ def pipeline(family: str, sampler: str | None = None) -> Any:
         "flux": lambda: tiny_flux(num_channels=16),
         "chroma": lambda: tiny_chroma(num_channels=16),
         "aura": tiny_aura,
+        "pixart": tiny_pixart,
     }[family]()
     if sampler is not None:
         pipe.scheduler = SAMPLERS[sampler](pipe.scheduler.config)

@@ -1,4 +1,4 @@
-"""What the pipelines of flow-matching transformers have in common."""
+"""What the pipelines of transformers have in common."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,7 +17,7 @@ from .geometry import Geometry
 from .table import FAMILIES, token_side
 
 
-def flow_family(
+def transformer_family(
     pipe: Any,
     *,
     latent_channels: int,
@@ -26,14 +26,16 @@ def flow_family(
     schedule_kwargs: Callable[[Geometry, Request], dict[str, Any]] = lambda *_: {},
     max_tokens: int | None = None,
     is_distilled: bool = False,
+    is_flow: bool = True,
 ) -> Family:
-    """Return the family of a pipeline with a transformer, an `AutoencoderKL` and flow matching.
+    """Return the family of a pipeline with a transformer and an `AutoencoderKL`.
 
     Args:
         pipe: the pipeline.
         latent_channels, condition, conditions, is_distilled: see `Family`.
         schedule_kwargs: of `Family`, given the geometry, too.
         max_tokens: the most on a side of an image; None for any number.
+        is_flow: whether its scheduler matches flows, and takes neither scaled noise nor arguments of its own then.
     """
     geometry = Geometry.of_transformer(
         pipe.vae_scale_factor, token_side(FAMILIES[type(pipe).__name__], pipe.transformer.config)
@@ -43,8 +45,8 @@ def flow_family(
         latent_channels=latent_channels,
         max_side=None if max_tokens is None else max_tokens * geometry.size_multiple,
         is_distilled=is_distilled,
-        scales_noise=False,
-        pass_step_kwargs=False,
+        scales_noise=not is_flow,
+        pass_step_kwargs=not is_flow,
         schedule_kwargs=partial(schedule_kwargs, geometry),
         condition=condition,
         conditions=conditions,
