@@ -89,10 +89,10 @@ _AURA: dict[str, Any] = {
     "in_channels": 4,
     "num_mmdit_layers": 2,
     "num_single_dit_layers": 2,
-    "attention_head_dim": 32,
+    "attention_head_dim": 40,
     "num_attention_heads": 2,
     "joint_attention_dim": 20,
-    "caption_projection_dim": 64,
+    "caption_projection_dim": 80,
     "pos_embed_max_size": 20**2,
 }
 
@@ -186,7 +186,7 @@ def chroma_transformer(seed: int = 0, **changes: Any) -> ChromaTransformer2DMode
     """Chroma: as FLUX, with masked text, and modulation that all blocks take from one network."""
     config = {name: value for name, value in _FLUX.items() if name != "pooled_projection_dim"}
     approximator = {"approximator_num_channels": 16, "approximator_hidden_dim": 24, "approximator_layers": 2}
-    heads = {"attention_head_dim": 32, "axes_dims_rope": (4, 14, 14)}
+    heads = {"attention_head_dim": 40, "axes_dims_rope": (8, 16, 16)}
     return _random(ChromaTransformer2DModel, config | approximator | heads | changes, seed)
 
 
