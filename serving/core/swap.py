@@ -5,7 +5,7 @@ knowing is refused by name.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from diffusers import UNet2DConditionModel
@@ -101,7 +101,9 @@ def check_model(model: nn.Module, what: str, instead: str, models: Sequence[str]
 
 def _problems(model: Any) -> Iterator[tuple[str, str]]:
     transformer = transformer_of(model)
-    known = _POINTWISE | _SWAPPED | (set() if transformer is None else transformer.known)
+    attention: Mapping[str, str] = {} if transformer is None else transformer.attention
+    positions = None if transformer is None else transformer.positions
+    known = _POINTWISE | _SWAPPED | attention.keys() | (set() if transformer is None else transformer.known)
     for name, module in model.named_modules():
         kind = type(module).__name__
         if kind not in known:
@@ -114,11 +116,13 @@ def _problems(model: Any) -> Iterator[tuple[str, str]]:
             yield name, "up-samples in another way than nearest neighbours and a convolution"
         elif kind in ("UpBlock2D", "CrossAttnUpBlock2D") and getattr(module, "s1", None) is not None:
             yield name, "uses FreeU, which filters whole images; turn it off first (disable_freeu)"
-        elif kind in ("Attention", "FluxAttention"):
+        elif kind == "Attention" or kind in attention:
             if getattr(module, "is_cross_attention", False) and not name.endswith("attn2"):
                 yield name, "attends to the text where other models attend to the image (only_cross_attention)"
-            yield from ((name, problem) for problem in _attention_problems(module))
-        elif kind == "PatchEmbed" and (not module.pos_embed_max_size or not module.flatten or module.layer_norm):
+            yield from ((name, problem) for problem in _attention_problems(module, attention.get(kind)))
+        elif kind == "PatchEmbed" and not (
+            module.flatten and not module.layer_norm and (positions or module.pos_embed_max_size)
+        ):
             yield name, "embeds positions in another way than SD3"
     if isinstance(model, UNet2DConditionModel):
         if model.config["encoder_hid_dim_type"] is not None:
@@ -137,15 +141,15 @@ def _is_known_conv(conv: nn.Conv2d) -> bool:
     return same and (pointwise or square)
 
 
-def _attention_problems(attention: Any) -> Iterator[str]:
+def _attention_problems(attention: Any, processor: str | None) -> Iterator[str]:
     # Not all classes have all of these.
     if any(getattr(attention, name, None) is not None for name in ("group_norm", "spatial_norm", "norm_cross")):
         yield "has a norm of its own over all tokens"
     if getattr(attention, "residual_connection", False) or getattr(attention, "rescale_output_factor", 1) != 1:
         yield "adds a residual or rescales its output"
-    known = {"AttnProcessor", "AttnProcessor2_0", "JointAttnProcessor2_0", "FluxAttnProcessor"}
-    kind = type(attention.processor).__name__
-    if kind.startswith("Fused") or (kind == "FluxAttnProcessor" and attention.fused_projections):
+    kind, is_own = type(attention.processor).__name__, type(attention).__name__ != "Attention"
+    # diffusers' own `Attention` says nothing once its projections have been parted again; its processor does.
+    if kind.startswith("Fused") or (is_own and attention.fused_projections):
         yield f"has fused projections ({kind}); undo them first (unfuse_qkv_projections)"
-    elif kind not in known:
+    elif kind not in ("AttnProcessor", "AttnProcessor2_0", processor):
         yield f"has the processor {kind}"

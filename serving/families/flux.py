@@ -6,16 +6,12 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers import FluxPipeline
-from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor
 
-from ...data.errors import UsageError
 from ...data.requests import Request
 from . import Family
-from .encoder import ImageEncoder
-from .flow import decode_shifted, encode_shifted
 from .geometry import Geometry
-from .table import FAMILIES, token_side
+from .pipelines import shift_by_size, text_length, transformer_family
 from .transformer import Blocks, Transformer
 
 
@@ -45,8 +41,9 @@ TRANSFORMER = Transformer(
     joint=Blocks(name="transformer_blocks", kind="FluxTransformerBlock", modulation="norm1.linear"),
     single=Blocks(name="single_transformer_blocks", kind="FluxSingleTransformerBlock", modulation="norm.linear"),
     image_ids=image_ids,
+    attention={"FluxAttention": "FluxAttnProcessor"},
     known=frozenset({
-        *("FluxTransformer2DModel", "FluxTransformerBlock", "FluxSingleTransformerBlock", "FluxAttention"),
+        *("FluxTransformer2DModel", "FluxTransformerBlock", "FluxSingleTransformerBlock"),
         *("FluxPosEmbed", "AdaLayerNormZeroSingle", "CombinedTimestepGuidanceTextProjEmbeddings"),
     }),
 )  # fmt: skip
@@ -59,39 +56,21 @@ def family(pipe: FluxPipeline, *, max_sequence_length: int | None = None) -> Fam
 
     Raises UsageError if it is more than the pipeline takes.
     """
-    length = _MAX_SEQUENCE_LENGTH if max_sequence_length is None else max_sequence_length
-    if length > _MAX_SEQUENCE_LENGTH:
-        raise UsageError(f"max_sequence_length is {length}, but FluxPipeline takes {_MAX_SEQUENCE_LENGTH} at most")
-    model: Any = pipe.transformer
-    side = token_side(FAMILIES["FluxPipeline"], model.config)
-    geometry = Geometry.of_transformer(pipe.vae_scale_factor, side)
-    return Family(
-        geometry=geometry,
-        latent_channels=model.config.in_channels // side**2,
-        max_side=None,
+    length = text_length(pipe, max_sequence_length, _MAX_SEQUENCE_LENGTH, most=_MAX_SEQUENCE_LENGTH)
+    return transformer_family(
+        pipe,
+        latent_channels=pipe.transformer.config.in_channels // 4,  # type: ignore[union-attr]  it has a transformer
         is_distilled=True,
-        scales_noise=False,
-        pass_step_kwargs=False,
-        schedule_kwargs=partial(_schedule_kwargs, pipe, geometry),
+        schedule_kwargs=partial(_schedule_kwargs, pipe),
         condition=partial(_condition, pipe, length),
         conditions=_conditions,
-        decode=partial(decode_shifted, pipe),
-        encode=partial(encode_shifted, pipe.vae.config, ImageEncoder(pipe.vae)),
     )
 
 
 def _schedule_kwargs(pipe: Any, geometry: Geometry, request: Request) -> dict[str, Any]:
-    config, steps = pipe.scheduler.config, request.num_inference_steps
-    height, width = request.resolution.height, request.resolution.width
-    mu = calculate_shift(
-        (height // geometry.size_multiple) * (width // geometry.size_multiple),
-        config.get("base_image_seq_len", 256),
-        config.get("max_image_seq_len", 4096),
-        config.get("base_shift", 0.5),
-        config.get("max_shift", 1.15),
-    )
-    sigmas = {} if config.get("use_flow_sigmas") else {"sigmas": np.linspace(1.0, 1 / steps, steps)}
-    return {"mu": mu, **sigmas}
+    steps = request.num_inference_steps
+    sigmas = {} if pipe.scheduler.config.get("use_flow_sigmas") else {"sigmas": np.linspace(1.0, 1 / steps, steps)}
+    return {**shift_by_size(pipe, 1.15, geometry, request), **sigmas}
 
 
 def _condition(pipe: Any, max_sequence_length: int, request: Request, is_guided: bool) -> dict[str, Tensor]:

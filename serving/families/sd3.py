@@ -5,14 +5,11 @@ from typing import Any
 
 import torch
 from diffusers import StableDiffusion3Pipeline
-from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
 
 from ...data.requests import Request
 from . import Family
-from .encoder import ImageEncoder
-from .flow import decode_shifted, encode_shifted
 from .geometry import Geometry
-from .table import FAMILIES, token_side
+from .pipelines import shift_by_size, text_length, transformer_family
 from .transformer import Blocks, Transformer
 
 
@@ -29,6 +26,7 @@ TRANSFORMER = Transformer(
         modulation="norm1.linear",
         attention=("attn", "attn2"),  # the second one of SD3.5 is among image tokens only
     ),
+    attention={"Attention": "JointAttnProcessor2_0"},
     known=frozenset({"PatchEmbed", "SD35AdaLayerNormZeroX", "JointTransformerBlock", "SD3Transformer2DModel"}),
 )
 # The default of StableDiffusion3Pipeline.__call__.
@@ -38,39 +36,20 @@ _MAX_SEQUENCE_LENGTH = 256
 def family(pipe: StableDiffusion3Pipeline, *, max_sequence_length: int | None = None) -> Family:
     """Return what serves this pipeline; `max_sequence_length` is of the third (T5) text encoder, present or not."""
     # Any: diffusers annotates attributes as possibly None that never are.
-    model: Any = pipe.transformer
-    side = token_side(FAMILIES["StableDiffusion3Pipeline"], model.config)
-    geometry = Geometry.of_transformer(pipe.vae_scale_factor, side)
-    # Positions are cropped from a fixed square of this many transformer patches.
-    positions = model.config.pos_embed_max_size
-    length = _MAX_SEQUENCE_LENGTH if max_sequence_length is None else max_sequence_length
-    return Family(
-        geometry=geometry,
-        latent_channels=model.config.in_channels,
-        max_side=None if positions is None else positions * geometry.size_multiple,
-        is_distilled=False,
-        scales_noise=False,
-        pass_step_kwargs=False,
-        schedule_kwargs=partial(_schedule_kwargs, pipe, geometry.size_multiple),
-        condition=partial(_condition, pipe, length),
+    config: Any = pipe.transformer.config  # type: ignore[union-attr]
+    return transformer_family(
+        pipe,
+        latent_channels=config.in_channels,
+        max_tokens=config.pos_embed_max_size,  # positions are cropped from a fixed square of so many
+        schedule_kwargs=partial(_schedule_kwargs, pipe),
+        condition=partial(_condition, pipe, text_length(pipe, max_sequence_length, _MAX_SEQUENCE_LENGTH)),
         conditions=_conditions,
-        decode=partial(decode_shifted, pipe),
-        encode=partial(encode_shifted, pipe.vae.config, ImageEncoder(pipe.vae)),
     )
 
 
-def _schedule_kwargs(pipe: Any, size_multiple: int, request: Request) -> dict[str, Any]:
-    config, resolution = pipe.scheduler.config, request.resolution
-    if not config.get("use_dynamic_shifting", None):
-        return {}
-    mu = calculate_shift(
-        (resolution.height // size_multiple) * (resolution.width // size_multiple),
-        config.get("base_image_seq_len", 256),
-        config.get("max_image_seq_len", 4096),
-        config.get("base_shift", 0.5),
-        config.get("max_shift", 1.16),
-    )
-    return {"mu": mu}
+def _schedule_kwargs(pipe: Any, geometry: Geometry, request: Request) -> dict[str, Any]:
+    is_shifted = pipe.scheduler.config.get("use_dynamic_shifting", None)
+    return shift_by_size(pipe, 1.16, geometry, request) if is_shifted else {}
 
 
 def _condition(pipe: Any, max_sequence_length: int, request: Request, is_guided: bool) -> dict[str, torch.Tensor]:

@@ -45,6 +45,28 @@ FAMILIES: Mapping[str, Entry] = {
         lacks=("--cache", "--parallel"),
         settings=_flux_settings,
     ),
+    "AuraFlowPipeline": Entry(
+        title="AuraFlow",
+        module="aura",
+        model="AuraFlowTransformer2DModel",
+        lacks=("--cache", "--parallel"),
+        settings=lambda _: {"num_inference_steps": 50, "guidance_scale": 3.5},
+    ),
+    "ChromaPipeline": Entry(
+        title="Chroma",
+        module="chroma",
+        model="ChromaTransformer2DModel",
+        packs=2,
+        lacks=("--cache", "--parallel"),
+        settings=lambda _: {"num_inference_steps": 35, "guidance_scale": 5.0},
+    ),
+    "PixArtSigmaPipeline": Entry(
+        title="PixArt-Sigma",
+        module="pixart",
+        model="PixArtTransformer2DModel",
+        lacks=("--cache", "--parallel"),
+        settings=lambda _: {"num_inference_steps": 20, "guidance_scale": 4.5},
+    ),
 }
 """By the pipeline class in model_index.json."""
 SUPPORTED_PIPELINES: tuple[str, ...] = tuple(FAMILIES)

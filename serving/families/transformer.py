@@ -5,8 +5,8 @@ one token at a time needs nothing. Attention, positions and what a row has once 
 given to the tokens of that row: `serving.patched.swap` puts leaves where the family says.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -25,13 +25,14 @@ class Blocks:
         name: of the list in the model.
         kind: class of the blocks.
         modulation: name in a block of the linear layer whose result, one per row, scales and shifts tokens of the
-            image, or of both streams where they are one. Layers of the text's own stream need no mention.
+            image, or of both streams where they are one; or of the norm that is given `emb`, one per row, to do so.
+            Layers of the text's own stream need no mention. None where all blocks share one, see `Transformer`.
         attention: names in a block, as far as it has them.
     """
 
     name: str
     kind: str
-    modulation: str
+    modulation: str | None
     attention: tuple[str, ...] = ("attn",)
 
 
@@ -41,11 +42,24 @@ class Transformer:
 
     Attributes:
         call: calls the model as its pipeline does; latents are packed and unpacked here where the pipeline does so.
-        joint: blocks with a stream of tokens for the image and one for the text, which attend to both.
+        joint: blocks with a stream of tokens for the image and one for the text, which attend to both; or with a stream
+            for the image, which attends to the text.
         single: the blocks behind them that take both as one stream, text first; None where there are none.
         image_ids: numbers the tokens of an image of (height, width) tokens for the model's `pos_embed`, which makes
             rotary angles of (tokens, axes) numbers, shaped and placed as the last argument; text stays at zero. None
-            where `pos_embed` is a patch embedding that adds positions, as SD3's.
+            where `pos_embed` is a patch embedding that adds positions.
+        positions: what that patch embedding adds to the tokens of an image of (height, width) tokens, (height * width,
+            width of a token), by the embedding; None for SD3's way.
+        norm_out: as the modulation of blocks, behind the last of them.
+        modulation: name of the module whose results, one per row, scale and shift image tokens in all blocks and behind
+            them; None where each has its own.
+        caption: name of the module that projects text for cross attention, where that reads the result.
+        mask: the condition, as the model's forward names it, that says which text tokens of each row are valid, (rows,
+            length); None where all are.
+        adds_mask: whether the pipeline adds the mask to the scores of attention, as numbers and only between valid
+            tokens, so that the others count less instead of not at all.
+        attention: classes of its attention modules, beside those with diffusers' usual processor, and the processor
+            whose work the leaves know.
         known: classes of the model's modules, beside those of all families, that compute token by token (or row by
             row), only call their children, or are replaced.
     """
@@ -54,6 +68,13 @@ class Transformer:
     joint: Blocks
     single: Blocks | None = None
     image_ids: Callable[[int, int, Tensor], Tensor] | None = None
+    positions: Callable[[Any, int, int], Tensor] | None = None
+    norm_out: str | None = "norm_out.linear"
+    modulation: str | None = None
+    caption: str | None = None
+    mask: str | None = None
+    adds_mask: bool = False
+    attention: Mapping[str, str] = field(default_factory=dict)
     known: frozenset[str] = frozenset()
 
     @property

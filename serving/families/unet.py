@@ -28,8 +28,8 @@ def unet_family(
     """
     if max_sequence_length is not None:
         raise UsageError(
-            f"max_sequence_length is {max_sequence_length}, but it applies to StableDiffusion3Pipeline "
-            f"and FluxPipeline only, not to {type(pipe).__name__}"
+            f"max_sequence_length is {max_sequence_length}, but it applies to pipelines with a "
+            f"transformer only, not to {type(pipe).__name__}"
         )
     return Family(
         geometry=Geometry.of_unet(pipe.vae_scale_factor, len(pipe.unet.config.block_out_channels)),

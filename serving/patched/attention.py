@@ -70,7 +70,8 @@ class PatchedCrossAttention(nn.Module):
             query = attention.norm_q(query)
         for images in _resolutions(self.context):
             key, value = (images.of_rows(each).transpose(1, 2) for each in text)
-            parts.append(images.pack(attend(images.queries(query), key, value, attention.scale)))
+            bias = images.bias(key.shape[1])
+            parts.append(images.pack(attend(images.queries(query), key, value, attention.scale, bias)))
         return attention.to_out[0](joined(parts)).view(hidden_states.shape)
 
 
@@ -78,7 +79,7 @@ class PatchedJointAttention(nn.Module):
     """SD3's joint attention: the tokens of an image and of its text attend to both.
 
     Text tokens that are equal and stand at the end (what SD3 feeds where it has no T5) may be given once, with
-    `context.biases`: a key that counts n times has ln n added to its score.
+    `context.text_bias`: a key that counts n times has ln n added to its score.
     """
 
     def __init__(self, attention: Any, context: PatchContext) -> None:
@@ -154,25 +155,47 @@ def _attend_both(
     kept, image_parts, text_parts = _keep(slots, image[:, 1:], context), [], []
     for images in _resolutions(context):
         own_text, query = text[images.text_rows], images.queries(image[:, 0])
-        num_queries = query.shape[1]
-        if queries_text:
-            query = torch.cat([query, own_text[:, :, 0]], 1)
         key, value = torch.cat([images.keys_values(kept), own_text[:, :, 1:]], 1).unbind(2)
-        attended = attend(query, key, value, bias=images.bias(key.shape[1]))
-        image_parts.append(images.pack(attended[:, :num_queries]))
-        text_parts.append(attended[:, num_queries:].flatten(2))
+        num_queries, bias = query.shape[1], images.bias(key.shape[1])
+        own_query = own_text[:, :, 0] if queries_text else own_text[:, :0, 0]
+        if context.biased_text is None:
+            attended = attend(torch.cat([query, own_query], 1), key, value, bias=bias)
+            parts = attended[:, :num_queries], attended[:, num_queries:]
+        else:
+            assert bias is not None
+            own_bias = bias * images.of_rows(context.biased_text)[:, None, :, None]
+            parts = attend(query, key, value, bias=bias), attend(own_query, key, value, bias=own_bias)
+        image_parts.append(images.pack(parts[0]))
+        text_parts.append(parts[1].flatten(2))
     return joined(image_parts), joined(text_parts)
 
 
-def biases_of(level: Level, length: int, repeats: int, like: Tensor) -> tuple[Tensor | None, ...]:
-    """What is added to the scores of each resolution's keys, [1, 1, 1, keys], when the last one counts `repeats` times.
+_LEFT_OUT = -1e4
+"""What diffusers adds to the scores of tokens that are left out; to their exponentials, 0 is what is left of it."""
 
-    The keys are the image tokens of `level` and `length` text tokens behind them. If `repeats` is 1, it is None each.
+
+def text_bias_of(text: Tensor, repeats: int, mask: Tensor | None, *, adds_mask: bool) -> Tensor | None:
+    """What is added to the scores of text tokens as keys, [rows or 1, keys] for the last keys; None for nothing.
+
+    Args:
+        text: [rows, length, width].
+        repeats: how many times the last token counts.
+        mask: of `Transformer`, if it has any.
+        adds_mask: see `Transformer`. What all keys of a query get more makes no difference, so the bias is 0 for valid
+            tokens.
     """
-    if repeats == 1:
-        return (None,) * len(level.groups)
-    last = like.new_full((1, 1, 1, 1), math.log(repeats))
-    return tuple(F.pad(last, (group.height * group.width + length - 1, 0)) for group in level.groups)
+    if mask is not None:
+        assert repeats == 1, "masked text is not shortened by equal tokens"
+        return (mask.to(text.dtype) - 1) * (1.0 if adds_mask else -_LEFT_OUT)
+    return None if repeats == 1 else text.new_full((1, 1), math.log(repeats))
+
+
+def _before(text_bias: Tensor | None, rows: slice | Tensor, num_keys: int) -> Tensor | None:
+    """The bias of some rows with zeros for the keys before: [rows, 1, 1, keys]."""
+    if text_bias is None:
+        return None
+    own = text_bias if len(text_bias) == 1 else text_bias[rows]
+    return F.pad(own, (num_keys - own.shape[1], 0))[:, None, None]
 
 
 class _Images:
@@ -182,8 +205,8 @@ class _Images:
         text_rows: of these images among the rows of the text that is computed.
     """
 
-    def __init__(self, group: Group, bias: Tensor | None) -> None:
-        self._group, self._bias = group, bias
+    def __init__(self, group: Group, text_bias: Tensor | None) -> None:
+        self._group, self._text_bias = group, text_bias
         self.text_rows = group.row_slice
 
     def queries(self, packed: Tensor) -> Tensor:
@@ -204,15 +227,15 @@ class _Images:
         return attended.reshape(-1, attended.shape[2] * attended.shape[3])
 
     def bias(self, num_keys: int) -> Tensor | None:
-        """What is added to the scores of so many keys."""
-        return self._bias
+        """What is added to the scores of so many keys, the last of which are those of text tokens."""
+        return _before(self._text_bias, self._group.row_slice, num_keys)
 
 
 class _ActiveImages:
     """The images of one resolution of which only some cells are computed; shorter rows are padded. See `_Images`."""
 
-    def __init__(self, group: QueryGroup, active: ActiveSet, level: Level, biases: tuple[Tensor | None, ...]) -> None:
-        self._group, self._biases = group, biases
+    def __init__(self, group: QueryGroup, active: ActiveSet, level: Level, text_bias: Tensor | None) -> None:
+        self._group, self._text_bias = group, text_bias
         self._area, self._places = active.tables.side(level.index) ** 2, active.tables.slot_tokens(level.index)
         self.text_rows = group.local
 
@@ -234,17 +257,15 @@ class _ActiveImages:
         return attended.reshape(-1, self._area, width).index_select(0, valid).view(-1, width)
 
     def bias(self, num_keys: int) -> Tensor | None:
-        # Resolutions without active cells are left out, so places do not match.
-        return next((bias for bias in self._biases if bias is not None and bias.shape[3] == num_keys), None)
+        return _before(self._text_bias, self._group.rows, num_keys)
 
 
 def _resolutions(context: PatchContext) -> list[_Images] | list[_ActiveImages]:
     """The images of every resolution that has tokens to compute."""
     active, level = context.active, context.level
     if active is not None:
-        return [_ActiveImages(group, active, level, context.biases) for group in active.queries]
-    biases = context.biases or (None,) * len(level.groups)
-    return [_Images(group, bias) for group, bias in zip(level.groups, biases, strict=True)]
+        return [_ActiveImages(group, active, level, context.text_bias) for group in active.queries]
+    return [_Images(group, context.text_bias) for group in level.groups]
 
 
 def _keep(slots: TokenSlots, keys_values: Tensor, context: PatchContext) -> Tensor:

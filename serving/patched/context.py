@@ -33,7 +33,10 @@ class PatchContext:
         kernels: one of `kernels.launch.KERNELS`.
         timesteps: (rows,) timestep of every row, for this forward pass.
         kept: what stays the same while the batch has the same rows (text keys and values, positions).
-        biases: for every resolution, what is added to the scores of SD3's joint attention; empty for nothing.
+        text_bias: what is added to the scores of text tokens as keys, [rows or 1, keys] for the last keys; None for
+            nothing.
+        biased_text: (rows, length) 1 for text tokens whose own scores have that bias, 0 for those whose have none;
+            None where all have it.
         cells: set while a block runs in full whose operators shall keep what they read, for the patch cache.
         stream_rows: (tokens,) row of each token of blocks that take image and text as one stream.
         active: set while only some cells go through a block; all tensors then hold the tokens of these, cell by cell.
@@ -44,7 +47,8 @@ class PatchContext:
     kernels: str = "auto"
     timesteps: Tensor | None = None
     kept: dict[Any, Any] = field(default_factory=dict)
-    biases: tuple[Tensor | None, ...] = ()
+    text_bias: Tensor | None = None
+    biased_text: Tensor | None = None
     stream_rows: Tensor | None = None
     cells: CellTables | None = None
     active: ActiveSet | None = None
@@ -77,6 +81,13 @@ class PatchContext:
         return self.level.num_tokens if self.active is None else len(self.active.tokens(self.level.index))
 
     @property
+    def row_of_patch(self) -> Tensor:
+        """(P,) the row of each patch that is computed."""
+        if self.active is not None:
+            return self.active.row_index(self.level.index, self.packing.order == "image")
+        return self.level.row_index
+
+    @property
     def row_of_token(self) -> Tensor:
         """(tokens,) the row of each of these, among those that are computed."""
         if self.active is not None:
@@ -96,29 +107,29 @@ class PatchContext:
     @contextmanager
     def only(self, rows: ActiveRows) -> Iterator[None]:
         """Let leaves work on some rows of the batch, as on a batch of their own."""
-        packing, level, biases = self.packing, self.level.index, self.biases
+        packing, level, text_bias, biased_text = self.packing, self.level.index, self.text_bias, self.biased_text
         own = rows.own.packing
-        sizes = {(group.height, group.width) for group in own.levels[0].groups}
-        groups = packing.levels[0].groups
-        self.biases = tuple(
-            bias for bias, group in zip(biases, groups, strict=False) if (group.height, group.width) in sizes
-        )
+        if text_bias is not None and len(text_bias) > 1:
+            self.text_bias = text_bias.index_select(0, rows.rows)
+        if biased_text is not None:
+            self.biased_text = biased_text.index_select(0, rows.rows)
         self.rows, self._packing, self._level = rows, own, own.levels[level]
         try:
             yield
             level = self.level.index
         finally:
-            self.rows, self._packing, self._level, self.biases = None, packing, packing.levels[level], biases
+            self.rows, self._packing, self._level = None, packing, packing.levels[level]
+            self.text_bias, self.biased_text = text_bias, biased_text
 
     @contextmanager
     def elsewhere(self, packing: Packing, kept: dict[Any, Any]) -> Iterator[None]:
         """Let passes run on another batch, with what it keeps."""
-        before = self._packing, self.kept, self.biases
-        self._packing, self.kept, self.biases = packing, kept, ()
+        before = self._packing, self.kept, self.text_bias, self.biased_text
+        self._packing, self.kept, self.text_bias, self.biased_text = packing, kept, None, None
         try:
             yield
         finally:
-            self._packing, self.kept, self.biases = before
+            self._packing, self.kept, self.text_bias, self.biased_text = before
 
     def at(self, x: Tensor) -> Level:
         """The level of a leaf's input."""

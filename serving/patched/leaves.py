@@ -4,6 +4,8 @@ Each leaf holds the module that it replaces, with its weights.
 Sources: PatchedServe sections 4.2.1 (convolution) and 4.2.2 (GroupNorm and stitching).
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -247,11 +249,44 @@ class RowsToPatches(nn.Module):
         self.linear, self.context = linear, context
 
     def forward(self, x: Tensor) -> Tensor:
-        context = self.context
-        row_index = context.level.row_index
-        if context.active is not None:
-            row_index = context.active.row_index(context.level.index, context.packing.order == "image")
-        return self.linear(x).index_select(0, row_index)
+        return self.linear(x).index_select(0, self.context.row_of_patch)
+
+
+class EmbToPatches(nn.Module):
+    """A norm with a scale and shift that every row has once (`emb`), given to the row's patches."""
+
+    def __init__(self, norm: nn.Module, context: PatchContext) -> None:
+        super().__init__()
+        self.norm, self.context = norm, context
+
+    def forward(self, x: Tensor, emb: Tensor) -> Any:
+        return self.norm(x, emb=emb.index_select(0, self.context.row_of_patch))
+
+
+class ResultsToPatches(nn.Module):
+    """A module with several results that every row has once, each repeated for the row's patches."""
+
+    def __init__(self, module: nn.Module, context: PatchContext) -> None:
+        super().__init__()
+        self.module, self.context = module, context
+
+    def forward(self, *inputs: Any, **named: Any) -> tuple[Tensor, ...]:
+        rows = self.context.row_of_patch
+        return tuple(result.index_select(0, rows) for result in self.module(*inputs, **named))
+
+
+class CaptionForReaders(nn.Module):
+    """A projection of the text that only cross attention reads: `PatchedModel` runs it once for a batch.
+
+    The model, which expects text for each patch, gets nothing worth looking at.
+    """
+
+    def __init__(self, projection: Any, context: PatchContext) -> None:
+        super().__init__()
+        self.projection, self.context = projection, context
+
+    def forward(self, text: Tensor) -> Tensor:
+        return text.new_zeros(1).expand(len(self.context.row_of_patch), 1, self.projection.linear_2.out_features)
 
 
 class RowTimesteps(nn.Module):
@@ -267,11 +302,13 @@ class RowTimesteps(nn.Module):
 
 
 class PatchedPatchEmbed(nn.Module):
-    """SD3's embedding of latent pixels with the positions that each image has at its own size."""
+    """The embedding of latent pixels with the positions that each image has at its own size; see `Transformer`."""
 
-    def __init__(self, embed: Any, context: PatchContext) -> None:
+    def __init__(
+        self, embed: Any, context: PatchContext, positions: Callable[[Any, int, int], Tensor] | None = None
+    ) -> None:
         super().__init__()
-        self.embed, self.context = embed, context
+        self.embed, self.context, self.positions = embed, context, positions or _cropped
 
     def forward(self, latent: Tensor) -> Tensor:
         """Patches [P, channels, side, side] -> tokens [P, grain * grain, width]."""
@@ -279,10 +316,11 @@ class PatchedPatchEmbed(nn.Module):
         unit, grain, channels = self.embed.patch_size, level.grain, latent.shape[1]
         pixels = latent.view(-1, channels, grain, unit, grain, unit).permute(0, 2, 4, 1, 3, 5)
         projection = self.embed.proj
-        weight = projection.weight.view(projection.out_channels, -1)
+        weight = projection.weight.flatten(1)
         tokens = F.linear(pixels.reshape(-1, grain**2, channels * unit**2), weight, projection.bias)
         if "positions" not in self.context.kept:
-            self.context.kept["positions"] = repeated(level, self._positions, self.context.kernels)
+            table = partial(self.positions, self.embed)
+            self.context.kept["positions"] = repeated(level, table, self.context.kernels)
         positions = self.context.kept["positions"]
         some = self.context.rows or self.context.active
         if some is not None:
@@ -290,5 +328,7 @@ class PatchedPatchEmbed(nn.Module):
             positions = positions.index_select(0, own)
         return (tokens + positions.view(tokens.shape)).to(tokens.dtype)
 
-    def _positions(self, height: int, width: int) -> Tensor:
-        return self.embed.cropped_pos_embed(height * self.embed.patch_size, width * self.embed.patch_size)[0]
+
+def _cropped(embed: Any, height: int, width: int) -> Tensor:
+    """SD3's positions."""
+    return embed.cropped_pos_embed(height * embed.patch_size, width * embed.patch_size)[0]

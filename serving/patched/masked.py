@@ -21,6 +21,7 @@ from ..cache.rules import Booleans
 from ..cache.slots import NormSlots, TokenSlots
 from ..layout.packing import Packing, pack_rows
 from .patched_model import PatchedModel
+from .text import Shorten
 
 Seen = Mapping[str, Tensor]
 """What operators have seen of one row, by the operator's name: [cells, entries of a cell, ...]."""
@@ -31,12 +32,13 @@ class MaskedPasses:
 
     Attributes:
         cell: side of a cell in latent pixels: the smallest that keeps its shape on all levels.
-        is_unet, dtype: of the model.
+        shorten, dtype: of the model.
     """
 
     def __init__(self, model: PatchedModel) -> None:
         self._model = model
-        self.is_unet, self.dtype = model.is_unet, model.dtype
+        self.shorten: Shorten = model.shorten
+        self.dtype = model.dtype
         self.cell = model.unit << (model.num_levels - 1)
         found = ((name, getattr(module, "slots", None)) for name, module in model.model.named_modules())
         self._buffers = {name: slots.buffer for name, slots in found if isinstance(slots, TokenSlots | NormSlots)}

@@ -35,7 +35,7 @@ class MaskedBatch:
         self._passes, self._batch = passes, sorted(active, key=lambda prepared: by_size(prepared.size))
         sizes = [prepared.size for prepared in self._batch]
         row_packing = passes.pack([size for each in self._batch for size in [each.size] * each.num_rows])
-        self._conditions, repeats = conditions_of(self._batch, conditions, is_unet=passes.is_unet)
+        self._conditions, repeats = conditions_of(self._batch, conditions, shorten=passes.shorten)
         cells = [cells_of(each, passes.cell) for each in self._batch]
         by_row = [own for own, each in zip(cells, self._batch, strict=True) for _ in range(each.num_rows)]
         self._rows = passes.batch(row_packing, repeats=repeats, active=by_row)
@@ -72,7 +72,7 @@ def record(
     """
     packing = passes.pack([each.size for each in steps])
     row_packing = passes.pack([size for each in steps for size in [each.size] * each.num_rows])
-    named, repeats = conditions_of(steps, conditions, is_unet=passes.is_unet)
+    named, repeats = conditions_of(steps, conditions, shorten=passes.shorten)
     rows = passes.batch(row_packing, repeats=repeats)
     together = DenoiseBatch(steps, packing, row_packing, sampler, _never, dtype=passes.dtype)
     seen = iter(passes.record(rows, *together.inputs(), named))

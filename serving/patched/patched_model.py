@@ -18,10 +18,11 @@ from ..cache.patch_batch import CachedRequest
 from ..cache.patch_cache import PatchCache
 from ..cache.rules import Booleans, ReuseRule
 from ..core.denoiser import copy_modules, denoise
+from ..families import transformer_of
 from ..families.table import entry_of, token_side
 from ..layout.packing import Order, Packing, check_patch_size, pack_rows
 from ..layout.patch_layout import patch_size_of
-from .attention import PatchedCrossAttention, biases_of
+from .attention import PatchedCrossAttention, text_bias_of
 from .cached_block import blocks_of, install
 from .captured import PATIENCE, CapturedPasses, Recorder
 from .compiled import compile_blocks, compiler_settings
@@ -29,6 +30,7 @@ from .context import Choose, PatchContext, Strategy, to_tokens
 from .leaves import PatchedConv
 from .strategy import StrategyTable
 from .swap import PatchSwap
+from .text import Shorten
 
 
 class PatchedModel:
@@ -71,6 +73,7 @@ class PatchedModel:
         self.order: Order = order
         self.patch_size = patch_size
         self.is_unet = isinstance(model, UNet2DConditionModel)
+        self._transformer = transformer_of(model)
         self.num_levels = len(model.config["block_out_channels"]) if self.is_unet else 1  # type: ignore[index]
         config: Any = model.config
         self.unit = 1 if self.is_unet else token_side(entry_of(type(model).__name__), config)
@@ -79,6 +82,14 @@ class PatchedModel:
         self.cache: PatchCache | None = None
         self.captured: CapturedPasses | None = None
         self.is_compiled = False
+
+    @property
+    def shorten(self) -> Shorten:
+        """What the text of a batch need not hold, see `conditions_of`."""
+        transformer = self._transformer
+        if transformer is None or transformer.adds_mask:
+            return None
+        return "repeats" if transformer.mask is None else "padding"
 
     def use_graphs(self, recorder: Recorder, patience: int = PATIENCE) -> None:
         """Record whole passes and play them back from now on (`CapturedPasses`). Not together with the patch cache."""
@@ -217,8 +228,7 @@ class PatchedModel:
         context.begin_pass(timesteps)
         before, context.kept = context.kept, kept
         try:
-            self._read_text(conditions["encoder_hidden_states"], kept)
-            return self._denoise(patches, timesteps, conditions)
+            return self._denoise(patches, timesteps, self._read_text(conditions, kept))
         finally:
             context.kept = before
 
@@ -243,7 +253,7 @@ class PatchedModel:
         active = decision.active
         if decision.kind != "skipped":
             context.begin_pass(timesteps)
-            self._read_text(conditions["encoder_hidden_states"], context.kept)
+            conditions = self._read_text(conditions, context.kept)
             if active is None:
                 output = self._denoise(patches, timesteps, conditions)
             else:
@@ -275,16 +285,26 @@ class PatchedModel:
         cut = tokens.view(count, side // unit, side // unit, channels, unit, unit)
         return cut.permute(0, 3, 1, 4, 2, 5).reshape(shape)
 
-    def _read_text(self, text: Tensor, kept: dict[Any, Any]) -> None:
-        """Give the attention leaves what they keep of the text; the first pass of a batch works it out."""
+    def _read_text(self, conditions: dict[str, Any], kept: dict[Any, Any]) -> dict[str, Any]:
+        """Give the attention leaves what they keep of the text; the first pass of a batch works it out.
+
+        Returns the conditions for the model, whose mask the leaves know.
+        """
+        text, transformer, context = conditions["encoder_hidden_states"], self._transformer, self.context
+        if self._readers and self._readers[0] not in kept:
+            caption = None if transformer is None else transformer.caption
+            read = text if caption is None else getattr(self.model, caption).projection(text)
+            kept |= {leaf: leaf.read(read) for leaf in self._readers}
         for leaf in self._readers:
-            if leaf not in kept:
-                kept[leaf] = leaf.read(text)
             leaf.text = kept[leaf]
-        if not self.is_unet:
-            if "biases" not in kept:
-                kept["biases"] = biases_of(self.context.packing.levels[0], text.shape[1], kept["repeats"], text)
-            self.context.biases = kept["biases"]
+        if transformer is None:
+            return conditions
+        mask = None if transformer.mask is None else conditions[transformer.mask]
+        if "text bias" not in kept:
+            kept["text bias"] = text_bias_of(text, kept["repeats"], mask, adds_mask=transformer.adds_mask)
+        context.text_bias = kept["text bias"]
+        context.biased_text = mask if transformer.adds_mask else None
+        return {name: value for name, value in conditions.items() if name != transformer.mask}
 
 
 def _of_rows(conditions: dict[str, Any], rows: Tensor) -> dict[str, Any]:

@@ -207,7 +207,7 @@ class PackedBatch:
         self._model = model = stepper.model
         self._batch = batch = sorted(active, key=lambda prepared: by_size(prepared.size))
         sizes = [prepared.size for prepared in batch]
-        self._conditions, repeats = conditions_of(batch, stepper.conditions, is_unet=model.is_unet)
+        self._conditions, repeats = conditions_of(batch, stepper.conditions, shorten=model.shorten)
         # A batch of one resolution needs no patches: plain diffusers is as fast, unless equal text tokens are left out.
         self.is_plain = may_be_plain and len(set(sizes)) == 1 and repeats == 1 and not model.always_packs
         if self.is_plain:

@@ -5,7 +5,7 @@ token is an entry of its own: [tokens, 1, channels], those of the texts of all r
 whose text is then empty, and nothing is put together or taken apart between two such blocks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -71,11 +71,41 @@ class StreamsParted(nn.Module):
         super().__init__()
         self.context = context
 
-    def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor, **unused: object) -> tuple[Tensor, Tensor]:
-        """No text, and all tokens [tokens, 1, channels] -> no text, and the image [P, tokens, channels]."""
+    def forward(
+        self, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, **unused: object
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """No text, and all tokens [tokens, 1, channels] -> no text, and the image [P, tokens, channels]; without the
+        text where such blocks do not take it by itself.
+        """
         context = self.context
         image = hidden_states[hidden_states.shape[0] - context.num_tokens :]
-        return encoder_hidden_states, image.view(-1, context.level.grain**2, image.shape[2])
+        image = image.view(-1, context.level.grain**2, image.shape[2])
+        return image if encoder_hidden_states is None else (encoder_hidden_states, image)
+
+
+class EmbToStream(nn.Module):
+    """A norm with a scale and shift that every row has once (`emb`), given to all tokens of the row's stream."""
+
+    def __init__(self, norm: nn.Module, context: PatchContext) -> None:
+        super().__init__()
+        self.norm, self.context = norm, context
+
+    def forward(self, x: Tensor, emb: Tensor) -> Any:
+        assert self.context.stream_rows is not None, "a stream begins with `StreamsJoined`"
+        return self.norm(x, emb=emb.index_select(0, self.context.stream_rows))
+
+
+class BlocksWithEnd(nn.ModuleList):
+    """Blocks, and what stands behind them as if it were one more; it does not count, as models number by `len`."""
+
+    _num_ends = 0
+
+    def __init__(self, blocks: Iterable[nn.Module], end: nn.Module) -> None:
+        super().__init__([*blocks, end])
+        self._num_ends = 1
+
+    def __len__(self) -> int:
+        return len(self._modules) - self._num_ends
 
 
 class RowsToStream(nn.Module):

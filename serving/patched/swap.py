@@ -7,7 +7,7 @@ from torch import nn
 
 from ..core.swap import Swap, parent_of
 from ..families.table import SUPPORTED_MODELS
-from ..families.transformer import Blocks, Transformer
+from ..families.transformer import Transformer
 from .attention import (
     PatchedCrossAttention,
     PatchedJointAttention,
@@ -17,14 +17,17 @@ from .attention import (
 from .context import PatchContext
 from .leaves import (
     ActivationUnlessDone,
+    CaptionForReaders,
+    EmbToPatches,
     PatchedConv,
     PatchedGroupNorm,
     PatchedPatchEmbed,
     PatchedUpsample,
+    ResultsToPatches,
     RowsToPatches,
     RowTimesteps,
 )
-from .streams import RotaryPositions, RowsToStream, StreamsJoined, StreamsParted
+from .streams import BlocksWithEnd, EmbToStream, RotaryPositions, RowsToStream, StreamsJoined, StreamsParted
 
 
 class PatchSwap(Swap):
@@ -89,20 +92,25 @@ class PatchSwap(Swap):
     def swap_transformer(self, model: Any, transformer: Transformer) -> None:
         context, ids = self._context, transformer.image_ids
         if ids is None:
-            self.put(model, "pos_embed", PatchedPatchEmbed(model.pos_embed, context))
+            self.put(model, "pos_embed", PatchedPatchEmbed(model.pos_embed, context, transformer.positions))
         else:
             self.put(model, "pos_embed", RotaryPositions(model.pos_embed, ids, context))
-        self.put(model.norm_out, "linear", RowsToPatches(model.norm_out.linear, context))
-        for block in self._modulated(model, transformer.joint, RowsToPatches):
+        if transformer.modulation is not None:
+            shared = getattr(model, transformer.modulation)
+            self.put(model, transformer.modulation, ResultsToPatches(shared, context))
+        if transformer.caption is not None:
+            self.put(model, transformer.caption, CaptionForReaders(getattr(model, transformer.caption), context))
+        self._modulate(model, transformer.norm_out, RowsToPatches, EmbToPatches)
+        for block in getattr(model, transformer.joint.name):
+            self._modulate(block, transformer.joint.modulation, RowsToPatches, EmbToPatches)
             for name in transformer.joint.attention:
                 attention = getattr(block, name, None)
                 if attention is not None:
-                    is_joint = getattr(attention, "add_k_proj", None) is not None
-                    leaf = (PatchedJointAttention if is_joint else PatchedSelfAttention)(attention, context)
-                    self.put(block, name, leaf)
+                    self.put(block, name, _leaf_of(attention)(attention, context))
         if transformer.single is None:
             return
-        for block in self._modulated(model, transformer.single, RowsToStream):
+        for block in getattr(model, transformer.single.name):
+            self._modulate(block, transformer.single.modulation, RowsToStream, EmbToStream)
             for name in transformer.single.attention:
                 self.put(block, name, PatchedStreamAttention(getattr(block, name), context))
         # What the model puts together and takes apart itself has a row for each row of the batch.
@@ -111,13 +119,21 @@ class PatchSwap(Swap):
             transformer.single.name: StreamsParted(context),
         }
         for name, end in ends.items():
-            self.put(model, name, nn.ModuleList([*getattr(model, name), end]))
+            self.put(model, name, BlocksWithEnd(getattr(model, name), end))
 
-    def _modulated(self, model: Any, blocks: Blocks, leaf: Any) -> list[nn.Module]:
-        """Blocks of a list, each of which has its modulation given to the tokens of rows."""
-        found = list(getattr(model, blocks.name))
-        for block in found:
-            name, _, attribute = blocks.modulation.rpartition(".")
-            parent = block.get_submodule(name)
-            self.put(parent, attribute, leaf(getattr(parent, attribute), self._context))
-        return found
+    def _modulate(self, block: nn.Module, name: str | None, of_linear: Any, of_norm: Any) -> None:
+        """Give what a module of this name, if there is one, has once for every row to the tokens of rows."""
+        if name is None:
+            return
+        where, _, attribute = name.rpartition(".")
+        parent = block.get_submodule(where)
+        module = getattr(parent, attribute)
+        leaf = of_linear if isinstance(module, nn.Linear) else of_norm
+        self.put(parent, attribute, leaf(module, self._context))
+
+
+def _leaf_of(attention: Any) -> Any:
+    """The leaf for an attention of blocks whose image is a stream by itself."""
+    if getattr(attention, "add_k_proj", None) is not None:
+        return PatchedJointAttention
+    return PatchedCrossAttention if getattr(attention, "is_cross_attention", False) else PatchedSelfAttention

@@ -1,7 +1,7 @@
 """The text of a batch, and what the patch engine leaves out of it."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -9,16 +9,22 @@ from ..core.denoise_batch import join_conditioning
 from ..core.denoiser import Conditions
 from ..core.prepared import PreparedRequest
 
+Shorten = Literal["repeats", "padding"] | None
+
 
 def conditions_of(
-    requests: Sequence[PreparedRequest], conditions: Conditions, *, is_unet: bool
+    requests: Sequence[PreparedRequest], conditions: Conditions, *, shorten: Shorten
 ) -> tuple[dict[str, Any], int]:
-    """The conditions of all rows of the requests, named as the model does, and how often their last text token counts
-    (see `without_repeats`; a U-Net's text is left as it is).
+    """The conditions of all rows of the requests, named as the model does, and how often their last text token counts.
+
+    `shorten` says which part of the text is left out: equal tokens (see `without_repeats`), or padding of all rows.
     """
     conditioning, repeats = join_conditioning(requests), 1
-    if not is_unet:
+    if shorten == "repeats":
         conditioning["text"], repeats = without_repeats(conditioning["text"])
+    elif shorten == "padding":
+        longest = int(conditioning["mask"].any(0).nonzero().max()) + 1
+        conditioning |= {name: conditioning[name][:, :longest] for name in ("text", "mask")}
     return conditions(conditioning), repeats
 
 

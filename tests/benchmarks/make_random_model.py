@@ -1,4 +1,4 @@
-"""Writes a diffusers directory of full-size SDXL, SD3-medium or FLUX.1 with random weights, for measurements of speed.
+"""Writes a diffusers directory of a full-size model of any transformer family or SDXL with random weights, to measure.
 
     python tests/benchmarks/make_random_model.py sdxl /tmp/sdxl
     psctl bench steps --model /tmp/sdxl --device cuda --dtype float16 --resolutions 512,768,1024
@@ -16,11 +16,18 @@ from typing import Any
 
 import torch
 from diffusers import (
+    AuraFlowPipeline,
+    AuraFlowTransformer2DModel,
     AutoencoderKL,
+    ChromaPipeline,
+    ChromaTransformer2DModel,
+    DPMSolverMultistepScheduler,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
     FluxTransformer2DModel,
+    PixArtSigmaPipeline,
+    PixArtTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     StableDiffusionXLPipeline,
@@ -34,6 +41,8 @@ from transformers import (
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
+    UMT5Config,
+    UMT5EncoderModel,
 )
 
 SDXL: dict[str, Any] = {
@@ -63,17 +72,38 @@ SD3: dict[str, Any] = {
     "pos_embed_max_size": 192,
 }
 FLUX: dict[str, Any] = {"guidance_embeds": True}  # all else is the class's default
+AURA: dict[str, Any] = {"pos_embed_max_size": 9216}  # as of AuraFlow 0.3; so below, all else is the class's default
+PIXART: dict[str, Any] = {"caption_channels": 4096, "interpolation_scale": 2, "use_additional_conditions": False}
 TINY: dict[str, dict[str, Any]] = {
     "sdxl": {"block_out_channels": (32, 64, 64), "transformer_layers_per_block": 1, "attention_head_dim": (1, 2, 2)},
     "sd3": {"num_layers": 2, "num_attention_heads": 2, "caption_projection_dim": 128},
     "flux-dev": {"num_layers": 2, "num_single_layers": 2, "num_attention_heads": 2, "joint_attention_dim": 128},
+    "aura": {
+        "num_mmdit_layers": 2,
+        "num_single_dit_layers": 2,
+        "attention_head_dim": 32,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 128,
+        "caption_projection_dim": 64,
+    },
+}
+TINY["pixart"] = {
+    "num_layers": 2,
+    "num_attention_heads": 2,
+    "attention_head_dim": 36,
+    "cross_attention_dim": 72,
+    "caption_channels": 128,
 }
 TINY["flux-schnell"] = TINY["flux-dev"]
+TINY["chroma"] = TINY["flux-dev"] | {"approximator_hidden_dim": 64, "approximator_layers": 2}
 CONFIGS: dict[str, dict[str, Any]] = {
     "sdxl": SDXL,
     "sd3": SD3,
     "flux-dev": FLUX,
     "flux-schnell": FLUX | {"guidance_embeds": False},
+    "aura": AURA,
+    "chroma": {},
+    "pixart": PIXART,
 }
 
 
@@ -112,22 +142,28 @@ def tokenizer() -> CLIPTokenizer:
     return CLIPTokenizer(vocab={word: index for index, word in enumerate(words)}, merges=[], model_max_length=77)
 
 
-def build(name: str, *, is_tiny: bool) -> Any:
-    config = CONFIGS[name] | (TINY[name] if is_tiny else {})
+def t5(width: int, config: Any = T5Config, encoder: Any = T5EncoderModel) -> tuple[Any, T5Tokenizer]:
+    """A T5 encoder of one layer whose states have this width, and a tokenizer that knows letters, digits and signs."""
+    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((chr(code), -1.0) for code in range(33, 127))]
+    sizes: dict[str, Any] = {"d_model": width, "d_kv": 64, "num_heads": 2, "d_ff": width, "num_layers": 1}
+    return encoder(config(vocab_size=len(vocabulary), **sizes)), T5Tokenizer(vocab=vocabulary, extra_ids=0)
+
+
+def build_sdxl(config: dict[str, Any]) -> StableDiffusionXLPipeline:
     euler: Any = EulerDiscreteScheduler()
-    if name == "sdxl":
-        return StableDiffusionXLPipeline(
-            vae=autoencoder(4),
-            text_encoder=text_encoder(CLIPTextModel, 768),
-            text_encoder_2=text_encoder(CLIPTextModelWithProjection, 1280),
-            tokenizer=tokenizer(),
-            tokenizer_2=tokenizer(),
-            unet=UNet2DConditionModel(**config),
-            scheduler=euler,
-            add_watermarker=False,
-        )
-    if name.startswith("flux"):
-        return build_flux(config)
+    return StableDiffusionXLPipeline(
+        vae=autoencoder(4),
+        text_encoder=text_encoder(CLIPTextModel, 768),
+        text_encoder_2=text_encoder(CLIPTextModelWithProjection, 1280),
+        tokenizer=tokenizer(),
+        tokenizer_2=tokenizer(),
+        unet=UNet2DConditionModel(**config),
+        scheduler=euler,
+        add_watermarker=False,
+    )
+
+
+def build_sd3(config: dict[str, Any]) -> StableDiffusion3Pipeline:
     no_t5: dict[str, Any] = {"text_encoder_3": None, "tokenizer_3": None}
     return StableDiffusion3Pipeline(
         transformer=SD3Transformer2DModel(**config),
@@ -143,8 +179,7 @@ def build(name: str, *, is_tiny: bool) -> Any:
 
 def build_flux(config: dict[str, Any]) -> FluxPipeline:
     transformer = FluxTransformer2DModel(**config)
-    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((chr(code), -1.0) for code in range(33, 127))]
-    width = int(transformer.config["joint_attention_dim"])
+    encoder, tokenizer_2 = t5(int(transformer.config["joint_attention_dim"]))
     shift: dict[str, Any] = {"shift": 3.0, "use_dynamic_shifting": True} if config["guidance_embeds"] else {}
     return FluxPipeline(
         transformer=transformer,
@@ -152,11 +187,53 @@ def build_flux(config: dict[str, Any]) -> FluxPipeline:
         vae=autoencoder(16),
         text_encoder=text_encoder(CLIPTextModel, 768),
         tokenizer=tokenizer(),
-        text_encoder_2=T5EncoderModel(
-            T5Config(vocab_size=len(vocabulary), d_model=width, d_kv=64, num_heads=2, d_ff=width, num_layers=1)
-        ),
-        tokenizer_2=T5Tokenizer(vocab=vocabulary, extra_ids=0),
+        text_encoder_2=encoder,
+        tokenizer_2=tokenizer_2,
     )
+
+
+def build_aura(config: dict[str, Any]) -> AuraFlowPipeline:
+    transformer = AuraFlowTransformer2DModel(**config)
+    encoder, own = t5(int(transformer.config["joint_attention_dim"]), UMT5Config, UMT5EncoderModel)
+    return AuraFlowPipeline(
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=1.73),
+        vae=autoencoder(4),
+        text_encoder=encoder,
+        tokenizer=own,
+    )
+
+
+def build_chroma(config: dict[str, Any]) -> ChromaPipeline:
+    transformer = ChromaTransformer2DModel(**config)
+    encoder, own = t5(int(transformer.config["joint_attention_dim"]))
+    return ChromaPipeline(
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        vae=autoencoder(16),
+        text_encoder=encoder,
+        tokenizer=own,
+    )
+
+
+def build_pixart(config: dict[str, Any]) -> PixArtSigmaPipeline:
+    transformer = PixArtTransformer2DModel(**config)
+    encoder, own = t5(int(transformer.config["caption_channels"]))
+    scheduler: Any = DPMSolverMultistepScheduler(beta_start=0.0001, beta_end=0.02, beta_schedule="linear")
+    return PixArtSigmaPipeline(
+        transformer=transformer, scheduler=scheduler, vae=autoencoder(4), text_encoder=encoder, tokenizer=own
+    )
+
+
+def build(name: str, *, is_tiny: bool) -> Any:
+    builders = {
+        "sdxl": build_sdxl,
+        "sd3": build_sd3,
+        "aura": build_aura,
+        "chroma": build_chroma,
+        "pixart": build_pixart,
+    }
+    return builders.get(name, build_flux)(CONFIGS[name] | (TINY[name] if is_tiny else {}))
 
 
 def main() -> None:

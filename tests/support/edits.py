@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers import (
+    ChromaInpaintPipeline,
+    ChromaPipeline,
     FluxInpaintPipeline,
     FluxPipeline,
     StableDiffusion3InpaintPipeline,
@@ -25,6 +27,7 @@ _INPAINT = {
     "StableDiffusionXLPipeline": StableDiffusionXLInpaintPipeline,
     "StableDiffusion3Pipeline": StableDiffusion3InpaintPipeline,
     "FluxPipeline": FluxInpaintPipeline,
+    "ChromaPipeline": ChromaInpaintPipeline,
 }
 
 
@@ -80,9 +83,14 @@ def plain_edit(pipe: Any, request: Request, output_type: str = "latent") -> Any:
     inpaint = _INPAINT[type(pipe).__name__](**pipe.components)
     inpaint.set_progress_bar_config(disable=True)
     is_flux = isinstance(pipe, FluxPipeline)
+    own: dict[str, Any] = {} if is_flux else {"negative_prompt": request.negative_prompt}
+    if isinstance(pipe, ChromaPipeline):
+        # diffusers' inpainting looks for it, and Chroma's configuration has no such thing.
+        pipe.transformer.register_to_config(guidance_embeds=False)
+        own["max_sequence_length"] = 512  # as of `ChromaPipeline`
     drawn = inpaint(
         prompt=request.prompt,
-        **({} if is_flux else {"negative_prompt": request.negative_prompt}),
+        **own,
         image=Image.fromarray(edit.image),
         mask_image=Image.fromarray(edit.mask.astype(np.uint8) * 255),
         width=request.resolution.width,
@@ -93,6 +101,6 @@ def plain_edit(pipe: Any, request: Request, output_type: str = "latent") -> Any:
         generator=torch.Generator("cpu").manual_seed(request.seed),
         output_type=output_type,
     ).images
-    if output_type == "latent" and is_flux:
+    if output_type == "latent" and isinstance(pipe, FluxPipeline | ChromaPipeline):
         drawn = pipe._unpack_latents(drawn, request.resolution.height, request.resolution.width, pipe.vae_scale_factor)
     return drawn[0]

@@ -28,7 +28,18 @@ from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.parallel.options import ParallelOptions
 
 from .patched_models import relative_error
-from .tiny_models import plain_latents, save_tiny, tiny_flux, tiny_schnell, tiny_sd, tiny_sd3, tiny_sdxl
+from .tiny_models import (
+    plain_latents,
+    save_tiny,
+    tiny_aura,
+    tiny_chroma,
+    tiny_flux,
+    tiny_pixart,
+    tiny_schnell,
+    tiny_sd,
+    tiny_sd3,
+    tiny_sdxl,
+)
 
 Build = Callable[[], Any]
 PASS, STEPS = 1e-5, 1e-3
@@ -39,6 +50,9 @@ BUILDS: dict[str, Build] = {
     "sd3": tiny_sd3,
     "flux": tiny_flux,
     "schnell": tiny_schnell,
+    "aura": tiny_aura,
+    "chroma": tiny_chroma,
+    "pixart": tiny_pixart,
 }
 _SMALL, _LARGE, _WIDE = Resolution(32, 32), Resolution(64, 64), Resolution(96, 32)
 _WAYS = {"image": EngineOptions(order="image"), "patch": EngineOptions(order="patch")}
@@ -64,7 +78,8 @@ def denoised(model: ServedModel, requests: Sequence[Request], joins: Sequence[in
     active, ended, found, step = [], 0, [model.prepare(request) for request in requests], 0
     while ended < len(requests):
         active += [found[index] for index, start in starts.items() if start == step]
-        assert model.stepper.step(active) == {}
+        failed = model.stepper.step(active)
+        assert failed == {}, failed
         ended += sum(prepared.state.is_finished for prepared in active)
         active = [prepared for prepared in active if not prepared.state.is_finished]
         step += 1

@@ -12,7 +12,7 @@ from .patched_models import MODELS, Size, Way
 
 TOLERANCE = 1e-5
 UNETS = ["sd15", "sd2", "sdxl", "scale-shift", "gelu"]
-TRANSFORMERS = ["sd3", "sd35", "flux", "schnell"]
+TRANSFORMERS = ["sd3", "sd35", "flux", "schnell", "aura", "chroma", "pixart"]
 SOME = ["sd15", "sdxl", "scale-shift", "sd3", "sd35", "flux"]
 FOUR_LEVELS = ["sd15", "sd2"]  # patches of 8 and more
 BUNDLED = ["emoji-xl", "emoji-3"]

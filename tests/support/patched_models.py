@@ -12,9 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import FluxPipeline, FluxTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel
+from diffusers import (
+    AuraFlowTransformer2DModel,
+    ChromaTransformer2DModel,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    PixArtTransformer2DModel,
+    SD3Transformer2DModel,
+    UNet2DConditionModel,
+)
 from torch import Tensor, nn
 
+from patchedserve.serving.families import transformer_of
 from patchedserve.serving.families.table import entry_of, token_side
 from patchedserve.serving.layout.packing import Level, Order
 from patchedserve.serving.patched.context import Strategy
@@ -73,6 +82,30 @@ _FLUX: dict[str, Any] = {
     "num_attention_heads": 2,
     "joint_attention_dim": 20,
     "pooled_projection_dim": 12,
+}
+
+_AURA: dict[str, Any] = {
+    "sample_size": 16,
+    "in_channels": 4,
+    "num_mmdit_layers": 2,
+    "num_single_dit_layers": 2,
+    "attention_head_dim": 40,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 20,
+    "caption_projection_dim": 80,
+    "pos_embed_max_size": 20**2,
+}
+
+_PIXART: dict[str, Any] = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 36,
+    "in_channels": 4,
+    "out_channels": 8,
+    "num_layers": 3,
+    "cross_attention_dim": 72,
+    "sample_size": 32,
+    "caption_channels": 20,
+    "use_additional_conditions": False,
 }
 
 
@@ -144,6 +177,24 @@ def schnell_transformer(seed: int = 0, **changes: Any) -> FluxTransformer2DModel
     return flux_transformer(seed, **{"guidance_embeds": False} | changes)
 
 
+def aura_transformer(seed: int = 0, **changes: Any) -> AuraFlowTransformer2DModel:
+    """AuraFlow: joint blocks, blocks of one stream, learnt positions."""
+    return _random(AuraFlowTransformer2DModel, _AURA | changes, seed)
+
+
+def chroma_transformer(seed: int = 0, **changes: Any) -> ChromaTransformer2DModel:
+    """Chroma: as FLUX, with masked text, and modulation that all blocks take from one network."""
+    config = {name: value for name, value in _FLUX.items() if name != "pooled_projection_dim"}
+    approximator = {"approximator_num_channels": 16, "approximator_hidden_dim": 24, "approximator_layers": 2}
+    heads = {"attention_head_dim": 40, "axes_dims_rope": (8, 16, 16)}
+    return _random(ChromaTransformer2DModel, config | approximator | heads | changes, seed)
+
+
+def pixart_transformer(seed: int = 0, **changes: Any) -> PixArtTransformer2DModel:
+    """PixArt-Sigma: cross attention to masked text, one modulation for all blocks, also predicts the variance."""
+    return _random(PixArtTransformer2DModel, _PIXART | changes, seed)
+
+
 MODELS: dict[str, Callable[..., Any]] = {
     "sd15": sd15_unet,
     "sd2": sd2_unet,
@@ -154,8 +205,11 @@ MODELS: dict[str, Callable[..., Any]] = {
     "sd35": sd35_transformer,
     "flux": flux_transformer,
     "schnell": schnell_transformer,
+    "aura": aura_transformer,
+    "chroma": chroma_transformer,
+    "pixart": pixart_transformer,
 }
-WITH_ALL_OPTIONS = [name for name in MODELS if name not in ("flux", "schnell")]
+WITH_ALL_OPTIONS = [name for name in MODELS if name not in ("flux", "schnell", "aura", "chroma", "pixart")]
 """Those that the patch cache and ranks serve, too."""
 
 
@@ -215,12 +269,17 @@ def _draw_conditions(model: Any, size: Size, generator: torch.Generator) -> dict
 
     config = model.config
     if not isinstance(model, UNet2DConditionModel):
-        guidance = {"guidance": 2 + draw(1)[0].abs()} if config.get("guidance_embeds") else {}
-        return {
-            "encoder_hidden_states": draw(_TEXT_LENGTH, config["joint_attention_dim"]),
-            "pooled_projections": draw(config["pooled_projection_dim"]),
-            **guidance,
-        }
+        given = {"encoder_hidden_states": draw(_TEXT_LENGTH, config.get("joint_attention_dim", 20))}
+        if "pooled_projection_dim" in config:
+            given["pooled_projections"] = draw(config["pooled_projection_dim"])
+        if config.get("guidance_embeds"):
+            given["guidance"] = 2 + draw(1)[0].abs()
+        transformer = transformer_of(model)
+        assert transformer is not None
+        mask = transformer.mask
+        if mask is not None:
+            given[mask] = (torch.arange(_TEXT_LENGTH) < 2 + 4 * draw(1).abs()).float()
+        return given
     conditions: dict[str, Any] = {"encoder_hidden_states": draw(_TEXT_LENGTH, config["cross_attention_dim"])}
     if config["addition_embed_type"] == "text_time":
         pooled = config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
@@ -261,10 +320,16 @@ def run_plain(model: Any, rows: Sequence[Row]) -> list[Tensor]:
     results = []
     for row in rows:
         given = {name: row.latents[None], "timestep": torch.tensor([row.timestep]), **stack_conditions([row])}
-        if isinstance(model, FluxTransformer2DModel):
+        if isinstance(model, AuraFlowTransformer2DModel):
+            given["timestep"] = given["timestep"].to(row.latents.dtype) / 1000
+        if isinstance(model, ChromaTransformer2DModel):
+            ones = torch.ones(1, row.latents.shape[1] * row.latents.shape[2] // 4)
+            given["attention_mask"] = torch.cat([given["attention_mask"], ones.to(row.latents.dtype)], 1)
+        if isinstance(model, FluxTransformer2DModel | ChromaTransformer2DModel):
             results.append(_run_flux(model, given, row.size))
         else:
-            results.append(model(**given, return_dict=False)[0][0])
+            predicted = model(**given, return_dict=False)[0][0]
+            results.append(predicted[: len(row.latents)])  # the rest is a variance
     return results
 
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from diffusers import (
+    AuraFlowPipeline,
     AutoencoderKL,
+    ChromaPipeline,
     DDIMScheduler,
     DDPMScheduler,
     DEISMultistepScheduler,
@@ -22,6 +24,7 @@ from diffusers import (
     KDPM2DiscreteScheduler,
     LCMScheduler,
     LMSDiscreteScheduler,
+    PixArtSigmaPipeline,
     PNDMScheduler,
     SASolverScheduler,
     SD3Transformer2DModel,
@@ -40,9 +43,11 @@ from transformers import (
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
+    UMT5Config,
+    UMT5EncoderModel,
 )
 
-from .patched_models import flux_transformer
+from .patched_models import aura_transformer, chroma_transformer, flux_transformer, pixart_transformer
 
 SAMPLERS: dict[str, Callable[[Any], Any]] = {
     "euler": EulerDiscreteScheduler.from_config,
@@ -215,14 +220,17 @@ def tiny_sd3(seed: int = 0, num_channels: int = 4, **scheduler: Any) -> StableDi
         )
 
 
-def tiny_t5(width: int) -> tuple[T5EncoderModel, T5Tokenizer]:
+def tiny_t5(width: int, *, is_umt5: bool = False) -> tuple[Any, T5Tokenizer]:
     """Return a T5 encoder whose states have this width, and a tokenizer that knows single letters, digits and signs."""
     letters = [(chr(code), -1.0) for code in range(33, 127)]
     vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -1.0), *letters]
-    config = T5Config(
-        vocab_size=len(vocabulary), d_model=width, d_kv=8, num_heads=2, d_ff=32, num_layers=2, dropout_rate=0.0
+    config: Any
+    encoder: Any
+    config, encoder = (UMT5Config, UMT5EncoderModel) if is_umt5 else (T5Config, T5EncoderModel)
+    sizes: dict[str, Any] = {"d_model": width, "d_kv": 8, "num_heads": 2, "d_ff": 32, "num_layers": 2}
+    return encoder(config(vocab_size=len(vocabulary), dropout_rate=0.0, **sizes)), T5Tokenizer(
+        vocab=vocabulary, extra_ids=0
     )
-    return T5EncoderModel(config), T5Tokenizer(vocab=vocabulary, extra_ids=0)
 
 
 def tiny_flux(seed: int = 0, *, is_dev: bool = True, num_channels: int = 4) -> FluxPipeline:
@@ -255,6 +263,49 @@ def tiny_schnell(seed: int = 0) -> FluxPipeline:
     return tiny_flux(seed, is_dev=False)
 
 
+def tiny_aura(seed: int = 0) -> AuraFlowPipeline:
+    """Return AuraFlow's architecture, small: a UMT5 encoder, two joint blocks and two of one stream."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        encoder, tokenizer = tiny_t5(24, is_umt5=True)
+        return AuraFlowPipeline(
+            transformer=aura_transformer(seed, joint_attention_dim=24),
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=1.73),
+            vae=_autoencoder(scaling_factor=0.13),
+            text_encoder=encoder,
+            tokenizer=tokenizer,
+        )
+
+
+def tiny_chroma(seed: int = 0, *, num_channels: int = 4) -> ChromaPipeline:
+    """Return Chroma's architecture, small: T5, two joint blocks and two of one stream."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        encoder, tokenizer = tiny_t5(24)
+        return ChromaPipeline(
+            transformer=chroma_transformer(seed, in_channels=4 * num_channels, joint_attention_dim=24),
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True, max_shift=1.15),
+            vae=_autoencoder(scaling_factor=0.36, shift_factor=0.1, latent_channels=num_channels),
+            text_encoder=encoder,
+            tokenizer=tokenizer,
+        )
+
+
+def tiny_pixart(seed: int = 0) -> PixArtSigmaPipeline:
+    """Return PixArt-Sigma's architecture, small: T5, three blocks, and DPM-Solver++ as published."""
+    scheduler: Any = DPMSolverMultistepScheduler(beta_start=0.0001, beta_end=0.02, beta_schedule="linear")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        encoder, tokenizer = tiny_t5(24)
+        return PixArtSigmaPipeline(
+            transformer=pixart_transformer(seed, caption_channels=24),
+            scheduler=scheduler,
+            vae=_autoencoder(scaling_factor=0.13),
+            text_encoder=encoder,
+            tokenizer=tokenizer,
+        )
+
+
 def save_tiny(directory: Path, pipe: Any, **defaults: Any) -> Path:
     """Save a pipeline as a plain diffusers directory, with `psctl.json` if defaults are given."""
     pipe.save_pretrained(directory)
@@ -275,9 +326,11 @@ def plain_image(pipe: Any, request: Any) -> Any:
 
 def _plain(pipe: Any, request: Any, output_type: str, **options: Any) -> Any:
     pipe.set_progress_bar_config(disable=True)
+    if type(pipe).__name__ == "PixArtSigmaPipeline":
+        options = {"use_resolution_binning": False, **options}  # draws other sizes than asked for, and scales them
     drawn = pipe(
         prompt=request.prompt,
-        negative_prompt=request.negative_prompt,
+        negative_prompt=request.negative_prompt or "",
         width=request.resolution.width,
         height=request.resolution.height,
         num_inference_steps=request.num_inference_steps,
@@ -286,7 +339,7 @@ def _plain(pipe: Any, request: Any, output_type: str, **options: Any) -> Any:
         output_type=output_type,
         **options,
     ).images
-    if output_type == "latent" and isinstance(pipe, FluxPipeline):
+    if output_type == "latent" and isinstance(pipe, FluxPipeline | ChromaPipeline):
         drawn = pipe._unpack_latents(drawn, request.resolution.height, request.resolution.width, pipe.vae_scale_factor)
     return drawn[0]
 

@@ -251,7 +251,7 @@ def test_bad_defaults_file(broken_dir: Path, content: str) -> None:
 
 def test_text_length_of_a_model_without_a_third_encoder(broken_dir: Path) -> None:
     (broken_dir / "psctl.json").write_text('{"max_sequence_length": 77}')
-    with pytest.raises(UsageError, match=r"max_sequence_length is 77, .* FluxPipeline only, not to Stable"):
+    with pytest.raises(UsageError, match=r"max_sequence_length is 77, .* with a transformer only, not to Stable"):
         load_model(str(broken_dir), device="cpu")
 
 

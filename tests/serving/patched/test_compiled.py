@@ -49,7 +49,16 @@ def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize(("name", "way"), [("sdxl", IMAGE), ("sd3", PATCH_STITCH), ("flux", IMAGE)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("sdxl", IMAGE),
+        ("sd3", PATCH_STITCH),
+        ("flux", IMAGE),
+        ("pixart", IMAGE),
+    ],
+    ids=str,
+)
 def test_a_graph_serves_all_batches_of_as_many_resolutions(name: str, way: Way) -> None:
     model = model_of(name)
     patched = way.build(model)
@@ -116,7 +125,7 @@ class Rerun:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [IMAGE, PATCH_STITCH], ids=str)
-@pytest.mark.parametrize("name", ["sdxl", "sd3", "flux"])
+@pytest.mark.parametrize("name", ["sdxl", "sd3", "flux", "aura", "chroma", "pixart"])
 def test_recorded_passes_read_what_is_new(name: str, way: Way) -> None:
     model = model_of(name)
     patched, recorder = way.build(model), Rerun()

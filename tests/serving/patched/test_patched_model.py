@@ -119,10 +119,14 @@ def test_every_input_matters(name: str) -> None:
         for inner in value if isinstance(value, dict) else [None]:
             new = value if inner is None else row.conditions[key] | {inner: value[inner]}
             changed[inner or key] = replace(row, conditions=row.conditions | {key: new})
-    assert len(changed) == {"sdxl": 4, "sd3": 3, "sd35": 3, "flux": 4, "schnell": 3}.get(name, 2)
+    assert len(changed) == {
+        "sdxl": 4,
+        "flux": 4,
+        **dict.fromkeys(("sd3", "sd35", "schnell", "chroma", "pixart"), 3),
+    }.get(name, 2)
     before = run_plain(model, [row])
     for what, changed_row in changed.items():
-        assert relative_error(run_plain(model, [changed_row]), before) > 1000 * TOLERANCE, what
+        assert relative_error(run_plain(model, [changed_row]), before) > 500 * TOLERANCE, what
 
 
 # Rows do not see each other

@@ -1,0 +1,82 @@
+"""Chroma: FLUX.1 without pooled text; modulation from a network of its own; masked text; true guidance."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import ChromaPipeline
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...data.requests import Request
+from . import Family, flux
+from .geometry import Geometry
+from .pipelines import shift_by_size, text_length, transformer_family
+from .transformer import Blocks, Transformer
+
+
+def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
+    """See `transformer.Call`. The mask is that of the text; the model wants one for image tokens, too."""
+    mask = conditions.get("attention_mask")
+    if mask is not None:
+        num_tokens = latents.shape[2] * latents.shape[3] // 4
+        conditions = {**conditions, "attention_mask": F.pad(mask, (0, num_tokens), value=1.0)}
+    return flux.call(model, latents, timesteps, conditions)
+
+
+TRANSFORMER = Transformer(
+    call=call,
+    joint=Blocks(name="transformer_blocks", kind="ChromaTransformerBlock", modulation="norm1"),
+    single=Blocks(name="single_transformer_blocks", kind="ChromaSingleTransformerBlock", modulation="norm"),
+    image_ids=flux.image_ids,
+    norm_out="norm_out",
+    mask="attention_mask",
+    adds_mask=True,
+    attention={"FluxAttention": "FluxAttnProcessor"},
+    known=frozenset({
+        *("ChromaTransformer2DModel", "ChromaTransformerBlock", "ChromaSingleTransformerBlock", "FluxPosEmbed"),
+        *("ChromaAdaLayerNormZeroPruned", "ChromaAdaLayerNormZeroSinglePruned", "ChromaApproximator"),
+        *("ChromaAdaLayerNormContinuousPruned", "ChromaCombinedTimestepTextProjEmbeddings"),
+    }),
+)  # fmt: skip
+_MAX_SEQUENCE_LENGTH = 512
+"""The default of `ChromaPipeline.__call__`, and the most that it takes."""
+
+
+def family(pipe: ChromaPipeline, *, max_sequence_length: int | None = None) -> Family:
+    """Return what serves this pipeline; `max_sequence_length` is of the T5 text encoder.
+
+    Raises UsageError if it is more than the pipeline takes.
+    """
+    length = text_length(pipe, max_sequence_length, _MAX_SEQUENCE_LENGTH, most=_MAX_SEQUENCE_LENGTH)
+    config: Any = pipe.transformer.config
+    return transformer_family(
+        pipe,
+        latent_channels=config.in_channels // 4,
+        schedule_kwargs=partial(_schedule_kwargs, pipe),
+        condition=partial(_condition, pipe, length),
+        conditions=_conditions,
+    )
+
+
+def _schedule_kwargs(pipe: Any, geometry: Geometry, request: Request) -> dict[str, Any]:
+    steps = request.num_inference_steps
+    return {**shift_by_size(pipe, 1.15, geometry, request), "sigmas": np.linspace(1.0, 1 / steps, steps)}
+
+
+def _condition(pipe: Any, max_sequence_length: int, request: Request, is_guided: bool) -> dict[str, Tensor]:
+    text, _, mask, negative, _, negative_mask = pipe.encode_prompt(
+        prompt=request.prompt,
+        negative_prompt=request.negative_prompt,
+        do_classifier_free_guidance=is_guided,
+        device=pipe.transformer.device,
+        max_sequence_length=max_sequence_length,
+    )
+    if is_guided:
+        text, mask = torch.cat([negative, text]), torch.cat([negative_mask, mask])
+    return {"text": text, "mask": mask}
+
+
+def _conditions(conditioning: dict[str, Tensor]) -> dict[str, Any]:
+    return {"encoder_hidden_states": conditioning["text"], "attention_mask": conditioning["mask"]}

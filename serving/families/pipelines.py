@@ -1,0 +1,90 @@
+"""What the pipelines of transformers have in common."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from PIL.Image import Image
+from torch import Tensor
+
+from ...data.errors import UsageError
+from ...data.requests import Request
+from . import Decode, Family
+from .encoder import ImageEncoder
+from .geometry import Geometry
+from .table import FAMILIES, token_side
+
+
+def transformer_family(
+    pipe: Any,
+    *,
+    latent_channels: int,
+    condition: Callable[[Request, bool], dict[str, Tensor]],
+    conditions: Callable[[dict[str, Tensor]], dict[str, Any]],
+    schedule_kwargs: Callable[[Geometry, Request], dict[str, Any]] = lambda *_: {},
+    max_tokens: int | None = None,
+    is_distilled: bool = False,
+    is_flow: bool = True,
+) -> Family:
+    """Return the family of a pipeline with a transformer and an `AutoencoderKL`.
+
+    Args:
+        pipe: the pipeline.
+        latent_channels, condition, conditions, is_distilled: see `Family`.
+        schedule_kwargs: of `Family`, given the geometry, too.
+        max_tokens: the most on a side of an image; None for any number.
+        is_flow: whether its scheduler matches flows, and takes neither scaled noise nor arguments of its own then.
+    """
+    geometry = Geometry.of_transformer(
+        pipe.vae_scale_factor, token_side(FAMILIES[type(pipe).__name__], pipe.transformer.config)
+    )
+    return Family(
+        geometry=geometry,
+        latent_channels=latent_channels,
+        max_side=None if max_tokens is None else max_tokens * geometry.size_multiple,
+        is_distilled=is_distilled,
+        scales_noise=not is_flow,
+        pass_step_kwargs=not is_flow,
+        schedule_kwargs=partial(schedule_kwargs, geometry),
+        condition=condition,
+        conditions=conditions,
+        decode=partial(decode_shifted, pipe),
+        encode=partial(encode_shifted, pipe.vae.config, ImageEncoder(pipe.vae)),
+    )
+
+
+def shift_by_size(pipe: Any, max_shift: float, geometry: Geometry, request: Request) -> dict[str, float]:
+    """The argument of `set_timesteps` that depends on the size of the image, by its number of tokens.
+
+    `max_shift` is the pipeline's own, for a scheduler that names none.
+    """
+    config, multiple, size = pipe.scheduler.config, geometry.size_multiple, request.resolution
+    mu = calculate_shift(
+        (size.height // multiple) * (size.width // multiple),
+        config.get("base_image_seq_len", 256),
+        config.get("max_image_seq_len", 4096),
+        config.get("base_shift", 0.5),
+        config.get("max_shift", max_shift),
+    )
+    return {"mu": mu}
+
+
+def text_length(pipe: Any, given: int | None, usual: int, most: int | None = None) -> int:
+    """Tokens of the text: as `psctl.json` says, or as usual. Raises UsageError if the pipeline takes fewer."""
+    if given is not None and most is not None and given > most:
+        raise UsageError(f"max_sequence_length is {given}, but {type(pipe).__name__} takes {most} at most")
+    return usual if given is None else given
+
+
+def decode_shifted(pipe: Any, latents: Tensor, decode: Decode) -> Sequence[Image]:
+    """See `Family.decode`."""
+    config = pipe.vae.config
+    image = decode((latents.to(pipe.vae.dtype) / config.scaling_factor) + (config.shift_factor or 0.0))
+    return pipe.image_processor.postprocess(image, output_type="pil")
+
+
+def encode_shifted(config: Any, encode: ImageEncoder, pixels: Tensor, generator: torch.Generator) -> Tensor:
+    """See `Family.encode`; `config` is the autoencoder's."""
+    return (encode(pixels, generator) - (config.shift_factor or 0.0)) * config.scaling_factor
