@@ -326,11 +326,13 @@ def plain_image(pipe: Any, request: Any) -> Any:
 
 def _plain(pipe: Any, request: Any, output_type: str, **options: Any) -> Any:
     pipe.set_progress_bar_config(disable=True)
+    negative = request.negative_prompt
     if type(pipe).__name__ == "PixArtSigmaPipeline":
         options = {"use_resolution_binning": False, **options}  # draws other sizes than asked for, and scales them
+        negative = negative or ""  # its default; None is none of a batch
     drawn = pipe(
         prompt=request.prompt,
-        negative_prompt=request.negative_prompt or "",
+        negative_prompt=negative,
         width=request.resolution.width,
         height=request.resolution.height,
         num_inference_steps=request.num_inference_steps,
