@@ -1,0 +1,84 @@
+"""How far plans of masked passes are from the optimal one, the paper's greedy one among them; no model, no clock.
+
+    python tests/benchmarks/edit_plans.py [--instances 100] [--output-file results/edit-plans.json]
+
+Passes have 70 units, as SDXL has transformer blocks. In `alike` they all take the same, as in the paper's Algorithm 1; in
+`mixed` each takes times of its own. Computing active tokens only takes 0.1 to 0.6 of all, and loading what they need
+`load` times as long as computing all of a unit takes on average. With `return`, computing all tokens after active ones
+loads a third of that; where records hold outputs, as the paper's do, that is free.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from patchedserve.data.files import write_json
+from patchedserve.serving.editing.plan import PLANS, Unit
+
+RESULTS = Path(__file__).with_name("results")
+NUM_UNITS = 70
+LOADS = (0.1, 0.25, 0.5, 1.0, 2.0)
+
+
+def instance(rng: np.random.Generator, load: float, *, is_mixed: bool, has_return: bool) -> list[Unit]:
+    """A pass; `load` is how long a unit's load takes on average, where computing all of its tokens takes 1."""
+    count = NUM_UNITS if is_mixed else 1
+    all_s = rng.uniform(0.5, 1.5, count)
+    active_s = all_s * rng.uniform(0.1, 0.6, count)
+    load_s = load * rng.uniform(0.5, 1.5, count)
+    # Times that differ by less are the same: then fewer plans are left to compare.
+    times = np.round(np.stack([all_s, active_s, load_s, load_s / 3 * has_return], 1), 3)
+    return [Unit(*map(float, row)) for row in times] * (NUM_UNITS // count)
+
+
+def compare(num: int, load: float, *, is_mixed: bool, has_return: bool) -> dict[str, Any]:
+    """Of each plan the mean and the largest latency, relative to that of the optimal one, and how often it is that."""
+    rng, found = np.random.default_rng(0), []
+    for _ in range(num):
+        units = instance(rng, load, is_mixed=is_mixed, has_return=has_return)
+        latencies = {name: make(units).latency_s for name, make in PLANS.items()}
+        found.append({name: latency / latencies["optimal"] for name, latency in latencies.items()})
+    ratios = {name: np.array([each[name] for each in found]) for name in PLANS}
+    return {
+        "units": "mixed" if is_mixed else "alike",
+        "return": has_return,
+        "load": load,
+        "plans": {
+            name: {
+                "mean": round(float(each.mean()), 4),
+                "worst": round(float(each.max()), 4),
+                "is_optimal": round(float((each <= 1 + 1e-9).mean()), 4),
+            }
+            for name, each in ratios.items()
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--instances", type=int, default=100, help="of each kind")
+    parser.add_argument("--output-file", type=Path, default=RESULTS / "edit-plans.json")
+    arguments = parser.parse_args()
+    kinds = [
+        compare(arguments.instances, load, is_mixed=is_mixed, has_return=has_return)
+        for is_mixed in (False, True)
+        for has_return in (False, True)
+        for load in LOADS
+    ]
+    for kind in kinds:
+        means = ", ".join(f"{name} {each['mean']:.3f}" for name, each in kind["plans"].items())
+        print(f"{kind['units']} units, load {kind['load']}, return {kind['return']}: {means}")
+    paper = [kind["plans"]["paper"]["mean"] for kind in kinds]
+    content = {
+        "instances": arguments.instances,
+        "units": NUM_UNITS,
+        "paper_to_optimal": round(float(np.mean(paper)), 4),
+    }
+    write_json(arguments.output_file, content | {"kinds": kinds})
+    print(f"the paper's plan takes {content['paper_to_optimal']:.3f} times as long as the optimal one")
+
+
+if __name__ == "__main__":
+    main()

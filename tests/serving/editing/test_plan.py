@@ -1,0 +1,80 @@
+"""Plans of masked passes: the optimal one is what trying all choices finds."""
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from patchedserve.serving.editing.plan import PLANS, Unit, latency_of, optimal_plan, paper_plan
+
+NUM_INSTANCES = 10_000
+
+
+def instances(num: int, *, most_units: int = 12, seed: int = 0) -> list[list[Unit]]:
+    """Units of all kinds: loads that are free, or take longer than all the rest; reuse that does not pay; equal times."""
+    rng, found = np.random.default_rng(seed), []
+    for _ in range(num):
+        shape, speed = (int(rng.integers(1, most_units + 1)), 4), 10 ** rng.uniform(-1.5, 1.5)
+        times = rng.integers(0, 8, shape) / 4 if rng.random() < 0.3 else rng.random(shape)
+        times *= [2.0, 1.0, speed, speed * rng.integers(0, 2)]
+        found.append([Unit(*map(float, row)) for row in times])
+    return found
+
+
+def all_latencies(units: list[Unit]) -> NDArray[np.float64]:
+    """Of each choice, by the issue's three rules: which units reuse are the bits of its number, the first lowest."""
+    choices = np.arange(1 << len(units))
+    load, comp = np.zeros(len(choices)), np.zeros(len(choices))
+    was_active = np.zeros(len(choices), bool)
+    for place, unit in enumerate(units):
+        is_active = (choices >> place & 1).astype(bool)
+        loads = is_active | was_active
+        load = np.where(loads, load + np.where(is_active, unit.load_s, unit.return_s), load)
+        comp = np.where(loads, np.maximum(comp, load), comp) + np.where(is_active, unit.active_s, unit.all_s)
+        was_active = is_active
+    return comp
+
+
+def test_the_optimal_plan_is_what_trying_all_choices_finds() -> None:
+    for units in instances(NUM_INSTANCES):
+        latencies, plan = all_latencies(units), optimal_plan(units)
+        assert plan.latency_s == latencies.min()
+        number = sum(reuses << place for place, reuses in enumerate(plan.reuses))
+        assert latencies[number] == plan.latency_s == latency_of(units, plan.reuses)
+
+
+def test_the_papers_greedy_plan_lets_a_load_delay_what_follows() -> None:
+    units = [Unit(all_s=11, active_s=1, load_s=10)] * 2
+    assert paper_plan(units).reuses == (True, True)
+    assert paper_plan(units).latency_s == 21
+    assert optimal_plan(units).reuses == (False, True)
+    assert optimal_plan(units).latency_s == 12
+
+
+def test_no_plan_is_faster_than_the_optimal_one_but_with_free_loads() -> None:
+    is_better = dict.fromkeys(PLANS, 0)
+    for units in instances(500, most_units=40, seed=1):
+        found = {name: make(units).latency_s for name, make in PLANS.items()}
+        best = found["optimal"]
+        assert found["ideal"] <= best + 1e-9
+        for name in ("paper", "strawman", "none"):
+            assert best <= found[name]
+            is_better[name] += best < found[name]
+        assert found["strawman"] <= found["sequential"] + 1e-9
+        assert found["none"] == pytest.approx(sum(unit.all_s for unit in units))
+    # Each has instances that it is not made for.
+    assert all(is_better[name] > 50 for name in ("paper", "strawman", "none"))
+
+
+def test_where_loads_are_free_or_endless_the_plan_is_plain() -> None:
+    free = [Unit(all_s=2.0, active_s=1.0, load_s=0.0)] * 20
+    assert optimal_plan(free).reuses == (True,) * 20
+    endless = [Unit(all_s=2.0, active_s=1.0, load_s=1e6)] * 20
+    assert optimal_plan(endless).reuses == (False,) * 20
+    assert optimal_plan([]).latency_s == 0.0
+
+
+def test_returning_to_all_tokens_has_its_price() -> None:
+    """A unit in the middle gains nothing from reuse, but computing all of its tokens needs those that are missing."""
+    first, last = (Unit(all_s=10.0, active_s=1.0, load_s=0.1) for _ in range(2))
+    middle = [Unit(all_s=2.0, active_s=2.5, load_s=0.1, return_s=each) for each in (0.1, 50.0)]
+    assert [optimal_plan([first, each, last]).reuses[1] for each in middle] == [False, True]
