@@ -1,4 +1,4 @@
-"""Which units of a masked pass read a record, and which compute all tokens while loads catch up (InstGenIE section 4.2).
+"""Which units of a masked pass read a record, and which compute all tokens while loads catch up (InstGenIE 4.2).
 
 What a unit reads is loaded beside the computation of those before it. Reuse computes less, but waits where the link is
 slow; computing all tokens needs no load, unless the unit before has left only the active ones. No torch.

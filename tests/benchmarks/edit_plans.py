@@ -2,8 +2,8 @@
 
     python tests/benchmarks/edit_plans.py [--instances 100] [--output-file results/edit-plans.json]
 
-Passes have 70 units, as SDXL has transformer blocks. In `alike` they all take the same, as in the paper's Algorithm 1; in
-`mixed` each takes times of its own. Computing active tokens only takes 0.1 to 0.6 of all, and loading what they need
+Passes have 70 units, as SDXL has transformer blocks. In `alike` they all take the same, as in the paper's Algorithm 1;
+in `mixed` each takes times of its own. Computing active tokens only takes 0.1 to 0.6 of all, and loading what they need
 `load` times as long as computing all of a unit takes on average. With `return`, computing all tokens after active ones
 loads a third of that; where records hold outputs, as the paper's do, that is free.
 """

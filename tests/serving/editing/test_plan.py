@@ -10,7 +10,7 @@ NUM_INSTANCES = 10_000
 
 
 def instances(num: int, *, most_units: int = 12, seed: int = 0) -> list[list[Unit]]:
-    """Units of all kinds: loads that are free, or take longer than all the rest; reuse that does not pay; equal times."""
+    """Units of all kinds: free loads, and loads longer than all the rest; reuse that does not pay; equal times."""
     rng, found = np.random.default_rng(seed), []
     for _ in range(num):
         shape, speed = (int(rng.integers(1, most_units + 1)), 4), 10 ** rng.uniform(-1.5, 1.5)
