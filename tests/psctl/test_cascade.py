@@ -118,8 +118,15 @@ def test_from_the_discriminator_to_the_comparison_of_systems(run_psctl: RunPsctl
     other_models = run_psctl("simulate", "--cascade", "emoji-xl:1,emoji-3:3", "--system", "diffserve-shared")
     assert other_models.returncode == 2
 
-    scored = result_of(run_psctl("eval", "discriminators", "--cascade", CASCADE, "--num-resamples", "2", "--json"))
-    assert [row["scorer"] for row in scored["rows"]] == ["mbconv gt", "CLIP score (emoji-clip)"]
+    near = ("--real", "near", "--num-prompts", "40", "--steps", "4", "--output-file", "near.safetensors", "--json")
+    half = result_of(run_psctl("train-predictor", "discriminator", *SMALL, *near))
+    # Of both sizes the better half of the light images counts as real, and a fifth of all is held out.
+    assert (half["real"], half["fit"]["num_real"], half["fit"]["num_drawn"]) == ("near", 16, 16)
+    files = trained["file"], half["file"]
+    scored = result_of(
+        run_psctl("eval", "discriminators", *files, "--cascade", CASCADE, "--num-resamples", "2", "--json")
+    )
+    assert [row["scorer"] for row in scored["rows"]] == ["mbconv gt", "mbconv near", "CLIP score (emoji-clip)"]
     ends = [scored["random"][place]["fid"] for place in (0, -1)]
     for row in scored["rows"]:
         # Nothing and everything deferred is the same, whoever chooses.

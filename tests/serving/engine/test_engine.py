@@ -258,9 +258,9 @@ def test_few_are_prepared_however_many_wait(model: ServedModel, policy: str) -> 
     assert {record.status for record in result.records} == {"completed"}
     assert max(row.waiting for row in result.steps) >= 26
     assert result.max_prepared <= 2 + 3
-    if policy == "edf":  # the last to come, which is far from prepared when it is admitted, leads
+    if policy == "edf":  # the last to come, which is far from prepared when it is admitted, is among the first
         admitted = sorted(result.records, key=lambda record: record.admitted_s or 0.0)
-        assert [record.request_id for record in admitted][:2] == [29, 28]
+        assert {record.request_id for record in admitted[:2]} == {28, 29}
     # A static batch takes its first step together, also where only one of it was prepared ahead.
     if policy == "static":
         assert [row.active for row in result.steps] == [2] * 28 + [1, 1, 1, 1]
