@@ -17,9 +17,7 @@ BatchSeconds = Callable[[Resolution, int], float]
 class CascadePolicy(Policy):
     """DiffServe's workers (section 3.1): the request that came first leads, with it go those of its resolution.
 
-    A batch runs to completion: the next one begins when its last image is decoded. Otherwise images would pile up
-    before the decoder, where no plan sees them, as soon as steps are shorter than decoding. Whoever would be late in a
-    batch is dropped before it starts, and the batch is formed anew without him.
+    Whoever would be late in this batch is dropped before it starts, and the batch is formed anew without him.
 
     Args:
         batch_s: of the model.
@@ -43,7 +41,7 @@ class CascadePolicy(Policy):
     ) -> Decision:
         """See `Policy.decide`."""
         # Of a batch that has begun, nobody cares how large the next one may be.
-        if active or decoder_free_s > now_s:
+        if active:
             return Decision()
         queue, dropped = list(waiting), list[tuple[int, str]]()
         while queue:
