@@ -1,0 +1,32 @@
+"""Which requests of a worker's queue are drawn next."""
+
+from patchedserve.data.resolution import Resolution
+from patchedserve.serving.cascade.policy import CascadePolicy
+from patchedserve.serving.core.request_state import RequestView
+from patchedserve.serving.scheduling.policies.base import Decision
+
+SMALL, LARGE = Resolution(64, 64), Resolution(128, 128)
+
+
+def batch_s(resolution: Resolution, count: int) -> float:
+    """A second for each small image, two for each large one."""
+    return count * (1.0 if resolution == SMALL else 2.0)
+
+
+def view(request_id: int, resolution: Resolution = SMALL, deadline_s: float | None = None) -> RequestView:
+    return RequestView(request_id, resolution, float(request_id), deadline_s, 4)
+
+
+def test_the_first_of_the_queue_leads_and_others_of_its_size_go_with_it() -> None:
+    queue = [view(0, LARGE), view(1), view(2, LARGE), view(3, LARGE)]
+    assert CascadePolicy(batch_s).decide(10.0, queue, [], 2) == Decision((0, 2))
+
+
+def test_who_would_be_late_is_dropped_and_the_batch_is_formed_anew() -> None:
+    # Three small images end at 13: the second would be late, and without it the others take two seconds.
+    queue = [view(0, deadline_s=20.0), view(1, deadline_s=12.5), view(2, deadline_s=20.0)]
+    decision = CascadePolicy(batch_s).decide(10.0, queue, [], 3)
+    assert decision.admit == (0, 2)
+    assert decision.drop == ((1, "it would be late in a batch of 3"),)
+    # Nobody is dropped for a batch that he is not in.
+    assert CascadePolicy(batch_s).decide(10.0, queue, [], 1) == Decision((0,))
