@@ -17,6 +17,36 @@ MAX_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
+class TracedEdit:
+    """An edit as a trace tells it: which image and mask, without their pixels (`data.traces.edits`).
+
+    Attributes:
+        image: `emoji:NUMBER`, a picture of the emoji data set, or the path of a file.
+        mask: `box:SEED`, `ellipse:SEED` or `blob:SEED`, or the path of a file.
+        mask_ratio: share of the pixels in the mask, above 0 and up to 1.
+        strength: see `data.edits.EditSpec`.
+
+    Raises:
+        UsageError: a number is out of its range.
+    """
+
+    image: str
+    mask: str
+    mask_ratio: float
+    strength: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("mask_ratio", "strength"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= 1:
+                raise UsageError(f"{name} is {value!r}, but it must be a number above 0 and up to 1")
+
+    def num_steps(self, num_inference_steps: int) -> int:
+        """See `data.edits.EditSpec.num_steps`."""
+        return max(1, int(num_inference_steps * self.strength))
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One image to generate or to edit. It checks itself, so a `Request` that exists is a valid one.
 
@@ -32,6 +62,7 @@ class Request:
         slo_s: how long it may take from its arrival to its image, in seconds; None when nothing was promised.
         edit: the image to start from, and what may change in it; None for a new image.
         fallback: of a cascade: whether its light model may be the answer, or never.
+        traced: the edit as a trace has named it; `edit` has its pixels, once they are there.
 
     Raises:
         UsageError: a field is out of its range.
@@ -48,6 +79,7 @@ class Request:
     slo_s: float | None = None
     edit: "EditSpec | None" = None
     fallback: Fallback = "light"
+    traced: TracedEdit | None = None
 
     def __post_init__(self) -> None:
         _require_int("request_id", self.request_id, 0)
@@ -78,8 +110,8 @@ class Request:
         """How many denoising steps it takes: fewer than were asked for if it starts from an image that is noised only
         in part (`EditSpec.num_steps`).
         """
-        steps = self.num_inference_steps
-        return steps if self.edit is None else self.edit.num_steps(steps)
+        steps, edit = self.num_inference_steps, self.edit or self.traced
+        return steps if edit is None else edit.num_steps(steps)
 
     @property
     def deadline_s(self) -> float | None:

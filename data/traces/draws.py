@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ..errors import UsageError
 from ..requests import Request
 from ..resolution import Resolution, parse
+from .edits import EditDraws
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class TraceDefaults:
         num_inference_steps: one number for all requests, or one for each of `resolutions`.
         guidance_scale, negative_prompt, slo_s: of all requests.
         seed: of everything that is drawn.
+        edits: which of the requests are edits; None: none.
     """
 
     prompts: Sequence[str] = ()
@@ -32,13 +34,15 @@ class TraceDefaults:
     seed: int = 0
     negative_prompt: str | None = None
     slo_s: float | None = None
+    edits: EditDraws | None = None
 
 
 class RequestDraws:
     """An endless, reproducible sequence of what requests ask for, without their arrivals.
 
-    Resolutions, prompts and seeds come from three generators spawned from the seed, one draw of each per request. So
-    another mix changes no prompt and no seed, and request i is the same however many requests follow it.
+    Resolutions, prompts, seeds and edits come from four generators spawned from the seed, with as many draws of each
+    for every request. So another mix changes no prompt and no seed, another share of edits changes no mask, and request
+    i is the same however many requests follow it.
 
     Raises:
         UsageError: no resolution or prompt, weights or steps that do not fit the resolutions, a field out of range.
@@ -57,8 +61,9 @@ class RequestDraws:
         self._thresholds = np.cumsum(_normalised(settings.mix, len(resolutions)))
         for shape in self._shapes:  # a bad field is found now, not in the middle of the trace
             self._request(0, shape, "", settings.seed)
-        shapes, order, seeds = np.random.SeedSequence(settings.seed).spawn(3)
-        self._shape_rng, self._order_rng, self._seed_rng = map(np.random.default_rng, (shapes, order, seeds))
+        rngs = map(np.random.default_rng, np.random.SeedSequence(settings.seed).spawn(4))
+        self._shape_rng, self._order_rng, self._seed_rng, self._edit_rng = rngs
+        self._templates = np.ones(1) if settings.edits is None else settings.edits.thresholds()
         self._deck: list[int] = []
 
     def next(self, request_id: int) -> Request:
@@ -69,7 +74,9 @@ class RequestDraws:
         if not self._deck:
             self._deck = self._order_rng.permutation(len(prompts)).tolist()
         prompt = prompts[self._deck.pop()]
-        return self._request(request_id, self._shapes[index], prompt, int(self._seed_rng.integers(2**32)))
+        drawn = self._request(request_id, self._shapes[index], prompt, int(self._seed_rng.integers(2**32)))
+        edits = self._settings.edits
+        return drawn if edits is None else replace(drawn, traced=edits.next(self._edit_rng, self._templates))
 
     def _request(self, request_id: int, shape: tuple[Resolution, int], prompt: str, seed: int) -> Request:
         settings = self._settings

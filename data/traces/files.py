@@ -4,7 +4,7 @@ import ast
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -14,9 +14,10 @@ from typing_extensions import TypedDict
 from ..errors import UsageError
 from ..files import atomic_write
 from ..records import csv_rows, keys_given_twice, open_text, parse_json, parsed_lines, unique_keys
-from ..requests import Request
+from ..requests import Request, TracedEdit
 from ..resolution import Resolution, parse
 from .draws import RequestDraws, TraceDefaults
+from .edits import traced_edit
 
 
 def not_bool(value: object) -> object:
@@ -35,7 +36,7 @@ class TraceLine(TypedDict, total=False):
     """All that a line may say, numbers also as text (CSV has nothing else).
 
     arrival_s and timestamp are one thing (seconds), as are slo_s and slo_ms, and width with height and resolution
-    (text, as "128x192"). num_frames must be 1: images only.
+    (text, as "128x192"). num_frames must be 1: images only. image, mask, mask_ratio and strength are of edits.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # pyright: ignore[reportGeneralTypeIssues]
@@ -54,9 +55,14 @@ class TraceLine(TypedDict, total=False):
     slo_ms: Number
     num_frames: Whole
     fallback: Text
+    image: Text
+    mask: Text
+    mask_ratio: Number
+    strength: Number
 
 
 TRACE_FIELDS = tuple(TraceLine.__annotations__)
+_OF_EDITS = ("image", "mask", "mask_ratio", "strength")
 _ALLOWED = f"allowed are {', '.join(TRACE_FIELDS)}"
 _KINDS = {"int": "a whole number", "float": "a finite number", "string": "text"}
 _adapter = TypeAdapter(TraceLine)
@@ -92,7 +98,7 @@ def load_trace(path: str | Path, *, defaults: TraceDefaults | None = None) -> li
     with open_text(path, "the trace", " (a trace is poisson, gamma, diurnal, azure or a file)") as file:
         for number, values in _read_lines(path, file):
             try:
-                request = _request(values, draws.next(len(requests)), defaults)
+                request = _request(values, draws.next(len(requests)), defaults, path.parent)
                 if request.request_id in line_of_id:
                     first = line_of_id[request.request_id]
                     raise UsageError(f"request_id {request.request_id} was given before, on line {first}")
@@ -124,13 +130,17 @@ def save_trace(path: str | Path, requests: Sequence[Request]) -> None:
                 value = getattr(request, field.name)
                 if isinstance(value, Resolution):
                     values |= value._asdict()
+                elif isinstance(value, TracedEdit):
+                    values |= asdict(value)
+                elif field.name == "edit":
+                    assert value is None or request.traced is not None, "pixels do not go into traces"
                 elif value is not None and (field.name, value) != ("fallback", "light"):
                     values[field.name] = value
             file.write(json.dumps(values, ensure_ascii=False) + "\n")
 
 
-def _request(values: Mapping[str, Any], drawn: Request, defaults: TraceDefaults) -> Request:
-    """The request of one line: what it says, and `drawn` for the rest."""
+def _request(values: Mapping[str, Any], drawn: Request, defaults: TraceDefaults, folder: Path) -> Request:
+    """The request of one line of a file in this folder: what it says, and `drawn` for the rest."""
     changes = _checked({name: value for name, value in values.items() if value is not None})
     for one, other in (("arrival_s", "timestamp"), ("slo_s", "slo_ms"), ("resolution", "width")):
         if one in changes and other in changes:
@@ -149,6 +159,11 @@ def _request(values: Mapping[str, Any], drawn: Request, defaults: TraceDefaults)
         if name not in changes and not default:
             what = "timestamp (or arrival_s)" if name == "arrival_s" else name
             raise UsageError(f"{what} is missing, and there is no default for it; {_ALLOWED}")
+    if any(name in changes for name in _OF_EDITS):
+        if missing := [name for name in ("image", "mask") if name not in changes]:
+            raise UsageError(f"{missing[0]} is missing, but edits need both image and mask")
+        image, mask, ratio, strength = (changes.pop(name, None) for name in _OF_EDITS)
+        changes["traced"] = traced_edit(image, mask, ratio, strength, folder)
     return replace(drawn, **changes)
 
 

@@ -19,6 +19,7 @@ from ..resolution import Resolution
 from .arrivals import diurnal_arrivals, gamma_arrivals, scaled_arrivals
 from .curves import Curve
 from .draws import RequestDraws, TraceDefaults
+from .edits import EditDraws
 
 TraceKind = Literal["poisson", "gamma", "diurnal", "shape", "azure"]
 TRACE_KINDS: tuple[str, ...] = get_args(TraceKind)
@@ -36,8 +37,8 @@ class TraceConfig:
         num_prompts: number of requests, or None.
         duration_s: no request arrives later than this, or None. With both, whichever ends first; one is needed.
         cv: standard deviation of the gaps over their mean; above 1 is bursty. Always 1 but for gamma.
-        resolutions, mix, num_inference_steps, guidance_scale, seed, slo_s: as of `TraceDefaults`; all sizes alike by
-            default (PatchedServe section 8), and no SLOs (see `assign_slos`).
+        resolutions, mix, num_inference_steps, guidance_scale, seed, slo_s, edits: as of `TraceDefaults`; all sizes
+            alike by default (PatchedServe section 8), and no SLOs (see `assign_slos`).
         amplitude: largest deviation of a diurnal trace's rate from its mean, as a share of it, up to 1.
         period_s: length of a diurnal trace's day in seconds.
         arrivals_s: the recorded arrivals of an azure trace in seconds, in order. The first `num_prompts` of them are
@@ -63,6 +64,7 @@ class TraceConfig:
     period_s: float = 600.0
     arrivals_s: tuple[float, ...] = ()
     curve: Curve | None = None
+    edits: EditDraws | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in TRACE_KINDS:
@@ -95,8 +97,8 @@ class TraceConfig:
     def draws(self, prompts: Sequence[str]) -> RequestDraws:
         """The generators of what requests ask for (everything but the arrivals), at their start."""
         steps, scale = self.num_inference_steps, self.guidance_scale
-        settings = TraceDefaults(prompts, self.resolutions, self.mix, steps, scale, self.seed, slo_s=self.slo_s)
-        return RequestDraws(settings)
+        given = prompts, self.resolutions, self.mix, steps, scale, self.seed
+        return RequestDraws(TraceDefaults(*given, slo_s=self.slo_s, edits=self.edits))
 
 
 def generate_trace(config: TraceConfig, prompts: Sequence[str]) -> list[Request]:

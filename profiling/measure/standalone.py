@@ -37,9 +37,9 @@ class RequestShape:
 
 
 def shape_of(model: "ServedModel", request: Request) -> RequestShape:
-    """Return the shape of a request as this model serves it."""
+    """Return the shape of a request as this model serves it; an edit counts as a new image of as many steps."""
     is_guided = model.family.uses_guidance(request.guidance_scale)
-    return RequestShape(request.resolution, request.num_inference_steps, is_guided)
+    return RequestShape(request.resolution, request.num_steps, is_guided)
 
 
 def standalone_latencies(
@@ -71,7 +71,9 @@ def standalone_latencies(
     model = as_plain(model)
     examples: dict[RequestShape, Request] = {}
     for request in requests:
-        examples.setdefault(shape_of(model, request), request)
+        shape = shape_of(model, request)
+        image = replace(request, edit=None, traced=None, num_inference_steps=shape.num_inference_steps)
+        examples.setdefault(shape, image)
     path = tables / TABLE_FILE
     known, context = read_standalone(path, or_empty=remeasure), context_key(model)
     latencies: dict[RequestShape, float] = {}

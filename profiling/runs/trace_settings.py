@@ -1,7 +1,7 @@
 """What trace the user asked for, and the requests that it stands for. This module imports no torch."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from ...serving.models.defaults import ModelDefaults
 
 if TYPE_CHECKING:
     from ...data.traces.curves import Curve
+    from ...data.traces.edits import EditDraws
     from ...data.traces.traces import TraceKind
 
 _DEFAULT_NUM_PROMPTS = 32
@@ -20,6 +21,38 @@ _DEFAULT_GAMMA_CV = 2.0
 
 DEFAULT_SLO_SCALE = 5.0
 """The paper's, section 8.1."""
+
+
+@dataclass(frozen=True, slots=True)
+class EditSettings:
+    """Which requests of a trace are edits.
+
+    Attributes:
+        share: of the requests that are; 0: none.
+        mask_ratios: a published distribution, or a CSV file of ratios (`data.traces.edits.read_mask_ratios`); None:
+            production.
+        templates, template_skew, strength: as of `data.traces.edits.EditDraws`; None for its defaults.
+    """
+
+    share: float = 0.0
+    mask_ratios: str | None = None
+    templates: int | None = None
+    template_skew: float | None = None
+    strength: float | None = None
+
+    def to_draws(self) -> "EditDraws | None":
+        """How they are drawn; None: there are none. Raises UsageError: a setting without a share, or out of range."""
+        from ...data.traces.edits import EditDraws, read_mask_ratios
+
+        given = {"num_templates": self.templates, "skew": self.template_skew, "strength": self.strength}
+        given = {name: value for name, value in given.items() if value is not None}
+        if not self.share:
+            if given or self.mask_ratios is not None:
+                raise UsageError("mask ratios, templates and their skew are of edits, and there are none: add --edits")
+            return None
+        if not 0 < self.share <= 1:
+            raise UsageError(f"--edits is {self.share:g}, but it must be a share of the requests, from 0 to 1")
+        return EditDraws(self.share, read_mask_ratios(self.mask_ratios or "production"), **given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +75,7 @@ class TraceSettings:
         arrivals: CSV file of the recorded arrivals of an azure trace.
         curve: CSV file of the rate of a shape trace over time; None for the one in the box.
         rate_range: its least and its greatest rate, as "1:8"; its length is `duration_s`.
+        edits: which of the requests are edits.
     """
 
     trace: str = "poisson"
@@ -61,21 +95,34 @@ class TraceSettings:
     arrivals: Path | None = None
     curve: Path | None = None
     rate_range: str | None = None
+    edits: EditSettings = field(default_factory=EditSettings)
 
     def to_config(self) -> dict[str, Any]:
         """What was asked for, by the names of the options, as JSON: for summaries and reports."""
         given = {name.removesuffix("_s"): value for name, value in asdict(self).items() if name != "from_zero"}
         given |= {name: str(given[name]) for name in ("arrivals", "prompts", "curve") if given[name] is not None}
+        if not self.edits.share:
+            del given["edits"]
         # Infinity is no number in JSON.
         return given | {"request_rate": self.request_rate if math.isfinite(self.request_rate) else "inf"}
 
 
-def draw_requests(settings: TraceSettings, defaults: ModelDefaults) -> list[Request]:
-    """Draw or read the trace.
+def draw_requests(settings: TraceSettings, defaults: ModelDefaults, *, may_edit: bool = False) -> list[Request]:
+    """Draw or read the trace; with `may_edit` there may be edits in it, without their pixels.
 
     Raises:
         UsageError: if a setting is out of its range or a file is malformed (file and line are named).
     """
+    requests = _draw_requests(settings, defaults)
+    traced = next((request for request in requests if request.traced is not None), None)
+    if traced is not None and not may_edit:
+        raise UsageError(
+            f"request {traced.request_id} of the trace is an edit, and only psctl serve takes those, without a cascade"
+        )
+    return requests
+
+
+def _draw_requests(settings: TraceSettings, defaults: ModelDefaults) -> list[Request]:
     # Here, because the command line reads the settings' defaults, and its help must not wait for numpy.
     from ...data.prompts.captions import load_prompts
     from ...data.traces import files, traces
@@ -96,9 +143,9 @@ def draw_requests(settings: TraceSettings, defaults: ModelDefaults) -> list[Requ
     ):
         if value is not None and settings.trace != wanted:
             raise UsageError(f"{option} is {value}, but it belongs to --trace {wanted}, not {settings.trace}")
-    prompts = load_prompts(settings.prompts)
+    prompts, edits = load_prompts(settings.prompts), settings.edits.to_draws()
     if settings.trace not in traces.TRACE_KINDS:
-        file_defaults = TraceDefaults(prompts, resolutions, mix, steps, scale, settings.seed)
+        file_defaults = TraceDefaults(prompts, resolutions, mix, steps, scale, settings.seed, edits=edits)
         requests = files.load_trace(settings.trace, defaults=file_defaults)
         if settings.from_zero:
             requests = traces.retime(requests, from_zero=True)
@@ -119,6 +166,7 @@ def draw_requests(settings: TraceSettings, defaults: ModelDefaults) -> list[Requ
         seed=settings.seed,
         arrivals_s=() if settings.arrivals is None else read_arrivals(settings.arrivals),
         curve=_curve(settings) if kind == "shape" else None,
+        edits=edits,
         **{name: value for name, value in swing.items() if value is not None},
     )
     return traces.generate_trace(config, prompts)

@@ -14,7 +14,7 @@ from ...serving.scheduling.systems import DEFAULT_SYSTEM
 from ..flags import Flags, flag, given_flags
 from ..options.cascade import CascadeOptions, ServedCascade
 from ..options.common import MaxBatchSize, OutputFile, SloScale
-from ..options.groups import TRACE, ServedEngineFlags, TraceFlags
+from ..options.groups import EDITED_TRACE, ServedEngineFlags, TraceFlags
 from ..options.http import HttpFlags
 from ..options.replicas import REPLICAS, ReplicaFlags
 from ..options.system import PolicyName, SystemName, chosen_system, with_cache_of
@@ -25,7 +25,7 @@ from .http_server import serve_cascade_http, serve_http
 from .serve_cascade import serve_cascade
 from .simulate_cascade import check_cascade_flags
 
-_OF_TRACES = (TRACE.names() | {"--output-file", "--save-dir", "--predictor", "--remeasure"}) - {"--resolutions"}
+_OF_TRACES = (EDITED_TRACE.names() | {"--output-file", "--save-dir", "--predictor", "--remeasure"}) - {"--resolutions"}
 _OF_SERVERS = Flags.of(HttpFlags).names() | REPLICAS.names() | Flags.of(TemplateFlags).names()
 
 
@@ -72,6 +72,7 @@ def serve(
         psctl serve --trace poisson --request-rate 2 --num-prompts 60
         psctl serve --trace gamma --cv 3 --duration 60 --resolutions 128,256 --mix 3,1 --system diffusers
         psctl serve --trace requests.jsonl --json --output-file summary.json
+        psctl serve --edits 0.5 --mask-ratios public --templates 8 --request-rate 2
         psctl serve --cascade emoji-xl:4,emoji-xl:50 --workers 2 --request-rate 0.5 --slo-scale 4
         psctl serve --http --port 8000
         psctl serve --http --num-replicas 4 --device cuda
@@ -79,6 +80,7 @@ def serve(
         psctl serve --http --cascade emoji-xl:4,emoji-xl:50 --workers 2 --slo-scale 4
     """
     # Everything that can be wrong is looked at before torch is imported and the model loaded.
+    from ...data.traces.edits import with_pixels
     from ...profiling.report.table import to_rich
     from ...profiling.report.tables import run_tables
     from ...profiling.runs.corrections import correction_of, keep_correction
@@ -87,6 +89,7 @@ def serve(
     from ...profiling.runs.simulate import load_step_file
     from ...profiling.runs.step_latencies import latencies_for_serving
     from ...profiling.runs.trace_settings import check_slo_scale, draw_requests
+    from ...serving.models.loading import model_geometry
     from ...serving.scheduling.policies import get_policy
 
     given = given_flags(context)
@@ -141,7 +144,12 @@ def serve(
     if predictor is not None:
         step_latency = load_step_file(predictor, on_warning=out.warn).steady
         warn_of_small_table(step_latency, predictor, max_batch_size, out.warn)
-    requests = draw_requests(trace, target.defaults())
+    requests = draw_requests(trace, target.defaults(), may_edit=True)
+    if any(request.traced is not None for request in requests):
+        geometry = model_geometry(target.model)
+        requests = [with_pixels(request) for request in requests]
+        for request in requests:
+            geometry.check_edit(request)
     check_slo_scale(slo_scale)
     require_places(save_dir, target.workspace, file=output_file)
 

@@ -8,7 +8,7 @@ import typer
 
 from ...data.datasets.spec import spec_options_help
 from ...eval.options import EvalOptions
-from ...profiling.runs.trace_settings import TraceSettings
+from ...profiling.runs.trace_settings import EditSettings, TraceSettings
 from ...serving.cache.options import CacheOptions
 from ...serving.options import EngineOptions, ModelOptions
 from ...serving.parallel.options import NormOptions, ParallelOptions
@@ -218,6 +218,24 @@ TRACE = Flags(
         "from_zero": flag("--from-zero", "Start a trace file with its first request, whatever its clock says."),
     },
 )
+EDITS = Flags(
+    EditSettings,
+    {
+        "share": flag("--edits", "Share of the requests that edit an image.", metavar="SHARE"),
+        "mask_ratios": flag(
+            "--mask-ratios",
+            "Of edits: as published of two traces and of a benchmark, or CSV with a column mask_ratio. Default: "
+            "production.",
+            metavar="production|public|viton|FILE",
+        ),
+        "templates": flag("--templates", "Of edits: how many images they share. Default: 20.", metavar="N"),
+        "template_skew": flag(
+            "--template-skew", "Of edits: image n is edited in proportion to 1 / n to this power (Zipf). Default: 1."
+        ),
+        "strength": flag("--edit-strength", "Of edits: share of the steps that are taken. Default: 1."),
+    },
+)
+EDITED_TRACE = TRACE.using(edits=EDITS)
 DRAW = Flags(
     EvalOptions,
     {
@@ -238,7 +256,7 @@ DRAW = Flags(
     },
 )
 
-TraceFlags = Annotated[TraceSettings, TRACE]
+TraceFlags = Annotated[TraceSettings, EDITED_TRACE]
 EngineFlags = Annotated[EngineOptions, ENGINE]
 ParallelEngineFlags = Annotated[
     EngineOptions, ENGINE.using(parallel=PARALLEL, model=MODEL, prompt_cache_mb=_PROMPT_CACHE)

@@ -84,7 +84,7 @@ class RequestRecord:
     @classmethod
     def of(cls, request: Request) -> Self:
         """A pending record of `request`, with no time filled in but its arrival."""
-        edit = request.edit
+        edit = request.edit or request.traced
         return cls(
             request_id=request.request_id,
             prompt=request.prompt,

@@ -59,8 +59,12 @@ class Geometry:
             )
 
     def check_edit(self, request: Request) -> None:
-        """Raise UsageError if nothing of an edit would be left to do: its mask holds no latent, or it takes no step."""
+        """Raise UsageError if nothing of an edit would be left to do: its mask holds no latent, or it takes no step; or
+        if a trace's edit has no pixels yet.
+        """
         if request.edit is None:
+            if request.traced is not None:
+                raise UsageError(f"request {request.request_id} is an edit whose image was not read (with_pixels)")
             return
         latent_mask(request.edit.mask, self.latent_factor)
         steps = request.num_inference_steps

@@ -80,7 +80,7 @@ def standalone_latency_s(
     request: Request, predictor: StepLatencyPredictor, times: StageTimes, *, scale: float = 1.0
 ) -> float:
     """Seconds that a request takes when served alone: all stages in turn, with steps `scale` times as long as told."""
-    steps_s = request.num_inference_steps * (predictor.step_latency_s((request.resolution,)) * scale)
+    steps_s = request.num_steps * (predictor.step_latency_s((request.resolution,)) * scale)
     return times.prepare_of(request.resolution) + steps_s + times.postprocess_of(request.resolution)
 
 

@@ -11,7 +11,7 @@ from patchedserve.data.errors import UsageError
 from patchedserve.eval.options import EvalOptions
 from patchedserve.profiling.runs.trace_settings import TraceSettings
 from patchedserve.psctl.flags import Flags, expanded, flag, given_flags, preset_flag
-from patchedserve.psctl.options.groups import CACHE, DRAW, ENGINE, PARALLEL, TRACE, JudgeFlags
+from patchedserve.psctl.options.groups import CACHE, DRAW, EDITED_TRACE, EDITS, ENGINE, PARALLEL, TRACE, JudgeFlags
 from patchedserve.psctl.options.system import with_cache_of
 from patchedserve.psctl.options.target import WHERE, Target
 from patchedserve.psctl.output import Output
@@ -30,7 +30,7 @@ def run(command: Any, *arguments: str, **environment: str) -> None:
         typer.main.get_command(app).main(["try", *arguments], standalone_mode=False)
 
 
-@pytest.mark.parametrize("kind", [CACHE, ENGINE, PARALLEL, TRACE, DRAW, WHERE, Flags.of(JudgeFlags)])
+@pytest.mark.parametrize("kind", [CACHE, ENGINE, PARALLEL, EDITED_TRACE, DRAW, WHERE, Flags.of(JudgeFlags)])
 def test_defaults_are_those_of_the_dataclass(kind: Flags) -> None:
     given = {parameter.name: parameter.default for parameter in kind.parameters()}
     assert kind.build(given) == kind.kind()
@@ -43,7 +43,9 @@ def test_defaults_are_those_of_the_dataclass(kind: Flags) -> None:
         (CACHE, {"full_above"}),
         (ENGINE, {"parallel", "model", "prompt_cache_mb"}),
         (PARALLEL, {"may_use_fewer"}),
-        (TRACE, set()),
+        (TRACE, {"edits"}),
+        (EDITED_TRACE, set()),
+        (EDITS, set()),
         (DRAW, {"metrics"}),
         (WHERE, set()),
     ],

@@ -8,12 +8,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import DDIMScheduler
 from PIL import Image
 
 from patchedserve.data.tables.schemas import RECORDS, STEPS, read_rows
+from patchedserve.data.traces.edits import with_pixels
+from patchedserve.data.traces.files import load_trace
 from patchedserve.psctl.app import main
 from patchedserve.serving.patched.patched_model import PatchedModel
 
@@ -118,6 +121,29 @@ def test_standalone_latencies_are_measured_once(serve: RunPsctl, workspace: Path
 
 
 @pytest.mark.slow
+def test_edits_keep_what_is_outside_their_masks(serve: RunPsctl, tmp_path: Path) -> None:
+    pytest.importorskip("resvg_py", reason="pictures are drawn with psctl[train]")
+    traffic = ("--num-prompts", "6", "--request-rate", "20", "--slo-scale", "500", "--policy", "continuous")
+    edits = ("--edits", "0.7", "--mask-ratios", "viton", "--templates", "2", "--seed", "1")
+    images = tmp_path / "images"
+    summary = summary_of(serve(*traffic, *edits, "--save-dir", images, "--json"))
+    assert summary["completed_requests"] == 6
+    assert summary["config"]["edits"]["share"] == 0.7
+    run_dir = Path(summary["run_dir"])
+    records = read_rows(run_dir / "records.parquet", RECORDS)
+    trace = load_trace(run_dir / "trace.jsonl")
+    assert {request.traced is None for request in trace} == {True, False}
+    for request, record in zip(map(with_pixels, trace), records, strict=True):
+        drawn = np.asarray(Image.open(images / f"{request.request_id:03}.png"))
+        if request.edit is None:
+            assert record["mask_ratio"] is None
+        else:
+            assert record["mask_ratio"] == pytest.approx(request.edit.mask_ratio)
+            assert np.array_equal(drawn[~request.edit.mask], request.edit.image[~request.edit.mask])
+            assert not np.array_equal(drawn, request.edit.image)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["fcfs", "static", "continuous", "slack"])
 def test_policies_and_gamma(serve: RunPsctl, tmp_path: Path, policy: str) -> None:
     options = ["--trace", "gamma", "--cv", "3", "--num-prompts", "5", "--request-rate", "50", "--policy", policy]
@@ -204,6 +230,11 @@ def test_trace_file_keeps_its_timestamps(serve: RunPsctl, tmp_path: Path) -> Non
         (["--trace", "bad.jsonl"], "bad.jsonl:2:"),
         (["--trace", "back.jsonl"], "back.jsonl:2:"),
         (["--cv", "2"], "cv"),
+        (["--edits", "2"], "--edits is 2, but it must be a share of the requests, from 0 to 1"),
+        (["--mask-ratios", "public"], "of edits, and there are none: add --edits"),
+        (["--edits", "1", "--mask-ratios", "nowhere.csv"], "mask ratios are production, public, viton or a file"),
+        (["--edits", "1", "--templates", "0"], "number of templates is 0"),
+        (["--edits", "1", "--edit-strength", "0.1"], "strength is 0.1, but with 2 steps it must be at least 0.5"),
         (["--max-batch-size", "0"], "max-batch-size"),
         (["--model", "emoji-xxl"], "emoji-xl, emoji-3"),
         (["--num-inference-steps", "1001", "--num-prompts", "1", "--resolutions", "32"], "1001"),

@@ -1,0 +1,294 @@
+"""Edits in traces: which image and which mask, without their pixels; how they are drawn at random; and the pixels.
+
+Mask ratios are drawn as InstGenIE (section 2.2, figure 3) describes them. No torch.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..checks import require_counts
+from ..edits import EditSpec, TemplateSpec, latent_mask, read_image, read_mask
+from ..errors import UsageError
+from ..records import csv_rows, open_text
+from ..requests import Request, TracedEdit
+from ..resolution import RESOLUTION_MULTIPLE, Resolution
+
+SHAPES = ("box", "ellipse", "blob")
+MASK_RATIOS = ("production", "public", "viton")
+_PICTURE = "emoji:"
+_MAX_PICTURES = 1_000_000
+_PRODUCTION = (0.048, 0.061, 0.072, 0.082, 0.095, 0.110, 0.128, 0.154, 0.208)
+_PUBLIC = (0.013, 0.018, 0.025, 0.036, 0.056, 0.155, 0.197, 0.253, 0.765)
+_BEND = 0.98
+_VITON = (3.5, 6.5)
+_LEAST_RATIO = 1e-4
+_COLUMN = "mask_ratio"
+_WAVES = 3
+_TOLERANCE = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class MaskRatios:
+    """A distribution of mask ratios, as its quantile function on straight lines between points.
+
+    Attributes:
+        shares: ascending from 0 to 1.
+        ratios: at each of them, above 0 and at most 1, never descending.
+    """
+
+    shares: tuple[float, ...]
+    ratios: tuple[float, ...]
+
+    def quantile(self, share: float) -> float:
+        """The ratio that this share of the masks does not exceed."""
+        return float(np.interp(share, self.shares, self.ratios))
+
+    @property
+    def mean(self) -> float:
+        """Of all masks."""
+        return float(np.trapezoid(self.ratios, self.shares))
+
+
+def read_mask_ratios(name: str) -> MaskRatios:
+    """A published distribution by its name, or that of the ratios in a file.
+
+    production: deciles, mean (0.112) and range (0.016 to 0.421) of InstGenIE's own trace. One bend in the last tenth,
+    at 0.98, is where the mean has to be; the first tenth is a straight line from the least ratio. public: deciles and
+    mean (0.193) of the public trace. No range is published: the first tenth begins at half of the first decile, and the
+    last ends where the mean has to be. viton: only the mean (0.35) is published; a Beta(3.5, 6.5) is assumed.
+
+    Args:
+        name: one of `MASK_RATIOS`, or a CSV file with a column `mask_ratio`, whose values are drawn with lines between.
+
+    Raises:
+        UsageError: the file cannot be read, has no such column or no ratio, or a ratio is not above 0 and up to 1.
+    """
+    if name == "production":
+        return _production()
+    if name == "public":
+        return _public()
+    if name == "viton":
+        return _viton()
+    ratios = sorted(_ratios_in(Path(name)))
+    if len(ratios) == 1:
+        ratios *= 2
+    return MaskRatios(tuple(np.linspace(0, 1, len(ratios)).tolist()), tuple(ratios))
+
+
+def _production(low: float = 0.016, high: float = 0.421, mean: float = 0.112) -> MaskRatios:
+    deciles = tuple(np.arange(1, 10) / 10)
+    inner = MaskRatios((0.0, *deciles), (low, *_PRODUCTION)).mean
+    first, second = _BEND - 0.9, 1 - _BEND
+    # The area under the two lines of the last tenth is what the mean still lacks.
+    bend = (mean - inner - first * _PRODUCTION[-1] / 2 - second * high / 2) / ((first + second) / 2)
+    return MaskRatios((0.0, *deciles, _BEND, 1.0), (low, *_PRODUCTION, bend, high))
+
+
+def _public(mean: float = 0.193) -> MaskRatios:
+    shares, low = (0.0, *(np.arange(1, 10) / 10)), _PUBLIC[0] / 2
+    high = 2 * (mean - MaskRatios(shares, (low, *_PUBLIC)).mean) / 0.1 - _PUBLIC[-1]
+    return MaskRatios((*shares, 1.0), (low, *_PUBLIC, high))
+
+
+def _viton() -> MaskRatios:
+    from scipy.special import betaincinv
+
+    shares = np.linspace(0, 1, 1001)
+    ratios = np.clip(betaincinv(*_VITON, shares), _LEAST_RATIO, 1)
+    return MaskRatios(tuple(shares.tolist()), tuple(ratios.tolist()))
+
+
+def _ratios_in(path: Path) -> list[float]:
+    hint = f" (mask ratios are {', '.join(MASK_RATIOS)} or a file)"
+    ratios: list[float] = []
+    with open_text(path, "the mask ratios", hint) as file:
+        rows = csv_rows(path, file)
+        _, names = next(rows, (1, []))
+        if _COLUMN not in names:
+            raise UsageError(f"{path}: mask ratios must be CSV with a column {_COLUMN}")
+        for number, row in rows:
+            text = dict(zip(names, row, strict=False)).get(_COLUMN)
+            try:
+                ratios.append(float(text or ""))
+            except ValueError as error:
+                raise UsageError(f"{path}:{number}: {_COLUMN} is {text!r}, but it must be a number") from error
+            if not 0 < ratios[-1] <= 1:
+                raise UsageError(f"{path}:{number}: {_COLUMN} is {text}, but it must be above 0 and at most 1")
+    if not ratios:
+        raise UsageError(f"{path}: there are no mask ratios, but at least one is needed")
+    return ratios
+
+
+@dataclass(frozen=True, slots=True)
+class EditDraws:
+    """How the edits of a random trace are drawn.
+
+    Attributes:
+        share: of the requests, above 0 and up to 1.
+        ratios: of their masks.
+        num_templates: pictures of the emoji data set that are edited.
+        skew: template n is asked for in proportion to 1 / n ** skew (Zipf); 0: all alike.
+        strength: of every edit.
+
+    Raises:
+        UsageError: a field is out of its range.
+    """
+
+    share: float
+    ratios: MaskRatios
+    num_templates: int = 20
+    skew: float = 1.0
+    strength: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise UsageError(f"share of edits is {self.share:g}, but it must be above 0 and at most 1")
+        require_counts({"number of templates": self.num_templates})
+        if self.num_templates > _MAX_PICTURES:
+            raise UsageError(f"number of templates is {self.num_templates}, but it must be at most {_MAX_PICTURES}")
+        if not 0 <= self.skew < math.inf:
+            raise UsageError(f"skew of templates is {self.skew:g}, but it must be finite and not negative")
+
+    def thresholds(self) -> NDArray[np.float64]:
+        """Up to which random number each template is chosen, (templates,), the last one 1."""
+        weights = np.cumsum(np.arange(1, self.num_templates + 1, dtype=float) ** -self.skew)
+        return weights / weights[-1]
+
+    def next(self, rng: np.random.Generator, thresholds: NDArray[np.float64]) -> TracedEdit | None:
+        """The next request's edit, None if it is a new image; as many numbers are drawn in either case."""
+        is_edit, ratio, template, shape = rng.random(4)
+        seed = int(rng.integers(2**32))
+        if is_edit >= self.share:
+            return None
+        index = int(np.searchsorted(thresholds[:-1], template, side="right"))
+        mask = f"{SHAPES[int(shape * len(SHAPES))]}:{seed}"
+        return TracedEdit(f"{_PICTURE}{index}", mask, round(self.ratios.quantile(ratio), 6), self.strength)
+
+
+def traced_edit(image: str, mask: str, mask_ratio: float | None, strength: float | None, folder: Path) -> TracedEdit:
+    """The edit of a line of a trace.
+
+    Args:
+        image: `emoji:NUMBER`, a picture of the data set, or the path of an image.
+        mask: `box:SEED`, `ellipse:SEED` or `blob:SEED`, or the path of a mask.
+        mask_ratio: of the mask; of a file what it has, if it is not given.
+        strength: None for 1.
+        folder: that relative paths start from.
+
+    Raises:
+        UsageError: a shape without a ratio, a number that is none, a mask's file that cannot be read, or a field out of
+            its range.
+    """
+    if image.startswith(_PICTURE):
+        _number_of(image, "image", _MAX_PICTURES)
+    else:
+        image = str((folder / image).absolute())
+    if mask.partition(":")[0] in SHAPES and ":" in mask:
+        _number_of(mask, "mask", 2**63)
+        if mask_ratio is None:
+            raise UsageError(f"mask_ratio is missing, but the mask {mask} needs it")
+    else:
+        mask = str((folder / mask).absolute())
+        if mask_ratio is None:
+            mask_ratio = float(read_mask(_content(mask), mask).mean())
+    return TracedEdit(image, mask, mask_ratio, 1.0 if strength is None else strength)
+
+
+def with_pixels(request: Request, template: TemplateSpec | None = None) -> Request:
+    """The request with the image and the mask that its trace names; a new image as it is.
+
+    Raises:
+        UsageError: a file cannot be read, or image, mask and resolution do not fit.
+        RunError: a picture of the data set cannot be drawn here.
+    """
+    traced = request.traced
+    if traced is None:
+        return request
+    image = _image_of(traced.image, request.resolution)
+    return replace(request, edit=EditSpec(image, mask_of(request), traced.strength, template=template))
+
+
+@lru_cache(maxsize=256)
+def _image_of(name: str, resolution: Resolution) -> NDArray[np.uint8]:
+    if not name.startswith(_PICTURE):
+        return read_image(_content(name), name)
+    from ..emoji.dataset import EmojiDataset
+
+    index = _number_of(name, "image", _MAX_PICTURES)
+    return np.asarray(EmojiDataset(resolution, index + 1).image(index).convert("RGB"))
+
+
+def mask_of(request: Request, factor: int = 1) -> NDArray[np.bool_]:
+    """The mask that a trace names, (height / factor, width / factor): every `factor`-th pixel of it. Raises UsageError.
+
+    A drawn mask has the wanted area to 1 %, or as near as whole pixels allow.
+    """
+    traced = request.traced
+    assert traced is not None, "only edits have masks"
+    shape, _, seed = traced.mask.partition(":")
+    if shape in SHAPES and seed:
+        return drawn_mask(shape, int(seed), traced.mask_ratio, request.resolution, factor)
+    mask = read_mask(_content(traced.mask), traced.mask)
+    return mask if factor == 1 else latent_mask(mask, factor)
+
+
+def drawn_mask(shape: str, seed: int, ratio: float, resolution: Resolution, factor: int = 1) -> NDArray[np.bool_]:
+    """A box, an ellipse or a blob of this share of the image, somewhere in it; see `mask_of`.
+
+    Its middle lies on a multiple of eight pixels, so that however small it is, a latent is in it.
+    """
+    rng = np.random.default_rng([seed, *resolution])
+    width, height = resolution
+    middle = [int(rng.integers(side // RESOLUTION_MULTIPLE)) * RESOLUTION_MULTIPLE for side in (height, width)]
+    stretch = 2.0 ** rng.uniform(-1, 1)
+    if shape == "box":
+        return _box(middle, stretch, ratio, resolution)[::factor, ::factor]
+    down, right = np.mgrid[:height:factor, :width:factor].astype(np.float32)
+    down, right = (down - middle[0]) * math.sqrt(stretch), (right - middle[1]) / math.sqrt(stretch)
+    reach = np.hypot(down, right)
+    if shape == "blob":
+        angle, bulge = np.arctan2(down, right), np.ones_like(reach)
+        for wave in range(1, _WAVES + 1):
+            bulge += 0.25 / wave**0.5 * np.cos((wave + 1) * angle + rng.uniform(0, 2 * math.pi))
+        reach /= bulge
+    # The nearest so many pixels, whatever of the shape lies beyond the image's edge.
+    count = min(reach.size, max(1, round(ratio * reach.size)))
+    mask = np.zeros(reach.size, dtype=bool)
+    mask[np.argpartition(reach, count - 1, axis=None)[:count]] = True
+    return mask.reshape(reach.shape)
+
+
+def _box(middle: Sequence[int], stretch: float, ratio: float, resolution: Resolution) -> NDArray[np.bool_]:
+    width, height = resolution
+    wanted = ratio * resolution.pixels
+    # Of all widths the nearest to what was drawn whose area fits; if none does, the one that fits best.
+    widths = np.arange(1, width + 1)
+    heights = np.clip(np.rint(wanted / widths), 1, height).astype(int)
+    off = np.maximum(np.abs(widths * heights / wanted - 1), _TOLERANCE)
+    unlike = np.abs(np.log(widths / math.sqrt(wanted * stretch)))
+    best = int(np.lexsort((unlike, off))[0])
+    box_width, box_height = int(widths[best]), int(heights[best])
+    top = min(max(0, middle[0] - box_height // 2), height - box_height)
+    left = min(max(0, middle[1] - box_width // 2), width - box_width)
+    mask = np.zeros((height, width), dtype=bool)
+    mask[top : top + box_height, left : left + box_width] = True
+    return mask
+
+
+def _content(path: str) -> bytes:
+    from ..datasets.decode import read_content
+
+    return read_content(Path(path))
+
+
+def _number_of(text: str, name: str, most: int) -> int:
+    number = text.partition(":")[2]
+    if not number.isascii() or not number.isdigit() or len(number) > 20 or int(number) >= most:
+        raise UsageError(f"{name} is {text!r}, but after the colon there must be a whole number below {most}")
+    return int(number)
