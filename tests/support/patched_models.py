@@ -178,8 +178,13 @@ def schnell_transformer(seed: int = 0, **changes: Any) -> FluxTransformer2DModel
 
 
 def aura_transformer(seed: int = 0, **changes: Any) -> AuraFlowTransformer2DModel:
-    """AuraFlow: joint blocks, blocks of one stream, learnt positions."""
-    return _random(AuraFlowTransformer2DModel, _AURA | changes, seed)
+    """AuraFlow: joint blocks, blocks of one stream, learnt positions; text that shows in the image in spite of its
+    register tokens.
+    """
+    model = _random(AuraFlowTransformer2DModel, _AURA | changes, seed)
+    for block in model.joint_transformer_blocks:
+        block.attn.add_v_proj.weight *= 4
+    return model
 
 
 def chroma_transformer(seed: int = 0, **changes: Any) -> ChromaTransformer2DModel:

@@ -253,14 +253,15 @@ def test_what_is_checked_is_what_is_served() -> None:
 @pytest.mark.parametrize("policy", ["continuous", "static", "edf"])
 def test_few_are_prepared_however_many_wait(model: ServedModel, policy: str) -> None:
     # Far more than can be served: 2 places, 30 requests at once.
-    requests = [replace(request, slo_s=30.0 - i) for i, request in enumerate(requests_of(30, steps=2))]
+    # Deadlines lie apart by more than it may take to submit the next one.
+    requests = [replace(request, slo_s=20.0 * (30 - i)) for i, request in enumerate(requests_of(30, steps=2))]
     result = serve(model, requests, get_policy(policy), max_batch_size=2, max_prepared_ahead=3)
     assert {record.status for record in result.records} == {"completed"}
     assert max(row.waiting for row in result.steps) >= 26
     assert result.max_prepared <= 2 + 3
-    if policy == "edf":  # the last to come, which is far from prepared when it is admitted, is among the first
+    if policy == "edf":  # the last to come, which is far from prepared when it is admitted, leads
         admitted = sorted(result.records, key=lambda record: record.admitted_s or 0.0)
-        assert {record.request_id for record in admitted[:2]} == {28, 29}
+        assert [record.request_id for record in admitted][:2] == [29, 28]
     # A static batch takes its first step together, also where only one of it was prepared ahead.
     if policy == "static":
         assert [row.active for row in result.steps] == [2] * 28 + [1, 1, 1, 1]
