@@ -28,7 +28,7 @@ from ..patched.patched_model import PatchedModel
 from ..patched.stepper import PatchedStepper
 from ..plain.formats import PlainModels, compile_whole
 from ..plain.stepper import PlainStepper
-from ..samplers.batched import BatchedSampler
+from ..samplers.batched import BatchedSampler, choose_sampler
 from ..samplers.single import PerRequestSampler
 from .checkpoint import check_options
 from .defaults import ModelDefaults
@@ -64,7 +64,6 @@ def build_model(
         defaults=defaults,
         options=options,
         decode=decode,
-        unbatched=choose_sampler(pipe.scheduler, pass_step_kwargs=family.pass_step_kwargs)[1],
     )
 
 
@@ -156,17 +155,6 @@ def build_plain(pipe: Any, family: Family, models: PlainModels) -> PlainStepper:
     sampler = choose_sampler(pipe.scheduler, **options)[0]
     batched = sampler if isinstance(sampler, BatchedSampler) else None
     return PlainStepper(models, family.conditions, batched, PerRequestSampler(pipe.scheduler, **options))
-
-
-def choose_sampler(scheduler: Any, *, pass_step_kwargs: bool) -> tuple[BatchedSampler | PerRequestSampler, str | None]:
-    """What updates requests with this scheduler; where each calls its own, also why.
-
-    Raises UsageError: the scheduler draws noise that no seed decides.
-    """
-    try:
-        return BatchedSampler(scheduler, pass_step_kwargs=pass_step_kwargs), None
-    except UsageError as error:
-        return PerRequestSampler(scheduler, pass_step_kwargs=pass_step_kwargs), str(error)
 
 
 def check_kernels(kernels: str, device: torch.device) -> None:

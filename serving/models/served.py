@@ -32,6 +32,7 @@ from ..families import Decode, Family
 from ..options import EngineOptions
 from ..patched.cached_block import block_facts
 from ..patched.stepper import PatchedStepper
+from ..samplers.batched import choose_sampler
 from ..samplers.single import NOISING, PerRequestSampler, SamplerState
 from .defaults import ModelDefaults
 from .identity import ModelIdentity
@@ -68,9 +69,9 @@ class ServedModel:
         defaults: steps, guidance scale and resolutions that suit the model.
         options: which engine denoises, and how.
         decode: does the autoencoder's part; None for the pipeline's own.
-        unbatched: why each request calls a scheduler of its own; None where one update serves all of them.
 
     Attributes:
+        unbatched: why each request calls a scheduler of its own; None where one update serves all of them.
         templates: records that edits may read. Where there is no record for an edit, it is as it were without a
             template; without this store it is the twin of the one that reads, with the template's noise.
         masked_up_to: share of an image's cells up to which they do.
@@ -90,7 +91,6 @@ class ServedModel:
         defaults: ModelDefaults,
         options: EngineOptions,
         decode: Decode | None = None,
-        unbatched: str | None = None,
     ) -> None:
         self.pipe, self.family, self.stepper = pipe, family, stepper
         self.name, self.fingerprint, self.defaults, self.options = name, fingerprint, defaults, options
@@ -99,7 +99,7 @@ class ServedModel:
         self.device: torch.device = self.denoiser.device
         self.dtype: torch.dtype = self.denoiser.dtype
         self._decode = decode or (lambda latents: pipe.vae.decode(latents, return_dict=False)[0])
-        self.unbatched = unbatched
+        self.unbatched = choose_sampler(pipe.scheduler, pass_step_kwargs=family.pass_step_kwargs)[1]
         self.prompts = PromptCache(options.prompt_cache_mb << 20) if options.prompt_cache_mb else None
         self.templates: TemplateStore | None = None
         self._known_schedules: set[tuple[int, int, Resolution]] = set()

@@ -22,9 +22,7 @@ import torch
 
 from ...data.errors import UsageError
 from .rules import RULES, Columns, terms_of
-from .single import SamplerState, draws_noise
-
-SUPPORTED_SCHEDULERS: tuple[str, ...] = tuple(RULES)
+from .single import PerRequestSampler, SamplerState, draws_noise
 
 
 def _refusal(given: str) -> UsageError:
@@ -83,6 +81,17 @@ class BatchedSampler:
         columns, last = self._rule(state), state.first + state.steps_done - 1
         sample, output = (float(columns[name][last]) for name in ("x0_sample", "x0_output"))
         return sample, output
+
+
+def choose_sampler(scheduler: Any, *, pass_step_kwargs: bool) -> tuple[BatchedSampler | PerRequestSampler, str | None]:
+    """What updates requests with this scheduler; where each calls its own, also why.
+
+    Raises UsageError: the scheduler draws noise that no seed decides.
+    """
+    try:
+        return BatchedSampler(scheduler, pass_step_kwargs=pass_step_kwargs), None
+    except UsageError as error:
+        return PerRequestSampler(scheduler, pass_step_kwargs=pass_step_kwargs), str(error)
 
 
 class SamplerBatch:
@@ -173,10 +182,8 @@ class SamplerBatch:
     def _keep(self, updated: torch.Tensor, x: torch.Tensor, x0: torch.Tensor) -> torch.Tensor:
         """Add to the updated latents what earlier steps have left, and return what this one leaves."""
         assert self.history is not None
-        of, before = (
-            self._current(),
-            dict(zip(self.sampler.kept, self.history.chunk(len(self.sampler.kept), dim=1), strict=True)),
-        )
+        of, kept = self._current(), self.sampler.kept
+        before = dict(zip(kept, self.history.chunk(len(kept), dim=1), strict=True))
         for term, tensor in before.items():
             updated.addcmul_(tensor, of[term])
         if "carried" not in before:

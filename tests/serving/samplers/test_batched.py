@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from patchedserve.data.errors import UsageError
-from patchedserve.serving.samplers.batched import SUPPORTED_SCHEDULERS, BatchedSampler, SamplerBatch
+from patchedserve.serving.samplers.batched import BatchedSampler, SamplerBatch
+from patchedserve.serving.samplers.rules import SUPPORTED_SCHEDULERS
 from patchedserve.serving.samplers.single import PerRequestSampler
 
 from ...support.docs_pages import REPOSITORY
