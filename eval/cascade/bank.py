@@ -94,14 +94,7 @@ def draw_bank(
     sources: dict[str, ImageSource] = {leg: set_of(drawn[leg].folder, drawn[leg].manifest) for leg in LEGS}
     sources["reference"] = fitted_sample(plans["light"].sample, sizes)
     features = {
-        name: features_of(
-            source,
-            judges.inception,
-            judges.inception_sha256,
-            shared_root / FEATURES_DIR,
-            on_images=start_phase(f"{name} features", len(items)),
-        ).half()
-        for name, source in sources.items()
+        name: each.half() for name, each in _features_of(sources, judges, shared_root, len(items), start_phase).items()
     }
     bank = Bank(entries, about | {f"{leg}_images": str(drawn[leg].folder.resolve()) for leg in LEGS})
     with atomic_write(place / FEATURES_FILE) as temporary:
@@ -109,6 +102,22 @@ def draw_bank(
     # Last: a folder with this file holds a whole bank.
     bank.save(place)
     return bank, place
+
+
+def _features_of(
+    sources: Mapping[str, ImageSource], judges: Judges, shared_root: Path, count: int, start_phase: StartPhase
+) -> dict[str, torch.Tensor]:
+    """Inception features of sets of so many images each, (n, 2048), by name."""
+    return {
+        name: features_of(
+            source,
+            judges.inception,
+            judges.inception_sha256,
+            shared_root / FEATURES_DIR,
+            on_images=start_phase(f"{name} features", count),
+        )
+        for name, source in sources.items()
+    }
 
 
 def draw_legs(
@@ -241,17 +250,9 @@ def _near_and_far(
     )
     sizes = {item.id: Resolution(item.width, item.height) for item in plan.items}
     source = set_of(drawn.folder, drawn.manifest)
-    light, truth = (
-        features_of(
-            each,
-            judges.inception,
-            judges.inception_sha256,
-            shared_root / FEATURES_DIR,
-            on_images=start_phase(f"{name} features", len(plan.items)),
-        )
-        for name, each in (("light", source), ("reference", fitted_sample(plan.sample, sizes)))
-    )
-    added = frechet_influence(truth, light, shrinkage=_SHRINKAGE)
+    sources = {"light": source, "reference": fitted_sample(plan.sample, sizes)}
+    features = _features_of(sources, judges, shared_root, len(plan.items), start_phase)
+    added = frechet_influence(features["reference"], features["light"], shrinkage=_SHRINKAGE)
     small = torch.stack(list(thumbnails(source)))
     is_near = torch.zeros(len(small), dtype=torch.bool)
     for size in sorted(set(sizes.values())):

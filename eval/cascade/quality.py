@@ -8,8 +8,7 @@ import torch
 
 from ...data.errors import UsageError
 from ...serving.cascade.legs import LEGS, Leg
-from ..compare.paired import PairedResult
-from ..metrics.bootstrap import bootstrap_centred
+from ..compare.paired import FidOfCounts, PairedResult, compare_fids
 from ..metrics.fid import counts_of, frechet_distance
 from ..metrics.kid import kid
 
@@ -135,27 +134,22 @@ def compare_served(
     Requests that either of them refused are left out on both sides. Raises UsageError: fewer than two are left.
     """
     both = [index for index, legs in enumerate(zip(first, second, strict=True)) if None not in legs]
-    known = [places[index] for index in both]
     if len(both) < LEAST_IMAGES:
         raise UsageError(f"{len(both)} requests were served by both systems, but FID needs at least {LEAST_IMAGES}")
-    sides = [
-        _served_counts(features, [places[index] for index in both], [legs[index] for index in both])
-        for legs in (first, second)
-    ]
-    size, num_reference = len(features["light"]), len(features["reference"])
-    prompts = np.unique(known)
+    known = [places[index] for index in both]
+    prompts, size = torch.tensor(sorted(set(known))), len(features["light"])
 
-    def difference(drawn: np.ndarray, others: np.ndarray) -> float:
-        times, reference = counts_of(prompts[drawn], size), counts_of(others, num_reference)
-        one, other = (_fid(features, {leg: counts[leg] * times for leg in LEGS}, reference) for counts in sides)
-        return other - one
+    def fid_of(served: Sequence[Leg | None]) -> FidOfCounts:
+        counts = _served_counts(features, known, [served[index] for index in both])
 
-    one, other = (_fid(features, counts) for counts in sides)
-    found = bootstrap_centred(
-        other - one, (len(prompts), num_reference), difference, seed=seed, num_resamples=num_resamples
-    )
-    ends = found.low, found.high
-    return PairedResult("fid", one, other, found.value, *ends, n=len(prompts), direction="lower", seed=seed)
+        def fid(times: torch.Tensor, reference: torch.Tensor) -> float:
+            each = torch.zeros(size, dtype=torch.int64).index_copy(0, prompts, times)
+            return _fid(features, {leg: counts[leg] * each for leg in LEGS}, reference)
+
+        return fid
+
+    sizes = len(prompts), len(features["reference"])
+    return compare_fids(fid_of(first), fid_of(second), sizes, seed, num_resamples)
 
 
 def _served_counts(

@@ -4,7 +4,7 @@ The difference of paired values varies far less than either side, so it needs fa
 figures. Intervals of differences are bootstraps over pairs; those of win rates are Wilson's, no points at 0 and 1.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import torch
 
 FID_RESAMPLES = 100
+FidOfCounts = Callable[["torch.Tensor", "torch.Tensor"], float]
+"""FID of a side where each prompt, and each reference image, counts so many times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,17 +126,41 @@ def compare_fid(
     Raises:
         UsageError: the sides have different numbers of images, or fewer than two.
     """
-    from ..metrics.fid import counts_of, frechet_distance, require_pairs
+    from ..metrics.fid import frechet_distance, require_pairs
 
     require_pairs(first, second)
 
-    def difference(pairs: np.ndarray, others: np.ndarray) -> float:
-        counts = counts_of(others, len(reference)), counts_of(pairs, len(first))
-        return frechet_distance(reference, second, *counts) - frechet_distance(reference, first, *counts)
+    def fid_of(side: "torch.Tensor") -> FidOfCounts:
+        return lambda pairs, others: frechet_distance(reference, side, others, pairs)
 
-    one, other = frechet_distance(reference, first), frechet_distance(reference, second)
-    found = bootstrap_centred(
-        other - one, (len(first), len(reference)), difference, seed=seed, num_resamples=num_resamples
-    )
-    ends = found.low, found.high
-    return PairedResult("fid", one, other, found.value, *ends, n=len(first), direction="lower", seed=seed)
+    return compare_fids(fid_of(first), fid_of(second), (len(first), len(reference)), seed, num_resamples)
+
+
+def compare_fids(
+    first: FidOfCounts,
+    second: FidOfCounts,
+    sizes: tuple[int, int],
+    seed: int = 0,
+    num_resamples: int = FID_RESAMPLES,
+) -> PairedResult:
+    """Difference of two FIDs that both are functions of how often each prompt and each reference image counts.
+
+    Args:
+        first, second: the sides.
+        sizes: numbers of prompts and of reference images.
+        seed, num_resamples: as of `compare_fid`.
+    """
+    import torch
+
+    from ..metrics.fid import counts_of
+
+    def both(*counts: "torch.Tensor") -> tuple[float, float]:
+        return first(*counts), second(*counts)
+
+    def difference(*drawn: np.ndarray) -> float:
+        one, other = both(*map(counts_of, drawn, sizes))
+        return other - one
+
+    one, other = both(*(torch.ones(size, dtype=torch.int64) for size in sizes))
+    found = bootstrap_centred(other - one, sizes, difference, seed=seed, num_resamples=num_resamples)
+    return PairedResult("fid", one, other, found.value, found.low, found.high, n=sizes[0], direction="lower", seed=seed)
