@@ -6,9 +6,16 @@ from typing import Any
 
 from matplotlib.ticker import PercentFormatter
 
-from ...profiling.report.theme import LIGHT, Theme, add_wide_legend, new_figure, series_colours, style_axes, to_png
-
-MARKERS = "osD^vPXh"
+from ...profiling.report.theme import (
+    LIGHT,
+    MARKERS,
+    Theme,
+    add_wide_legend,
+    new_figure,
+    series_colours,
+    style_axes,
+    to_png,
+)
 
 
 def plot_over_lateness(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes:

@@ -11,8 +11,16 @@ from matplotlib.ticker import PercentFormatter
 from ...data.files import write_bytes, write_json, write_text
 from ...profiling.report.page import image_tag, page
 from ...profiling.report.table import Table
-from ...profiling.report.theme import LIGHT, Theme, add_wide_legend, new_figure, series_colours, style_axes, to_png
-from .plots import MARKERS
+from ...profiling.report.theme import (
+    LIGHT,
+    MARKERS,
+    Theme,
+    add_wide_legend,
+    new_figure,
+    series_colours,
+    style_axes,
+    to_png,
+)
 from .scores import RANDOM
 
 RESULT_FILE, REPORT_FILE = "result.json", "report.html"

@@ -51,6 +51,10 @@ DARK = Theme(
 )
 
 
+MARKERS = "osD^vPXh"
+"""Of the points of series, in order."""
+
+
 def series_colours(labels: Sequence[str], theme: Theme) -> dict[str, str]:
     """One colour per label, in order; past the fixed ones, evenly spaced colours of a map."""
     if len(labels) <= len(theme.series):

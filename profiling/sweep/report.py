@@ -11,7 +11,7 @@ from ...data.files import write_bytes, write_json, write_text
 from ...data.run_facts import describe
 from ..report.page import plots_of, render
 from ..report.table import Table
-from ..report.theme import DARK, LIGHT, Theme, add_wide_legend, new_figure, series_colours, style_axes, to_png
+from ..report.theme import DARK, LIGHT, MARKERS, Theme, add_wide_legend, new_figure, series_colours, style_axes, to_png
 from ..report.words import DASH, plain, seconds, share
 from .figures import NEAR_SATURATION, FinishedRun, agreement, estimates, sweep_figures
 from .held import RATIO_TARGET, TARGETS
@@ -33,7 +33,6 @@ _PLOTS = {
     "attainment": "SLO attainment over the request rate, a line for every system",
     "goodput": "Requests in time per second over the request rate, a line for every system",
 }
-_MARKERS = "osD^vPXh"
 
 
 def sweep_result(
@@ -114,7 +113,7 @@ def _plot(result: Mapping[str, Any], name: Literal["attainment", "goodput"] | st
                 rates,
                 values,
                 color=colours[system],
-                marker=_MARKERS[index % len(_MARKERS)] if is_first else None,
+                marker=MARKERS[index % len(MARKERS)] if is_first else None,
                 markersize=5,
                 linewidth=1.8 if is_first else 1.3,
                 linestyle="-" if is_first else ":",
