@@ -92,10 +92,6 @@ class EditSpec:
         """Size of the image in pixels."""
         return Resolution(self.image.shape[1], self.image.shape[0])
 
-    def num_steps(self, num_inference_steps: int) -> int:
-        """How many of so many steps are taken. With some models it is one more, which shows when it is prepared."""
-        return max(1, int(num_inference_steps * self.strength))
-
     @property
     def mask_ratio(self) -> float:
         """Share of the pixels that may change."""

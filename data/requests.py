@@ -16,6 +16,13 @@ MAX_SEED = 2**63 - 1
 """Largest seed: what a table's signed 64-bit column and torch's generator both hold."""
 
 
+def steps_taken(num_inference_steps: int, strength: float) -> int:
+    """How many of so many steps an edit of this strength takes. With some models it is one more, which shows when it is
+    prepared.
+    """
+    return max(1, int(num_inference_steps * strength))
+
+
 @dataclass(frozen=True, slots=True)
 class TracedEdit:
     """An edit as a trace tells it: which image and mask, without their pixels (`data.traces.edits`).
@@ -40,10 +47,6 @@ class TracedEdit:
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= 1:
                 raise UsageError(f"{name} is {value!r}, but it must be a number above 0 and up to 1")
-
-    def num_steps(self, num_inference_steps: int) -> int:
-        """See `data.edits.EditSpec.num_steps`."""
-        return max(1, int(num_inference_steps * self.strength))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +111,10 @@ class Request:
     @property
     def num_steps(self) -> int:
         """How many denoising steps it takes: fewer than were asked for if it starts from an image that is noised only
-        in part (`EditSpec.num_steps`).
+        in part (`steps_taken`).
         """
         steps, edit = self.num_inference_steps, self.edit or self.traced
-        return steps if edit is None else edit.num_steps(steps)
+        return steps if edit is None else steps_taken(steps, edit.strength)
 
     @property
     def deadline_s(self) -> float | None:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..checks import require_counts
-from ..edits import EditSpec, TemplateSpec, latent_mask, read_image, read_mask
+from ..edits import EditSpec, read_image, read_mask
 from ..errors import UsageError
 from ..records import csv_rows, open_text
 from ..requests import Request, TracedEdit
@@ -200,7 +200,7 @@ def traced_edit(image: str, mask: str, mask_ratio: float | None, strength: float
     return TracedEdit(image, mask, mask_ratio, 1.0 if strength is None else strength)
 
 
-def with_pixels(request: Request, template: TemplateSpec | None = None) -> Request:
+def with_pixels(request: Request) -> Request:
     """The request with the image and the mask that its trace names; a new image as it is.
 
     Raises:
@@ -211,7 +211,7 @@ def with_pixels(request: Request, template: TemplateSpec | None = None) -> Reque
     if traced is None:
         return request
     image = _image_of(traced.image, request.resolution)
-    return replace(request, edit=EditSpec(image, mask_of(request), traced.strength, template=template))
+    return replace(request, edit=EditSpec(image, mask_of(request), traced.strength))
 
 
 @lru_cache(maxsize=256)
@@ -224,8 +224,8 @@ def _image_of(name: str, resolution: Resolution) -> NDArray[np.uint8]:
     return np.asarray(EmojiDataset(resolution, index + 1).image(index).convert("RGB"))
 
 
-def mask_of(request: Request, factor: int = 1) -> NDArray[np.bool_]:
-    """The mask that a trace names, (height / factor, width / factor): every `factor`-th pixel of it. Raises UsageError.
+def mask_of(request: Request) -> NDArray[np.bool_]:
+    """The mask that a trace names, (height, width). Raises UsageError.
 
     A drawn mask has the wanted area to 1 %, or as near as whole pixels allow.
     """
@@ -233,12 +233,11 @@ def mask_of(request: Request, factor: int = 1) -> NDArray[np.bool_]:
     assert traced is not None, "only edits have masks"
     shape, _, seed = traced.mask.partition(":")
     if shape in SHAPES and seed:
-        return drawn_mask(shape, int(seed), traced.mask_ratio, request.resolution, factor)
-    mask = read_mask(_content(traced.mask), traced.mask)
-    return mask if factor == 1 else latent_mask(mask, factor)
+        return drawn_mask(shape, int(seed), traced.mask_ratio, request.resolution)
+    return read_mask(_content(traced.mask), traced.mask)
 
 
-def drawn_mask(shape: str, seed: int, ratio: float, resolution: Resolution, factor: int = 1) -> NDArray[np.bool_]:
+def drawn_mask(shape: str, seed: int, ratio: float, resolution: Resolution) -> NDArray[np.bool_]:
     """A box, an ellipse or a blob of this share of the image, somewhere in it; see `mask_of`.
 
     Its middle lies on a multiple of eight pixels, so that however small it is, a latent is in it.
@@ -248,8 +247,8 @@ def drawn_mask(shape: str, seed: int, ratio: float, resolution: Resolution, fact
     middle = [int(rng.integers(side // RESOLUTION_MULTIPLE)) * RESOLUTION_MULTIPLE for side in (height, width)]
     stretch = 2.0 ** rng.uniform(-1, 1)
     if shape == "box":
-        return _box(middle, stretch, ratio, resolution)[::factor, ::factor]
-    down, right = np.mgrid[:height:factor, :width:factor].astype(np.float32)
+        return _box(middle, stretch, ratio, resolution)
+    down, right = np.mgrid[:height, :width].astype(np.float32)
     down, right = (down - middle[0]) * math.sqrt(stretch), (right - middle[1]) / math.sqrt(stretch)
     reach = np.hypot(down, right)
     if shape == "blob":

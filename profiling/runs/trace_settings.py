@@ -11,9 +11,12 @@ from ...data.resolution import parse_list
 from ...serving.models.defaults import ModelDefaults
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ...data.traces.curves import Curve
     from ...data.traces.edits import EditDraws
     from ...data.traces.traces import TraceKind
+    from ...serving.families.geometry import Geometry
 
 _DEFAULT_NUM_PROMPTS = 32
 _DEFAULT_GAMMA_CV = 2.0
@@ -107,18 +110,32 @@ class TraceSettings:
         return given | {"request_rate": self.request_rate if math.isfinite(self.request_rate) else "inf"}
 
 
-def draw_requests(settings: TraceSettings, defaults: ModelDefaults, *, may_edit: bool = False) -> list[Request]:
-    """Draw or read the trace; with `may_edit` there may be edits in it, without their pixels.
+def draw_requests(
+    settings: TraceSettings, defaults: ModelDefaults, *, geometry: "Callable[[], Geometry] | None" = None
+) -> list[Request]:
+    """Draw or read the trace.
+
+    Args:
+        settings, defaults: of the trace.
+        geometry: tells what edits must fit, whose images and masks are then read; None: there may be none.
 
     Raises:
-        UsageError: if a setting is out of its range or a file is malformed (file and line are named).
+        UsageError: if a setting is out of its range or a file is malformed (file and line are named), or an edit does
+            not fit or may not be there.
     """
     requests = _draw_requests(settings, defaults)
     traced = next((request for request in requests if request.traced is not None), None)
-    if traced is not None and not may_edit:
+    if traced is None:
+        return requests
+    if geometry is None:
         raise UsageError(
             f"request {traced.request_id} of the trace is an edit, and only psctl serve takes those, without a cascade"
         )
+    from ...data.traces.edits import with_pixels
+
+    known, requests = geometry(), list(map(with_pixels, requests))
+    for request in requests:
+        known.check_edit(request)
     return requests
 
 

@@ -80,7 +80,6 @@ def serve(
         psctl serve --http --cascade emoji-xl:4,emoji-xl:50 --workers 2 --slo-scale 4
     """
     # Everything that can be wrong is looked at before torch is imported and the model loaded.
-    from ...data.traces.edits import with_pixels
     from ...profiling.report.table import to_rich
     from ...profiling.report.tables import run_tables
     from ...profiling.runs.corrections import correction_of, keep_correction
@@ -144,12 +143,7 @@ def serve(
     if predictor is not None:
         step_latency = load_step_file(predictor, on_warning=out.warn).steady
         warn_of_small_table(step_latency, predictor, max_batch_size, out.warn)
-    requests = draw_requests(trace, target.defaults(), may_edit=True)
-    if any(request.traced is not None for request in requests):
-        geometry = model_geometry(target.model)
-        requests = [with_pixels(request) for request in requests]
-        for request in requests:
-            geometry.check_edit(request)
+    requests = draw_requests(trace, target.defaults(), geometry=lambda: model_geometry(target.model))
     check_slo_scale(slo_scale)
     require_places(save_dir, target.workspace, file=output_file)
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from ...data.requests import MAX_SEED, Fallback
+from ...data.requests import MAX_SEED, Fallback, steps_taken
 from ...data.resolution import Resolution
 from ..models.defaults import ModelDefaults
 from .errors import ApiError, invalid
@@ -100,7 +100,7 @@ class Generation:
     def num_steps(self) -> int:
         """How many steps each image takes."""
         steps = self.num_inference_steps
-        return steps if self.edit is None else self.edit.num_steps(steps)
+        return steps if self.edit is None else steps_taken(steps, self.edit.strength)
 
     @property
     def pixel_steps(self) -> int:

@@ -17,7 +17,6 @@ from patchedserve.data.traces.edits import (
     EditDraws,
     MaskRatios,
     drawn_mask,
-    mask_of,
     read_mask_ratios,
     with_pixels,
 )
@@ -114,14 +113,6 @@ def test_boxes_are_boxes_and_shapes_hang_together() -> None:
         assert len(rows) == np.ptp(rows) + 1
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_masks_of_latents_are_those_of_pixels(shape: str) -> None:
-    for seed in range(20):
-        whole, coarse = drawn_mask(shape, seed, 0.15, SIZE), drawn_mask(shape, seed, 0.15, SIZE, 8)
-        assert coarse.shape == (SIZE.height // 8, SIZE.width // 8)
-        assert np.mean(whole[::8, ::8] != coarse) <= 0.03
-
-
 def test_edits_change_nothing_else_of_a_trace() -> None:
     ratios = read_mask_ratios("production")
     plain, few, all_of_them = (trace_of(each) for each in (None, EditDraws(0.3, ratios), EditDraws(1.0, ratios)))
@@ -170,7 +161,6 @@ def test_files_of_images_and_masks(tmp_path: Path) -> None:
     assert edit is not None
     assert np.array_equal(edit.image, pixels)
     assert np.array_equal(edit.mask, mask > 0)
-    assert np.array_equal(mask_of(request, 8), mask[::8, ::8] > 0)
     save_trace(tmp_path / "elsewhere" / "trace.jsonl", [with_pixels(request)])
     assert load_trace(tmp_path / "elsewhere" / "trace.jsonl") == [request]
     with pytest.raises(UsageError, match="resolution is 128x128, but the image to edit has 64x64 pixels"):
@@ -187,7 +177,7 @@ def test_other_commands_refuse_traces_with_edits(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     save_trace(path, trace_of(EditDraws(1.0, read_mask_ratios("public")), 3))
     defaults = ModelDefaults(2, 4.0, SIZE, (SIZE,))
-    assert len(draw_requests(TraceSettings(str(path)), defaults, may_edit=True)) == 3
+    assert len(draw_requests(TraceSettings(str(path)), defaults, geometry=lambda: Geometry.of_unet(8, 3))) == 3
     with pytest.raises(UsageError, match="request 0 of the trace is an edit, and only psctl serve takes those"):
         draw_requests(TraceSettings(str(path)), defaults)
 
