@@ -24,7 +24,6 @@ from .commands.bench_parallel import bench_parallel
 from .commands.bench_serve import bench_serve
 from .commands.bench_slo import bench_slo
 from .commands.bench_steps import bench_steps
-from .commands.cascade import profile_cascade, train_predictor_discriminator
 from .commands.demo import demo
 from .commands.doctor import doctor
 from .commands.edit import edit
@@ -38,11 +37,13 @@ from .commands.generate import generate
 from .commands.groups import profile, train_predictor
 from .commands.models import models_card, models_list, models_train
 from .commands.profile import profile_blocks, profile_latency
+from .commands.profile_cascade import profile_cascade
 from .commands.profile_parallel import profile_parallel
 from .commands.reproduce import reproduce_patchedserve
 from .commands.serve import serve
 from .commands.simulate import simulate
 from .commands.templates import templates_add, templates_check, templates_list, templates_remove
+from .commands.train_discriminator import train_predictor_discriminator
 from .commands.train_predictor import train_predictor_cache, train_predictor_latency
 from .flags import expanded
 from .output import Output

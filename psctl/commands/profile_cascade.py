@@ -1,21 +1,21 @@
-"""`psctl train-predictor discriminator`, `psctl profile cascade`: what a cascade decides by."""
+"""`psctl profile cascade`: how long both models of a cascade take, and what they draw."""
 
-import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ...data.errors import UsageError
 from ...data.files import require_places
 from ...data.resolution import parse_list
-from ...eval.options import EvalOptions, EvalPlan, plan_eval
+from ...eval.options import EvalOptions
 from ...serving.cascade.legs import LEGS, Leg, LegSpec, parse_cascade
 from ..flags import flag, preset_flag
 from ..options.cascade import DEFAULT_CASCADE, PROFILE_FILE, Cascade, place_of
 from ..options.common import OutputFile, Resolutions, Seed, numbers_of
-from ..options.groups import JUDGES, JudgeFlags
+from ..options.groups import JudgeFlags
 from ..options.target import WHERE, Target
 from ..output import Output
+from .cascade_models import facts_of, load_both, plans_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -24,118 +24,6 @@ if TYPE_CHECKING:
     from ...serving.cascade.profile import CascadeProfile
     from ...serving.models.served import ServedModel
     from ...training.cascade.discriminator import Discriminator
-
-_LEAST_AUC = 0.6
-_TRAINING_SET, _HELD_OUT = "emoji?split=train", "emoji"
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """Both models, their parts of the workspace, and what loading them took."""
-
-    models: "dict[Leg, ServedModel]"
-    places: "dict[Leg, ModelWorkspace]"
-    load_s: dict[Leg, float]
-
-
-def train_predictor_discriminator(
-    *,
-    quick: Annotated[
-        bool,
-        preset_flag("--quick", "120 prompts, 200 steps: coarser, in some minutes.", num_prompts=120, steps=200),
-    ] = False,
-    cascade: Cascade = DEFAULT_CASCADE,
-    net: Annotated[
-        Literal["mbconv", "resnet", "vit"],
-        flag("--net", "Like EfficientNet, ResNet or ViT, with at most 0.6 million parameters."),
-    ] = "mbconv",
-    real: Annotated[
-        Literal["gt", "heavy", "vae", "near"],
-        flag(
-            "--real",
-            "What passes for real: images of the data set, images of the heavy model, images of the data set that went "
-            "through its autoencoder, or those light images that add least to FID.",
-        ),
-    ] = "gt",
-    dataset: Annotated[
-        str,
-        flag(
-            "--dataset",
-            "Captions and images to learn from: none that the cascade is judged by.",
-            metavar="emoji|coco:PATH|...",
-        ),
-    ] = _TRAINING_SET,
-    num_prompts: Annotated[int, flag("--num-prompts", "Captions; either model draws every other one.", min=40)] = 1200,
-    resolutions: Resolutions = None,
-    steps: Annotated[int, flag("--steps", "Optimisation steps.", min=1)] = 600,
-    max_batch_size: Annotated[int, flag("--max-batch-size", "Requests drawn together.", min=1)] = 16,
-    seed: Seed = 0,
-    judging: Annotated[JudgeFlags, JUDGES.only("fid_weights")],
-    output_file: Annotated[
-        Path | None,
-        flag("--output-file", "Write the discriminator here. Default: the workspace's predictors.", dir_okay=False),
-    ] = None,
-    target: Annotated[Target, WHERE.without("model")],
-    out: Output,
-) -> None:
-    """Train the discriminator of a cascade: how likely a light image is to be real, so that it is good enough.
-
-    A small network learns to tell images of the data set from images of both models. A fifth is held out, by which its
-    confidences are calibrated and judged. Interrupted drawing and training go on with the same command.
-
-    Examples:
-
-        psctl train-predictor discriminator --quick
-        psctl train-predictor discriminator --cascade emoji-xl:4,emoji-xl:50 --real near --num-prompts 2400
-        psctl train-predictor discriminator --real vae --net resnet
-        psctl train-predictor discriminator --cascade stabilityai/sdxl-turbo:2,org/sdxl --num-prompts 4000 \
-            --dataset 'coco:coco2017?split=train2017'
-    """
-    specs = parse_cascade(cascade)
-    options = EvalOptions(
-        metrics=("clip",) if real == "heavy" else ("fid",),
-        dataset=dataset,
-        num_prompts=num_prompts,
-        seed=seed,
-        resolutions=resolutions,
-        max_batch_size=max_batch_size,
-    )
-    require_places(target.workspace, file=output_file)
-    plans = _plans(specs, options, target)
-    with out.status("Loading ..."):
-        from ...eval.cascade.bank import examples_for
-        from ...training.cascade.discriminator import DISCRIMINATOR_FILE, DiscriminatorAbout
-        from ...training.cascade.fitting import fit_discriminator
-    loaded = _load(specs, target, out)
-    models = loaded.models
-    judges = judging.to_judges(models["light"].device)
-    if real == "near":
-        judges.check(("fid",))
-    place = place_of(target.root, specs, str(models["light"].device))
-    file = output_file or place.predictors / DISCRIMINATOR_FILE
-    with out.phases() as start:
-        examples = examples_for(models, plans, options, real, judges, loaded.places, target.root.root, start)
-        advance = start("training steps", steps)
-        light, heavy = _facts(models, specs)
-        about = DiscriminatorAbout(net, real, light, heavy)
-        found = fit_discriminator(
-            examples,
-            about,
-            place.root / "training",
-            models["light"].device,
-            steps=steps,
-            seed=seed,
-            on_step=lambda step, figures: advance(1),
-        )
-    found.save(file)
-    result = {**asdict(found.about), "file": str(file)}
-    out.data(result, table=lambda: _discriminator_table(result))
-    if found.about.fit["auc"] < _LEAST_AUC:
-        out.warn(
-            f"held-out images are hardly told apart (area under the ROC curve {found.about.fit['auc']:.2f}): "
-            "confidences will say little; give more --num-prompts or --steps, or another --net or --real"
-        )
-    out.note(f"Discriminator: {file}")
 
 
 def profile_cascade(
@@ -164,7 +52,7 @@ def profile_cascade(
     dataset: Annotated[
         str,
         flag("--dataset", "Captions and real images of the bank.", metavar="emoji|coco:PATH|..."),
-    ] = _HELD_OUT,
+    ] = "emoji",
     num_prompts: Annotated[
         int, flag("--num-prompts", "Captions that both models draw; 0: no bank, times only.", min=0)
     ] = 5000,
@@ -202,7 +90,7 @@ def profile_cascade(
     require_places(target.workspace, file=output_file)
     defaults = replace(target, model=specs["heavy"].model).defaults()
     sizes = defaults.resolutions if resolutions is None else parse_list(resolutions)
-    plans = _plans(specs, options, target) if num_prompts else None
+    plans = plans_of(specs, options, target) if num_prompts else None
     with out.status("Loading ..."):
         from ...profiling.cascade.batches import profile_leg
         from ...serving.cascade.profile import CascadeProfile, LegProfile, read_profile
@@ -211,9 +99,9 @@ def profile_cascade(
         device = resolve_device(target.device)
         place = place_of(target.root, specs, str(device))
         scorer = _discriminator(discriminator, place, cascade)
-    loaded = _load(specs, target, out)
+    loaded = load_both(specs, target, out)
     models = loaded.models
-    scorer.to(models["light"].device).require_models(*_facts(models, specs))
+    scorer.to(models["light"].device).require_models(*facts_of(models, specs))
     file = place.tables / PROFILE_FILE
     known = None if remeasure or not file.is_file() else read_profile(file)
     if known is not None and not _still_holds(
@@ -271,47 +159,6 @@ def profile_cascade(
     out.note(f"Profile: {file}")
 
 
-def _plans(specs: dict[Leg, LegSpec], options: EvalOptions, target: Target) -> dict[Leg, EvalPlan]:
-    """What both models draw: the same prompts, in the sizes of the heavy one, each with its own steps."""
-    defaults = {leg: replace(target, model=spec.model).defaults() for leg, spec in specs.items()}
-    heavy = plan_eval(options, defaults["heavy"], target.root.root)
-    return {
-        leg: replace(
-            heavy,
-            num_inference_steps=specs[leg].steps_of(defaults[leg]),
-            guidance_scale=defaults[leg].guidance_scale,
-        )
-        for leg in LEGS
-    }
-
-
-def _load(specs: dict[Leg, LegSpec], target: Target, out: Output) -> "Loaded":
-    """Both models; one that is both is loaded once."""
-    found = Loaded({}, {}, {})
-    for leg in LEGS:
-        start_s = time.perf_counter()
-        if leg == "heavy" and specs["heavy"].model == specs["light"].model:
-            for each in (found.models, found.places, found.load_s):
-                each[leg] = each["light"]  # type: ignore[index]  of each mapping its own
-            continue
-        found.models[leg], found.places[leg] = replace(target, model=specs[leg].model).load(out)
-        found.load_s[leg] = time.perf_counter() - start_s
-    return found
-
-
-def _facts(models: "dict[Leg, ServedModel]", specs: dict[Leg, LegSpec]) -> list[dict[str, Any]]:
-    """What a discriminator is told of both models."""
-    return [
-        {
-            "model": models[leg].name,
-            "fingerprint": models[leg].fingerprint,
-            "num_steps": specs[leg].steps_of(models[leg].defaults),
-            "guidance_scale": models[leg].defaults.guidance_scale,
-        }
-        for leg in LEGS
-    ]
-
-
 def _discriminator(file: Path | None, place: "ModelWorkspace", cascade: str) -> "Discriminator":
     """The one that was named, or the workspace's. Raises UsageError: there is none."""
     from ...training.cascade.discriminator import DISCRIMINATOR_FILE, load_discriminator
@@ -357,22 +204,6 @@ def _batch_sizes(text: str) -> tuple[int, ...]:
     ):
         raise UsageError(f"--batch-sizes is {text!r}, but it must be ascending whole numbers that begin with 1")
     return found
-
-
-def _discriminator_table(result: dict[str, Any]) -> "RenderableType":
-    from ...profiling.report.table import Table
-
-    fit = result["fit"]
-    rows = [
-        ("images to learn from", f"{fit['num_real']} real, {fit['num_drawn']} drawn"),
-        ("held out", str(fit["num_held_out"])),
-        ("parameters", f"{fit['parameters']:,}"),
-        ("accuracy", f"{fit['accuracy']:.1%}"),
-        ("area under the ROC curve", f"{fit['auc']:.3f}"),
-        ("calibration error", f"{fit['ece']:.3f} (before: {fit['ece_before']:.3f})"),
-        ("temperature", f"{result['temperature']:.3g}"),
-    ]
-    return Table(f"Discriminator ({result['net']}, real: {result['real']})", ("", "held-out images"), rows).to_rich()
 
 
 def _profile_table(result: dict[str, Any]) -> "RenderableType":
