@@ -1,8 +1,9 @@
 """e(b) and T(b) of a model: how long batches take, and how many requests a worker draws a second (DiffServe 3.3).
 
-Batches run to completion and are of one resolution, as a cascade's workers have them. For each resolution and batch
-size some batches follow each other on the engine that serves: the first, which meets an idle worker, gives e(b), the
-others T(b). Of requests of many steps only the first are taken; the rest are as long as the median of these.
+Batches run to completion and are of one resolution, as a cascade's workers have them, on the engine that serves. Those
+that meet an idle worker give e(b). T(b) is that of a closed loop: while a batch is drawn the next one is prepared, as
+for every request that ends another one comes. Of requests of many steps only the first are taken; the rest are as long
+as the median of these.
 
 On a CPU, the model is measured as workers have it: on one processor, with one thread.
 """
@@ -27,7 +28,6 @@ from ...data.run_facts import RunFacts
 from ...serving.cascade.policy import CascadePolicy
 from ...serving.cascade.profile import LegProfile, SizeTimes
 from ...serving.cascade.worker import WORKER_THREADS
-from ...serving.core.request_state import RequestRecord
 from ...serving.engine.collectors import InMemory
 from ...serving.engine.engine import Engine
 from ...serving.models.served import ServedModel
@@ -37,7 +37,8 @@ from ..machine import run_facts
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 MOST_STEPS = 10
 """Steps of a request that are measured; of a longer one the others are taken to be as long."""
-_NUM_BATCHES = 3
+_MOST_ALONE, _MOST_FOLLOWING, _LEAST_FOLLOWING = 4, 12, 4
+"""Batches of one request that are measured, alone and in the loop. Of larger ones there are fewer."""
 Score = Callable[[Image.Image], float]
 """What a discriminator says of an image."""
 _WARM_UP_STEPS = 2
@@ -48,14 +49,16 @@ class BatchTimes:
     """Of batches of one size and resolution.
 
     Attributes:
-        latency_s, throughput, step_s: e(b), T(b), and one step.
-        records: of the requests.
+        latency_s, throughput: e(b) and T(b).
+        prepare_s, step_s, postprocess_s: of the stages, with nothing beside them; of those that take requests one by
+            one for each.
     """
 
     latency_s: float
     throughput: float
+    prepare_s: float
     step_s: float
-    records: Sequence[RequestRecord]
+    postprocess_s: float
 
 
 def profile_leg(
@@ -128,7 +131,7 @@ def _measured(
 ) -> LegProfile:
     model.tune(resolutions, tables)
     start_s = time.perf_counter()
-    _batches(model, max(resolutions, key=lambda size: size.pixels), 1, _WARM_UP_STEPS, 1)
+    _batches(model, max(resolutions, key=lambda size: size.pixels), 1, _WARM_UP_STEPS, 1, None)
     warm_up_s = time.perf_counter() - start_s
     sizes: dict[str, SizeTimes] = {}
     for size in resolutions:
@@ -136,13 +139,12 @@ def _measured(
         for count in batch_sizes:
             found.append(measure_batches(model, size, count, num_steps, score))
             on_batch()
-        stages = StageTimes.measured(found[0].records)
         sizes[str(size)] = SizeTimes(
             tuple(each.latency_s for each in found),
             tuple(each.throughput for each in found),
             tuple(each.step_s for each in found),
-            stages.prepare_s[size],
-            stages.postprocess_s[size],
+            found[0].prepare_s,
+            found[0].postprocess_s,
         )
     return LegProfile(
         num_steps,
@@ -161,33 +163,57 @@ def measure_batches(
 ) -> BatchTimes:
     """Batches of so many requests of one resolution and so many steps. Raises as `profile_leg`."""
     taken = min(num_steps, MOST_STEPS)
-    collector = _batches(model, size, count, taken, _NUM_BATCHES, score)
-    step_s = statistics.median(row.duration_s for row in collector.steps if row.active == count)
+    # These go first, as their first batch, of which nothing is told, is also a warm-up.
+    loop = _batches(model, size, count, taken, max(_LEAST_FOLLOWING, _MOST_FOLLOWING // count), score)
+    alone = [_batches(model, size, count, taken, 1, score) for _ in range(max(1, _MOST_ALONE // count))]
+    ends = _ends(loop, count)
+    # The last batch was prepared before it began, and nobody came while it was drawn.
+    step_s = statistics.median(row.duration_s for row in loop.steps if row.active == count and row.start_s >= ends[-2])
     rest_s = (num_steps - taken) * step_s
-    ended = sorted(record.finish_s or 0.0 for record in collector.records)
-    first_s, last_s = ended[count - 1], ended[-1]
-    each_s = (last_s - first_s) / (_NUM_BATCHES - 1)
-    return BatchTimes(first_s + rest_s, count / (each_s + rest_s), step_s, collector.records)
+    each_s = (ends[-2] - ends[0]) / (len(ends) - 2)
+    latency_s = statistics.median(_ends(each, count)[0] for each in alone)
+    stages = [StageTimes.measured(each.records) for each in alone]
+    return BatchTimes(
+        latency_s + rest_s,
+        count / (each_s + rest_s),
+        statistics.median(each.prepare_s[size] for each in stages),
+        step_s,
+        statistics.median(each.postprocess_s[size] for each in stages),
+    )
+
+
+def _ends(batches: InMemory, count: int) -> list[float]:
+    """When batches of so many requests ended, one after the other."""
+    ended = sorted(record.finish_s or 0.0 for record in batches.records)
+    return ended[count - 1 :: count]
 
 
 def _batches(
-    model: ServedModel, size: Resolution, count: int, num_steps: int, num_batches: int, score: Score | None = None
+    model: ServedModel, size: Resolution, count: int, num_steps: int, num_batches: int, score: Score | None
 ) -> InMemory:
-    """Serve some batches that follow each other."""
-    collector = InMemory()
+    """Serve some batches: for every request that ends another one comes, so that one batch always waits."""
+    collector, scale = InMemory(), model.defaults.guidance_scale
+    prompts = list(islice(cycle(load_prompts(None)), count * num_batches))
+    numbers = iter(range(len(prompts)))
+
+    def come() -> None:
+        number = next(numbers, None)
+        if number is None:
+            engine.close()
+            return
+        engine.submit(Request(number, prompts[number], size, num_steps, scale, seed=number, arrival_s=engine.now_s()))
+
     engine = Engine(
         model,
         CascadePolicy(lambda resolution, batch: 0.0),
         max_batch_size=count,
         collector=collector,
         on_image=None if score is None else lambda request, image: score(image),
+        on_finish=lambda record: come() if record.status == "completed" else engine.close(),
     )
-    scale = model.defaults.guidance_scale
-    prompts = islice(cycle(load_prompts(None)), count * num_batches)
     engine.start()
-    for number, prompt in enumerate(prompts):
-        engine.submit(Request(number, prompt, size, num_steps, scale, seed=number))
-    engine.close()
+    for _ in range(min(2, num_batches) * count):
+        come()
     if engine.run().was_interrupted:
         raise KeyboardInterrupt
     failed = [record for record in collector.records if record.status != "completed"]

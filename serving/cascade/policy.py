@@ -15,9 +15,14 @@ BatchSeconds = Callable[[Resolution, int], float]
 
 
 class CascadePolicy(Policy):
-    """DiffServe's workers (section 3.1): the request that came first leads, with it go those of its resolution.
+    """DiffServe's workers (section 3.1): who has the earliest deadline leads, and others of its resolution go along.
 
-    Whoever would be late in this batch is dropped before it starts, and the batch is formed anew without him.
+    The paper has one resolution, where that is the request that came first. SLOs of small images are shorter, though,
+    and behind a batch of large ones that came before them they would be late.
+
+    A batch runs to completion: the next one begins when its last image is decoded. Otherwise images would pile up
+    before the decoder, where no plan sees them, as soon as steps are shorter than decoding. Whoever would be late in a
+    batch is dropped before it starts, and the batch is formed anew without him.
 
     Args:
         batch_s: of the model.
@@ -41,9 +46,11 @@ class CascadePolicy(Policy):
     ) -> Decision:
         """See `Policy.decide`."""
         # Of a batch that has begun, nobody cares how large the next one may be.
-        if active:
+        if active or decoder_free_s > now_s:
             return Decision()
-        queue, dropped = list(waiting), list[tuple[int, str]]()
+        # Of equal deadlines, who came first.
+        queue = sorted(waiting, key=_deadline_s)
+        dropped = list[tuple[int, str]]()
         while queue:
             kind = queue[0].resolution, queue[0].num_steps
             batch = [view for view in queue if (view.resolution, view.num_steps) == kind][:max_batch_size]
@@ -86,7 +93,7 @@ class SharedPolicy(Policy):
         """See `Policy.decide`."""
         num_free = free_places(active, max_batch_size)
         joining, dropped = list[int](), list[tuple[int, str]]()
-        order = sorted(waiting, key=lambda view: (view.num_steps, view.deadline_s or math.inf)) if num_free else []
+        order = sorted(waiting, key=lambda view: (view.num_steps, _deadline_s(view))) if num_free else []
         for view in order:
             if len(joining) == num_free:
                 break
@@ -97,3 +104,7 @@ class SharedPolicy(Policy):
             else:
                 joining.append(view.request_id)
         return Decision(tuple(joining), tuple(dropped))
+
+
+def _deadline_s(view: RequestView) -> float:
+    return math.inf if view.deadline_s is None else view.deadline_s

@@ -18,7 +18,7 @@ from ...data.resolution import Resolution, parse
 from ...data.run_facts import RunFacts
 from ..scheduling.step_latency import TableLatency
 from ..simulator.stage_times import StageTimes
-from ..simulator.step_durations import ProfiledSteps, StepDurations
+from ..simulator.step_durations import SHARED, UNDISTURBED, ProfiledSteps, StepDurations
 from .legs import LEGS, Leg
 from .problem import ModelTimes
 from .simulation import CascadeModel
@@ -33,7 +33,7 @@ class SizeTimes:
     Attributes:
         latency_s: e(b), from a batch's arrival at an idle worker to its last image, scored if it is light.
         throughput: T(b), requests a second where batches follow each other.
-        step_s: one step of a batch.
+        step_s: one step of a batch, with nothing beside it.
         prepare_s, postprocess_s: the other stages of one request; the latter with its score.
     """
 
@@ -117,9 +117,10 @@ class LegProfile:
             {size: times.prepare_s for size, times in sizes.items()},
             {size: times.postprocess_s for size, times in sizes.items()},
         )
-        return CascadeModel(
-            self.num_steps, self.guidance_scale, batches, StepDurations(ProfiledSteps(steps)), stages, self.switch_s
-        )
+        # A worker on a CPU has one core for all stages.
+        slowdown = SHARED if self.facts.device == "cpu" else UNDISTURBED
+        durations = StepDurations(ProfiledSteps(steps), slowdown=slowdown)
+        return CascadeModel(self.num_steps, self.guidance_scale, batches, durations, stages, self.switch_s)
 
     def require(self, names: Mapping[str, float] | Sequence[str]) -> None:
         """Raise UsageError unless all of these resolutions were profiled."""

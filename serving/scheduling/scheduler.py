@@ -1,5 +1,6 @@
 """The scheduler: the one state machine of requests. The engine drives it with real time, the simulator with virtual."""
 
+import math
 import time
 from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
@@ -242,8 +243,14 @@ class Scheduler:
         decision = policy.decide(*given, self._decoder_free_s())
         if self._on_decision is not None:
             self._on_decision(time.perf_counter() - start)
-        is_one_size = policy.requires_one_resolution
-        check_decision(decision, self._waiting, views, max_batch_size, requires_one_resolution=is_one_size)
+        check_decision(
+            decision,
+            self._waiting,
+            views,
+            max_batch_size,
+            requires_one_resolution=policy.requires_one_resolution,
+            is_decoding=bool(self._decoding),
+        )
         for request_id in decision.admit:
             self._stop_waiting(request_id)
             state = self._open[request_id]
@@ -332,7 +339,9 @@ class Scheduler:
         return max(state.record.denoise_end_s, self._decoded_s)
 
     def _decoder_free_s(self) -> float:
-        """When the decoder will have done what it was given, as far as is known."""
+        """When the decoder will have done what it was given; infinity where it is at work and nobody knows."""
+        if self._end_learner is None and self._decoding:
+            return math.inf
         free_s = self._decoded_s
         if self._end_learner is not None:
             for state in self._decoding.values():

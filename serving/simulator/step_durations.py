@@ -23,6 +23,8 @@ Slowdown = tuple[tuple[float, float, float], tuple[float, float, float], tuple[f
 """By which share each of `STAGES` (rows) is prolonged by each (columns) that works beside it: 1 is twice as long. Two
 at once add up, and the diagonal does not count, as every stage does one thing at a time."""
 UNDISTURBED: Slowdown = ((0.0, 0.0, 0.0), (0.0, 0.0, 0.0), (0.0, 0.0, 0.0))
+SHARED: Slowdown = ((0.0, 1.0, 1.0), (1.0, 0.0, 1.0), (1.0, 1.0, 0.0))
+"""All stages on one core."""
 MAX_SLOWDOWN = 9.0
 
 

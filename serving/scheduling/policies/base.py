@@ -94,7 +94,7 @@ class Policy(Protocol):
             max_batch_size: largest number of active requests, at least 1 and never below `len(active)`.
             predictor: step latencies for policies that look ahead; the others ignore it.
             decoder_free_s: when the decoder will have done what it was given, on the clock of `now_s`; not after that
-                if it has nothing to do.
+                if it has nothing to do; infinity if it is at work and nobody knows for how long.
 
         Returns:
             A decision that `check_decision` accepts: only waiting requests are named, each once, and no more are
@@ -129,8 +129,12 @@ def check_decision(
     max_batch_size: int,
     *,
     requires_one_resolution: bool = False,
+    is_decoding: bool = False,
 ) -> None:
-    """Raise RuntimeError if a decision breaks the contract of `Policy`, which is our fault and never the user's."""
+    """Raise RuntimeError if a decision breaks the contract of `Policy`, which is our fault and never the user's.
+
+    While images are being decoded, a policy may admit nobody although nothing is active: it is asked again.
+    """
     dropped = [request_id for request_id, _ in decision.drop]
     named = [*decision.admit, *dropped]
     queue = as_queue(waiting)
@@ -144,7 +148,7 @@ def check_decision(
             f"policy admitted {len(decision.admit)} requests to {len(active)} active ones, "
             f"but max_batch_size is {max_batch_size}"
         )
-    if waiting and not active and not decision.admit and len(dropped) < len(waiting):
+    if waiting and not active and not is_decoding and not decision.admit and len(dropped) < len(waiting):
         raise RuntimeError(f"policy admitted none of {len(waiting)} waiting requests although nothing is active")
     if requires_one_resolution:
         joining = [view for request_id in decision.admit if (view := queue.get(request_id))]

@@ -304,5 +304,6 @@ def test_standing_still_is_found() -> None:
     with pytest.raises(RuntimeError, match="admitted none of 2 waiting requests although nothing is active"):
         check_decision(Decision(), waiting, [], 3)
     check_decision(Decision(), waiting, [view(7)], 3)
+    check_decision(Decision(), waiting, [], 3, is_decoding=True)
     check_decision(Decision(drop=((0, "late"), (1, "late"))), waiting, [], 3)
     check_decision(Decision(), [], [], 3)
