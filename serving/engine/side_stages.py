@@ -279,6 +279,8 @@ class SideStages:
             is_open = state.record.status == "pending"
             if is_open:
                 self._scheduler.end(request.request_id, status, self._now_s(), failure)
+                # A policy may wait for the decoder.
+                self.changed.notify_all()
         if is_open:
             self.let_go(state, image, latents if failure is None else None)
         if self.recorder is not None and state.record.reused is False:

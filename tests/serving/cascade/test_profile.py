@@ -1,14 +1,18 @@
 """Profiles of cascades: their files, mixes of resolutions, and what is wrong with damaged ones."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from patchedserve.data.errors import UsageError
+from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
+from patchedserve.serving.cascade.policy import CascadePolicy
 from patchedserve.serving.cascade.profile import CascadeProfile, LegProfile, SizeTimes, read_profile
+from patchedserve.serving.simulator.simulator import simulate
 
 from ...support.cascades import profile
 from ...support.latency_tables import CIRCUMSTANCES
@@ -30,6 +34,27 @@ def test_a_mix_draws_as_many_a_second_as_its_batches_take() -> None:
     assert mixed == pytest.approx([3 / (2 / one + 1 / other) for one, other in zip(*alone, strict=True)])
     model = leg.model({"64x64": 1.0})
     assert model.durations.steps.told.step_latency_s([Resolution(64, 64)]) == pytest.approx(0.05, rel=0.05)
+
+
+def test_all_stages_of_a_worker_on_a_cpu_share_its_core() -> None:
+    size, slow = Resolution(64, 64), SizeTimes((2.0,), (0.5,), (0.5,), 0.25, 0.75)
+    requests = [Request(number, "", size, 1, 1.0, seed=0) for number in range(4)]
+    for device, end_s in (
+        ("cpu", 4 * (0.25 + 0.5 + 0.75)),
+        # Elsewhere one request is prepared while another is denoised, and a batch runs to completion.
+        ("cuda:0", 0.25 + 4 * (0.5 + 0.75)),
+    ):
+        facts = replace(CIRCUMSTANCES, device=device)
+        model = LegProfile(1, 1.0, (1,), {"64x64": slow}, 0.1, 1.0, 0.0, facts).model({"64x64": 1.0})
+        result = simulate(
+            requests,
+            CascadePolicy(lambda resolution, count: 0.0),
+            model.durations.steps.told,
+            max_batch_size=1,
+            times=model.times,
+            durations=model.durations,
+        )
+        assert max(record.finish_s or 0.0 for record in result.records) == pytest.approx(end_s), device
 
 
 def test_costs_are_relative_to_their_mean_and_of_what_was_profiled() -> None:

@@ -18,6 +18,7 @@ from PIL import Image
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
+from patchedserve.serving.cascade.policy import CascadePolicy
 from patchedserve.serving.core.prepared import PreparedRequest
 from patchedserve.serving.core.request_state import RequestView
 from patchedserve.serving.engine.collectors import InMemory
@@ -195,6 +196,24 @@ def test_policy_may_drop(model: ServedModel) -> None:
     result = serve(model, requests_of(5), FunctionPolicy(_drop_odd))
     assert [record.status for record in result.records] == ["completed", "discarded"] * 2 + ["completed"]
     assert result.records[1].reason == "odd"
+
+
+def test_a_policy_may_wait_for_the_decoder(model: ServedModel) -> None:
+    engine = Engine(model, CascadePolicy(lambda resolution, count: 0.0), max_batch_size=2, collector=InMemory())
+    for request in requests_of(6):
+        engine.submit(request)
+    engine.close()
+    results = list[RunResult]()
+    # The end of an image must wake the loop: without that it would sleep for ever.
+    thread = threading.Thread(target=lambda: results.append(engine.run()), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert results, "the engine still waits"
+    # Ends of images of one batch, and when the next one began.
+    records = sorted(results[0].records, key=lambda record: record.admitted_s or 0.0)
+    assert [record.status for record in records] == ["completed"] * 6
+    for earlier, later in pairwise(records[place : place + 2] for place in (0, 2, 4)):
+        assert max(record.finish_s or 0.0 for record in earlier) <= min(record.admitted_s or 0.0 for record in later)
 
 
 class _Learning:
