@@ -12,7 +12,7 @@ from ..flags import flag
 from ..options.common import GuidanceScale, MaxBatchSize, NumInferenceSteps, Seed, require_seeds
 from ..options.groups import ParallelEngineFlags
 from ..options.target import Target
-from ..options.templates import TemplatePrompt, TemplateSeed, require_masked
+from ..options.templates import KeepFlag, TemplatePrompt, TemplateSeed, require_keep, require_masked
 from ..output import Output
 from .generate import draw, image_paths
 
@@ -45,6 +45,7 @@ def edit(
     ] = False,
     template_prompt: TemplatePrompt = "",
     template_seed: TemplateSeed = 0,
+    keep: KeepFlag = "all",
     num_images: Annotated[int, flag("--num-images -n", "How many to draw, with seeds counting up.", min=1)] = 1,
     num_inference_steps: NumInferenceSteps = None,
     guidance_scale: GuidanceScale = None,
@@ -78,6 +79,9 @@ def edit(
 
     if reuse:
         require_masked(engine)
+        require_keep(target.model, keep)
+    elif keep != "all":
+        raise UsageError(f"--keep {keep} is of the record, which only --reuse reads")
     elif template_prompt or template_seed:
         raise UsageError("--template-prompt and --template-seed are of the record, which only --reuse reads")
     geometry, defaults = model_geometry(target.model), target.defaults()
@@ -113,5 +117,6 @@ def edit(
         engine,
         out,
         max_batch_size=max_batch_size,
+        keep=keep,
         facts={"mask_ratio": spec.mask_ratio, "active_share": share},
     )
