@@ -120,8 +120,10 @@ class PatchedStepper:
         self.forecast.clear()
         self._stepped.clear()
         failures: dict[int, str] = {}
+        is_masked = [prepared.is_masked for prepared in active]
+        # An edit may go from the first to the second, never back.
         for lane, is_edit in ((self._whole, False), (self._edits, True)):
-            own = [prepared for prepared in active if (prepared.template is not None) == is_edit]
+            own = [prepared for prepared, reads in zip(active, is_masked, strict=True) if reads == is_edit]
             if own:
                 failures |= lane.step(own)
             else:

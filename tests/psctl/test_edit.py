@@ -120,7 +120,10 @@ def test_what_cannot_be_edited_is_said_in_one_line_before_anything_is_loaded(run
         ("room.png", "mask.png", ["--strength", "0.4"], "with 2 steps it must be at least 0.5"),
         ("room.png", "mask.png", ["--strength", "2"], "strength is 2.0"),
         ("room.png", "mask.png", ["--template-seed", "2"], "only --reuse reads"),
-        ("room.png", "mask.png", ["--keep", "kv"], "only --reuse reads"),
+        ("room.png", "mask.png", ["--keep", "kv"], "add --reuse"),
+        ("room.png", "mask.png", ["--edit-dilate", "1"], "add --reuse"),
+        ("room.png", "mask.png", ["--reuse", "--edit-full-steps", "3"], "full_steps is 3, but the edit takes 2 steps"),
+        ("room.png", "mask.png", ["--reuse", "--edit-dilate", "65"], "dilate is 65, but it must be a whole number"),
         ("room.png", "mask.png", ["-n", "2", "-o", folder / "x.png"], "there are 2 images: give a folder"),
     ):
         # A model of which no weights are left: it cannot be loaded.

@@ -54,6 +54,11 @@ def serve(model: ServedModel, requests: Sequence[Request]) -> RunResult:
     return result
 
 
+def some(value: Any) -> Any:
+    assert value is not None
+    return value
+
+
 def edits() -> list[Request]:
     return [
         edit_request(0, SMALL, "line", template=TEMPLATE),
@@ -185,6 +190,42 @@ def test_what_is_computed_of_all_pixels_is_nearer_to_the_twin(keep: Keep, tmp_pa
         for kept in (keep, "all")
     }
     assert 1e-4 < errors[keep] < errors["all"]
+
+
+@pytest.mark.parametrize(("family", "sampler"), [("sdxl", "dpm++"), ("sd3", None)])
+def test_steps_that_are_computed_whole_are_the_twins(family: str, sampler: str | None, tmp_path: Path) -> None:
+    pipe, request = pipeline(family, sampler), edit_request(0, LARGE, template=TEMPLATE)
+    twin = serve(build_model(pipe, name="tiny"), [request]).latents[0]
+    model, errors = model_with(pipe, tmp_path, [request]), []
+    for count in (0, 2, 4, 6):
+        edit = replace(some(request.edit), full_steps=count)
+        found = serve(model, [replace(request, edit=edit)]).latents[0]
+        errors.append(relative_error([found], [twin]))
+        # Among others, which read records at each of their steps.
+        together = serve(model, [replace(request, edit=edit, request_id=9), *edits()]).latents[9]
+        assert relative_error([together], [found]) <= 1e-5
+    assert torch.equal(found, twin)
+    assert errors[0] > errors[2] > errors[3] == 0
+    with pytest.raises(UsageError, match="full_steps is 7, but the edit takes 6 steps"):
+        model.check_request(replace(request, edit=replace(some(request.edit), full_steps=7)))
+
+
+def test_cells_around_the_mask_are_computed_and_do_not_change(tmp_path: Path) -> None:
+    pipe, request = pipeline("sd3"), edit_request(0, LARGE, "line", template=TEMPLATE)
+    twin = serve(build_model(pipe, name="tiny"), [request]).latents[0]
+    model, shares, errors = model_with(pipe, tmp_path, [request]), [], []
+    known = some(model.prepare(request).known)
+    outside = ~known.mask.expand_as(known.clean)
+    for dilate in (0, 1, 2, 64):
+        edit = replace(some(request.edit), dilate=dilate)
+        shares.append(model.family.geometry.active_share(edit))
+        found = serve(model, [replace(request, edit=edit)]).latents[0]
+        assert torch.equal(found[outside], known.clean[outside])
+        errors.append(relative_error([found], [twin]))
+    assert shares == sorted(set(shares))
+    assert shares[-1] == 1
+    assert errors[0] > errors[-1]
+    assert errors[-1] <= 1e-3
 
 
 @pytest.mark.parametrize("damage", ["truncated", "changed", "missing", "foreign", "manifest"])
