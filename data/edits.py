@@ -19,6 +19,7 @@ from .resolution import Resolution
 MAX_PIXELS = 1 << 26
 """Of an image to edit, or of a mask."""
 MAX_FEATHER_PX = 256
+MAX_DILATE = 64
 _WHITE = 128
 
 
@@ -51,6 +52,9 @@ class EditSpec:
         feather_px: over so many pixels inside the mask's edge the new image fades into the old one.
         template: whose record is read where there is one, and whose noise is taken outside the mask then. None for an
             edit as diffusers' pipelines do it, which draw all noise from the request's own seed.
+        full_steps: so many of its first steps compute all of the image, although there is a record.
+        dilate: cells around those that the mask touches that are computed as well where a record is read; they may not
+            change for that.
 
     Raises:
         UsageError: a field is out of its range, or image and mask differ in size.
@@ -62,6 +66,8 @@ class EditSpec:
     paste: bool = True
     feather_px: int = 0
     template: TemplateSpec | None = None
+    full_steps: int = 0
+    dilate: int = 0
 
     def __post_init__(self) -> None:
         if self.image.ndim != 3 or self.image.shape[2] != 3 or self.image.dtype != np.uint8:
@@ -83,6 +89,12 @@ class EditSpec:
         if type(self.feather_px) is not int or not 0 <= self.feather_px <= MAX_FEATHER_PX:
             raise UsageError(
                 f"feather_px is {self.feather_px!r}, but it must be a whole number from 0 to {MAX_FEATHER_PX}"
+            )
+        if type(self.full_steps) is not int or self.full_steps < 0:
+            raise UsageError(f"full_steps is {self.full_steps!r}, but it must be a whole number from 0")
+        if type(self.dilate) is not int or not 0 <= self.dilate <= MAX_DILATE:
+            raise UsageError(
+                f"dilate is {self.dilate!r}, but it must be a whole number of cells from 0 to {MAX_DILATE}"
             )
         if self.feather_px and not self.paste:
             raise UsageError("feather_px fades the new image into the old one, so it needs paste")
@@ -142,17 +154,22 @@ def latent_mask(mask: NDArray[np.bool_], factor: int) -> NDArray[np.bool_]:
     return found
 
 
-def active_share(mask: NDArray[np.bool_], cell: int) -> float:
-    """Share of the cells, of `cell` latents on a side, in which a latent may change; `mask` is of latents."""
-    return float(active_cells(mask, cell).mean())
+def active_share(mask: NDArray[np.bool_], cell: int, dilate: int = 0) -> float:
+    """Share of the cells, of `cell` latents on a side, that `active_cells` names."""
+    return float(active_cells(mask, cell, dilate).mean())
 
 
-def active_cells(mask: NDArray[np.bool_], cell: int) -> NDArray[np.bool_]:
-    """Those cells, (height / cell, width / cell), both rounded up."""
+def active_cells(mask: NDArray[np.bool_], cell: int, dilate: int = 0) -> NDArray[np.bool_]:
+    """Which cells, (height / cell, width / cell), both rounded up, are at most `dilate` cells (in a line or diagonally)
+    away from one in which a latent may change; `mask` is of latents.
+    """
     height, width = (math.ceil(side / cell) for side in mask.shape)
     padded = np.zeros((height * cell, width * cell), dtype=bool)
     padded[: mask.shape[0], : mask.shape[1]] = mask
-    return np.asarray(padded.reshape(height, cell, width, cell).any(axis=(1, 3)))
+    touched = np.asarray(padded.reshape(height, cell, width, cell).any(axis=(1, 3)))
+    side = 2 * dilate + 1
+    windows = np.lib.stride_tricks.sliding_window_view(np.pad(touched, dilate), (side, side))
+    return np.asarray(windows.any(axis=(2, 3)))
 
 
 def _check(content: bytes, name: str) -> None:

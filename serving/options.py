@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from ..data.checks import require_counts
 from ..data.errors import UsageError
 from .cache.options import CacheOptions
+from .editing.keep import Keep
 from .parallel.options import ParallelOptions
 from .samplers.names import SamplerName
 
@@ -22,6 +23,19 @@ RecordTemplates = Literal["first", "never"]
 """Whether a server records the template of an edit that has found no record, or only reads those made ahead."""
 PATCH_OPTIONS = ("order", "patch_size", "strategy", "kernels", "compile", "cuda_graphs")
 """Names of what `EngineOptions` says beside the engine and the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateOptions:
+    """How a server's edits come to records of templates.
+
+    Attributes:
+        record: see `RecordTemplates`.
+        keep: what records hold, see `Keep`.
+    """
+
+    record: RecordTemplates = "first"
+    keep: Keep = "all"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from ...data.requests import Request
 from ...data.resolution import Resolution
 from ...data.workspace import ModelWorkspace
 from ...serving.models.identity import ModelIdentity
-from ...serving.options import EngineOptions, RecordTemplates
+from ...serving.options import EngineOptions, TemplateOptions
 from ...serving.scheduling.policies import get_policy
 from ...serving.scheduling.systems import System
 from ..measure.standalone import shape_of, standalone_latencies
@@ -42,7 +42,7 @@ class EngineRecipe:
         sizes: that are warmed up, and whose latency alone is measured.
         max_batch_size: requests denoised together.
         needs_standalone: whether requests get SLOs, so that latencies alone must be known.
-        templates: whether edits read records of templates in the workspace, and who makes these; None: they do not.
+        templates: how edits come to records of templates in the workspace; None: they read none.
         threads: that torch computes with; None: as many as it wants.
     """
 
@@ -56,7 +56,7 @@ class EngineRecipe:
     sizes: Sequence[Resolution]
     max_batch_size: int = 16
     needs_standalone: bool = True
-    templates: RecordTemplates | None = None
+    templates: TemplateOptions | None = None
     threads: int | None = None
 
 
@@ -116,6 +116,7 @@ def build_engine(
     if model is None:
         model = load_model(recipe.model, recipe.device, recipe.dtype, recipe.options)
     if recipe.templates is not None:
+        model.use_keep(recipe.templates.keep)
         model.templates = TemplateStore(recipe.workspace.templates)
     defaults, place, system = model.defaults, recipe.workspace, recipe.system
     prompts = itertools.cycle(load_prompts())
@@ -158,7 +159,7 @@ def build_engine(
         recipe.max_batch_size,
         alone.latency_s,
         warm_up=[*([request] for request in alone_first), together],
-        records_templates=recipe.templates == "first",
+        records_templates=recipe.templates is not None and recipe.templates.record == "first",
     )
     usual = defaults.default_resolution
     if usual not in recipe.sizes:

@@ -12,7 +12,7 @@ from ..flags import flag
 from ..options.common import GuidanceScale, MaxBatchSize, NumInferenceSteps, Seed, require_seeds
 from ..options.groups import ParallelEngineFlags
 from ..options.target import Target
-from ..options.templates import TemplatePrompt, TemplateSeed, require_masked
+from ..options.templates import KeepFlag, TemplatePrompt, TemplateSeed, require_keep, require_masked
 from ..output import Output
 from .generate import draw, image_paths
 
@@ -45,6 +45,13 @@ def edit(
     ] = False,
     template_prompt: TemplatePrompt = "",
     template_seed: TemplateSeed = 0,
+    keep: KeepFlag = "all",
+    edit_full_steps: Annotated[
+        int, flag("--edit-full-steps", "With --reuse: so many first steps compute all of the image.", min=0)
+    ] = 0,
+    edit_dilate: Annotated[
+        int, flag("--edit-dilate", "With --reuse: compute so many cells around the mask, too.", min=0)
+    ] = 0,
     num_images: Annotated[int, flag("--num-images -n", "How many to draw, with seeds counting up.", min=1)] = 1,
     num_inference_steps: NumInferenceSteps = None,
     guidance_scale: GuidanceScale = None,
@@ -71,6 +78,7 @@ def edit(
         psctl edit room.png "a green armchair" --mask chair.png -o armchair.png
         psctl edit room.png "a cat" --mask floor.png --strength 0.8 --feather 6 -n 4 -o cats
         psctl edit room.png "a cat" --mask floor.png --reuse -n 8 -o cats
+        psctl edit room.png "a cat" --mask floor.png --reuse --edit-full-steps 3 --edit-dilate 1
     """
     from ...data.datasets.decode import read_content
     from ...data.edits import EditSpec, TemplateSpec, read_image, read_mask
@@ -78,8 +86,11 @@ def edit(
 
     if reuse:
         require_masked(engine)
+        require_keep(target.model, keep)
     elif template_prompt or template_seed:
         raise UsageError("--template-prompt and --template-seed are of the record, which only --reuse reads")
+    elif edit_full_steps or edit_dilate or keep != "all":
+        raise UsageError("--keep, --edit-full-steps and --edit-dilate are of edits with a record: add --reuse")
     geometry, defaults = model_geometry(target.model), target.defaults()
     require_seeds(seed, num_images, "images")
     spec = EditSpec(
@@ -89,6 +100,8 @@ def edit(
         paste=paste,
         feather_px=feather,
         template=TemplateSpec(template_prompt, template_seed) if reuse else None,
+        full_steps=edit_full_steps,
+        dilate=edit_dilate,
     )
     first = Request(
         0,
@@ -113,5 +126,6 @@ def edit(
         engine,
         out,
         max_batch_size=max_batch_size,
+        keep=keep,
         facts={"mask_ratio": spec.mask_ratio, "active_share": share},
     )

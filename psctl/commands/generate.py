@@ -18,6 +18,8 @@ from ..output import Output
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from ...serving.editing.keep import Keep
+
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 
@@ -96,12 +98,17 @@ def draw(
     out: Output,
     *,
     max_batch_size: int,
+    keep: "Keep" = "all",
     facts: dict[str, Any] | None = None,
 ) -> None:
-    """Draw requests in one batch, write their images and print what came of them; `facts` stand in the JSON, too."""
+    """Draw requests in one batch, write their images and print what came of them.
+
+    Records that edits read hold what `keep` says; `facts` stand in the JSON, too.
+    """
     from ...profiling.runs.draw import draw_images
 
     served, place = target.load(out, engine)
+    served.use_keep(keep)
     for request in requests:
         served.check_request(request)
     with out.status("Measuring which way of convolving is faster ..."):

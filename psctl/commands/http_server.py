@@ -19,7 +19,7 @@ from .serve_cascade import found_to_serve
 if TYPE_CHECKING:
     from ...profiling.http.engine import EngineRecipe
     from ...profiling.http.server import HttpSettings, ServerParts
-    from ...serving.options import EngineOptions, RecordTemplates
+    from ...serving.options import EngineOptions, TemplateOptions
     from ...serving.scheduling.systems import System
 
 
@@ -31,7 +31,7 @@ def serve_http(
     slo_scale: float,
     max_batch_size: int,
     engine: "EngineOptions",
-    templates: "RecordTemplates | None",
+    templates: "TemplateOptions | None",
     target: Target,
     out: Output,
 ) -> None:
@@ -147,7 +147,7 @@ def recipe_of(
     target: Target,
     *,
     needs_standalone: bool = True,
-    templates: "RecordTemplates | None" = None,
+    templates: "TemplateOptions | None" = None,
 ) -> "EngineRecipe":
     """What the engine is made of. Raises UsageError: there is no such model or device."""
     from ...profiling.http.engine import EngineRecipe

@@ -135,9 +135,9 @@ def serve(
     if http:
         sizes = target.defaults().resolutions if trace.resolutions is None else tuple(parse_list(trace.resolutions))
         check_slo_scale(slo_scale)
-        recording = templates.recording(engine, given)
-        engine = with_cache_of([chosen], engine, given, target, out, reuses_templates=recording is not None)
-        serve_http(chosen, web, replicas, sizes, slo_scale, max_batch_size, engine, recording, target, out)
+        records = templates.chosen(engine, target.model, given)
+        engine = with_cache_of([chosen], engine, given, target, out, reuses_templates=records is not None)
+        serve_http(chosen, web, replicas, sizes, slo_scale, max_batch_size, engine, records, target, out)
         return
     step_latency = None
     if predictor is not None:

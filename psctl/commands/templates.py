@@ -9,7 +9,7 @@ from ...data.errors import RunError, UsageError
 from ...data.requests import Request
 from ..options.common import GuidanceScale, NumInferenceSteps
 from ..options.target import Target
-from ..options.templates import TemplatePrompt, TemplateSeed
+from ..options.templates import KeepFlag, TemplatePrompt, TemplateSeed, require_keep
 from ..output import Output
 
 _Ids = Annotated[
@@ -24,17 +24,20 @@ def templates_add(
     guidance_scale: GuidanceScale = None,
     template_prompt: TemplatePrompt = "",
     template_seed: TemplateSeed = 0,
+    keep: KeepFlag = "all",
     target: Target,
     out: Output,
 ) -> None:
     """Record an image ahead of its edits, which psctl edit --reuse would do at the first.
 
-    A record is for one number of steps, and for guided edits or for others; masks, prompts and seeds may differ.
+    A record is for one number of steps, and for guided edits or for others; masks, prompts and seeds may differ. Edits
+    read it if they are told the same --keep.
 
     Examples:
 
         psctl templates add room.png
         psctl templates add room.png --num-inference-steps 20 --template-prompt "a living room"
+        psctl templates add room.png --keep kv
     """
     import numpy as np
 
@@ -42,6 +45,7 @@ def templates_add(
     from ...data.edits import EditSpec, TemplateSpec, read_image
     from ...serving.models.loading import model_geometry
 
+    require_keep(target.model, keep)
     pixels = read_image(read_content(image), str(image))
     everywhere = np.ones(pixels.shape[:2], dtype=bool)
     edit = EditSpec(pixels, everywhere, template=TemplateSpec(template_prompt, template_seed))
@@ -57,6 +61,7 @@ def templates_add(
     model_geometry(target.model).check_size(edit.resolution, target.model)
     served, place = target.load(out)
     served.check_request(request)
+    served.use_keep(keep)
     with out.phases() as start:
         is_new = served.use_template(request, place.templates, start("template", request.num_inference_steps))
     key = served.template_key(request)
@@ -87,7 +92,8 @@ def templates_list(*, target: Target, out: Output) -> None:
         prompt = f", {about['prompt']!r}" if about["prompt"] else ""
         return (
             f"{each['id']}: {about['size']}, {about['num_inference_steps']} steps, "
-            f"{'guided' if about['rows'] == 2 else 'unguided'}, {each['bytes'] / 1e6:.1f} MB{prompt}"
+            f"{'guided' if about['rows'] == 2 else 'unguided'}, keeps {about['keep']}, "
+            f"{each['bytes'] / 1e6:.1f} MB{prompt}"
         )
 
     out.data(found, table="\n".join(map(line, found)) or "There are no templates.")

@@ -5,13 +5,23 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from ...data.errors import UsageError
-from ...serving.options import EngineOptions, RecordTemplates
+from ...serving.editing.keep import Keep
+from ...serving.options import EngineOptions, RecordTemplates, TemplateOptions
 from ..flags import flag
 
 TemplatePrompt = Annotated[
     str, flag("--template-prompt", "Of the record: what the whole image shows. Edits of one record share it.")
 ]
 TemplateSeed = Annotated[int, flag("--template-seed", "Of the record: seed of the noise outside masks.", min=0)]
+
+KeepFlag = Annotated[
+    Keep,
+    flag(
+        "--keep",
+        "What records hold, from small to fast: what each transformer block gives (outputs), keys and values (kv), or "
+        "all that a masked part reads; what they lack is computed of all pixels.",
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +40,33 @@ class TemplateFlags:
             "never: only psctl templates add does.",
         ),
     ] = "first"
+    keep: KeepFlag = "all"
 
-    def recording(self, engine: EngineOptions, given: Container[str]) -> RecordTemplates | None:
-        """When templates are recorded; None: edits read no records.
+    def chosen(self, engine: EngineOptions, model: str, given: Container[str]) -> TemplateOptions | None:
+        """How edits come to records of templates; None: they read none.
 
         Args:
             engine: as the user has it.
+            model: as the user names it.
             given: the options on the command line.
 
         Raises:
-            UsageError: the engine cannot, or nothing is reused.
+            UsageError: the engine or the model cannot, or nothing is reused.
         """
         if not self.reuse_templates:
-            if "--record" in given:
-                raise UsageError("--record is of records that edits read: add --reuse-templates, or leave it out")
+            if refused := [name for name in ("--record", "--keep") if name in given]:
+                raise UsageError(f"{refused[0]} is of records that edits read: add --reuse-templates, or leave it out")
             return None
         require_masked(engine, "--reuse-templates")
-        return self.record
+        require_keep(model, self.keep)
+        return TemplateOptions(self.record, self.keep)
+
+
+def require_keep(model: str, keep: Keep) -> None:
+    """Raise UsageError unless records of a model's templates can hold this; the model is not loaded."""
+    from ...serving.models.loading import check_keep_of
+
+    check_keep_of(model, keep)
 
 
 def require_masked(options: EngineOptions, wanted: str = "--reuse") -> None:

@@ -49,7 +49,8 @@ class PreparedRequest:
         history: what the next step of a batched multistep sampler reads of those before, (1, k * channels, ...).
         key: what a stepper that keeps things of requests knows it by; no other request of it has the same.
         known: what an edit keeps of its image; None for a new image.
-        template: whose record an edit reads outside its mask; None where all of it is computed.
+        template: whose record an edit reads outside its mask, after its first `full_steps`; None where all of it is
+            computed.
     """
 
     request: Request
@@ -66,6 +67,12 @@ class PreparedRequest:
     def size(self) -> tuple[int, int]:
         """(height, width) of the latents."""
         return self.latents.shape[2], self.latents.shape[3]
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether its next step reads the template's record, and computes the rest."""
+        edit = self.request.edit
+        return self.template is not None and edit is not None and self.state.steps_done >= edit.full_steps
 
     @property
     def num_rows(self) -> int:

@@ -28,7 +28,7 @@ from torch import Tensor
 from ...data.errors import RunError, UsageError
 from ...data.files import atomic_folder, sha256_of, write_json
 
-VERSION = 1
+VERSION = 2
 MEMORY_MB, DISK_MB = 2_000.0, 20_000.0
 MANIFEST = "manifest.json"
 Seen = Mapping[str, Tensor]
@@ -40,7 +40,8 @@ class TemplateKey:
     """Which record suits an edit.
 
     Attributes:
-        about: all that a record depends on: the model and its files, dtype, schedule, image, size, prompt, seed, rows.
+        about: all that a record depends on: the model and its files, dtype, schedule, image, size, prompt, seed,
+            rows, and what it keeps.
     """
 
     about: Mapping[str, Any]

@@ -59,8 +59,8 @@ class Geometry:
             )
 
     def check_edit(self, request: Request) -> None:
-        """Raise UsageError if nothing of an edit would be left to do: its mask holds no latent, or it takes no step; or
-        if a trace's edit has no pixels yet.
+        """Raise UsageError if nothing of an edit would be left to do: its mask holds no latent, or it takes no step, or
+        fewer than are to compute all; or if a trace's edit has no pixels yet.
         """
         if request.edit is None:
             if request.traced is not None:
@@ -73,7 +73,9 @@ class Geometry:
             raise UsageError(
                 f"strength is {request.edit.strength:g}, but with {steps} steps it must be at least {least}"
             )
+        if request.edit.full_steps > (most := steps - self.first_step(request)):
+            raise UsageError(f"full_steps is {request.edit.full_steps}, but the edit takes {most} steps")
 
     def active_share(self, edit: EditSpec) -> float:
-        """Share of the cells that an edit changes."""
-        return active_share(latent_mask(edit.mask, self.latent_factor), self.cell)
+        """Share of the cells that an edit computes where it reads a record."""
+        return active_share(latent_mask(edit.mask, self.latent_factor), self.cell, edit.dilate)

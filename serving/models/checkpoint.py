@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from ...data.errors import RunError, UsageError
+from ..editing.keep import Keep
 from ..families.table import FAMILIES, SUPPORTED_PIPELINES
 from ..options import EngineOptions
 from .defaults import read_json
@@ -48,6 +49,12 @@ def check_options(pipeline: str, options: EngineOptions) -> None:
     for name in FAMILIES[pipeline].lacks:
         if given[name]:
             raise UsageError(f"{name} does not work with a {pipeline} yet: leave it out")
+
+
+def check_keep(pipeline: str, keep: Keep) -> None:
+    """Raise UsageError if records of templates cannot hold this with pipelines of a supported class."""
+    if keep not in (known := FAMILIES[pipeline].keeps):
+        raise UsageError(f"--keep {keep} does not work with a {pipeline} yet: give --keep {' or '.join(known)}")
 
 
 def weight_components(index: dict[str, Any]) -> dict[str, tuple[str, str]]:

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 from ...data.errors import RunError, UsageError
 from ...data.models.bundled import GENERATORS, bundled_model_path
 from ...data.workspace import Workspace
+from ..editing.keep import Keep
 from ..families.geometry import Geometry
 from ..options import EngineOptions
 from .changes import apply_changes, changed_fingerprint, check_changes
 from .checkpoint import (
     check_directory,
+    check_keep,
     check_options,
     fingerprint,
     read_index,
@@ -157,6 +159,12 @@ def model_defaults(spec: str) -> ModelDefaults:
 def model_geometry(spec: str) -> Geometry:
     """What a model makes of sizes, without loading it. Raises as `model_defaults`."""
     return read_geometry(resolve_model(spec))
+
+
+def check_keep_of(spec: str, keep: Keep) -> None:
+    """Raise UsageError if records of a model's templates cannot hold this, without loading it; and as `read_index`."""
+    path = resolve_model(spec) / _INDEX_FILE
+    check_keep(read_index(path, source=spec)["_class_name"], keep)
 
 
 def _download(hub_id: str, revision: str | None) -> Path:

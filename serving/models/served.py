@@ -26,6 +26,7 @@ from ..core.denoiser import denoiser_of
 from ..core.prepared import PreparedRequest
 from ..core.stepper import Stepper, Tuning
 from ..core.timing import finish_stream
+from ..editing.keep import Keep
 from ..editing.start import begin_edit, noised_steps
 from ..editing.templates import TemplateKey, TemplateRecord, TemplateStore
 from ..families import Decode, Family
@@ -278,7 +279,16 @@ class ServedModel:
             "seed": edit.template.seed,
             "rows": 2 if self.family.uses_guidance(request.guidance_scale) else 1,
             "guidance": request.guidance_scale if self.family.is_distilled else None,
+            "keep": self.stepper.masked.keep,
         })  # fmt: skip
+
+    def use_keep(self, keep: Keep) -> None:
+        """Say what records hold that are made and read from now on, see `editing.keep`.
+
+        Raises UsageError: the model's blocks are not known so well.
+        """
+        if isinstance(self.stepper, PatchedStepper):
+            self.stepper.use_keep(keep)
 
     def use_template(self, request: Request, folder: Path, on_step: Callable[[int], None]) -> bool:
         """Let edits of a template read its record in this folder, which is made if it is not there.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..cache.active import ActiveSet, QueryGroup
+from ..cache.cells import CellTables
 from ..cache.slots import TokenSlots
 from ..core.attention import FusedLinear, Rotary, attend, check_unused, heads_of, normed
 from ..layout.packing import Group, Level
@@ -266,6 +267,16 @@ def _resolutions(context: PatchContext) -> list[_Images] | list[_ActiveImages]:
     if active is not None:
         return [_ActiveImages(group, active, level, context.text_bias) for group in active.queries]
     return [_Images(group, context.text_bias) for group in level.groups]
+
+
+def keep_keys_values(
+    leaf: PatchedSelfAttention | PatchedJointAttention, hidden_states: Tensor, tables: CellTables, level: int
+) -> None:
+    """Keep keys and values of all image tokens [P, tokens, channels] of a level, for a pass over some of the cells."""
+    attention, tokens = leaf.attention, hidden_states.flatten(0, 1)
+    key, value = (heads_of(layer(tokens), 1, attention.heads) for layer in (attention.to_k, attention.to_v))
+    key = key if attention.norm_k is None else attention.norm_k(key)
+    leaf.slots.buffer.keep(torch.cat([key, value], 1), tables, level)
 
 
 def _keep(slots: TokenSlots, keys_values: Tensor, context: PatchContext) -> Tensor:

@@ -3,24 +3,27 @@
 A whole pass over a template is recorded: what every operator with context has read of each cell (inputs of 3 x 3
 convolutions, sums for GroupNorm, keys and values of attention to the image). A masked pass then computes only some
 cells of other requests for the same image, and reads the rest from the record of the same step: no operator runs on all
-tokens.
+tokens. Records that hold less leave more to compute: see `spans`.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ..cache.active import ActiveSet
 from ..cache.cells import CellTables
 from ..cache.rules import Booleans
 from ..cache.slots import NormSlots, TokenSlots
+from ..editing.keep import Keep
 from ..layout.packing import Packing, pack_rows
+from .leaves import PatchedConv, PatchedGroupNorm
 from .patched_model import PatchedModel
+from .spans import spans_of
 from .text import Shorten
 
 Seen = Mapping[str, Tensor]
@@ -30,18 +33,36 @@ Seen = Mapping[str, Tensor]
 class MaskedPasses:
     """Records passes of a patched model, and runs masked ones.
 
+    Args:
+        model: is only used in one thread at a time.
+        keep: what is recorded and read. Whatever it is, a masked pass over the recorded input is the whole pass.
+
     Attributes:
+        keep: see above.
         cell: side of a cell in latent pixels: the smallest that keeps its shape on all levels.
         shorten, dtype: of the model.
     """
 
-    def __init__(self, model: PatchedModel) -> None:
-        self._model = model
+    def __init__(self, model: PatchedModel, keep: Keep = "all") -> None:
+        self._model, self.keep = model, keep
         self.shorten: Shorten = model.shorten
         self.dtype = model.dtype
         self.cell = model.unit << (model.num_levels - 1)
-        found = ((name, getattr(module, "slots", None)) for name, module in model.model.named_modules())
-        self._buffers = {name: slots.buffer for name, slots in found if isinstance(slots, TokenSlots | NormSlots)}
+        found = {name: (module, getattr(module, "slots", None)) for name, module in model.model.named_modules()}
+        read = {
+            name: (module, slots.buffer)
+            for name, (module, slots) in found.items()
+            if isinstance(slots, TokenSlots | NormSlots)
+        }
+        self._spans = spans_of(model, keep)
+        kept = {
+            name: buffer
+            for name, (module, buffer) in read.items()
+            if keep == "all" or (keep == "kv" and not isinstance(module, PatchedConv | PatchedGroupNorm))
+        }
+        self._kept = kept | {span.name: span.outputs for span in self._spans}
+        """Of what records hold, by name."""
+        self._buffers = [buffer for _, buffer in read.values()] + [span.outputs for span in self._spans]
 
     def pack(self, sizes: list[tuple[int, int]]) -> Packing:
         """Where rows with these latent sizes, sorted by resolution, lie: token by token, whatever the model's order."""
@@ -82,10 +103,13 @@ class MaskedPasses:
         """
         context, tables = self._model.context, rows.tables
         try:
-            with context.elsewhere(tables.packing, rows.kept):
+            with ExitStack() as meanwhile:
+                meanwhile.enter_context(context.elsewhere(tables.packing, rows.kept))
+                for span in self._spans:
+                    meanwhile.enter_context(span.recorded())
                 context.cells = tables
                 self._model.forward(tokens, timesteps, conditions, rows.kept)
-            kept = {name: seen for name, buffer in self._buffers.items() if (seen := buffer.taken()) is not None}
+            kept = {name: seen for name, buffer in self._kept.items() if (seen := buffer.taken()) is not None}
         finally:
             context.cells = None
             self._clear()
@@ -109,22 +133,27 @@ class MaskedPasses:
         """
         context, active = self._model.context, rows.active
         assert active is not None, "rows without active cells are only recorded"
-        for name, buffer in self._buffers.items():
+        for name, buffer in self._kept.items():
             if name in seen[0]:
                 buffer.put([each[name] for each in seen])
+        places = active.tokens(0)
         try:
-            with context.elsewhere(rows.tables.packing, rows.kept):
-                context.active = active
-                places = active.tokens(0)
-                own = tokens.index_select(0, places)
-                predicted = self._model.forward(own, timesteps, conditions, rows.kept)
+            with ExitStack() as meanwhile:
+                meanwhile.enter_context(context.elsewhere(rows.tables.packing, rows.kept))
+                for span in self._spans:
+                    meanwhile.enter_context(span.masked(active))
+                if not self._spans:
+                    context.active = active
+                    tokens = tokens.index_select(0, places)
+                predicted = self._model.forward(tokens, timesteps, conditions, rows.kept)
         finally:
             context.active = None
             self._clear()
-        return torch.zeros_like(tokens).index_copy_(0, places, predicted)
+        own = predicted.index_select(0, places) if self._spans else predicted
+        return own.new_zeros(rows.tables.packing.levels[0].num_tokens, *own.shape[1:]).index_copy_(0, places, own)
 
     def _clear(self) -> None:
-        for buffer in self._buffers.values():
+        for buffer in self._buffers:
             buffer.clear()
 
 

@@ -61,7 +61,7 @@ def cells_of(prepared: PreparedRequest, cell: int) -> Booleans:
     """(cells,) of the image of an edit, those that are computed."""
     edit, (height, _) = prepared.request.edit, prepared.size
     assert edit is not None, "only edits have templates"
-    return active_cells(latent_mask(edit.mask, len(edit.mask) // height), cell).reshape(-1)
+    return active_cells(latent_mask(edit.mask, len(edit.mask) // height), cell, edit.dilate).reshape(-1)
 
 
 def record(

@@ -18,6 +18,7 @@ from ..core.failures import Failures
 from ..core.prepared import PreparedRequest, describe
 from ..core.stepper import Tuning
 from ..core.timing import finish_stream
+from ..editing.keep import Keep
 from ..layout.patch_layout import by_size
 from ..plain.batch import plain_batch
 from ..plain.formats import PlainModels
@@ -61,6 +62,10 @@ class PatchedStepper:
     def _batched(self) -> BatchedSampler:
         assert isinstance(self.sampler, BatchedSampler), "records are read and made by batched samplers only"
         return self.sampler
+
+    def use_keep(self, keep: Keep) -> None:
+        """Say what records hold that are made and read from now on. Raises UsageError: as `spans_of`."""
+        self.masked = MaskedPasses(self.model, keep)
 
     @property
     def batch(self) -> "PackedBatch | None":
@@ -115,8 +120,10 @@ class PatchedStepper:
         self.forecast.clear()
         self._stepped.clear()
         failures: dict[int, str] = {}
+        is_masked = [prepared.is_masked for prepared in active]
+        # An edit may go from the first to the second, never back.
         for lane, is_edit in ((self._whole, False), (self._edits, True)):
-            own = [prepared for prepared in active if (prepared.template is not None) == is_edit]
+            own = [prepared for prepared, reads in zip(active, is_masked, strict=True) if reads == is_edit]
             if own:
                 failures |= lane.step(own)
             else:

@@ -1,7 +1,7 @@
 """What `POST /v1/images/edits` takes: a form with an image, a mask, and fields as text. No torch.
 
 Names and meanings are those of OpenAI's images API; `strength`, `paste`, `feather_px`, `reuse`, `template_prompt`,
-`template_seed` and what is ours of generations are ours.
+`template_seed`, `full_steps`, `dilate` and what is ours of generations are ours.
 """
 
 import json
@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from ...data.datasets.decode import size_of
-from ...data.edits import MAX_FEATHER_PX, EditSpec, TemplateSpec, has_alpha, read_image, read_mask
+from ...data.edits import MAX_DILATE, MAX_FEATHER_PX, EditSpec, TemplateSpec, has_alpha, read_image, read_mask
 from ...data.errors import UsageError
 from ...data.requests import MAX_SEED
 from ...data.resolution import Resolution
@@ -30,6 +30,7 @@ _MOST_PARTS = 64
 _VALUES = (
     *("n", "seed", "num_inference_steps", "guidance_scale", "output_compression", "partial_images", "slo"),
     *("strength", "feather_px", "stream", "progress", "paste", "reuse", "template_seed"),
+    *("full_steps", "dilate"),
 )
 """Fields that are numbers, true or false; all others are text, whatever they look like."""
 _VALUE = re.compile(r"true|false|-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?([eE][-+]?[0-9]{1,3})?", re.ASCII)
@@ -91,13 +92,16 @@ def parse_edit(
         strength = fields.number("strength", 1.0, 0.0, 1.0)
         paste, feather_px = fields.flag("paste", True), fields.whole("feather_px", 0, 0, MAX_FEATHER_PX)
         template = _template_of(fields, model, limits)
+        full_steps = fields.whole("full_steps", 0, 0, limits.max_steps)
+        dilate = fields.whole("dilate", 0, 0, MAX_DILATE)
         wanted = take_generation(fields, resolution, model, limits, header_slo)
         pixels = read_image(image, "image")
         if mask is None and not has_alpha(image):
             missing = "mask is missing, and the image has no transparent parts to take for it"
             raise invalid(missing, "mask", code="missing_required_parameter")
         may_change = read_mask(image if mask is None else mask, "mask")
-        return replace(wanted, edit=EditSpec(pixels, may_change, strength, paste, feather_px, template))
+        edit = EditSpec(pixels, may_change, strength, paste, feather_px, template, full_steps, dilate)
+        return replace(wanted, edit=edit)
     except UsageError as error:
         begin = _PARAM.match(str(error))
         raise invalid(str(error), begin and begin[1]) from None
@@ -108,7 +112,7 @@ def _template_of(fields: Fields, model: ModelFacts, limits: Limits) -> TemplateS
     reuse = fields.flag("reuse", model.reuses_templates)
     if reuse and not model.reuses_templates:
         raise invalid("reuse is true, but edits are exact here: the server has no --reuse-templates", "reuse")
-    for name in ("template_prompt", "template_seed"):
+    for name in ("template_prompt", "template_seed", "full_steps", "dilate"):
         if fields.has(name) and not reuse:
             raise invalid(f"{name} is of the record, which only edits with reuse read", name)
     prompt = fields.text("template_prompt", most=limits.max_prompt) or ""

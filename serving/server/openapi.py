@@ -2,7 +2,7 @@
 
 from typing import Any, get_args
 
-from ...data.edits import MAX_FEATHER_PX
+from ...data.edits import MAX_DILATE, MAX_FEATHER_PX
 from ...data.requests import MAX_SEED, Fallback
 from .limits import Limits
 from .protocol import GENERATIONS, MAX_IMAGES, MAX_PARTIALS, MAX_USER, QUALITIES, ModelFacts
@@ -69,6 +69,8 @@ def edit_body(model: ModelFacts, limits: Limits) -> dict[str, Any]:
         properties |= {
             "template_prompt": {"type": "string", "maxLength": limits.max_prompt},
             "template_seed": _whole(0, MAX_SEED),
+            "full_steps": _whole(0, limits.max_steps),
+            "dilate": _whole(0, MAX_DILATE),
         }
     schema = {"type": "object", "required": ["image", "prompt"], "properties": properties}
     return body_of(schema, "multipart/form-data")

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from patchedserve.data import edits
-from patchedserve.data.edits import EditSpec, active_share, latent_mask, read_image, read_mask
+from patchedserve.data.edits import EditSpec, active_cells, active_share, latent_mask, read_image, read_mask
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
@@ -100,6 +100,9 @@ def test_what_is_no_single_whole_image_is_refused(read: Any, monkeypatch: pytest
         ({"feather_px": -1}, "feather_px is -1"),
         ({"feather_px": 257}, "feather_px is 257"),
         ({"feather_px": 2, "paste": False}, "needs paste"),
+        ({"full_steps": -1}, "full_steps is -1"),
+        ({"full_steps": 1.0}, "full_steps is 1.0"),
+        ({"dilate": 65}, "dilate is 65, but it must be a whole number of cells from 0 to 64"),
     ],
 )
 def test_bad_edits_are_refused(change: dict[str, Any], message: str) -> None:
@@ -133,3 +136,14 @@ def test_a_cell_is_active_if_one_of_its_latents_may_change() -> None:
     assert active_share(mask, 4) == 0.25
     assert active_share(mask, 2) == pytest.approx(1 / 9)
     assert active_share(mask, 1) == pytest.approx(1 / 30)
+
+
+def test_cells_around_the_mask_are_those_that_are_near() -> None:
+    mask = np.zeros((12, 20), dtype=bool)
+    mask[0, 5] = mask[9, 19] = True
+    for dilate in range(4):
+        found = active_cells(mask, 2, dilate)
+        down, right = np.mgrid[:6, :10]
+        near = [np.maximum(abs(down - row), abs(right - column)) <= dilate for row, column in ((0, 2), (4, 9))]
+        assert (found == near[0] | near[1]).all()
+        assert active_share(mask, 2, dilate) == found.mean()

@@ -13,7 +13,7 @@ from patchedserve.serving.models.defaults import read_geometry
 
 from ..conftest import RunPsctl
 from ..support.edits import edit_request, image_of, mask_of, plain_edit
-from ..support.tiny_models import save_tiny, tiny_sd, tiny_sd3, tiny_sdxl
+from ..support.tiny_models import save_tiny, tiny_flux, tiny_sd, tiny_sd3, tiny_sdxl
 
 SIZE = Resolution(64, 48)
 
@@ -71,6 +71,16 @@ def test_a_template_is_recorded_once_and_edits_read_it(run_psctl: RunPsctl, fold
         assert (drawn[mask] != images[0][mask]).any()
     listed = json.loads(run_psctl("templates", "list", "--json", **where).stdout)
     assert [(each["id"], each["about"]["size"]) for each in listed] == [(template["id"], "64x64")]
+    less = run_psctl(*edit, "-o", folder / "three.png", "--keep", "outputs", **where)
+    assert less.returncode == 0, less.stderr
+    assert "template:" in less.stderr
+    assert [each["about"]["keep"] for each in json.loads(run_psctl("templates", "list", "--json", **where).stdout)] == [
+        "outputs",
+        "all",
+    ]
+    first, second = run_psctl("templates", "list", **where).stdout.splitlines()
+    assert ("keeps outputs" in first, "keeps all" in second) == (True, True)
+    assert run_psctl("templates", "remove", first.partition(":")[0], **where).returncode == 0
     assert run_psctl("templates", "check", **where).stdout.strip() == "1 templates are whole."
     step = next(Path(template["folder"]).glob("step-*.safetensors"))
     step.write_bytes(step.read_bytes()[:-8])
@@ -110,6 +120,10 @@ def test_what_cannot_be_edited_is_said_in_one_line_before_anything_is_loaded(run
         ("room.png", "mask.png", ["--strength", "0.4"], "with 2 steps it must be at least 0.5"),
         ("room.png", "mask.png", ["--strength", "2"], "strength is 2.0"),
         ("room.png", "mask.png", ["--template-seed", "2"], "only --reuse reads"),
+        ("room.png", "mask.png", ["--keep", "kv"], "add --reuse"),
+        ("room.png", "mask.png", ["--edit-dilate", "1"], "add --reuse"),
+        ("room.png", "mask.png", ["--reuse", "--edit-full-steps", "3"], "full_steps is 3, but the edit takes 2 steps"),
+        ("room.png", "mask.png", ["--reuse", "--edit-dilate", "65"], "dilate is 65, but it must be a whole number"),
         ("room.png", "mask.png", ["-n", "2", "-o", folder / "x.png"], "there are 2 images: give a folder"),
     ):
         # A model of which no weights are left: it cannot be loaded.
@@ -120,6 +134,23 @@ def test_what_cannot_be_edited_is_said_in_one_line_before_anything_is_loaded(run
         )
         assert (run.returncode, len(run.stderr.splitlines())) == (2, 1), run.stderr
         assert message in run.stderr
+
+
+def test_what_records_of_a_model_cannot_hold_is_said_before_it_is_loaded(run_psctl: RunPsctl, folder: Path) -> None:
+    save_tiny(folder / "flux", tiny_flux())
+    for weights in (folder / "flux").glob("*/*.safetensors"):
+        weights.unlink()
+    for words in (
+        ("edit", folder / "room.png", "a hat", "--mask", folder / "mask.png", "--reuse"),
+        ("templates", "add", folder / "room.png"),
+        ("serve", "--http", "--reuse-templates"),
+    ):
+        run = run_psctl(*words, "--keep", "outputs", PSCTL_MODEL=str(folder / "flux"))
+        assert (run.returncode, len(run.stderr.splitlines())) == (2, 1), run.stderr
+        assert "--keep outputs does not work with a FluxPipeline yet: give --keep kv or all" in run.stderr
+    run = run_psctl("serve", "--http", "--keep", "kv", PSCTL_MODEL=str(folder / "flux"))
+    assert (run.returncode, len(run.stderr.splitlines())) == (2, 1), run.stderr
+    assert "--keep is of records that edits read: add --reuse-templates" in run.stderr
 
 
 @pytest.mark.parametrize("make", [tiny_sd, tiny_sdxl, tiny_sd3])

@@ -96,6 +96,8 @@ WRONG: list[tuple[dict[str, Any], str | None, str, str]] = [
     ({"feather_px": "4", "paste": "false"}, "feather_px", "invalid_value", "so it needs paste"),
     ({"reuse": "true"}, "reuse", "invalid_value", "the server has no --reuse-templates"),
     ({"template_seed": "1"}, "template_seed", "invalid_value", "which only edits with reuse read"),
+    ({"full_steps": "1"}, "full_steps", "invalid_value", "which only edits with reuse read"),
+    ({"dilate": "1"}, "dilate", "invalid_value", "which only edits with reuse read"),
     ({"input_fidelity": "medium"}, "input_fidelity", "invalid_value", "one of low, high"),
     ({"background": "transparent"}, "background", "invalid_value", "no alpha channel"),
     *(({name: "low"}, name, "unknown_parameter", "is unknown") for name in ("moderation", "style", "colour", "mask[]")),

@@ -100,13 +100,20 @@ def test_the_first_edit_is_exact_and_later_ones_read_the_record(
     told, [exact] = edit(0, reuse="false")
     assert told == [{"reused": False, **facts}]
     assert far(exact, first) == 0
+    told, [whole] = edit(0, full_steps=4)
+    assert told == [{"reused": True, **facts}]
+    assert far(whole, reused) > 1
+    told, [wide] = edit(0, dilate=1)
+    # Of four cells all are near: then the exact edit is faster.
+    assert told == [{"reused": False, **facts, "active_share": 1.0}]
+    assert far(wide, first) == 0
     told, images = edit(0, n=2, strength=0.5)
     assert [each["reused"] for each in told] == [True, True]
     for drawn in (first, reused, *images):
         assert (drawn[~MASK] == image_of(SIZE, 0)[~MASK]).all()
-    assert metric(http, 'edits_total{reused="true"}') == before['edits_total{reused="true"}'] + 3
+    assert metric(http, 'edits_total{reused="true"}') == before['edits_total{reused="true"}'] + 4
     lines = [json.loads(line) for line in server.lines if line.startswith("{")]
-    assert [line["reused"] for line in lines if line["event"] == "completed"][-4:] == [0, 1, 0, 2]
+    assert [line["reused"] for line in lines if line["event"] == "completed"][-6:] == [0, 1, 0, 1, 0, 2]
 
 
 def test_a_stream_tells_it_too(client: openai.OpenAI, edit: Edit, folder: Path, http: httpx.Client) -> None:
@@ -180,6 +187,8 @@ def test_wrong_fields(http: httpx.Client, folder: Path) -> None:
         ({"template_seed": "3", "reuse": "false"}, "template_seed", "only edits with reuse read"),
         ({"template_prompt": "a room", "reuse": "false"}, "template_prompt", "only edits with reuse read"),
         ({"template_prompt": "x" * 32_001}, "template_prompt", "at most 32,000"),
+        ({"full_steps": "5"}, None, "full_steps is 5, but the edit takes 4 steps"),
+        ({"dilate": "-1"}, "dilate", "must be a whole number from 0 to 64"),
     ):
         texts = {name: (None, value) for name, value in {"prompt": "a red hat", **fields}.items()}
         answer = http.post(EDITS, files={**files, **texts})

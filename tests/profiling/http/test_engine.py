@@ -7,14 +7,15 @@ import pytest
 from patchedserve.data.resolution import Resolution
 from patchedserve.data.workspace import ModelWorkspace
 from patchedserve.profiling.http.engine import EngineRecipe, build_engine
-from patchedserve.serving.options import EngineOptions, RecordTemplates
+from patchedserve.serving.options import EngineOptions, TemplateOptions
+from patchedserve.serving.patched.stepper import PatchedStepper
 from patchedserve.serving.scheduling.systems import get_system
 
 from ...support.http_server import small_model
 
 
-@pytest.mark.parametrize("templates", ["first", "never", None])
-def test_whether_templates_are_read_and_who_records_them(templates: RecordTemplates | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("templates", [TemplateOptions("first", "kv"), TemplateOptions("never"), None])
+def test_whether_templates_are_read_and_who_records_them(templates: TemplateOptions | None, tmp_path: Path) -> None:
     place = ModelWorkspace(tmp_path / "workspace")
     built = build_engine(
         EngineRecipe(
@@ -33,4 +34,7 @@ def test_whether_templates_are_read_and_who_records_them(templates: RecordTempla
     store = built.model.templates
     assert (None if store is None else store.folder) == (None if templates is None else place.templates)
     assert built.facts.model.reuses_templates == (templates is not None)
-    assert built.setup.records_templates == (templates == "first")
+    assert built.setup.records_templates == (templates is not None and templates.record == "first")
+    stepper = built.model.stepper
+    assert isinstance(stepper, PatchedStepper)
+    assert stepper.masked.keep == ("all" if templates is None else templates.keep)

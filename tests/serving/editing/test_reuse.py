@@ -13,6 +13,7 @@ from patchedserve.data.edits import TemplateSpec
 from patchedserve.data.errors import RunError, UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
+from patchedserve.serving.editing.keep import KEEPS, Keep
 from patchedserve.serving.editing.templates import MANIFEST, TemplateStore
 from patchedserve.serving.engine.collectors import InMemory
 from patchedserve.serving.engine.engine import Engine
@@ -30,9 +31,10 @@ SMALL, LARGE, WIDE = Resolution(64, 64), Resolution(128, 128), Resolution(96, 64
 TEMPLATE = TemplateSpec("a picture", 5)
 
 
-def model_with(pipe: Any, folder: Path, requests: Sequence[Request] = ()) -> ServedModel:
+def model_with(pipe: Any, folder: Path, requests: Sequence[Request] = (), keep: Keep = "all") -> ServedModel:
     """With the records of these edits' templates."""
     model = build_model(pipe, name="tiny")
+    model.use_keep(keep)
     model.templates, model.masked_up_to = TemplateStore(folder), 1.0
     for request in requests:
         key = model.template_key(request)
@@ -52,6 +54,11 @@ def serve(model: ServedModel, requests: Sequence[Request]) -> RunResult:
     return result
 
 
+def some(value: Any) -> Any:
+    assert value is not None
+    return value
+
+
 def edits() -> list[Request]:
     return [
         edit_request(0, SMALL, "line", template=TEMPLATE),
@@ -61,23 +68,30 @@ def edits() -> list[Request]:
 
 
 @pytest.mark.parametrize(
-    ("family", "sampler"),
+    ("family", "sampler", "keep"),
     [
-        *((family, None) for family in ("sd", "sd3", "flux", "aura", "chroma", "pixart")),
-        *(("sdxl", name) for name in SAMPLERS),
+        *((family, None, "all") for family in ("sd", "sd3", "flux", "aura", "chroma", "pixart")),
+        *(("sdxl", name, "all") for name in SAMPLERS),
+        *((family, None, keep) for family in ("sd", "sdxl", "sd3") for keep in ("outputs", "kv")),
     ],
 )
-def test_an_edit_of_the_whole_image_is_its_twin(family: str, sampler: str | None, tmp_path: Path) -> None:
+def test_an_edit_of_the_whole_image_is_its_twin(family: str, sampler: str | None, keep: Keep, tmp_path: Path) -> None:
     pipe, requests = pipeline(family, sampler), [edit_request(0, LARGE, "all", template=TEMPLATE, num_steps=5)]
-    reused = serve(model_with(pipe, tmp_path, requests), requests)
+    reused = serve(model_with(pipe, tmp_path, requests, keep), requests)
     twin = serve(build_model(pipe, name="tiny"), requests)
     assert relative_error([reused.latents[0]], [twin.latents[0]]) <= 1e-3
 
 
-@pytest.mark.parametrize("family", ["sd", "sdxl", "sd3", "flux", "aura", "chroma", "pixart"])
-def test_edits_in_a_mixed_batch_are_those_alone(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "keep"),
+    [
+        *((family, "all") for family in ("sd", "sdxl", "sd3", "flux", "aura", "chroma", "pixart")),
+        *((family, keep) for family in ("sdxl", "sd3") for keep in ("outputs", "kv")),
+    ],
+)
+def test_edits_in_a_mixed_batch_are_those_alone(family: str, keep: Keep, tmp_path: Path) -> None:
     pipe = pipeline(family)
-    model = model_with(pipe, tmp_path, edits())
+    model = model_with(pipe, tmp_path, edits(), keep)
     shares = [model.family.geometry.active_share(request.edit) for request in edits() if request.edit]
     assert max(shares) < 1
     new = Request(3, "a car", LARGE, 5, 4.0, seed=2)
@@ -149,6 +163,69 @@ def test_a_record_is_for_one_image_schedule_prompt_seed_and_number_of_rows(tmp_p
     assert [model.prepare(each).template is None for each in same] == [False] * len(same)
     assert model.family.geometry.first_step(others[-1]) == 1
     assert [model.prepare(each).template is None for each in others[:-1]] == [True] * (len(others) - 1)
+
+
+def test_records_that_keep_something_else_are_others(tmp_path: Path) -> None:
+    pipe, request = pipeline("sdxl"), edit_request(0, LARGE, template=TEMPLATE)
+    sizes = {}
+    for keep in KEEPS:
+        model = model_with(pipe, tmp_path, keep=keep)
+        assert model.prepare(request).template is None
+        model = model_with(pipe, tmp_path, [request], keep)
+        assert model.prepare(request).template is not None
+        assert model.templates is not None
+        sizes[keep] = model.templates.list()[0]["bytes"]
+    assert model.templates is not None
+    assert {each["about"]["keep"]: each["bytes"] for each in model.templates.list()} == sizes
+    assert 2 * sizes["outputs"] < sizes["kv"] < sizes["all"]
+
+
+@pytest.mark.parametrize("keep", ["outputs", "kv"])
+def test_what_is_computed_of_all_pixels_is_nearer_to_the_twin(keep: Keep, tmp_path: Path) -> None:
+    """Convolutions then see what an edit sends outwards."""
+    pipe, request = pipeline("sdxl"), edit_request(0, LARGE, template=TEMPLATE)
+    twin = serve(build_model(pipe, name="tiny"), [request]).latents[0]
+    errors = {
+        kept: relative_error([serve(model_with(pipe, tmp_path, [request], kept), [request]).latents[0]], [twin])
+        for kept in (keep, "all")
+    }
+    assert 1e-4 < errors[keep] < errors["all"]
+
+
+@pytest.mark.parametrize(("family", "sampler"), [("sdxl", "dpm++"), ("sd3", None)])
+def test_steps_that_are_computed_whole_are_the_twins(family: str, sampler: str | None, tmp_path: Path) -> None:
+    pipe, request = pipeline(family, sampler), edit_request(0, LARGE, template=TEMPLATE)
+    twin = serve(build_model(pipe, name="tiny"), [request]).latents[0]
+    model, errors = model_with(pipe, tmp_path, [request]), []
+    for count in (0, 2, 4, 6):
+        edit = replace(some(request.edit), full_steps=count)
+        found = serve(model, [replace(request, edit=edit)]).latents[0]
+        errors.append(relative_error([found], [twin]))
+        # Among others, which read records at each of their steps.
+        together = serve(model, [replace(request, edit=edit, request_id=9), *edits()]).latents[9]
+        assert relative_error([together], [found]) <= 1e-5
+    assert torch.equal(found, twin)
+    assert errors[0] > errors[2] > errors[3] == 0
+    with pytest.raises(UsageError, match="full_steps is 7, but the edit takes 6 steps"):
+        model.check_request(replace(request, edit=replace(some(request.edit), full_steps=7)))
+
+
+def test_cells_around_the_mask_are_computed_and_do_not_change(tmp_path: Path) -> None:
+    pipe, request = pipeline("sd3"), edit_request(0, LARGE, "line", template=TEMPLATE)
+    twin = serve(build_model(pipe, name="tiny"), [request]).latents[0]
+    model, shares, errors = model_with(pipe, tmp_path, [request]), [], []
+    known = some(model.prepare(request).known)
+    outside = ~known.mask.expand_as(known.clean)
+    for dilate in (0, 1, 2, 64):
+        edit = replace(some(request.edit), dilate=dilate)
+        shares.append(model.family.geometry.active_share(edit))
+        found = serve(model, [replace(request, edit=edit)]).latents[0]
+        assert torch.equal(found[outside], known.clean[outside])
+        errors.append(relative_error([found], [twin]))
+    assert shares == sorted(set(shares))
+    assert shares[-1] == 1
+    assert errors[0] > errors[-1]
+    assert errors[-1] <= 1e-3
 
 
 @pytest.mark.parametrize("damage", ["truncated", "changed", "missing", "foreign", "manifest"])

@@ -8,13 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from patchedserve.data.errors import UsageError
+from patchedserve.serving.editing.keep import KEEPS, Keep
 from patchedserve.serving.patched.masked import MaskedPasses, Seen
 
 from ...support.patched_cases import TOLERANCE, model_of
-from ...support.patched_models import MODELS, Row, Way, draw_rows, run_plain, stack_conditions
+from ...support.patched_models import MODELS, WITH_ALL_OPTIONS, Row, Way, draw_rows, run_plain, stack_conditions
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 WAY = Way("image", None, "regroup")
+LESS: list[tuple[str, Keep]] = [(name, keep) for keep in ("outputs", "kv") for name in WITH_ALL_OPTIONS]
+"""Models, and what else than `all` their records may hold."""
 
 
 @torch.no_grad()
@@ -53,10 +57,10 @@ def error(found: Tensor, expected: Tensor, where: Tensor) -> float:
     return float((found.masked_select(where) - wanted).abs().max() / expected.abs().max())
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_masked_pass_over_the_same_input_is_the_whole_pass(name: str) -> None:
+@pytest.mark.parametrize(("name", "keep"), [*((name, "all") for name in MODELS), *LESS])
+def test_a_masked_pass_over_the_same_input_is_the_whole_pass(name: str, keep: Keep) -> None:
     model = model_of(name)
-    passes = MaskedPasses(WAY.build(model))
+    passes = MaskedPasses(WAY.build(model), keep)
     rows = draw_rows(model, [(16, 16), (32, 16), (24, 24), (32, 32)], num_each=2, seed=3)
     expected = run_plain(model, rows)
     # Recorded in other company than they are read in.
@@ -68,10 +72,11 @@ def test_a_masked_pass_over_the_same_input_is_the_whole_pass(name: str) -> None:
             assert not found.masked_select(~where).any()
 
 
+@pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("name", ["sdxl", "sd3"])
-def test_with_all_cells_computed_the_record_does_not_matter(name: str) -> None:
+def test_with_all_cells_computed_the_record_does_not_matter(name: str, keep: Keep) -> None:
     model = model_of(name)
-    passes = MaskedPasses(WAY.build(model))
+    passes = MaskedPasses(WAY.build(model), keep)
     rows, others = (draw_rows(model, [(16, 16), (32, 16)], seed=seed) for seed in (4, 5))
     masks = masks_for(passes, rows, 1.0)
     for (found, where), wanted in zip(
@@ -81,10 +86,11 @@ def test_with_all_cells_computed_the_record_does_not_matter(name: str) -> None:
         assert error(found, wanted, where) <= TOLERANCE
 
 
+@pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("name", ["sdxl", "sd3"])
-def test_a_row_does_not_depend_on_the_others(name: str) -> None:
+def test_a_row_does_not_depend_on_the_others(name: str, keep: Keep) -> None:
     model = model_of(name)
-    passes = MaskedPasses(WAY.build(model))
+    passes = MaskedPasses(WAY.build(model), keep)
     rows, edited = (draw_rows(model, [(16, 16), (32, 16), (32, 32)], seed=seed) for seed in (6, 7))
     seen, masks = record(passes, rows), masks_for(passes, rows, 0.3)
     together = run_masked(passes, edited, seen, masks)
@@ -93,12 +99,55 @@ def test_a_row_does_not_depend_on_the_others(name: str) -> None:
         assert error(found, alone, where) <= TOLERANCE
 
 
-def test_nothing_is_kept_between_passes() -> None:
+@pytest.mark.parametrize("keep", KEEPS)
+def test_nothing_is_kept_between_passes(keep: Keep) -> None:
     model = model_of("sdxl")
     patched = WAY.build(model)
-    passes = MaskedPasses(patched)
+    passes = MaskedPasses(patched, keep)
     rows = draw_rows(model, [(16, 16)], seed=8)
     run_masked(passes, rows, record(passes, rows), masks_for(passes, rows, 0.3))
     assert patched.context.active is None
     assert patched.context.cells is None
-    assert sum(buffer.num_bytes for buffer in passes._buffers.values()) == 0
+    assert sum(buffer.num_bytes for buffer in passes._buffers) == 0
+    # Nor is anything left of what a pass hooks into blocks: whole passes are as before.
+    whole = patched.pack([row.size for row in rows])
+    patched.begin(whole)
+    tokens, timesteps = whole.pack([row.latents for row in rows]), torch.tensor([row.timestep for row in rows])
+    (wanted,) = run_plain(model, rows)
+    found = whole.unpack(patched(tokens, timesteps, **stack_conditions(rows)), 0)
+    assert error(found, wanted, torch.ones_like(wanted, dtype=torch.bool)) <= TOLERANCE
+
+
+def tokens_at(name: str, row: Row) -> int:
+    """Tokens of a row in a part of a U-Net of three levels."""
+    part, number = name.split(".")[:2]
+    level = 2 if part == "mid_block" else int(number) if part == "down_blocks" else 2 - int(number)
+    return row.size[0] * row.size[1] >> (2 * level)
+
+
+def test_records_are_as_large_as_the_papers_figures_have_it() -> None:
+    """Y of every block; or K and V of its self attention, and Y of each stack: all [tokens, width] in float32."""
+    model = model_of("sdxl")
+    rows = draw_rows(model, [(16, 24)], seed=9)
+    blocks = [
+        (name, module) for name, module in model.named_modules() if type(module).__name__ == "BasicTransformerBlock"
+    ]
+    stacks = {name.rpartition(".")[0]: module for name, module in blocks}
+    sizes = {}
+    for keep in KEEPS:
+        (seen,) = record(MaskedPasses(WAY.build(model), keep), rows)
+        sizes[keep] = sum(tensor.nbytes for tensor in seen.values())
+        assert all(bool(tensor.isfinite().all()) for tensor in seen.values())
+    outputs, of_stacks = (
+        sum(4 * tokens_at(name, rows[0]) * module.norm1.weight.numel() for name, module in each)
+        for each in (blocks, stacks.items())
+    )
+    assert sizes["outputs"] == outputs
+    assert sizes["kv"] == 2 * outputs + of_stacks
+    assert sizes["kv"] < sizes["all"]
+
+
+@pytest.mark.parametrize("name", ["flux", "aura", "chroma", "pixart"])
+def test_outputs_of_blocks_that_are_not_known_are_refused(name: str) -> None:
+    with pytest.raises(UsageError, match="--keep outputs knows the transformer blocks of Stable Diffusion"):
+        MaskedPasses(WAY.build(model_of(name)), "outputs")

@@ -1,0 +1,157 @@
+"""Transformer blocks that a masked pass enters and leaves with all tokens, and between computes the active cells only
+(InstGenIE figures 5 and 7).
+
+Records hold what the last block of a span has given for the other cells. What stands before and behind spans runs on
+all tokens: convolutions and norms of a U-Net. A span is one block where nothing else is recorded, and then keys and
+values of all tokens are computed in front of it; or it is all blocks of a stack, where records hold these, too.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...data.errors import UsageError
+from ..cache.active import ActiveSet
+from ..cache.slots import TokenSlots
+from ..editing.keep import Keep
+from .attention import PatchedCrossAttention, keep_keys_values
+from .context import PatchContext
+from .patched_model import PatchedModel
+
+_STACKS = "transformer_blocks"
+
+
+class Span:
+    """From a block to another one of the same stack, or to itself.
+
+    Args:
+        name: of the last block in the model.
+        first, last: the blocks.
+        context: of the model.
+        keeps_inputs: whether records have keys and values of attention; otherwise they are computed of all tokens.
+
+    Attributes:
+        name: see above.
+        outputs: buffer for what the last block has given.
+    """
+
+    def __init__(
+        self, name: str, first: nn.Module, last: nn.Module, context: PatchContext, *, keeps_inputs: bool
+    ) -> None:
+        self.name = name
+        self._first, self._last, self._context, self._keeps_inputs = first, last, context, keeps_inputs
+        self.outputs = TokenSlots().buffer
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Let whole passes meanwhile put what the last block gives into `outputs`."""
+
+        def keep(block: nn.Module, given: Any, out: Any) -> None:
+            cells = self._context.cells
+            assert cells is not None, "only passes that are recorded have something to keep"
+            self.outputs.keep(_image_of(out).flatten(0, 1), cells, self._context.level.index)
+
+        handle = self._last.register_forward_hook(keep)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    @contextmanager
+    def masked(self, active: ActiveSet) -> Iterator[None]:
+        """Let passes over all tokens meanwhile compute the active cells only from the first block to the last, which
+        gives all tokens again: those of other cells as `outputs` has them.
+        """
+        handles = (
+            self._first.register_forward_pre_hook(
+                lambda block, given, named: self._enter(active, given, named), with_kwargs=True
+            ),
+            self._last.register_forward_hook(lambda block, given, out: self._leave(active, out)),
+        )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(
+        self, active: ActiveSet, given: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        context = self._context
+        # U-Nets give the tokens by place, SD3 by name.
+        tokens: Tensor = given[0] if given else named["hidden_states"]
+        if not self._keeps_inputs:
+            self._keep_inputs(tokens, named.get("temb"), active)
+        context.active = active
+        own = tokens.index_select(0, active.tokens(context.level.index))
+        return ((own, *given[1:]), named) if given else (given, named | {"hidden_states": own})
+
+    def _keep_inputs(self, tokens: Tensor, timestep: Tensor | None, active: ActiveSet) -> None:
+        """Compute keys and values of all tokens."""
+        block: Any = self._first
+        tables, level = active.tables, self._context.level.index
+        if timestep is None:
+            keep_keys_values(block.attn1, block.norm1(tokens), tables, level)
+            return
+        # The norm gives the input of the first attention, then factors, and in SD3.5 the input of a second one.
+        found = block.norm1(tokens, emb=timestep)
+        keep_keys_values(block.attn, found[0], tables, level)
+        if getattr(block, "attn2", None) is not None:
+            keep_keys_values(block.attn2, found[5], tables, level)
+
+    def _leave(self, active: ActiveSet, out: Any) -> Any:
+        context, own, tables = self._context, _image_of(out), active.tables
+        context.active, level = None, context.level.index
+        rows = self.outputs.rows(tables, tables.side(level) ** 2)
+        everything = own.new_empty(context.level.num_tokens, *own.shape[1:])
+        recorded = rows.index_select(0, tables.slot_tokens(level).flatten()).view(everything.shape)
+        everything.index_copy_(0, tables.tokens(level).flatten(), recorded)
+        everything.index_copy_(0, active.tokens(level), own)
+        return (out[0], everything) if isinstance(out, tuple) else everything
+
+
+def spans_of(model: PatchedModel, keep: Keep) -> list[Span]:
+    """The spans of a model: its stacks for `kv`, its blocks for `outputs`, none for `all`.
+
+    A transformer computes token by token beside its attention: with keys and values, it has no use for anything else.
+
+    Raises:
+        UsageError: the model has no stacks, or for `outputs` other blocks than those of U-Nets and of SD3, whose
+            attention to the image reads what their first norm gives.
+    """
+    if keep == "all" or (keep == "kv" and not model.is_unet):
+        return []
+    found = []
+    for name, stack in model.model.named_modules():
+        if name.rpartition(".")[2] != _STACKS:
+            continue
+        blocks = list(stack.children())
+        ranges = [(0, len(blocks) - 1)] if keep == "kv" else [(each, each) for each in range(len(blocks))]
+        found += [
+            Span(f"{name}.{last}", blocks[first], blocks[last], model.context, keeps_inputs=keep == "kv")
+            for first, last in ranges
+        ]
+        if keep == "outputs" and not all(map(_is_known, blocks)):
+            found.clear()
+            break
+    if not found:
+        raise UsageError(
+            f"--keep {keep} knows the transformer blocks of Stable Diffusion, SDXL and Stable Diffusion 3; this "
+            f"{type(model.model).__name__} has others: give --keep all"
+        )
+    return found
+
+
+def _is_known(block: nn.Module) -> bool:
+    kind, second = type(block).__name__, getattr(block, "attn2", None)
+    if kind == "BasicTransformerBlock":
+        # The second of two attentions to the image, one behind the other, would read what the first has given.
+        return getattr(block, "norm_type", None) == "layer_norm" and isinstance(second, PatchedCrossAttention)
+    return kind == "JointTransformerBlock"
+
+
+def _image_of(out: Any) -> Tensor:
+    """The image's tokens [tokens, 1, channels] among what a block gives: alone, or behind its text."""
+    return out[1] if isinstance(out, tuple) else out
