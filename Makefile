@@ -23,8 +23,10 @@ GATE_DIR ?= psctl-workspace/gate
 PYTEST_ARGS ?=
 CHECK_SINCE ?= HEAD
 SOAK_ARGS ?=
+# A worker keeps to tests that lie together, and so builds what a file's tests share once, until it has none left.
+XDIST := -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: setup demo test test-changed check gate docs lint format bench soak
+.PHONY: setup demo test test-changed check gate docs lint lint-types lint-style format bench soak
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -46,14 +48,14 @@ demo: setup
 	$(BIN)/psctl demo --output-dir $(DEMO_DIR)
 
 test: setup
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(XDIST) $(PYTEST_ARGS)
 
 # Beside each other: pyright takes one core for longer than anything else.
 check: setup
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint test-changed
 
 test-changed: setup
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --changed-since $(CHECK_SINCE) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(XDIST) --changed-since $(CHECK_SINCE) $(PYTEST_ARGS)
 
 gate: setup
 	tests/gates/run.sh $(GATE_DIR)
@@ -62,10 +64,15 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "Open the documentation in a browser: file://$(abspath build/docs)/index.html"
 
-lint: setup
+# Targets of their own, so that `make --jobs` has them beside each other.
+lint: lint-types lint-style
+
+lint-types: setup
+	$(BIN)/pyright
+
+lint-style: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
 	$(BIN)/lint-imports
 
 format: setup

@@ -54,6 +54,7 @@ class CardOptions:
         num_pairs: real picture and caption pairs for the judge.
         num_generated: generated pictures for the object and background rates, over the three sizes together.
         num_fid: generated and real pictures of each size for FID; 0 leaves FID out.
+        num_encoded: real pictures for the autoencoder's PSNR, over the three sizes together.
         num_inference_steps: denoising steps; None for the model's default.
         seed: of the first generated picture.
     """
@@ -61,6 +62,7 @@ class CardOptions:
     num_pairs: int = 1000
     num_generated: int = 500
     num_fid: int = 1000
+    num_encoded: int = 3 * 64
     num_inference_steps: int | None = None
     seed: int = 0
 
@@ -112,7 +114,7 @@ def measure_generator(
     on_step: Callable[[int], None] = lambda steps: None,
 ) -> dict[str, Any]:
     """Autoencoder PSNR, object and background rates by size, and FID if a feature network is given."""
-    _, images = heldout_images(3 * 64)
+    _, images = heldout_images(options.num_encoded)
     by_size: dict[str, list[Image.Image]] = {}
     for image in images:
         by_size.setdefault(f"{image.width}x{image.height}", []).append(image)

@@ -181,8 +181,8 @@ def test_version(spawn_psctl: RunPsctl) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, _ in COMMANDS])
-def test_every_command_has_examples_and_the_common_options(spawn_psctl: RunPsctl, name: str) -> None:
-    done = spawn_psctl(*name.split(), "--help", COLUMNS="200")
+def test_every_command_has_examples_and_the_common_options(run_psctl: RunPsctl, name: str) -> None:
+    done = run_psctl(*name.split(), "--help", COLUMNS="200")
     assert done.returncode == 0
     assert "Examples:" in done.stdout
     assert f"  psctl {name}" in done.stdout
@@ -281,12 +281,12 @@ def test_on_a_terminal_there_are_bars_with_the_time_left() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("old", "new"), [("train-model", "models train"), ("model-card", "models card")])
-def test_old_names_work_and_say_the_new_one(spawn_psctl: RunPsctl, old: str, new: str) -> None:
-    assert old not in spawn_psctl("--help", COLUMNS="200").stdout
-    done = spawn_psctl(old, "nothing-such")
+def test_old_names_work_and_say_the_new_one(run_psctl: RunPsctl, old: str, new: str) -> None:
+    assert old not in run_psctl("--help", COLUMNS="200").stdout
+    done = run_psctl(old, "nothing-such")
     assert done.returncode == 2
     assert "Invalid value for" in done.stderr
-    wanted, options = spawn_psctl(*new.split(), "--help"), spawn_psctl(old, "--help")
+    wanted, options = run_psctl(*new.split(), "--help"), run_psctl(old, "--help")
     assert options.returncode == wanted.returncode == 0
     assert "--seed" in options.stdout
 
@@ -322,11 +322,11 @@ def test_help_waits_for_nothing_heavy() -> None:
 
 
 @pytest.mark.slow
-def test_bundled_models_are_listed(spawn_psctl: RunPsctl) -> None:
-    models = json.loads(spawn_psctl("models", "list", "--json").stdout)
+def test_bundled_models_are_listed(run_psctl: RunPsctl) -> None:
+    models = json.loads(run_psctl("models", "list", "--json").stdout)
     assert list(models) == ["emoji-xl", "emoji-3", "emoji-xl-turbo", "emoji-clip"]
     assert models["emoji-xl"]["resolutions"] == ["128x128", "192x192", "256x256"]
-    lines = spawn_psctl("models", "list").stdout.splitlines()
+    lines = run_psctl("models", "list").stdout.splitlines()
     assert [line.partition(":")[0] for line in lines] == list(models)
 
 
@@ -411,8 +411,8 @@ def test_bad_threads_exit_with_2(spawn_psctl: RunPsctl) -> None:
 
 
 @pytest.mark.slow
-def test_doctor_reports_the_machine(spawn_psctl: RunPsctl, tmp_path: Path) -> None:
-    done = spawn_psctl("doctor", "--json", "--quiet", "--workspace", tmp_path / "not" / "there")
+def test_doctor_reports_the_machine(run_psctl: RunPsctl, tmp_path: Path) -> None:
+    done = run_psctl("doctor", "--json", "--quiet", "--workspace", tmp_path / "not" / "there")
     report = json.loads(done.stdout)
     assert done.returncode == (1 if report["problems"] else 0)
     assert report["is_ok"] == (not report["problems"])
@@ -431,7 +431,7 @@ def test_doctor_reports_the_machine(spawn_psctl: RunPsctl, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_doctor_shows_people_the_same(spawn_psctl: RunPsctl) -> None:
-    done = spawn_psctl("doctor", "--quiet")
+def test_doctor_shows_people_the_same(run_psctl: RunPsctl) -> None:
+    done = run_psctl("doctor", "--quiet")
     for word in ("libraries", "devices", "extras", "models", "workspace", "psctl[gpu]", "emoji-xl"):
         assert word in done.stdout

@@ -1,4 +1,4 @@
-"""`psctl models train` as a process: results, going on, wrong usage, damaged checkpoints, Ctrl-C."""
+"""`psctl models train`: results, going on, wrong usage, damaged checkpoints, and Ctrl-C in a process of its own."""
 
 import json
 import os
@@ -95,13 +95,11 @@ def test_text_gives_json_and_finished_folders(trained: Trained) -> None:
 
 
 @pytest.mark.slow
-def test_a_finished_training_is_not_done_again(spawn_psctl: RunPsctl, workspace: Path) -> None:
+def test_a_finished_training_is_not_done_again(run_psctl: RunPsctl, workspace: Path) -> None:
     run = workspace / "training" / "text" / "large"
     weights = workspace / "training" / "text" / "large-model" / "model.safetensors"
     before = weights.read_bytes()
-    done = spawn_psctl(
-        "models", "train", "text", "--steps", BASE_STEPS, "-w", workspace, "--json", "-q", timeout_s=TIMEOUT_S
-    )
+    done = run_psctl("models", "train", "text", "--steps", BASE_STEPS, "-w", workspace, "--json", "-q")
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["text"]["last_figures"] == {}
     assert logged_steps(run) == [20]
@@ -109,8 +107,8 @@ def test_a_finished_training_is_not_done_again(spawn_psctl: RunPsctl, workspace:
 
 
 @pytest.mark.slow
-def test_more_steps_go_on_from_before_the_decay(spawn_psctl: RunPsctl, workspace: Path) -> None:
-    done = spawn_psctl("models", "train", "text", "--steps", 45, "-w", workspace, timeout_s=TIMEOUT_S)
+def test_more_steps_go_on_from_before_the_decay(run_psctl: RunPsctl, workspace: Path) -> None:
+    done = run_psctl("models", "train", "text", "--steps", 45, "-w", workspace)
     assert done.returncode == 0, done.stderr
     for name in ("small", "large"):
         run = workspace / "training" / "text" / name
@@ -128,19 +126,19 @@ def test_more_steps_go_on_from_before_the_decay(spawn_psctl: RunPsctl, workspace
     ],
 )
 def test_a_finished_training_is_not_spoilt(
-    spawn_psctl: RunPsctl, workspace: Path, options: list[str], words: list[str]
+    run_psctl: RunPsctl, workspace: Path, options: list[str], words: list[str]
 ) -> None:
     before = {path: path.read_bytes() for path in workspace.rglob("*") if path.is_file()}
-    done = spawn_psctl("models", "train", "text", *options, "-w", workspace, timeout_s=TIMEOUT_S)
+    done = run_psctl("models", "train", "text", *options, "-w", workspace)
     assert_one_error_line(done, 2, *words)
     assert {path: path.read_bytes() for path in workspace.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.slow
-def test_a_generator_names_the_part_it_lacks(spawn_psctl: RunPsctl, workspace: Path) -> None:
-    done = spawn_psctl("models", "train", "emoji-xl", "-w", "empty", timeout_s=TIMEOUT_S)
+def test_a_generator_names_the_part_it_lacks(run_psctl: RunPsctl, workspace: Path) -> None:
+    done = run_psctl("models", "train", "emoji-xl", "-w", "empty")
     assert_one_error_line(done, 2, "psctl models train text")
-    done = spawn_psctl("models", "train", "emoji-3", "-w", workspace, timeout_s=TIMEOUT_S)
+    done = run_psctl("models", "train", "emoji-3", "-w", workspace)
     assert_one_error_line(done, 2, "psctl models train autoencoder")
 
 
@@ -153,19 +151,17 @@ def test_a_generator_names_the_part_it_lacks(spawn_psctl: RunPsctl, workspace: P
         ([], ["Missing argument 'part'", "emoji-xl"]),
     ],
 )
-def test_wrong_usage_exits_with_2(
-    spawn_psctl: RunPsctl, tmp_path: Path, arguments: list[str], words: list[str]
-) -> None:
-    assert_one_error_line(spawn_psctl("models", "train", *arguments), 2, *words)
+def test_wrong_usage_exits_with_2(run_psctl: RunPsctl, tmp_path: Path, arguments: list[str], words: list[str]) -> None:
+    assert_one_error_line(run_psctl("models", "train", *arguments), 2, *words)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_bytes", [0, 5000])
-def test_a_truncated_checkpoint_is_named(spawn_psctl: RunPsctl, workspace: Path, num_bytes: int) -> None:
+def test_a_truncated_checkpoint_is_named(run_psctl: RunPsctl, workspace: Path, num_bytes: int) -> None:
     checkpoint = workspace / "training" / "text" / "small" / "last.safetensors"
     os.truncate(checkpoint, num_bytes)
-    done = spawn_psctl("models", "train", "text", "--steps", BASE_STEPS, "-w", workspace, timeout_s=TIMEOUT_S)
+    done = run_psctl("models", "train", "text", "--steps", BASE_STEPS, "-w", workspace)
     assert_one_error_line(done, 1, f"{checkpoint} is not a whole checkpoint", "delete it to start again")
     assert checkpoint.stat().st_size == num_bytes
 

@@ -144,8 +144,10 @@ def test_the_judge_recognises_real_pictures():
 
 @pytest.mark.slow
 def test_a_card_tells_what_was_measured(generator):
-    options = CardOptions(num_generated=6, num_fid=0, num_inference_steps=4)
+    options = CardOptions(num_generated=6, num_fid=0, num_encoded=6, num_inference_steps=4)
     figures = measure_generator(generator, load_clip("emoji-clip"), options)
+    assert set(figures["autoencoder_psnr_db"]) == {"128x128", "192x192", "256x256"}
+    assert all(25 < value < 60 for value in figures["autoencoder_psnr_db"].values())
     assert set(figures["recognised"]) == {"all", "128x128", "192x192", "256x256"}
     assert figures["recognised"]["all"]["num_images"] == 6
     assert 0 <= figures["recognised"]["all"]["background"] <= 1
