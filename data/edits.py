@@ -6,7 +6,7 @@ No torch.
 import io
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,8 @@ MAX_PIXELS = 1 << 26
 """Of an image to edit, or of a mask."""
 MAX_FEATHER_PX = 256
 MAX_DILATE = 64
+TemplateKind = Literal["noised", "trajectory"]
+"""What a record is of: the image, noised at each step, as any image can be; or the generation that has drawn it."""
 _WHITE = 128
 
 
@@ -30,14 +32,18 @@ class TemplateSpec:
     Attributes:
         prompt: says what the whole image shows.
         seed: of the noise outside masks.
+        kind: what the record is of. A generation has a prompt and a seed of its own, so that none are given then.
     """
 
     prompt: str = ""
     seed: int = 0
+    kind: TemplateKind = "noised"
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 1 << 63:
             raise UsageError(f"the template's seed is {self.seed}, but it must be from 0 to {(1 << 63) - 1}")
+        if self.kind == "trajectory" and (self.prompt or self.seed):
+            raise UsageError("the template is of the image's own generation, which has its prompt and seed already")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
