@@ -6,7 +6,7 @@ No torch.
 import io
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +15,12 @@ from PIL import Image
 from .datasets.decode import decode_rgb, size_of, upright
 from .errors import UsageError
 from .resolution import Resolution
+from .template_kinds import TemplateKind
 
 MAX_PIXELS = 1 << 26
 """Of an image to edit, or of a mask."""
 MAX_FEATHER_PX = 256
 MAX_DILATE = 64
-TemplateKind = Literal["noised", "trajectory"]
-"""What a record is of: the image, noised at each step, as any image can be; or the generation that has drawn it."""
 _WHITE = 128
 
 

@@ -27,6 +27,8 @@ from torch import Tensor
 
 from ...data.errors import RunError, UsageError
 from ...data.files import atomic_folder, sha256_of, write_json
+from ...data.requests import Request
+from .keep import Keep
 
 VERSION = 2
 MEMORY_MB, DISK_MB = 2_000.0, 20_000.0
@@ -84,6 +86,34 @@ class TemplateRecord:
         """See `core.prepared.Template`."""
         rows = read_step(self.folder / file_of(step)) if self.steps is None else self.steps[step]
         return [{name: tensor.to(self.device) for name, tensor in row.items()} for row in rows]
+
+
+def facts_of(request: Request, keep: Keep) -> dict[str, Any]:
+    """What an edit itself says of the record that it reads, whatever the model."""
+    edit = request.edit
+    assert edit is not None
+    assert edit.template is not None
+    template = edit.template
+    # Any generation has a prompt and a seed of its own, and is of one guidance scale; a noised image knows of none.
+    is_noised = template.kind == "noised"
+    return {
+        "num_inference_steps": request.num_inference_steps,
+        "size": str(request.resolution),
+        "image": hashlib.sha256(edit.image.tobytes()).hexdigest(),
+        "kind": template.kind,
+        "prompt": template.prompt if is_noised else None,
+        "seed": template.seed if is_noised else None,
+        "guidance": None if is_noised else request.guidance_scale,
+        "keep": keep,
+    }
+
+
+def no_generation(request: Request, keep: Keep) -> UsageError:
+    """To raise where there is no record of the generation of an edit's image."""
+    return UsageError(
+        f"there is no record of the image's generation with {request.num_inference_steps} steps, guidance scale "
+        f"{request.guidance_scale:g} and --keep {keep}: psctl generate --save-template makes it"
+    )
 
 
 def file_of(step: int) -> str:

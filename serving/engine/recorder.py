@@ -57,8 +57,8 @@ class TemplateRecorder:
     def want(self, request: Request) -> None:
         """Have the template of an edit recorded that had to do without; one thread at a time calls this.
 
-        Not if that is under way or has failed before, if it is of a generation, if no edit could read the record or should, or if many others
-        wait: then a later edit asks again.
+        Not if that is under way or has failed before, if it is of a generation, which is over, if no edit could read
+        the record or should, or if many others wait: then a later edit asks again.
         """
         edit = request.edit
         if (

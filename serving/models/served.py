@@ -29,7 +29,7 @@ from ..core.stepper import Stepper, Tuning
 from ..core.timing import finish_stream
 from ..editing.keep import Keep
 from ..editing.start import begin_edit, noised_steps
-from ..editing.templates import TemplateKey, TemplateRecord, TemplateStore
+from ..editing.templates import TemplateKey, TemplateRecord, TemplateStore, facts_of, no_generation
 from ..editing.trajectory import Trajectory, begin_on
 from ..families import Decode, Family
 from ..options import EngineOptions
@@ -283,23 +283,16 @@ class ServedModel:
             return None
         if edit.strength < 1 and geometry.first_step(request) == 0:
             return None
-        scheduler, template = self.pipe.scheduler, edit.template
-        is_noised = template.kind == "noised"
-        own: dict[str, Any] = {"prompt": template.prompt, "seed": template.seed} if is_noised else {}
-        # Passes over a noised image know nothing of the scale, unless the model is given it.
-        own["guidance"] = request.guidance_scale if self.family.is_distilled or not is_noised else None
+        scheduler, facts = self.pipe.scheduler, facts_of(request, self.stepper.masked.keep)
+        if self.family.is_distilled:
+            facts["guidance"] = request.guidance_scale
         return TemplateKey({
             "model": self.fingerprint,
             "dtype": str(self.dtype).removeprefix("torch."),
             # Its numbers may be infinite, which JSON does not know.
             "scheduler": [type(scheduler).__name__, hashlib.sha256(scheduler.to_json_string().encode()).hexdigest()],
-            "num_inference_steps": request.num_inference_steps,
-            "size": str(request.resolution),
-            "image": hashlib.sha256(edit.image.tobytes()).hexdigest(),
-            "kind": template.kind,
             "rows": 2 if self.family.uses_guidance(request.guidance_scale) else 1,
-            "keep": self.stepper.masked.keep,
-            **own,
+            **facts,
         })  # fmt: skip
 
     def use_keep(self, keep: Keep) -> None:
@@ -344,11 +337,7 @@ class ServedModel:
         if self.templates.find(key, self.device) is not None:
             return False
         if edit is not None and edit.template is not None and edit.template.kind == "trajectory":
-            raise UsageError(
-                f"there is no record of the image's generation with {request.num_inference_steps} steps, guidance "
-                f"scale {request.guidance_scale:g} and --keep {key.about['keep']}: psctl generate --save-template "
-                "makes it"
-            )
+            raise no_generation(request, key.about["keep"])
         try:
             self.templates.add(key, self.recorded(request, on_step), self.device)
         except OSError as error:
@@ -361,12 +350,7 @@ class ServedModel:
         Raises UsageError: records do not suit the sampler, or the size of the image.
         """
         self._require_batched()
-        cell = self.family.geometry.cell * self.family.geometry.latent_factor
-        if any(side % cell for side in request.resolution):
-            raise UsageError(
-                f"resolution {request.resolution}: for a record of the image, width and height must be multiples of "
-                f"{cell} pixels for {self.name}"
-            )
+        self.family.geometry.check_cells(request.resolution, self.name)
         self.trajectories[request.request_id] = Trajectory(folder)
 
     def end_trajectory(

@@ -305,8 +305,8 @@ def test_a_generations_record_is_for_its_image_steps_and_guidance(tmp_path: Path
         with pytest.raises(UsageError, match="there is no record of the image's generation"):
             model.use_template(other, tmp_path, lambda count: None)
     assert not model.use_template(same[0], tmp_path, lambda count: None)
-    with pytest.raises(UsageError, match=r"96x60: for a record .* multiples of"):
-        model.start_trajectory(Request(0, "a", Resolution(96, 60), 4), tmp_path)
+    with pytest.raises(UsageError, match="72x64: for a record of the image, width and height must be multiples of 32"):
+        model.start_trajectory(Request(0, "a", Resolution(72, 64), 4), tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "changed", "missing", "foreign", "manifest"])
