@@ -44,7 +44,8 @@ class MaskedPasses:
     """
 
     def __init__(self, model: PatchedModel, keep: Keep = "all") -> None:
-        self._model, self.keep = model, keep
+        self._model = model
+        self.keep: Keep = keep
         self.shorten: Shorten = model.shorten
         self.dtype = model.dtype
         self.cell = model.unit << (model.num_levels - 1)
