@@ -15,6 +15,7 @@ from PIL import Image
 from .datasets.decode import decode_rgb, size_of, upright
 from .errors import UsageError
 from .resolution import Resolution
+from .template_kinds import TemplateKind
 
 MAX_PIXELS = 1 << 26
 """Of an image to edit, or of a mask."""
@@ -30,14 +31,18 @@ class TemplateSpec:
     Attributes:
         prompt: says what the whole image shows.
         seed: of the noise outside masks.
+        kind: what the record is of. A generation has a prompt and a seed of its own, so that none are given then.
     """
 
     prompt: str = ""
     seed: int = 0
+    kind: TemplateKind = "noised"
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 1 << 63:
             raise UsageError(f"the template's seed is {self.seed}, but it must be from 0 to {(1 << 63) - 1}")
+        if self.kind == "trajectory" and (self.prompt or self.seed):
+            raise UsageError("the template is of the image's own generation, which has its prompt and seed already")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

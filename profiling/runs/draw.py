@@ -3,8 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from ...data.edits import read_image
+from ...data.errors import RunError
 from ...data.requests import Request
 from ...data.workspace import ModelWorkspace
 
@@ -35,6 +38,7 @@ def draw_images(
         start_phase: begins a phase of so many parts, and gives what counts them.
         on_note: told in one line what is done in another way than was asked for.
     """
+    from ...serving.engine.collectors import InMemory
     from ...serving.engine.engine import Engine
     from ...serving.scheduling.policies import get_policy
 
@@ -50,6 +54,7 @@ def draw_images(
         model,
         get_policy("continuous"),
         max_batch_size=max_batch_size,
+        collector=InMemory(keep_latents=bool(model.trajectories)),
         image_path=lambda request: paths[request.request_id],
         on_step=lambda row: advance(row.active),
     )
@@ -57,3 +62,55 @@ def draw_images(
         engine.submit(request)
     engine.close()
     return engine.run()
+
+
+def draw_with_records(
+    model: "ServedModel",
+    requests: Sequence[Request],
+    paths: Sequence[Path],
+    place: ModelWorkspace,
+    *,
+    max_batch_size: int,
+    start_phase: Callable[[str, int], Callable[[int], None]],
+) -> "tuple[RunResult, dict[int, str]]":
+    """Draw new images whose passes are recorded, for edits of them; as `draw_images`.
+
+    Returns:
+        The result, and the name of the record of each image that was drawn, by its request's id.
+
+    Raises:
+        UsageError: records do not suit the sampler, or the size of an image.
+        RunError: a record cannot be made or written.
+    """
+    from ...serving.editing.templates import TemplateStore
+
+    place.templates.mkdir(parents=True, exist_ok=True)
+    names: dict[int, str] = {}
+    # Hidden, so that nobody takes it for a record.
+    with TemporaryDirectory(prefix=".", dir=place.templates) as spools:
+        for request in requests:
+            spool = Path(spools, str(request.request_id))
+            spool.mkdir()
+            model.start_trajectory(request, spool)
+        result = draw_images(
+            model,
+            requests,
+            paths,
+            place,
+            max_batch_size=max_batch_size,
+            start_phase=start_phase,
+            on_note=lambda text: None,
+        )
+        drawn = [record for record in result.records if record.status == "completed"]
+        advance, store = start_phase("templates", len(drawn)), TemplateStore(place.templates)
+        by_id = {request.request_id: request for request in requests}
+        for record in drawn:
+            path = paths[record.request_id]
+            pixels, latents = read_image(path.read_bytes(), str(path)), result.latents[record.request_id]
+            try:
+                key = model.end_trajectory(by_id[record.request_id], pixels, latents, store)
+            except OSError as error:
+                raise RunError(f"the record of {path} cannot be written to {place.templates}: {error}") from error
+            names[record.request_id] = key.digest
+            advance(1)
+    return result, names

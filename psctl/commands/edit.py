@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,9 +12,12 @@ from ..flags import flag
 from ..options.common import GuidanceScale, MaxBatchSize, NumInferenceSteps, Seed, require_seeds
 from ..options.groups import ParallelEngineFlags
 from ..options.target import Target
-from ..options.templates import KeepFlag, TemplatePrompt, TemplateSeed, require_keep, require_masked
+from ..options.templates import KeepFlag, TemplateKindFlag, TemplatePrompt, TemplateSeed, require_keep, require_masked
 from ..output import Output
 from .generate import draw, image_paths
+
+if TYPE_CHECKING:
+    from ...serving.editing.keep import Keep
 
 
 def edit(
@@ -45,6 +48,7 @@ def edit(
     ] = False,
     template_prompt: TemplatePrompt = "",
     template_seed: TemplateSeed = 0,
+    template_kind: TemplateKindFlag = "noised",
     keep: KeepFlag = "all",
     edit_full_steps: Annotated[
         int, flag("--edit-full-steps", "With --reuse: so many first steps compute all of the image.", min=0)
@@ -79,6 +83,7 @@ def edit(
         psctl edit room.png "a cat" --mask floor.png --strength 0.8 --feather 6 -n 4 -o cats
         psctl edit room.png "a cat" --mask floor.png --reuse -n 8 -o cats
         psctl edit room.png "a cat" --mask floor.png --reuse --edit-full-steps 3 --edit-dilate 1
+        psctl edit drawn.png "a cat" --mask floor.png --reuse --template-kind trajectory
     """
     from ...data.datasets.decode import read_content
     from ...data.edits import EditSpec, TemplateSpec, read_image, read_mask
@@ -89,8 +94,10 @@ def edit(
         require_keep(target.model, keep)
     elif template_prompt or template_seed:
         raise UsageError("--template-prompt and --template-seed are of the record, which only --reuse reads")
-    elif edit_full_steps or edit_dilate or keep != "all":
-        raise UsageError("--keep, --edit-full-steps and --edit-dilate are of edits with a record: add --reuse")
+    elif edit_full_steps or edit_dilate or keep != "all" or template_kind != "noised":
+        raise UsageError(
+            "--template-kind, --keep, --edit-full-steps and --edit-dilate are of edits with a record: add --reuse"
+        )
     geometry, defaults = model_geometry(target.model), target.defaults()
     require_seeds(seed, num_images, "images")
     spec = EditSpec(
@@ -99,7 +106,7 @@ def edit(
         strength=strength,
         paste=paste,
         feather_px=feather,
-        template=TemplateSpec(template_prompt, template_seed) if reuse else None,
+        template=TemplateSpec(template_prompt, template_seed, template_kind) if reuse else None,
         full_steps=edit_full_steps,
         dilate=edit_dilate,
     )
@@ -115,6 +122,8 @@ def edit(
     )
     geometry.check_size(spec.resolution, target.model)
     geometry.check_edit(first)
+    if template_kind == "trajectory":
+        _require_record(first, keep, target)
     paths = image_paths(output, num_images, overwrite=overwrite)
     share = geometry.active_share(spec)
     if spec.mask.all():
@@ -129,3 +138,14 @@ def edit(
         keep=keep,
         facts={"mask_ratio": spec.mask_ratio, "active_share": share},
     )
+
+
+def _require_record(request: Request, keep: "Keep", target: Target) -> None:
+    """Raise UsageError unless the workspace has a record of the generation of an edit's image."""
+    from ...serving.editing.templates import TemplateStore, facts_of, no_generation
+    from ...serving.models.loading import resolve_device
+
+    place = target.root.for_model(target.model, str(resolve_device(target.device)))
+    wanted = facts_of(request, keep).items()
+    if not any(wanted <= each["about"].items() for each in TemplateStore(place.templates).list() if "about" in each):
+        raise no_generation(request, keep)

@@ -13,6 +13,7 @@ from ..flags import flag
 from ..options.common import GuidanceScale, MaxBatchSize, NumInferenceSteps, Seed, require_seeds
 from ..options.groups import ParallelEngineFlags
 from ..options.target import Target
+from ..options.templates import KeepFlag, require_cells, require_keep, require_masked
 from ..output import Output
 
 if TYPE_CHECKING:
@@ -53,6 +54,10 @@ def generate(
         ),
     ] = Path("images"),
     overwrite: Annotated[bool, flag("--overwrite", "Replace images that exist already.")] = False,
+    save_template: Annotated[
+        bool, flag("--save-template", "Record the images' passes, for psctl edit --reuse --template-kind trajectory.")
+    ] = False,
+    keep: KeepFlag = "all",
     max_batch_size: MaxBatchSize = 16,
     engine: ParallelEngineFlags,
     target: Target,
@@ -67,6 +72,7 @@ def generate(
         psctl generate "a red apple on a blue background" -o apple.png
         psctl generate "a taco" "a hat" -r 128x192 -r 256 --seed 7
         psctl generate --prompts prompts.txt -r 192 -o images --json
+        psctl generate "a living room" --save-template -o room.png
     """
     texts = _read_prompts(prompt, prompts)
     sizes = _read_resolutions(resolution, len(texts))
@@ -87,7 +93,24 @@ def generate(
         )
     ]
     paths = image_paths(output, len(texts), overwrite=overwrite)
-    draw(requests, paths, target, engine, out, max_batch_size=max_batch_size)
+    if save_template:
+        require_masked(engine, "--save-template")
+        require_keep(target.model, keep)
+        if paths[0].suffix.lower() != ".png":
+            raise UsageError(f"--save-template: {paths[0]} must end in .png, as an edit knows the image by its pixels")
+        require_cells(target.model, sizes or [defaults.default_resolution])
+    elif keep != "all":
+        raise UsageError(f"--keep {keep} is of records: add --save-template, or leave it out")
+    draw(
+        requests,
+        paths,
+        target,
+        engine,
+        out,
+        max_batch_size=max_batch_size,
+        keep=keep,
+        save_templates=save_template,
+    )
 
 
 def draw(
@@ -99,13 +122,14 @@ def draw(
     *,
     max_batch_size: int,
     keep: "Keep" = "all",
+    save_templates: bool = False,
     facts: dict[str, Any] | None = None,
 ) -> None:
     """Draw requests in one batch, write their images and print what came of them.
 
-    Records that edits read hold what `keep` says; `facts` stand in the JSON, too.
+    Records that edits read hold what `keep` says; with `save_templates` the images leave some. `facts` stand in JSON.
     """
-    from ...profiling.runs.draw import draw_images
+    from ...profiling.runs.draw import draw_images, draw_with_records
 
     served, place = target.load(out, engine)
     served.use_keep(keep)
@@ -113,12 +137,20 @@ def draw(
         served.check_request(request)
     with out.status("Measuring which way of convolving is faster ..."):
         served.tune([request.resolution for request in requests], place.tables)
+    templates: dict[int, str] = {}
     with out.phases() as start:
-        result = draw_images(
-            served, requests, paths, place, max_batch_size=max_batch_size, start_phase=start, on_note=out.note
-        )
+        if save_templates:
+            result, templates = draw_with_records(
+                served, requests, paths, place, max_batch_size=max_batch_size, start_phase=start
+            )
+        else:
+            result = draw_images(
+                served, requests, paths, place, max_batch_size=max_batch_size, start_phase=start, on_note=out.note
+            )
 
     images = [_describe(record) for record in result.records]
+    for image in images if save_templates else ():
+        image["template"] = templates.get(image["id"])
     served.close()
     payload = {"model": target.model, "device": str(served.device), "duration_s": result.duration_s, "images": images}
     out.data(payload | (facts or {}), table=lambda: _table(images))

@@ -76,7 +76,7 @@ def templates_add(
 def templates_list(*, target: Target, out: Output) -> None:
     """List the records of a model's images.
 
-    They come from psctl templates add, and from the first psctl edit --reuse of an image.
+    They come from psctl templates add, the first psctl edit --reuse of an image, and psctl generate --save-template.
 
     Examples:
 
@@ -89,11 +89,11 @@ def templates_list(*, target: Target, out: Output) -> None:
         if "error" in each:
             return f"{each['id']}: damaged: {each['error']}"
         about = each["about"]
-        prompt = f", {about['prompt']!r}" if about["prompt"] else ""
+        shows = "its generation" if about["kind"] == "trajectory" else repr(about["prompt"]) if about["prompt"] else ""
         return (
             f"{each['id']}: {about['size']}, {about['num_inference_steps']} steps, "
             f"{'guided' if about['rows'] == 2 else 'unguided'}, keeps {about['keep']}, "
-            f"{each['bytes'] / 1e6:.1f} MB{prompt}"
+            f"{each['bytes'] / 1e6:.1f} MB{shows and f', {shows}'}"
         )
 
     out.data(found, table="\n".join(map(line, found)) or "There are no templates.")

@@ -1,10 +1,12 @@
 """Records of images that edits read."""
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
 from ...data.errors import UsageError
+from ...data.resolution import Resolution
+from ...data.template_kinds import TemplateKind
 from ...serving.editing.keep import Keep
 from ...serving.options import EngineOptions, RecordTemplates, TemplateOptions
 from ..flags import flag
@@ -14,6 +16,14 @@ TemplatePrompt = Annotated[
 ]
 TemplateSeed = Annotated[int, flag("--template-seed", "Of the record: seed of the noise outside masks.", min=0)]
 
+TemplateKindFlag = Annotated[
+    TemplateKind,
+    flag(
+        "--template-kind",
+        "Of the record: the image, noised at each step, which is recorded where it is missing; or the generation that "
+        "has drawn it, of psctl generate --save-template.",
+    ),
+]
 KeepFlag = Annotated[
     Keep,
     flag(
@@ -67,6 +77,15 @@ def require_keep(model: str, keep: Keep) -> None:
     from ...serving.models.loading import check_keep_of
 
     check_keep_of(model, keep)
+
+
+def require_cells(model: str, sizes: Iterable[Resolution]) -> None:
+    """Raise UsageError unless images of these sizes are made of whole cells; the model is not loaded."""
+    from ...serving.models.loading import model_geometry
+
+    geometry = model_geometry(model)
+    for size in sizes:
+        geometry.check_cells(size, model)
 
 
 def require_masked(options: EngineOptions, wanted: str = "--reuse") -> None:

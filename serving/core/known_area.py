@@ -26,6 +26,9 @@ class KnownAreas:
         device = requests[0].latents.device
         # Kernels that cut images into patches know no booleans.
         self._may_change = packing.pack([area.mask[0].float() for area in areas]).bool()
+        self._areas, self._packing = areas, packing
+        self._next = [each.state.steps_done for each in requests]
+        self._has_trajectories = any(area.trajectory is not None for area in areas)
         self._clean = packing.pack([area.clean[0] for area in areas])
         self._noise = packing.pack([area.noise[0] for area in areas])
         self._levels = torch.cat([area.levels for area in areas]).to(device)
@@ -39,5 +42,11 @@ class KnownAreas:
     def restored(self, latents: Tensor) -> Tensor:
         """Latents (P, channels, side, side) after a step, with what is known in its place."""
         self._rows += 1
+        if self._has_trajectories:
+            self._next = [step + 1 for step in self._next]
+            self._clean = self._packing.pack([
+                (area.clean if area.trajectory is None else area.trajectory[step : step + 1])[0]
+                for area, step in zip(self._areas, self._next, strict=True)
+            ])  # fmt: skip
         of_clean, of_noise = self._levels.index_select(0, self._rows)[:, :, None, None, None].unbind(1)
         return torch.where(self._may_change, latents, self._clean * of_clean + self._noise * of_noise)

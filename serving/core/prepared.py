@@ -1,6 +1,6 @@
 """A request between its prepare and postprocess stages, as both engines hold it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,12 +19,15 @@ class KnownArea:
         clean: (1, channels, h, w) float32, the latents of the image.
         noise: shaped so, float32; what the image is noised with.
         levels: (num_steps + 1, 2) float32 on the CPU: the factors of image and noise before each step and at the end.
+        trajectory: (num_steps + 1, channels, h, w) float32: the latents to keep at each of these times, in place of the
+            image and its noise; None: those are kept.
     """
 
     mask: torch.Tensor
     clean: torch.Tensor
     noise: torch.Tensor
     levels: torch.Tensor
+    trajectory: torch.Tensor | None = None
 
 
 class Template(Protocol):
@@ -33,6 +36,10 @@ class Template(Protocol):
     def seen(self, step: int) -> Sequence[Mapping[str, torch.Tensor]]:
         """At a step of the whole schedule, of each row of a request, by the operator's name; on the model's device."""
         ...
+
+
+OnPass = Callable[[int, torch.Tensor, Sequence[Mapping[str, torch.Tensor]]], None]
+"""Told of a step: its number, the latents before it (1, channels, h, w), and of each row what operators have seen."""
 
 
 @dataclass(slots=True)
@@ -51,6 +58,7 @@ class PreparedRequest:
         known: what an edit keeps of its image; None for a new image.
         template: whose record an edit reads outside its mask, after its first `full_steps`; None where all of it is
             computed.
+        on_pass: told of each of its passes, which are recorded; None where they are not.
     """
 
     request: Request
@@ -62,6 +70,7 @@ class PreparedRequest:
     key: int = -1
     known: KnownArea | None = None
     template: Template | None = None
+    on_pass: OnPass | None = None
 
     @property
     def size(self) -> tuple[int, int]:

@@ -21,17 +21,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
 from ...data.errors import RunError, UsageError
 from ...data.files import atomic_folder, sha256_of, write_json
+from ...data.requests import Request
+from .keep import Keep
 
 VERSION = 2
 MEMORY_MB, DISK_MB = 2_000.0, 20_000.0
 MANIFEST = "manifest.json"
 Seen = Mapping[str, Tensor]
+LATENTS, END = "latents", "end"
+"""Of the first row of a record of a generation: its latents (1, channels, h, w) before each step; those at the end."""
 _DAMAGE = (FileNotFoundError, ValueError, KeyError, TypeError, SafetensorError)
 
 
@@ -69,15 +73,63 @@ class TemplateRecord:
     steps: Sequence[Sequence[Seen]] | None
     folder: Path
 
+    def latents(self, first: int) -> Tensor:
+        """Of a generation, before each step from `first` on, and at the end: (steps + 1, channels, h, w)."""
+        if self.steps is None:
+            files = [str(path) for path in sorted(self.folder.glob("step-*.safetensors"))[first:]]
+            found = [_read_one(path, LATENTS) for path in files] + [_read_one(files[-1], END)]
+        else:
+            found = [rows[0][LATENTS] for rows in self.steps[first:]] + [self.steps[-1][0][END]]
+        return torch.cat(found).to(self.device)
+
     def seen(self, step: int) -> Sequence[Seen]:
         """See `core.prepared.Template`."""
         rows = read_step(self.folder / file_of(step)) if self.steps is None else self.steps[step]
         return [{name: tensor.to(self.device) for name, tensor in row.items()} for row in rows]
 
 
+def facts_of(request: Request, keep: Keep) -> dict[str, Any]:
+    """What an edit itself says of the record that it reads, whatever the model."""
+    edit = request.edit
+    assert edit is not None
+    assert edit.template is not None
+    template = edit.template
+    # Any generation has a prompt and a seed of its own, and is of one guidance scale; a noised image knows of none.
+    is_noised = template.kind == "noised"
+    return {
+        "num_inference_steps": request.num_inference_steps,
+        "size": str(request.resolution),
+        "image": hashlib.sha256(edit.image.tobytes()).hexdigest(),
+        "kind": template.kind,
+        "prompt": template.prompt if is_noised else None,
+        "seed": template.seed if is_noised else None,
+        "guidance": None if is_noised else request.guidance_scale,
+        "keep": keep,
+    }
+
+
+def no_generation(request: Request, keep: Keep) -> UsageError:
+    """To raise where there is no record of the generation of an edit's image."""
+    return UsageError(
+        f"there is no record of the image's generation with {request.num_inference_steps} steps, guidance scale "
+        f"{request.guidance_scale:g} and --keep {keep}: psctl generate --save-template makes it"
+    )
+
+
 def file_of(step: int) -> str:
     """The name of a step's file."""
     return f"step-{step:04}.safetensors"
+
+
+def content_of(rows: Sequence[Seen]) -> bytes:
+    """Of such a file, which `read_step` reads."""
+    named = {f"{row}.{operator}": tensor for row, each in enumerate(rows) for operator, tensor in each.items()}
+    return save({name: tensor.cpu().contiguous() for name, tensor in named.items()})
+
+
+def _read_one(path: str, operator: str) -> Tensor:
+    with safe_open(path, "pt") as file:
+        return file.get_tensor(f"0.{operator}")
 
 
 def read_step(path: Path) -> list[dict[str, Tensor]]:
@@ -173,9 +225,7 @@ class TemplateStore:
                     f"the template's record is larger than {self._most_disk_bytes / 1e6:,.0f} MB, which is all that "
                     f"{self.folder} may hold"
                 )
-            content = save({
-                f"{row}.{operator}": tensor for row, each in enumerate(rows) for operator, tensor in each.items()
-            })  # fmt: skip
+            content = content_of(rows)
             (folder / file_of(step)).write_bytes(content)
             files[file_of(step)] = hashlib.sha256(content).hexdigest()
         manifest = {"version": VERSION, "about": key.about, "bytes": kept.num_bytes, "files": files}

@@ -57,11 +57,16 @@ class TemplateRecorder:
     def want(self, request: Request) -> None:
         """Have the template of an edit recorded that had to do without; one thread at a time calls this.
 
-        Not if that is under way or has failed before, if no edit could read the record or should, or if many others
-        wait: then a later edit asks again.
+        Not if that is under way or has failed before, if it is of a generation, which is over, if no edit could read
+        the record or should, or if many others wait: then a later edit asks again.
         """
         edit = request.edit
-        if edit is None or edit.template is None or not self._model.is_worth_masking(edit):
+        if (
+            edit is None
+            or edit.template is None
+            or edit.template.kind != "noised"
+            or not self._model.is_worth_masking(edit)
+        ):
             return
         key = self._model.template_key(request)
         if key is None or key.digest in self._open or key.digest in self._given_up or len(self._open) >= _MOST_WAITING:

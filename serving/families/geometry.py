@@ -58,6 +58,15 @@ class Geometry:
                 f"width and height must be multiples of {multiple} pixels for {name}"
             )
 
+    def check_cells(self, resolution: Resolution, name: str) -> None:
+        """Raise UsageError if an image of this size has parts of cells; the message says what is allowed."""
+        multiple = self.cell * self.latent_factor
+        if resolution.width % multiple or resolution.height % multiple:
+            raise UsageError(
+                f"resolution {resolution}: for a record of the image, width and height must be multiples of {multiple} "
+                f"pixels for {name}"
+            )
+
     def check_edit(self, request: Request) -> None:
         """Raise UsageError if nothing of an edit would be left to do: its mask holds no latent, or it takes no step, or
         fewer than are to compute all; or if a trace's edit has no pixels yet.

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from diffusers.utils.torch_utils import randn_tensor
+from numpy.typing import NDArray
 
-from ...data.edits import EditSpec
+from ...data.edits import EditSpec, TemplateSpec
 from ...data.errors import RunError, UsageError
 from ...data.requests import Request
 from ...data.resolution import Resolution
@@ -28,7 +29,8 @@ from ..core.stepper import Stepper, Tuning
 from ..core.timing import finish_stream
 from ..editing.keep import Keep
 from ..editing.start import begin_edit, noised_steps
-from ..editing.templates import TemplateKey, TemplateRecord, TemplateStore
+from ..editing.templates import TemplateKey, TemplateRecord, TemplateStore, facts_of, no_generation
+from ..editing.trajectory import Trajectory, begin_on
 from ..families import Decode, Family
 from ..options import EngineOptions
 from ..patched.cached_block import block_facts
@@ -76,6 +78,7 @@ class ServedModel:
         templates: records that edits may read. Where there is no record for an edit, it is as it were without a
             template; without this store it is the twin of the one that reads, with the template's noise.
         masked_up_to: share of an image's cells up to which they do.
+        trajectories: by id, of new images that shall leave a record for edits of them.
         prompts: conditioning of earlier prompts; None where every text is encoded anew.
     """
 
@@ -103,6 +106,7 @@ class ServedModel:
         self.unbatched = choose_sampler(pipe.scheduler, pass_step_kwargs=family.pass_step_kwargs)[1]
         self.prompts = PromptCache(options.prompt_cache_mb << 20) if options.prompt_cache_mb else None
         self.templates: TemplateStore | None = None
+        self.trajectories: dict[int, Trajectory] = {}
         self._known_schedules: set[tuple[int, int, Resolution]] = set()
         self._preparing = threading.Lock()
 
@@ -201,8 +205,9 @@ class ServedModel:
 
     def _prepare(self, request: Request) -> PreparedRequest:
         edit, record = request.edit, self._record_for(request)
-        if edit is not None and record is None and self.templates is not None:
-            edit = replace(edit, template=None)
+        if edit is not None and edit.template is not None and record is None:
+            if self.templates is not None or edit.template.kind == "trajectory":
+                edit = replace(edit, template=None)
         is_guided = self.family.uses_guidance(request.guidance_scale)
         encode, prompts = self.family.condition, self.prompts
         conditioning = encode(request, is_guided) if prompts is None else prompts.get(request, is_guided, encode)
@@ -214,6 +219,16 @@ class ServedModel:
             latents = randn_tensor(shape, generator=generator, device=self.device, dtype=dtype)
             if self.family.scales_noise:
                 latents = latents * state.scheduler.init_noise_sigma
+        elif record is not None and edit.template is not None and edit.template.kind == "trajectory":
+            latents, known = begin_on(
+                record.latents(state.first),
+                edit,
+                state,
+                generator,
+                factor=self.family.geometry.latent_factor,
+                scales_noise=self.family.scales_noise,
+                dtype=dtype,
+            )
         else:
             latents, known = begin_edit(
                 edit,
@@ -226,6 +241,8 @@ class ServedModel:
                 dtype=dtype,
             )
         prepared = PreparedRequest(request, latents, conditioning, state, is_guided, known=known, template=record)
+        if (trajectory := self.trajectories.get(request.request_id)) is not None:
+            prepared.on_pass = trajectory.note
         self.stepper.prepare(prepared)
         # The denoise loop works on another stream.
         finish_stream(self.device)
@@ -266,20 +283,16 @@ class ServedModel:
             return None
         if edit.strength < 1 and geometry.first_step(request) == 0:
             return None
-        scheduler = self.pipe.scheduler
+        scheduler, facts = self.pipe.scheduler, facts_of(request, self.stepper.masked.keep)
+        if self.family.is_distilled:
+            facts["guidance"] = request.guidance_scale
         return TemplateKey({
             "model": self.fingerprint,
             "dtype": str(self.dtype).removeprefix("torch."),
             # Its numbers may be infinite, which JSON does not know.
             "scheduler": [type(scheduler).__name__, hashlib.sha256(scheduler.to_json_string().encode()).hexdigest()],
-            "num_inference_steps": request.num_inference_steps,
-            "size": str(request.resolution),
-            "image": hashlib.sha256(edit.image.tobytes()).hexdigest(),
-            "prompt": edit.template.prompt,
-            "seed": edit.template.seed,
             "rows": 2 if self.family.uses_guidance(request.guidance_scale) else 1,
-            "guidance": request.guidance_scale if self.family.is_distilled else None,
-            "keep": self.stepper.masked.keep,
+            **facts,
         })  # fmt: skip
 
     def use_keep(self, keep: Keep) -> None:
@@ -302,14 +315,11 @@ class ServedModel:
             Whether it was recorded now.
 
         Raises:
-            UsageError: records do not suit the engine, or the size of the image.
+            UsageError: records do not suit the engine, or the size of the image; or there is none of its generation.
             RunError: as `TemplateStore.add`. Where a record cannot be written, there is a warning, and it is used as
                 long as it is in memory.
         """
-        if self.unbatched is not None:
-            raise UsageError(
-                f"what an image's template has shown is reused with batched samplers only: {self.unbatched}"
-            )
+        self._require_batched()
         self.templates = self.templates or TemplateStore(folder)
         edit = request.edit
         if edit is not None and edit.strength < 1 and self.family.geometry.first_step(request) == 0:
@@ -326,11 +336,49 @@ class ServedModel:
             )
         if self.templates.find(key, self.device) is not None:
             return False
+        if edit is not None and edit.template is not None and edit.template.kind == "trajectory":
+            raise no_generation(request, key.about["keep"])
         try:
             self.templates.add(key, self.recorded(request, on_step), self.device)
         except OSError as error:
             warnings.warn(f"the record of the template cannot be written to {folder}: {error}", stacklevel=2)
         return True
+
+    def start_trajectory(self, request: Request, folder: Path) -> None:
+        """Have the passes of a new image recorded; an empty folder holds them until `end_trajectory`.
+
+        Raises UsageError: records do not suit the sampler, or the size of the image.
+        """
+        self._require_batched()
+        self.family.geometry.check_cells(request.resolution, self.name)
+        self.trajectories[request.request_id] = Trajectory(folder)
+
+    def end_trajectory(
+        self, request: Request, pixels: NDArray[np.uint8], latents: torch.Tensor, store: TemplateStore
+    ) -> TemplateKey:
+        """Take over the record of an image that was drawn; returns its key.
+
+        Args:
+            request: what was drawn.
+            pixels: (height, width, 3), what came of it.
+            latents: (1, channels, h, w), what was decoded.
+            store: of the workspace.
+
+        Raises:
+            RunError, OSError: as `TemplateStore.add`.
+        """
+        everywhere = np.ones(pixels.shape[:2], dtype=bool)
+        edit = EditSpec(pixels, everywhere, template=TemplateSpec(kind="trajectory"))
+        key = self.template_key(replace(request, edit=edit))
+        assert key is not None, "start_trajectory has refused what has none"
+        store.add(key, self.trajectories.pop(request.request_id).steps(latents), self.device)
+        return key
+
+    def _require_batched(self) -> None:
+        if self.unbatched is not None:
+            raise UsageError(
+                f"what an image's template has shown is reused with batched samplers only: {self.unbatched}"
+            )
 
     def recorded(
         self, request: Request, on_step: Callable[[int], None] = lambda count: None

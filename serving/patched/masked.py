@@ -44,7 +44,8 @@ class MaskedPasses:
     """
 
     def __init__(self, model: PatchedModel, keep: Keep = "all") -> None:
-        self._model, self.keep = model, keep
+        self._model = model
+        self.keep: Keep = keep
         self.shorten: Shorten = model.shorten
         self.dtype = model.dtype
         self.cell = model.unit << (model.num_levels - 1)
@@ -92,8 +93,8 @@ class MaskedPasses:
 
     def record(
         self, rows: "MaskedRows", tokens: Tensor, timesteps: Tensor, conditions: dict[str, Any]
-    ) -> list[dict[str, Tensor]]:
-        """Run whole, and return what operators have seen of each row, on the model's device.
+    ) -> tuple[Tensor, list[dict[str, Tensor]]]:
+        """Run whole, and return the prediction, and what operators have seen of each row, on the model's device.
 
         Args:
             rows: without active cells.
@@ -108,13 +109,14 @@ class MaskedPasses:
                 for span in self._spans:
                     meanwhile.enter_context(span.recorded())
                 context.cells = tables
-                self._model.forward(tokens, timesteps, conditions, rows.kept)
+                predicted = self._model.forward(tokens, timesteps, conditions, rows.kept)
             kept = {name: seen for name, buffer in self._kept.items() if (seen := buffer.taken()) is not None}
         finally:
             context.cells = None
             self._clear()
         starts = tables.row_start.tolist()
-        return [{name: seen[start:end].clone() for name, seen in kept.items()} for start, end in pairwise(starts)]
+        of_rows = [{name: seen[start:end].clone() for name, seen in kept.items()} for start, end in pairwise(starts)]
+        return predicted, of_rows
 
     def run(
         self,

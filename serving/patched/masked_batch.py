@@ -57,6 +57,41 @@ class MaskedBatch:
         return self._passes.run(self._rows, seen, tokens, timesteps, self._conditions)
 
 
+class RecordedBatch:
+    """Generations of any sizes and steps each pass of which is recorded, see `core.prepared.OnPass`.
+
+    Attributes:
+        together, forecast: as of `MaskedBatch`.
+    """
+
+    forecast: frozenset[int] = frozenset()
+
+    def __init__(
+        self,
+        passes: MaskedPasses,
+        conditions: Conditions,
+        sampler: BatchedSampler,
+        active: Sequence[PreparedRequest],
+    ) -> None:
+        self._passes, self._batch = passes, sorted(active, key=lambda prepared: by_size(prepared.size))
+        self._packing = passes.pack([prepared.size for prepared in self._batch])
+        row_packing = passes.pack([size for each in self._batch for size in [each.size] * each.num_rows])
+        self._conditions, repeats = conditions_of(self._batch, conditions, shorten=passes.shorten)
+        self._rows = passes.batch(row_packing, repeats=repeats)
+        self.together = DenoiseBatch(
+            self._batch, self._packing, row_packing, sampler, self._predict, dtype=passes.dtype
+        )
+
+    def _predict(self, tokens: Tensor, timesteps: Tensor) -> Tensor:
+        predicted, rows = self._passes.record(self._rows, tokens, timesteps, self._conditions)
+        seen, latents = iter(rows), self.together.latents
+        for index, each in enumerate(self._batch):
+            assert each.on_pass is not None
+            own = [next(seen) for _ in range(each.num_rows)]
+            each.on_pass(each.state.steps_done, self._packing.unpack(latents, index)[None], own)
+        return predicted
+
+
 def cells_of(prepared: PreparedRequest, cell: int) -> Booleans:
     """(cells,) of the image of an edit, those that are computed."""
     edit, (height, _) = prepared.request.edit, prepared.size
@@ -75,7 +110,7 @@ def record(
     named, repeats = conditions_of(steps, conditions, shorten=passes.shorten)
     rows = passes.batch(row_packing, repeats=repeats)
     together = DenoiseBatch(steps, packing, row_packing, sampler, _never, dtype=passes.dtype)
-    seen = iter(passes.record(rows, *together.inputs(), named))
+    seen = iter(passes.record(rows, *together.inputs(), named)[1])
     return [[next(seen) for _ in range(each.num_rows)] for each in steps]
 
 

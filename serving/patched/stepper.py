@@ -25,7 +25,7 @@ from ..plain.formats import PlainModels
 from ..samplers.batched import BatchedSampler
 from ..samplers.single import PerRequestSampler, SamplerState
 from .masked import MaskedPasses
-from .masked_batch import MaskedBatch, record
+from .masked_batch import MaskedBatch, RecordedBatch, record
 from .patched_model import PatchedModel
 from .text import conditions_of
 from .tuning import strategy_table
@@ -55,6 +55,9 @@ class PatchedStepper:
         self.batch_failures = Failures()
         self.forecast: set[int] = set()
         self._whole = _Lane(self, lambda active, may_be_plain: PackedBatch(self, active, may_be_plain=may_be_plain))
+        self._recorded = _Lane(
+            self, lambda active, _: RecordedBatch(self.masked, self.conditions, self._batched, active)
+        )
         self._edits = _Lane(self, lambda active, _: MaskedBatch(self.masked, self.conditions, self._batched, active))
         self._stepped: list[DenoiseBatch] = []
 
@@ -70,7 +73,7 @@ class PatchedStepper:
     @property
     def batch(self) -> "PackedBatch | None":
         batch = self._whole.batch
-        assert not isinstance(batch, MaskedBatch)
+        assert batch is None or isinstance(batch, PackedBatch)
         return batch
 
     def tune(self, target: Tuning) -> None:
@@ -120,17 +123,22 @@ class PatchedStepper:
         self.forecast.clear()
         self._stepped.clear()
         failures: dict[int, str] = {}
-        is_masked = [prepared.is_masked for prepared in active]
-        # An edit may go from the first to the second, never back.
-        for lane, is_edit in ((self._whole, False), (self._edits, True)):
-            own = [prepared for prepared, reads in zip(active, is_masked, strict=True) if reads == is_edit]
+        lanes = [self._lane_of(prepared) for prepared in active]
+        # An edit may go from the first to the last, never back.
+        for lane in (self._whole, self._recorded, self._edits):
+            own = [prepared for prepared, its in zip(active, lanes, strict=True) if its is lane]
             if own:
                 failures |= lane.step(own)
             else:
                 lane.let_go()
         return failures
 
-    def note_step(self, batch: "PackedBatch | MaskedBatch") -> None:
+    def _lane_of(self, prepared: PreparedRequest) -> "_Lane":
+        if prepared.is_masked:
+            return self._edits
+        return self._whole if prepared.on_pass is None else self._recorded
+
+    def note_step(self, batch: "AnyBatch") -> None:
         """A batch has taken its step."""
         self.forecast |= batch.forecast
         self._stepped.append(batch.together)
@@ -155,10 +163,10 @@ class _Lane:
     def __init__(
         self,
         stepper: PatchedStepper,
-        make: "Callable[[Sequence[PreparedRequest], bool], PackedBatch | MaskedBatch]",
+        make: "Callable[[Sequence[PreparedRequest], bool], AnyBatch]",
     ) -> None:
         self._stepper, self._make = stepper, make
-        self.batch: PackedBatch | MaskedBatch | None = None
+        self.batch: AnyBatch | None = None
 
     def step(self, active: Sequence[PreparedRequest], *, may_be_plain: bool = True) -> dict[int, str]:
         """See `PatchedStepper.step`."""
@@ -240,3 +248,6 @@ class PackedBatch:
     def _predict(self, patches: Tensor, timesteps: Tensor) -> Tensor:
         done = [prepared.state.steps_done for prepared in self._batch]
         return self._model(patches, timesteps, steps_done=done, **self._conditions)
+
+
+AnyBatch = PackedBatch | MaskedBatch | RecordedBatch

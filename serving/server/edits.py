@@ -1,7 +1,7 @@
 """What `POST /v1/images/edits` takes: a form with an image, a mask, and fields as text. No torch.
 
-Names and meanings are those of OpenAI's images API; `strength`, `paste`, `feather_px`, `reuse`, `template_prompt`,
-`template_seed`, `full_steps`, `dilate` and what is ours of generations are ours.
+Names and meanings are those of OpenAI's images API; `strength`, `paste`, `feather_px`, `reuse`, `template_kind`,
+`template_prompt`, `template_seed`, `full_steps`, `dilate` and what is ours of generations are ours.
 """
 
 import json
@@ -16,10 +16,19 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from ...data.datasets.decode import size_of
-from ...data.edits import MAX_DILATE, MAX_FEATHER_PX, EditSpec, TemplateSpec, has_alpha, read_image, read_mask
+from ...data.edits import (
+    MAX_DILATE,
+    MAX_FEATHER_PX,
+    EditSpec,
+    TemplateSpec,
+    has_alpha,
+    read_image,
+    read_mask,
+)
 from ...data.errors import UsageError
 from ...data.requests import MAX_SEED
 from ...data.resolution import Resolution
+from ...data.template_kinds import TEMPLATE_KINDS
 from .errors import ApiError, invalid
 from .limits import Limits
 from .protocol import MAX_USER, Fields, Generation, ModelFacts, check_size, shown, take_generation
@@ -112,12 +121,15 @@ def _template_of(fields: Fields, model: ModelFacts, limits: Limits) -> TemplateS
     reuse = fields.flag("reuse", model.reuses_templates)
     if reuse and not model.reuses_templates:
         raise invalid("reuse is true, but edits are exact here: the server has no --reuse-templates", "reuse")
-    for name in ("template_prompt", "template_seed", "full_steps", "dilate"):
+    for name in ("template_kind", "template_prompt", "template_seed", "full_steps", "dilate"):
         if fields.has(name) and not reuse:
             raise invalid(f"{name} is of the record, which only edits with reuse read", name)
     prompt = fields.text("template_prompt", most=limits.max_prompt) or ""
     seed = fields.whole("template_seed", 0, 0, MAX_SEED)
-    return TemplateSpec(prompt, seed) if reuse else None
+    kind: Any = fields.word("template_kind", "noised", TEMPLATE_KINDS)
+    if kind != "noised" and (prompt or seed):
+        raise invalid("template_kind trajectory is of a generation, which has its prompt and seed", "template_kind")
+    return TemplateSpec(prompt, seed, kind) if reuse else None
 
 
 def _by_name(parts: Sequence[tuple[str, str | bytes]]) -> dict[str, Any]:

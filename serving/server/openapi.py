@@ -4,6 +4,7 @@ from typing import Any, get_args
 
 from ...data.edits import MAX_DILATE, MAX_FEATHER_PX
 from ...data.requests import MAX_SEED, Fallback
+from ...data.template_kinds import TEMPLATE_KINDS
 from .limits import Limits
 from .protocol import GENERATIONS, MAX_IMAGES, MAX_PARTIALS, MAX_USER, QUALITIES, ModelFacts
 
@@ -67,6 +68,7 @@ def edit_body(model: ModelFacts, limits: Limits) -> dict[str, Any]:
     }
     if model.reuses_templates:
         properties |= {
+            "template_kind": {"enum": list(TEMPLATE_KINDS)},
             "template_prompt": {"type": "string", "maxLength": limits.max_prompt},
             "template_seed": _whole(0, MAX_SEED),
             "full_steps": _whole(0, limits.max_steps),

@@ -93,6 +93,46 @@ def test_a_template_is_recorded_once_and_edits_read_it(run_psctl: RunPsctl, fold
     assert json.loads(run_psctl("templates", "list", "--json", **where).stdout) == []
 
 
+def test_an_image_leaves_a_record_for_edits_of_it(run_psctl: RunPsctl, folder: Path) -> None:
+    where = {"PSCTL_MODEL": str(folder / "sdxl"), "PSCTL_WORKSPACE": str(folder / "space"), "PSCTL_DTYPE": "float32"}
+    words = ("generate", "a room", "-r", "64", "--seed", "4", "--save-template", "--keep", "kv", "--json")
+    run = run_psctl(*words, "-o", folder / "drawn.png", **where)
+    assert run.returncode == 0, run.stderr
+    (told,) = json.loads(run.stdout)["images"]
+    (listed,) = json.loads(run_psctl("templates", "list", "--json", **where).stdout)
+    assert (listed["id"], listed["about"]["kind"], listed["about"]["keep"]) == (told["template"], "trajectory", "kv")
+    assert "its generation" in run_psctl("templates", "list", **where).stdout
+    plain = run_psctl(*words[:6], "-o", folder / "plain.png", **where)
+    assert plain.returncode == 0, plain.stderr
+    first, same = (np.asarray(Image.open(folder / name)).astype(int) for name in ("drawn.png", "plain.png"))
+    assert np.abs(first - same).max() <= 1
+    mask = np.zeros((64, 64), bool)
+    mask[:32, :32] = True
+    Image.fromarray(mask).save(folder / "quarter.png")
+    edit = ("--mask", folder / "quarter.png", "--reuse", "--template-kind", "trajectory", "--overwrite")
+    edited = (folder / "edited.png", folder / "drawn.png")
+    for prompt, seed, least, most in (("a room", "4", 0, 1), ("a red hat", "5", 2, 255)):
+        run = run_psctl(
+            "edit", edited[1], prompt, *edit, "--seed", seed, "--keep", "kv", "-o", edited[0], "--no-paste", **where
+        )
+        assert run.returncode == 0, run.stderr
+        assert least <= np.abs(np.asarray(Image.open(edited[0])).astype(int) - first)[:32, :32].max() <= most
+    for weights in (folder / "sdxl").glob("*/*.safetensors"):
+        weights.unlink()
+    for command, message in (
+        (("edit", edited[1], "a hat", *edit), "there is no record of the image's generation with 2 steps"),
+        (("edit", folder / "room.png", "a hat", *edit), "the mask has 64x64 pixels"),
+        (("edit", edited[1], "a hat", *edit, "--template-seed", "2"), "has its prompt and seed already"),
+        (("generate", "a", "--save-template", "-o", folder / "a.jpg"), "must end in .png"),
+        (("generate", "a", "--save-template", "-r", "72", "-o", folder / "a.png"), "must be multiples of 32"),
+        (("generate", "a", "--save-template", "--engine", "plain", "-o", folder / "a.png"), "--save-template computes"),
+        (("generate", "a", "--keep", "kv", "-o", folder / "a.png"), "add --save-template"),
+    ):
+        run = run_psctl(*command, **where)
+        assert (run.returncode, len(run.stderr.splitlines())) == (2, 1), run.stderr
+        assert message in run.stderr
+
+
 @pytest.mark.parametrize("option", [["--engine", "plain"], ["--cache", "interval"], ["--compile"]])
 def test_reuse_is_refused_where_nothing_can_be_masked(run_psctl: RunPsctl, folder: Path, option: list[str]) -> None:
     run = run_psctl(

@@ -179,6 +179,27 @@ def test_records_made_ahead_are_found_and_damaged_ones_made_anew(
     assert "it was put aside as" in warned[0]
 
 
+def test_the_record_of_a_generation_is_read_and_not_made(
+    edit: Edit, run_psctl: RunPsctl, folder: Path, http: httpx.Client
+) -> None:
+    where = ("--model", folder / "tiny", "--workspace", folder / "workspace", "--dtype", "float32")
+    done = run_psctl("generate", "a room", "--seed", "5", "-o", folder / "5.png", "--save-template", *where)
+    assert done.returncode == 0, done.stderr
+    drawn, recorded = np.asarray(Image.open(folder / "5.png")), metric(http, "templates_recorded")
+    told, [same] = edit(5, template_kind="trajectory", prompt="a room", paste="false")
+    assert told[0]["reused"]
+    assert far(same, drawn) <= 1
+    told, [other] = edit(5, template_kind="trajectory")
+    assert told[0]["reused"]
+    assert far(other, drawn) > 1
+    # Of another image there is none, nor is it made.
+    told, [missed] = edit(0, template_kind="trajectory")
+    assert not told[0]["reused"]
+    assert far(missed, edit(0, reuse="false")[1][0]) == 0
+    assert not edit(0, template_kind="trajectory")[0][0]["reused"]
+    assert metric(http, "templates_recorded") == recorded
+
+
 def test_wrong_fields(http: httpx.Client, folder: Path) -> None:
     files = {"image": (folder / "0.png").read_bytes(), "mask": (folder / "mask.png").read_bytes()}
     for fields, param, message in (
@@ -188,6 +209,8 @@ def test_wrong_fields(http: httpx.Client, folder: Path) -> None:
         ({"template_prompt": "a room", "reuse": "false"}, "template_prompt", "only edits with reuse read"),
         ({"template_prompt": "x" * 32_001}, "template_prompt", "at most 32,000"),
         ({"full_steps": "5"}, None, "full_steps is 5, but the edit takes 4 steps"),
+        ({"template_kind": "other"}, "template_kind", "one of noised, trajectory"),
+        ({"template_kind": "trajectory", "template_seed": "3"}, "template_kind", "has its prompt and seed"),
         ({"dilate": "-1"}, "dilate", "must be a whole number from 0 to 64"),
     ):
         texts = {name: (None, value) for name, value in {"prompt": "a red hat", **fields}.items()}

@@ -27,7 +27,7 @@ def record(passes: MaskedPasses, rows: Sequence[Row]) -> list[dict[str, Tensor]]
     packing = passes.pack([row.size for row in rows])
     batch = passes.batch(packing, repeats=1)
     tokens, timesteps = packing.pack([row.latents for row in rows]), torch.tensor([row.timestep for row in rows])
-    return passes.record(batch, tokens, timesteps, stack_conditions(rows))
+    return passes.record(batch, tokens, timesteps, stack_conditions(rows))[1]
 
 
 @torch.no_grad()
