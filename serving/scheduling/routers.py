@@ -4,6 +4,7 @@ InstGenIE (section 4.4) compares the number of requests and of tokens with its m
 8.1) counts pixels times steps.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -103,21 +104,19 @@ class FewestPixels:
 
 @dataclass(frozen=True, slots=True)
 class MaskAware:
-    """Where the request is expected to end first (after InstGenIE's algorithm 2).
+    """Where the request costs least (after InstGenIE's algorithm 2): when it ends, and what others end later for it.
 
     The paper's cost of a worker is the latency of one step of its running batch with the request in it, asked of
     workers with room in their batch. That forgets how many steps are left, who waits, and records that a worker lacks.
     Here the worker's requests and the new one are taken through all their steps: the batch steps as long as predicted,
-    loses who is done, and is filled up in order of arrival; who reads a record joins when it is there. What the others
-    lose by the request is its cost as well, each second of each of them `others` seconds.
+    loses who is done, and is filled up in order of arrival; who reads a record joins when it is there. The cost is what
+    the request adds to the sum of the times in which the worker's requests end.
 
     Attributes:
         predictor: of steps, with the active shares of edits.
-        others: weight of what other requests lose.
     """
 
     predictor: StepLatencyPredictor
-    others: float = 0.0
 
     name: ClassVar[str] = "mask-aware"
 
@@ -127,12 +126,8 @@ class MaskAware:
 
     def _cost_s(self, request: RequestView, worker: WorkerView) -> float:
         here = list(worker.requests())
-        ends = self._ends([*here, request], worker)
-        cost_s = ends[request.request_id]
-        if self.others and here:
-            before = self._ends(here, worker)
-            cost_s += self.others * sum(ends[each.request_id] - before[each.request_id] for each in here)
-        return cost_s
+        after, before = self._ends([*here, request], worker), self._ends(here, worker)
+        return math.fsum(after.values()) - math.fsum(before.values())
 
     def _ends(self, views: Sequence[RequestView], worker: WorkerView) -> dict[int, float]:
         """Seconds from now until each of them has taken its last step."""

@@ -97,7 +97,18 @@ def test_policies_differ_as_they_should(folder: Path, capsys: pytest.CaptureFixt
 
 
 def test_routers_differ(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base = ("--latency", "table.csv", "--num-prompts", "200", "--request-rate", "12", "--gpus", "4", "--json", "--quiet")
+    base = (
+        "--latency",
+        "table.csv",
+        "--num-prompts",
+        "200",
+        "--request-rate",
+        "12",
+        "--gpus",
+        "4",
+        "--json",
+        "--quiet",
+    )
     default, *others = (
         summary_of(simulate(capsys, *base, *more))
         for more in ((), *(("--router", name) for name in ("fewest-pixels", "round-robin", "mask-aware")))

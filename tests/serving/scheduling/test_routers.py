@@ -76,33 +76,36 @@ def test_the_first_of_equals(name: str) -> None:
     assert choice(name, [Worker([view(0)]), Worker(), Worker()]) in ((0,) if name == "round-robin" else (1,))
 
 
-def test_mask_aware_asks_for_the_end_and_the_paper_for_a_step() -> None:
-    long_part = Worker([view(0, steps=100, share=0.5)])
-    short_whole = Worker([view(1, steps=2)])
-    # A step of both is shorter beside the part, 2.5 s against 3 s; but the whole image is gone after 2 of 4 steps, so
-    # that the request ends after 2 x 3 + 2 x 2 s there, and after 4 x 2.5 s beside the part: the first of equals.
+def test_mask_aware_asks_for_ends_and_the_paper_for_a_step() -> None:
+    long_part, short_whole = Worker([view(0, steps=100, share=0.5)]), Worker([view(1, steps=2)])
+    # A step of both is shorter beside the part: 2.5 s against 3 s.
     assert choice("mask-aware-step", [short_whole, long_part]) == 1
-    assert choice("mask-aware", [short_whole, long_part]) == 0
-    assert choice("mask-aware", [short_whole, long_part], view(99, steps=5)) == 0
-    assert choice("mask-aware", [short_whole, long_part], view(99, steps=3)) == 1
+    # To its end it takes 2 x 3 + 2 x 2 s beside the whole image, which ends 2 x 1 s later: 12 s; beside the part it
+    # takes 4 x 2.5 s, and that ends 4 x 1 s later: 14 s.
+    assert choice("mask-aware", [long_part, short_whole]) == 1
+    # With a single step 3 + 1 s against 2.5 + 1 s.
+    assert choice("mask-aware", [short_whole, long_part], view(99, steps=1)) == 1
 
 
 def test_mask_aware_counts_who_waits() -> None:
     full = Worker([view(0, steps=2), view(1, steps=2), view(2, steps=1)])
-    # 2 x 3 s until there is room, then 3 s with the other that waits, then 3 x 2 s: 15 s; beside one of 9 steps 4 x 3 s
-    # if there is room, and in a batch of one 9 x 2 s before 4 x 2 s.
-    assert choice("mask-aware", [full, Worker([view(3, steps=9)])]) == 1
-    assert choice("mask-aware", [full, Worker([view(3, steps=9)], max_batch_size=1)]) == 0
+    # It joins after 2 x 3 s, takes a step of 3 s with the third and 3 x 2 s alone, and makes the third 1 s later: 16 s.
+    # Beside one of 9 steps it takes 4 x 3 s and makes that 4 s later, if there is room: 16 s, too. In a batch of one it
+    # waits for 9 x 2 s and takes 4 x 2 s: 26 s.
+    assert choice("mask-aware", [Worker([view(3, steps=9)]), full]) == 0
+    assert choice("mask-aware", [full, Worker([view(3, steps=9)])]) == 0
+    assert choice("mask-aware", [Worker([view(3, steps=9)], max_batch_size=1), full]) == 1
 
 
 def test_mask_aware_counts_records_that_are_read_first() -> None:
     request = view(99, share=0.5)
-    # Alone 4 x 1.5 s after 10 s, against 4 x 2.5 s at once beside another.
-    lacks, beside = Worker(missing={99: 10.0}), Worker([view(0)])
-    assert choice("mask-aware", [lacks, beside], request) == 1
-    assert choice("mask-aware", [Worker(missing={99: 3.0}), beside], request) == 0
-    # Who is late is overtaken, but not forgotten: 10 s, then 4 steps of both.
-    assert choice("mask-aware", [Worker([view(1, share=0.5)], 1, {1: 10.0}), Worker([view(0, steps=2)])], request) == 0
+    # Alone 4 x 1.5 s after the record, against 4 x 2.5 s at once beside another that ends 4 x 0.5 s later.
+    beside = Worker([view(0)])
+    assert choice("mask-aware", [Worker(missing={99: 6.1}), beside], request) == 1
+    assert choice("mask-aware", [Worker(missing={99: 5.9}), beside], request) == 0
+    # Who waits for a record is overtaken: 4 x 1.5 s, done before that one's record is there.
+    assert choice("mask-aware", [Worker(), Worker([view(1, share=0.5)], 1, {1: 6.0})], request) == 0
+    assert choice("mask-aware", [beside, Worker([view(1, share=0.5)], 1, {1: 6.0})], request) == 1
 
 
 def test_the_papers_cost_prefers_workers_with_room() -> None:
@@ -112,7 +115,7 @@ def test_the_papers_cost_prefers_workers_with_room() -> None:
 
 
 def test_mask_aware_equals_steps_taken_one_by_one() -> None:
-    """Its skips from one end to the next change nothing: a plain loop over single steps gives the same end."""
+    """Its skips from one end to the next change nothing: a plain loop over single steps gives the same ends."""
     rng = random.Random(0)
     for _ in range(2_000):
         count = rng.randint(0, 6)
@@ -123,14 +126,15 @@ def test_mask_aware_equals_steps_taken_one_by_one() -> None:
         worker = Worker(views, rng.randint(1, 4), missing)
         workers = [worker, Worker([view(50, rng.randint(1, 30))], 1)]
         request = view(99, rng.randint(1, 6), share=rng.choice((0.3, 1.0)))
-        ends = [_end_s(each, request) for each in workers]
-        if abs(ends[0] - ends[1]) > 1e-9:
-            assert choice("mask-aware", workers, request) == ends.index(min(ends))
+        costs = [_ends_s(each, [*each.views, request]) - _ends_s(each, each.views) for each in workers]
+        if abs(costs[0] - costs[1]) > 1e-9:
+            assert choice("mask-aware", workers, request) == costs.index(min(costs))
 
 
-def _end_s(worker: Worker, request: RequestView) -> float:
-    waiting, running, now_s = [*worker.views, request], {}, 0.0
-    while True:
+def _ends_s(worker: Worker, views: Sequence[RequestView]) -> float:
+    """The sum of the times in which they end."""
+    waiting, running, now_s, sum_s = list(views), {}, 0.0, 0.0
+    while waiting or running:
         for each in list(waiting):
             if len(running) < worker.max_batch_size and worker.load_s(each) <= now_s:
                 running[each] = each.num_steps
@@ -139,9 +143,9 @@ def _end_s(worker: Worker, request: RequestView) -> float:
             now_s = min(map(worker.load_s, waiting))
             continue
         now_s += Steps().step_latency_s([each.work for each in running])
+        sum_s += now_s * sum(left == 1 for left in running.values())
         running = {each: left - 1 for each, left in running.items() if left > 1}
-        if request not in running and request not in waiting:
-            return now_s
+    return sum_s
 
 
 def test_an_unknown_router_is_refused() -> None:

@@ -91,7 +91,7 @@ def test_random_runs(name: str, policy: str) -> None:
         )
         num_gpus = rng.randint(1, 5)
 
-        def run(requests=requests, given=given, num_gpus=num_gpus):  # noqa: ANN001, ANN202
+        def run(requests=requests, given=given, num_gpus=num_gpus):
             return simulate(
                 requests,
                 get_policy(policy),
