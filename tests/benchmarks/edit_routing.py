@@ -12,7 +12,6 @@ import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ def step_latency() -> EditStepLatency:
     return EditStepLatency.fitted(TableLatency(whole), parts)
 
 
-def trace(sizes: Sequence[Resolution], rate: float, count: int, seed: int) -> list[Request]:
+def trace(sizes: tuple[Resolution, ...], rate: float, count: int, seed: int) -> list[Request]:
     """Edits of 20 pictures, drawn by Zipf."""
     edits = EditDraws(1.0, read_mask_ratios("public"))
     config = TraceConfig(request_rate=rate, num_prompts=count, resolutions=sizes, seed=seed, edits=edits)
@@ -84,12 +83,10 @@ def served(requests: Sequence[Request], latency: EditStepLatency, byte_s: float)
         lambda record: BYTES_PER_PIXEL_STEP * record.resolution.pixels * record.num_inference_steps,
         lambda num_bytes: byte_s * num_bytes,
     )
-    policy, limits = get_policy("continuous"), {"max_batch_size": MAX_BATCH_SIZE, "num_gpus": WORKERS}
-    return partial(_simulate, requests, policy, latency, edits=edits, **limits)
-
-
-def _simulate(requests: Any, policy: Any, latency: Any, router: str, **options: Any) -> SimulationResult:
-    return simulate(requests, policy, latency, router=router, **options)
+    policy = get_policy("continuous")
+    return lambda router: simulate(
+        requests, policy, latency, max_batch_size=MAX_BATCH_SIZE, num_gpus=WORKERS, router=router, edits=edits
+    )
 
 
 def compare(kind: str, load: float, latency: EditStepLatency, count: int, seeds: int) -> dict[str, Any]:
@@ -102,7 +99,7 @@ def compare(kind: str, load: float, latency: EditStepLatency, count: int, seeds:
     for seed in range(seeds):
         run = served(trace(sizes, capacity * load, count, seed), latency, byte_s)
         for name in ROUTERS:
-            latencies_s = [record.latency_s for record in run(name).records]
+            latencies_s = [record.latency_s for record in run(name).records if record.latency_s is not None]
             p95_s[name].append(float(np.percentile(latencies_s, 95)))
             mean_s[name].append(float(np.mean(latencies_s)))
     own = np.array(p95_s["mask-aware"])
