@@ -86,7 +86,7 @@ class LatencyPredictor:
         counts: Counter[Resolution] = Counter()
         for work in active:
             if isinstance(work, Work):
-                raise UsageError(f"the latency predictor knows whole images only, and not {work} (psctl profile edits)")
+                raise UsageError(f"the latency predictor knows whole images only, and not {work}")
             counts[work] += 1
         key = frozenset(counts.items())
         if key not in self._outside:
