@@ -23,6 +23,7 @@ from ...serving.core.metrics import slo_attainment_rate, summarize
 from ...serving.core.request_state import RequestRecord
 from ...serving.options import EngineName
 from ...serving.scheduling.policies import StepLatencyPredictor, get_policy
+from ...serving.scheduling.routers import DEFAULT_ROUTER
 from ...serving.scheduling.systems import System
 from ...serving.simulator.distrifusion import PUBLISHED, Speedups
 from ...serving.simulator.simulator import SimulationResult, simulate
@@ -102,17 +103,18 @@ class SimulatedEngine:
         keep_steps: bool = False,
         on_finish: OnFinish = None,
         speedups: Speedups = PUBLISHED,
+        router: str = DEFAULT_ROUTER,
     ) -> SimulationResult:
         """Simulate a trace that has its SLOs.
 
         Args:
             system: whose policy, share of steps and allocation of GPUs are simulated.
             requests: as they were asked for.
-            standalone_s, max_batch_size, num_gpus, keep_steps, on_finish: of `simulate`.
+            standalone_s, max_batch_size, num_gpus, keep_steps, on_finish, router: of `simulate`.
             speedups: of all GPUs together, if the system spans them.
 
         Raises:
-            UsageError: the latencies do not know a resolution.
+            UsageError: the latencies do not know a resolution, or there is no such router.
         """
         policy = get_policy(system.policy)
         told = self.durations.steps.told
@@ -129,6 +131,7 @@ class SimulatedEngine:
             num_gpus=num_gpus,
             speedups=speedups if system.spans_gpus else None,
             times=self.times,
+            router=router,
             standalone_s=lambda request: alone_s[request.request_id],
             keep_steps=keep_steps,
             on_finish=on_finish,
@@ -148,6 +151,7 @@ class Deployment:
         speedups: of all GPUs together, for systems that span them.
         slower: how many times as long steps last as the engine says, while SLOs stay.
         alone: the plain engine, of whose latency of a request alone SLOs are multiples; None: `engine` is asked.
+        router: sends requests to GPUs (`serving.scheduling.routers`).
     """
 
     system: System
@@ -158,6 +162,7 @@ class Deployment:
     speedups: Speedups = PUBLISHED
     slower: float = 1.0
     alone: SimulatedEngine | None = None
+    router: str = DEFAULT_ROUTER
 
     def run(
         self, requests: Sequence[Request], *, keep_steps: bool = False, on_finish: OnFinish = None
@@ -173,7 +178,10 @@ class Deployment:
         promised = assign_slos(requests, alone_s, self.slo_scale)
         engine = self.engine if self.slower == 1 else self.engine.slowed(self.slower)
         given = self.system, promised, alone_s, self.max_batch_size, self.num_gpus
-        return promised, engine.serve(*given, keep_steps=keep_steps, on_finish=on_finish, speedups=self.speedups)
+        result = engine.serve(
+            *given, keep_steps=keep_steps, on_finish=on_finish, speedups=self.speedups, router=self.router
+        )
+        return promised, result
 
     def attainment(self, requests: Sequence[Request]) -> float:
         """SLO attainment of a trace, from 0 to 1. Raises as `run`."""

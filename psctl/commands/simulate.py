@@ -12,6 +12,7 @@ from ...data.files import require_places
 from ...data.resolution import parse_list
 from ...profiling.runs.trace_settings import DEFAULT_SLO_SCALE, TraceSettings
 from ...serving.options import EngineOptions
+from ...serving.scheduling.routers import DEFAULT_ROUTER, ROUTERS, check_router
 from ...serving.scheduling.systems import DEFAULT_SYSTEM
 from ..flags import flag
 from ..options.cascade import CascadeOptions, ServedCascade
@@ -72,6 +73,9 @@ def simulate(
     policy: PolicyName = None,
     system: SystemName = DEFAULT_SYSTEM,
     gpus: Gpus = 1,
+    router: Annotated[
+        str, flag("--router", f"What sends requests to --gpus: {', '.join(ROUTERS)}.", metavar="NAME")
+    ] = DEFAULT_ROUTER,
     max_batch_size: MaxBatchSize = 16,
     prepare_ms: Annotated[float, flag("--prepare-ms", "Milliseconds of text encoding a request.")] = 0.0,
     postprocess_ms: Annotated[float, flag("--postprocess-ms", "Milliseconds of decoding an image.")] = 0.0,
@@ -110,6 +114,7 @@ def simulate(
         psctl simulate --latency h200.csv --resolutions 512,768,1024 --gpus 4 --slo-target 0.99 --request-rate 20
         psctl simulate --calibration psctl-workspace/emoji-xl/cpu/runs/slo-20260131T094500Z/calibration.json \
             --slo-target 0.95
+        psctl simulate --gpus 8 --router least-requests --request-rate 20
         psctl simulate --latency table.csv --trace diurnal --amplitude 0.9 --period 3600 --duration 7200
         psctl simulate --system distrifusion-fcfs --speedups model --gpus 3
         psctl simulate --cascade emoji-xl:4,emoji-xl:50 --gpus 16 --trace diurnal --request-rate 20 --slo-scale 3
@@ -166,6 +171,9 @@ def simulate(
     if calibration is not None and (stage_times is not None or prepare_ms or postprocess_ms):
         raise UsageError("--calibration brings the times of the stages; give it or those, not both")
     chosen = chosen_system(system, policy, engine, out, is_simulated=True)
+    check_router(router)
+    if router != DEFAULT_ROUTER and chosen.spans_gpus:
+        raise UsageError(f"--router is {router}, but {chosen.name} draws every request on all GPUs")
     if speedups != "published" and not chosen.spans_gpus:
         raise UsageError(f"--speedups is for systems whose GPUs share an image, and {chosen.name} has none that do")
     if plain_latency is not None and chosen.engine == "plain":
@@ -215,6 +223,7 @@ def simulate(
         slo_scale=slo_scale,
         alone=alone,
         speedups=read_speedups(speedups),
+        router=router,
     )
     require_places(file=output_file)
     config = {
@@ -228,6 +237,7 @@ def simulate(
         "plain_latency": None if plain_latency is None else str(plain_latency),
         "slo_scale": slo_scale,
         "gpus": gpus,
+        "router": None if chosen.spans_gpus else router,
         "speedups": speedups if chosen.spans_gpus else None,
         "max_batch_size": max_batch_size,
         "prepare_ms": prepare_ms,

@@ -9,12 +9,21 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 
 from ...data.requests import Request
 from ...data.resolution import Resolution
+from ...data.work import Work, work_of
 
 Status = Literal["pending", "completed", "failed", "discarded", "cancelled"]
 FINAL_STATUSES: tuple[str, ...] = tuple(status for status in get_args(Status) if status != "pending")
 Stage = Literal["waiting", "joining", "active", "decoding"]
 """Where an open request is: not admitted yet, admitted but not prepared, taking steps, done with its steps."""
 _DERIVED = ("deadline_s", "queueing_s", "latency_s", "slo_met")
+
+
+class RecordId(NamedTuple):
+    """Which record of a template an edit of a trace reads."""
+
+    image: str
+    resolution: Resolution
+    num_inference_steps: int
 
 
 class RequestView(NamedTuple):
@@ -28,6 +37,8 @@ class RequestView(NamedTuple):
         num_steps: number of denoising steps that it needs in all.
         steps_done: how many of them are done; 0 while it waits.
         standalone_s: its latency when it is served alone; None when not measured.
+        active_share: share of its image that steps compute; below 1 of an edit that reads the rest from a record.
+        record: which record that is, where it has to be read first.
     """
 
     request_id: int
@@ -37,6 +48,13 @@ class RequestView(NamedTuple):
     num_steps: int
     steps_done: int = 0
     standalone_s: float | None = None
+    active_share: float = 1.0
+    record: RecordId | None = None
+
+    @property
+    def work(self) -> Resolution | Work:
+        """What a step does for it."""
+        return work_of(self.resolution, self.active_share)
 
 
 @dataclass(slots=True)
@@ -179,11 +197,24 @@ class RequestState:
     first_step: int = 0
 
     @classmethod
-    def of(cls, request: Request, standalone_s: float | None = None) -> Self:
-        """The state of a request that has just arrived; `standalone_s` is its latency when served alone, if known."""
+    def of(cls, request: Request, standalone_s: float | None = None, active_share: float = 1.0) -> Self:
+        """The state of a request that has just arrived; `standalone_s` is its latency when served alone, if known, and
+        `active_share` as of `RequestView`.
+        """
         num_steps, deadline_s = request.num_steps, request.deadline_s
+        record = None
+        if active_share < 1 and request.traced is not None:
+            record = RecordId(request.traced.image, request.resolution, request.num_inference_steps)
         view = RequestView(
-            request.request_id, request.resolution, request.arrival_s, deadline_s, num_steps, 0, standalone_s
+            request.request_id,
+            request.resolution,
+            request.arrival_s,
+            deadline_s,
+            num_steps,
+            0,
+            standalone_s,
+            active_share,
+            record,
         )
         return cls(request, RequestRecord.of(request), view, num_steps)
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from ...data.checks import require_counts
 from ...data.requests import Request
 from ...data.resolution import Resolution
-from ..core.request_state import ActiveViews, RequestState, Status
+from ...data.work import Work
+from ..core.request_state import ActiveViews, RequestState, RequestView, Status
 from .policies import (
     EndPredictor,
     LearningPredictor,
@@ -56,6 +57,7 @@ class Scheduler:
 
     Attributes:
         batch: resolutions of the active requests, sorted.
+        works: what a step does for each of them, sorted: their resolutions, but for edits that are computed in part.
         changed: resolutions of which a request has joined the batch or left it since the last step.
         num_steps: steps that were taken.
         num_prepared, max_prepared: prepared requests that still have steps to take, now and at the most.
@@ -78,6 +80,7 @@ class Scheduler:
         if policy.requires_predictor:
             require_predictor(policy, predictor)
         self.batch: list[Resolution] = []
+        self.works: list[Resolution | Work] = []
         self.changed: set[Resolution] = set()
         self.num_steps = self.num_prepared = self.max_prepared = self.pixel_steps = 0
         self._policy = policy
@@ -142,15 +145,23 @@ class Scheduler:
         """Whether `decide` may change anything or a step can be taken; if not, the driver waits for news."""
         return self._has_news or self.can_step
 
-    def add(self, request: Request, standalone_s: float | None = None) -> RequestState:
-        """A request has arrived; `standalone_s` is its latency when served alone, for policies that ask for it.
+    @property
+    def views(self) -> Sequence[RequestView]:
+        """What policies and routers see of the requests that have steps to take: those in the batch or about to join
+        it, then those that wait, in order of arrival.
+        """
+        return [*ActiveViews([*self._active, *self._joining.values()], self.num_steps), *self._waiting]
+
+    def add(self, request: Request, standalone_s: float | None = None, active_share: float = 1.0) -> RequestState:
+        """A request has arrived; `standalone_s` is its latency when served alone, for policies that ask for it, and
+        `active_share` as of `RequestView`.
 
         Raises:
             ValueError: an open request has this id.
         """
         if request.request_id in self._open:
             raise ValueError(f"request {request.request_id} is open already")
-        state = RequestState.of(request, standalone_s)
+        state = RequestState.of(request, standalone_s, active_share)
         self._open[request.request_id] = state
         self._waiting.add(state.view)
         self._untouched[request.request_id] = None
@@ -282,7 +293,7 @@ class Scheduler:
         self._has_news = True
         # A step that failed is repeated in parts, so how long it took says nothing about other steps.
         if self._learner is not None and not failures:
-            self._learner.observe(self.batch, step_s)
+            self._learner.observe(self.works, step_s)
         if not failures and self.num_steps < self._next_leave:
             return ()
         failures = failures or {}
@@ -359,6 +370,7 @@ class Scheduler:
         self._active.append(state)
         self._batch_pixels += state.request.resolution.pixels
         insort(self.batch, state.request.resolution)
+        insort(self.works, state.view.work)
         self.changed.add(state.request.resolution)
 
     def _stop_waiting(self, request_id: int) -> None:
@@ -382,6 +394,7 @@ class Scheduler:
         else:
             self._active.remove(state)
             self.batch.remove(resolution)
+            self.works.remove(state.view.work)
             self._batch_pixels -= resolution.pixels
             self._next_leave = min((one.first_step + one.num_iterations for one in self._active), default=0)
             self.changed.add(resolution)

@@ -9,15 +9,16 @@ from scipy.optimize import nnls
 
 from ...data.errors import UsageError
 from ...data.resolution import Resolution
+from ...data.work import Work
 from .policies.base import StepLatencyPredictor
 
-Batch = tuple[Resolution, ...]
-"""The resolutions of a batch, with repeats, sorted."""
+Batch = tuple[Resolution | Work, ...]
+"""The works of a batch, with repeats, sorted."""
 _NUM_NEIGHBOURS = 4
 _MOST_REMEMBERED = 200_000
 
 
-def batch_of(active: Sequence[Resolution]) -> Batch:
+def batch_of(active: Sequence[Resolution | Work]) -> Batch:
     """The batch as a key."""
     return tuple(sorted(active))
 
@@ -27,9 +28,9 @@ class MemoisedLatency:
 
     def __init__(self, predictor: StepLatencyPredictor) -> None:
         self._predictor = predictor
-        self._known: dict[tuple[Resolution, ...], float] = {}
+        self._known: dict[Batch, float] = {}
 
-    def step_latency_s(self, active: Sequence[Resolution]) -> float:
+    def step_latency_s(self, active: Sequence[Resolution | Work]) -> float:
         """See `StepLatencyPredictor`.
 
         Raises:
@@ -61,7 +62,7 @@ class PerResolutionLatency:
     def __init__(self, predictor: StepLatencyPredictor) -> None:
         self._predictor = predictor
 
-    def step_latency_s(self, active: Sequence[Resolution]) -> float:
+    def step_latency_s(self, active: Sequence[Resolution | Work]) -> float:
         """See `StepLatencyPredictor`: the sum over batches of one resolution."""
         counts = Counter(active)
         return sum(self._predictor.step_latency_s((resolution,) * counts[resolution]) for resolution in sorted(counts))
@@ -112,7 +113,7 @@ class TableLatency:
         self._weights = nnls(self._features(self._counts) / measured_s[:, None], np.ones(len(measured_s)))[0]
         self._off_line = measured_s / (self._features(self._counts) @ self._weights)
 
-    def step_latency_s(self, active: Sequence[Resolution]) -> float:
+    def step_latency_s(self, active: Sequence[Resolution | Work]) -> float:
         """See `StepLatencyPredictor`.
 
         Raises:
@@ -139,7 +140,7 @@ class TableLatency:
         factor = float(near @ self._off_line[nearest] / near.sum())
         return self._line(counts) * factor
 
-    def check(self, resolutions: Sequence[Resolution]) -> None:
+    def check(self, resolutions: Sequence[Resolution | Work]) -> None:
         """Raise UsageError if the table has no batch with one of these resolutions."""
         unknown = sorted(set(resolutions) - set(self.resolutions))
         if unknown:

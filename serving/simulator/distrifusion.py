@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ...data.errors import UsageError
 from ...data.resolution import Resolution
+from ...data.work import Work
 from ..scheduling.policies import StepLatencyPredictor
 
 Points = tuple[tuple[int, float], ...]
@@ -77,8 +78,10 @@ class DistriFusionLatency:
         speedups.check(num_gpus)
         self._single, self._num_gpus, self._speedups = single, num_gpus, speedups
 
-    def step_latency_s(self, active: Sequence[Resolution]) -> float:
-        """See `StepLatencyPredictor`; the batch is one image. Raises ValueError for another."""
+    def step_latency_s(self, active: Sequence[Resolution | Work]) -> float:
+        """See `StepLatencyPredictor`; the batch is one whole image. Raises ValueError for another."""
+        if isinstance(active[0], Work):
+            raise ValueError(f"{active[0]} is to be drawn, but DistriFusion draws whole images")
         if len(active) != 1:
             raise ValueError(f"{len(active)} images are active, but DistriFusion draws one at a time")
         return self._single.step_latency_s(active) / self._speedups.of(active[0], self._num_gpus)

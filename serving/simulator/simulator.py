@@ -1,9 +1,9 @@
 """The simulator: the engine's stages and the same policy objects on a virtual clock, on any number of GPUs.
 
 Every GPU has its own three stages under a `Scheduler`, as an `Engine` has. Several GPUs serve in data parallel: on
-arrival a request goes to the GPU with the fewest pixel-steps (pixels times remaining steps) of requests that were sent
-there and have not left the denoise stage (PatchedServe section 8.1), the first of equals, and stays there. The same
-arguments always give the same result.
+arrival a router sends a request to one, where it stays; unless another is named, to that with the fewest pixel-steps
+(pixels times remaining steps) of requests that were sent there and have not left the denoise stage (PatchedServe
+section 8.1), the first of equals. The same arguments always give the same result.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,12 +13,14 @@ from heapq import heappop
 from ...data.checks import require_counts
 from ...data.errors import UsageError
 from ...data.requests import Request
-from ..core.request_state import RequestRecord
+from ..core.request_state import RequestRecord, RequestState
 from ..core.step_row import StepRow
 from ..scheduling.policies import LearningPredictor, Policy, StepLatencyPredictor
+from ..scheduling.routers import DEFAULT_ROUTER, make_router
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.step_latency import MemoisedLatency
 from .distrifusion import DistriFusionLatency, Speedups
+from .edits import SimulatedEdits
 from .stage_times import StageTimes
 from .step_durations import ProfiledSteps, StepDurations
 from .worker import SimulatedWorker, SimulationClock
@@ -62,6 +64,8 @@ def simulate(
     times: StageTimes | None = None,
     durations: StepDurations | None = None,
     max_prepared_ahead: int | None = None,
+    router: str = DEFAULT_ROUTER,
+    edits: SimulatedEdits | None = None,
     standalone_s: Callable[[Request], float | None] | None = None,
     keep_steps: bool = False,
     on_finish: Callable[[RequestRecord], None] | None = None,
@@ -77,13 +81,15 @@ def simulate(
         speedups: how many times as fast all GPUs draw one request together, as DistriFusion does; the policy must then
             run one request at a time. None: each GPU serves its own.
         times: seconds of the other stages; None: none.
+        router: name of what sends requests to GPUs (`scheduling.routers`).
+        edits: which edits of the trace are computed in part, and their records; None: none.
         durations: how long steps really last, where that is not what `predictor` says.
         standalone_s: latency of a request when served alone, for policies that ask for it.
         keep_steps: whether the result holds the steps of the first GPU.
         on_finish: called with each record when it becomes final.
 
     Raises:
-        UsageError: the trace is empty or repeats an id, or a number is below 1.
+        UsageError: the trace is empty or repeats an id, a number is below 1, or there is no such router.
         ValueError: the trace is not in order of arrival, or the predictor gives no positive number.
     """
     if not requests:
@@ -111,10 +117,12 @@ def simulate(
             ),
             durations,
             times or StageTimes(),
+            edits=edits,
             keep_steps=keep_steps and index == 0,
         )
         for index in range(num_workers)
     ]
+    routes = make_router(router, latency)
     gpu_of: dict[int, int] = {}
     events = clock.events
     place, last_s = 0, 0.0
@@ -130,9 +138,11 @@ def simulate(
             if request.request_id in gpu_of:
                 raise UsageError(f"request id {request.request_id} is used twice")
             last_s = request.arrival_s
-            worker = min(workers, key=lambda worker: worker.scheduler.pixel_steps)
+            alone_s = None if standalone_s is None else standalone_s(request)
+            share = 1.0 if edits is None else edits.share_of(request)
+            worker = workers[routes.choose(RequestState.of(request, alone_s, share).view, workers)]
             gpu_of[request.request_id] = worker.index
-            worker.arrive(request, None if standalone_s is None else standalone_s(request), now_s)
+            worker.arrive(request, alone_s, now_s, share)
             touched.add(worker.index)
             place += 1
         while events and events[0][0] <= now_s:

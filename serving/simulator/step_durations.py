@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from ...data.errors import UsageError
 from ...data.resolution import Resolution
+from ...data.work import Work, resolution_of
 from ..scheduling.policies import LearningPredictor, StepLatencyPredictor
 from ..scheduling.step_latency import MemoisedLatency, PerResolutionLatency
 
@@ -52,15 +53,15 @@ class ProfiledSteps:
         self._by_resolution = by_resolution
         self.told = MemoisedLatency(PerResolutionLatency(self._steady)) if by_resolution else self._steady
 
-    def extra_s(self, batch: Sequence[Resolution], changed: Collection[Resolution]) -> float:
+    def extra_s(self, batch: Sequence[Resolution | Work], changed: Collection[Resolution]) -> float:
         """Seconds that a step takes longer than a steady one, where requests of some resolutions have joined or left
         since the step before. Never negative, whatever the profile's noise. Raises as the predictors.
         """
         if self._first is None or not changed:
             return 0.0
-        parts: list[Sequence[Resolution]] = [batch]
+        parts: list[Sequence[Resolution | Work]] = [batch]
         if self._by_resolution:
-            parts = [(size,) * count for size, count in Counter(batch).items() if size in changed]
+            parts = [(size,) * count for size, count in Counter(batch).items() if resolution_of(size) in changed]
         return sum(max(0.0, self._first.step_latency_s(each) - self._steady.step_latency_s(each)) for each in parts)
 
 
@@ -149,7 +150,7 @@ class StepDurations:
         return self.scales[low] + share * (self.scales[high] - self.scales[low])
 
     def undisturbed_s(
-        self, batch: Sequence[Resolution], changed: Collection[Resolution] = (), *, is_reusing: bool = False
+        self, batch: Sequence[Resolution | Work], changed: Collection[Resolution] = (), *, is_reusing: bool = False
     ) -> float:
         """Seconds of a step that the model takes for this batch while no other stage works.
 

@@ -4,15 +4,17 @@ Stages that work at the same time share the processor: each then runs at 1 / (1 
 others) of its speed, and whenever one begins or ends, the ends of the others move.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappush
 
 from ...data.requests import Request
 from ...data.resolution import Resolution
-from ..core.request_state import RequestRecord, RequestState
+from ...data.work import Work, resolution_of
+from ..core.request_state import RequestRecord, RequestState, RequestView
 from ..core.step_row import StepRow
 from ..scheduling.scheduler import Scheduler
+from .edits import HeldRecords, SimulatedEdits
 from .stage_times import StageTimes
 from .step_durations import DECODE, PREPARE, STEP, UNDISTURBED, StepDurations
 
@@ -75,6 +77,7 @@ class SimulatedWorker:
         clock: shared by all workers.
         scheduler: its own.
         durations, times: of its steps and of the other stages.
+        edits: that read records; None: all requests are computed whole.
         keep_steps: whether `rows` are kept.
 
     Attributes:
@@ -91,6 +94,7 @@ class SimulatedWorker:
         durations: StepDurations,
         times: StageTimes,
         *,
+        edits: SimulatedEdits | None = None,
         keep_steps: bool = False,
     ) -> None:
         self.index, self.scheduler = index, scheduler
@@ -101,8 +105,9 @@ class SimulatedWorker:
         self._keep_steps = keep_steps
         self._works: list[_Work | None] = [None, None, None]
         self._is_between = False
+        self._held = None if edits is None else HeldRecords(edits)
         self._num_waiting = 0
-        self._ran: list[Resolution] = []
+        self._ran: list[Resolution | Work] = []
         # Denoised requests that are not decoded yet, in order; the first is being decoded.
         self._decoding: dict[int, RequestState] = {}
 
@@ -111,9 +116,34 @@ class SimulatedWorker:
         """Whether nothing is left to do: no request waits, is prepared, denoised or decoded."""
         return self.scheduler.is_idle and not self._decoding and not any(self._works)
 
-    def arrive(self, request: Request, standalone_s: float | None, now_s: float) -> None:
+    @property
+    def num_requests(self) -> int:
+        """See `scheduling.routers.WorkerView`."""
+        return self.scheduler.num_waiting + len(self.scheduler.active)
+
+    @property
+    def pixel_steps(self) -> int:
+        """See `scheduling.routers.WorkerView`."""
+        return self.scheduler.pixel_steps
+
+    @property
+    def max_batch_size(self) -> int:
+        """See `scheduling.routers.WorkerView`."""
+        return self.scheduler.max_batch_size
+
+    def requests(self) -> Sequence[RequestView]:
+        """See `scheduling.routers.WorkerView`."""
+        return self.scheduler.views
+
+    def load_s(self, view: RequestView) -> float:
+        """See `scheduling.routers.WorkerView`."""
+        return 0.0 if view.record is None or self._held is None else self._held.missing_s(view.record)
+
+    def arrive(self, request: Request, standalone_s: float | None, now_s: float, active_share: float = 1.0) -> None:
         """A request was sent here."""
-        self.scheduler.add(request, standalone_s)
+        state = self.scheduler.add(request, standalone_s, active_share)
+        if self._held is not None and request.traced is not None:
+            state.record.active_share, state.record.reused = active_share, active_share < 1
         self._prepare_next(now_s)
 
     def happened(self, what: int, number: int, now_s: float) -> bool:
@@ -153,14 +183,14 @@ class SimulatedWorker:
             work_s = self._durations.undisturbed_s(ran, scheduler.changed, is_reusing=is_reusing)
             self._begin(STEP, -1, work_s, now_s)
 
-    def _computed(self) -> list[Resolution]:
-        """The resolutions of the active requests that the model runs for in the next step, sorted."""
+    def _computed(self) -> list[Resolution | Work]:
+        """What the model does for the active requests in the next step, without those that reuse, sorted."""
         reuse, scheduler = self._durations.reuse, self.scheduler
         if reuse is None:
-            return scheduler.batch
+            return scheduler.works
         done = scheduler.num_steps
         return sorted(
-            state.request.resolution
+            state.view.work
             for state in scheduler.active
             if reuse.is_computed(done - state.first_step, state.num_iterations)
         )
@@ -171,7 +201,7 @@ class SimulatedWorker:
         self.busy_s += work.duration_s
         if self._keep_steps:
             row = (scheduler.num_steps, work.start_s, work.duration_s, scheduler.batch, self._num_waiting)
-            ran = self._ran if len(self._ran) < len(scheduler.batch) else None
+            ran = list(map(resolution_of, self._ran)) if len(self._ran) < len(scheduler.batch) else None
             self.rows.append(StepRow.of(*row, computed=ran))
         for state in scheduler.stepped(now_s, work.duration_s):
             self._decoding[state.request.request_id] = state
@@ -184,7 +214,10 @@ class SimulatedWorker:
         state = self.scheduler.next_to_prepare(now_s)
         if state is not None:
             request = state.request
-            self._begin(PREPARE, request.request_id, self._times.prepare_of(request.resolution), now_s)
+            record = state.view.record
+            read_s = 0.0 if record is None or self._held is None else self._held.read(record)
+            work_s = self._times.prepare_of(request.resolution) + read_s
+            self._begin(PREPARE, request.request_id, work_s, now_s)
 
     def _decode_next(self, now_s: float) -> None:
         if self._decoding and self._works[DECODE] is None:

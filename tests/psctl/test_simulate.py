@@ -97,6 +97,21 @@ def test_policies_differ_as_they_should(folder: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.slow
+def test_routers_differ(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = ("--latency", "table.csv", "--num-prompts", "200", "--request-rate", "6", "--policy", "continuous")
+    base = (*base, "--gpus", "4", "--json", "--quiet")
+    default, *others = (
+        summary_of(simulate(capsys, *base, *more))
+        for more in ((), *(("--router", name) for name in ("fewest-pixels", "round-robin", "mask-aware")))
+    )
+    assert [each["config"]["router"] for each in others] == ["fewest-pixels", "round-robin", "mask-aware"]
+    assert default["requests_per_gpu"] == others[0]["requests_per_gpu"]
+    assert default["latency_mean"] == others[0]["latency_mean"]
+    assert others[1]["requests_per_gpu"] == [50] * 4
+    assert others[2]["latency_mean"] < others[1]["latency_mean"]
+
+
+@pytest.mark.slow
 def test_diurnal_and_azure_and_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = ("--latency", "table.csv", "--json", "--quiet", "--num-inference-steps", "2")
     day = summary_of(simulate(capsys, *base, "--trace", "diurnal", "--period", "20", "--duration", "40"))
@@ -196,6 +211,11 @@ def test_extrapolation_is_warned_of(folder: Path, capsys: pytest.CaptureFixture[
         (["--prepare-ms", "-1"], "--prepare-ms is -1, but it must be finite"),
         (["--stage-times", ".", "--prepare-ms", "1"], "give one or the other"),
         (["--stage-times", "."], "records.parquet: cannot read"),
+        (["--router", "best"], "router is 'best', but it must be one of round-robin, least-requests"),
+        (
+            ["--router", "round-robin", "--system", "distrifusion-fcfs", "--gpus", "2"],
+            "--router is round-robin, but distrifusion-fcfs draws every request on all GPUs",
+        ),
         (["--trace", "azure"], "an azure trace needs recorded arrivals"),
         (["--period", "5"], "--period is 5.0, but it belongs to --trace diurnal, not poisson"),
         (["--trace", "diurnal", "--amplitude", "2"], "amplitude is 2, but it must be from 0 to 1"),

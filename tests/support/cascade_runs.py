@@ -5,6 +5,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
@@ -29,7 +30,7 @@ class _Steps:
     def __init__(self, seconds: dict[Resolution, float], part: float) -> None:
         self._seconds, self._part = seconds, part
 
-    def step_latency_s(self, active: Sequence[Resolution]) -> float:
+    def step_latency_s(self, active: Sequence[Any]) -> float:
         own = [self._seconds[each] for each in active]
         return max(own) + self._part * (sum(own) - max(own))
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ...data.resolution import Resolution
+from ...data.work import Work
 
 WEIGHT = 0.02
 """Of a new step against all before it: half is forgotten in 34 steps, about one request's."""
@@ -44,7 +45,7 @@ def bounded(scale: float) -> float:
 class PredictsSteps(Protocol):
     """What is corrected (as `serving.scheduling.policies.base.StepLatencyPredictor`)."""
 
-    def step_latency_s(self, active: Sequence[Resolution]) -> float: ...
+    def step_latency_s(self, active: Sequence[Resolution | Work]) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +98,11 @@ class OnlineCorrection:
         self._uncorrected_errors: deque[float] = deque(maxlen=RECENT)
         self.after_s = dict(after_s or {})
 
-    def step_latency_s(self, active: Sequence[Resolution]) -> float:
+    def step_latency_s(self, active: Sequence[Resolution | Work]) -> float:
         """Seconds of one step, corrected. Raises what the predictor raises."""
         return self.predictor.step_latency_s(active) * self.scale
 
-    def observe(self, active: Sequence[Resolution], measured_s: float) -> None:
+    def observe(self, active: Sequence[Resolution | Work], measured_s: float) -> None:
         """Learn from a step of this batch (at least one request) that took this long.
 
         Raises ValueError: there was no batch, or the time is not positive and finite.

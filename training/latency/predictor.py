@@ -18,6 +18,7 @@ import numpy as np
 from ...data.errors import UsageError
 from ...data.resolution import Resolution
 from ...data.run_facts import RunFacts
+from ...data.work import Work
 from ...data.workspace import ModelWorkspace
 from .file import PredictorAbout, StepModel, read_predictor, write_predictor
 
@@ -55,15 +56,15 @@ class LatencyPredictor:
         # Batches outside of what was profiled are asked for through here, so that each time is counted.
         self._outside: dict[frozenset[tuple[Resolution, int]], tuple[float, bool, bool]] = {}
 
-    def step_latency_s(self, active: Sequence[Resolution]) -> float:
-        """Seconds of one denoising step over one image of each resolution in `active`; 0 for none.
+    def step_latency_s(self, active: Sequence[Resolution | Work]) -> float:
+        """Seconds of one denoising step over one whole image of each resolution in `active`; 0 for none.
 
-        Raises UsageError: a resolution is smaller or larger than all that were profiled.
+        Raises UsageError: a resolution is smaller or larger than all that were profiled, or a part of an image.
         """
         counts = [0] * len(self._index)
         try:
             for resolution in active:
-                counts[self._index[resolution]] += 1
+                counts[self._index[resolution]] += 1  # pyright: ignore[reportArgumentType]  parts are in no profile
         except KeyError:
             return self._predict_outside(active)
         key = tuple(counts)
@@ -81,8 +82,12 @@ class LatencyPredictor:
         rows = [self.about.features(row, num_distinct or sum(count > 0 for count in row)) for row in counts]
         return self.model.ms(np.array(rows, dtype=np.float64)).tolist()
 
-    def _predict_outside(self, active: Sequence[Resolution]) -> float:
-        counts = Counter(active)
+    def _predict_outside(self, active: Sequence[Resolution | Work]) -> float:
+        counts: Counter[Resolution] = Counter()
+        for work in active:
+            if isinstance(work, Work):
+                raise UsageError(f"the latency predictor knows whole images only, and not {work}")
+            counts[work] += 1
         key = frozenset(counts.items())
         if key not in self._outside:
             shares = [0.0] * len(self._index)

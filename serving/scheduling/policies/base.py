@@ -6,6 +6,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 from ....data.errors import UsageError
 from ....data.resolution import Resolution
+from ....data.work import Work
 from ...core.request_state import RequestView
 from .waiting import as_queue
 
@@ -26,8 +27,10 @@ class Decision:
 class StepLatencyPredictor(Protocol):
     """Says how long one denoising step of a batch takes (PatchedServe section 6, "Schedule Predictor")."""
 
-    def step_latency_s(self, active: Sequence[Resolution]) -> float:
-        """Seconds of one step over one image of each resolution in `active` (with repeats, in any order)."""
+    def step_latency_s(self, active: Sequence[Resolution | Work]) -> float:
+        """Seconds of one step over each work in `active` (with repeats, in any order): a whole image of a resolution,
+        or a part of one. Who knows whole images only raises UsageError for a part.
+        """
         ...
 
 
@@ -35,7 +38,7 @@ class StepLatencyPredictor(Protocol):
 class LearningPredictor(StepLatencyPredictor, Protocol):
     """A predictor that is told how long each step really took, and may correct itself."""
 
-    def observe(self, active: Sequence[Resolution], measured_s: float) -> None:
+    def observe(self, active: Sequence[Resolution | Work], measured_s: float) -> None:
         """Take note that one step over `active` took `measured_s` seconds; called after every step, in order."""
         ...
 

@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import ClassVar, NamedTuple
 
 from ....data.resolution import Resolution
+from ....data.work import Work
 from ...core.request_state import RequestView
 from .base import Decision, EndPredictor, StepLatencyPredictor, free_places, require_predictor
 from .waiting import as_queue
@@ -86,35 +87,35 @@ class SlackPolicy:
         active = tuple(active)  # the simulator makes views only when they are asked for
         groups = as_queue(waiting).groups
         firsts = [group[0][3] for group in groups]
-        alone_s = {view.resolution: predict((view.resolution,)) for view in firsts}
+        alone_s = {view.work: predict((view.work,)) for view in firsts}
         for view in active:
-            if view.resolution not in alone_s and view.deadline_s is not None:
-                alone_s[view.resolution] = predict((view.resolution,))
+            if view.work not in alone_s and view.deadline_s is not None:
+                alone_s[view.work] = predict((view.work,))
         ends = predictor if isinstance(predictor, EndPredictor) else None
         kinds = [_demand(view, alone_s, ends) for view in firsts]
         # The active requests in the order in which the decoder gets them.
         running = sorted((_run(view, now_s, alone_s, ends) for view in active), key=attrgetter("steps"))
         decoder_s = 0.0 if ends is None else max(0.0, decoder_free_s - now_s)
-        batch = tuple(sorted(view.resolution for view in active))
+        batch = tuple(sorted(view.work for view in active))
         current_s = predict(batch) if batch else 0.0
 
         admit: list[int] = []
         drop: list[tuple[int, str]] = []
         places = [0] * len(groups)
         # Of the merged batch: its step by the candidate's resolution, and when a candidate of each kind would end.
-        new_s: dict[Resolution, float] = {}
+        new_s: dict[Resolution | Work, float] = {}
         end_s: dict[int, float] = {}
         while num_free:
             least: tuple[float, float, int] | None = None
             chosen, spare_s = -1, 0.0
-            for i, (resolution, steps, decode_s, beyond_s, unit_s) in enumerate(kinds):
+            for i, (work, steps, decode_s, beyond_s, unit_s) in enumerate(kinds):
                 if places[i] == len(groups[i]):
                     continue
                 if i not in end_s:
-                    if resolution not in new_s:
-                        new_s[resolution] = predict(tuple(sorted((*batch, resolution))))
+                    if work not in new_s:
+                        new_s[work] = predict(tuple(sorted((*batch, work))))
                     ahead = [run for run in running if run.steps <= steps]
-                    end_s[i] = _ends([*ahead, _Run(steps, decode_s)], new_s[resolution], decoder_s)[-1]
+                    end_s[i] = _ends([*ahead, _Run(steps, decode_s)], new_s[work], decoder_s)[-1]
                 deadline_s, arrival_s, request_id, _ = groups[i][places[i]]
                 left_s = deadline_s - now_s - beyond_s - end_s[i]
                 score = (left_s / unit_s if unit_s > 0 else math.copysign(math.inf, left_s), arrival_s, request_id)
@@ -122,13 +123,13 @@ class SlackPolicy:
                     least, chosen, spare_s = score, i, left_s
             if least is None:
                 break
-            resolution, steps, decode_s, beyond_s, _ = kinds[chosen]
+            work, steps, decode_s, beyond_s, _ = kinds[chosen]
             deadline_s, _, request_id, _ = groups[chosen][places[chosen]]
             if spare_s < 0:
                 drop.append((request_id, TOO_LATE))
                 places[chosen] += 1
                 continue
-            step_s = new_s[resolution]
+            step_s = new_s[work]
             place = bisect_right(running, steps, key=attrgetter("steps"))
             merged = [*running[:place], _Run(steps, decode_s, deadline_s - now_s - beyond_s), *running[place:]]
             later_s = _ends(merged, step_s, decoder_s)
@@ -136,13 +137,13 @@ class SlackPolicy:
             before_s = _ends(running, current_s, decoder_s)
             if any(before <= run.by_s < later for run, before, later in zip(running, before_s, later_s, strict=True)):
                 break
-            if batch and current_s + alone_s[resolution] < self.min_benefit * step_s:
+            if batch and current_s + alone_s[work] < self.min_benefit * step_s:
                 break
             admit.append(request_id)
             places[chosen] += 1
             num_free -= 1
             running = merged
-            batch = tuple(sorted((*batch, resolution)))
+            batch = tuple(sorted((*batch, work)))
             current_s = step_s
             new_s.clear()
             end_s.clear()
@@ -154,7 +155,7 @@ class _Demand(NamedTuple):
     standalone latency.
     """
 
-    resolution: Resolution
+    work: Resolution | Work
     steps: int
     decode_s: float
     beyond_s: float
@@ -169,16 +170,16 @@ class _Run(NamedTuple):
     by_s: float = math.inf
 
 
-def _demand(view: RequestView, alone_s: dict[Resolution, float], ends: EndPredictor | None) -> _Demand:
-    steps_s = view.num_steps * alone_s[view.resolution]
+def _demand(view: RequestView, alone_s: dict[Resolution | Work, float], ends: EndPredictor | None) -> _Demand:
+    steps_s = view.num_steps * alone_s[view.work]
     unit_s = steps_s if view.standalone_s is None else view.standalone_s
     decode_s = None if ends is None else ends.after_steps_s(view.resolution)
     if decode_s is None:
-        return _Demand(view.resolution, view.num_steps, 0.0, max(0.0, unit_s - steps_s), unit_s)
-    return _Demand(view.resolution, view.num_steps, decode_s, 0.0, unit_s)
+        return _Demand(view.work, view.num_steps, 0.0, max(0.0, unit_s - steps_s), unit_s)
+    return _Demand(view.work, view.num_steps, decode_s, 0.0, unit_s)
 
 
-def _run(view: RequestView, now_s: float, alone_s: dict[Resolution, float], ends: EndPredictor | None) -> _Run:
+def _run(view: RequestView, now_s: float, alone_s: dict[Resolution | Work, float], ends: EndPredictor | None) -> _Run:
     left = view.num_steps - view.steps_done
     if view.deadline_s is None:
         return _Run(left, 0.0 if ends is None else ends.after_steps_s(view.resolution) or 0.0)

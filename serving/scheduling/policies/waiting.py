@@ -10,17 +10,18 @@ from collections.abc import Iterator, Sequence
 from typing import overload
 
 from ....data.resolution import Resolution
+from ....data.work import Work
 from ...core.request_state import RequestView
 
-Kind = tuple[Resolution, int, float | None]
-"""Resolution, number of steps and standalone latency: equal requests but for their arrival and deadline."""
+Kind = tuple[Resolution | Work, int, float | None]
+"""Work, number of steps and standalone latency: equal requests but for their arrival and deadline."""
 ByDeadline = tuple[float, float, int, RequestView]
 """Deadline (infinity without one), arrival, id, view. It sorts by the first three: ids differ."""
 
 
 def kind_of(view: RequestView) -> Kind:
     """The kind of a request."""
-    return view.resolution, view.num_steps, view.standalone_s
+    return view.work, view.num_steps, view.standalone_s
 
 
 def by_deadline(view: RequestView) -> ByDeadline:

@@ -35,12 +35,12 @@ class Steps:
     def __init__(self, scale: float = 1.0) -> None:
         self.scale = scale
 
-    def step_latency_s(self, active: Sequence[Resolution]) -> float:
+    def step_latency_s(self, active: Sequence[Any]) -> float:
         return self.scale * (0.02 + sum(0.004 if size == S else 0.012 for size in active))
 
 
 class Unit:
-    def step_latency_s(self, active: Sequence[Resolution]) -> float:
+    def step_latency_s(self, active: Sequence[Any]) -> float:
         return 1.0
 
 
@@ -96,7 +96,7 @@ def test_first_steps_and_gaps_by_hand() -> None:
 
 
 class _Three:
-    def step_latency_s(self, active: Sequence[Resolution]) -> float:
+    def step_latency_s(self, active: Sequence[Any]) -> float:
         return 3.0
 
 

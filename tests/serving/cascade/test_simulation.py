@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ class Steps:
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
 
-    def step_latency_s(self, active: Sequence[Resolution]) -> float:
+    def step_latency_s(self, active: Sequence[Any]) -> float:
         return self._step_s * (1 + 0.5 * (len(active) - 1))
 
 

@@ -222,10 +222,10 @@ class _Learning:
     def __init__(self) -> None:
         self.seen: list[tuple[tuple[Resolution, ...], float]] = []
 
-    def step_latency_s(self, active: Sequence[Resolution]) -> float:
+    def step_latency_s(self, active: Sequence[Any]) -> float:
         return 1e-4 * len(active)
 
-    def observe(self, active: Sequence[Resolution], measured_s: float) -> None:
+    def observe(self, active: Sequence[Any], measured_s: float) -> None:
         self.seen.append((tuple(active), measured_s))
 
 

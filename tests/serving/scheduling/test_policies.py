@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ BY_ARRIVAL = ("fcfs", "static", "continuous")
 class StepTimes:
     """The step of `run` below."""
 
-    def step_latency_s(self, active: Sequence[Resolution]) -> float:
+    def step_latency_s(self, active: Sequence[Any]) -> float:
         return 0.1 + 0.05 * len(active)
 
 

@@ -25,10 +25,10 @@ class Learning:
     def __init__(self) -> None:
         self.seen: list[tuple[tuple[Resolution, ...], float]] = []
 
-    def step_latency_s(self, active: Sequence[Resolution]) -> float:
+    def step_latency_s(self, active: Sequence[Any]) -> float:
         return float(len(active))
 
-    def observe(self, active: Sequence[Resolution], measured_s: float) -> None:
+    def observe(self, active: Sequence[Any], measured_s: float) -> None:
         self.seen.append((tuple(active), measured_s))
 
     def after_steps_s(self, resolution: Resolution) -> float | None:

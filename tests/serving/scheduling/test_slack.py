@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ class Steps:
     def __init__(self, base_s: float = 1.0) -> None:
         self.base_s = base_s
 
-    def step_latency_s(self, active: Sequence[Resolution]) -> float:
+    def step_latency_s(self, active: Sequence[Any]) -> float:
         return self.base_s + sum(1.0 if size == S else 3.0 for size in active)
 
 
@@ -214,7 +215,7 @@ def test_a_thousand_waiting_requests_cost_little(kept: bool) -> None:
     class Counting(Steps):
         calls = 0
 
-        def step_latency_s(self, active: Sequence[Resolution]) -> float:
+        def step_latency_s(self, active: Sequence[Any]) -> float:
             self.calls += 1
             return super().step_latency_s(active)
 

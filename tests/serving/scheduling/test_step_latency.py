@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -96,7 +97,7 @@ def test_memory_asks_once_for_each_batch() -> None:
     asked: list[tuple[Resolution, ...]] = []
 
     class Counting:
-        def step_latency_s(self, active: Sequence[Resolution]) -> float:
+        def step_latency_s(self, active: Sequence[Any]) -> float:
             asked.append(tuple(active))
             return true_s(active)
 

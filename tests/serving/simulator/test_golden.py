@@ -39,7 +39,7 @@ class Steps:
     def __init__(self, scale: float = 1.0) -> None:
         self.scale = scale
 
-    def step_latency_s(self, active: Sequence[Resolution]) -> float:
+    def step_latency_s(self, active: Sequence[Any]) -> float:
         latency_s = 0.015 + 0.002 * len(set(active))
         for size in active:  # not `sum`, which rounds otherwise from Python 3.12 on
             latency_s += IMAGE_S[size]
@@ -49,7 +49,7 @@ class Steps:
 class Learning(Steps):
     """Moves its scale a tenth of the way to what it is told."""
 
-    def observe(self, active: Sequence[Resolution], measured_s: float) -> None:
+    def observe(self, active: Sequence[Any], measured_s: float) -> None:
         self.scale += 0.1 * (measured_s / Steps().step_latency_s(active) - self.scale)
 
 

@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ S, L = Resolution(128, 128), Resolution(256, 256)
 class PixelLaw:
     """A predictor by a simple law."""
 
-    def step_latency_s(self, active: Sequence[Resolution]) -> float:
+    def step_latency_s(self, active: Sequence[Any]) -> float:
         return 0.01 + sum(size.pixels for size in active) * 1e-7
 
 

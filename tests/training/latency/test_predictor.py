@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from patchedserve.data.errors import UsageError
 from patchedserve.data.resolution import Resolution, parse_list
 from patchedserve.data.tables.latency import LatencyRow
+from patchedserve.data.work import Work
 from patchedserve.data.workspace import ModelWorkspace
 from patchedserve.profiling.runs.outside_profile import predictions_outside
 from patchedserve.training.latency import fitting
@@ -264,6 +265,11 @@ def test_resolutions_beyond_the_profiled_ones_are_refused(
     with pytest.raises(UsageError, match=message):
         predictor.step_latency_s([S, size])
     assert (predictor.num_between, predictor._known, predictor._outside) == (0, {}, {})
+
+
+def test_parts_of_images_are_refused(fitted: LatencyPredictor) -> None:
+    with pytest.raises(UsageError, match=r"knows whole images only, and not 25.0% of 128x128"):
+        fitted.step_latency_s([Resolution(128, 128), Work(128, 128, 0.25)])
 
 
 def test_one_resolution_is_enough() -> None:

@@ -1,0 +1,22 @@
+"""Works: a whole image is its resolution, a part sorts and hashes beside it."""
+
+import pytest
+
+from patchedserve.data.resolution import Resolution
+from patchedserve.data.work import Work, resolution_of, work_of
+
+S, L = Resolution(128, 128), Resolution(256, 128)
+
+
+def test_a_whole_image_is_its_resolution() -> None:
+    assert work_of(S) is S
+    part = work_of(L, 0.25)
+    assert (part, str(part), resolution_of(part), resolution_of(S)) == (Work(256, 128, 0.25), "25.0% of 256x128", L, S)
+    assert sorted([part, L, S, work_of(S, 0.5)]) == [S, work_of(S, 0.5), L, part]
+    assert len({S, L, part, work_of(L, 0.25)}) == 3
+
+
+@pytest.mark.parametrize("share", [0.0, -0.1, 1.01])
+def test_shares_out_of_range_are_refused(share: float) -> None:
+    with pytest.raises(ValueError, match="must be above 0 and up to 1"):
+        work_of(S, share)
