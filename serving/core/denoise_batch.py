@@ -160,6 +160,7 @@ class _Guidance:
         self._conditional = torch.cat(conditional).to(device)
         scales = torch.tensor([prepared.request.guidance_scale for prepared in batch], device=device)
         self._scale = scales[packing.row_index][:, None, None, None]
+        self._packing, self._keeps_norm = packing, [each.keeps_guided_norm and each.is_guided for each in batch]
 
     def repeat(self, patches: Tensor) -> Tensor:
         """Patches of requests -> patches of rows."""
@@ -171,4 +172,20 @@ class _Guidance:
             return prediction
         # Requests without guidance have one row, which is both; their scale then does nothing.
         base = prediction.index_select(0, self._unconditional)
-        return torch.addcmul(base, prediction.index_select(0, self._conditional).sub_(base), self._scale)
+        conditional = prediction.index_select(0, self._conditional)
+        guided = torch.addcmul(base, conditional - base, self._scale)
+        return self._rescaled(guided, conditional) if any(self._keeps_norm) else guided
+
+    def _rescaled(self, guided: Tensor, conditional: Tensor) -> Tensor:
+        """Where a family wants it, each line of an image as long as that of the conditional prediction.
+
+        Nothing is left of a line of which nothing was computed.
+        """
+        images = []
+        for index, keeps_norm in enumerate(self._keeps_norm):
+            image = self._packing.unpack(guided, index)
+            if keeps_norm:
+                wanted = self._packing.unpack(conditional, index).norm(dim=-1, keepdim=True)
+                image *= (wanted / image.norm(dim=-1, keepdim=True)).nan_to_num_()
+            images.append(image)
+        return self._packing.pack(images)

@@ -50,6 +50,7 @@ class PreparedRequest:
         key: what a stepper that keeps things of requests knows it by; no other request of it has the same.
         known: what an edit keeps of its image; None for a new image.
         template: whose record an edit reads outside its mask; None where all of it is computed.
+        keeps_guided_norm: see `Family`.
     """
 
     request: Request
@@ -61,6 +62,7 @@ class PreparedRequest:
     key: int = -1
     known: KnownArea | None = None
     template: Template | None = None
+    keeps_guided_norm: bool = False
 
     @property
     def size(self) -> tuple[int, int]:

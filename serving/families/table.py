@@ -67,6 +67,13 @@ FAMILIES: Mapping[str, Entry] = {
         lacks=("--cache", "--parallel"),
         settings=lambda _: {"num_inference_steps": 20, "guidance_scale": 4.5},
     ),
+    "Lumina2Pipeline": Entry(
+        title="Lumina 2",
+        module="lumina2",
+        model="Lumina2Transformer2DModel",
+        lacks=("--cache", "--parallel"),
+        settings=lambda _: {"num_inference_steps": 30, "guidance_scale": 4.0},
+    ),
 }
 """By the pipeline class in model_index.json."""
 SUPPORTED_PIPELINES: tuple[str, ...] = tuple(FAMILIES)

@@ -54,6 +54,8 @@ class Transformer:
         modulation: name of the module whose results, one per row, scale and shift image tokens in all blocks and behind
             them; None where each has its own.
         caption: name of the module that projects text for cross attention, where that reads the result.
+        text_refiner: name of the blocks that refine the text before it joins the image, of a model whose forward puts
+            both together row by row, as Lumina 2's; None where blocks do. Its `joint` blocks then see the image alone.
         mask: the condition, as the model's forward names it, that says which text tokens of each row are valid, (rows,
             length); None where all are.
         adds_mask: whether the pipeline adds the mask to the scores of attention, as numbers and only between valid
@@ -72,6 +74,7 @@ class Transformer:
     norm_out: str | None = "norm_out.linear"
     modulation: str | None = None
     caption: str | None = None
+    text_refiner: str | None = None
     mask: str | None = None
     adds_mask: bool = False
     attention: Mapping[str, str] = field(default_factory=dict)

@@ -224,7 +224,16 @@ class ServedModel:
                 device=self.device,
                 dtype=dtype,
             )
-        prepared = PreparedRequest(request, latents, conditioning, state, is_guided, known=known, template=record)
+        prepared = PreparedRequest(
+            request,
+            latents,
+            conditioning,
+            state,
+            is_guided,
+            known=known,
+            template=record,
+            keeps_guided_norm=self.family.keeps_guided_norm,
+        )
         self.stepper.prepare(prepared)
         # The denoise loop works on another stream.
         finish_stream(self.device)

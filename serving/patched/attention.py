@@ -114,7 +114,7 @@ class PatchedJointAttention(nn.Module):
 
 class PatchedStreamAttention(nn.Module):
     """Attention of blocks that take image and text as one stream: as `PatchedJointAttention`, with the same layers for
-    both and the text first.
+    both and the text first; or of blocks that take the image alone as one. Several heads may share keys and values.
     """
 
     def __init__(self, attention: Any, context: PatchContext) -> None:
@@ -123,18 +123,43 @@ class PatchedStreamAttention(nn.Module):
         self.qkv = FusedLinear(attention.to_q, attention.to_k, attention.to_v)
         self.slots = TokenSlots()
 
-    def forward(self, hidden_states: Tensor, image_rotary_emb: Rotary | None = None, **unused: object) -> Tensor:
-        """Tokens [tokens, 1, channels] -> the same."""
+    def forward(
+        self,
+        hidden_states: Tensor,
+        image_rotary_emb: Rotary | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        **unused: object,
+    ) -> Tensor:
+        """Tokens [tokens, 1, channels] -> the same; blocks may name them twice. Rotary angles are those of all tokens,
+        or of the image's.
+        """
         attention, context = self.attention, self.context
         check_unused(unused)
-        qkv = heads_of(self.qkv(hidden_states[:, 0]), 3, attention.heads)
-        text, image = qkv.split([len(qkv) - context.num_tokens, context.num_tokens])
+        qkv, num_tokens, turns = self._heads(hidden_states[:, 0]), context.num_tokens, image_rotary_emb
+        num_text = len(qkv) - num_tokens
         num_rows = len(context.level.row_tokens) if context.active is None else len(context.active.rows)
-        text = normed(text, attention.norm_q, attention.norm_k).unflatten(0, (num_rows, -1))
-        image = normed(image, attention.norm_q, attention.norm_k, image_rotary_emb)
+        text_turns = None
+        if turns is not None and len(turns[0]) > num_tokens:
+            cosines, sines = turns
+            text_turns = cosines[:num_text], sines[:num_text]
+            turns = cosines[num_text:], sines[num_text:]
+        text, image = qkv.split([num_text, num_tokens])
+        text = normed(text, attention.norm_q, attention.norm_k, text_turns)
+        text = text.unflatten(0, (num_rows, num_text // num_rows))
+        image = normed(image, attention.norm_q, attention.norm_k, turns)
         image, text = _attend_both(self.slots, image, text, context)
         out = torch.cat([text.flatten(0, 1), image])
         return (out if attention.pre_only else attention.to_out[0](out))[:, None]
+
+    def _heads(self, tokens: Tensor) -> Tensor:
+        """[tokens, channels] -> queries, keys and values [tokens, 3, heads, width]."""
+        packed, heads = self.qkv(tokens), self.attention.heads
+        shared = self.attention.to_q.out_features // self.attention.to_k.out_features
+        if shared == 1:
+            return heads_of(packed, 3, heads)
+        parts = packed.unflatten(1, (heads + 2 * heads // shared, -1))
+        query, keys_values = parts.split([heads, 2 * heads // shared], 1)
+        return torch.cat([query, keys_values.repeat_interleave(shared, 1)], 1).unflatten(1, (3, heads))
 
 
 def _attend_both(
@@ -156,7 +181,7 @@ def _attend_both(
     for images in _resolutions(context):
         own_text, query = text[images.text_rows], images.queries(image[:, 0])
         key, value = torch.cat([images.keys_values(kept), own_text[:, :, 1:]], 1).unbind(2)
-        num_queries, bias = query.shape[1], images.bias(key.shape[1])
+        num_queries, bias = query.shape[1], images.bias(key.shape[1]) if own_text.shape[1] else None
         own_query = own_text[:, :, 0] if queries_text else own_text[:, :0, 0]
         if context.biased_text is None:
             attended = attend(torch.cat([query, own_query], 1), key, value, bias=bias)

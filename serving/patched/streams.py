@@ -5,7 +5,7 @@ token is an entry of its own: [tokens, 1, channels], those of the texts of all r
 whose text is then empty, and nothing is put together or taken apart between two such blocks.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -95,14 +95,16 @@ class EmbToStream(nn.Module):
         return self.norm(x, emb=emb.index_select(0, self.context.stream_rows))
 
 
-class BlocksWithEnd(nn.ModuleList):
-    """Blocks, and what stands behind them as if it were one more; it does not count, as models number by `len`."""
+class BlocksWithEnds(nn.ModuleList):
+    """Blocks, and what stands before and behind them as if it were one; it does not count, as models number by `len`."""
 
     _num_ends = 0
 
-    def __init__(self, blocks: Iterable[nn.Module], end: nn.Module) -> None:
-        super().__init__([*blocks, end])
-        self._num_ends = 1
+    def __init__(
+        self, blocks: Iterable[nn.Module], *, before: Sequence[nn.Module] = (), behind: Sequence[nn.Module] = ()
+    ) -> None:
+        super().__init__([*before, *blocks, *behind])
+        self._num_ends = len(before) + len(behind)
 
     def __len__(self) -> int:
         return len(self._modules) - self._num_ends

@@ -26,6 +26,8 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
     FluxTransformer2DModel,
+    Lumina2Pipeline,
+    Lumina2Transformer2DModel,
     PixArtSigmaPipeline,
     PixArtTransformer2DModel,
     SD3Transformer2DModel,
@@ -38,6 +40,9 @@ from transformers import (
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    Gemma2Config,
+    Gemma2Model,
+    GemmaTokenizer,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -74,6 +79,7 @@ SD3: dict[str, Any] = {
 FLUX: dict[str, Any] = {"guidance_embeds": True}  # all else is the class's default
 AURA: dict[str, Any] = {"pos_embed_max_size": 9216}  # as of AuraFlow 0.3; so below, all else is the class's default
 PIXART: dict[str, Any] = {"caption_channels": 4096, "interpolation_scale": 2, "use_additional_conditions": False}
+LUMINA2: dict[str, Any] = {"cap_feat_dim": 2304}
 TINY: dict[str, dict[str, Any]] = {
     "sdxl": {"block_out_channels": (32, 64, 64), "transformer_layers_per_block": 1, "attention_head_dim": (1, 2, 2)},
     "sd3": {"num_layers": 2, "num_attention_heads": 2, "caption_projection_dim": 128},
@@ -94,6 +100,15 @@ TINY["pixart"] = {
     "cross_attention_dim": 72,
     "caption_channels": 128,
 }
+TINY["lumina2"] = {
+    "hidden_size": 96,
+    "num_layers": 2,
+    "num_refiner_layers": 1,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "axes_dim_rope": (8, 8, 8),
+    "cap_feat_dim": 64,
+}
 TINY["flux-schnell"] = TINY["flux-dev"]
 TINY["chroma"] = TINY["flux-dev"] | {"approximator_hidden_dim": 64, "approximator_layers": 2}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -104,6 +119,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "aura": AURA,
     "chroma": {},
     "pixart": PIXART,
+    "lumina2": LUMINA2,
 }
 
 
@@ -225,6 +241,21 @@ def build_pixart(config: dict[str, Any]) -> PixArtSigmaPipeline:
     )
 
 
+def build_lumina2(config: dict[str, Any]) -> Lumina2Pipeline:
+    transformer = Lumina2Transformer2DModel(**config)
+    words = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁", *(chr(code) for code in range(33, 127))]
+    width = int(transformer.config["cap_feat_dim"])
+    sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": width, "head_dim": 32}
+    heads: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return Lumina2Pipeline(
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=6.0),
+        vae=autoencoder(16),
+        text_encoder=Gemma2Model(Gemma2Config(vocab_size=len(words), **sizes, **heads)),
+        tokenizer=GemmaTokenizer({word: number for number, word in enumerate(words)}, [], add_bos_token=True),
+    )
+
+
 def build(name: str, *, is_tiny: bool) -> Any:
     builders = {
         "sdxl": build_sdxl,
@@ -232,6 +263,7 @@ def build(name: str, *, is_tiny: bool) -> Any:
         "aura": build_aura,
         "chroma": build_chroma,
         "pixart": build_pixart,
+        "lumina2": build_lumina2,
     }
     return builders.get(name, build_flux)(CONFIGS[name] | (TINY[name] if is_tiny else {}))
 

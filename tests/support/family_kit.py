@@ -34,6 +34,7 @@ from .tiny_models import (
     tiny_aura,
     tiny_chroma,
     tiny_flux,
+    tiny_lumina2,
     tiny_pixart,
     tiny_schnell,
     tiny_sd,
@@ -53,6 +54,7 @@ BUILDS: dict[str, Build] = {
     "aura": tiny_aura,
     "chroma": tiny_chroma,
     "pixart": tiny_pixart,
+    "lumina2": tiny_lumina2,
 }
 _SMALL, _LARGE, _WIDE = Resolution(32, 32), Resolution(64, 64), Resolution(96, 32)
 _WAYS = {"image": EngineOptions(order="image"), "patch": EngineOptions(order="patch")}

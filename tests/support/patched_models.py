@@ -17,6 +17,7 @@ from diffusers import (
     ChromaTransformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
+    Lumina2Transformer2DModel,
     PixArtTransformer2DModel,
     SD3Transformer2DModel,
     UNet2DConditionModel,
@@ -106,6 +107,20 @@ _PIXART: dict[str, Any] = {
     "sample_size": 32,
     "caption_channels": 20,
     "use_additional_conditions": False,
+}
+
+
+_LUMINA2: dict[str, Any] = {
+    "sample_size": 16,
+    "in_channels": 4,
+    "hidden_size": 96,
+    "num_layers": 2,
+    "num_refiner_layers": 1,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "multiple_of": 16,
+    "axes_dim_rope": (8, 8, 8),
+    "cap_feat_dim": 20,
 }
 
 
@@ -200,6 +215,13 @@ def pixart_transformer(seed: int = 0, **changes: Any) -> PixArtTransformer2DMode
     return _random(PixArtTransformer2DModel, _PIXART | changes, seed)
 
 
+def lumina2_transformer(seed: int = 0, **changes: Any) -> Lumina2Transformer2DModel:
+    """Lumina 2: text refined by itself, then one stream; heads that share keys and values; rotary positions of the
+    image that depend on the length of the text.
+    """
+    return _random(Lumina2Transformer2DModel, _LUMINA2 | changes, seed)
+
+
 MODELS: dict[str, Callable[..., Any]] = {
     "sd15": sd15_unet,
     "sd2": sd2_unet,
@@ -213,8 +235,9 @@ MODELS: dict[str, Callable[..., Any]] = {
     "aura": aura_transformer,
     "chroma": chroma_transformer,
     "pixart": pixart_transformer,
+    "lumina2": lumina2_transformer,
 }
-WITH_ALL_OPTIONS = [name for name in MODELS if name not in ("flux", "schnell", "aura", "chroma", "pixart")]
+WITH_ALL_OPTIONS = [name for name in MODELS if name not in ("flux", "schnell", "aura", "chroma", "pixart", "lumina2")]
 """Those that the patch cache and ranks serve, too."""
 
 
@@ -332,6 +355,10 @@ def run_plain(model: Any, rows: Sequence[Row]) -> list[Tensor]:
             given["attention_mask"] = torch.cat([given["attention_mask"], ones.to(row.latents.dtype)], 1)
         if isinstance(model, FluxTransformer2DModel | ChromaTransformer2DModel):
             results.append(_run_flux(model, given, row.size))
+        elif isinstance(model, Lumina2Transformer2DModel):
+            given["timestep"] = 1 - given["timestep"] / 1000
+            given["encoder_attention_mask"] = given["encoder_attention_mask"].long()
+            results.append(-model(**given, return_dict=False)[0][0])
         else:
             predicted = model(**given, return_dict=False)[0][0]
             results.append(predicted[: len(row.latents)])  # the rest is a variance

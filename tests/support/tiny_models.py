@@ -24,6 +24,7 @@ from diffusers import (
     KDPM2DiscreteScheduler,
     LCMScheduler,
     LMSDiscreteScheduler,
+    Lumina2Pipeline,
     PixArtSigmaPipeline,
     PNDMScheduler,
     SASolverScheduler,
@@ -40,6 +41,9 @@ from transformers import (
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    Gemma2Config,
+    Gemma2Model,
+    GemmaTokenizer,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -47,7 +51,13 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from .patched_models import aura_transformer, chroma_transformer, flux_transformer, pixart_transformer
+from .patched_models import (
+    aura_transformer,
+    chroma_transformer,
+    flux_transformer,
+    lumina2_transformer,
+    pixart_transformer,
+)
 
 SAMPLERS: dict[str, Callable[[Any], Any]] = {
     "euler": EulerDiscreteScheduler.from_config,
@@ -77,6 +87,10 @@ OWN_SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 }
 """The same, of those that are not batched."""
 _TEXT_POSITIONS = 16
+_LUMINA_SYSTEM_PROMPT = (
+    "You are an assistant designed to generate superior images with the superior degree of image-text alignment based "
+    "on textual prompts or user prompts."
+)
 _UNET: dict[str, Any] = {
     "block_out_channels": (16, 32, 32),
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
@@ -301,6 +315,41 @@ def tiny_pixart(seed: int = 0) -> PixArtSigmaPipeline:
             transformer=pixart_transformer(seed, caption_channels=24),
             scheduler=scheduler,
             vae=_autoencoder(scaling_factor=0.13),
+            text_encoder=encoder,
+            tokenizer=tokenizer,
+        )
+
+
+def tiny_gemma(width: int) -> tuple[Gemma2Model, GemmaTokenizer]:
+    """Return a Gemma 2 whose states have this width, and a tokenizer that knows single letters, digits and signs; and
+    Lumina 2's system prompt, so that it does not drown the others.
+    """
+    words = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁", *map(chr, range(33, 127))]
+    tokenizer = GemmaTokenizer({word: number for number, word in enumerate(words)}, [], add_bos_token=True)
+    tokenizer.add_tokens([_LUMINA_SYSTEM_PROMPT])
+    config = Gemma2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
+    return Gemma2Model(config), tokenizer
+
+
+def tiny_lumina2(seed: int = 0) -> Lumina2Pipeline:
+    """Return Lumina 2's architecture, small: Gemma 2, a block that refines the text, one that refines the image, two
+    that take both.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        encoder, tokenizer = tiny_gemma(24)
+        return Lumina2Pipeline(
+            transformer=lumina2_transformer(seed, cap_feat_dim=24),
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=6.0),
+            vae=_autoencoder(scaling_factor=0.36, shift_factor=0.1),
             text_encoder=encoder,
             tokenizer=tokenizer,
         )
