@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..layout.packing import Packing, WholeImages
 from ..samplers.batched import BatchedSampler, SamplerBatch
@@ -17,8 +18,13 @@ Predict = Callable[[Tensor, Tensor], Tensor]
 
 
 def join_conditioning(requests: Sequence[PreparedRequest]) -> dict[str, Tensor]:
-    """The conditioning tensors of all rows of the requests, one after another."""
-    return {key: torch.cat([each.conditioning[key] for each in requests]) for key in requests[0].conditioning}
+    """The conditioning tensors of all rows of the requests, one after another; masked text as long as the longest."""
+    parts = {key: [each.conditioning[key] for each in requests] for key in requests[0].conditioning}
+    if "mask" in parts:
+        longest = max(mask.shape[1] for mask in parts["mask"])
+        parts["mask"] = [F.pad(mask, (0, longest - mask.shape[1])) for mask in parts["mask"]]
+        parts["text"] = [F.pad(text, (0, 0, 0, longest - text.shape[1])) for text in parts["text"]]
+    return {key: torch.cat(each) for key, each in parts.items()}
 
 
 class DenoiseBatch:
@@ -160,7 +166,7 @@ class _Guidance:
         self._conditional = torch.cat(conditional).to(device)
         scales = torch.tensor([prepared.request.guidance_scale for prepared in batch], device=device)
         self._scale = scales[packing.row_index][:, None, None, None]
-        self._packing, self._keeps_norm = packing, [each.keeps_guided_norm and each.is_guided for each in batch]
+        self._packing, self._norms = packing, [each.guided_norm if each.is_guided else None for each in batch]
 
     def repeat(self, patches: Tensor) -> Tensor:
         """Patches of requests -> patches of rows."""
@@ -174,18 +180,17 @@ class _Guidance:
         base = prediction.index_select(0, self._unconditional)
         conditional = prediction.index_select(0, self._conditional)
         guided = torch.addcmul(base, conditional - base, self._scale)
-        return self._rescaled(guided, conditional) if any(self._keeps_norm) else guided
+        return self._rescaled(guided, conditional) if any(self._norms) else guided
 
     def _rescaled(self, guided: Tensor, conditional: Tensor) -> Tensor:
-        """Where a family wants it, each line of an image as long as that of the conditional prediction.
+        """Where a family wants it, parts of an image as large as in the conditional prediction.
 
-        Nothing is left of a line of which nothing was computed.
+        Nothing is left of a part of which nothing was computed.
         """
         images = []
-        for index, keeps_norm in enumerate(self._keeps_norm):
+        for index, norm in enumerate(self._norms):
             image = self._packing.unpack(guided, index)
-            if keeps_norm:
-                wanted = self._packing.unpack(conditional, index).norm(dim=-1, keepdim=True)
-                image *= (wanted / image.norm(dim=-1, keepdim=True)).nan_to_num_()
+            if norm is not None:
+                image *= (norm(self._packing.unpack(conditional, index)) / norm(image)).nan_to_num_()
             images.append(image)
         return self._packing.pack(images)

@@ -1,6 +1,6 @@
 """A request between its prepare and postprocess stages, as both engines hold it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,7 +50,7 @@ class PreparedRequest:
         key: what a stepper that keeps things of requests knows it by; no other request of it has the same.
         known: what an edit keeps of its image; None for a new image.
         template: whose record an edit reads outside its mask; None where all of it is computed.
-        keeps_guided_norm: see `Family`.
+        guided_norm: see `Family`.
     """
 
     request: Request
@@ -62,7 +62,7 @@ class PreparedRequest:
     key: int = -1
     known: KnownArea | None = None
     template: Template | None = None
-    keeps_guided_norm: bool = False
+    guided_norm: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
     def size(self) -> tuple[int, int]:

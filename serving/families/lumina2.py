@@ -62,7 +62,7 @@ def family(pipe: Lumina2Pipeline, *, max_sequence_length: int | None = None) -> 
         schedule_kwargs=partial(_schedule_kwargs, pipe),
         condition=partial(_condition, pipe, length),
         conditions=_conditions,
-        keeps_guided_norm=True,
+        guided_norm=partial(torch.linalg.vector_norm, dim=-1, keepdim=True),
     )
 
 

@@ -74,6 +74,13 @@ FAMILIES: Mapping[str, Entry] = {
         lacks=("--cache", "--parallel"),
         settings=lambda _: {"num_inference_steps": 30, "guidance_scale": 4.0},
     ),
+    "QwenImagePipeline": Entry(
+        title="Qwen-Image",
+        module="qwen",
+        model="QwenImageTransformer2DModel",
+        lacks=("--cache", "--parallel"),
+        settings=lambda _: {"num_inference_steps": 50, "guidance_scale": 4.0},
+    ),
 }
 """By the pipeline class in model_index.json."""
 SUPPORTED_PIPELINES: tuple[str, ...] = tuple(FAMILIES)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Call = Callable[[Any, Tensor, Tensor, dict[str, Any]], Tensor]
@@ -48,6 +49,9 @@ class Transformer:
         image_ids: numbers the tokens of an image of (height, width) tokens for the model's `pos_embed`, which makes
             rotary angles of (tokens, axes) numbers, shaped and placed as the last argument; text stays at zero. None
             where `pos_embed` is a patch embedding that adds positions.
+        turns: makes the rotary angles of an image of (height, width) tokens, [height * width, half a head's width], and
+            of a text of `length` tokens that belongs to it, by the model's `pos_embed`: complex numbers of length 1.
+            None where text stays at zero.
         positions: what that patch embedding adds to the tokens of an image of (height, width) tokens, (height * width,
             width of a token), by the embedding; None for SD3's way.
         norm_out: as the modulation of blocks, behind the last of them.
@@ -70,6 +74,7 @@ class Transformer:
     joint: Blocks
     single: Blocks | None = None
     image_ids: Callable[[int, int, Tensor], Tensor] | None = None
+    turns: Callable[[Any, int, int, int, torch.device], tuple[Tensor, Tensor]] | None = None
     positions: Callable[[Any, int, int], Tensor] | None = None
     norm_out: str | None = "norm_out.linear"
     modulation: str | None = None

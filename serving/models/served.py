@@ -232,7 +232,7 @@ class ServedModel:
             is_guided,
             known=known,
             template=record,
-            keeps_guided_norm=self.family.keeps_guided_norm,
+            guided_norm=self.family.guided_norm,
         )
         self.stepper.prepare(prepared)
         # The denoise loop works on another stream.

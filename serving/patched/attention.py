@@ -98,15 +98,17 @@ class PatchedJointAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Image [P, tokens, channels] and text [rows, length, channels] -> the same two.
 
-        Image tokens are turned by their rotary angles, if there are any; text tokens have none. Where only some cells
-        are active, the text is that of the rows which have such cells.
+        Image tokens are turned by their rotary angles, if there are any, and text tokens, if theirs come first. Where
+        only some cells are active, the text is that of the rows which have such cells.
         """
         attention, context = self.attention, self.context
         check_unused(unused)
         image = heads_of(self.image_qkv(hidden_states.flatten(0, 1)), 3, attention.heads)
-        image = normed(image, attention.norm_q, attention.norm_k, image_rotary_emb)
-        text = heads_of(self.text_qkv(encoder_hidden_states), 3, attention.heads)
-        text = normed(text, attention.norm_added_q, attention.norm_added_k)
+        text_turns, turns = _parted(image_rotary_emb, len(image))
+        image = normed(image, attention.norm_q, attention.norm_k, turns)
+        text = heads_of(self.text_qkv(encoder_hidden_states.flatten(0, 1)), 3, attention.heads)
+        text = normed(text, attention.norm_added_q, attention.norm_added_k, text_turns)
+        text = text.unflatten(0, encoder_hidden_states.shape[:2])
         image, text = _attend_both(self.slots, image, text, context, queries_text=not attention.context_pre_only)
         out = attention.to_out[0](image).view(hidden_states.shape)
         return out, None if attention.context_pre_only else attention.to_add_out(text)
@@ -135,14 +137,10 @@ class PatchedStreamAttention(nn.Module):
         """
         attention, context = self.attention, self.context
         check_unused(unused)
-        qkv, num_tokens, turns = self._heads(hidden_states[:, 0]), context.num_tokens, image_rotary_emb
+        qkv, num_tokens = self._heads(hidden_states[:, 0]), context.num_tokens
         num_text = len(qkv) - num_tokens
         num_rows = len(context.level.row_tokens) if context.active is None else len(context.active.rows)
-        text_turns = None
-        if turns is not None and len(turns[0]) > num_tokens:
-            cosines, sines = turns
-            text_turns = cosines[:num_text], sines[:num_text]
-            turns = cosines[num_text:], sines[num_text:]
+        text_turns, turns = _parted(image_rotary_emb, num_tokens)
         text, image = qkv.split([num_text, num_tokens])
         text = normed(text, attention.norm_q, attention.norm_k, text_turns)
         text = text.unflatten(0, (num_rows, num_text // num_rows))
@@ -160,6 +158,15 @@ class PatchedStreamAttention(nn.Module):
         parts = packed.unflatten(1, (heads + 2 * heads // shared, -1))
         query, keys_values = parts.split([heads, 2 * heads // shared], 1)
         return torch.cat([query, keys_values.repeat_interleave(shared, 1)], 1).unflatten(1, (3, heads))
+
+
+def _parted(turns: Rotary | None, num_tokens: int) -> tuple[Rotary | None, Rotary | None]:
+    """Rotary angles of text, None where it has none, and of so many image tokens behind it."""
+    if turns is None or len(turns[0]) == num_tokens:
+        return None, turns
+    cosines, sines = turns
+    num_text = len(cosines) - num_tokens
+    return (cosines[:num_text], sines[:num_text]), (cosines[num_text:], sines[num_text:])
 
 
 def _attend_both(

@@ -28,7 +28,15 @@ from .leaves import (
     RowTimesteps,
 )
 from .one_row import RefinedText, StreamBegins, TokensInOneRow, Turned
-from .streams import BlocksWithEnds, EmbToStream, RotaryPositions, RowsToStream, StreamsJoined, StreamsParted
+from .streams import (
+    BlocksWithEnds,
+    EmbToStream,
+    RotaryOfBoth,
+    RotaryPositions,
+    RowsToStream,
+    StreamsJoined,
+    StreamsParted,
+)
 
 
 class PatchSwap(Swap):
@@ -95,7 +103,9 @@ class PatchSwap(Swap):
         if transformer.text_refiner is not None:
             self._swap_one_row(model, transformer, transformer.text_refiner)
             return
-        if ids is None:
+        if transformer.turns is not None:
+            self.put(model, "pos_embed", RotaryOfBoth(model.pos_embed, transformer.turns, context))
+        elif ids is None:
             self.put(model, "pos_embed", PatchedPatchEmbed(model.pos_embed, context, transformer.positions))
         else:
             self.put(model, "pos_embed", RotaryPositions(model.pos_embed, ids, context))

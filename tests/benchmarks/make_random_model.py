@@ -19,6 +19,7 @@ from diffusers import (
     AuraFlowPipeline,
     AuraFlowTransformer2DModel,
     AutoencoderKL,
+    AutoencoderKLQwenImage,
     ChromaPipeline,
     ChromaTransformer2DModel,
     DPMSolverMultistepScheduler,
@@ -30,6 +31,8 @@ from diffusers import (
     Lumina2Transformer2DModel,
     PixArtSigmaPipeline,
     PixArtTransformer2DModel,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     StableDiffusionXLPipeline,
@@ -43,6 +46,9 @@ from transformers import (
     Gemma2Config,
     Gemma2Model,
     GemmaTokenizer,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -109,6 +115,13 @@ TINY["lumina2"] = {
     "axes_dim_rope": (8, 8, 8),
     "cap_feat_dim": 64,
 }
+TINY["qwen"] = {
+    "num_layers": 2,
+    "attention_head_dim": 32,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 128,
+    "axes_dims_rope": (8, 12, 12),
+}
 TINY["flux-schnell"] = TINY["flux-dev"]
 TINY["chroma"] = TINY["flux-dev"] | {"approximator_hidden_dim": 64, "approximator_layers": 2}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -120,6 +133,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "chroma": {},
     "pixart": PIXART,
     "lumina2": LUMINA2,
+    "qwen": {},
 }
 
 
@@ -256,6 +270,30 @@ def build_lumina2(config: dict[str, Any]) -> Lumina2Pipeline:
     )
 
 
+def build_qwen(config: dict[str, Any]) -> QwenImagePipeline:
+    transformer = QwenImageTransformer2DModel(**config)
+    width = int(transformer.config["joint_attention_dim"])
+    words = ["<|endoftext|>", "Ġ", "Ċ", *(chr(code) for code in range(33, 127))]
+    # A head has 128 channels, two for each of the rotary positions of time, height and width.
+    heads: dict[str, Any] = {"num_attention_heads": width // 128, "num_key_value_heads": width // 128}
+    rope: dict[str, Any] = {"mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"}
+    layers: dict[str, Any] = {"hidden_size": width, "intermediate_size": width, "num_hidden_layers": 1}
+    vision: dict[str, Any] = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+    encoder = Qwen2_5_VLForConditionalGeneration(
+        Qwen2_5_VLConfig(
+            text_config={**layers, **heads, "rope_scaling": rope, "vocab_size": len(words)},
+            vision_config={**vision, "out_hidden_size": width},
+        )
+    )
+    return QwenImagePipeline(
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, max_shift=0.9),
+        vae=AutoencoderKLQwenImage(base_dim=8, dim_mult=[1, 1, 1, 1], num_res_blocks=1),
+        text_encoder=encoder,
+        tokenizer=Qwen2Tokenizer({word: number for number, word in enumerate(words)}, []),
+    )
+
+
 def build(name: str, *, is_tiny: bool) -> Any:
     builders = {
         "sdxl": build_sdxl,
@@ -264,6 +302,7 @@ def build(name: str, *, is_tiny: bool) -> Any:
         "chroma": build_chroma,
         "pixart": build_pixart,
         "lumina2": build_lumina2,
+        "qwen": build_qwen,
     }
     return builders.get(name, build_flux)(CONFIGS[name] | (TINY[name] if is_tiny else {}))
 

@@ -19,6 +19,8 @@ from diffusers import (
     FluxTransformer2DModel,
     Lumina2Transformer2DModel,
     PixArtTransformer2DModel,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     UNet2DConditionModel,
 )
@@ -124,6 +126,17 @@ _LUMINA2: dict[str, Any] = {
 }
 
 
+_QWEN: dict[str, Any] = {
+    "in_channels": 16,
+    "out_channels": 4,
+    "num_layers": 2,
+    "attention_head_dim": 32,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 20,
+    "axes_dims_rope": (8, 12, 12),
+}
+
+
 def sd15_unet(seed: int = 0, **changes: Any) -> UNet2DConditionModel:
     """SD 1.5: 4 levels, projections of the transformers are convolutions, 8 heads everywhere."""
     return _random(UNet2DConditionModel, _FOUR_LEVELS | {"attention_head_dim": 8} | changes, seed)
@@ -222,6 +235,11 @@ def lumina2_transformer(seed: int = 0, **changes: Any) -> Lumina2Transformer2DMo
     return _random(Lumina2Transformer2DModel, _LUMINA2 | changes, seed)
 
 
+def qwen_transformer(seed: int = 0, **changes: Any) -> QwenImageTransformer2DModel:
+    """Qwen-Image: joint blocks with masked text, whose rotary positions begin behind those of its image."""
+    return _random(QwenImageTransformer2DModel, _QWEN | changes, seed)
+
+
 MODELS: dict[str, Callable[..., Any]] = {
     "sd15": sd15_unet,
     "sd2": sd2_unet,
@@ -236,8 +254,11 @@ MODELS: dict[str, Callable[..., Any]] = {
     "chroma": chroma_transformer,
     "pixart": pixart_transformer,
     "lumina2": lumina2_transformer,
+    "qwen": qwen_transformer,
 }
-WITH_ALL_OPTIONS = [name for name in MODELS if name not in ("flux", "schnell", "aura", "chroma", "pixart", "lumina2")]
+WITH_ALL_OPTIONS = [
+    name for name in MODELS if name not in ("flux", "schnell", "aura", "chroma", "pixart", "lumina2", "qwen")
+]
 """Those that the patch cache and ranks serve, too."""
 
 
@@ -353,7 +374,9 @@ def run_plain(model: Any, rows: Sequence[Row]) -> list[Tensor]:
         if isinstance(model, ChromaTransformer2DModel):
             ones = torch.ones(1, row.latents.shape[1] * row.latents.shape[2] // 4)
             given["attention_mask"] = torch.cat([given["attention_mask"], ones.to(row.latents.dtype)], 1)
-        if isinstance(model, FluxTransformer2DModel | ChromaTransformer2DModel):
+        if isinstance(model, QwenImageTransformer2DModel):
+            results.append(_run_qwen(model, given, row.size))
+        elif isinstance(model, FluxTransformer2DModel | ChromaTransformer2DModel):
             results.append(_run_flux(model, given, row.size))
         elif isinstance(model, Lumina2Transformer2DModel):
             given["timestep"] = 1 - given["timestep"] / 1000
@@ -373,6 +396,15 @@ def _run_flux(model: Any, given: dict[str, Any], size: Size) -> Tensor:
     ids: Any = FluxPipeline._prepare_latent_image_ids(1, height // 2, width // 2, latents.device, latents.dtype)
     out = model(**given, img_ids=ids, txt_ids=torch.zeros(text.shape[1], 3), return_dict=False)[0]
     return FluxPipeline._unpack_latents(out, 8 * height, 8 * width, 8)[0]
+
+
+def _run_qwen(model: Any, given: dict[str, Any], size: Size) -> Tensor:
+    """As `QwenImagePipeline` calls its model."""
+    (height, width), latents = size, given["hidden_states"]
+    given["hidden_states"] = QwenImagePipeline._pack_latents(latents, 1, latents.shape[1], height, width)
+    given["timestep"] = given["timestep"].to(latents.dtype) / 1000
+    out = model(**given, img_shapes=[[(1, height // 2, width // 2)]], return_dict=False)[0]
+    return QwenImagePipeline._unpack_latents(out, 8 * height, 8 * width, 8)[0, :, 0]
 
 
 @torch.no_grad()

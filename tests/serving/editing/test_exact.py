@@ -29,6 +29,7 @@ from ...support.tiny_models import (
     tiny_flux,
     tiny_lumina2,
     tiny_pixart,
+    tiny_qwen,
     tiny_sd,
     tiny_sd3,
     tiny_sdxl,
@@ -49,6 +50,7 @@ def pipeline(family: str, sampler: str | None = None) -> Any:
         "aura": tiny_aura,
         "pixart": tiny_pixart,
         "lumina2": tiny_lumina2,
+        "qwen": tiny_qwen,
     }[family]()
     if sampler is not None:
         pipe.scheduler = SAMPLERS[sampler](pipe.scheduler.config)

@@ -63,7 +63,7 @@ def edits() -> list[Request]:
 @pytest.mark.parametrize(
     ("family", "sampler"),
     [
-        *((family, None) for family in ("sd", "sd3", "flux", "aura", "chroma", "pixart", "lumina2")),
+        *((family, None) for family in ("sd", "sd3", "flux", "aura", "chroma", "pixart", "lumina2", "qwen")),
         *(("sdxl", name) for name in SAMPLERS),
     ],
 )
@@ -74,7 +74,7 @@ def test_an_edit_of_the_whole_image_is_its_twin(family: str, sampler: str | None
     assert relative_error([reused.latents[0]], [twin.latents[0]]) <= 1e-3
 
 
-@pytest.mark.parametrize("family", ["sd", "sdxl", "sd3", "flux", "aura", "chroma", "pixart", "lumina2"])
+@pytest.mark.parametrize("family", ["sd", "sdxl", "sd3", "flux", "aura", "chroma", "pixart", "lumina2", "qwen"])
 def test_edits_in_a_mixed_batch_are_those_alone(family: str, tmp_path: Path) -> None:
     pipe = pipeline(family)
     model = model_with(pipe, tmp_path, edits())

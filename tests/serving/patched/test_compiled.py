@@ -59,6 +59,7 @@ def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("chroma", IMAGE),
         ("pixart", IMAGE),
         ("lumina2", IMAGE),
+        ("qwen", IMAGE),
     ],
     ids=str,
 )
@@ -128,7 +129,7 @@ class Rerun:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [IMAGE, PATCH_STITCH], ids=str)
-@pytest.mark.parametrize("name", ["sdxl", "sd3", "flux", "aura", "chroma", "pixart", "lumina2"])
+@pytest.mark.parametrize("name", ["sdxl", "sd3", "flux", "aura", "chroma", "pixart", "lumina2", "qwen"])
 def test_recorded_passes_read_what_is_new(name: str, way: Way) -> None:
     model = model_of(name)
     patched, recorder = way.build(model), Rerun()
