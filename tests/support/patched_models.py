@@ -230,9 +230,13 @@ def pixart_transformer(seed: int = 0, **changes: Any) -> PixArtTransformer2DMode
 
 def lumina2_transformer(seed: int = 0, **changes: Any) -> Lumina2Transformer2DModel:
     """Lumina 2: text refined by itself, then one stream; heads that share keys and values; rotary positions of the
-    image that depend on the length of the text.
+    image that depend on the length of the text; timesteps, of which it sees the thousandth, that show in the image.
     """
-    return _random(Lumina2Transformer2DModel, _LUMINA2 | changes, seed)
+    model = _random(Lumina2Transformer2DModel, _LUMINA2 | changes, seed)
+    embedder = model.time_caption_embed.timestep_embedder
+    embedder.linear_1.weight *= 4
+    embedder.linear_2.weight *= 2
+    return model
 
 
 def qwen_transformer(seed: int = 0, **changes: Any) -> QwenImageTransformer2DModel:
