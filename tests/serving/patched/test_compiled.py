@@ -56,10 +56,7 @@ def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("sd3", PATCH_STITCH),
         ("flux", IMAGE),
         ("aura", IMAGE),
-        ("chroma", IMAGE),
         ("pixart", IMAGE),
-        ("lumina2", IMAGE),
-        ("qwen", IMAGE),
     ],
     ids=str,
 )
