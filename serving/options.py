@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from ..data.checks import require_counts
 from ..data.errors import UsageError
 from .cache.options import CacheOptions
-from .editing.keep import Keep
+from .core.keep import Keep
 from .parallel.options import ParallelOptions
 from .samplers.names import SamplerName
 

@@ -91,7 +91,7 @@ def models_card(
         from ...eval.metrics.clip import load_clip
         from ...serving.models.loading import load_model, resolve_device
 
-    options = CardOptions(num_pairs, num_images, num_fid, num_inference_steps, seed)
+    options = CardOptions(num_pairs, num_images, num_fid, num_inference_steps=num_inference_steps, seed=seed)
     folder = models_dir / name
     for needed in (folder, models_dir / "emoji-clip"):
         if not needed.is_dir():

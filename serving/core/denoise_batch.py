@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..layout.packing import Packing, WholeImages
 from ..samplers.batched import BatchedSampler, SamplerBatch
@@ -17,8 +18,13 @@ Predict = Callable[[Tensor, Tensor], Tensor]
 
 
 def join_conditioning(requests: Sequence[PreparedRequest]) -> dict[str, Tensor]:
-    """The conditioning tensors of all rows of the requests, one after another."""
-    return {key: torch.cat([each.conditioning[key] for each in requests]) for key in requests[0].conditioning}
+    """The conditioning tensors of all rows of the requests, one after another; masked text as long as the longest."""
+    parts = {key: [each.conditioning[key] for each in requests] for key in requests[0].conditioning}
+    if "mask" in parts:
+        longest = max(mask.shape[1] for mask in parts["mask"])
+        parts["mask"] = [F.pad(mask, (0, longest - mask.shape[1])) for mask in parts["mask"]]
+        parts["text"] = [F.pad(text, (0, 0, 0, longest - text.shape[1])) for text in parts["text"]]
+    return {key: torch.cat(each) for key, each in parts.items()}
 
 
 class DenoiseBatch:
@@ -160,6 +166,7 @@ class _Guidance:
         self._conditional = torch.cat(conditional).to(device)
         scales = torch.tensor([prepared.request.guidance_scale for prepared in batch], device=device)
         self._scale = scales[packing.row_index][:, None, None, None]
+        self._packing, self._norms = packing, [each.guided_norm if each.is_guided else None for each in batch]
 
     def repeat(self, patches: Tensor) -> Tensor:
         """Patches of requests -> patches of rows."""
@@ -171,4 +178,19 @@ class _Guidance:
             return prediction
         # Requests without guidance have one row, which is both; their scale then does nothing.
         base = prediction.index_select(0, self._unconditional)
-        return torch.addcmul(base, prediction.index_select(0, self._conditional).sub_(base), self._scale)
+        conditional = prediction.index_select(0, self._conditional)
+        guided = torch.addcmul(base, conditional - base, self._scale)
+        return self._rescaled(guided, conditional) if any(self._norms) else guided
+
+    def _rescaled(self, guided: Tensor, conditional: Tensor) -> Tensor:
+        """Where a family wants it, parts of an image as large as in the conditional prediction.
+
+        Nothing is left of a part of which nothing was computed.
+        """
+        images = []
+        for index, norm in enumerate(self._norms):
+            image = self._packing.unpack(guided, index)
+            if norm is not None:
+                image *= (norm(self._packing.unpack(conditional, index)) / norm(image)).nan_to_num_()
+            images.append(image)
+        return self._packing.pack(images)

@@ -59,6 +59,7 @@ class PreparedRequest:
         template: whose record an edit reads outside its mask, after its first `full_steps`; None where all of it is
             computed.
         on_pass: told of each of its passes, which are recorded; None where they are not.
+        guided_norm: see `Family`.
     """
 
     request: Request
@@ -71,6 +72,7 @@ class PreparedRequest:
     known: KnownArea | None = None
     template: Template | None = None
     on_pass: OnPass | None = None
+    guided_norm: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
     def size(self) -> tuple[int, int]:

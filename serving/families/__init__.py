@@ -36,6 +36,8 @@ class Family:
         max_side: largest width or height in pixels, or None where the architecture sets no bound.
         is_distilled: whether the model has learnt guidance, with the scale as an input or without, and so needs no
             unconditional row.
+        guided_norm: of parts of a prediction (channels, height, width) that guidance leaves as large as in the
+            conditional one, shaped to be divided by; None where it does not.
         scales_noise: whether the first latents are noise times the scheduler's `init_noise_sigma`.
         pass_step_kwargs: whether the pipeline hands `generator` and `eta` to `scheduler.step`.
         schedule_kwargs: further arguments of `set_timesteps` that depend on the request.
@@ -58,6 +60,7 @@ class Family:
     conditions: "Callable[[dict[str, torch.Tensor]], dict[str, Any]]"
     decode: "Callable[[torch.Tensor, Decode], Sequence[Image]]"
     encode: "Callable[[torch.Tensor, torch.Generator], torch.Tensor]"
+    guided_norm: "Callable[[torch.Tensor], torch.Tensor] | None" = None
 
     def uses_guidance(self, guidance_scale: float) -> bool:
         """Whether a request with this scale needs an unconditional row beside its conditional one."""

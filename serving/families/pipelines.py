@@ -27,12 +27,13 @@ def transformer_family(
     max_tokens: int | None = None,
     is_distilled: bool = False,
     is_flow: bool = True,
+    guided_norm: Callable[[Tensor], Tensor] | None = None,
 ) -> Family:
     """Return the family of a pipeline with a transformer and an `AutoencoderKL`.
 
     Args:
         pipe: the pipeline.
-        latent_channels, condition, conditions, is_distilled: see `Family`.
+        latent_channels, condition, conditions, is_distilled, guided_norm: see `Family`.
         schedule_kwargs: of `Family`, given the geometry, too.
         max_tokens: the most on a side of an image; None for any number.
         is_flow: whether its scheduler matches flows, and takes neither scaled noise nor arguments of its own then.
@@ -45,6 +46,7 @@ def transformer_family(
         latent_channels=latent_channels,
         max_side=None if max_tokens is None else max_tokens * geometry.size_multiple,
         is_distilled=is_distilled,
+        guided_norm=guided_norm,
         scales_noise=not is_flow,
         pass_step_kwargs=not is_flow,
         schedule_kwargs=partial(schedule_kwargs, geometry),

@@ -15,7 +15,7 @@ class Entry:
         model: class of the denoising model.
         packs: latents on a side that the pipeline puts into one input of its transformer.
         lacks: options that it is not served with yet.
-        keeps: what records of templates may hold, see `serving.editing.keep`.
+        keeps: what records of templates may hold, see `serving.core.keep`.
         settings: what suits a model where its `psctl.json` does not say, by its configuration.
     """
 
@@ -74,6 +74,20 @@ FAMILIES: Mapping[str, Entry] = {
         model="PixArtTransformer2DModel",
         lacks=("--cache", "--parallel"),
         settings=lambda _: {"num_inference_steps": 20, "guidance_scale": 4.5},
+    ),
+    "Lumina2Pipeline": Entry(
+        title="Lumina 2",
+        module="lumina2",
+        model="Lumina2Transformer2DModel",
+        lacks=("--cache", "--parallel"),
+        settings=lambda _: {"num_inference_steps": 30, "guidance_scale": 4.0},
+    ),
+    "QwenImagePipeline": Entry(
+        title="Qwen-Image",
+        module="qwen",
+        model="QwenImageTransformer2DModel",
+        lacks=("--cache", "--parallel"),
+        settings=lambda _: {"num_inference_steps": 50, "guidance_scale": 4.0},
     ),
 }
 """By the pipeline class in model_index.json."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Call = Callable[[Any, Tensor, Tensor, dict[str, Any]], Tensor]
@@ -48,12 +49,17 @@ class Transformer:
         image_ids: numbers the tokens of an image of (height, width) tokens for the model's `pos_embed`, which makes
             rotary angles of (tokens, axes) numbers, shaped and placed as the last argument; text stays at zero. None
             where `pos_embed` is a patch embedding that adds positions.
+        turns: makes the rotary angles of an image of (height, width) tokens, [height * width, half a head's width], and
+            of a text of `length` tokens that belongs to it, by the model's `pos_embed`: complex numbers of length 1.
+            None where text stays at zero.
         positions: what that patch embedding adds to the tokens of an image of (height, width) tokens, (height * width,
             width of a token), by the embedding; None for SD3's way.
         norm_out: as the modulation of blocks, behind the last of them.
         modulation: name of the module whose results, one per row, scale and shift image tokens in all blocks and behind
             them; None where each has its own.
         caption: name of the module that projects text for cross attention, where that reads the result.
+        text_refiner: name of the blocks that refine the text before it joins the image, of a model whose forward puts
+            both together row by row, as Lumina 2's; None where blocks do. Its `joint` blocks then see the image alone.
         mask: the condition, as the model's forward names it, that says which text tokens of each row are valid, (rows,
             length); None where all are.
         adds_mask: whether the pipeline adds the mask to the scores of attention, as numbers and only between valid
@@ -68,10 +74,12 @@ class Transformer:
     joint: Blocks
     single: Blocks | None = None
     image_ids: Callable[[int, int, Tensor], Tensor] | None = None
+    turns: Callable[[Any, int, int, int, torch.device], tuple[Tensor, Tensor]] | None = None
     positions: Callable[[Any, int, int], Tensor] | None = None
     norm_out: str | None = "norm_out.linear"
     modulation: str | None = None
     caption: str | None = None
+    text_refiner: str | None = None
     mask: str | None = None
     adds_mask: bool = False
     attention: Mapping[str, str] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ...data.errors import RunError, UsageError
 from ...data.models.bundled import GENERATORS, bundled_model_path
 from ...data.workspace import Workspace
-from ..editing.keep import Keep
+from ..core.keep import Keep
 from ..families.geometry import Geometry
 from ..options import EngineOptions
 from .changes import apply_changes, changed_fingerprint, check_changes

@@ -24,10 +24,10 @@ from ...data.requests import Request
 from ...data.resolution import Resolution
 from ...data.tables.block_facts import BlockFacts
 from ..core.denoiser import denoiser_of
+from ..core.keep import Keep
 from ..core.prepared import PreparedRequest
 from ..core.stepper import Stepper, Tuning
 from ..core.timing import finish_stream
-from ..editing.keep import Keep
 from ..editing.start import begin_edit, noised_steps
 from ..editing.templates import TemplateKey, TemplateRecord, TemplateStore, facts_of, no_generation
 from ..editing.trajectory import Trajectory, begin_on
@@ -205,9 +205,10 @@ class ServedModel:
 
     def _prepare(self, request: Request) -> PreparedRequest:
         edit, record = request.edit, self._record_for(request)
-        if edit is not None and edit.template is not None and record is None:
-            if self.templates is not None or edit.template.kind == "trajectory":
-                edit = replace(edit, template=None)
+        template = None if edit is None or record is not None else edit.template
+        if edit is not None and template is not None:
+            # A twin has no records at all, and begins as an edit that reads one.
+            edit = edit if self.templates is None and template.kind == "noised" else replace(edit, template=None)
         is_guided = self.family.uses_guidance(request.guidance_scale)
         encode, prompts = self.family.condition, self.prompts
         conditioning = encode(request, is_guided) if prompts is None else prompts.get(request, is_guided, encode)
@@ -240,7 +241,16 @@ class ServedModel:
                 device=self.device,
                 dtype=dtype,
             )
-        prepared = PreparedRequest(request, latents, conditioning, state, is_guided, known=known, template=record)
+        prepared = PreparedRequest(
+            request,
+            latents,
+            conditioning,
+            state,
+            is_guided,
+            known=known,
+            template=record,
+            guided_norm=self.family.guided_norm,
+        )
         if (trajectory := self.trajectories.get(request.request_id)) is not None:
             prepared.on_pass = trajectory.note
         self.stepper.prepare(prepared)
@@ -296,7 +306,7 @@ class ServedModel:
         })  # fmt: skip
 
     def use_keep(self, keep: Keep) -> None:
-        """Say what records hold that are made and read from now on, see `editing.keep`.
+        """Say what records hold that are made and read from now on, see `core.keep`.
 
         Raises UsageError: the model's blocks are not known so well.
         """

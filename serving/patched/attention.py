@@ -99,15 +99,17 @@ class PatchedJointAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Image [P, tokens, channels] and text [rows, length, channels] -> the same two.
 
-        Image tokens are turned by their rotary angles, if there are any; text tokens have none. Where only some cells
-        are active, the text is that of the rows which have such cells.
+        Image tokens are turned by their rotary angles, if there are any, and text tokens, if theirs come first. Where
+        only some cells are active, the text is that of the rows which have such cells.
         """
         attention, context = self.attention, self.context
         check_unused(unused)
         image = heads_of(self.image_qkv(hidden_states.flatten(0, 1)), 3, attention.heads)
-        image = normed(image, attention.norm_q, attention.norm_k, image_rotary_emb)
-        text = heads_of(self.text_qkv(encoder_hidden_states), 3, attention.heads)
-        text = normed(text, attention.norm_added_q, attention.norm_added_k)
+        text_turns, turns = _parted(image_rotary_emb, len(image))
+        image = normed(image, attention.norm_q, attention.norm_k, turns)
+        text = heads_of(self.text_qkv(encoder_hidden_states.flatten(0, 1)), 3, attention.heads)
+        text = normed(text, attention.norm_added_q, attention.norm_added_k, text_turns)
+        text = text.unflatten(0, encoder_hidden_states.shape[:2])
         image, text = _attend_both(self.slots, image, text, context, queries_text=not attention.context_pre_only)
         out = attention.to_out[0](image).view(hidden_states.shape)
         return out, None if attention.context_pre_only else attention.to_add_out(text)
@@ -115,7 +117,7 @@ class PatchedJointAttention(nn.Module):
 
 class PatchedStreamAttention(nn.Module):
     """Attention of blocks that take image and text as one stream: as `PatchedJointAttention`, with the same layers for
-    both and the text first.
+    both and the text first; or of blocks that take the image alone as one. Several heads may share keys and values.
     """
 
     def __init__(self, attention: Any, context: PatchContext) -> None:
@@ -124,18 +126,48 @@ class PatchedStreamAttention(nn.Module):
         self.qkv = FusedLinear(attention.to_q, attention.to_k, attention.to_v)
         self.slots = TokenSlots()
 
-    def forward(self, hidden_states: Tensor, image_rotary_emb: Rotary | None = None, **unused: object) -> Tensor:
-        """Tokens [tokens, 1, channels] -> the same."""
+    def forward(
+        self,
+        hidden_states: Tensor,
+        image_rotary_emb: Rotary | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        **unused: object,
+    ) -> Tensor:
+        """Tokens [tokens, 1, channels] -> the same; blocks may name them twice. Rotary angles are those of all tokens,
+        or of the image's.
+        """
         attention, context = self.attention, self.context
         check_unused(unused)
-        qkv = heads_of(self.qkv(hidden_states[:, 0]), 3, attention.heads)
-        text, image = qkv.split([len(qkv) - context.num_tokens, context.num_tokens])
+        qkv, num_tokens = self._heads(hidden_states[:, 0]), context.num_tokens
+        num_text = len(qkv) - num_tokens
         num_rows = len(context.level.row_tokens) if context.active is None else len(context.active.rows)
-        text = normed(text, attention.norm_q, attention.norm_k).unflatten(0, (num_rows, -1))
-        image = normed(image, attention.norm_q, attention.norm_k, image_rotary_emb)
+        text_turns, turns = _parted(image_rotary_emb, num_tokens)
+        text, image = qkv.split([num_text, num_tokens])
+        text = normed(text, attention.norm_q, attention.norm_k, text_turns)
+        text = text.unflatten(0, (num_rows, num_text // num_rows))
+        image = normed(image, attention.norm_q, attention.norm_k, turns)
         image, text = _attend_both(self.slots, image, text, context)
         out = torch.cat([text.flatten(0, 1), image])
         return (out if attention.pre_only else attention.to_out[0](out))[:, None]
+
+    def _heads(self, tokens: Tensor) -> Tensor:
+        """[tokens, channels] -> queries, keys and values [tokens, 3, heads, width]."""
+        packed, heads = self.qkv(tokens), self.attention.heads
+        shared = self.attention.to_q.out_features // self.attention.to_k.out_features
+        if shared == 1:
+            return heads_of(packed, 3, heads)
+        parts = packed.unflatten(1, (heads + 2 * heads // shared, -1))
+        query, keys_values = parts.split([heads, 2 * heads // shared], 1)
+        return torch.cat([query, keys_values.repeat_interleave(shared, 1)], 1).unflatten(1, (3, heads))
+
+
+def _parted(turns: Rotary | None, num_tokens: int) -> tuple[Rotary | None, Rotary | None]:
+    """Rotary angles of text, None where it has none, and of so many image tokens behind it."""
+    if turns is None or len(turns[0]) == num_tokens:
+        return None, turns
+    cosines, sines = turns
+    num_text = len(cosines) - num_tokens
+    return (cosines[:num_text], sines[:num_text]), (cosines[num_text:], sines[num_text:])
 
 
 def _attend_both(
@@ -157,7 +189,7 @@ def _attend_both(
     for images in _resolutions(context):
         own_text, query = text[images.text_rows], images.queries(image[:, 0])
         key, value = torch.cat([images.keys_values(kept), own_text[:, :, 1:]], 1).unbind(2)
-        num_queries, bias = query.shape[1], images.bias(key.shape[1])
+        num_queries, bias = query.shape[1], images.bias(key.shape[1]) if own_text.shape[1] else None
         own_query = own_text[:, :, 0] if queries_text else own_text[:, :0, 0]
         if context.biased_text is None:
             attended = attend(torch.cat([query, own_query], 1), key, value, bias=bias)

@@ -19,7 +19,7 @@ from ..cache.active import ActiveSet
 from ..cache.cells import CellTables
 from ..cache.rules import Booleans
 from ..cache.slots import NormSlots, TokenSlots
-from ..editing.keep import Keep
+from ..core.keep import Keep
 from ..layout.packing import Packing, pack_rows
 from .leaves import PatchedConv, PatchedGroupNorm
 from .patched_model import PatchedModel

@@ -302,6 +302,8 @@ class PatchedModel:
         mask = None if transformer.mask is None else conditions[transformer.mask]
         if "text bias" not in kept:
             kept["text bias"] = text_bias_of(text, kept["repeats"], mask, adds_mask=transformer.adds_mask)
+            if mask is not None:
+                kept["text mask"] = mask
         context.text_bias = kept["text bias"]
         context.biased_text = mask if transformer.adds_mask else None
         return {name: value for name, value in conditions.items() if name != transformer.mask}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...data.errors import UsageError
 from ..cache.active import ActiveSet
 from ..cache.slots import TokenSlots
-from ..editing.keep import Keep
+from ..core.keep import Keep
 from .attention import PatchedCrossAttention, keep_keys_values
 from .context import PatchContext
 from .patched_model import PatchedModel

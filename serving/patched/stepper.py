@@ -15,10 +15,10 @@ from ..cache.patch_batch import CachedRequest
 from ..core.denoise_batch import DenoiseBatch
 from ..core.denoiser import Conditions
 from ..core.failures import Failures
+from ..core.keep import Keep
 from ..core.prepared import PreparedRequest, describe
 from ..core.stepper import Tuning
 from ..core.timing import finish_stream
-from ..editing.keep import Keep
 from ..layout.patch_layout import by_size
 from ..plain.batch import plain_batch
 from ..plain.formats import PlainModels

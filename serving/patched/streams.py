@@ -5,7 +5,7 @@ token is an entry of its own: [tokens, 1, channels], those of the texts of all r
 whose text is then empty, and nothing is put together or taken apart between two such blocks.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,44 @@ class RotaryPositions(nn.Module):
             return cosines, sines
         own = some.tokens(0)
         return cosines.index_select(0, own), sines.index_select(0, own)
+
+
+class RotaryOfBoth(nn.Module):
+    """The rotary angles of all tokens, where those of a text depend on the size of its image.
+
+    Args:
+        embed: the model's own module.
+        turns: see `Transformer`.
+    """
+
+    def __init__(self, embed: Any, turns: Callable[..., tuple[Tensor, Tensor]], context: PatchContext) -> None:
+        super().__init__()
+        self.embed, self.turns, self.context = embed, turns, context
+
+    def forward(self, sizes: object, max_txt_seq_len: int, device: torch.device) -> tuple[Tensor, ...]:
+        """Cosines and sines [tokens, width], those of the texts of all rows first; `sizes` is not looked at."""
+        context = self.context
+        if "positions" not in context.kept:
+            context.kept["positions"] = self._angles(max_txt_seq_len, device)
+        text, image = context.kept["positions"]
+        if context.active is not None:
+            image = image.index_select(0, context.active.tokens(0))
+        both = torch.cat([text, image])
+        return both[:, 0], both[:, 1]
+
+    def _angles(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """[tokens, 2, width] of the texts of all rows, and of the image tokens in packed order."""
+        level = self.context.packing.levels[0]
+        sizes = {(group.height, group.width) for group in level.groups}
+        made = {size: tuple(map(_parts_of, self.turns(self.embed, *size, length, device))) for size in sizes}
+        text = torch.cat([made[group.height, group.width][1].repeat(group.rows, 1, 1) for group in level.groups])
+        image = repeated(level, lambda *size: made[size][0].flatten(1), self.context.kernels)
+        return text, image.unflatten(1, (2, -1))
+
+
+def _parts_of(turns: Tensor) -> Tensor:
+    """Complex [tokens, half the width] -> cosines and sines [tokens, 2, width]."""
+    return torch.view_as_real(turns).float().movedim(2, 1).repeat_interleave(2, 2)
 
 
 class StreamsJoined(nn.Module):
@@ -95,14 +133,16 @@ class EmbToStream(nn.Module):
         return self.norm(x, emb=emb.index_select(0, self.context.stream_rows))
 
 
-class BlocksWithEnd(nn.ModuleList):
-    """Blocks, and what stands behind them as if it were one more; it does not count, as models number by `len`."""
+class BlocksWithEnds(nn.ModuleList):
+    """Blocks, and what stands before and behind them as if it were one; it does not count: models number by `len`."""
 
     _num_ends = 0
 
-    def __init__(self, blocks: Iterable[nn.Module], end: nn.Module) -> None:
-        super().__init__([*blocks, end])
-        self._num_ends = 1
+    def __init__(
+        self, blocks: Iterable[nn.Module], *, before: Sequence[nn.Module] = (), behind: Sequence[nn.Module] = ()
+    ) -> None:
+        super().__init__([*before, *blocks, *behind])
+        self._num_ends = len(before) + len(behind)
 
     def __len__(self) -> int:
         return len(self._modules) - self._num_ends

@@ -27,7 +27,16 @@ from .leaves import (
     RowsToPatches,
     RowTimesteps,
 )
-from .streams import BlocksWithEnd, EmbToStream, RotaryPositions, RowsToStream, StreamsJoined, StreamsParted
+from .one_row import RefinedText, StreamBegins, TokensInOneRow, Turned
+from .streams import (
+    BlocksWithEnds,
+    EmbToStream,
+    RotaryOfBoth,
+    RotaryPositions,
+    RowsToStream,
+    StreamsJoined,
+    StreamsParted,
+)
 
 
 class PatchSwap(Swap):
@@ -91,7 +100,12 @@ class PatchSwap(Swap):
 
     def swap_transformer(self, model: Any, transformer: Transformer) -> None:
         context, ids = self._context, transformer.image_ids
-        if ids is None:
+        if transformer.text_refiner is not None:
+            self._swap_one_row(model, transformer, transformer.text_refiner)
+            return
+        if transformer.turns is not None:
+            self.put(model, "pos_embed", RotaryOfBoth(model.pos_embed, transformer.turns, context))
+        elif ids is None:
             self.put(model, "pos_embed", PatchedPatchEmbed(model.pos_embed, context, transformer.positions))
         else:
             self.put(model, "pos_embed", RotaryPositions(model.pos_embed, ids, context))
@@ -119,7 +133,28 @@ class PatchSwap(Swap):
             transformer.single.name: StreamsParted(context),
         }
         for name, end in ends.items():
-            self.put(model, name, BlocksWithEnd(getattr(model, name), end))
+            self.put(model, name, BlocksWithEnds(getattr(model, name), behind=[end]))
+
+    def _swap_one_row(self, model: Any, transformer: Transformer, refiner: str) -> None:
+        """Put the leaves into a model like Lumina 2, see `one_row`."""
+        context, image, both = self._context, transformer.joint, transformer.single
+        assert both is not None, "text that is refined joins a stream"
+        rotary = model.rope_embedder
+        text = RefinedText(model.time_caption_embed, getattr(model, refiner), rotary, context)
+        self._modulate(model, transformer.norm_out, RowsToStream, EmbToStream)
+        for blocks in (image, both):
+            for block in getattr(model, blocks.name):
+                self._modulate(block, blocks.modulation, RowsToStream, EmbToStream)
+                for name in blocks.attention:
+                    self.put(block, name, PatchedStreamAttention(getattr(block, name), context))
+        self.put(model, "time_caption_embed", text)
+        self.put(model, refiner, nn.ModuleList())
+        self.put(model, "rope_embedder", TokensInOneRow(rotary, context))
+        self.put(model, "x_embedder", Turned(model.x_embedder))
+        self.put(model.norm_out, "linear_2", Turned(model.norm_out.linear_2))
+        behind = [Turned(nn.Identity())]
+        self.put(model, image.name, BlocksWithEnds(getattr(model, image.name), behind=behind))
+        self.put(model, both.name, BlocksWithEnds(getattr(model, both.name), before=[StreamBegins(context)]))
 
     def _modulate(self, block: nn.Module, name: str | None, of_linear: Any, of_norm: Any) -> None:
         """Give what a module of this name, if there is one, has once for every row to the tokens of rows."""

@@ -19,6 +19,7 @@ from diffusers import (
     AuraFlowPipeline,
     AuraFlowTransformer2DModel,
     AutoencoderKL,
+    AutoencoderKLQwenImage,
     ChromaPipeline,
     ChromaTransformer2DModel,
     DPMSolverMultistepScheduler,
@@ -26,8 +27,12 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
     FluxTransformer2DModel,
+    Lumina2Pipeline,
+    Lumina2Transformer2DModel,
     PixArtSigmaPipeline,
     PixArtTransformer2DModel,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     StableDiffusionXLPipeline,
@@ -38,6 +43,12 @@ from transformers import (
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    Gemma2Config,
+    Gemma2Model,
+    GemmaTokenizer,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -74,6 +85,7 @@ SD3: dict[str, Any] = {
 FLUX: dict[str, Any] = {"guidance_embeds": True}  # all else is the class's default
 AURA: dict[str, Any] = {"pos_embed_max_size": 9216}  # as of AuraFlow 0.3; so below, all else is the class's default
 PIXART: dict[str, Any] = {"caption_channels": 4096, "interpolation_scale": 2, "use_additional_conditions": False}
+LUMINA2: dict[str, Any] = {"cap_feat_dim": 2304}
 TINY: dict[str, dict[str, Any]] = {
     "sdxl": {"block_out_channels": (32, 64, 64), "transformer_layers_per_block": 1, "attention_head_dim": (1, 2, 2)},
     "sd3": {"num_layers": 2, "num_attention_heads": 2, "caption_projection_dim": 128},
@@ -94,6 +106,22 @@ TINY["pixart"] = {
     "cross_attention_dim": 72,
     "caption_channels": 128,
 }
+TINY["lumina2"] = {
+    "hidden_size": 96,
+    "num_layers": 2,
+    "num_refiner_layers": 1,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "axes_dim_rope": (8, 8, 8),
+    "cap_feat_dim": 64,
+}
+TINY["qwen"] = {
+    "num_layers": 2,
+    "attention_head_dim": 32,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 128,
+    "axes_dims_rope": (8, 12, 12),
+}
 TINY["flux-schnell"] = TINY["flux-dev"]
 TINY["chroma"] = TINY["flux-dev"] | {"approximator_hidden_dim": 64, "approximator_layers": 2}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -104,6 +132,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "aura": AURA,
     "chroma": {},
     "pixart": PIXART,
+    "lumina2": LUMINA2,
+    "qwen": {},
 }
 
 
@@ -225,6 +255,45 @@ def build_pixart(config: dict[str, Any]) -> PixArtSigmaPipeline:
     )
 
 
+def build_lumina2(config: dict[str, Any]) -> Lumina2Pipeline:
+    transformer = Lumina2Transformer2DModel(**config)
+    words = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁", *(chr(code) for code in range(33, 127))]
+    width = int(transformer.config["cap_feat_dim"])
+    sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": width, "head_dim": 32}
+    heads: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return Lumina2Pipeline(
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=6.0),
+        vae=autoencoder(16),
+        text_encoder=Gemma2Model(Gemma2Config(vocab_size=len(words), **sizes, **heads)),
+        tokenizer=GemmaTokenizer({word: number for number, word in enumerate(words)}, [], add_bos_token=True),
+    )
+
+
+def build_qwen(config: dict[str, Any]) -> QwenImagePipeline:
+    transformer = QwenImageTransformer2DModel(**config)
+    width = int(transformer.config["joint_attention_dim"])
+    words = ["<|endoftext|>", "Ġ", "Ċ", *(chr(code) for code in range(33, 127))]
+    # A head has 128 channels, two for each of the rotary positions of time, height and width.
+    heads: dict[str, Any] = {"num_attention_heads": width // 128, "num_key_value_heads": width // 128}
+    rope: dict[str, Any] = {"mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"}
+    layers: dict[str, Any] = {"hidden_size": width, "intermediate_size": width, "num_hidden_layers": 1}
+    vision: dict[str, Any] = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+    encoder = Qwen2_5_VLForConditionalGeneration(
+        Qwen2_5_VLConfig(
+            text_config={**layers, **heads, "rope_scaling": rope, "vocab_size": len(words)},
+            vision_config={**vision, "out_hidden_size": width},
+        )
+    )
+    return QwenImagePipeline(
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, max_shift=0.9),
+        vae=AutoencoderKLQwenImage(base_dim=8, dim_mult=[1, 1, 1, 1], num_res_blocks=1),
+        text_encoder=encoder,
+        tokenizer=Qwen2Tokenizer({word: number for number, word in enumerate(words)}, []),
+    )
+
+
 def build(name: str, *, is_tiny: bool) -> Any:
     builders = {
         "sdxl": build_sdxl,
@@ -232,6 +301,8 @@ def build(name: str, *, is_tiny: bool) -> Any:
         "aura": build_aura,
         "chroma": build_chroma,
         "pixart": build_pixart,
+        "lumina2": build_lumina2,
+        "qwen": build_qwen,
     }
     return builders.get(name, build_flux)(CONFIGS[name] | (TINY[name] if is_tiny else {}))
 

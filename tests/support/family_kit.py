@@ -34,7 +34,9 @@ from .tiny_models import (
     tiny_aura,
     tiny_chroma,
     tiny_flux,
+    tiny_lumina2,
     tiny_pixart,
+    tiny_qwen,
     tiny_schnell,
     tiny_sd,
     tiny_sd3,
@@ -53,6 +55,8 @@ BUILDS: dict[str, Build] = {
     "aura": tiny_aura,
     "chroma": tiny_chroma,
     "pixart": tiny_pixart,
+    "lumina2": tiny_lumina2,
+    "qwen": tiny_qwen,
 }
 _SMALL, _LARGE, _WIDE = Resolution(32, 32), Resolution(64, 64), Resolution(96, 32)
 _WAYS = {"image": EngineOptions(order="image"), "patch": EngineOptions(order="patch")}

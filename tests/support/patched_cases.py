@@ -12,8 +12,8 @@ from .patched_models import MODELS, Size, Way
 
 TOLERANCE = 1e-5
 UNETS = ["sd15", "sd2", "sdxl", "scale-shift", "gelu"]
-TRANSFORMERS = ["sd3", "sd35", "flux", "schnell", "aura", "chroma", "pixart"]
-MASKED = ["chroma", "pixart"]
+TRANSFORMERS = ["sd3", "sd35", "flux", "schnell", "aura", "chroma", "pixart", "lumina2", "qwen"]
+MASKED = ["chroma", "pixart", "lumina2", "qwen"]
 """Of these, those whose text has a mask: what it leaves out is not told by equal tokens."""
 SOME = ["sd15", "sdxl", "scale-shift", "sd3", "sd35", "flux"]
 FOUR_LEVELS = ["sd15", "sd2"]  # patches of 8 and more

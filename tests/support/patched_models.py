@@ -17,7 +17,10 @@ from diffusers import (
     ChromaTransformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
+    Lumina2Transformer2DModel,
     PixArtTransformer2DModel,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     UNet2DConditionModel,
 )
@@ -106,6 +109,31 @@ _PIXART: dict[str, Any] = {
     "sample_size": 32,
     "caption_channels": 20,
     "use_additional_conditions": False,
+}
+
+
+_LUMINA2: dict[str, Any] = {
+    "sample_size": 16,
+    "in_channels": 4,
+    "hidden_size": 96,
+    "num_layers": 2,
+    "num_refiner_layers": 1,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "multiple_of": 16,
+    "axes_dim_rope": (8, 8, 8),
+    "cap_feat_dim": 20,
+}
+
+
+_QWEN: dict[str, Any] = {
+    "in_channels": 16,
+    "out_channels": 4,
+    "num_layers": 2,
+    "attention_head_dim": 32,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 20,
+    "axes_dims_rope": (8, 12, 12),
 }
 
 
@@ -200,6 +228,22 @@ def pixart_transformer(seed: int = 0, **changes: Any) -> PixArtTransformer2DMode
     return _random(PixArtTransformer2DModel, _PIXART | changes, seed)
 
 
+def lumina2_transformer(seed: int = 0, **changes: Any) -> Lumina2Transformer2DModel:
+    """Lumina 2: text refined by itself, then one stream; heads that share keys and values; rotary positions of the
+    image that depend on the length of the text; timesteps, of which it sees the thousandth, that show in the image.
+    """
+    model = _random(Lumina2Transformer2DModel, _LUMINA2 | changes, seed)
+    embedder = model.time_caption_embed.timestep_embedder
+    embedder.linear_1.weight *= 4
+    embedder.linear_2.weight *= 2
+    return model
+
+
+def qwen_transformer(seed: int = 0, **changes: Any) -> QwenImageTransformer2DModel:
+    """Qwen-Image: joint blocks with masked text, whose rotary positions begin behind those of its image."""
+    return _random(QwenImageTransformer2DModel, _QWEN | changes, seed)
+
+
 MODELS: dict[str, Callable[..., Any]] = {
     "sd15": sd15_unet,
     "sd2": sd2_unet,
@@ -213,8 +257,12 @@ MODELS: dict[str, Callable[..., Any]] = {
     "aura": aura_transformer,
     "chroma": chroma_transformer,
     "pixart": pixart_transformer,
+    "lumina2": lumina2_transformer,
+    "qwen": qwen_transformer,
 }
-WITH_ALL_OPTIONS = [name for name in MODELS if name not in ("flux", "schnell", "aura", "chroma", "pixart")]
+WITH_ALL_OPTIONS = [
+    name for name in MODELS if name not in ("flux", "schnell", "aura", "chroma", "pixart", "lumina2", "qwen")
+]
 """Those that the patch cache and ranks serve, too."""
 
 
@@ -330,8 +378,14 @@ def run_plain(model: Any, rows: Sequence[Row]) -> list[Tensor]:
         if isinstance(model, ChromaTransformer2DModel):
             ones = torch.ones(1, row.latents.shape[1] * row.latents.shape[2] // 4)
             given["attention_mask"] = torch.cat([given["attention_mask"], ones.to(row.latents.dtype)], 1)
-        if isinstance(model, FluxTransformer2DModel | ChromaTransformer2DModel):
+        if isinstance(model, QwenImageTransformer2DModel):
+            results.append(_run_qwen(model, given, row.size))
+        elif isinstance(model, FluxTransformer2DModel | ChromaTransformer2DModel):
             results.append(_run_flux(model, given, row.size))
+        elif isinstance(model, Lumina2Transformer2DModel):
+            given["timestep"] = 1 - given["timestep"] / 1000
+            given["encoder_attention_mask"] = given["encoder_attention_mask"].long()
+            results.append(-model(**given, return_dict=False)[0][0])
         else:
             predicted = model(**given, return_dict=False)[0][0]
             results.append(predicted[: len(row.latents)])  # the rest is a variance
@@ -346,6 +400,15 @@ def _run_flux(model: Any, given: dict[str, Any], size: Size) -> Tensor:
     ids: Any = FluxPipeline._prepare_latent_image_ids(1, height // 2, width // 2, latents.device, latents.dtype)
     out = model(**given, img_ids=ids, txt_ids=torch.zeros(text.shape[1], 3), return_dict=False)[0]
     return FluxPipeline._unpack_latents(out, 8 * height, 8 * width, 8)[0]
+
+
+def _run_qwen(model: Any, given: dict[str, Any], size: Size) -> Tensor:
+    """As `QwenImagePipeline` calls its model."""
+    (height, width), latents = size, given["hidden_states"]
+    given["hidden_states"] = QwenImagePipeline._pack_latents(latents, 1, latents.shape[1], height, width)
+    given["timestep"] = given["timestep"].to(latents.dtype) / 1000
+    out = model(**given, img_shapes=[[(1, height // 2, width // 2)]], return_dict=False)[0]
+    return QwenImagePipeline._unpack_latents(out, 8 * height, 8 * width, 8)[0, :, 0]
 
 
 @torch.no_grad()

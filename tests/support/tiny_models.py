@@ -9,6 +9,7 @@ import torch
 from diffusers import (
     AuraFlowPipeline,
     AutoencoderKL,
+    AutoencoderKLQwenImage,
     ChromaPipeline,
     DDIMScheduler,
     DDPMScheduler,
@@ -24,8 +25,10 @@ from diffusers import (
     KDPM2DiscreteScheduler,
     LCMScheduler,
     LMSDiscreteScheduler,
+    Lumina2Pipeline,
     PixArtSigmaPipeline,
     PNDMScheduler,
+    QwenImagePipeline,
     SASolverScheduler,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
@@ -40,6 +43,12 @@ from transformers import (
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    Gemma2Config,
+    Gemma2Model,
+    GemmaTokenizer,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -47,7 +56,14 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from .patched_models import aura_transformer, chroma_transformer, flux_transformer, pixart_transformer
+from .patched_models import (
+    aura_transformer,
+    chroma_transformer,
+    flux_transformer,
+    lumina2_transformer,
+    pixart_transformer,
+    qwen_transformer,
+)
 
 SAMPLERS: dict[str, Callable[[Any], Any]] = {
     "euler": EulerDiscreteScheduler.from_config,
@@ -77,6 +93,14 @@ OWN_SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 }
 """The same, of those that are not batched."""
 _TEXT_POSITIONS = 16
+_LUMINA_SYSTEM_PROMPT = (
+    "You are an assistant designed to generate superior images with the superior degree of image-text alignment based "
+    "on textual prompts or user prompts."
+)
+_QWEN_SYSTEM_PROMPT = (
+    "Describe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships of the "
+    "objects and background:"
+)
 _UNET: dict[str, Any] = {
     "block_out_channels": (16, 32, 32),
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
@@ -306,6 +330,74 @@ def tiny_pixart(seed: int = 0) -> PixArtSigmaPipeline:
         )
 
 
+def tiny_gemma(width: int) -> tuple[Gemma2Model, GemmaTokenizer]:
+    """Return a Gemma 2 whose states have this width, and a tokenizer that knows single letters, digits and signs; and
+    Lumina 2's system prompt, so that it does not drown the others.
+    """
+    words = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁", *map(chr, range(33, 127))]
+    tokenizer = GemmaTokenizer({word: number for number, word in enumerate(words)}, [], add_bos_token=True)
+    tokenizer.add_tokens([_LUMINA_SYSTEM_PROMPT])
+    config = Gemma2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
+    return Gemma2Model(config), tokenizer
+
+
+def tiny_lumina2(seed: int = 0) -> Lumina2Pipeline:
+    """Return Lumina 2's architecture, small: Gemma 2, a block that refines the text, one that refines the image, two
+    that take both.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        encoder, tokenizer = tiny_gemma(24)
+        return Lumina2Pipeline(
+            transformer=lumina2_transformer(seed, cap_feat_dim=24),
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=6.0),
+            vae=_autoencoder(scaling_factor=0.36, shift_factor=0.1),
+            text_encoder=encoder,
+            tokenizer=tokenizer,
+        )
+
+
+def tiny_qwen(seed: int = 0) -> QwenImagePipeline:
+    """Return Qwen-Image's architecture, small: Qwen 2.5 VL, two joint blocks, an autoencoder of videos."""
+    letters = [chr(code) for code in range(33, 127)]
+    words = ["<|endoftext|>", "Ġ", "Ċ", *letters]
+    tokenizer = Qwen2Tokenizer({word: number for number, word in enumerate(words)}, [])
+    tokenizer.add_tokens([_QWEN_SYSTEM_PROMPT])
+    layers: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    rope: dict[str, Any] = {"mrope_section": [2, 2, 2], "rope_type": "default", "type": "default"}
+    vision: dict[str, Any] = {"depth": 1, "hidden_size": 24, "intermediate_size": 24, "num_heads": 2}
+    config = Qwen2_5_VLConfig(
+        text_config={**layers, **heads, "rope_scaling": rope, "vocab_size": len(tokenizer)},
+        vision_config={**vision, "out_hidden_size": 24},
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return QwenImagePipeline(
+            transformer=qwen_transformer(seed, joint_attention_dim=24),
+            scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, max_shift=0.9),
+            vae=AutoencoderKLQwenImage(
+                base_dim=8,
+                z_dim=4,
+                dim_mult=[1, 1, 1, 1],
+                num_res_blocks=1,
+                temperal_downsample=[False, True, True],
+                latents_mean=[0.1, -0.2, 0.3, 0.0],
+                latents_std=[1.0, 2.0, 1.5, 0.5],
+            ),
+            text_encoder=Qwen2_5_VLForConditionalGeneration(config),
+            tokenizer=tokenizer,
+        )
+
+
 def save_tiny(directory: Path, pipe: Any, **defaults: Any) -> Path:
     """Save a pipeline as a plain diffusers directory, with `psctl.json` if defaults are given."""
     pipe.save_pretrained(directory)
@@ -330,6 +422,9 @@ def _plain(pipe: Any, request: Any, output_type: str, **options: Any) -> Any:
     if type(pipe).__name__ == "PixArtSigmaPipeline":
         options = {"use_resolution_binning": False, **options}  # draws other sizes than asked for, and scales them
         negative = negative or ""  # its default; None is none of a batch
+    if type(pipe).__name__ == "QwenImagePipeline":
+        options = {"true_cfg_scale": request.guidance_scale, **options}
+        negative = negative or ""  # None is no guidance
     drawn = pipe(
         prompt=request.prompt,
         negative_prompt=negative,
@@ -341,8 +436,10 @@ def _plain(pipe: Any, request: Any, output_type: str, **options: Any) -> Any:
         output_type=output_type,
         **options,
     ).images
-    if output_type == "latent" and isinstance(pipe, FluxPipeline | ChromaPipeline):
+    if output_type == "latent" and isinstance(pipe, FluxPipeline | ChromaPipeline | QwenImagePipeline):
         drawn = pipe._unpack_latents(drawn, request.resolution.height, request.resolution.width, pipe.vae_scale_factor)
+    if output_type == "latent" and type(pipe).__name__ == "QwenImagePipeline":
+        drawn = drawn[:, :, 0]  # of frames, the only one
     return drawn[0]
 
 

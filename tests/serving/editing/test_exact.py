@@ -27,7 +27,9 @@ from ...support.tiny_models import (
     tiny_aura,
     tiny_chroma,
     tiny_flux,
+    tiny_lumina2,
     tiny_pixart,
+    tiny_qwen,
     tiny_sd,
     tiny_sd3,
     tiny_sdxl,
@@ -47,6 +49,8 @@ def pipeline(family: str, sampler: str | None = None) -> Any:
         "chroma": lambda: tiny_chroma(num_channels=16),
         "aura": tiny_aura,
         "pixart": tiny_pixart,
+        "lumina2": tiny_lumina2,
+        "qwen": tiny_qwen,
     }[family]()
     if sampler is not None:
         pipe.scheduler = SAMPLERS[sampler](pipe.scheduler.config)

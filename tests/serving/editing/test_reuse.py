@@ -14,7 +14,7 @@ from patchedserve.data.edits import EditSpec, TemplateSpec
 from patchedserve.data.errors import RunError, UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.serving.editing.keep import KEEPS, Keep
+from patchedserve.serving.core.keep import KEEPS, Keep
 from patchedserve.serving.editing.templates import MANIFEST, TemplateStore
 from patchedserve.serving.engine.collectors import InMemory
 from patchedserve.serving.engine.engine import Engine
@@ -71,7 +71,7 @@ def edits() -> list[Request]:
 @pytest.mark.parametrize(
     ("family", "sampler", "keep"),
     [
-        *((family, None, "all") for family in ("sd", "sd3", "flux", "aura", "chroma", "pixart")),
+        *((family, None, "all") for family in ("sd", "sd3", "flux", "aura", "chroma", "pixart", "lumina2", "qwen")),
         *(("sdxl", name, "all") for name in SAMPLERS),
         *((family, None, keep) for family in ("sd", "sdxl", "sd3") for keep in ("outputs", "kv")),
     ],
@@ -86,7 +86,7 @@ def test_an_edit_of_the_whole_image_is_its_twin(family: str, sampler: str | None
 @pytest.mark.parametrize(
     ("family", "keep"),
     [
-        *((family, "all") for family in ("sd", "sdxl", "sd3", "flux", "aura", "chroma", "pixart")),
+        *((each, "all") for each in ("sd", "sdxl", "sd3", "flux", "aura", "chroma", "pixart", "lumina2", "qwen")),
         *((family, keep) for family in ("sdxl", "sd3") for keep in ("outputs", "kv")),
     ],
 )

@@ -1,0 +1,95 @@
+"""Lumina 2: image and text in one stream from the start; text refined first; rotary positions; guided lengths."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import Lumina2Pipeline
+from diffusers.pipelines.lumina2.pipeline_lumina2 import calculate_shift
+from torch import Tensor
+
+from ...data.requests import Request
+from . import Family
+from .geometry import Geometry
+from .pipelines import text_length, transformer_family
+from .transformer import Blocks, Transformer
+
+
+def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
+    """See `transformer.Call`. Without a mask, which the leaves know, tokens go in as an image one token wide."""
+    is_packed, (count, channels, height, width) = "encoder_attention_mask" not in conditions, latents.shape
+    if is_packed:
+        side = model.config.patch_size
+        cut = latents.view(count, channels, height // side, side, width // side, side).permute(1, 0, 2, 4, 3, 5)
+        latents, conditions = cut.reshape(1, channels, -1, side), {**conditions, "encoder_attention_mask": None}
+    predicted = -model(latents, timestep=1 - timesteps / 1000, return_dict=False, **conditions)[0]
+    if is_packed:
+        cut = predicted.view(channels, *cut.shape[1:]).permute(1, 0, 2, 4, 3, 5)
+        predicted = cut.reshape(count, channels, height, width)
+    return predicted
+
+
+TRANSFORMER = Transformer(
+    call=call,
+    joint=Blocks(name="noise_refiner", kind="Lumina2TransformerBlock", modulation="norm1.linear"),
+    single=Blocks(name="layers", kind="Lumina2TransformerBlock", modulation="norm1.linear"),
+    text_refiner="context_refiner",
+    norm_out="norm_out.linear_1",
+    mask="encoder_attention_mask",
+    attention={"Attention": "Lumina2AttnProcessor2_0"},
+    known=frozenset({
+        *("Lumina2Transformer2DModel", "Lumina2TransformerBlock", "Lumina2RotaryPosEmbed", "LuminaFeedForward"),
+        *("Lumina2CombinedTimestepCaptionEmbedding", "LuminaRMSNormZero", "LuminaLayerNormContinuous", "FP32SiLU"),
+    }),
+)  # fmt: skip
+_MAX_SEQUENCE_LENGTH = 256
+"""The default of `Lumina2Pipeline.__call__`."""
+
+
+def family(pipe: Lumina2Pipeline, *, max_sequence_length: int | None = None) -> Family:
+    """Return what serves this pipeline; `max_sequence_length` is of its text encoder.
+
+    Raises UsageError if the model has no positions for so many.
+    """
+    config: Any = pipe.transformer.config
+    # The image stands behind the text, at the next position.
+    length = text_length(pipe, max_sequence_length, _MAX_SEQUENCE_LENGTH, most=config.axes_lens[0] - 1)
+    return transformer_family(
+        pipe,
+        latent_channels=config.in_channels,
+        max_tokens=min(config.axes_lens[1:]),
+        schedule_kwargs=partial(_schedule_kwargs, pipe),
+        condition=partial(_condition, pipe, length),
+        conditions=_conditions,
+        guided_norm=partial(torch.linalg.vector_norm, dim=-1, keepdim=True),
+    )
+
+
+def _schedule_kwargs(pipe: Any, geometry: Geometry, request: Request) -> dict[str, Any]:
+    config, steps = pipe.scheduler.config, request.num_inference_steps
+    mu = calculate_shift(
+        pipe.transformer.config.in_channels,  # what the pipeline takes for the number of tokens
+        config.get("base_image_seq_len", 256),
+        config.get("max_image_seq_len", 4096),
+        config.get("base_shift", 0.5),
+        config.get("max_shift", 1.15),
+    )
+    return {"mu": mu, "sigmas": np.linspace(1.0, 1 / steps, steps)}
+
+
+def _condition(pipe: Any, max_sequence_length: int, request: Request, is_guided: bool) -> dict[str, Tensor]:
+    text, mask, negative, negative_mask = pipe.encode_prompt(
+        request.prompt,
+        is_guided,
+        negative_prompt=request.negative_prompt,
+        device=pipe.transformer.device,
+        max_sequence_length=max_sequence_length,
+    )
+    if is_guided:
+        text, mask = torch.cat([negative, text]), torch.cat([negative_mask, mask])
+    return {"text": text, "mask": mask}
+
+
+def _conditions(conditioning: dict[str, Tensor]) -> dict[str, Any]:
+    return {"encoder_hidden_states": conditioning["text"], "encoder_attention_mask": conditioning["mask"]}

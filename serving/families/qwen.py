@@ -1,0 +1,127 @@
+"""Qwen-Image: joint blocks; rotary positions of text behind those of the image; guided lengths; a video autoencoder."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import QwenImagePipeline
+from PIL.Image import Image
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...data.errors import UsageError
+from ...data.requests import Request
+from . import Decode, Family
+from .encoder import ImageEncoder
+from .geometry import Geometry
+from .pipelines import shift_by_size, text_length, transformer_family
+from .transformer import Blocks, Transformer
+
+
+def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
+    """See `transformer.Call`."""
+    count, channels, height, width = latents.shape
+    predicted = model(
+        QwenImagePipeline._pack_latents(latents, count, channels, height, width),
+        timestep=timesteps.to(latents.dtype) / 1000,
+        img_shapes=[[(1, height // 2, width // 2)]] * count,
+        return_dict=False,
+        **conditions,
+    )[0]
+    return QwenImagePipeline._unpack_latents(predicted, height, width, vae_scale_factor=1)[:, :, 0]
+
+
+def turns(embed: Any, height: int, width: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """See `Transformer.turns`."""
+    return embed([(1, height, width)], max_txt_seq_len=length, device=device)
+
+
+TRANSFORMER = Transformer(
+    call=call,
+    joint=Blocks(name="transformer_blocks", kind="QwenImageTransformerBlock", modulation="img_mod.1"),
+    turns=turns,
+    mask="encoder_hidden_states_mask",
+    attention={"Attention": "QwenDoubleStreamAttnProcessor2_0"},
+    known=frozenset({
+        *("QwenImageTransformer2DModel", "QwenImageTransformerBlock", "QwenEmbedRope", "QwenTimestepProjEmbeddings"),
+    }),
+)  # fmt: skip
+_MAX_SEQUENCE_LENGTH = 512
+"""The default of `QwenImagePipeline.__call__`."""
+_MOST = 1024
+"""What the pipeline takes at most."""
+
+
+def family(pipe: QwenImagePipeline, *, max_sequence_length: int | None = None) -> Family:
+    """Return what serves this pipeline; `max_sequence_length` is of its text encoder.
+
+    Raises UsageError if it is more than the pipeline takes, or if the model wants other conditions.
+    """
+    config: Any = pipe.transformer.config
+    for name in ("guidance_embeds", "zero_cond_t", "use_additional_t_cond"):
+        if config.get(name):
+            raise UsageError(f"the transformer has {name}, which text-to-image models of QwenImagePipeline do not have")
+    length = text_length(pipe, max_sequence_length, _MAX_SEQUENCE_LENGTH, most=_MOST)
+    return replace(
+        transformer_family(
+            pipe,
+            latent_channels=config.in_channels // 4,
+            schedule_kwargs=partial(_schedule_kwargs, pipe),
+            condition=partial(_condition, pipe, length),
+            conditions=_conditions,
+            guided_norm=_token_norm,
+        ),
+        decode=partial(_decode, pipe),
+        encode=partial(_encode, pipe.vae.config, ImageEncoder(pipe.vae)),
+    )
+
+
+def _schedule_kwargs(pipe: Any, geometry: Geometry, request: Request) -> dict[str, Any]:
+    steps = request.num_inference_steps
+    return {**shift_by_size(pipe, 1.15, geometry, request), "sigmas": np.linspace(1.0, 1 / steps, steps)}
+
+
+def _condition(pipe: Any, max_sequence_length: int, request: Request, is_guided: bool) -> dict[str, Tensor]:
+    prompts = [request.negative_prompt or "", request.prompt] if is_guided else [request.prompt]
+    # Each by itself, as the pipeline does.
+    texts = [
+        pipe.encode_prompt(prompt, device=pipe.transformer.device, max_sequence_length=max_sequence_length)[0]
+        for prompt in prompts
+    ]
+    longest = max(text.shape[1] for text in texts)
+    masks = [text.new_ones(1, text.shape[1], dtype=torch.long) for text in texts]
+    return {
+        "text": torch.cat([F.pad(text, (0, 0, 0, longest - text.shape[1])) for text in texts]),
+        "mask": torch.cat([F.pad(mask, (0, longest - mask.shape[1])) for mask in masks]),
+    }
+
+
+def _conditions(conditioning: dict[str, Tensor]) -> dict[str, Any]:
+    return {"encoder_hidden_states": conditioning["text"], "encoder_hidden_states_mask": conditioning["mask"]}
+
+
+def _token_norm(image: Tensor) -> Tensor:
+    channels, height, width = image.shape
+    norms = image.view(channels, height // 2, 2, width // 2, 2).square().sum((0, 2, 4)).sqrt()
+    return norms.repeat_interleave(2, 0).repeat_interleave(2, 1)
+
+
+def _decode(pipe: Any, latents: Tensor, decode: Decode) -> Sequence[Image]:
+    mean, std = _statistics(pipe.vae.config, latents)
+    frames = decode((latents.to(pipe.vae.dtype) * std + mean)[:, :, None])
+    return pipe.image_processor.postprocess(frames[:, :, 0], output_type="pil")
+
+
+def _encode(config: Any, encode: ImageEncoder, pixels: Tensor, generator: torch.Generator) -> Tensor:
+    latents = encode(pixels[:, :, None], generator)[:, :, 0]
+    mean, std = _statistics(config, latents)
+    return (latents - mean) / std
+
+
+def _statistics(config: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of each channel of the autoencoder's latents, (1, channels, 1, 1)."""
+    mean, std = (like.new_tensor(values).view(1, -1, 1, 1) for values in (config.latents_mean, config.latents_std))
+    return mean, std

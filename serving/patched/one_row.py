@@ -1,0 +1,118 @@
+"""Leaves of Lumina 2, whose forward puts image and text together itself, row by row.
+
+The model is called with all tokens of a batch as one row, [1, tokens, channels]: those of the texts of all rows first.
+Its blocks run on a row for each token, [tokens, 1, channels], so that what each row of the batch has once (see
+`RowsToStream`) is given to its tokens.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .context import PatchContext, repeated
+
+
+class RefinedText(nn.Module):
+    """The timestep embedding of each row, and its text, which is refined once for a batch: no step changes it."""
+
+    def __init__(self, embed: Any, refiner: nn.ModuleList, rotary: Any, context: PatchContext) -> None:
+        super().__init__()
+        self.embed, self.refiner, self.rotary, self.context = embed, refiner, rotary, context
+
+    def forward(self, hidden_states: Tensor, timestep: Tensor, encoder_hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Timesteps (rows,), text [rows, length, channels] -> [rows, width] and [1, rows * length, width]."""
+        kept, embed = self.context.kept, self.embed
+        if "refined text" not in kept:
+            kept["refined text"] = self._refine(encoder_hidden_states, kept["text mask"])
+        embedded = embed.timestep_embedder(embed.time_proj(timestep).type_as(hidden_states))
+        return embedded, kept["refined text"].flatten(0, 1)[None]
+
+    def _refine(self, text: Tensor, mask: Tensor) -> Tensor:
+        text = self.embed.caption_embedder(text)
+        turns = self.rotary._get_freqs_cis(_text_ids(text.shape[1], text.device)[None])
+        for block in self.refiner:
+            text = block(text, mask, turns)
+        return text
+
+
+class TokensInOneRow(nn.Module):
+    """Cuts what the model is called with into tokens, and turns each by its place: of a text token its number, of an
+    image token the length of its text, and row and column.
+    """
+
+    def __init__(self, rotary: Any, context: PatchContext) -> None:
+        super().__init__()
+        self.rotary, self.context = rotary, context
+
+    def forward(self, hidden_states: Tensor, attention_mask: None) -> tuple[Any, ...]:
+        """An image one token wide -> its tokens [1, tokens, channels], no angles of text, cosines and sines of image
+        tokens and of all, the number of text tokens and of all.
+        """
+        context, (_, channels, _, side) = self.context, hidden_states.shape
+        tokens = hidden_states.view(1, channels, -1, side, side).permute(0, 2, 3, 4, 1).flatten(2)
+        if "positions" not in context.kept:
+            context.kept["positions"] = self._angles()
+        text, image = context.kept["positions"]
+        if context.active is not None:
+            own = context.active.tokens(0)
+            image = tuple(part.index_select(0, own) for part in image)
+        context.stream_rows = context.row_of_token
+        both = tuple(torch.cat(parts) for parts in zip(text, image, strict=True))
+        num_text = len(text[0])
+        return tokens, None, image, both, [num_text], [num_text + tokens.shape[1]]
+
+    def _angles(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Cosines and sines of the texts of all rows, and of all image tokens in packed order."""
+        context = self.context
+        mask, level = context.kept["text mask"], context.packing.levels[0]
+        text = _text_ids(mask.shape[1], mask.device).repeat(len(mask), 1)
+        places = repeated(level, lambda *size: _places(size, mask.device), context.kernels)
+        lengths = mask.sum(1).index_select(0, level.row_index.repeat_interleave(level.grain**2))
+        image = torch.cat([lengths[:, None].to(places.dtype), places], 1)
+        return self._turned(text), self._turned(image)
+
+    def _turned(self, ids: Tensor) -> tuple[Tensor, ...]:
+        turns = self.rotary._get_freqs_cis(ids[None])[0]
+        return tuple(part.float().repeat_interleave(2, 1) for part in (turns.real, turns.imag))
+
+
+def _text_ids(length: int, device: torch.device) -> Tensor:
+    numbers = torch.arange(length, device=device)[:, None]
+    return torch.cat([numbers, numbers.new_zeros(length, 2)], 1)
+
+
+def _places(size: tuple[int, ...], device: torch.device) -> Tensor:
+    rows, columns = (torch.arange(count, dtype=torch.float32, device=device) for count in size)
+    return torch.cartesian_prod(rows, columns)
+
+
+class StreamBegins(nn.Module):
+    """Stands before the blocks of one stream as if it were one: [1, tokens, channels] -> [tokens, 1, channels]."""
+
+    def __init__(self, context: PatchContext) -> None:
+        super().__init__()
+        self.context = context
+
+    def forward(self, hidden_states: Tensor, *unused: object) -> Tensor:
+        context = self.context
+        if "rows of the stream" not in context.kept:
+            rows, length = context.kept["text mask"].shape
+            own = torch.arange(rows, device=hidden_states.device).repeat_interleave(length)
+            context.kept["rows of the stream"] = torch.cat([own, context.row_of_token])
+        context.stream_rows = context.kept["rows of the stream"]
+        return hidden_states.transpose(0, 1)
+
+
+class Turned(nn.Module):
+    """A module on tokens, with entries and rows of its result changed for each other; also stands behind blocks as if
+    it were one.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor, *unused: object) -> Tensor:
+        """[1, tokens, channels] -> [tokens, 1, channels], or back."""
+        return self.module(x).transpose(0, 1)
