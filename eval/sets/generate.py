@@ -128,7 +128,10 @@ def generation_settings(
     import torch
 
     options = asdict(model.options) | {"cache": model.options.cache.identity()}
-    # Where one rank draws, the images are those of before there were more.
+    # How long texts are kept changes no image.
+    del options["prompt_cache_mb"]
+    # What is left as it is has no name, so that images of before it could be changed are the same set.
+    changes = {name: value for name, value in options.pop("model").items() if value is not None}
     del options["parallel"]
     if model.options.parallel.is_on:
         options["parallel"] = model.options.parallel.identity()
@@ -144,6 +147,7 @@ def generation_settings(
         "num_inference_steps": num_inference_steps,
         "guidance_scale": guidance_scale,
         **options,
+        **changes,
         **more,
     }
 

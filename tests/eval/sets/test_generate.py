@@ -15,6 +15,7 @@ from patchedserve.eval.sets.generate import Manifest, generate_set, make_items, 
 from patchedserve.eval.sets.image_sets import require_same_prompts
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.options import EngineOptions, ModelOptions
 
 from ...support.eval_cases import SIZES, manifest_of, save_eval_model
 from ...support.tiny_models import plain_image, tiny_sdxl
@@ -30,6 +31,20 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model(model_dir: Path) -> ServedModel:
     return load_model(str(model_dir), "cpu", "float32")
+
+
+def test_settings_name_the_model_and_what_decides_its_images(model_dir: Path, model: ServedModel) -> None:
+    own = manifest_of(model).settings
+    assert own["model"] == model.name
+    assert not {"sampler", "lora", "prompt_cache_mb", "parallel"} & set(own)
+    # Keeping conditioning changes no image, another sampler does.
+    keeps = load_model(str(model_dir), "cpu", "float32", EngineOptions(prompt_cache_mb=8))
+    assert manifest_of(keeps).settings == own
+    other = manifest_of(
+        load_model(str(model_dir), "cpu", "float32", EngineOptions(model=ModelOptions(sampler="ddim")))
+    ).settings
+    assert other == own | {"sampler": "ddim", "fingerprint": other["fingerprint"]}
+    assert other["fingerprint"] != own["fingerprint"]
 
 
 @pytest.mark.slow
