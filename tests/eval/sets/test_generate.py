@@ -43,7 +43,7 @@ def test_settings_name_the_model_and_what_decides_its_images(model_dir: Path, mo
     other = manifest_of(
         load_model(str(model_dir), "cpu", "float32", EngineOptions(model=ModelOptions(sampler="ddim")))
     ).settings
-    assert other == own | {"sampler": "ddim", "fingerprint": other["fingerprint"]}
+    assert other == dict(own) | {"sampler": "ddim", "fingerprint": other["fingerprint"]}
     assert other["fingerprint"] != own["fingerprint"]
 
 
