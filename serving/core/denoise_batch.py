@@ -178,9 +178,10 @@ class _Guidance:
             return prediction
         # Requests without guidance have one row, which is both; their scale then does nothing.
         base = prediction.index_select(0, self._unconditional)
-        conditional = prediction.index_select(0, self._conditional)
-        guided = torch.addcmul(base, conditional - base, self._scale)
-        return self._rescaled(guided, conditional) if any(self._norms) else guided
+        guided = torch.addcmul(base, prediction.index_select(0, self._conditional).sub_(base), self._scale)
+        if not any(self._norms):
+            return guided
+        return self._rescaled(guided, prediction.index_select(0, self._conditional))
 
     def _rescaled(self, guided: Tensor, conditional: Tensor) -> Tensor:
         """Where a family wants it, parts of an image as large as in the conditional prediction.
