@@ -24,6 +24,7 @@ class RefinedText(nn.Module):
         """Timesteps (rows,), text [rows, length, channels] -> [rows, width] and [1, rows * length, width]."""
         kept, embed = self.context.kept, self.embed
         if "refined text" not in kept:
+            assert "text mask" in kept, "a patched model runs inside PatchedModel only"
             kept["refined text"] = self._refine(encoder_hidden_states, kept["text mask"])
         embedded = embed.timestep_embedder(embed.time_proj(timestep).type_as(hidden_states))
         return embedded, kept["refined text"].flatten(0, 1)[None]
