@@ -2,13 +2,13 @@
 completion, or light and heavy images that share a batch.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from ...data.resolution import Resolution
 from ..core.request_state import RequestView
 from ..scheduling.policies.base import Decision, Policy, StepLatencyPredictor, free_places
+from ..scheduling.policies.waiting import by_deadline
 
 BatchSeconds = Callable[[Resolution, int], float]
 """e(b): seconds of a batch of so many requests of a resolution, with all stages."""
@@ -48,8 +48,7 @@ class CascadePolicy(Policy):
         # Of a batch that has begun, nobody cares how large the next one may be.
         if active or decoder_free_s > now_s:
             return Decision()
-        # Of equal deadlines, who came first.
-        queue = sorted(waiting, key=_deadline_s)
+        queue = sorted(waiting, key=by_deadline)
         dropped = list[tuple[int, str]]()
         while queue:
             kind = queue[0].resolution, queue[0].num_steps
@@ -93,7 +92,7 @@ class SharedPolicy(Policy):
         """See `Policy.decide`."""
         num_free = free_places(active, max_batch_size)
         joining, dropped = list[int](), list[tuple[int, str]]()
-        order = sorted(waiting, key=lambda view: (view.num_steps, _deadline_s(view))) if num_free else []
+        order = sorted(waiting, key=lambda view: (view.num_steps, by_deadline(view))) if num_free else []
         for view in order:
             if len(joining) == num_free:
                 break
@@ -104,7 +103,3 @@ class SharedPolicy(Policy):
             else:
                 joining.append(view.request_id)
         return Decision(tuple(joining), tuple(dropped))
-
-
-def _deadline_s(view: RequestView) -> float:
-    return math.inf if view.deadline_s is None else view.deadline_s
