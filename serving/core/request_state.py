@@ -51,6 +51,24 @@ class RequestView(NamedTuple):
     active_share: float = 1.0
     record: RecordId | None = None
 
+    @classmethod
+    def of(cls, request: Request, standalone_s: float | None = None, active_share: float = 1.0) -> Self:
+        """A request that has just arrived; `standalone_s` if its latency alone is known."""
+        record = None
+        if active_share < 1 and request.traced is not None:
+            record = RecordId(request.traced.image, request.resolution, request.num_inference_steps)
+        return cls(
+            request.request_id,
+            request.resolution,
+            request.arrival_s,
+            request.deadline_s,
+            request.num_steps,
+            0,
+            standalone_s,
+            active_share,
+            record,
+        )
+
     @property
     def work(self) -> Resolution | Work:
         """What a step does for it."""
@@ -198,25 +216,9 @@ class RequestState:
 
     @classmethod
     def of(cls, request: Request, standalone_s: float | None = None, active_share: float = 1.0) -> Self:
-        """The state of a request that has just arrived; `standalone_s` is its latency when served alone, if known, and
-        `active_share` as of `RequestView`.
-        """
-        num_steps, deadline_s = request.num_steps, request.deadline_s
-        record = None
-        if active_share < 1 and request.traced is not None:
-            record = RecordId(request.traced.image, request.resolution, request.num_inference_steps)
-        view = RequestView(
-            request.request_id,
-            request.resolution,
-            request.arrival_s,
-            deadline_s,
-            num_steps,
-            0,
-            standalone_s,
-            active_share,
-            record,
-        )
-        return cls(request, RequestRecord.of(request), view, num_steps)
+        """The state of a request that has just arrived; the others as of `RequestView.of`."""
+        view = RequestView.of(request, standalone_s, active_share)
+        return cls(request, RequestRecord.of(request), view, request.num_steps)
 
     def view_at(self, step: int) -> RequestView:
         """What policies may see of it when the scheduler has counted `step` steps."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ...data.checks import require_counts
 from ...data.requests import Request
 from ...data.resolution import Resolution
-from ...data.work import Work
+from ...data.work import Work, resolution_of
 from ..core.request_state import ActiveViews, RequestState, RequestView, Status
 from .policies import (
     EndPredictor,
@@ -56,8 +56,7 @@ class Scheduler:
         on_decision: told after each decision how many seconds of real time the policy took.
 
     Attributes:
-        batch: resolutions of the active requests, sorted.
-        works: what a step does for each of them, sorted: their resolutions, but for edits that are computed in part.
+        works: what a step does for each active request, sorted: its resolution, or a part of that for an edit.
         changed: resolutions of which a request has joined the batch or left it since the last step.
         num_steps: steps that were taken.
         num_prepared, max_prepared: prepared requests that still have steps to take, now and at the most.
@@ -79,7 +78,6 @@ class Scheduler:
         require_counts({"max batch size": max_batch_size, "requests prepared ahead": max_prepared_ahead})
         if policy.requires_predictor:
             require_predictor(policy, predictor)
-        self.batch: list[Resolution] = []
         self.works: list[Resolution | Work] = []
         self.changed: set[Resolution] = set()
         self.num_steps = self.num_prepared = self.max_prepared = self.pixel_steps = 0
@@ -144,6 +142,11 @@ class Scheduler:
     def is_due(self) -> bool:
         """Whether `decide` may change anything or a step can be taken; if not, the driver waits for news."""
         return self._has_news or self.can_step
+
+    @property
+    def batch(self) -> list[Resolution]:
+        """Resolutions of the active requests, sorted."""
+        return list(map(resolution_of, self.works))
 
     @property
     def views(self) -> Sequence[RequestView]:
@@ -369,7 +372,6 @@ class Scheduler:
         self._next_leave = min(self._next_leave, last_step) if self._active else last_step
         self._active.append(state)
         self._batch_pixels += state.request.resolution.pixels
-        insort(self.batch, state.request.resolution)
         insort(self.works, state.view.work)
         self.changed.add(state.request.resolution)
 
@@ -393,7 +395,6 @@ class Scheduler:
                 self._ready.remove(state)
         else:
             self._active.remove(state)
-            self.batch.remove(resolution)
             self.works.remove(state.view.work)
             self._batch_pixels -= resolution.pixels
             self._next_leave = min((one.first_step + one.num_iterations for one in self._active), default=0)

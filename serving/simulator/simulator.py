@@ -13,7 +13,7 @@ from heapq import heappop
 from ...data.checks import require_counts
 from ...data.errors import UsageError
 from ...data.requests import Request
-from ..core.request_state import RequestRecord, RequestState
+from ..core.request_state import RequestRecord, RequestView
 from ..core.step_row import StepRow
 from ..scheduling.policies import LearningPredictor, Policy, StepLatencyPredictor
 from ..scheduling.routers import DEFAULT_ROUTER, make_router
@@ -140,7 +140,7 @@ def simulate(
             last_s = request.arrival_s
             alone_s = None if standalone_s is None else standalone_s(request)
             share = 1.0 if edits is None else edits.share_of(request)
-            worker = workers[routes.choose(RequestState.of(request, alone_s, share).view, workers)]
+            worker = workers[routes.choose(RequestView.of(request, alone_s, share), workers)]
             gpu_of[request.request_id] = worker.index
             worker.arrive(request, alone_s, now_s, share)
             touched.add(worker.index)

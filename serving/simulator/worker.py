@@ -179,7 +179,7 @@ class SimulatedWorker:
         if scheduler.can_step:
             self._num_waiting = scheduler.num_waiting
             ran = self._ran = self._computed()
-            is_reusing = len(ran) < len(scheduler.batch)
+            is_reusing = len(ran) < len(scheduler.works)
             work_s = self._durations.undisturbed_s(ran, scheduler.changed, is_reusing=is_reusing)
             self._begin(STEP, -1, work_s, now_s)
 
@@ -201,7 +201,7 @@ class SimulatedWorker:
         self.busy_s += work.duration_s
         if self._keep_steps:
             row = (scheduler.num_steps, work.start_s, work.duration_s, scheduler.batch, self._num_waiting)
-            ran = list(map(resolution_of, self._ran)) if len(self._ran) < len(scheduler.batch) else None
+            ran = list(map(resolution_of, self._ran)) if len(self._ran) < len(scheduler.works) else None
             self.rows.append(StepRow.of(*row, computed=ran))
         for state in scheduler.stepped(now_s, work.duration_s):
             self._decoding[state.request.request_id] = state

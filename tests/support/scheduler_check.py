@@ -21,6 +21,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert len(scheduler._active) + len(scheduler._joining) <= scheduler._max_batch_size
     assert all(one.is_prepared for one in scheduler._active)
     assert all(one.record.status == "pending" for one in scheduler._open.values())
+    assert scheduler.works == sorted(one.view.work for one in scheduler._active)
     assert scheduler.batch == sorted(one.request.resolution for one in scheduler._active)
     assert scheduler._batch_pixels == sum(size.pixels for size in scheduler.batch)
     ends = [one.first_step + one.num_iterations for one in scheduler._active]
