@@ -15,7 +15,7 @@ from PIL import Image
 from .datasets.decode import decode_rgb, size_of, upright
 from .errors import UsageError
 from .resolution import Resolution
-from .template_kinds import TemplateKind
+from .templates import TemplateKind
 
 MAX_PIXELS = 1 << 26
 """Of an image to edit, or of a mask."""

@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args
 
 from ..data.checks import require_counts
 from ..data.errors import UsageError
+from ..data.templates import Keep
 from .cache.options import CacheOptions
-from .core.keep import Keep
 from .parallel.options import ParallelOptions
 from .samplers.names import SamplerName
 

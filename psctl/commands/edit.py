@@ -17,7 +17,7 @@ from ..output import Output
 from .generate import draw, image_paths
 
 if TYPE_CHECKING:
-    from ...serving.core.keep import Keep
+    from ...data.templates import Keep
 
 
 def edit(

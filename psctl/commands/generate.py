@@ -19,7 +19,7 @@ from ..output import Output
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ...serving.core.keep import Keep
+    from ...data.templates import Keep
 
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 

@@ -6,8 +6,7 @@ from typing import Annotated
 
 from ...data.errors import UsageError
 from ...data.resolution import Resolution
-from ...data.template_kinds import TemplateKind
-from ...serving.core.keep import Keep
+from ...data.templates import Keep, TemplateKind
 from ...serving.options import EngineOptions, RecordTemplates, TemplateOptions
 from ..flags import flag
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
-from torch.nn import functional as F
 
+from ..families.text import join_texts
 from ..layout.packing import Packing, WholeImages
 from ..samplers.batched import BatchedSampler, SamplerBatch
 from ..samplers.single import PerRequestBatch, PerRequestSampler
@@ -20,11 +20,10 @@ Predict = Callable[[Tensor, Tensor], Tensor]
 def join_conditioning(requests: Sequence[PreparedRequest]) -> dict[str, Tensor]:
     """The conditioning tensors of all rows of the requests, one after another; masked text as long as the longest."""
     parts = {key: [each.conditioning[key] for each in requests] for key in requests[0].conditioning}
-    if "mask" in parts:
-        longest = max(mask.shape[1] for mask in parts["mask"])
-        parts["mask"] = [F.pad(mask, (0, longest - mask.shape[1])) for mask in parts["mask"]]
-        parts["text"] = [F.pad(text, (0, 0, 0, longest - text.shape[1])) for text in parts["text"]]
-    return {key: torch.cat(each) for key, each in parts.items()}
+    if "mask" not in parts:
+        return {key: torch.cat(each) for key, each in parts.items()}
+    text, mask = join_texts(parts.pop("text"), parts.pop("mask"))
+    return {key: torch.cat(each) for key, each in parts.items()} | {"text": text, "mask": mask}
 
 
 class DenoiseBatch:

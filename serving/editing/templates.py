@@ -28,7 +28,7 @@ from torch import Tensor
 from ...data.errors import RunError, UsageError
 from ...data.files import atomic_folder, sha256_of, write_json
 from ...data.requests import Request
-from ..core.keep import Keep
+from ...data.templates import Keep
 
 VERSION = 2
 MEMORY_MB, DISK_MB = 2_000.0, 20_000.0

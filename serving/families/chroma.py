@@ -3,16 +3,13 @@
 from functools import partial
 from typing import Any
 
-import numpy as np
-import torch
 from diffusers import ChromaPipeline
 from torch import Tensor
 from torch.nn import functional as F
 
 from ...data.requests import Request
 from . import Family, flux
-from .geometry import Geometry
-from .pipelines import shift_by_size, text_length, transformer_family
+from .pipelines import even_sigmas_shifted, masked_conditions, masked_text, text_length, transformer_family
 from .transformer import Blocks, Transformer
 
 
@@ -54,15 +51,10 @@ def family(pipe: ChromaPipeline, *, max_sequence_length: int | None = None) -> F
     return transformer_family(
         pipe,
         latent_channels=config.in_channels // 4,
-        schedule_kwargs=partial(_schedule_kwargs, pipe),
+        schedule_kwargs=partial(even_sigmas_shifted, pipe),
         condition=partial(_condition, pipe, length),
-        conditions=_conditions,
+        conditions=partial(masked_conditions, TRANSFORMER),
     )
-
-
-def _schedule_kwargs(pipe: Any, geometry: Geometry, request: Request) -> dict[str, Any]:
-    steps = request.num_inference_steps
-    return {**shift_by_size(pipe, 1.15, geometry, request), "sigmas": np.linspace(1.0, 1 / steps, steps)}
 
 
 def _condition(pipe: Any, max_sequence_length: int, request: Request, is_guided: bool) -> dict[str, Tensor]:
@@ -73,10 +65,4 @@ def _condition(pipe: Any, max_sequence_length: int, request: Request, is_guided:
         device=pipe.transformer.device,
         max_sequence_length=max_sequence_length,
     )
-    if is_guided:
-        text, mask = torch.cat([negative, text]), torch.cat([negative_mask, mask])
-    return {"text": text, "mask": mask}
-
-
-def _conditions(conditioning: dict[str, Tensor]) -> dict[str, Any]:
-    return {"encoder_hidden_states": conditioning["text"], "attention_mask": conditioning["mask"]}
+    return masked_text(text, mask, negative, negative_mask)

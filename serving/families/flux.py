@@ -3,7 +3,6 @@
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from diffusers import FluxPipeline
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from ...data.requests import Request
 from . import Family
 from .geometry import Geometry
-from .pipelines import shift_by_size, text_length, transformer_family
+from .pipelines import even_sigmas, shift_by_size, text_length, transformer_family
 from .transformer import Blocks, Transformer
 
 
@@ -68,8 +67,7 @@ def family(pipe: FluxPipeline, *, max_sequence_length: int | None = None) -> Fam
 
 
 def _schedule_kwargs(pipe: Any, geometry: Geometry, request: Request) -> dict[str, Any]:
-    steps = request.num_inference_steps
-    sigmas = {} if pipe.scheduler.config.get("use_flow_sigmas") else {"sigmas": np.linspace(1.0, 1 / steps, steps)}
+    sigmas = {} if pipe.scheduler.config.get("use_flow_sigmas") else even_sigmas(request)
     return {**shift_by_size(pipe, 1.15, geometry, request), **sigmas}
 
 

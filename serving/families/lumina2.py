@@ -3,16 +3,14 @@
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from diffusers import Lumina2Pipeline
-from diffusers.pipelines.lumina2.pipeline_lumina2 import calculate_shift
 from torch import Tensor
 
 from ...data.requests import Request
 from . import Family
 from .geometry import Geometry
-from .pipelines import text_length, transformer_family
+from .pipelines import even_sigmas, masked_conditions, masked_text, shift_of, text_length, transformer_family
 from .transformer import Blocks, Transformer
 
 
@@ -61,21 +59,14 @@ def family(pipe: Lumina2Pipeline, *, max_sequence_length: int | None = None) -> 
         max_tokens=min(config.axes_lens[1:]),
         schedule_kwargs=partial(_schedule_kwargs, pipe),
         condition=partial(_condition, pipe, length),
-        conditions=_conditions,
+        conditions=partial(masked_conditions, TRANSFORMER),
         guided_norm=partial(torch.linalg.vector_norm, dim=-1, keepdim=True),
     )
 
 
 def _schedule_kwargs(pipe: Any, geometry: Geometry, request: Request) -> dict[str, Any]:
-    config, steps = pipe.scheduler.config, request.num_inference_steps
-    mu = calculate_shift(
-        pipe.transformer.config.in_channels,  # what the pipeline takes for the number of tokens
-        config.get("base_image_seq_len", 256),
-        config.get("max_image_seq_len", 4096),
-        config.get("base_shift", 0.5),
-        config.get("max_shift", 1.15),
-    )
-    return {"mu": mu, "sigmas": np.linspace(1.0, 1 / steps, steps)}
+    # What the pipeline takes for the number of tokens.
+    return {"mu": shift_of(pipe, 1.15, pipe.transformer.config.in_channels)} | even_sigmas(request)
 
 
 def _condition(pipe: Any, max_sequence_length: int, request: Request, is_guided: bool) -> dict[str, Tensor]:
@@ -86,10 +77,4 @@ def _condition(pipe: Any, max_sequence_length: int, request: Request, is_guided:
         device=pipe.transformer.device,
         max_sequence_length=max_sequence_length,
     )
-    if is_guided:
-        text, mask = torch.cat([negative, text]), torch.cat([negative_mask, mask])
-    return {"text": text, "mask": mask}
-
-
-def _conditions(conditioning: dict[str, Tensor]) -> dict[str, Any]:
-    return {"encoder_hidden_states": conditioning["text"], "encoder_attention_mask": conditioning["mask"]}
+    return masked_text(text, mask, negative, negative_mask)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from PIL.Image import Image
@@ -15,6 +16,8 @@ from . import Decode, Family
 from .encoder import ImageEncoder
 from .geometry import Geometry
 from .table import FAMILIES, token_side
+from .text import join_texts
+from .transformer import Transformer
 
 
 def transformer_family(
@@ -62,15 +65,44 @@ def shift_by_size(pipe: Any, max_shift: float, geometry: Geometry, request: Requ
 
     `max_shift` is the pipeline's own, for a scheduler that names none.
     """
-    config, multiple, size = pipe.scheduler.config, geometry.size_multiple, request.resolution
-    mu = calculate_shift(
-        (size.height // multiple) * (size.width // multiple),
+    multiple, size = geometry.size_multiple, request.resolution
+    return {"mu": shift_of(pipe, max_shift, (size.height // multiple) * (size.width // multiple))}
+
+
+def shift_of(pipe: Any, max_shift: float, num_tokens: int) -> float:
+    """How far the timesteps of an image of so many tokens are shifted."""
+    config = pipe.scheduler.config
+    return calculate_shift(
+        num_tokens,
         config.get("base_image_seq_len", 256),
         config.get("max_image_seq_len", 4096),
         config.get("base_shift", 0.5),
         config.get("max_shift", max_shift),
     )
-    return {"mu": mu}
+
+
+def even_sigmas(request: Request) -> dict[str, Any]:
+    """The argument of `set_timesteps` of pipelines that say sigmas, which are then shifted."""
+    steps = request.num_inference_steps
+    return {"sigmas": np.linspace(1.0, 1 / steps, steps)}
+
+
+def even_sigmas_shifted(pipe: Any, geometry: Geometry, request: Request) -> dict[str, Any]:
+    """Both, as most pipelines do it."""
+    return shift_by_size(pipe, 1.15, geometry, request) | even_sigmas(request)
+
+
+def masked_text(text: Tensor, mask: Tensor, negative: Tensor | None, negative_mask: Tensor | None) -> dict[str, Tensor]:
+    """The conditioning of one request: its row of text and mask, behind the negative one where there is guidance."""
+    if negative is None or negative_mask is None:
+        return {"text": text, "mask": mask}
+    return dict(zip(("text", "mask"), join_texts([negative, text], [negative_mask, mask]), strict=True))
+
+
+def masked_conditions(transformer: Transformer, conditioning: dict[str, Tensor]) -> dict[str, Any]:
+    """See `Family.conditions`, of a transformer that takes a mask."""
+    assert transformer.mask is not None
+    return {"encoder_hidden_states": conditioning["text"], transformer.mask: conditioning["mask"]}
 
 
 def text_length(pipe: Any, given: int | None, usual: int, most: int | None = None) -> int:

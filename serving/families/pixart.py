@@ -3,7 +3,6 @@
 from functools import partial
 from typing import Any
 
-import torch
 from diffusers import PixArtSigmaPipeline
 from diffusers.models.embeddings import get_2d_sincos_pos_embed
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from ...data.errors import UsageError
 from ...data.requests import Request
 from . import Family
-from .pipelines import text_length, transformer_family
+from .pipelines import masked_conditions, masked_text, text_length, transformer_family
 from .transformer import Blocks, Transformer
 
 
@@ -65,7 +64,7 @@ def family(pipe: PixArtSigmaPipeline, *, max_sequence_length: int | None = None)
         pipe,
         latent_channels=model.config.in_channels,
         condition=partial(_condition, pipe, text_length(pipe, max_sequence_length, _MAX_SEQUENCE_LENGTH)),
-        conditions=_conditions,
+        conditions=partial(masked_conditions, TRANSFORMER),
         is_flow=False,
     )
 
@@ -79,10 +78,4 @@ def _condition(pipe: Any, max_sequence_length: int, request: Request, is_guided:
         clean_caption=True,  # the default of the pipeline's own call
         max_sequence_length=max_sequence_length,
     )
-    if is_guided:
-        text, mask = torch.cat([negative, text]), torch.cat([negative_mask, mask])
-    return {"text": text, "mask": mask}
-
-
-def _conditions(conditioning: dict[str, Tensor]) -> dict[str, Any]:
-    return {"encoder_hidden_states": conditioning["text"], "encoder_attention_mask": conditioning["mask"]}
+    return masked_text(text, mask, negative, negative_mask)

@@ -5,19 +5,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from diffusers import QwenImagePipeline
 from PIL.Image import Image
 from torch import Tensor
-from torch.nn import functional as F
 
 from ...data.errors import UsageError
 from ...data.requests import Request
 from . import Decode, Family
 from .encoder import ImageEncoder
-from .geometry import Geometry
-from .pipelines import shift_by_size, text_length, transformer_family
+from .pipelines import even_sigmas_shifted, masked_conditions, masked_text, text_length, transformer_family
 from .transformer import Blocks, Transformer
 
 
@@ -69,9 +66,9 @@ def family(pipe: QwenImagePipeline, *, max_sequence_length: int | None = None) -
         transformer_family(
             pipe,
             latent_channels=config.in_channels // 4,
-            schedule_kwargs=partial(_schedule_kwargs, pipe),
+            schedule_kwargs=partial(even_sigmas_shifted, pipe),
             condition=partial(_condition, pipe, length),
-            conditions=_conditions,
+            conditions=partial(masked_conditions, TRANSFORMER),
             guided_norm=_token_norm,
         ),
         decode=partial(_decode, pipe),
@@ -79,28 +76,14 @@ def family(pipe: QwenImagePipeline, *, max_sequence_length: int | None = None) -
     )
 
 
-def _schedule_kwargs(pipe: Any, geometry: Geometry, request: Request) -> dict[str, Any]:
-    steps = request.num_inference_steps
-    return {**shift_by_size(pipe, 1.15, geometry, request), "sigmas": np.linspace(1.0, 1 / steps, steps)}
-
-
 def _condition(pipe: Any, max_sequence_length: int, request: Request, is_guided: bool) -> dict[str, Tensor]:
-    prompts = [request.negative_prompt or "", request.prompt] if is_guided else [request.prompt]
-    # Each by itself, as the pipeline does.
-    texts = [
-        pipe.encode_prompt(prompt, device=pipe.transformer.device, max_sequence_length=max_sequence_length)[0]
-        for prompt in prompts
-    ]
-    longest = max(text.shape[1] for text in texts)
-    masks = [text.new_ones(1, text.shape[1], dtype=torch.long) for text in texts]
-    return {
-        "text": torch.cat([F.pad(text, (0, 0, 0, longest - text.shape[1])) for text in texts]),
-        "mask": torch.cat([F.pad(mask, (0, longest - mask.shape[1])) for mask in masks]),
-    }
+    def encoded(prompt: str) -> tuple[Tensor, Tensor]:
+        # Each by itself, as the pipeline does; of one prompt all tokens are valid, and it tells no mask.
+        text = pipe.encode_prompt(prompt, device=pipe.transformer.device, max_sequence_length=max_sequence_length)[0]
+        return text, text.new_ones(text.shape[:2], dtype=torch.long)
 
-
-def _conditions(conditioning: dict[str, Tensor]) -> dict[str, Any]:
-    return {"encoder_hidden_states": conditioning["text"], "encoder_hidden_states_mask": conditioning["mask"]}
+    negative = encoded(request.negative_prompt or "") if is_guided else (None, None)
+    return masked_text(*encoded(request.prompt), *negative)
 
 
 def _token_norm(image: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...data.templates import KEEPS, Keep
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
@@ -15,7 +17,7 @@ class Entry:
         model: class of the denoising model.
         packs: latents on a side that the pipeline puts into one input of its transformer.
         lacks: options that it is not served with yet.
-        keeps: what records of templates may hold, see `serving.core.keep`.
+        keeps: what records of templates may hold, see `data.templates`.
         settings: what suits a model where its `psctl.json` does not say, by its configuration.
     """
 
@@ -24,7 +26,7 @@ class Entry:
     model: str
     packs: int = 1
     lacks: tuple[str, ...] = ()
-    keeps: tuple[str, ...] = ("kv", "all")
+    keeps: tuple[Keep, ...] = ("kv", "all")
     settings: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda _: {}
 
 
@@ -35,15 +37,13 @@ def _flux_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"num_inference_steps": 4, "guidance_scale": 0.0}
 
 
-_ALL_KEEPS = ("outputs", "kv", "all")
-
 FAMILIES: Mapping[str, Entry] = {
     "StableDiffusionPipeline": Entry(
-        title="Stable Diffusion 1.x, 2.x", module="sd", model="UNet2DConditionModel", keeps=_ALL_KEEPS
+        title="Stable Diffusion 1.x, 2.x", module="sd", model="UNet2DConditionModel", keeps=KEEPS
     ),
-    "StableDiffusionXLPipeline": Entry(title="SDXL", module="sdxl", model="UNet2DConditionModel", keeps=_ALL_KEEPS),
+    "StableDiffusionXLPipeline": Entry(title="SDXL", module="sdxl", model="UNet2DConditionModel", keeps=KEEPS),
     "StableDiffusion3Pipeline": Entry(
-        title="Stable Diffusion 3, 3.5", module="sd3", model="SD3Transformer2DModel", keeps=_ALL_KEEPS
+        title="Stable Diffusion 3, 3.5", module="sd3", model="SD3Transformer2DModel", keeps=KEEPS
     ),
     "FluxPipeline": Entry(
         title="FLUX.1 dev, schnell",

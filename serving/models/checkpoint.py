@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from ...data.errors import RunError, UsageError
-from ..core.keep import Keep
+from ...data.templates import Keep
 from ..families.table import FAMILIES, SUPPORTED_PIPELINES
 from ..options import EngineOptions
 from .defaults import read_json

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...data.errors import RunError, UsageError
 from ...data.models.bundled import GENERATORS, bundled_model_path
+from ...data.templates import Keep
 from ...data.workspace import Workspace
-from ..core.keep import Keep
 from ..families.geometry import Geometry
 from ..options import EngineOptions
 from .changes import apply_changes, changed_fingerprint, check_changes

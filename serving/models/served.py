@@ -23,8 +23,8 @@ from ...data.errors import RunError, UsageError
 from ...data.requests import Request
 from ...data.resolution import Resolution
 from ...data.tables.block_facts import BlockFacts
+from ...data.templates import Keep
 from ..core.denoiser import denoiser_of
-from ..core.keep import Keep
 from ..core.prepared import PreparedRequest
 from ..core.stepper import Stepper, Tuning
 from ..core.timing import finish_stream
@@ -306,7 +306,7 @@ class ServedModel:
         })  # fmt: skip
 
     def use_keep(self, keep: Keep) -> None:
-        """Say what records hold that are made and read from now on, see `core.keep`.
+        """Say what records hold that are made and read from now on, see `data.templates`.
 
         Raises UsageError: the model's blocks are not known so well.
         """

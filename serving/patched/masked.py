@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from ...data.templates import Keep
 from ..cache.active import ActiveSet
 from ..cache.cells import CellTables
 from ..cache.rules import Booleans
 from ..cache.slots import NormSlots, TokenSlots
-from ..core.keep import Keep
 from ..layout.packing import Packing, pack_rows
 from .leaves import PatchedConv, PatchedGroupNorm
 from .patched_model import PatchedModel

@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...data.errors import UsageError
+from ...data.templates import Keep
 from ..cache.active import ActiveSet
 from ..cache.slots import TokenSlots
-from ..core.keep import Keep
 from .attention import PatchedCrossAttention, keep_keys_values
 from .context import PatchContext
 from .patched_model import PatchedModel

@@ -11,11 +11,11 @@ from itertools import count
 import torch
 from torch import Tensor
 
+from ...data.templates import Keep
 from ..cache.patch_batch import CachedRequest
 from ..core.denoise_batch import DenoiseBatch
 from ..core.denoiser import Conditions
 from ..core.failures import Failures
-from ..core.keep import Keep
 from ..core.prepared import PreparedRequest, describe
 from ..core.stepper import Tuning
 from ..core.timing import finish_stream

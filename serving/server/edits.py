@@ -28,7 +28,7 @@ from ...data.edits import (
 from ...data.errors import UsageError
 from ...data.requests import MAX_SEED
 from ...data.resolution import Resolution
-from ...data.template_kinds import TEMPLATE_KINDS
+from ...data.templates import TEMPLATE_KINDS
 from .errors import ApiError, invalid
 from .limits import Limits
 from .protocol import MAX_USER, Fields, Generation, ModelFacts, check_size, shown, take_generation

@@ -4,7 +4,7 @@ from typing import Any, get_args
 
 from ...data.edits import MAX_DILATE, MAX_FEATHER_PX
 from ...data.requests import MAX_SEED, Fallback
-from ...data.template_kinds import TEMPLATE_KINDS
+from ...data.templates import TEMPLATE_KINDS
 from .limits import Limits
 from .protocol import GENERATIONS, MAX_IMAGES, MAX_PARTIALS, MAX_USER, QUALITIES, ModelFacts
 

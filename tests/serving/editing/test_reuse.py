@@ -14,7 +14,7 @@ from patchedserve.data.edits import EditSpec, TemplateSpec
 from patchedserve.data.errors import RunError, UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.serving.core.keep import KEEPS, Keep
+from patchedserve.data.templates import KEEPS, Keep
 from patchedserve.serving.editing.templates import MANIFEST, TemplateStore
 from patchedserve.serving.engine.collectors import InMemory
 from patchedserve.serving.engine.engine import Engine

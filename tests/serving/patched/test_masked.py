@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from patchedserve.data.errors import UsageError
-from patchedserve.serving.core.keep import KEEPS, Keep
+from patchedserve.data.templates import KEEPS, Keep
 from patchedserve.serving.patched.masked import MaskedPasses, Seen
 
 from ...support.patched_cases import TOLERANCE, model_of
