@@ -1,8 +1,7 @@
 """Records of templates: what edits of one image read in place of what they do not compute (InstGenIE section 4.2).
 
-A record is a folder with a safetensors file for every step and a manifest with their checksums, which a process
-compares when it first reads it. Records that fit are kept in memory within a bound, those read last longest; larger
-ones are read step by step.
+A manifest beside a record's files has their checksums, which a process compares when it first reads it. Records that
+fit are kept in memory within a bound, those read last longest; larger ones are read step by step.
 """
 
 import contextlib
@@ -16,26 +15,23 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load, save
-from torch import Tensor
+from safetensors import SafetensorError
 
 from ...data.errors import RunError, UsageError
 from ...data.files import atomic_folder, sha256_of, write_json
 from ...data.requests import Request
 from ...data.templates import Keep
+from .records import Seen, StagedSteps, TemplateRecord, content_of, file_of, read_step
 
 VERSION = 2
 MEMORY_MB, DISK_MB = 2_000.0, 20_000.0
 MANIFEST = "manifest.json"
-Seen = Mapping[str, Tensor]
-LATENTS, END = "latents", "end"
-"""Of the first row of a record of a generation: its latents (1, channels, h, w) before each step; those at the end."""
 _DAMAGE = (FileNotFoundError, ValueError, KeyError, TypeError, SafetensorError)
 
 
@@ -54,38 +50,6 @@ class TemplateKey:
     def digest(self) -> str:
         """Names the folder."""
         return hashlib.sha256(json.dumps([VERSION, self.about], sort_keys=True).encode()).hexdigest()[:24]
-
-
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class TemplateRecord:
-    """A record, in memory or in its files; see `core.prepared.Template`.
-
-    Attributes:
-        device: of the model.
-        num_bytes: of all steps.
-        steps: of every step and row, what operators have seen, by name: [cells, entries of a cell, ...]. None: files
-            have it.
-        folder: with those files.
-    """
-
-    device: torch.device
-    num_bytes: int
-    steps: Sequence[Sequence[Seen]] | None
-    folder: Path
-
-    def latents(self, first: int) -> Tensor:
-        """Of a generation, before each step from `first` on, and at the end: (steps + 1, channels, h, w)."""
-        if self.steps is None:
-            files = [str(path) for path in sorted(self.folder.glob("step-*.safetensors"))[first:]]
-            found = [_read_one(path, LATENTS) for path in files] + [_read_one(files[-1], END)]
-        else:
-            found = [rows[0][LATENTS] for rows in self.steps[first:]] + [self.steps[-1][0][END]]
-        return torch.cat(found).to(self.device)
-
-    def seen(self, step: int) -> Sequence[Seen]:
-        """See `core.prepared.Template`."""
-        rows = read_step(self.folder / file_of(step)) if self.steps is None else self.steps[step]
-        return [{name: tensor.to(self.device) for name, tensor in row.items()} for row in rows]
 
 
 def facts_of(request: Request, keep: Keep) -> dict[str, Any]:
@@ -116,31 +80,6 @@ def no_generation(request: Request, keep: Keep) -> UsageError:
     )
 
 
-def file_of(step: int) -> str:
-    """The name of a step's file."""
-    return f"step-{step:04}.safetensors"
-
-
-def content_of(rows: Sequence[Seen]) -> bytes:
-    """Of such a file, which `read_step` reads."""
-    named = {f"{row}.{operator}": tensor for row, each in enumerate(rows) for operator, tensor in each.items()}
-    return save({name: tensor.cpu().contiguous() for name, tensor in named.items()})
-
-
-def _read_one(path: str, operator: str) -> Tensor:
-    with safe_open(path, "pt") as file:
-        return file.get_tensor(f"0.{operator}")
-
-
-def read_step(path: Path) -> list[dict[str, Tensor]]:
-    """What operators have seen of each row. Raises OSError, SafetensorError or ValueError: the file is damaged."""
-    rows: dict[int, dict[str, Tensor]] = {}
-    for key, tensor in load(path.read_bytes()).items():
-        row, _, operator = key.partition(".")
-        rows.setdefault(int(row), {})[operator] = tensor
-    return [rows[row] for row in range(len(rows))]
-
-
 class TemplateStore:
     """The records of one model in a folder, and those in memory. Any thread may use it.
 
@@ -159,6 +98,7 @@ class TemplateStore:
         self.folder, self._most_bytes, self._most_disk_bytes = folder, memory_mb * 1e6, disk_mb * 1e6
         self.num_added = 0
         self._lock = threading.Lock()
+        self._reader = ThreadPoolExecutor(1, "records")
         # Those that are read step by step, as long as an edit does.
         self._streamed: weakref.WeakValueDictionary[str, TemplateRecord] = weakref.WeakValueDictionary()
         self._held: OrderedDict[str, TemplateRecord] = OrderedDict()
@@ -211,7 +151,7 @@ class TemplateStore:
             pass
         if kept.steps is not None:
             with self._lock:
-                self._hold(digest, TemplateRecord(device, kept.num_bytes, kept.steps, place))
+                self._hold(digest, TemplateRecord(device, kept.num_bytes, kept.steps))
         if failure is not None:
             raise failure
         self.num_added += 1
@@ -311,10 +251,11 @@ class TemplateStore:
         place = self.folder / digest
         content = _manifest_of(place)
         if content["bytes"] > self._most_bytes:
-            found = self._streamed[digest] = TemplateRecord(device, content["bytes"], None, place)
+            staged = StagedSteps(place, len(content["files"]), self._reader)
+            found = self._streamed[digest] = TemplateRecord(device, content["bytes"], None, staged)
             return found
         steps = [read_step(place / name) for name in sorted(content["files"])]
-        return TemplateRecord(device, content["bytes"], steps, place)
+        return TemplateRecord(device, content["bytes"], steps)
 
     def _hold(self, digest: str, record: TemplateRecord) -> None:
         if record.steps is None or record.num_bytes > self._most_bytes:

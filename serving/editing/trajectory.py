@@ -10,7 +10,7 @@ from torch import Tensor
 from ...data.edits import EditSpec, latent_mask
 from ..core.prepared import KnownArea
 from ..samplers.single import SamplerState
-from .templates import END, LATENTS, Seen, content_of, file_of, read_step
+from .records import END, LATENTS, Seen, content_of, file_of, read_step
 
 
 class Trajectory:

@@ -18,8 +18,9 @@ from ...data.templates import Keep
 from ..core.prepared import PreparedRequest
 from ..core.stepper import Stepper
 from ..core.timing import finish_stream
+from ..editing.records import TemplateRecord
 from ..editing.start import noised_steps
-from ..editing.templates import TemplateKey, TemplateRecord, TemplateStore, facts_of, no_generation
+from ..editing.templates import TemplateKey, TemplateStore, facts_of, no_generation
 from ..editing.trajectory import Trajectory
 from ..families import Family
 from ..patched.stepper import PatchedStepper
@@ -105,16 +106,19 @@ class TemplateReuse:
         })  # fmt: skip
 
     def find(self, request: Request) -> TemplateRecord | None:
-        """The record that an edit is to read. One that cannot be read is warned of, and as good as none."""
+        """The record that an edit is to read, soon. One that cannot be read is warned of, and as good as none."""
         edit = request.edit
         if self.store is None or edit is None or edit.template is None or not self.is_worth_masking(edit):
             return None
         key = self.key_of(request)
         try:
-            return None if key is None else self.store.find(key, self._device)
+            found = None if key is None else self.store.find(key, self._device)
         except RunError as error:
             warnings.warn(str(error), stacklevel=4)
             return None
+        if found is not None:
+            found.expect(self._family.geometry.first_step(request))
+        return found
 
     def use_template(self, request: Request, folder: Path, on_step: Callable[[int], None]) -> bool:
         """Let edits of a template read its record in this folder, which is made if it is not there.

@@ -88,6 +88,25 @@ def test_a_record_that_does_not_fit_into_memory_is_read_step_by_step(tmp_path: P
     assert torch.equal(serve(held, [request]).latents[0], serve(streamed, [request]).latents[0])
 
 
+def test_the_next_step_of_a_record_is_read_while_one_is_computed(tmp_path: Path) -> None:
+    request = edit_request(0, SMALL, num_steps=6, template=TEMPLATE)
+    model = model_with(pipeline("sdxl"), tmp_path, [request])
+    key, store = model.reuse.key_of(request), TemplateStore(tmp_path, memory_mb=0.01)
+    assert key is not None
+    record, folder = store.find(key, model.device), tmp_path / key.digest
+    assert record is not None
+    record.seen(0)
+    record.seen(5)  # files are read one after the other, so that by now the second one was, too
+    (folder / "step-0001.safetensors").unlink()
+    assert record.seen(1)[0].keys() == record.seen(0)[0].keys()
+    for step in (2, 3, 4, 5):
+        record.seen(step)
+    with pytest.raises(FileNotFoundError):
+        record.seen(1)  # no longer among the steps in memory
+    (folder / "step-0003.safetensors").rename(folder / "step-0001.safetensors")
+    record.seen(1)
+
+
 def test_a_record_larger_than_the_folder_may_be_is_refused_and_others_stay(tmp_path: Path) -> None:
     small, large = (edit_request(0, size, num_steps=2, template=TEMPLATE) for size in (SMALL, LARGE))
     model = model_with(pipeline("sdxl"), tmp_path, [small])
