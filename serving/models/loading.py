@@ -12,23 +12,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...data.errors import RunError, UsageError
-from ...data.models.bundled import GENERATORS, bundled_model_path
 from ...data.templates import Keep
 from ...data.workspace import Workspace
 from ..families.geometry import Geometry
 from ..options import EngineOptions
 from .changes import apply_changes, changed_fingerprint, check_changes
 from .checkpoint import (
+    INDEX_FILE,
     check_directory,
     check_keep,
     check_options,
     fingerprint,
     read_index,
-    refuse_file,
+    variants_for,
     weight_components,
     weight_files,
 )
 from .defaults import ModelDefaults, read_defaults, read_geometry
+from .source import locate_model
 
 if TYPE_CHECKING:
     import torch
@@ -37,10 +38,6 @@ if TYPE_CHECKING:
     from .served import ServedModel
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-_INDEX_FILE = "model_index.json"
-_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
-"""org/name, or org/name@revision."""
 
 
 def load_model(
@@ -67,17 +64,23 @@ def load_model(
             engine cannot run it.
         RunError: if the model's files are missing, damaged or incomplete, or the hub cannot be reached.
     """
-    model_dir = resolve_model(spec)
-    index = read_index(model_dir / _INDEX_FILE, source=spec)
+    source = locate_model(spec)
+    model_dir = source.folder
+    index = read_index(model_dir / INDEX_FILE, source=spec)
     changes = (options or EngineOptions()).model
     check_options(index["_class_name"], options or EngineOptions())
     check_changes(changes, model_dir)
-    check_directory(model_dir, index)
     defaults = read_defaults(model_dir)
 
     from ..core.allocator import keep_freed_memory
     from .build import build_model
 
+    torch_device = resolve_device(device)
+    torch_dtype = _resolve_dtype(dtype, torch_device)
+    quiet_libraries()
+    variants = variants_for(_name_of(torch_dtype))
+    model_dir = source.with_weights(index, variants)
+    check_directory(model_dir, index, variants)
     if options is not None and options.parallel.is_on:
         from ..parallel.torchrun import TorchRun
 
@@ -86,12 +89,9 @@ def load_model(
             # Of this command, a rank that torchrun has started has no other part.
             sys.exit(run.follow(lambda own: load_rank(replace(own, model=str(model_dir)))))
     keep_freed_memory()
-    torch_device = resolve_device(device)
-    torch_dtype = _resolve_dtype(dtype, torch_device)
     if options is not None and workspace is not None:
         predictors = workspace.for_model(spec, str(torch_device)).root / "predictors"
         options = replace(options, cache=options.cache.with_predictor_of(predictors, model_dir))
-    quiet_libraries()
     pipe = _load_pipeline(model_dir, index, torch_dtype)
     pipe.set_progress_bar_config(disable=True)
     apply_changes(changes, pipe)
@@ -109,10 +109,10 @@ def load_rank(settings: "RankSettings") -> "RankModels":
     from ..parallel.worker import RankModels
 
     folder = Path(settings.model)
-    index = read_index(folder / _INDEX_FILE, source=settings.model)
-    check_directory(folder, index)
-    keep_freed_memory()
+    index = read_index(folder / INDEX_FILE, source=settings.model)
     device = resolve_device(settings.device)
+    check_directory(folder, index, variants_for(_name_of(_resolve_dtype(settings.dtype, device))))
+    keep_freed_memory()
     quiet_libraries()
     components = weight_components(index)
 
@@ -125,30 +125,14 @@ def load_rank(settings: "RankSettings") -> "RankModels":
 
 
 def resolve_model(spec: str) -> Path:
-    """Return the local diffusers directory that `spec` names; a hub id is downloaded unless it is cached.
+    """Return the local diffusers directory that `spec` names. Of a hub id its configuration is there, and its weights
+    only once the model has been loaded.
 
     Raises:
         UsageError: if nothing has that name.
         RunError: if a hub id cannot be downloaded.
     """
-    if spec in GENERATORS:
-        path = bundled_model_path(spec)
-        if not (path / _INDEX_FILE).is_file():
-            raise RunError(f"bundled model {spec} is incomplete: missing file {path / _INDEX_FILE}")
-        return path
-    path = Path(spec).expanduser()
-    if path.is_dir():
-        if not (path / _INDEX_FILE).is_file():
-            raise UsageError(f"{path} is not a diffusers directory: it has no {_INDEX_FILE}")
-        return path
-    if path.is_file():
-        raise refuse_file(path)
-    if found := _HUB_ID.fullmatch(spec):
-        return _download(*found.groups())
-    raise UsageError(
-        f"unknown model {spec!r}: not a bundled model ({', '.join(GENERATORS)}), not a directory and not a hub id "
-        "(org/name)"
-    )
+    return locate_model(spec).folder
 
 
 def model_defaults(spec: str) -> ModelDefaults:
@@ -163,42 +147,8 @@ def model_geometry(spec: str) -> Geometry:
 
 def check_keep_of(spec: str, keep: Keep) -> None:
     """Raise UsageError if records of a model's templates cannot hold this, without loading it; and as `read_index`."""
-    path = resolve_model(spec) / _INDEX_FILE
+    path = resolve_model(spec) / INDEX_FILE
     check_keep(read_index(path, source=spec)["_class_name"], keep)
-
-
-def _download(hub_id: str, revision: str | None) -> Path:
-    """Fetch a pipeline from the hub into its cache and return the local directory."""
-    import diffusers
-    from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.constants import HF_HUB_OFFLINE
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-
-    quiet_libraries()
-    try:
-        if not isinstance(try_to_load_from_cache(hub_id, _INDEX_FILE, revision=revision), str):
-            # Without a connection this fails at once, whereas downloads are retried for 20 seconds.
-            HfApi().model_info(hub_id, revision=revision, timeout=10)
-        index_path = Path(hf_hub_download(hub_id, _INDEX_FILE, revision=revision))
-        name = read_index(index_path, source=hub_id)["_class_name"]
-        return Path(getattr(diffusers, name).download(hub_id, revision=revision, use_safetensors=True))
-    except UsageError:
-        raise
-    except RevisionNotFoundError as error:
-        raise UsageError(f"model {hub_id} has no revision {revision}: a branch, tag or commit is expected") from error
-    except GatedRepoError as error:
-        raise RunError(
-            f"model {hub_id} is gated: accept its terms on the hub, then log in with `hf auth login`"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise UsageError(f"unknown model {hub_id!r}: no such bundled model, directory or hub repository") from error
-    except Exception as error:  # the hub client's own errors, and those of whatever HTTP library it uses
-        offline = " (HF_HUB_OFFLINE is set)" if HF_HUB_OFFLINE else ""
-        raise RunError(
-            f"model {hub_id} cannot be fetched from the hub{offline}: download it on a machine with access "
-            f"(`hf download {hub_id} --local-dir DIR`) and pass the directory, or use a bundled model "
-            f"({', '.join(GENERATORS)})"
-        ) from error
 
 
 def _load_pipeline(model_dir: Path, index: dict[str, Any], dtype: "torch.dtype") -> Any:
@@ -228,7 +178,7 @@ def _load_component(folder: Path, library: str, class_name: str, dtype: "torch.d
         raise RunError(f"{folder}: components from library {library!r} are not loaded")
     # Without accelerate, diffusers' default for this option only causes a warning.
     options = {"low_cpu_mem_usage": is_accelerate_available()} if library == "diffusers" else {}
-    files, variant = weight_files(folder)
+    files, variant = weight_files(folder, variants_for(_name_of(dtype)))
     weights = files[0]
     try:
         component_class = getattr(importlib.import_module(library), class_name)
@@ -291,6 +241,10 @@ def _resolve_dtype(name: str, device: "torch.device") -> "torch.dtype":
             return torch.bfloat16 if has_fast_bfloat16(device) else torch.float32
         return torch.float16
     return getattr(torch, name)
+
+
+def _name_of(dtype: "torch.dtype") -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def quiet_libraries() -> None:
