@@ -24,13 +24,21 @@ class Target:
         str,
         flag(
             "--model -m",
-            "Bundled model name, local diffusers folder, or hub id.",
+            "Bundled model name, local diffusers folder, hub id, or checkpoint of a single file.",
             is_shared=True,
-            metavar="NAME|DIR|ID",
+            metavar="NAME|DIR|ID|FILE",
         ),
     ] = "emoji-xl"
     revision: Annotated[
         str | None, flag("--revision", "Branch, tag or commit of a hub id; the same as ID@REVISION.", metavar="NAME")
+    ] = None
+    config: Annotated[
+        str | None,
+        flag(
+            "--config",
+            "Of a single file: diffusers folder or hub id of the same architecture. Default: what the file looks like.",
+            metavar="DIR|ID",
+        ),
     ] = None
     device: Annotated[
         str, flag("--device", "auto, cpu, cuda or cuda:N; auto takes a GPU if there is one.", is_shared=True)
@@ -50,9 +58,16 @@ class Target:
     ] = Path(DEFAULT_WORKSPACE)
 
     def __post_init__(self) -> None:
+        if self.config is not None:
+            if not Path(self.model).expanduser().is_file():
+                raise UsageError(
+                    f"--config {self.config} is of single files (.safetensors), and --model is {self.model}"
+                )
+            object.__setattr__(self, "model", f"{self.model}@{self.config}")
+            object.__setattr__(self, "config", None)
         if self.revision is None:
             return
-        if "/" not in self.model or Path(self.model).expanduser().exists():
+        if "/" not in self.model or Path(self.model.split("@")[0]).expanduser().exists():
             raise UsageError(f"--revision {self.revision} is of hub ids (org/name), and --model is {self.model}")
         # From here on it is a part of the name, so that tables of two revisions have folders of their own.
         object.__setattr__(self, "model", f"{self.model}@{self.revision}")

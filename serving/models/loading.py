@@ -1,4 +1,4 @@
-"""Loading a model: bundled name, local diffusers directory or hub id -> `ServedModel`.
+"""Loading a model: bundled name, local diffusers directory, hub id or single file -> `ServedModel`.
 
 Loading is strict. A pipeline class that is not served, a missing or damaged file, or a checkpoint that lacks tensors
 (which diffusers would silently fill with random values) is refused with one line that names the file.
@@ -29,6 +29,7 @@ from .checkpoint import (
     weight_files,
 )
 from .defaults import ModelDefaults, read_defaults, read_geometry
+from .single_file import components_inside, load_file
 from .source import locate_model
 
 if TYPE_CHECKING:
@@ -51,7 +52,9 @@ def load_model(
     """Load a model for serving.
 
     Args:
-        spec: a bundled name, the path of a diffusers directory, or a hub id such as `org/name` or `org/name@revision`.
+        spec: a bundled name, the path of a diffusers directory, a hub id such as `org/name` or `org/name@revision`, or
+            the path of a checkpoint, as `FILE.safetensors` or `FILE.safetensors@CONFIG`, where CONFIG names the
+            diffusers directory whose configuration it has.
         device: `auto` (CUDA if there is a device), `cpu`, `cuda` or `cuda:N`.
         dtype: `auto` (float16 on CUDA; on a CPU bfloat16 if it has AMX or AVX512 instructions for it, else float32),
             `float32`, `bfloat16` or `float16`.
@@ -70,6 +73,8 @@ def load_model(
     changes = (options or EngineOptions()).model
     check_options(index["_class_name"], options or EngineOptions())
     check_changes(changes, model_dir)
+    if source.file is not None and options is not None and options.parallel.is_on:
+        raise UsageError(f"--parallel: ranks load a diffusers directory, and {source.file} is a single file")
     defaults = read_defaults(model_dir)
 
     from ..core.allocator import keep_freed_memory
@@ -80,7 +85,8 @@ def load_model(
     quiet_libraries()
     variants = variants_for(_name_of(torch_dtype))
     model_dir = source.with_weights(index, variants)
-    check_directory(model_dir, index, variants)
+    inside = set() if source.file is None else components_inside(source.file, weight_components(index))
+    check_directory(model_dir, index, variants, elsewhere=inside)
     if options is not None and options.parallel.is_on:
         from ..parallel.torchrun import TorchRun
 
@@ -92,14 +98,14 @@ def load_model(
     if options is not None and workspace is not None:
         predictors = workspace.for_model(spec, str(torch_device)).root / "predictors"
         options = replace(options, cache=options.cache.with_predictor_of(predictors, model_dir))
-    pipe = _load_pipeline(model_dir, index, torch_dtype)
+    pipe = _load_pipeline(model_dir, index, torch_dtype, source.file, inside)
     pipe.set_progress_bar_config(disable=True)
     apply_changes(changes, pipe)
     try:
         pipe.to(torch_device)
     except RuntimeError as error:  # out of device memory
         raise RunError(f"model {spec} does not fit on {torch_device}: {_first_line(error)}") from error
-    mark = changed_fingerprint(changes, fingerprint(model_dir))
+    mark = changed_fingerprint(changes, fingerprint(model_dir, source.file))
     return build_model(pipe, name=spec, fingerprint=mark, defaults=defaults, options=options)
 
 
@@ -135,6 +141,12 @@ def resolve_model(spec: str) -> Path:
     return locate_model(spec).folder
 
 
+def fingerprint_of(spec: str) -> str:
+    """The fingerprint of a model's files, as they lie on this machine. Raises as `resolve_model`."""
+    source = locate_model(spec)
+    return fingerprint(source.folder, source.file)
+
+
 def model_defaults(spec: str) -> ModelDefaults:
     """Return the model's default settings without loading the model (and without importing torch)."""
     return read_defaults(resolve_model(spec))
@@ -151,8 +163,12 @@ def check_keep_of(spec: str, keep: Keep) -> None:
     check_keep(read_index(path, source=spec)["_class_name"], keep)
 
 
-def _load_pipeline(model_dir: Path, index: dict[str, Any], dtype: "torch.dtype") -> Any:
-    """Load and check the components that hold weights one by one, the rest with the pipeline's own loader."""
+def _load_pipeline(
+    model_dir: Path, index: dict[str, Any], dtype: "torch.dtype", file: Path | None, inside: set[str]
+) -> Any:
+    """Load and check the components that hold weights one by one, the rest with the pipeline's own loader; which loads
+    those, too, that are `inside` a checkpoint of a single file.
+    """
     import diffusers
 
     # Components that the index lists as absent are passed as None; otherwise diffusers refuses an SD3 without T5.
@@ -160,11 +176,13 @@ def _load_pipeline(model_dir: Path, index: dict[str, Any], dtype: "torch.dtype")
         name: None for name, entry in index.items() if isinstance(entry, list) and entry[0] is None
     }
     for name, (library, class_name) in weight_components(index).items():
-        components[name] = _load_component(model_dir / name, library, class_name, dtype)
+        if name not in inside:
+            components[name] = _load_component(model_dir / name, library, class_name, dtype)
+    pipeline = getattr(diffusers, index["_class_name"])
+    if file is not None:
+        return load_file(pipeline, file, model_dir, components, inside, dtype)
     try:
-        return getattr(diffusers, index["_class_name"]).from_pretrained(
-            model_dir, **components, dtype=dtype, local_files_only=True
-        )
+        return pipeline.from_pretrained(model_dir, **components, dtype=dtype, local_files_only=True)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise RunError(f"model {model_dir} cannot be loaded: {_first_line(error)}") from error
 

@@ -1,4 +1,6 @@
-"""Where a model's files are: a bundled name, a local diffusers directory or a hub id. No torch."""
+"""Where a model's files are: a bundled name, a local diffusers directory, a hub id or a single file. No torch, but
+where a file must tell by itself what it is.
+"""
 
 import re
 from collections.abc import Sequence
@@ -10,9 +12,12 @@ from ...data.errors import RunError, UsageError
 from ...data.models.bundled import GENERATORS, bundled_model_path
 from .checkpoint import INDEX_FILE, refuse_file
 from .hub import fetch_configuration, fetch_weights
+from .single_file import configuration_of
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
 """org/name, or org/name@revision."""
+_CONFIGURED = re.compile(r"(.+?)@(.+)")
+"""A checkpoint of a single file, and where its configuration is, as `--config` gives it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +25,15 @@ class ModelSource:
     """Where a model's files are.
 
     Attributes:
-        folder: a diffusers directory on this machine. That of a hub id has weights once they have been fetched.
+        folder: a diffusers directory on this machine. That of a hub id has weights once they have been fetched, and
+            that of a file may have none.
         hub: id and revision, if the weights come from the hub.
+        file: a checkpoint of a single file.
     """
 
     folder: Path
     hub: tuple[str, str | None] | None = None
+    file: Path | None = None
 
     def with_weights(self, index: dict[str, Any], variants: Sequence[str | None]) -> Path:
         """The folder with its weights: those of a hub id are downloaded unless they are cached.
@@ -43,8 +51,8 @@ def locate_model(spec: str) -> ModelSource:
     """Where the model that `spec` names is; the configuration of a hub id is downloaded unless it is cached.
 
     Raises:
-        UsageError: if nothing has that name.
-        RunError: if a hub id cannot be downloaded.
+        UsageError: if nothing has that name, or a file is not a checkpoint that is loaded.
+        RunError: if a hub id, or the configuration of a file, cannot be downloaded.
     """
     if spec in GENERATORS:
         path = bundled_model_path(spec)
@@ -57,10 +65,22 @@ def locate_model(spec: str) -> ModelSource:
             raise UsageError(f"{path} is not a diffusers directory: it has no {INDEX_FILE}")
         return ModelSource(path)
     if path.is_file():
-        raise refuse_file(path)
+        return ModelSource(configuration_of(_checkpoint(path)), file=path)
+    if (found := _CONFIGURED.fullmatch(spec)) and (path := Path(found[1]).expanduser()).is_file():
+        _checkpoint(path)
+        config = locate_model(found[2])
+        if config.file is not None:
+            raise UsageError(f"--config {found[2]} is a file; a diffusers directory or a hub id is expected")
+        return ModelSource(config.folder, file=path)
     if found := _HUB_ID.fullmatch(spec):
         return ModelSource(fetch_configuration(*found.groups()), (found[1], found[2]))
     raise UsageError(
         f"unknown model {spec!r}: not a bundled model ({', '.join(GENERATORS)}), not a directory and not a hub id "
         "(org/name)"
     )
+
+
+def _checkpoint(path: Path) -> Path:
+    if path.suffix != ".safetensors":
+        raise refuse_file(path)
+    return path

@@ -1,4 +1,4 @@
-"""`--lora`, `--sampler` and `--revision` as users give them: drawn, edited, served, and over HTTP."""
+"""`--lora`, `--sampler`, `--revision` and `--config` as users give them: drawn, edited, served, and over HTTP."""
 
 import base64
 import io
@@ -16,6 +16,7 @@ from patchedserve.data.resolution import Resolution
 
 from ..conftest import RunPsctl
 from ..support.edits import file_of, image_of, mask_of
+from ..support.original_checkpoint import save_original
 from ..support.tiny_models import plain_image, save_tiny, tiny_sdxl
 
 REQUEST = Request(0, "a red hat", Resolution(32, 48), 3, guidance_scale=3.0, seed=4)
@@ -58,6 +59,7 @@ def test_a_sampler_that_is_not_batched_is_told(psctl: Any, model_dir: Path, tmp_
         (("--lora", "style.bin:0.5"), "only .safetensors files are loaded"),
         (("--lora", "style.bin:strong"), "'strong' is not a number; give PATH or PATH:SCALE"),
         (("--sampler", "plms"), "unipc"),
+        (("--config", "sdxl"), "--config sdxl is of single files (.safetensors), and --model is "),
         (("--revision", "v2"), "--revision v2 is of hub ids (org/name), and --model is "),
         (
             ("--revision", "v2", "--model", "emoji-xl"),
@@ -91,6 +93,18 @@ def test_a_revision_is_a_part_of_the_models_name(spawn_psctl: RunPsctl) -> None:
     assert done.returncode == 1
     assert "model someone/tiny cannot be fetched from the hub (HF_HUB_OFFLINE is set)" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_checkpoint_of_a_single_file_is_drawn(psctl: Any, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="the extra single-file is not installed")
+    pipe = tiny_sdxl(widths=(24, 40))
+    config = save_tiny(tmp_path / "config", pipe)
+    for weights in config.rglob("*.safetensors"):
+        weights.unlink()
+    file = save_original(pipe, tmp_path / "model.safetensors")
+    done = psctl(*DRAW, "--model", file, "--config", config, "--quiet")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert np.abs(pixels(Image.open(tmp_path / "hat.png")) - pixels(plain_image(pipe, REQUEST))).max() <= 1
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from ...support.hub import serving_hub
-from ...support.tiny_models import save_tiny, tiny_sdxl
+from ...support.original_checkpoint import save_original
+from ...support.tiny_models import save_tiny, tiny_sd, tiny_sdxl
 
 ID = "someone/tiny"
 
@@ -157,3 +158,16 @@ def test_settings_are_known_before_weights_are_downloaded(repositories: dict[str
         assert hub.fetched
         assert not [file for file in hub.fetched if file.endswith(".safetensors")]
     assert run.stdout == "64x64 False\n", run.stdout + run.stderr
+
+
+@pytest.mark.slow
+def test_the_configuration_of_a_file_comes_from_the_hub(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="the extra single-file is not installed")
+    pipe, published = tiny_sd(), "stable-diffusion-v1-5/stable-diffusion-v1-5"
+    file = save_original(pipe, tmp_path / "finetuned.safetensors")
+    repository = save_tiny(tmp_path / "repository", pipe)
+    with serving_hub({published: repository}) as hub:
+        online = load(str(file), HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path / "home"), HF_HUB_OFFLINE="0")
+    assert len(online.stdout.strip()) == 16, online.stdout + online.stderr
+    assert not [name for name in hub.fetched if name.endswith(".safetensors")]
+    assert load(str(file), HF_HOME=str(tmp_path / "home"), HF_HUB_OFFLINE="1").stdout == online.stdout

@@ -190,15 +190,18 @@ def test_half_a_download_names_the_shard_that_is_missing(tmp_path: Path) -> None
     [
         ("model.ckpt", "pickled weights are not loaded, as they can run code"),
         ("model.bin", "pickled weights are not loaded, as they can run code"),
-        ("model.safetensors", "models of a single file are not loaded yet; make a diffusers directory"),
-        ("model.gguf", "is a file; a diffusers directory with model_index.json is expected"),
+        ("model.pt@config", "pickled weights are not loaded, as they can run code"),
+        (
+            "model.gguf",
+            "is a file; a .safetensors checkpoint, or a diffusers directory with model_index.json, is expec",
+        ),
     ],
 )
 def test_files_are_refused(tmp_path: Path, name: str, message: str) -> None:
-    (tmp_path / name).write_bytes(b"weights")
+    (tmp_path / name.partition("@")[0]).write_bytes(b"weights")
     with pytest.raises(UsageError, match=message) as caught:
         load_model(str(tmp_path / name))
-    assert name in str(caught.value)
+    assert name.partition("@")[0] in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
