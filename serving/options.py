@@ -19,6 +19,7 @@ EngineName = Literal["patched", "plain", "parallel"]
 OrderName = Literal["auto", "image", "patch"]
 StrategyName = Literal["auto", "stitch", "regroup"]
 KernelsName = Literal["auto", "torch", "triton"]
+OffloadName = Literal["none", "text"]
 RecordTemplates = Literal["first", "never"]
 """Whether a server records the template of an edit that has found no record, or only reads those made ahead."""
 PATCH_OPTIONS = ("order", "patch_size", "strategy", "kernels", "compile", "cuda_graphs")
@@ -114,6 +115,7 @@ class EngineOptions:
         parallel: how several devices share an image; given with more than one rank, the engine is `parallel`.
         model: what is changed of the model.
         prompt_cache_mb: most that is kept of the conditioning of earlier prompts; 0 encodes every text anew.
+        offload: `text`: text encoders are on the device only while they encode.
 
     Raises:
         UsageError: if a value is not allowed, or an option of one engine is given for another.
@@ -130,9 +132,16 @@ class EngineOptions:
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     prompt_cache_mb: int = 0
+    offload: OffloadName = "none"
 
     def __post_init__(self) -> None:
-        choices = {"engine": EngineName, "order": OrderName, "strategy": StrategyName, "kernels": KernelsName}
+        choices = {
+            "engine": EngineName,
+            "order": OrderName,
+            "strategy": StrategyName,
+            "kernels": KernelsName,
+            "offload": OffloadName,
+        }
         for name, allowed in choices.items():
             if getattr(self, name) not in get_args(allowed):
                 raise UsageError(

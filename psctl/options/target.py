@@ -100,6 +100,10 @@ class Target:
         if (options is None or options.cache.predictor is None) and (predictor := served.options.cache.predictor):
             whose = "the workspace" if predictor.is_relative_to(place.root) else "the model, as it was shipped"
             out.note(f"The cache asks the predictor of {whose}: {predictor}")
+        if served.offload is not None:
+            sizes = served.offload.to_json(served.pipe)
+            here, without = (sizes[name] / 1e9 for name in ("weight_bytes", "weight_bytes_without_offload"))
+            out.note(f"Weights on {served.device}: {here:.2f} GB, without --offload {without:.2f} GB.")
         if served.unbatched is not None:
             out.note(f"{served.unbatched}; each request takes its own scheduler's steps, in the passes that all share.")
         return served, place

@@ -8,6 +8,7 @@ import importlib
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..parallel.worker import RankModels, RankSettings
+    from .offload import TextOffload
     from .served import ServedModel
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -98,15 +100,20 @@ def load_model(
     if options is not None and workspace is not None:
         predictors = workspace.for_model(spec, str(torch_device)).root / "predictors"
         options = replace(options, cache=options.cache.with_predictor_of(predictors, model_dir))
-    pipe = _load_pipeline(model_dir, index, torch_dtype, source.file, inside)
+    offload = _offload(options, torch_device, source.file)
+    pipe = _load_pipeline(model_dir, index, torch_dtype, source.file, inside, offload)
     pipe.set_progress_bar_config(disable=True)
     apply_changes(changes, pipe)
+    if offload is not None:
+        offload.keep_on_host(pipe)
     try:
         pipe.to(torch_device)
     except RuntimeError as error:  # out of device memory
         raise RunError(f"model {spec} does not fit on {torch_device}: {_first_line(error)}") from error
     mark = changed_fingerprint(changes, fingerprint(model_dir, source.file))
-    return build_model(pipe, name=spec, fingerprint=mark, defaults=defaults, options=options)
+    model = build_model(pipe, name=spec, fingerprint=mark, defaults=defaults, options=options)
+    model.offload = offload
+    return model
 
 
 def load_rank(settings: "RankSettings") -> "RankModels":
@@ -163,13 +170,36 @@ def check_keep_of(spec: str, keep: Keep) -> None:
     check_keep(read_index(path, source=spec)["_class_name"], keep)
 
 
+def _offload(options: EngineOptions | None, device: "torch.device", file: Path | None) -> "TextOffload | None":
+    """What keeps text encoders off the device, if that is asked for. Raises UsageError: they cannot be read again."""
+    from .offload import TextOffload
+
+    if options is None or options.offload == "none":
+        return None
+    if device.type != "cpu":
+        return TextOffload()
+    if file is not None or options.model.loras:
+        what = f"{file} is a single file" if file is not None else "--lora changes weights"
+        raise UsageError(
+            f"--offload text reads text encoders again from their files on a CPU, and {what}: leave one out"
+        )
+    return TextOffload(rereads=True)
+
+
 def _load_pipeline(
-    model_dir: Path, index: dict[str, Any], dtype: "torch.dtype", file: Path | None, inside: set[str]
+    model_dir: Path,
+    index: dict[str, Any],
+    dtype: "torch.dtype",
+    file: Path | None,
+    inside: set[str],
+    offload: "TextOffload | None",
 ) -> Any:
     """Load and check the components that hold weights one by one, the rest with the pipeline's own loader; which loads
     those, too, that are `inside` a checkpoint of a single file.
     """
     import diffusers
+
+    from .offload import TEXT_ENCODER
 
     # Components that the index lists as absent are passed as None; otherwise diffusers refuses an SD3 without T5.
     components: dict[str, Any] = {
@@ -177,7 +207,11 @@ def _load_pipeline(
     }
     for name, (library, class_name) in weight_components(index).items():
         if name not in inside:
-            components[name] = _load_component(model_dir / name, library, class_name, dtype)
+            where = model_dir / name, library, class_name, dtype
+            components[name] = _load_component(*where)
+            if offload is not None and offload.rereads and name.startswith(TEXT_ENCODER):
+                # Before the next one is loaded: all at once might not fit.
+                offload.add(name, components[name], partial(_load_component, *where))
     pipeline = getattr(diffusers, index["_class_name"])
     if file is not None:
         return load_file(pipeline, file, model_dir, components, inside, dtype)

@@ -39,6 +39,7 @@ from ..samplers.batched import choose_sampler
 from ..samplers.single import NOISING, PerRequestSampler, SamplerState
 from .defaults import ModelDefaults
 from .identity import ModelIdentity
+from .offload import TextOffload
 from .prompt_cache import PromptCache
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class ServedModel:
         masked_up_to: share of an image's cells up to which they do.
         trajectories: by id, of new images that shall leave a record for edits of them.
         prompts: conditioning of earlier prompts; None where every text is encoded anew.
+        offload: what keeps the text encoders off the device; None where they stay there.
     """
 
     masked_up_to = MASKED_UP_TO
@@ -105,6 +107,7 @@ class ServedModel:
         self._decode = decode or (lambda latents: pipe.vae.decode(latents, return_dict=False)[0])
         self.unbatched = choose_sampler(pipe.scheduler, pass_step_kwargs=family.pass_step_kwargs)[1]
         self.prompts = PromptCache(options.prompt_cache_mb << 20) if options.prompt_cache_mb else None
+        self.offload: TextOffload | None = None
         self.templates: TemplateStore | None = None
         self.trajectories: dict[int, Trajectory] = {}
         self._known_schedules: set[tuple[int, int, Resolution]] = set()

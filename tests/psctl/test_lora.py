@@ -1,4 +1,4 @@
-"""`--lora`, `--sampler`, `--revision` and `--config` as users give them: drawn, edited, served, and over HTTP."""
+"""Options that change or load a model, as users give them: drawn, edited, served, and over HTTP."""
 
 import base64
 import io
@@ -105,6 +105,33 @@ def test_a_checkpoint_of_a_single_file_is_drawn(psctl: Any, tmp_path: Path) -> N
     done = psctl(*DRAW, "--model", file, "--config", config, "--quiet")
     assert (done.returncode, done.stderr) == (0, "")
     assert np.abs(pixels(Image.open(tmp_path / "hat.png")) - pixels(plain_image(pipe, REQUEST))).max() <= 1
+
+
+def test_text_encoders_leave_the_device(psctl: Any, tmp_path: Path) -> None:
+    assert psctl(*DRAW).returncode == 0
+    usual = pixels(Image.open(tmp_path / "hat.png"))
+    done = psctl(*DRAW, "--offload", "text", "--json")
+    assert done.returncode == 0, done.stderr
+    assert "without --offload" in done.stderr
+    assert (pixels(Image.open(tmp_path / "hat.png")) == usual).all()
+    drawn = json.loads(done.stdout)["offload"]
+    assert drawn["weight_bytes"] < drawn["weight_bytes_while_encoding"] < drawn["weight_bytes_without_offload"]
+    serve = (
+        "serve",
+        "--num-prompts",
+        "3",
+        "--num-inference-steps",
+        "2",
+        "--request-rate",
+        "inf",
+        "--system",
+        "bucketed",
+    )
+    done = psctl(*serve, "--offload", "text", "--json", "--quiet")
+    assert done.returncode == 0, done.stderr
+    served = json.loads(done.stdout)["offload"]
+    assert served["weight_bytes"] == drawn["weight_bytes"]
+    assert served["num_moves"] >= 6
 
 
 @pytest.fixture
