@@ -100,6 +100,11 @@ class Target:
         if (options is None or options.cache.predictor is None) and (predictor := served.options.cache.predictor):
             whose = "the workspace" if predictor.is_relative_to(place.root) else "the model, as it was shipped"
             out.note(f"The cache asks the predictor of {whose}: {predictor}")
+        if options is not None and options.model.quantize is not None:
+            out.note(
+                f"The denoising model's weights are kept in {options.model.quantize}: images are near the model's own, "
+                "not equal to them."
+            )
         if served.offload is not None:
             sizes = served.offload.to_json(served.pipe)
             here, without = (sizes[name] / 1e9 for name in ("weight_bytes", "weight_bytes_without_offload"))

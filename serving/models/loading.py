@@ -5,6 +5,7 @@ Loading is strict. A pipeline class that is not served, a missing or damaged fil
 """
 
 import importlib
+import logging
 import re
 import sys
 from dataclasses import replace
@@ -79,12 +80,12 @@ def load_model(
         raise UsageError(f"--parallel: ranks load a diffusers directory, and {source.file} is a single file")
     defaults = read_defaults(model_dir)
 
+    quiet_libraries()
     from ..core.allocator import keep_freed_memory
     from .build import build_model
 
     torch_device = resolve_device(device)
     torch_dtype = _resolve_dtype(dtype, torch_device)
-    quiet_libraries()
     variants = variants_for(_name_of(torch_dtype))
     model_dir = source.with_weights(index, variants)
     inside = set() if source.file is None else components_inside(source.file, weight_components(index))
@@ -301,13 +302,15 @@ def _name_of(dtype: "torch.dtype") -> str:
 
 def quiet_libraries() -> None:
     """Keep the libraries' progress bars and notices out of our own output; errors are still raised."""
+    for name in ("torchao", "torch.utils._pytree"):  # the second is told of torchao's own enumerations
+        logging.getLogger(name).setLevel(logging.ERROR)
     import diffusers.utils.logging
     import huggingface_hub.utils
     import transformers.utils.logging
 
-    for logging in (diffusers.utils.logging, transformers.utils.logging):
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
+    for library in (diffusers.utils.logging, transformers.utils.logging):
+        library.set_verbosity_error()
+        library.disable_progress_bar()
     huggingface_hub.utils.disable_progress_bars()
     huggingface_hub.utils.logging.set_verbosity_error()
 

@@ -1,6 +1,7 @@
 """Options that change or load a model, as users give them: drawn, edited, served, and over HTTP."""
 
 import base64
+import importlib.util
 import io
 import json
 from pathlib import Path
@@ -132,6 +133,21 @@ def test_text_encoders_leave_the_device(psctl: Any, tmp_path: Path) -> None:
     served = json.loads(done.stdout)["offload"]
     assert served["weight_bytes"] == drawn["weight_bytes"]
     assert served["num_moves"] >= 6
+
+
+def test_weights_in_eight_bits_are_told_as_inexact(spawn_psctl: RunPsctl, model_dir: Path) -> None:
+    done = spawn_psctl(*DRAW, "--model", model_dir, "--quantize", "fp8")
+    if importlib.util.find_spec("torchao") is None:
+        assert done.returncode == 1
+        assert (
+            done.stderr.splitlines()[-1] + "\n"
+            == "Error: torchao is not installed; install it with: pip install 'psctl[quantize]'\n"
+        )
+    else:
+        assert done.returncode == 0, done.stderr
+        assert "weights are kept in fp8: images are near the model's own, not equal to them" in done.stderr
+        assert "torchao" not in done.stderr  # which warns of much as it is imported
+        assert "pytree" not in done.stderr
 
 
 @pytest.fixture
