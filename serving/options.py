@@ -19,6 +19,8 @@ EngineName = Literal["patched", "plain", "parallel"]
 OrderName = Literal["auto", "image", "patch"]
 StrategyName = Literal["auto", "stitch", "regroup"]
 KernelsName = Literal["auto", "torch", "triton"]
+OffloadName = Literal["none", "text"]
+QuantizeName = Literal["int8", "fp8"]
 RecordTemplates = Literal["first", "never"]
 """Whether a server records the template of an edit that has found no record, or only reads those made ahead."""
 PATCH_OPTIONS = ("order", "patch_size", "strategy", "kernels", "compile", "cuda_graphs")
@@ -72,6 +74,8 @@ class ModelOptions:
     Attributes:
         sampler: replaces the model's own; None keeps it.
         lora: adapters that are fused into the weights, each as PATH or PATH:SCALE.
+        quantize: number format of the weights of the denoising model's linear layers, which are computed in the model's
+            own.
 
     Raises:
         UsageError: if a value is not allowed.
@@ -79,17 +83,22 @@ class ModelOptions:
 
     sampler: SamplerName | None = None
     lora: list[str] | None = field(default=None, hash=False)
+    quantize: QuantizeName | None = None
 
     def __post_init__(self) -> None:
         if self.sampler is not None and self.sampler not in get_args(SamplerName):
             raise UsageError(f"sampler is {self.sampler!r}, but it must be one of {', '.join(get_args(SamplerName))}")
+        if self.quantize is not None and self.quantize not in get_args(QuantizeName):
+            raise UsageError(
+                f"quantize is {self.quantize!r}, but it must be one of {', '.join(get_args(QuantizeName))}"
+            )
         # Looked at now, before anything is loaded.
         _ = self.loras
 
     @property
     def is_any(self) -> bool:
         """Whether anything is changed."""
-        return self.sampler is not None or bool(self.lora)
+        return self.sampler is not None or bool(self.lora) or self.quantize is not None
 
     @property
     def loras(self) -> tuple[Lora, ...]:
@@ -114,6 +123,7 @@ class EngineOptions:
         parallel: how several devices share an image; given with more than one rank, the engine is `parallel`.
         model: what is changed of the model.
         prompt_cache_mb: most that is kept of the conditioning of earlier prompts; 0 encodes every text anew.
+        offload: `text`: text encoders are on the device only while they encode.
 
     Raises:
         UsageError: if a value is not allowed, or an option of one engine is given for another.
@@ -130,9 +140,16 @@ class EngineOptions:
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     model: ModelOptions = field(default_factory=ModelOptions)
     prompt_cache_mb: int = 0
+    offload: OffloadName = "none"
 
     def __post_init__(self) -> None:
-        choices = {"engine": EngineName, "order": OrderName, "strategy": StrategyName, "kernels": KernelsName}
+        choices = {
+            "engine": EngineName,
+            "order": OrderName,
+            "strategy": StrategyName,
+            "kernels": KernelsName,
+            "offload": OffloadName,
+        }
         for name, allowed in choices.items():
             if getattr(self, name) not in get_args(allowed):
                 raise UsageError(
@@ -162,7 +179,11 @@ class EngineOptions:
         if self.engine == "parallel" and self.compile:
             raise UsageError("--compile makes graphs of whole models, but with --parallel ranks talk within them")
         if self.engine == "parallel" and self.model.is_any:
-            raise UsageError("--sampler and --lora do not work with --parallel yet: ranks load the model's own files")
+            raise UsageError(
+                "--sampler, --lora and --quantize do not work with --parallel yet: ranks load the model's own files"
+            )
+        if self.compile and self.model.quantize is not None:
+            raise UsageError("--compile does not work with --quantize yet: leave one of them out")
         if self.compile and self.cache.is_on:
             raise UsageError("--compile makes graphs of whole blocks, but with --cache each step takes other patches")
         if self.cuda_graphs and self.cache.is_on:

@@ -165,9 +165,9 @@ def engine_figures(result: "RunResult") -> dict[str, Any]:
 def what_was_learnt(
     model: "ServedModel", predictor: StepLatencyPredictor | None, outside_before: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
-    """What the caches of prompts and patches saved, how far step latencies were off and how often they were asked
-    beyond what was profiled, why batches failed and why passes could not be recorded, where there is any;
-    `outside_before` as in `predictions_outside`.
+    """What the caches of prompts and patches saved, what text encoders left free, how far step latencies were off and
+    how often they were asked beyond what was profiled, why batches failed and why passes could not be recorded, where
+    there is any; `outside_before` as in `predictions_outside`.
     """
     from ...serving.parallel.stepper import ParallelStepper
     from ...serving.patched.stepper import PatchedStepper
@@ -175,6 +175,8 @@ def what_was_learnt(
     found: dict[str, Any] = {}
     if model.prompts is not None:
         found["prompt_cache"] = model.prompts.to_json()
+    if model.offload is not None:
+        found["offload"] = model.offload.to_json(model.pipe)
     if isinstance(predictor, OnlineCorrection):
         found["predictor_drift"] = asdict(predictor.drift())
     outside = predictions_outside(predictor, outside_before)

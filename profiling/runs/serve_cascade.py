@@ -47,13 +47,12 @@ class CascadeFiles:
         """Raise UsageError unless a profile is of these models' files, this processor and this discriminator: plans
         made from the times of others would be wrong.
         """
-        from ...serving.models.checkpoint import fingerprint
-        from ...serving.models.loading import resolve_device, resolve_model
+        from ...serving.models.loading import fingerprint_of, resolve_device
 
         is_cpu = resolve_device(self.device).type == "cpu"
         for leg in LEGS:
             known = profile.legs[leg].facts
-            here = replace(known, fingerprint=fingerprint(resolve_model(self.specs[leg].model)))
+            here = replace(known, fingerprint=fingerprint_of(self.specs[leg].model))
             if is_cpu:
                 here = replace(here, device_name=cpu_name())
             if (difference := known.difference(here)) is not None:

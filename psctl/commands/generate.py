@@ -154,6 +154,8 @@ def draw(
             image["template"] = templates.get(image["id"])
     served.close()
     payload = {"model": target.model, "device": str(served.device), "duration_s": result.duration_s, "images": images}
+    if served.offload is not None:
+        payload["offload"] = served.offload.to_json(served.pipe)
     out.data(payload | (facts or {}), table=lambda: _table(images))
     if result.was_interrupted:
         raise KeyboardInterrupt

@@ -155,11 +155,21 @@ MODEL = Flags(
             "Adapter that is fused into the weights, a .safetensors file; several are added up.",
             metavar="PATH[:SCALE]",
         ),
+        "quantize": flag(
+            "--quantize",
+            "Weights of the denoising model in 8 bits, by torchao. Images are near those without, not equal.",
+        ),
     },
 )
 _PROMPT_CACHE = flag(
     "--prompt-cache", "Most that is kept of texts that were encoded before; 0 keeps none.", metavar="MB", min=0
 )
+_OFFLOAD = flag(
+    "--offload",
+    "text: text encoders are on the device only while they encode; on a CPU they are read again each time.",
+    is_shared=True,
+)
+_OF_MODELS = {"model": MODEL, "prompt_cache_mb": _PROMPT_CACHE, "offload": _OFFLOAD}
 ENGINE = Flags(
     EngineOptions,
     {
@@ -258,13 +268,8 @@ DRAW = Flags(
 
 TraceFlags = Annotated[TraceSettings, EDITED_TRACE]
 EngineFlags = Annotated[EngineOptions, ENGINE]
-ParallelEngineFlags = Annotated[
-    EngineOptions, ENGINE.using(parallel=PARALLEL, model=MODEL, prompt_cache_mb=_PROMPT_CACHE)
-]
-ServedEngineFlags = Annotated[
-    EngineOptions,
-    ENGINE.using(parallel=PARALLEL.fixing(may_use_fewer=True), model=MODEL, prompt_cache_mb=_PROMPT_CACHE),
-]
+ParallelEngineFlags = Annotated[EngineOptions, ENGINE.using(parallel=PARALLEL, **_OF_MODELS)]
+ServedEngineFlags = Annotated[EngineOptions, ENGINE.using(parallel=PARALLEL.fixing(may_use_fewer=True), **_OF_MODELS)]
 PatchFlags = Annotated[EngineOptions, ENGINE.without("engine", "cache")]
 
 

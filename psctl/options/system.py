@@ -106,7 +106,8 @@ def with_cache_of(
         return engine
     if engine.model.is_any:
         out.note(
-            "With --sampler or --lora no patch is reused unless you choose --cache: predictors know the model as it is."
+            "With --sampler, --lora or --quantize no patch is reused unless you choose --cache: predictors know the "
+            "model as it is."
         )
         return engine
     options = replace(engine.cache, mode=modes.pop())

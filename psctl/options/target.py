@@ -24,13 +24,21 @@ class Target:
         str,
         flag(
             "--model -m",
-            "Bundled model name, local diffusers folder, or hub id.",
+            "Bundled model name, local diffusers folder, hub id, or checkpoint of a single file.",
             is_shared=True,
-            metavar="NAME|DIR|ID",
+            metavar="NAME|DIR|ID|FILE",
         ),
     ] = "emoji-xl"
     revision: Annotated[
         str | None, flag("--revision", "Branch, tag or commit of a hub id; the same as ID@REVISION.", metavar="NAME")
+    ] = None
+    config: Annotated[
+        str | None,
+        flag(
+            "--config",
+            "Of a single file: diffusers folder or hub id of the same architecture. Default: what the file looks like.",
+            metavar="DIR|ID",
+        ),
     ] = None
     device: Annotated[
         str, flag("--device", "auto, cpu, cuda or cuda:N; auto takes a GPU if there is one.", is_shared=True)
@@ -50,9 +58,16 @@ class Target:
     ] = Path(DEFAULT_WORKSPACE)
 
     def __post_init__(self) -> None:
+        if self.config is not None:
+            if not Path(self.model).expanduser().is_file():
+                raise UsageError(
+                    f"--config {self.config} is of single files (.safetensors), and --model is {self.model}"
+                )
+            object.__setattr__(self, "model", f"{self.model}@{self.config}")
+            object.__setattr__(self, "config", None)
         if self.revision is None:
             return
-        if "/" not in self.model or Path(self.model).expanduser().exists():
+        if "/" not in self.model or Path(self.model.split("@")[0]).expanduser().exists():
             raise UsageError(f"--revision {self.revision} is of hub ids (org/name), and --model is {self.model}")
         # From here on it is a part of the name, so that tables of two revisions have folders of their own.
         object.__setattr__(self, "model", f"{self.model}@{self.revision}")
@@ -85,6 +100,15 @@ class Target:
         if (options is None or options.cache.predictor is None) and (predictor := served.options.cache.predictor):
             whose = "the workspace" if predictor.is_relative_to(place.root) else "the model, as it was shipped"
             out.note(f"The cache asks the predictor of {whose}: {predictor}")
+        if options is not None and options.model.quantize is not None:
+            out.note(
+                f"The denoising model's weights are kept in {options.model.quantize}: images are near the model's own, "
+                "not equal to them."
+            )
+        if served.offload is not None:
+            sizes = served.offload.to_json(served.pipe)
+            here, without = (sizes[name] / 1e9 for name in ("weight_bytes", "weight_bytes_without_offload"))
+            out.note(f"Weights on {served.device}: {here:.2f} GB, without --offload {without:.2f} GB.")
         if served.unbatched is not None:
             out.note(f"{served.unbatched}; each request takes its own scheduler's steps, in the passes that all share.")
         return served, place

@@ -14,7 +14,9 @@ Rotary = tuple[Tensor, Tensor]
 
 
 class FusedLinear(nn.Module):
-    """Several linear layers on the same input as one; the weights are put together at first use."""
+    """Several linear layers on the same input as one; the weights are put together at first use, unless they are
+    quantised: then each layer is left as it is.
+    """
 
     def __init__(self, *layers: nn.Linear) -> None:
         super().__init__()
@@ -31,6 +33,8 @@ class FusedLinear(nn.Module):
         return self._fused.of(self._layers[0].weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        if type(self._layers[0].weight) is not nn.Parameter:
+            return torch.cat([layer(x) for layer in self._layers], -1)
         return F.linear(x, *self.fuse())
 
 

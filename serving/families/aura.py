@@ -10,6 +10,7 @@ from torch import Tensor
 from ...data.requests import Request
 from . import Family
 from .pipelines import text_length, transformer_family
+from .text import own_length
 from .transformer import Blocks, Transformer
 
 
@@ -55,11 +56,12 @@ def family(pipe: AuraFlowPipeline, *, max_sequence_length: int | None = None) ->
 
 def _condition(pipe: Any, max_sequence_length: int, request: Request, is_guided: bool) -> dict[str, Tensor]:
     # Padding is zero and takes part in attention, so masks are not needed any more.
-    text, _, negative, _ = pipe.encode_prompt(
-        prompt=request.prompt,
-        negative_prompt=request.negative_prompt,
-        do_classifier_free_guidance=is_guided,
-        device=pipe.transformer.device,
-        max_sequence_length=max_sequence_length,
-    )
+    with own_length(pipe.text_encoder):
+        text, _, negative, _ = pipe.encode_prompt(
+            prompt=request.prompt,
+            negative_prompt=request.negative_prompt,
+            do_classifier_free_guidance=is_guided,
+            device=pipe.transformer.device,
+            max_sequence_length=max_sequence_length,
+        )
     return {"text": torch.cat([negative, text]) if is_guided else text}

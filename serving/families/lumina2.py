@@ -11,6 +11,7 @@ from ...data.requests import Request
 from . import Family
 from .geometry import Geometry
 from .pipelines import even_sigmas, masked_conditions, masked_text, shift_of, text_length, transformer_family
+from .text import own_length
 from .transformer import Blocks, Transformer
 
 
@@ -70,11 +71,12 @@ def _schedule_kwargs(pipe: Any, geometry: Geometry, request: Request) -> dict[st
 
 
 def _condition(pipe: Any, max_sequence_length: int, request: Request, is_guided: bool) -> dict[str, Tensor]:
-    text, mask, negative, negative_mask = pipe.encode_prompt(
-        request.prompt,
-        is_guided,
-        negative_prompt=request.negative_prompt,
-        device=pipe.transformer.device,
-        max_sequence_length=max_sequence_length,
-    )
+    with own_length(pipe.text_encoder):
+        text, mask, negative, negative_mask = pipe.encode_prompt(
+            request.prompt,
+            is_guided,
+            negative_prompt=request.negative_prompt,
+            device=pipe.transformer.device,
+            max_sequence_length=max_sequence_length,
+        )
     return masked_text(text, mask, negative, negative_mask)

@@ -11,6 +11,7 @@ from ...data.errors import UsageError
 from ...data.requests import Request
 from . import Family
 from .pipelines import masked_conditions, masked_text, text_length, transformer_family
+from .text import own_length
 from .transformer import Blocks, Transformer
 
 
@@ -70,12 +71,13 @@ def family(pipe: PixArtSigmaPipeline, *, max_sequence_length: int | None = None)
 
 
 def _condition(pipe: Any, max_sequence_length: int, request: Request, is_guided: bool) -> dict[str, Tensor]:
-    text, mask, negative, negative_mask = pipe.encode_prompt(
-        request.prompt,
-        is_guided,
-        negative_prompt=request.negative_prompt or "",
-        device=pipe.transformer.device,
-        clean_caption=True,  # the default of the pipeline's own call
-        max_sequence_length=max_sequence_length,
-    )
+    with own_length(pipe.text_encoder):
+        text, mask, negative, negative_mask = pipe.encode_prompt(
+            request.prompt,
+            is_guided,
+            negative_prompt=request.negative_prompt or "",
+            device=pipe.transformer.device,
+            clean_caption=True,  # the default of the pipeline's own call
+            max_sequence_length=max_sequence_length,
+        )
     return masked_text(text, mask, negative, negative_mask)

@@ -1,9 +1,11 @@
-"""Text with masks of its valid tokens, as rows of one batch."""
+"""Text with masks of its valid tokens: encoded at its own length, and as rows of one batch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 
@@ -16,3 +18,43 @@ def join_texts(texts: Sequence[Tensor], masks: Sequence[Tensor]) -> tuple[Tensor
         torch.cat([F.pad(text, (0, 0, 0, longest - text.shape[1])) for text in texts]),
         torch.cat([F.pad(mask, (0, longest - mask.shape[1])) for mask in masks]),
     )
+
+
+@contextmanager
+def own_length(encoder: nn.Module) -> Iterator[None]:
+    """Have a text encoder compute nothing of the padding, and give zeros for it.
+
+    It must get a mask that leaves padding out, behind the text: states of the text do then not depend on how much of it
+    there is, and the pipeline must make no use of those of the padding.
+    """
+    added = 0
+
+    def cut(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        nonlocal added
+        mask = kwargs["attention_mask"]
+        length = int(mask.sum(-1).max())
+        added = mask.shape[-1] - length
+
+        def short(value: Any) -> Any:
+            return value[:, :length] if isinstance(value, Tensor) and value.shape == mask.shape else value
+
+        return tuple(map(short, args)), {name: short(value) for name, value in kwargs.items()}
+
+    def pad(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        output["last_hidden_state"] = _padded(output["last_hidden_state"], added)
+        if (states := output.get("hidden_states")) is not None:
+            output["hidden_states"] = tuple(_padded(each, added) for each in states)
+
+    hooks = [
+        encoder.register_forward_pre_hook(cut, with_kwargs=True),
+        encoder.register_forward_hook(pad, with_kwargs=True),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _padded(states: Tensor, count: int) -> Tensor:
+    return F.pad(states, (0, 0, 0, count))

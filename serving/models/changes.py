@@ -1,13 +1,14 @@
-"""What a user changes of a model before it is served: another sampler, adapters (LoRA) fused into its weights."""
+"""What a user changes of a model before it is served: its sampler, its weights by adapters (LoRA), and their bits."""
 
 import hashlib
+import importlib
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ...data.errors import MissingExtraError, RunError, UsageError
-from ..options import Lora, ModelOptions
+from ..options import Lora, ModelOptions, QuantizeName
 from ..samplers.names import SCHEDULERS
 from .checkpoint import check_safetensors
 from .defaults import read_json
@@ -21,7 +22,7 @@ def check_changes(options: ModelOptions, model_dir: Path) -> None:
 
     Raises:
         UsageError: no such file of an adapter, or the model takes no other sampler.
-        MissingExtraError: adapters are given, and what diffusers needs for them is not installed.
+        MissingExtraError: what adapters or quantised weights need is not installed.
         RunError: the file of an adapter is damaged.
     """
     for lora in options.loras:
@@ -32,6 +33,8 @@ def check_changes(options: ModelOptions, model_dir: Path) -> None:
         check_safetensors(lora.path)
     if options.loras and any(importlib.util.find_spec(name) is None for name in ("peft", "accelerate")):
         raise MissingExtraError("peft", "lora")
+    if options.quantize is not None and importlib.util.find_spec("torchao") is None:
+        raise MissingExtraError("torchao", "quantize")
     if options.sampler is not None:
         own = read_json(model_dir / "scheduler" / "scheduler_config.json").get("_class_name")
         if str(own).startswith(_OF_FLOWS):
@@ -46,6 +49,8 @@ def changed_fingerprint(options: ModelOptions, fingerprint: str) -> str:
     for lora in options.loras:
         with lora.path.open("rb") as file:
             digest.update(f"{lora.scale}:{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    if options.quantize is not None:
+        digest.update(options.quantize.encode())
     return digest.hexdigest()[:16]
 
 
@@ -58,6 +63,8 @@ def apply_changes(options: ModelOptions, pipe: Any) -> None:
         pipe.scheduler = getattr(diffusers, name).from_config(pipe.scheduler.config, **given)
     if options.loras:
         _fuse(pipe, options.loras)
+    if options.quantize is not None:
+        _quantize(pipe, options.quantize)
 
 
 def _fuse(pipe: Any, loras: Sequence[Lora]) -> None:
@@ -75,3 +82,12 @@ def _fuse(pipe: Any, loras: Sequence[Lora]) -> None:
     pipe.set_adapters(names, adapter_weights=[lora.scale for lora in loras])
     pipe.fuse_lora(components=list(pipe.get_list_adapters()), adapter_names=names)
     pipe.unload_lora_weights()
+
+
+def _quantize(pipe: Any, name: QuantizeName) -> None:
+    """Keep the weights of the denoising model's linear layers in 8 bits, as diffusers does with the same settings."""
+    from ..core.denoiser import denoiser_of
+
+    torchao = importlib.import_module("torchao.quantization")
+    config = torchao.Int8WeightOnlyConfig if name == "int8" else torchao.Float8WeightOnlyConfig
+    torchao.quantize_(denoiser_of(pipe), config())

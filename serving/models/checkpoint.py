@@ -5,6 +5,7 @@ inside safetensors. These checks read a few kilobytes per file and name the file
 """
 
 import hashlib
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,11 +17,9 @@ from ..families.table import FAMILIES, SUPPORTED_PIPELINES
 from ..options import EngineOptions
 from .defaults import read_json
 
-_INDEX_FILE = "model_index.json"
+INDEX_FILE = "model_index.json"
 # Components that hold weights, by the prefix of their name in model_index.json.
 _WEIGHT_COMPONENTS = ("unet", "transformer", "vae", "text_encoder", "image_encoder")
-_VARIANTS = (None, "fp16", "bf16")
-"""What stands in names of files of weights, as in `model.fp16.safetensors`; the first that is found counts."""
 _PICKLED = (".bin", ".ckpt", ".pt", ".pth")
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "spiece.model")
 
@@ -66,8 +65,20 @@ def weight_components(index: dict[str, Any]) -> dict[str, tuple[str, str]]:
     }
 
 
-def check_directory(model_dir: Path, index: dict[str, Any]) -> None:
-    """Check that every component of the pipeline is present and its weights are complete.
+def variants_for(dtype: str) -> tuple[str | None, ...]:
+    """What may stand in names of files of weights, as in `model.fp16.safetensors`, in the order in which it is looked
+    for, if they are to have this dtype; None for nothing.
+
+    Files of 16 bits in place of those of 32 change nothing where float16 is wanted anyway.
+    """
+    return ("fp16", None, "bf16") if dtype == "float16" else (None, "fp16", "bf16")
+
+
+def check_directory(
+    model_dir: Path, index: dict[str, Any], variants: Sequence[str | None], elsewhere: Container[str] = ()
+) -> None:
+    """Check that every component of the pipeline is present and its weights, of the first variant that it has, are
+    complete; but for the weights of the components that are `elsewhere`.
 
     Raises:
         RunError: naming the missing or damaged file.
@@ -77,10 +88,10 @@ def check_directory(model_dir: Path, index: dict[str, Any]) -> None:
             continue
         folder = model_dir / name
         if not folder.is_dir():
-            raise RunError(f"model {model_dir}: folder {name}/ is missing, but {_INDEX_FILE} names it")
+            raise RunError(f"model {model_dir}: folder {name}/ is missing, but {INDEX_FILE} names it")
         if name in weight_components(index):
             read_json(folder / "config.json")
-            for weights in weight_files(folder).files:
+            for weights in () if name in elsewhere else weight_files(folder, variants).files:
                 check_safetensors(weights)
         elif name.startswith("tokenizer") and not any((folder / file).is_file() for file in _VOCABULARIES):
             # transformers would invent a vocabulary of three words.
@@ -96,13 +107,14 @@ class Weights(NamedTuple):
     variant: str | None
 
 
-def weight_files(folder: Path) -> Weights:
-    """Return the safetensors files of one component, following a shard index where there is one.
+def weight_files(folder: Path, variants: Sequence[str | None]) -> Weights:
+    """Return the safetensors files of one component, of the first of these variants that it has, following a shard
+    index where there is one.
 
     Raises:
         RunError: if there are none, or the shard index names a missing file.
     """
-    for variant in _VARIANTS:
+    for variant in variants:
         mark = "" if variant is None else f".{variant}"
         for stem in ("diffusion_pytorch_model", "model"):
             shards = folder / f"{stem}.safetensors.index{mark}.json"
@@ -124,12 +136,9 @@ def refuse_file(path: Path) -> UsageError:
     """What is said of a file that was given as a model."""
     if path.suffix in _PICKLED:
         return UsageError(f"{path}: pickled weights are not loaded, as they can run code; convert them to safetensors")
-    if path.suffix == ".safetensors":
-        return UsageError(
-            f"{path}: models of a single file are not loaded yet; make a diffusers directory of it once, with "
-            "from_single_file(FILE).save_pretrained(DIR) of its pipeline class, and pass that"
-        )
-    return UsageError(f"model {path} is a file; a diffusers directory with {_INDEX_FILE} is expected")
+    return UsageError(
+        f"model {path} is a file; a .safetensors checkpoint, or a diffusers directory with {INDEX_FILE}, is expected"
+    )
 
 
 def check_safetensors(path: Path) -> None:
@@ -148,8 +157,9 @@ def check_safetensors(path: Path) -> None:
         raise RunError(f"{path} is truncated, corrupt or not a safetensors file ({size} bytes): {error}") from error
 
 
-def fingerprint(model_dir: Path) -> str:
-    """Return a short hash of the files that make up the model: its index and its components.
+def fingerprint(model_dir: Path, file: Path | None = None) -> str:
+    """Return a short hash of the files that make up the model: its index and its components, and the checkpoint of a
+    single file where there is one.
 
     Other files beside the index, such as our cards and defaults, do not count. Small files are hashed whole, large
     weights by their size and both ends, so that a model of many gigabytes takes milliseconds.
@@ -157,12 +167,13 @@ def fingerprint(model_dir: Path) -> str:
     chunk = 1 << 20
     digest = hashlib.sha256()
     parts = (path for path in model_dir.glob("*/**/*") if path.is_file() and path.suffix in (".json", ".safetensors"))
-    for path in sorted([model_dir / "model_index.json", *parts]):
+    for path in [*sorted([model_dir / INDEX_FILE, *parts]), *filter(None, [file])]:
         size = path.stat().st_size
-        digest.update(f"{path.relative_to(model_dir).as_posix()}:{size}\n".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(chunk))
+        name = "" if path == file else path.relative_to(model_dir).as_posix()
+        digest.update(f"{name}:{size}\n".encode())
+        with path.open("rb") as opened:
+            digest.update(opened.read(chunk))
             if size > 2 * chunk:
-                file.seek(-chunk, 2)
-            digest.update(file.read(chunk))
+                opened.seek(-chunk, 2)
+            digest.update(opened.read(chunk))
     return digest.hexdigest()[:16]

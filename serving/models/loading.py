@@ -1,46 +1,47 @@
-"""Loading a model: bundled name, local diffusers directory or hub id -> `ServedModel`.
+"""Loading a model: bundled name, local diffusers directory, hub id or single file -> `ServedModel`.
 
 Loading is strict. A pipeline class that is not served, a missing or damaged file, or a checkpoint that lacks tensors
 (which diffusers would silently fill with random values) is refused with one line that names the file.
 """
 
 import importlib
+import logging
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...data.errors import RunError, UsageError
-from ...data.models.bundled import GENERATORS, bundled_model_path
 from ...data.templates import Keep
 from ...data.workspace import Workspace
 from ..families.geometry import Geometry
 from ..options import EngineOptions
 from .changes import apply_changes, changed_fingerprint, check_changes
 from .checkpoint import (
+    INDEX_FILE,
     check_directory,
     check_keep,
     check_options,
     fingerprint,
     read_index,
-    refuse_file,
+    variants_for,
     weight_components,
     weight_files,
 )
 from .defaults import ModelDefaults, read_defaults, read_geometry
+from .single_file import components_inside, load_file
+from .source import locate_model
 
 if TYPE_CHECKING:
     import torch
 
     from ..parallel.worker import RankModels, RankSettings
+    from .offload import TextOffload
     from .served import ServedModel
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-_INDEX_FILE = "model_index.json"
-_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
-"""org/name, or org/name@revision."""
 
 
 def load_model(
@@ -54,7 +55,9 @@ def load_model(
     """Load a model for serving.
 
     Args:
-        spec: a bundled name, the path of a diffusers directory, or a hub id such as `org/name` or `org/name@revision`.
+        spec: a bundled name, the path of a diffusers directory, a hub id such as `org/name` or `org/name@revision`, or
+            the path of a checkpoint, as `FILE.safetensors` or `FILE.safetensors@CONFIG`, where CONFIG names the
+            diffusers directory whose configuration it has.
         device: `auto` (CUDA if there is a device), `cpu`, `cuda` or `cuda:N`.
         dtype: `auto` (float16 on CUDA; on a CPU bfloat16 if it has AMX or AVX512 instructions for it, else float32),
             `float32`, `bfloat16` or `float16`.
@@ -67,17 +70,26 @@ def load_model(
             engine cannot run it.
         RunError: if the model's files are missing, damaged or incomplete, or the hub cannot be reached.
     """
-    model_dir = resolve_model(spec)
-    index = read_index(model_dir / _INDEX_FILE, source=spec)
+    source = locate_model(spec)
+    model_dir = source.folder
+    index = read_index(model_dir / INDEX_FILE, source=spec)
     changes = (options or EngineOptions()).model
     check_options(index["_class_name"], options or EngineOptions())
     check_changes(changes, model_dir)
-    check_directory(model_dir, index)
+    if source.file is not None and options is not None and options.parallel.is_on:
+        raise UsageError(f"--parallel: ranks load a diffusers directory, and {source.file} is a single file")
     defaults = read_defaults(model_dir)
 
+    quiet_libraries()
     from ..core.allocator import keep_freed_memory
     from .build import build_model
 
+    torch_device = resolve_device(device)
+    torch_dtype = _resolve_dtype(dtype, torch_device)
+    variants = variants_for(_name_of(torch_dtype))
+    model_dir = source.with_weights(index, variants)
+    inside = set() if source.file is None else components_inside(source.file, weight_components(index))
+    check_directory(model_dir, index, variants, elsewhere=inside)
     if options is not None and options.parallel.is_on:
         from ..parallel.torchrun import TorchRun
 
@@ -86,21 +98,23 @@ def load_model(
             # Of this command, a rank that torchrun has started has no other part.
             sys.exit(run.follow(lambda own: load_rank(replace(own, model=str(model_dir)))))
     keep_freed_memory()
-    torch_device = resolve_device(device)
-    torch_dtype = _resolve_dtype(dtype, torch_device)
     if options is not None and workspace is not None:
         predictors = workspace.for_model(spec, str(torch_device)).root / "predictors"
         options = replace(options, cache=options.cache.with_predictor_of(predictors, model_dir))
-    quiet_libraries()
-    pipe = _load_pipeline(model_dir, index, torch_dtype)
+    offload = _offload(options, torch_device, source.file)
+    pipe = _load_pipeline(model_dir, index, torch_dtype, source.file, inside, offload)
     pipe.set_progress_bar_config(disable=True)
     apply_changes(changes, pipe)
+    if offload is not None:
+        offload.keep_on_host(pipe)
     try:
         pipe.to(torch_device)
     except RuntimeError as error:  # out of device memory
         raise RunError(f"model {spec} does not fit on {torch_device}: {_first_line(error)}") from error
-    mark = changed_fingerprint(changes, fingerprint(model_dir))
-    return build_model(pipe, name=spec, fingerprint=mark, defaults=defaults, options=options)
+    mark = changed_fingerprint(changes, fingerprint(model_dir, source.file))
+    model = build_model(pipe, name=spec, fingerprint=mark, defaults=defaults, options=options)
+    model.offload = offload
+    return model
 
 
 def load_rank(settings: "RankSettings") -> "RankModels":
@@ -109,10 +123,10 @@ def load_rank(settings: "RankSettings") -> "RankModels":
     from ..parallel.worker import RankModels
 
     folder = Path(settings.model)
-    index = read_index(folder / _INDEX_FILE, source=settings.model)
-    check_directory(folder, index)
-    keep_freed_memory()
+    index = read_index(folder / INDEX_FILE, source=settings.model)
     device = resolve_device(settings.device)
+    check_directory(folder, index, variants_for(_name_of(_resolve_dtype(settings.dtype, device))))
+    keep_freed_memory()
     quiet_libraries()
     components = weight_components(index)
 
@@ -125,30 +139,20 @@ def load_rank(settings: "RankSettings") -> "RankModels":
 
 
 def resolve_model(spec: str) -> Path:
-    """Return the local diffusers directory that `spec` names; a hub id is downloaded unless it is cached.
+    """Return the local diffusers directory that `spec` names. Of a hub id its configuration is there, and its weights
+    only once the model has been loaded.
 
     Raises:
         UsageError: if nothing has that name.
         RunError: if a hub id cannot be downloaded.
     """
-    if spec in GENERATORS:
-        path = bundled_model_path(spec)
-        if not (path / _INDEX_FILE).is_file():
-            raise RunError(f"bundled model {spec} is incomplete: missing file {path / _INDEX_FILE}")
-        return path
-    path = Path(spec).expanduser()
-    if path.is_dir():
-        if not (path / _INDEX_FILE).is_file():
-            raise UsageError(f"{path} is not a diffusers directory: it has no {_INDEX_FILE}")
-        return path
-    if path.is_file():
-        raise refuse_file(path)
-    if found := _HUB_ID.fullmatch(spec):
-        return _download(*found.groups())
-    raise UsageError(
-        f"unknown model {spec!r}: not a bundled model ({', '.join(GENERATORS)}), not a directory and not a hub id "
-        "(org/name)"
-    )
+    return locate_model(spec).folder
+
+
+def fingerprint_of(spec: str) -> str:
+    """The fingerprint of a model's files, as they lie on this machine. Raises as `resolve_model`."""
+    source = locate_model(spec)
+    return fingerprint(source.folder, source.file)
 
 
 def model_defaults(spec: str) -> ModelDefaults:
@@ -163,58 +167,57 @@ def model_geometry(spec: str) -> Geometry:
 
 def check_keep_of(spec: str, keep: Keep) -> None:
     """Raise UsageError if records of a model's templates cannot hold this, without loading it; and as `read_index`."""
-    path = resolve_model(spec) / _INDEX_FILE
+    path = resolve_model(spec) / INDEX_FILE
     check_keep(read_index(path, source=spec)["_class_name"], keep)
 
 
-def _download(hub_id: str, revision: str | None) -> Path:
-    """Fetch a pipeline from the hub into its cache and return the local directory."""
+def _offload(options: EngineOptions | None, device: "torch.device", file: Path | None) -> "TextOffload | None":
+    """What keeps text encoders off the device, if that is asked for. Raises UsageError: they cannot be read again."""
+    from .offload import TextOffload
+
+    if options is None or options.offload == "none":
+        return None
+    if device.type != "cpu":
+        return TextOffload()
+    if file is not None or options.model.loras:
+        what = f"{file} is a single file" if file is not None else "--lora changes weights"
+        raise UsageError(
+            f"--offload text reads text encoders again from their files on a CPU, and {what}: leave one out"
+        )
+    return TextOffload(rereads=True)
+
+
+def _load_pipeline(
+    model_dir: Path,
+    index: dict[str, Any],
+    dtype: "torch.dtype",
+    file: Path | None,
+    inside: set[str],
+    offload: "TextOffload | None",
+) -> Any:
+    """Load and check the components that hold weights one by one, the rest with the pipeline's own loader; which loads
+    those, too, that are `inside` a checkpoint of a single file.
+    """
     import diffusers
-    from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.constants import HF_HUB_OFFLINE
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
-    quiet_libraries()
-    try:
-        if not isinstance(try_to_load_from_cache(hub_id, _INDEX_FILE, revision=revision), str):
-            # Without a connection this fails at once, whereas downloads are retried for 20 seconds.
-            HfApi().model_info(hub_id, revision=revision, timeout=10)
-        index_path = Path(hf_hub_download(hub_id, _INDEX_FILE, revision=revision))
-        name = read_index(index_path, source=hub_id)["_class_name"]
-        return Path(getattr(diffusers, name).download(hub_id, revision=revision, use_safetensors=True))
-    except UsageError:
-        raise
-    except RevisionNotFoundError as error:
-        raise UsageError(f"model {hub_id} has no revision {revision}: a branch, tag or commit is expected") from error
-    except GatedRepoError as error:
-        raise RunError(
-            f"model {hub_id} is gated: accept its terms on the hub, then log in with `hf auth login`"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise UsageError(f"unknown model {hub_id!r}: no such bundled model, directory or hub repository") from error
-    except Exception as error:  # the hub client's own errors, and those of whatever HTTP library it uses
-        offline = " (HF_HUB_OFFLINE is set)" if HF_HUB_OFFLINE else ""
-        raise RunError(
-            f"model {hub_id} cannot be fetched from the hub{offline}: download it on a machine with access "
-            f"(`hf download {hub_id} --local-dir DIR`) and pass the directory, or use a bundled model "
-            f"({', '.join(GENERATORS)})"
-        ) from error
-
-
-def _load_pipeline(model_dir: Path, index: dict[str, Any], dtype: "torch.dtype") -> Any:
-    """Load and check the components that hold weights one by one, the rest with the pipeline's own loader."""
-    import diffusers
+    from .offload import TEXT_ENCODER
 
     # Components that the index lists as absent are passed as None; otherwise diffusers refuses an SD3 without T5.
     components: dict[str, Any] = {
         name: None for name, entry in index.items() if isinstance(entry, list) and entry[0] is None
     }
     for name, (library, class_name) in weight_components(index).items():
-        components[name] = _load_component(model_dir / name, library, class_name, dtype)
+        if name not in inside:
+            where = model_dir / name, library, class_name, dtype
+            components[name] = _load_component(*where)
+            if offload is not None and offload.rereads and name.startswith(TEXT_ENCODER):
+                # Before the next one is loaded: all at once might not fit.
+                offload.add(name, components[name], partial(_load_component, *where))
+    pipeline = getattr(diffusers, index["_class_name"])
+    if file is not None:
+        return load_file(pipeline, file, model_dir, components, inside, dtype)
     try:
-        return getattr(diffusers, index["_class_name"]).from_pretrained(
-            model_dir, **components, dtype=dtype, local_files_only=True
-        )
+        return pipeline.from_pretrained(model_dir, **components, dtype=dtype, local_files_only=True)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise RunError(f"model {model_dir} cannot be loaded: {_first_line(error)}") from error
 
@@ -228,7 +231,7 @@ def _load_component(folder: Path, library: str, class_name: str, dtype: "torch.d
         raise RunError(f"{folder}: components from library {library!r} are not loaded")
     # Without accelerate, diffusers' default for this option only causes a warning.
     options = {"low_cpu_mem_usage": is_accelerate_available()} if library == "diffusers" else {}
-    files, variant = weight_files(folder)
+    files, variant = weight_files(folder, variants_for(_name_of(dtype)))
     weights = files[0]
     try:
         component_class = getattr(importlib.import_module(library), class_name)
@@ -293,15 +296,21 @@ def _resolve_dtype(name: str, device: "torch.device") -> "torch.dtype":
     return getattr(torch, name)
 
 
+def _name_of(dtype: "torch.dtype") -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def quiet_libraries() -> None:
     """Keep the libraries' progress bars and notices out of our own output; errors are still raised."""
+    for name in ("torchao", "torch.utils._pytree"):  # the second is told of torchao's own enumerations
+        logging.getLogger(name).setLevel(logging.ERROR)
     import diffusers.utils.logging
     import huggingface_hub.utils
     import transformers.utils.logging
 
-    for logging in (diffusers.utils.logging, transformers.utils.logging):
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
+    for library in (diffusers.utils.logging, transformers.utils.logging):
+        library.set_verbosity_error()
+        library.disable_progress_bar()
     huggingface_hub.utils.disable_progress_bars()
     huggingface_hub.utils.logging.set_verbosity_error()
 

@@ -31,6 +31,7 @@ from ..samplers.batched import choose_sampler
 from ..samplers.single import NOISING, PerRequestSampler, SamplerState
 from .defaults import ModelDefaults
 from .identity import ModelIdentity
+from .offload import TextOffload
 from .prompt_cache import PromptCache
 from .reuse import TemplateReuse
 
@@ -65,6 +66,7 @@ class ServedModel:
         unbatched: why each request calls a scheduler of its own; None where one update serves all of them.
         reuse: records of templates that edits may read.
         prompts: conditioning of earlier prompts; None where every text is encoded anew.
+        offload: what keeps the text encoders off the device; None where they stay there.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class ServedModel:
         self.reuse = TemplateReuse(
             family, stepper, pipe.scheduler, self.identity, self.device, self.unbatched, self.prepare
         )
+        self.offload: TextOffload | None = None
         self._known_schedules: set[tuple[int, int, Resolution]] = set()
         self._preparing = threading.Lock()
 

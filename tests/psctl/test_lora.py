@@ -1,6 +1,7 @@
-"""`--lora`, `--sampler` and `--revision` as users give them: drawn, edited, served, and over HTTP."""
+"""Options that change or load a model, as users give them: drawn, edited, served, and over HTTP."""
 
 import base64
+import importlib.util
 import io
 import json
 from pathlib import Path
@@ -16,6 +17,7 @@ from patchedserve.data.resolution import Resolution
 
 from ..conftest import RunPsctl
 from ..support.edits import file_of, image_of, mask_of
+from ..support.original_checkpoint import save_original
 from ..support.tiny_models import plain_image, save_tiny, tiny_sdxl
 
 REQUEST = Request(0, "a red hat", Resolution(32, 48), 3, guidance_scale=3.0, seed=4)
@@ -58,6 +60,7 @@ def test_a_sampler_that_is_not_batched_is_told(psctl: Any, model_dir: Path, tmp_
         (("--lora", "style.bin:0.5"), "only .safetensors files are loaded"),
         (("--lora", "style.bin:strong"), "'strong' is not a number; give PATH or PATH:SCALE"),
         (("--sampler", "plms"), "unipc"),
+        (("--config", "sdxl"), "--config sdxl is of single files (.safetensors), and --model is "),
         (("--revision", "v2"), "--revision v2 is of hub ids (org/name), and --model is "),
         (
             ("--revision", "v2", "--model", "emoji-xl"),
@@ -91,6 +94,60 @@ def test_a_revision_is_a_part_of_the_models_name(spawn_psctl: RunPsctl) -> None:
     assert done.returncode == 1
     assert "model someone/tiny cannot be fetched from the hub (HF_HUB_OFFLINE is set)" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_checkpoint_of_a_single_file_is_drawn(psctl: Any, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="the extra single-file is not installed")
+    pipe = tiny_sdxl(widths=(24, 40))
+    config = save_tiny(tmp_path / "config", pipe)
+    for weights in config.rglob("*.safetensors"):
+        weights.unlink()
+    file = save_original(pipe, tmp_path / "model.safetensors")
+    done = psctl(*DRAW, "--model", file, "--config", config, "--quiet")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert np.abs(pixels(Image.open(tmp_path / "hat.png")) - pixels(plain_image(pipe, REQUEST))).max() <= 1
+
+
+def test_text_encoders_leave_the_device(psctl: Any, tmp_path: Path) -> None:
+    assert psctl(*DRAW).returncode == 0
+    usual = pixels(Image.open(tmp_path / "hat.png"))
+    done = psctl(*DRAW, "--offload", "text", "--json")
+    assert done.returncode == 0, done.stderr
+    assert "without --offload" in done.stderr
+    assert (pixels(Image.open(tmp_path / "hat.png")) == usual).all()
+    drawn = json.loads(done.stdout)["offload"]
+    assert drawn["weight_bytes"] < drawn["weight_bytes_while_encoding"] < drawn["weight_bytes_without_offload"]
+    serve = (
+        "serve",
+        "--num-prompts",
+        "3",
+        "--num-inference-steps",
+        "2",
+        "--request-rate",
+        "inf",
+        "--system",
+        "bucketed",
+    )
+    done = psctl(*serve, "--offload", "text", "--json", "--quiet")
+    assert done.returncode == 0, done.stderr
+    served = json.loads(done.stdout)["offload"]
+    assert served["weight_bytes"] == drawn["weight_bytes"]
+    assert served["num_moves"] >= 6
+
+
+def test_weights_in_eight_bits_are_told_as_inexact(spawn_psctl: RunPsctl, model_dir: Path) -> None:
+    done = spawn_psctl(*DRAW, "--model", model_dir, "--quantize", "fp8")
+    if importlib.util.find_spec("torchao") is None:
+        assert done.returncode == 1
+        assert (
+            done.stderr.splitlines()[-1] + "\n"
+            == "Error: torchao is not installed; install it with: pip install 'psctl[quantize]'\n"
+        )
+    else:
+        assert done.returncode == 0, done.stderr
+        assert "weights are kept in fp8: images are near the model's own, not equal to them" in done.stderr
+        assert "torchao" not in done.stderr  # which warns of much as it is imported
+        assert "pytree" not in done.stderr
 
 
 @pytest.fixture

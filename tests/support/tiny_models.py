@@ -125,10 +125,10 @@ def tiny_tokenizer() -> CLIPTokenizer:
     return CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=_TEXT_POSITIONS)
 
 
-def _text_config(num_layers: int = 3) -> CLIPTextConfig:
+def _text_config(num_layers: int = 3, width: int = 32) -> CLIPTextConfig:
     return CLIPTextConfig(
         vocab_size=190,
-        hidden_size=32,
+        hidden_size=width,
         intermediate_size=48,
         projection_dim=32,
         num_hidden_layers=num_layers,
@@ -152,16 +152,18 @@ def _autoencoder(**config: Any) -> AutoencoderKL:
     return AutoencoderKL(**usual | config)
 
 
-def tiny_sdxl(seed: int = 0) -> StableDiffusionXLPipeline:
-    """Return SDXL's architecture, small: two text encoders, three down blocks, 8x autoencoder, Euler."""
+def tiny_sdxl(seed: int = 0, widths: tuple[int, int] = (32, 32)) -> StableDiffusionXLPipeline:
+    """Return SDXL's architecture, small: two text encoders of these widths, which add up to 64, three down blocks, 8x
+    autoencoder, Euler.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         unet = UNet2DConditionModel(**_UNET)
         scheduler: Any = EulerDiscreteScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
         return StableDiffusionXLPipeline(
             vae=_autoencoder(scaling_factor=0.5),
-            text_encoder=CLIPTextModel(_text_config()),
-            text_encoder_2=CLIPTextModelWithProjection(_text_config()),
+            text_encoder=CLIPTextModel(_text_config(width=widths[0])),
+            text_encoder_2=CLIPTextModelWithProjection(_text_config(width=widths[1])),
             tokenizer=tiny_tokenizer(),
             tokenizer_2=tiny_tokenizer(),
             unet=unet,

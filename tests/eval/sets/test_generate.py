@@ -36,7 +36,7 @@ def model(model_dir: Path) -> ServedModel:
 def test_settings_name_the_model_and_what_decides_its_images(model_dir: Path, model: ServedModel) -> None:
     own = manifest_of(model).settings
     assert own["model"] == model.name
-    assert not {"sampler", "lora", "prompt_cache_mb", "parallel"} & set(own)
+    assert not {"sampler", "lora", "prompt_cache_mb", "offload", "parallel"} & set(own)
     # Keeping conditioning changes no image, another sampler does.
     keeps = load_model(str(model_dir), "cpu", "float32", EngineOptions(prompt_cache_mb=8))
     assert manifest_of(keeps).settings == own

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from patchedserve.data.errors import PsctlError, UsageError
+from patchedserve.data.errors import MissingExtraError, PsctlError, UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.models.loading import load_model
@@ -139,3 +139,56 @@ def test_ranks_of_their_own_files_are_refused() -> None:
     for options in (ModelOptions(sampler="unipc"), ModelOptions(lora=["a.safetensors"])):
         with pytest.raises(UsageError, match="--sampler and --lora do not work with --parallel yet"):
             EngineOptions("parallel", parallel=ParallelOptions("virtual:2"), model=options)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize(("build", "part"), [(tiny_sd, "unet"), (tiny_sd3, "transformer"), (tiny_flux, "transformer")])
+def test_weights_in_eight_bits_are_those_of_diffusers(
+    build: Callable[[], Any], part: str, name: Any, tmp_path: Path
+) -> None:
+    torchao = pytest.importorskip("torchao.quantization", reason="the extra quantize is not installed")
+    import diffusers
+
+    pipe, folder = build(), save_tiny(tmp_path / "its", build())
+    exact, exact_latents = getattr(pipe, part), [plain_latents(pipe, request) for request in REQUESTS]
+    config = torchao.Int8WeightOnlyConfig() if name == "int8" else torchao.Float8WeightOnlyConfig()
+    quantised = type(exact).from_pretrained(
+        folder, subfolder=part, quantization_config=diffusers.TorchAoConfig(config), dtype=torch.float32
+    )
+    pipe.register_modules(**{part: quantised})
+    for engine in ("patched", "plain"):
+        model = changed(folder, engine, quantize=name)
+        assert errors(model, pipe) <= TOLERANCE
+        found, expected = model.denoiser.state_dict(), quantised.state_dict()
+        assert all(torch.equal(found[key].dequantize(), expected[key].dequantize()) for key in quantised_keys(expected))
+        assert len(quantised_keys(found)) == len(quantised_keys(expected)) > 10
+    # It is told as inexact, and it is.
+    assert relative_error([plain_latents(pipe, request) for request in REQUESTS], exact_latents) > TOLERANCE
+    assert model.fingerprint != load_model(str(folder)).fingerprint
+
+
+def quantised_keys(weights: dict[str, Any]) -> list[str]:
+    return [key for key, weight in weights.items() if type(weight).__name__ in ("Int8Tensor", "Float8Tensor")]
+
+
+def test_an_adapter_and_eight_bits(tmp_path: Path) -> None:
+    """Adapters are fused into the weights as they are, and these are quantised then."""
+    pytest.importorskip("torchao", reason="the extra quantize is not installed")
+    pytest.importorskip("peft", reason="the extra lora is not installed")
+    from ...support.loras import save_lora
+
+    folder = save_tiny(tmp_path / "its", tiny_sd())
+    adapter = [str(save_lora(tmp_path / "style.safetensors", tiny_sd(), "unet"))]
+    both, fused = (changed(folder, lora=adapter, quantize=name).denoiser.state_dict() for name in ("int8", None))
+    for key in quantised_keys(both):
+        assert relative_error([both[key].dequantize()], [fused[key]]) < 0.01
+
+
+def test_what_does_not_go_with_eight_bits(sd_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"quantize is 'int4', but it must be one of int8, fp8"):
+        ModelOptions(quantize="int4")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"--compile does not work with --quantize yet"):
+        EngineOptions(compile=True, model=ModelOptions(quantize="fp8"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"torchao is not installed; .*psctl\[quantize\]"):
+        changed(sd_dir, quantize="int8")

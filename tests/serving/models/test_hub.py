@@ -10,23 +10,30 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import torch
 
-from ...support.tiny_models import save_tiny, tiny_sdxl
+from ...support.hub import serving_hub
+from ...support.original_checkpoint import save_original
+from ...support.tiny_models import save_tiny, tiny_sd, tiny_sdxl
 
 ID = "someone/tiny"
 
 
-def load(spec: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def load(spec: str, *dtypes: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Load a model in a process of its own, as the hub's client reads its environment once; print its fingerprint."""
     code = (
         "import sys\n"
         "from patchedserve.data.errors import PsctlError\n"
         "from patchedserve.serving.models.loading import load_model\n"
-        "try: print(load_model(sys.argv[1], 'cpu', 'float32').fingerprint)\n"
+        "try: print(*(load_model(sys.argv[1], 'cpu', dtype).fingerprint for dtype in sys.argv[2:] or ['float32']))\n"
         "except PsctlError as error: print(type(error).__name__, error)\n"
     )
     return subprocess.run(
-        [sys.executable, "-c", code, spec], capture_output=True, text=True, check=False, env=os.environ | environment
+        [sys.executable, "-c", code, spec, *dtypes],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | environment,
     )
 
 
@@ -99,3 +106,68 @@ def test_what_the_hub_refuses_is_one_line(refusing_hub: str, spec: str, message:
     assert run.stdout.startswith(message), run.stdout + run.stderr
     assert len(run.stdout.splitlines()) == 1
     assert run.stderr == ""
+
+
+@pytest.fixture(scope="module")
+def repositories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model in both variants, and one in float16 only."""
+    folder = tmp_path_factory.mktemp("repositories")
+    for name, variants in (("both", (None, "fp16")), ("half", ("fp16",))):
+        for variant in variants:
+            pipe = tiny_sdxl() if variant is None else tiny_sdxl().to(torch.float16)
+            pipe.save_pretrained(folder / name, variant=variant)
+    return {f"someone/{path.name}": path for path in folder.iterdir()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "dtype", "mark"),
+    [
+        ("both", "bfloat16", ""),
+        ("both", "float16", ".fp16"),
+        ("half", "float32", ".fp16"),
+    ],
+)
+def test_the_variant_that_is_wanted_is_downloaded(
+    repositories: dict[str, Path], name: str, dtype: str, mark: str, tmp_path: Path
+) -> None:
+    spec = f"someone/{name}"
+    with serving_hub(repositories) as hub:
+        online = load(spec, dtype, HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="0")
+        weights = {file for file in hub.fetched if file.endswith(".safetensors")}
+    assert len(online.stdout.strip()) == 16, online.stdout + online.stderr
+    assert len(weights) == 4
+    assert f"{spec}/unet/diffusion_pytorch_model{mark}.safetensors" in weights
+    # What was downloaded serves offline, and in another format, too.
+    again = load(spec, "float32", "float16", HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1").stdout.split()
+    assert again == online.stdout.split() * 2
+
+
+def test_settings_are_known_before_weights_are_downloaded(repositories: dict[str, Path], tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from patchedserve.serving.models.loading import model_defaults, model_geometry\n"
+        "model_geometry(sys.argv[1])\n"
+        "print(model_defaults(sys.argv[1]).default_resolution, 'torch' in sys.modules)\n"
+    )
+    with serving_hub(repositories) as hub:
+        environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        run = subprocess.run(
+            [sys.executable, "-c", code, "someone/both"], capture_output=True, text=True, check=False, env=environment
+        )
+        assert hub.fetched
+        assert not [file for file in hub.fetched if file.endswith(".safetensors")]
+    assert run.stdout == "64x64 False\n", run.stdout + run.stderr
+
+
+@pytest.mark.slow
+def test_the_configuration_of_a_file_comes_from_the_hub(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="the extra single-file is not installed")
+    pipe, published = tiny_sd(), "stable-diffusion-v1-5/stable-diffusion-v1-5"
+    file = save_original(pipe, tmp_path / "finetuned.safetensors")
+    repository = save_tiny(tmp_path / "repository", pipe)
+    with serving_hub({published: repository}) as hub:
+        online = load(str(file), HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path / "home"), HF_HUB_OFFLINE="0")
+    assert len(online.stdout.strip()) == 16, online.stdout + online.stderr
+    assert not [name for name in hub.fetched if name.endswith(".safetensors")]
+    assert load(str(file), HF_HOME=str(tmp_path / "home"), HF_HUB_OFFLINE="1").stdout == online.stdout

@@ -163,6 +163,20 @@ def test_variants_and_shards_load(tmp_path: Path, variant: str | None, *, shards
         assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
+@pytest.mark.parametrize(("dtype", "variant"), [("float32", None), ("bfloat16", None), ("float16", "fp16")])
+def test_of_two_variants_the_one_with_the_wanted_bits_is_loaded(
+    tmp_path: Path, dtype: str, variant: str | None
+) -> None:
+    pipes: dict[str | None, Any] = {None: tiny_sdxl(0), "fp16": tiny_sdxl(1)}  # other weights, to tell them apart
+    for mark, pipe in pipes.items():
+        pipe.save_pretrained(tmp_path, variant=mark, max_shard_size="60KB" if mark is None else "1GB")
+    loaded = load_model(str(tmp_path), "cpu", dtype).pipe
+    for part in ("unet", "text_encoder", "text_encoder_2"):
+        expected = getattr(pipes[variant], part).to(getattr(torch, dtype)).state_dict()
+        found = getattr(loaded, part).state_dict()
+        assert all(torch.equal(found[key], expected[key]) for key in expected), part
+
+
 def test_half_a_download_names_the_shard_that_is_missing(tmp_path: Path) -> None:
     tiny_sdxl().save_pretrained(tmp_path, variant="fp16", max_shard_size="60KB")
     last = sorted((tmp_path / "unet").glob("*.safetensors"))[-1]
@@ -176,15 +190,18 @@ def test_half_a_download_names_the_shard_that_is_missing(tmp_path: Path) -> None
     [
         ("model.ckpt", "pickled weights are not loaded, as they can run code"),
         ("model.bin", "pickled weights are not loaded, as they can run code"),
-        ("model.safetensors", "models of a single file are not loaded yet; make a diffusers directory"),
-        ("model.gguf", "is a file; a diffusers directory with model_index.json is expected"),
+        ("model.pt@config", "pickled weights are not loaded, as they can run code"),
+        (
+            "model.gguf",
+            "is a file; a .safetensors checkpoint, or a diffusers directory with model_index.json, is expec",
+        ),
     ],
 )
 def test_files_are_refused(tmp_path: Path, name: str, message: str) -> None:
-    (tmp_path / name).write_bytes(b"weights")
+    (tmp_path / name.partition("@")[0]).write_bytes(b"weights")
     with pytest.raises(UsageError, match=message) as caught:
         load_model(str(tmp_path / name))
-    assert name in str(caught.value)
+    assert name.partition("@")[0] in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
