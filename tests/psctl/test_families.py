@@ -38,7 +38,7 @@ def test_generate_and_serve(family: str, script: dict[str, Any], run_psctl: RunP
         "serve", "--num-prompts", "3", *steps, "--resolutions", "64,128", "--request-rate", "20", **common
     )
     assert served.returncode == 0, served.stderr
-    refused = run_psctl("generate", "a hat", "--cache", "patch", "--overwrite", **common)
     if family != "sd3":
+        refused = run_psctl("serve", "--engine", "parallel", "--parallel", "virtual:2", **common)
         assert refused.returncode == 2
-        assert refused.stderr.splitlines()[-1].startswith("Error: --cache does not work with a")
+        assert refused.stderr.splitlines()[-1].startswith("Error: --parallel does not work with a")
