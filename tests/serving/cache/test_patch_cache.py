@@ -46,6 +46,21 @@ def test_options_say_what_is_allowed() -> None:
             CacheOptions(**wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [
+        ("sd35", ["transformer0", "transformer1", "transformer2"]),
+        ("flux", ["transformer0", "transformer1", "single0", "single1"]),
+        ("aura", ["transformer0", "transformer1", "single0", "single1"]),
+        ("lumina2", ["transformer0", "single0", "single1"]),  # one that sees the image alone, two that see both
+        ("qwen", ["transformer0", "transformer1"]),
+    ],
+)
+def test_blocks_of_all_lists_are_cached(name: str, blocks: list[str]) -> None:
+    _, _, cache = cached_model(name, "image", NeverReuse())
+    assert cache.names == blocks
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["image", "patch"])
 @pytest.mark.parametrize("name", ["sdxl", *TRANSFORMERS])
