@@ -22,16 +22,17 @@ class RefinedText(nn.Module):
         self.embed, self.refiner, self.rotary, self.context = embed, refiner, rotary, context
 
     def forward(self, hidden_states: Tensor, timestep: Tensor, encoder_hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Timesteps (rows,), text [rows, length, channels] -> [rows, width] and [1, rows * length, width]."""
-        embed, rows = self.embed, self.context.rows
-        text = self.context.kept["refined text"]
+        """Timesteps (rows,) -> [rows, width], and the text that `refine` has made, [1, rows * length, width]."""
+        embed, kept, rows = self.embed, self.context.kept, self.context.rows
+        assert "refined text" in kept, "a patched model runs inside PatchedModel only"
+        text = kept["refined text"]
         if rows is not None:
             text = text.index_select(0, rows.rows)
         embedded = embed.timestep_embedder(embed.time_proj(timestep).type_as(hidden_states))
         return embedded, text.flatten(0, 1)[None]
 
     def refine(self, text: Tensor, mask: Tensor) -> Tensor:
-        """Text [rows, length, channels] and which of it is valid -> what `context.kept` is to have of it."""
+        """What `context.kept` is to have of the text [rows, length, channels] of a batch, and of its mask."""
         text = self.embed.caption_embedder(text)
         turns = self.rotary._get_freqs_cis(_text_ids(text.shape[1], text.device)[None])
         for block in self.refiner:
