@@ -1,5 +1,6 @@
-"""`psctl generate` and `psctl serve` on small random models of each transformer family, as the script makes them; and the
-whole way of the patch cache, from profile to images, with FLUX.1.
+"""`psctl generate` and `psctl serve` on small random models of each transformer family, as the script makes them.
+
+With FLUX.1, also the whole way of the patch cache, from profile to images.
 """
 
 import json
