@@ -161,7 +161,7 @@ class _CachedTransformerBlock(_Wrapper):
             with self._stream_of(active, length):
                 out = self.run_on(active, **self._part_of(given, active))
         self._gives_both = isinstance(out, tuple)
-        image, texts = self._parted(out, length, active)
+        image, texts = self._parted(out, length, self.context.packing.num_rows if active is None else len(active.rows))
         cache.keep(self.number, (tokens,), (image,), texts, active)
         return out if active is None else self._kept(given)
 
@@ -208,12 +208,11 @@ class _CachedTransformerBlock(_Wrapper):
 
         return {name: part(value) for name, value in given.items()}
 
-    def _parted(self, out: Any, length: int, active: Active) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _parted(self, out: Any, length: int, num_rows: int) -> tuple[Tensor, tuple[Tensor, ...]]:
         """What a block has given: image tokens [tokens, channels], and texts [rows, length, channels], if any."""
         text, image = out if self._gives_both else (None, out)
         tokens = image.flatten(0, 1)
         if not self._has_text_beside and length:
-            num_rows = self.context.packing.num_rows if active is None else len(active.rows)
             text, tokens = tokens[: num_rows * length].view(num_rows, length, -1), tokens[num_rows * length :]
         return tokens, () if text is None or not length else (text,)
 
@@ -223,5 +222,9 @@ class _CachedTransformerBlock(_Wrapper):
         texts, image = store.row_outputs, store.outputs[0]
         if self._has_text_beside:
             return texts[0] if texts else None, image.view(like.shape)
-        out = (torch.cat([texts[0].flatten(0, 1), image]) if texts else image).view(like.shape)
-        return (given["encoder_hidden_states"], out) if self._gives_both else out
+        stream = (torch.cat([texts[0].flatten(0, 1), image]) if texts else image).view(like.shape)
+        out = (given["encoder_hidden_states"], stream) if self._gives_both else stream
+        if texts:
+            image, texts = self._parted(out, texts[0].shape[1], len(texts[0]))
+            self.cache.hold(self.number, (image,), texts)
+        return out
