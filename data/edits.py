@@ -42,7 +42,7 @@ class TemplateSpec:
         if not 0 <= self.seed < 1 << 63:
             raise UsageError(f"the template's seed is {self.seed}, but it must be from 0 to {(1 << 63) - 1}")
         if self.kind == "trajectory" and (self.prompt or self.seed):
-            raise UsageError("the template is of the image's own generation, which has its prompt and seed already")
+            raise UsageError("template_kind trajectory is of a generation, which has its prompt and seed already")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

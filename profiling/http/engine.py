@@ -116,8 +116,8 @@ def build_engine(
     if model is None:
         model = load_model(recipe.model, recipe.device, recipe.dtype, recipe.options)
     if recipe.templates is not None:
-        model.use_keep(recipe.templates.keep)
-        model.templates = TemplateStore(recipe.workspace.templates)
+        model.reuse.use_keep(recipe.templates.keep)
+        model.reuse.store = TemplateStore(recipe.workspace.templates)
     defaults, place, system = model.defaults, recipe.workspace, recipe.system
     prompts = itertools.cycle(load_prompts())
 

@@ -151,7 +151,7 @@ def _follow(engine: BuiltEngine, metrics: "Metrics") -> None:
 
     if (correction := engine.correction) is not None:
         metrics.predictor_scale.set_function(lambda: correction.scale)
-    if (templates := engine.model.templates) is not None:
+    if (templates := engine.model.reuse.store) is not None:
         metrics.templates_recorded.set_function(lambda: templates.num_added)
     stepper = engine.model.stepper
     if isinstance(stepper, PatchedStepper) and (cache := stepper.model.cache) is not None:

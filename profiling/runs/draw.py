@@ -43,8 +43,9 @@ def draw_images(
     from ...serving.scheduling.policies import get_policy
 
     if (edit := requests[0].edit) is not None and edit.template is not None:
-        if model.is_worth_masking(edit):
-            model.use_template(requests[0], place.templates, start_phase("template", requests[0].num_inference_steps))
+        if model.reuse.is_worth_masking(edit):
+            advance = start_phase("template", requests[0].num_inference_steps)
+            model.reuse.use_template(requests[0], place.templates, advance)
         else:
             share = model.family.geometry.active_share(edit)
             on_note(f"The mask touches {share:.0%} of the image's cells: it is faster to compute all of them.")
@@ -54,7 +55,7 @@ def draw_images(
         model,
         get_policy("continuous"),
         max_batch_size=max_batch_size,
-        collector=InMemory(keep_latents=bool(model.trajectories)),
+        collector=InMemory(keep_latents=bool(model.reuse.trajectories)),
         image_path=lambda request: paths[request.request_id],
         on_step=lambda row: advance(row.active),
     )
@@ -91,7 +92,7 @@ def draw_with_records(
         for request in requests:
             spool = Path(spools, str(request.request_id))
             spool.mkdir()
-            model.start_trajectory(request, spool)
+            model.reuse.start_trajectory(request, spool)
         result = draw_images(
             model,
             requests,
@@ -108,7 +109,7 @@ def draw_with_records(
             path = paths[record.request_id]
             pixels, latents = read_image(path.read_bytes(), str(path)), result.latents[record.request_id]
             try:
-                key = model.end_trajectory(by_id[record.request_id], pixels, latents, store)
+                key = model.reuse.end_trajectory(by_id[record.request_id], pixels, latents, store)
             except OSError as error:
                 raise RunError(f"the record of {path} cannot be written to {place.templates}: {error}") from error
             names[record.request_id] = key.digest

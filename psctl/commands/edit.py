@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -15,9 +15,6 @@ from ..options.target import Target
 from ..options.templates import KeepFlag, TemplateKindFlag, TemplatePrompt, TemplateSeed, require_keep, require_masked
 from ..output import Output
 from .generate import draw, image_paths
-
-if TYPE_CHECKING:
-    from ...data.templates import Keep
 
 
 def edit(
@@ -87,7 +84,7 @@ def edit(
     """
     from ...data.datasets.decode import read_content
     from ...data.edits import EditSpec, TemplateSpec, read_image, read_mask
-    from ...serving.models.loading import model_geometry
+    from ...serving.models.loading import model_geometry, resolve_device
 
     if reuse:
         require_masked(engine)
@@ -123,7 +120,10 @@ def edit(
     geometry.check_size(spec.resolution, target.model)
     geometry.check_edit(first)
     if template_kind == "trajectory":
-        _require_record(first, keep, target)
+        from ...serving.editing.templates import TemplateStore
+
+        place = target.root.for_model(target.model, str(resolve_device(target.device)))
+        TemplateStore(place.templates).require_generation(first, keep)
     paths = image_paths(output, num_images, overwrite=overwrite)
     share = geometry.active_share(spec)
     if spec.mask.all():
@@ -138,14 +138,3 @@ def edit(
         keep=keep,
         facts={"mask_ratio": spec.mask_ratio, "active_share": share},
     )
-
-
-def _require_record(request: Request, keep: "Keep", target: Target) -> None:
-    """Raise UsageError unless the workspace has a record of the generation of an edit's image."""
-    from ...serving.editing.templates import TemplateStore, facts_of, no_generation
-    from ...serving.models.loading import resolve_device
-
-    place = target.root.for_model(target.model, str(resolve_device(target.device)))
-    wanted = facts_of(request, keep).items()
-    if not any(wanted <= each["about"].items() for each in TemplateStore(place.templates).list() if "about" in each):
-        raise no_generation(request, keep)

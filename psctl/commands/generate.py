@@ -132,7 +132,7 @@ def draw(
     from ...profiling.runs.draw import draw_images, draw_with_records
 
     served, place = target.load(out, engine)
-    served.use_keep(keep)
+    served.reuse.use_keep(keep)
     for request in requests:
         served.check_request(request)
     with out.status("Measuring which way of convolving is faster ..."):
@@ -149,8 +149,9 @@ def draw(
             )
 
     images = [_describe(record) for record in result.records]
-    for image in images if save_templates else ():
-        image["template"] = templates.get(image["id"])
+    if save_templates:
+        for image in images:
+            image["template"] = templates.get(image["id"])
     served.close()
     payload = {"model": target.model, "device": str(served.device), "duration_s": result.duration_s, "images": images}
     out.data(payload | (facts or {}), table=lambda: _table(images))

@@ -73,11 +73,11 @@ def serve(
         psctl serve --trace gamma --cv 3 --duration 60 --resolutions 128,256 --mix 3,1 --system diffusers
         psctl serve --trace requests.jsonl --json --output-file summary.json
         psctl serve --edits 0.5 --mask-ratios public --templates 8 --request-rate 2
-        psctl serve --cascade emoji-xl:4,emoji-xl:50 --workers 2 --request-rate 0.5 --slo-scale 4
+        psctl serve --cascade emoji-xl-turbo:1,emoji-xl:50 --workers 2 --request-rate 0.5 --slo-scale 4
         psctl serve --http --port 8000
         psctl serve --http --num-replicas 4 --device cuda
         psctl serve --http --reuse-templates
-        psctl serve --http --cascade emoji-xl:4,emoji-xl:50 --workers 2 --slo-scale 4
+        psctl serve --http --cascade emoji-xl-turbo:1,emoji-xl:50 --workers 2 --slo-scale 4
     """
     # Everything that can be wrong is looked at before torch is imported and the model loaded.
     from ...profiling.report.table import to_rich

@@ -117,7 +117,7 @@ def simulate(
         psctl simulate --gpus 8 --router least-requests --request-rate 20
         psctl simulate --latency table.csv --trace diurnal --amplitude 0.9 --period 3600 --duration 7200
         psctl simulate --system distrifusion-fcfs --speedups model --gpus 3
-        psctl simulate --cascade emoji-xl:4,emoji-xl:50 --gpus 16 --trace diurnal --request-rate 20 --slo-scale 3
+        psctl simulate --cascade emoji-xl-turbo:1,emoji-xl:50 --gpus 16 --trace diurnal --request-rate 20 --slo-scale 3
         psctl simulate --latency table.csv --trace azure --arrivals splitwise_code.csv --request-rate 5 --json
     """
     from ...data.figures import write_figures

@@ -61,10 +61,10 @@ def templates_add(
     model_geometry(target.model).check_size(edit.resolution, target.model)
     served, place = target.load(out)
     served.check_request(request)
-    served.use_keep(keep)
+    served.reuse.use_keep(keep)
     with out.phases() as start:
-        is_new = served.use_template(request, place.templates, start("template", request.num_inference_steps))
-    key = served.template_key(request)
+        is_new = served.reuse.use_template(request, place.templates, start("template", request.num_inference_steps))
+    key = served.reuse.key_of(request)
     assert key is not None
     served.close()
     if not (place.templates / key.digest).is_dir():

@@ -14,7 +14,7 @@ from ..flags import Flags, flag, preset
 _HELP = "A light and a heavy model, each with :STEPS behind it where it does not take its own number of steps."
 Cascade = Annotated[str, flag("--cascade", _HELP, metavar="LIGHT,HEAVY")]
 PROFILE_FILE = "cascade.json"
-DEFAULT_CASCADE = "emoji-xl:4,emoji-xl:50"
+DEFAULT_CASCADE = "emoji-xl-turbo:1,emoji-xl:50"
 
 
 def _set_system(context: typer.Context, cascade: str | None) -> str | None:

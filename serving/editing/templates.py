@@ -248,6 +248,12 @@ class TemplateStore:
                 found.append({"id": place.name, "error": str(error) or type(error).__name__, "created": 0.0})
         return sorted(found, key=lambda each: -each["created"])
 
+    def require_generation(self, request: Request, keep: Keep) -> None:
+        """Raise UsageError unless there is a record of the generation of an edit's image, by any model's schedule."""
+        wanted = facts_of(request, keep).items()
+        if not any(wanted <= each["about"].items() for each in self.list() if "about" in each):
+            raise no_generation(request, keep)
+
     def check(self, template_id: str) -> None:
         """Compare a record with its checksums. Raises RunError: it is damaged; UsageError: there is none of this id."""
         self._require(template_id)

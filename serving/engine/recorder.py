@@ -11,7 +11,8 @@ from torch import Tensor
 from ...data.requests import Request
 from ..core.prepared import PreparedRequest
 from ..editing.templates import TemplateKey
-from ..models.served import PASSES_TOGETHER, ServedModel
+from ..models.reuse import PASSES_TOGETHER
+from ..models.served import ServedModel
 from .stages import StageThread
 
 _MOST_WAITING, _MOST_GIVEN_UP = 16, 1024
@@ -32,8 +33,8 @@ class TemplateRecorder:
     """
 
     def __init__(self, model: ServedModel, changed: threading.Condition, on_error: Callable[[], None]) -> None:
-        assert model.templates is not None, "there is no place for records"
-        self._model, self._store, self._changed = model, model.templates, changed
+        assert model.reuse.store is not None, "there is no place for records"
+        self._model, self._store, self._changed = model, model.reuse.store, changed
         self._open: set[str] = set()
         self._given_up: deque[str] = deque(maxlen=_MOST_GIVEN_UP)
         self._due: Sequence[PreparedRequest] = ()
@@ -65,10 +66,10 @@ class TemplateRecorder:
             edit is None
             or edit.template is None
             or edit.template.kind != "noised"
-            or not self._model.is_worth_masking(edit)
+            or not self._model.reuse.is_worth_masking(edit)
         ):
             return
-        key = self._model.template_key(request)
+        key = self._model.reuse.key_of(request)
         if key is None or key.digest in self._open or key.digest in self._given_up or len(self._open) >= _MOST_WAITING:
             return
         self._open.add(key.digest)
@@ -78,7 +79,7 @@ class TemplateRecorder:
         """Take passes that are due, in one batch, for as many requests as it has places for; in the engine's thread."""
         passes, self._due = self._due[:num_free], ()
         try:
-            self._taken.put(self._model.record(passes))
+            self._taken.put(self._model.reuse.record(passes))
         except Exception as error:  # noqa: BLE001  the requests in the batch know nothing of it
             self._taken.put(error)
 
@@ -103,7 +104,7 @@ class TemplateRecorder:
             self._open.discard(key.digest)
 
     def _seen(self, request: Request) -> Iterator[Sequence[Mapping[str, Tensor]]]:
-        passes = self._model.template_passes(request)
+        passes = self._model.reuse.template_passes(request)
         while passes:
             with self._changed:
                 self._due = passes[:PASSES_TOGETHER]

@@ -5,9 +5,12 @@ symbols in it. Blocks of one kind share it. The whole model is not compiled: its
 they run, and torch's own GroupNorm and convolution kernels have little left to fuse.
 """
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch._dynamo
+import torch.fx.experimental._config
 from torch import nn
 
 from ..core.attention import FusedLinear
@@ -17,12 +20,17 @@ _MOST_GRAPHS = 64
 """Of a class of blocks: kinds of blocks times numbers of resolutions. More run uncompiled; torch says so."""
 
 
-def compiler_settings() -> AbstractContextManager[object]:
+@contextmanager
+def compiler_settings() -> Iterator[None]:
     """What the compiler must know whenever blocks run; each thread has settings of its own.
 
-    The layout is reached through the leaves, and integers there would be constants: a graph for every batch.
+    The layout is reached through the leaves, and integers there would be constants: a graph for every batch. And sizes
+    that are equal in the first batch would have to be equal in all that share its graph.
     """
-    return torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=_MOST_GRAPHS)
+    graphs = torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=_MOST_GRAPHS)
+    sizes: Any = torch.fx.experimental._config
+    with graphs, sizes.patch(use_duck_shape=False):
+        yield
 
 
 def compile_blocks(model: nn.Module, *, backend: str = "inductor") -> int:

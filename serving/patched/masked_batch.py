@@ -15,8 +15,8 @@ from .masked import MaskedPasses, Seen
 from .text import conditions_of
 
 
-class MaskedBatch:
-    """Edits of any templates, masks, sizes and steps.
+class _OwnPasses:
+    """Requests that take passes of their own kind, by size.
 
     Attributes:
         together: the batch itself.
@@ -33,15 +33,28 @@ class MaskedBatch:
         active: Sequence[PreparedRequest],
     ) -> None:
         self._passes, self._batch = passes, sorted(active, key=lambda prepared: by_size(prepared.size))
-        sizes = [prepared.size for prepared in self._batch]
+        self._packing = passes.pack([prepared.size for prepared in self._batch])
         row_packing = passes.pack([size for each in self._batch for size in [each.size] * each.num_rows])
         self._conditions, repeats = conditions_of(self._batch, conditions, shorten=passes.shorten)
-        cells = [cells_of(each, passes.cell) for each in self._batch]
-        by_row = [own for own, each in zip(cells, self._batch, strict=True) for _ in range(each.num_rows)]
-        self._rows = passes.batch(row_packing, repeats=repeats, active=by_row)
+        self._rows = passes.batch(row_packing, repeats=repeats, active=self._active())
         self.together = DenoiseBatch(
-            self._batch, passes.pack(sizes), row_packing, sampler, self._predict, dtype=passes.dtype
+            self._batch, self._packing, row_packing, sampler, self._predict, dtype=passes.dtype
         )
+
+    def _active(self) -> list[Booleans] | None:
+        """Of each row, which cells are computed; None: all."""
+        return None
+
+    def _predict(self, tokens: Tensor, timesteps: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class MaskedBatch(_OwnPasses):
+    """Edits of any templates, masks, sizes and steps."""
+
+    def _active(self) -> list[Booleans]:
+        cells = [cells_of(each, self._passes.cell) for each in self._batch]
+        return [own for own, each in zip(cells, self._batch, strict=True) for _ in range(each.num_rows)]
 
     def _predict(self, tokens: Tensor, timesteps: Tensor) -> Tensor:
         seen: list[Seen] = []
@@ -57,30 +70,8 @@ class MaskedBatch:
         return self._passes.run(self._rows, seen, tokens, timesteps, self._conditions)
 
 
-class RecordedBatch:
-    """Generations of any sizes and steps each pass of which is recorded, see `core.prepared.OnPass`.
-
-    Attributes:
-        together, forecast: as of `MaskedBatch`.
-    """
-
-    forecast: frozenset[int] = frozenset()
-
-    def __init__(
-        self,
-        passes: MaskedPasses,
-        conditions: Conditions,
-        sampler: BatchedSampler,
-        active: Sequence[PreparedRequest],
-    ) -> None:
-        self._passes, self._batch = passes, sorted(active, key=lambda prepared: by_size(prepared.size))
-        self._packing = passes.pack([prepared.size for prepared in self._batch])
-        row_packing = passes.pack([size for each in self._batch for size in [each.size] * each.num_rows])
-        self._conditions, repeats = conditions_of(self._batch, conditions, shorten=passes.shorten)
-        self._rows = passes.batch(row_packing, repeats=repeats)
-        self.together = DenoiseBatch(
-            self._batch, self._packing, row_packing, sampler, self._predict, dtype=passes.dtype
-        )
+class RecordedBatch(_OwnPasses):
+    """Generations of any sizes and steps each pass of which is recorded, see `core.prepared.OnPass`."""
 
     def _predict(self, tokens: Tensor, timesteps: Tensor) -> Tensor:
         predicted, rows = self._passes.record(self._rows, tokens, timesteps, self._conditions)

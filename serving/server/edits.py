@@ -45,7 +45,7 @@ _VALUES = (
 _VALUE = re.compile(r"true|false|-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?([eE][-+]?[0-9]{1,3})?", re.ASCII)
 _FORMATS = re.compile(rb"\x89PNG\r\n\x1a\n|\xff\xd8\xff|RIFF.{4}WEBP", re.DOTALL)
 """How OpenAI's formats begin. Pillow knows many more, some of which run other programs."""
-_PARAM = re.compile("(?:the )?(image|mask|strength|feather_px)")
+_PARAM = re.compile("(?:the )?(image|mask|strength|feather_px|template_kind)")
 """How messages about edits begin: with the field."""
 
 
@@ -117,7 +117,9 @@ def parse_edit(
 
 
 def _template_of(fields: Fields, model: ModelFacts, limits: Limits) -> TemplateSpec | None:
-    """What an edit's record is of; None for an exact edit. Raises ApiError: nothing is reused."""
+    """What an edit's record is of; None for an exact edit. Raises ApiError: nothing is reused; UsageError: its parts do
+    not go together.
+    """
     reuse = fields.flag("reuse", model.reuses_templates)
     if reuse and not model.reuses_templates:
         raise invalid("reuse is true, but edits are exact here: the server has no --reuse-templates", "reuse")
@@ -127,8 +129,6 @@ def _template_of(fields: Fields, model: ModelFacts, limits: Limits) -> TemplateS
     prompt = fields.text("template_prompt", most=limits.max_prompt) or ""
     seed = fields.whole("template_seed", 0, 0, MAX_SEED)
     kind: Any = fields.word("template_kind", "noised", TEMPLATE_KINDS)
-    if kind != "noised" and (prompt or seed):
-        raise invalid("template_kind trajectory is of a generation, which has its prompt and seed", "template_kind")
     return TemplateSpec(prompt, seed, kind) if reuse else None
 
 

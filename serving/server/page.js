@@ -4,7 +4,9 @@
   const hues = new Map();
   let key = sessionStorage.getItem("psctl-key") || "";
   let drawing = null;
+  let drawn = null;
   let isCascade = false;
+  const brush = new Brush(at("picture"), at("mask"));
 
   const headers = (more = {}) => (key ? { ...more, Authorization: `Bearer ${key}` } : more);
   const seconds = (value) => (value === null || value === undefined ? "-" : value < 1 ? `${Math.round(value * 1000)} ms` : `${value.toFixed(1)} s`);
@@ -225,26 +227,58 @@
     // Each model of a cascade takes its own steps, and there are no partial images of it.
     isCascade = Boolean(card.cascade);
     at("steps").disabled = isCascade;
+    at("file-line").hidden = isCascade;
+  }
+
+  async function startEdit(file) {
+    try {
+      await brush.load(file);
+    } catch (error) {
+      at("told").textContent = "this file is no image that the browser knows";
+      return;
+    }
+    at("edit").hidden = false;
+    at("go").textContent = "Edit";
+    at("size").disabled = true;
+    at("told").textContent = "";
+  }
+
+  function endEdit() {
+    brush.leave();
+    at("edit").hidden = true;
+    at("file").value = "";
+    at("go").textContent = "Draw";
+    at("size").disabled = false;
+  }
+
+  // What is asked for: JSON of a new image, or the form of an edit.
+  async function requestOf(body) {
+    if (!brush.image) {
+      const options = { headers: headers({ "Content-Type": "application/json" }), body: JSON.stringify({ ...body, size: at("size").value }) };
+      return ["/v1/images/generations", options];
+    }
+    const form = new FormData();
+    for (const [name, value] of Object.entries({ ...body, strength: Number(at("strength").value) })) form.append(name, String(value));
+    form.append("image", brush.image, "image");
+    form.append("mask", await brush.maskFile(), "mask.png");
+    return ["/v1/images/edits", { headers: headers(), body: form }];
   }
 
   async function draw(submitted) {
     submitted.preventDefault();
-    const body = { prompt: at("prompt").value, size: at("size").value, stream: true, progress: true };
+    const body = { prompt: at("prompt").value, stream: true, progress: true };
     if (!isCascade) body.partial_images = 3;
     if (!isCascade && at("steps").value) body.num_inference_steps = Number(at("steps").value);
     if (at("seed").value) body.seed = Number(at("seed").value);
     at("go").disabled = true;
     at("stop").disabled = false;
     at("told").textContent = "waiting";
+    at("edit-drawn").hidden = true;
     drawing = new AbortController();
     const started = performance.now();
     try {
-      const response = await fetch("/v1/images/generations", {
-        method: "POST",
-        headers: headers({ "Content-Type": "application/json" }),
-        body: JSON.stringify(body),
-        signal: drawing.signal,
-      });
+      const [address, asked] = await requestOf(body);
+      const response = await fetch(address, { ...asked, method: "POST", signal: drawing.signal });
       if (!response.ok) {
         at("told").textContent = (await response.json()).error.message;
         return;
@@ -257,10 +291,12 @@
           at("image").alt = body.prompt;
           at("caption").textContent = body.prompt;
         }
-        if (event.type === "image_generation.progress") at("told").textContent = isCascade ? `step ${event.steps_done}` : `step ${event.steps_done} of ${event.num_inference_steps}`;
-        if (event.type === "image_generation.partial_image") at("image").dataset.partial = event.partial_image_index;
-        if (event.type === "image_generation.completed") {
+        if (event.type.endsWith(".progress")) at("told").textContent = isCascade ? `step ${event.steps_done}` : `step ${event.steps_done} of ${event.num_inference_steps}`;
+        if (event.type.endsWith(".partial_image")) at("image").dataset.partial = event.partial_image_index;
+        if (event.type.endsWith(".completed")) {
           at("image").dataset.partial = "final";
+          at("edit-drawn").hidden = isCascade;
+          drawn = new Blob([Uint8Array.from(atob(event.b64_json), (letter) => letter.charCodeAt(0))]);
           at("told").textContent = `done in ${seconds((performance.now() - started) / 1000)}, seed ${event.seed}${event.model ? `, by ${event.model}` : ""}`;
         }
       }
@@ -274,6 +310,12 @@
 
   at("draw").addEventListener("submit", draw);
   at("stop").addEventListener("click", () => drawing && drawing.abort());
+  at("file").addEventListener("change", () => { const [file] = at("file").files; if (file) startEdit(file); });
+  at("edit-drawn").addEventListener("click", () => startEdit(drawn));
+  at("no-edit").addEventListener("click", endEdit);
+  at("clear").addEventListener("click", () => brush.clear());
+  at("width").addEventListener("input", () => { brush.width_px = Number(at("width").value); });
+  at("erase").addEventListener("change", () => { brush.erases = at("erase").checked; });
   at("use-key").addEventListener("click", () => { key = at("key").value; sessionStorage.setItem("psctl-key", key); learn(); });
   learn().catch(() => {});
   follow();

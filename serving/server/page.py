@@ -27,8 +27,10 @@ def page_response() -> Response:
 
 @cache
 def _page() -> str:
-    parts = {name: _read(name) for name in ("page.html", "page.css", "page.js")}
-    return parts["page.html"].replace("@STYLE@", parts["page.css"]).replace("@SCRIPT@", parts["page.js"])
+    page = _read("page.html")
+    for mark, name in (("@STYLE@", "page.css"), ("@BRUSH@", "brush.js"), ("@SCRIPT@", "page.js")):
+        page = page.replace(mark, _read(name))
+    return page
 
 
 def _read(name: str) -> str:

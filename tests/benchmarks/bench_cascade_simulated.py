@@ -71,7 +71,7 @@ def worst_image(summary: dict[str, Any], bank: Bank) -> tuple[int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--cascade", default="emoji-xl:4,emoji-xl:50")
+    parser.add_argument("--cascade", default="emoji-xl-turbo:1,emoji-xl:50")
     parser.add_argument("--workspace", type=Path, default=Path("psctl-workspace"))
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--system", default="diffserve")

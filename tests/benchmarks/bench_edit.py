@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--output-file", type=Path)
     given = parser.parse_args()
     model = load_model(given.model, given.device, given.dtype)
-    model.masked_up_to = 1.0
+    model.reuse.masked_up_to = 1.0
     points: list[Point] = []
     with tempfile.TemporaryDirectory() as folder:
         model.tune([Resolution(given.side, given.side)], Path(folder))
@@ -91,7 +91,7 @@ def main() -> None:
         shares = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
         for cells in sorted({max(1, round(most * share**0.5)) for share in shares}):
             requests = edits_of(model, given.side, given.batch, cells)
-            model.use_template(requests[0], Path(folder) / "templates", lambda count: None)
+            model.reuse.use_template(requests[0], Path(folder) / "templates", lambda count: None)
             masked_s, whole_s = measured(model, requests)
             ratio = median(whole / masked for masked, whole in zip(masked_s, whole_s, strict=True))
             points.append(Point((cells / most) ** 2, median(masked_s), median(whole_s), ratio))

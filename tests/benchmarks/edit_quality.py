@@ -100,7 +100,7 @@ def _box(placement: Placement, size: Resolution) -> tuple[int, int, int, int]:
 
 def drawn(model: ServedModel, edits: Sequence[Edit], store: TemplateStore | None) -> dict[int, Image.Image]:
     """The images of edits, with records from a store or without."""
-    model.templates = store
+    model.reuse.store = store
     engine = Engine(model, get_policy("continuous"), max_batch_size=_AT_ONCE, collector=InMemory(keep_images=True))
     for edit in edits:
         engine.submit(edit.request)
@@ -210,8 +210,8 @@ def main() -> None:
             # Records of other edits are not read again.
             store = TemplateStore(Path(folder) / str(start))
             for edit in some:
-                model.templates = store
-                model.use_template(edit.request, store.folder, lambda count: None)
+                model.reuse.store = store
+                model.reuse.use_template(edit.request, store.folder, lambda count: None)
                 assert edit.request.edit is not None
                 shares.append(model.family.geometry.active_share(edit.request.edit))
             for side, used in (("whole", None), ("reuse", store)):
@@ -224,7 +224,7 @@ def main() -> None:
         "model": given.model,
         "num_edits": given.num_edits,
         "active_share": float(np.mean(shares)),
-        "read_a_record": float(np.mean([share <= model.masked_up_to for share in shares])),
+        "read_a_record": float(np.mean([share <= model.reuse.masked_up_to for share in shares])),
         **summary_of(values),
     }
     print(json.dumps(result, indent=1))

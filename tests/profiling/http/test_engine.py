@@ -31,7 +31,7 @@ def test_whether_templates_are_read_and_who_records_them(templates: TemplateOpti
             templates=templates,
         )
     )
-    store = built.model.templates
+    store = built.model.reuse.store
     assert (None if store is None else store.folder) == (None if templates is None else place.templates)
     assert built.facts.model.reuses_templates == (templates is not None)
     assert built.setup.records_templates == (templates is not None and templates.record == "first")

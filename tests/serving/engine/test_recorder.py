@@ -32,7 +32,7 @@ TEMPLATE = TemplateSpec("a picture", 5)
 
 def model_in(folder: Path, **bounds: float) -> ServedModel:
     model = build_model(tiny_sdxl(), name="tiny")
-    model.templates, model.masked_up_to = TemplateStore(folder, **bounds), 1.0
+    model.reuse.store, model.reuse.masked_up_to = TemplateStore(folder, **bounds), 1.0
     return model
 
 
@@ -81,8 +81,8 @@ def test_edits_are_exact_until_their_template_is_recorded_once_beside_others(tmp
     reused = [record.request_id for record in edits if record.reused]
     assert reused
     assert {record.reused for record in collector.records if record.request_id >= 100} == {None}
-    assert model.templates is not None
-    assert (model.templates.num_added, len(model.templates.list())) == (1, 1)
+    assert model.reuse.store is not None
+    assert (model.reuse.store.num_added, len(model.reuse.store.list())) == (1, 1)
     exact, ahead = (latents_of(model_in(tmp_path / "none"), edit), latents_of(model_in(tmp_path), edit))
     assert relative_error([collector.latents[0]], [exact]) <= 1e-5
     assert relative_error([collector.latents[reused[0]]], [ahead]) <= 1e-5
@@ -105,8 +105,8 @@ def test_an_engine_that_ends_meanwhile_leaves_no_half_record(tmp_path: Path) -> 
         engine.submit(edit)
         until(lambda: any(tmp_path.glob(".*/step-0003.safetensors")))
     assert list(tmp_path.iterdir()) == []
-    assert model.templates is not None
-    assert model.templates.num_added == 0
+    assert model.reuse.store is not None
+    assert model.reuse.store.num_added == 0
 
 
 def test_what_cannot_be_recorded_is_said_once_and_edits_stay_exact(tmp_path: Path) -> None:
@@ -134,12 +134,12 @@ def test_what_cannot_be_recorded_is_said_once_and_edits_stay_exact(tmp_path: Pat
 @pytest.mark.parametrize(("kind", "template"), [("all", TEMPLATE), ("box", None)])
 def test_what_no_edit_would_read_is_not_recorded(kind: str, template: TemplateSpec | None, tmp_path: Path) -> None:
     model, collector = model_in(tmp_path), InMemory()
-    model.masked_up_to = 0.9
+    model.reuse.masked_up_to = 0.9
     with running(model, collector) as engine:
         engine.submit(edit_request(0, LARGE, kind, num_steps=2, template=template))
         until(lambda: len(collector.records) == 1)
         # Recorded after that of the first edit, if there is one.
         engine.submit(edit_request(1, LARGE, num_steps=3, template=TEMPLATE))
         until(lambda: any(tmp_path.glob("*/manifest.json")))
-    assert model.templates is not None
-    assert [each["about"]["num_inference_steps"] for each in model.templates.list()] == [3]
+    assert model.reuse.store is not None
+    assert [each["about"]["num_inference_steps"] for each in model.reuse.store.list()] == [3]

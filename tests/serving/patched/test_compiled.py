@@ -57,6 +57,9 @@ def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("flux", IMAGE),
         ("aura", IMAGE),
         ("pixart", IMAGE),
+        ("chroma", IMAGE),
+        ("lumina2", IMAGE),
+        ("qwen", IMAGE),
     ],
     ids=str,
 )

@@ -1,11 +1,17 @@
 """The live page in a real browser."""
 
+import base64
+import io
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
+from numpy.typing import NDArray
+from PIL import Image
 from selenium import webdriver
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 
 from ...support.browser import opened_browser
@@ -74,3 +80,61 @@ def test_draw_watch_cancel(server: HttpServer, browser: webdriver.Chrome, tmp_pa
         browser.save_screenshot(str(tmp_path / f"page-{width}.png"))
     errors = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
     assert errors == []
+
+
+def test_edit_with_a_brush(server: HttpServer, browser: webdriver.Chrome, tmp_path: Path) -> None:
+    browser.get(server.url)
+    find = browser.find_element
+
+    def drawn_image(prompt: str) -> NDArray[np.int16]:
+        field = find(By.ID, "prompt")
+        field.clear()
+        field.send_keys(prompt)
+        find(By.ID, "go").click()
+        until(lambda: find(By.ID, "told").text.startswith("done in "))
+        content = str(find(By.ID, "image").get_attribute("src")).partition(",")[2]
+        return np.asarray(Image.open(io.BytesIO(base64.b64decode(content)))).astype(np.int16)
+
+    def painted() -> NDArray[np.bool_]:
+        """What the browser would send as the mask."""
+        script = "const c = document.getElementById('mask'); return c.toDataURL('image/png')"
+        content = browser.execute_script(script).partition(",")[2]
+        return np.asarray(Image.open(io.BytesIO(base64.b64decode(content))).convert("RGBA"))[..., 3] >= 128
+
+    def stroke(start: float, end: float) -> None:
+        """Across the image, from one share of its width to another one."""
+        mask = find(By.ID, "mask")
+        width = mask.size["width"]
+        chain = ActionChains(browser).move_to_element_with_offset(mask, round((start - 0.5) * width), 0)
+        chain.click_and_hold().move_by_offset(round((end - start) * width), 0).release().perform()
+
+    until(lambda: find(By.ID, "status").text == "ready")
+    browser.execute_script("document.getElementById('size').value = '64x32'")
+    first = drawn_image("a lamp")
+    find(By.ID, "edit-drawn").click()
+    until(lambda: find(By.ID, "mask").is_displayed())
+    stroke(0.2, 0.8)
+    assert painted()[16, 16:48].all()
+    find(By.ID, "erase").click()
+    stroke(0.6, 0.8)
+    mask = painted()
+    assert mask[16, 16:28].all()
+    assert not mask[16, 40:].any()
+    browser.save_screenshot(str(tmp_path / "brush.png"))
+    second = drawn_image("a red hat")
+    assert second.shape == first.shape == (32, 64, 3)
+    changed = np.abs(second - first).max(axis=-1) > 0
+    assert changed[mask].mean() > 0.5
+    assert not changed[~mask].any(), "outside the mask are the image's own pixels"
+    # A file whose size the model does not draw: the server's own words are shown.
+    Image.new("RGB", (33, 32)).save(tmp_path / "odd.png")
+    find(By.ID, "file").send_keys(str(tmp_path / "odd.png"))
+    until(lambda: find(By.ID, "told").text == "")
+    find(By.ID, "go").click()
+    until(lambda: "image is 33x32" in find(By.ID, "told").text)
+    find(By.ID, "no-edit").click()
+    assert not find(By.ID, "mask").is_displayed()
+    assert drawn_image("a lamp").shape == (32, 64, 3)
+    (tmp_path / "text.png").write_text("no image")
+    find(By.ID, "file").send_keys(str(tmp_path / "text.png"))
+    until(lambda: "is no image" in find(By.ID, "told").text)

@@ -1,0 +1,131 @@
+"""Records in their folder and in memory: damage, bounds, and what cannot be written or read."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from patchedserve.data.errors import RunError, UsageError
+from patchedserve.serving.editing.templates import MANIFEST, TemplateStore
+from patchedserve.serving.models.build import build_model
+
+from ...support.edits import edit_request
+from ...support.template_records import LARGE, SMALL, TEMPLATE, model_with, serve
+from .test_exact import pipeline
+
+
+@pytest.mark.parametrize("damage", ["truncated", "changed", "missing", "foreign", "manifest"])
+def test_a_damaged_record_is_put_aside_and_the_edit_is_exact(damage: str, tmp_path: Path) -> None:
+    pipe, request = pipeline("sdxl"), edit_request(0, LARGE, template=TEMPLATE)
+    model = model_with(pipe, tmp_path, [request])
+    (place,) = tmp_path.glob("*/" + MANIFEST)
+    step = place.parent / "step-0003.safetensors"
+    content = step.read_bytes()
+    if damage == "truncated":
+        step.write_bytes(content[: len(content) // 2])
+    elif damage == "changed":
+        step.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    elif damage == "missing":
+        step.unlink()
+    elif damage == "foreign":
+        place.write_text(place.read_text().replace("a picture", "another"))
+    else:
+        place.write_text(place.read_text()[:100])
+    # Another process, which has nothing in memory.
+    model.reuse.store = TemplateStore(tmp_path)
+    with pytest.warns(UserWarning, match="is damaged .* it was put aside as"):
+        assert model.prepare(request).template is None
+    assert [path.suffix for path in tmp_path.iterdir()] == [".bad"]
+    assert model.prepare(request).template is None
+    model = model_with(pipe, tmp_path, [request])
+    assert model.prepare(request).template is not None
+
+
+def test_memory_is_bounded_and_what_was_read_last_stays(tmp_path: Path) -> None:
+    requests = [edit_request(0, SMALL, seed=seed, num_steps=2, template=TEMPLATE) for seed in range(3)]
+    model = model_with(pipeline("sdxl"), tmp_path, requests)
+    assert model.reuse.store is not None
+    keys = [model.reuse.key_of(request) for request in requests]
+    records = [model.reuse.store.find(key, model.device) for key in keys if key is not None]
+    assert all(record is not None for record in records)
+    each = records[0].num_bytes if records[0] is not None else 0
+    store = TemplateStore(tmp_path, memory_mb=2.5 * each / 1e6)
+    for index in (0, 1, 0, 2):
+        key = keys[index]
+        assert key is not None
+        assert store.find(key, model.device) is not None
+    assert list(store._held) == [keys[index].digest for index in (0, 2) if keys[index] is not None]  # type: ignore[union-attr]
+
+
+def test_the_folder_is_bounded_and_what_was_read_longest_ago_makes_room(tmp_path: Path) -> None:
+    requests = [edit_request(0, SMALL, seed=seed, num_steps=2, template=TEMPLATE) for seed in range(3)]
+    model = model_with(pipeline("sdxl"), tmp_path / "all", requests)
+    keys = [key for request in requests if (key := model.reuse.key_of(request)) is not None]
+    assert model.reuse.store is not None
+    records = [record for key in keys if (record := model.reuse.store.find(key, model.device)) is not None]
+    store = TemplateStore(tmp_path / "some", memory_mb=0.0, disk_mb=2.5 * records[0].num_bytes / 1e6)
+    for place, key in enumerate(keys[:2]):
+        store.add(key, records[place].steps or (), model.device)
+        os.utime(tmp_path / "some" / key.digest / MANIFEST, (place, place))
+    assert store.find(keys[0], model.device) is not None  # read now, so that the other one is older
+    store.add(keys[2], records[2].steps or (), model.device)
+    assert {each["id"] for each in store.list()} == {keys[0].digest, keys[2].digest}
+    assert sorted(path.name for path in store.folder.iterdir()) == sorted(each["id"] for each in store.list())
+    assert store.find(keys[1], model.device) is None
+
+
+def test_a_record_that_does_not_fit_into_memory_is_read_step_by_step(tmp_path: Path) -> None:
+    pipe, request = pipeline("sdxl"), edit_request(0, LARGE, template=TEMPLATE)
+    held = model_with(pipe, tmp_path, [request])
+    streamed = model_with(pipe, tmp_path)
+    streamed.reuse.store = TemplateStore(tmp_path, memory_mb=0.01)
+    key = held.reuse.key_of(request)
+    assert key is not None
+    found = streamed.reuse.store.find(key, held.device)
+    assert found is not None
+    assert found.steps is None
+    assert torch.equal(serve(held, [request]).latents[0], serve(streamed, [request]).latents[0])
+
+
+def test_a_record_larger_than_the_folder_may_be_is_refused_and_others_stay(tmp_path: Path) -> None:
+    small, large = (edit_request(0, size, num_steps=2, template=TEMPLATE) for size in (SMALL, LARGE))
+    model = model_with(pipeline("sdxl"), tmp_path, [small])
+    assert model.reuse.store is not None
+    (kept,) = model.reuse.store.list()
+    model.reuse.store = TemplateStore(tmp_path, disk_mb=1.5 * kept["bytes"] / 1e6)
+    with pytest.raises(RunError, match="is larger than"):
+        model.reuse.use_template(large, tmp_path, lambda count: None)
+    assert [each["id"] for each in model.reuse.store.list()] == [kept["id"]]
+
+
+def test_what_is_no_record_is_listed_as_damaged(tmp_path: Path) -> None:
+    for name, content in (("a", "{}"), ("b", "[]"), ("c", "no JSON"), (".hidden", "{}")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / MANIFEST).write_text(content)
+    store = TemplateStore(tmp_path)
+    assert sorted(each["id"] for each in store.list()) == ["a", "b", "c"]
+    assert all(each["error"] for each in store.list())
+    with pytest.raises(RunError, match="template a is damaged"):
+        store.check("a")
+    with pytest.raises(UsageError, match="there is no template"):
+        store.remove("../elsewhere")
+    store.remove("b")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".hidden", "a", "c"]
+
+
+def test_reuse_is_refused_where_records_have_no_such_step(tmp_path: Path) -> None:
+    model = build_model(pipeline("sd3"), name="tiny")
+    with pytest.raises(UsageError, match="which leaves out none of 6 steps"):
+        model.reuse.use_template(edit_request(0, LARGE, strength=0.99, template=TEMPLATE), tmp_path, lambda count: None)
+
+
+def test_what_cannot_be_written_is_used_from_memory(tmp_path: Path) -> None:
+    request = edit_request(0, SMALL, num_steps=2, template=TEMPLATE)
+    model = build_model(pipeline("sdxl"), name="tiny")
+    model.reuse.masked_up_to = 1.0
+    (tmp_path / "full").touch()
+    with pytest.warns(UserWarning, match="cannot be written"):
+        assert model.reuse.use_template(request, tmp_path / "full", lambda count: None)
+    assert model.prepare(request).template is not None
+    assert not model.reuse.use_template(request, tmp_path / "full", lambda count: None)

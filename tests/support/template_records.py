@@ -1,0 +1,58 @@
+"""Edits with templates, models that have their records, and an engine that serves them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from patchedserve.data.edits import TemplateSpec
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.data.templates import Keep
+from patchedserve.serving.editing.templates import TemplateStore
+from patchedserve.serving.engine.collectors import InMemory
+from patchedserve.serving.engine.engine import Engine
+from patchedserve.serving.engine.run_result import RunResult
+from patchedserve.serving.models.build import build_model
+from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.scheduling.policies import get_policy
+
+from .edits import edit_request
+
+SMALL, LARGE, WIDE = Resolution(64, 64), Resolution(128, 128), Resolution(96, 64)
+TEMPLATE = TemplateSpec("a picture", 5)
+
+
+def model_with(pipe: Any, folder: Path, requests: Sequence[Request] = (), keep: Keep = "all") -> ServedModel:
+    """With the records of these edits' templates."""
+    model = build_model(pipe, name="tiny")
+    model.reuse.use_keep(keep)
+    model.reuse.store, model.reuse.masked_up_to = TemplateStore(folder), 1.0
+    for request in requests:
+        key = model.reuse.key_of(request)
+        assert key is not None
+        if model.reuse.store.find(key, model.device) is None:
+            model.reuse.store.add(key, model.reuse.recorded(request), model.device)
+    return model
+
+
+def serve(model: ServedModel, requests: Sequence[Request]) -> RunResult:
+    engine = Engine(model, get_policy("continuous"), max_batch_size=8, collector=InMemory(keep_latents=True))
+    for request in requests:
+        engine.submit(request)
+    engine.close()
+    result = engine.run()
+    assert [record.reason for record in result.records] == [None] * len(requests)
+    return result
+
+
+def some(value: Any) -> Any:
+    assert value is not None
+    return value
+
+
+def edits() -> list[Request]:
+    return [
+        edit_request(0, SMALL, "line", template=TEMPLATE),
+        edit_request(1, LARGE, "ellipse", 0.5, num_steps=9, template=TEMPLATE),
+        edit_request(2, WIDE, "line", num_steps=4, guidance_scale=1.0, template=TEMPLATE),
+    ]
