@@ -33,29 +33,52 @@ class QueryGroup:
     context: Tensor
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StreamPart:
+    """What is computed of a stream of tokens: the texts of all rows, one after the other, then the images.
+
+    Attributes:
+        places: (n,) of these tokens in the stream.
+        rows: (n,) for each token the place of its row among the rows that are computed.
+    """
+
+    places: Tensor
+    rows: Tensor
+
+
 class ActiveRows:
     """All cells of some rows of a batch, at least one: a batch of their own, which needs nothing of the other rows.
 
     Attributes:
-        own: tables of that batch, whose cells keep their slots.
+        tables: of the batch that they are part of.
+        own: tables of their own batch, whose cells keep their slots.
         rows: (R,) the rows, ascending.
         cells: (n,) their cells.
     """
 
     def __init__(self, tables: CellTables, rows: Integers) -> None:
-        self._tables = tables
+        self.tables = tables
         starts, self._numbers = tables.row_start.tolist(), rows.tolist()
         cells = np.concatenate([np.arange(starts[row], starts[row + 1]) for row in self._numbers])
         self.own = tables.of_rows(self._numbers, tables.slots[cells])
         self.rows, self.cells = (torch.from_numpy(each).to(tables.device) for each in (rows, cells))
         self._tokens: dict[int, Tensor] = {}
+        self._streams: dict[int, StreamPart] = {}
 
     def tokens(self, level: int) -> Tensor:
         """Their tokens in packed order, as their own batch has them."""
         if level not in self._tokens:
-            tokens = np.concatenate([np.arange(*self._tables.token_span(row, level)) for row in self._numbers])
-            self._tokens[level] = torch.from_numpy(tokens).to(self._tables.device)
+            tokens = np.concatenate([np.arange(*self.tables.token_span(row, level)) for row in self._numbers])
+            self._tokens[level] = torch.from_numpy(tokens).to(self.tables.device)
         return self._tokens[level]
+
+    def stream(self, length: int) -> StreamPart:
+        """Their part of a stream whose texts have so many tokens each."""
+        if length not in self._streams:
+            level = self.own.packing.levels[0]
+            own = level.row_index.repeat_interleave(level.grain**2)
+            self._streams[length] = _stream_part(self, own, length)
+        return self._streams[length]
 
 
 class ActiveSet:
@@ -66,6 +89,7 @@ class ActiveSet:
         self.cells = self._tensor(cells)
         self._rows, self._local = np.unique(tables.row_of_cell[cells], return_inverse=True)
         self._kept: dict[tuple[str | int, ...], Tensor] = {}
+        self._streams: dict[int, StreamPart] = {}
 
     def __len__(self) -> int:
         return len(self._cells)
@@ -94,6 +118,12 @@ class ActiveSet:
     def tokens(self, level: int) -> Tensor:
         """(n * side * side,) their tokens in packed order."""
         return self._own(self.tables.tokens, level)
+
+    def stream(self, length: int) -> StreamPart:
+        """Their part, and the texts of their rows, of a stream whose texts have so many tokens each."""
+        if length not in self._streams:
+            self._streams[length] = _stream_part(self, self.row_index(0, is_by_token=True), length)
+        return self._streams[length]
 
     def slot_tokens(self, level: int) -> Tensor:
         """(n * side * side,) their places in what operators keep."""
@@ -164,6 +194,13 @@ class ActiveSet:
                 )
             )
         return groups
+
+
+def _stream_part(active: ActiveSet | ActiveRows, row_of_token: Tensor, length: int) -> StreamPart:
+    rows, num_rows = active.rows, active.tables.packing.num_rows
+    texts = (rows[:, None] * length + torch.arange(length, device=rows.device)).flatten()
+    own = torch.arange(len(rows), device=rows.device).repeat_interleave(length)
+    return StreamPart(torch.cat([texts, num_rows * length + active.tokens(0)]), torch.cat([own, row_of_token]))
 
 
 Active = ActiveSet | ActiveRows | None

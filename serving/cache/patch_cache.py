@@ -219,6 +219,13 @@ class PatchCache:
         self.stats.peak_bytes = max(self.stats.peak_bytes, self.num_bytes)
         self.stats.overhead_s += time.perf_counter() - started
 
+    def hold(self, block: int, outputs: Tokens, row_outputs: Tokens) -> None:
+        """Keep what is kept of a block in these tensors, which have the same values: the next block is handed them."""
+        store = self.stores[block]
+        self._unregister(store)
+        store.outputs, store.row_outputs = outputs, row_outputs
+        self._register(store)
+
     def keeps_inputs(self, block: int, active: Active) -> bool:
         """Whether the operators of a block that is about to run for whole requests shall keep what they read.
 

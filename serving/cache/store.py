@@ -24,7 +24,7 @@ class BlockStore:
     Attributes:
         keys: (cells,) of the cells, in the order of `tables`.
         outputs: tokens [tokens, channels], of any levels.
-        row_outputs: tensors with one entry per row (SD3's text tokens).
+        row_outputs: tensors with one entry per row: text tokens [rows, length, channels].
         samples: for every input, [cells, sampled tokens * channels] when each cell was last computed.
         square: (cells,) mean square of the samples, float32, never 0.
         is_known: (cells,) whether a cell has been computed.
@@ -107,6 +107,19 @@ class BlockStore:
                 for tensor in self.row_outputs
             )
         self.tables, self.keys = tables, keys
+
+    def fit_text(self, length: int) -> None:
+        """Let `row_outputs` have so many tokens, as the text of the batch now has.
+
+        What texts of a batch have in common at the end is left out of them (`serving.patched.text`): padding, or copies
+        of the last token. So what is cut off here is one of these, and what is added is the last token.
+        """
+        self.row_outputs = tuple(
+            text[:, torch.arange(length, device=text.device).clamp_(max=text.shape[1] - 1)]
+            if text.shape[1] != length
+            else text
+            for text in self.row_outputs
+        )
 
     def count(self, is_reused: NDArray[np.bool_]) -> None:
         """Begin a step at which these cells (cells,) are reused, and the others computed."""

@@ -26,6 +26,7 @@ TRANSFORMER = Transformer(
     call=call,
     joint=Blocks(name="transformer_blocks", kind="ChromaTransformerBlock", modulation="norm1"),
     single=Blocks(name="single_transformer_blocks", kind="ChromaSingleTransformerBlock", modulation="norm"),
+    embed=flux.embed,
     image_ids=flux.image_ids,
     norm_out="norm_out",
     mask="attention_mask",

@@ -22,10 +22,10 @@ def image_ids(height: int, width: int, like: Tensor) -> Tensor:
 
 def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
     """See `transformer.Call`: 2 x 2 latents are one token."""
-    rows, channels, height, width = latents.shape
+    height, width = latents.shape[2:]
     text = conditions["encoder_hidden_states"]
     predicted = model(
-        FluxPipeline._pack_latents(latents, rows, channels, height, width),
+        FluxPipeline._pack_latents(latents, *latents.shape),
         timestep=timesteps.to(latents.dtype) / 1000,
         img_ids=image_ids(height // 2, width // 2, latents),
         txt_ids=text.new_zeros(text.shape[1], 3),
@@ -35,10 +35,16 @@ def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, A
     return FluxPipeline._unpack_latents(predicted, height, width, vae_scale_factor=1)
 
 
+def embed(model: Any, latents: Tensor) -> Tensor:
+    """See `Transformer.embed`."""
+    return model.x_embedder(FluxPipeline._pack_latents(latents, *latents.shape))
+
+
 TRANSFORMER = Transformer(
     call=call,
     joint=Blocks(name="transformer_blocks", kind="FluxTransformerBlock", modulation="norm1.linear"),
     single=Blocks(name="single_transformer_blocks", kind="FluxSingleTransformerBlock", modulation="norm.linear"),
+    embed=embed,
     image_ids=image_ids,
     attention={"FluxAttention": "FluxAttnProcessor"},
     known=frozenset({

@@ -19,8 +19,7 @@ def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, A
     """See `transformer.Call`. Without a mask, which the leaves know, tokens go in as an image one token wide."""
     is_packed, (count, channels, height, width) = "encoder_attention_mask" not in conditions, latents.shape
     if is_packed:
-        side = model.config.patch_size
-        cut = latents.view(count, channels, height // side, side, width // side, side).permute(1, 0, 2, 4, 3, 5)
+        cut = _cut(latents, side := model.config.patch_size)
         latents, conditions = cut.reshape(1, channels, -1, side), {**conditions, "encoder_attention_mask": None}
     predicted = -model(latents, timestep=1 - timesteps / 1000, return_dict=False, **conditions)[0]
     if is_packed:
@@ -29,10 +28,23 @@ def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, A
     return predicted
 
 
+def embed(model: Any, latents: Tensor) -> Tensor:
+    """See `Transformer.embed`."""
+    tokens = _cut(latents, model.config.patch_size).permute(1, 2, 3, 4, 5, 0).flatten(3)
+    return model.x_embedder(tokens.flatten(0, 2)[None])
+
+
+def _cut(latents: Tensor, side: int) -> Tensor:
+    """[rows, channels, height, width] -> [channels, rows, tokens of a column, tokens of a row, side, side]."""
+    rows, channels, height, width = latents.shape
+    return latents.view(rows, channels, height // side, side, width // side, side).permute(1, 0, 2, 4, 3, 5)
+
+
 TRANSFORMER = Transformer(
     call=call,
     joint=Blocks(name="noise_refiner", kind="Lumina2TransformerBlock", modulation="norm1.linear"),
     single=Blocks(name="layers", kind="Lumina2TransformerBlock", modulation="norm1.linear"),
+    embed=embed,
     text_refiner="context_refiner",
     norm_out="norm_out.linear_1",
     mask="encoder_attention_mask",

@@ -20,9 +20,9 @@ from .transformer import Blocks, Transformer
 
 def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
     """See `transformer.Call`."""
-    count, channels, height, width = latents.shape
+    count, _, height, width = latents.shape
     predicted = model(
-        QwenImagePipeline._pack_latents(latents, count, channels, height, width),
+        QwenImagePipeline._pack_latents(latents, *latents.shape),
         timestep=timesteps.to(latents.dtype) / 1000,
         img_shapes=[[(1, height // 2, width // 2)]] * count,
         return_dict=False,
@@ -39,6 +39,7 @@ def turns(embed: Any, height: int, width: int, length: int, device: torch.device
 TRANSFORMER = Transformer(
     call=call,
     joint=Blocks(name="transformer_blocks", kind="QwenImageTransformerBlock", modulation="img_mod.1"),
+    embed=lambda model, latents: model.img_in(QwenImagePipeline._pack_latents(latents, *latents.shape)),
     turns=turns,
     mask="encoder_hidden_states_mask",
     attention={"Attention": "QwenDoubleStreamAttnProcessor2_0"},

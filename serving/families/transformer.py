@@ -43,6 +43,8 @@ class Transformer:
 
     Attributes:
         call: calls the model as its pipeline does; latents are packed and unpacked here where the pipeline does so.
+        embed: makes tokens of latents as the patched model does before its first block, [..., ..., channels]; the cache
+            compares them. None where `pos_embed` makes them.
         joint: blocks with a stream of tokens for the image and one for the text, which attend to both; or with a stream
             for the image, which attends to the text.
         single: the blocks behind them that take both as one stream, text first; None where there are none.
@@ -73,6 +75,7 @@ class Transformer:
     call: Call
     joint: Blocks
     single: Blocks | None = None
+    embed: Callable[[Any, Tensor], Tensor] | None = None
     image_ids: Callable[[int, int, Tensor], Tensor] | None = None
     turns: Callable[[Any, int, int, int, torch.device], tuple[Tensor, Tensor]] | None = None
     positions: Callable[[Any, int, int], Tensor] | None = None

@@ -1,9 +1,11 @@
 """Puts the cache before the blocks of a diffusers model: the block's own `forward` runs, on all cells, some or none."""
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from inspect import signature
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...data.tables.block_facts import BlockFacts
@@ -12,26 +14,32 @@ from ..cache.options import default_patch_size
 from ..cache.patch_cache import PatchCache
 from ..cache.slots import NormSlots, TokenSlots
 from ..core.denoiser import denoiser_of
+from ..families import transformer_of
+from ..families.table import entry_of, token_side
+from .attention import PatchedJointAttention
 from .context import PatchContext, to_patches, to_tokens
 
 
 def install(model: Any, cache: PatchCache, context: PatchContext) -> None:
     """Wrap the blocks of a patched model, whose leaves share a context.
 
-    A U-Net has its down blocks, its middle and its up blocks; SD3 its joint transformer blocks.
+    A U-Net has its down blocks, its middle and its up blocks; a transformer those of all its lists.
     """
+    wrapper = _CachedUNetBlock if transformer_of(model) is None else _CachedTransformerBlock
     for name, module in blocks_of(model):
         leaves = (getattr(leaf, "slots", None) for leaf in module.modules())
         kept = [slots.buffer for slots in leaves if isinstance(slots, TokenSlots | NormSlots)]
         number = cache.add_block(name, kept)
-        wrapper = _CachedTransformerBlock if name.startswith("transformer") else _CachedUNetBlock
         module.forward = wrapper(module, number, cache, context)
 
 
 def blocks_of(model: Any) -> Iterator[tuple[str, Any]]:
     """Names and modules of the blocks that can be cached, in the order in which a step runs them."""
-    if hasattr(model, "transformer_blocks"):
-        yield from ((f"transformer{index}", block) for index, block in enumerate(model.transformer_blocks))
+    transformer = transformer_of(model)
+    if transformer is not None:
+        for prefix, blocks in zip(("transformer", "single"), transformer.lists, strict=False):
+            own = (block for block in getattr(model, blocks.name) if type(block).__name__ == blocks.kind)
+            yield from ((f"{prefix}{index}", block) for index, block in enumerate(own))
         return
     yield from ((f"down{index}", block) for index, block in enumerate(model.down_blocks))
     if model.mid_block is not None:
@@ -48,9 +56,11 @@ def block_facts(pipe: Any, name: str, fingerprint: str, patch_size: int | None) 
     blocks = tuple(block for block, _ in blocks_of(denoiser))
     if patch_size is None:
         config = denoiser.config
-        num_levels, unit = (len(config.block_out_channels), 1) if "down0" in blocks else (1, config.patch_size)
+        is_unet = transformer_of(denoiser) is None
+        unit = 1 if is_unet else token_side(entry_of(type(denoiser).__name__), config)
+        num_levels = len(config.block_out_channels) if is_unet else 1
         # 128 is what the pipelines use for a model that names no size.
-        patch_size = default_patch_size(config.sample_size or 128, num_levels, unit)
+        patch_size = default_patch_size(config.get("sample_size") or 128, num_levels, unit)
     return BlockFacts(name, fingerprint, type(pipe.scheduler).__name__, patch_size, blocks)
 
 
@@ -126,24 +136,95 @@ class _CachedUNetBlock(_Wrapper):
 
 
 class _CachedTransformerBlock(_Wrapper):
-    """A joint block of SD3. The text of a row is computed where one of its patches is."""
+    """A block of a transformer. The text of a row, beside the image or ahead of it in one stream, is computed where one
+    of its patches is.
+    """
 
-    def forward(
-        self, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, **others: Any
-    ) -> tuple[Tensor | None, Tensor]:
-        tokens = hidden_states.reshape(-1, hidden_states.shape[2])
-        decision = self.cache.decide(self.number, (tokens,))
+    def __init__(self, block: nn.Module, number: int, cache: PatchCache, context: PatchContext) -> None:
+        super().__init__(block, number, cache, context)
+        self._signature = signature(block.forward)
+        self._has_text_beside = any(isinstance(leaf, PatchedJointAttention) for leaf in block.modules())
+        self._gives_both = self._has_text_beside
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        cache, given = self.cache, self._signature.bind(*arguments, **named).arguments
+        tokens, length = self._image_of(given["hidden_states"]), self._text_length(given)
+        store = cache.stores[self.number]
+        store.fit_text(length)
+        decision = cache.decide(self.number, (tokens,))
         if decision.kind == "skipped":
-            return self._kept(hidden_states)
-        x, text = hidden_states, encoder_hidden_states
-        if (active := decision.active) is not None:
-            x = tokens.index_select(0, active.tokens(0)).view(-1, *x.shape[1:])
-            text, temb = text.index_select(0, active.rows), temb.index_select(0, active.rows)
-        text, out = self.run_on(active, hidden_states=x, encoder_hidden_states=text, temb=temb, **others)
-        row_outputs = () if text is None else (text,)
-        self.cache.keep(self.number, (tokens,), (out.reshape(-1, out.shape[2]),), row_outputs, active)
-        return (text, out) if active is None else self._kept(hidden_states)
+            return self._kept(given)
+        active = decision.active
+        if active is None:
+            out = self.run_on(None, **given)
+        else:
+            with self._stream_of(active, length):
+                out = self.run_on(active, **self._part_of(given, active))
+        self._gives_both = isinstance(out, tuple)
+        image, texts = self._parted(out, length, self.context.packing.num_rows if active is None else len(active.rows))
+        cache.keep(self.number, (tokens,), (image,), texts, active)
+        return out if active is None else self._kept(given)
 
-    def _kept(self, like: Tensor) -> tuple[Tensor | None, Tensor]:
-        store = self.cache.stores[self.number]
-        return store.row_outputs[0] if store.row_outputs else None, store.outputs[0].view(like.shape)
+    @contextmanager
+    def _stream_of(self, active: ActiveSet | ActiveRows, length: int) -> Iterator[None]:
+        """Let tokens of one stream meanwhile be those of what is active."""
+        context = self.context
+        before, context.stream_rows = context.stream_rows, active.stream(length).rows
+        try:
+            yield
+        finally:
+            context.stream_rows = before
+
+    def _image_of(self, hidden_states: Tensor) -> Tensor:
+        """Image tokens [tokens, channels] of [P, tokens, channels], or of a stream [tokens, 1, channels]."""
+        tokens = hidden_states.flatten(0, 1)
+        return tokens[len(tokens) - self.context.num_tokens :]
+
+    def _text_length(self, given: dict[str, Any]) -> int:
+        """Tokens of the text of a row."""
+        if self._has_text_beside:
+            return given["encoder_hidden_states"].shape[1]
+        return (given["hidden_states"].shape[:2].numel() - self.context.num_tokens) // self.context.packing.num_rows
+
+    def _part_of(self, given: dict[str, Any], active: ActiveSet | ActiveRows) -> dict[str, Any]:
+        """What the block is to be given of its arguments, which have an entry for each row, or for each patch or token
+        as `hidden_states`; angles for each token. Where there are as many of one as of the other, they are the same.
+        """
+        num_rows = self.context.packing.num_rows
+        num_entries, tokens_of_entry = given["hidden_states"].shape[:2]
+        places = active.stream(0 if self._has_text_beside else self._text_length(given)).places
+        entries = places[::tokens_of_entry] // tokens_of_entry
+
+        def part(value: Any) -> Any:
+            if isinstance(value, tuple):
+                length = (len(value[0]) - self.context.num_tokens) // num_rows
+                return tuple(angles.index_select(0, active.stream(length).places) for angles in value)
+            if not isinstance(value, Tensor):
+                return value
+            if len(value) == num_entries:
+                return value.index_select(0, entries)
+            assert len(value) == num_rows, "blocks are given something for each row, patch or token"
+            return value.index_select(0, active.rows)
+
+        return {name: part(value) for name, value in given.items()}
+
+    def _parted(self, out: Any, length: int, num_rows: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """What a block has given: image tokens [tokens, channels], and texts [rows, length, channels], if any."""
+        text, image = out if self._gives_both else (None, out)
+        tokens = image.flatten(0, 1)
+        if not self._has_text_beside and length:
+            text, tokens = tokens[: num_rows * length].view(num_rows, length, -1), tokens[num_rows * length :]
+        return tokens, () if text is None or not length else (text,)
+
+    def _kept(self, given: dict[str, Any]) -> Any:
+        """What the block would give, as it is kept."""
+        store, like = self.cache.stores[self.number], given["hidden_states"]
+        texts, image = store.row_outputs, store.outputs[0]
+        if self._has_text_beside:
+            return texts[0] if texts else None, image.view(like.shape)
+        stream = (torch.cat([texts[0].flatten(0, 1), image]) if texts else image).view(like.shape)
+        out = (given["encoder_hidden_states"], stream) if self._gives_both else stream
+        if texts:
+            image, texts = self._parted(out, texts[0].shape[1], len(texts[0]))
+            self.cache.hold(self.number, (image,), texts)
+        return out

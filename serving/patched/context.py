@@ -64,6 +64,11 @@ class PatchContext:
         return self._packing
 
     @property
+    def batch(self) -> Packing:
+        """Where all rows of the batch lie, also while some of them run by themselves."""
+        return self.packing if self.rows is None else self.rows.tables.packing
+
+    @property
     def level(self) -> Level:
         """The level of the leaf that ran last, as only convolutions and up-sampling change it.
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .context import PatchContext, repeated
+from .streams import begin_stream
 
 
 class RefinedText(nn.Module):
@@ -21,15 +22,17 @@ class RefinedText(nn.Module):
         self.embed, self.refiner, self.rotary, self.context = embed, refiner, rotary, context
 
     def forward(self, hidden_states: Tensor, timestep: Tensor, encoder_hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Timesteps (rows,), text [rows, length, channels] -> [rows, width] and [1, rows * length, width]."""
-        kept, embed = self.context.kept, self.embed
-        if "refined text" not in kept:
-            assert "text mask" in kept, "a patched model runs inside PatchedModel only"
-            kept["refined text"] = self._refine(encoder_hidden_states, kept["text mask"])
+        """Timesteps (rows,) -> [rows, width], and the text that `refine` has made, [1, rows * length, width]."""
+        embed, kept, rows = self.embed, self.context.kept, self.context.rows
+        assert "refined text" in kept, "a patched model runs inside PatchedModel only"
+        text = kept["refined text"]
+        if rows is not None:
+            text = text.index_select(0, rows.rows)
         embedded = embed.timestep_embedder(embed.time_proj(timestep).type_as(hidden_states))
-        return embedded, kept["refined text"].flatten(0, 1)[None]
+        return embedded, text.flatten(0, 1)[None]
 
-    def _refine(self, text: Tensor, mask: Tensor) -> Tensor:
+    def refine(self, text: Tensor, mask: Tensor) -> Tensor:
+        """What `context.kept` is to have of the text [rows, length, channels] of a batch, and of its mask."""
         text = self.embed.caption_embedder(text)
         turns = self.rotary._get_freqs_cis(_text_ids(text.shape[1], text.device)[None])
         for block in self.refiner:
@@ -54,24 +57,24 @@ class TokensInOneRow(nn.Module):
         tokens = hidden_states.view(1, channels, -1, side, side).permute(0, 2, 3, 4, 1).flatten(2)
         if "positions" not in context.kept:
             context.kept["positions"] = self._angles()
-        text, image = context.kept["positions"]
-        if context.active is not None:
-            own = context.active.tokens(0)
-            image = tuple(part.index_select(0, own) for part in image)
+        both, some = context.kept["positions"], context.rows or context.active
+        if some is not None:
+            own = some.stream(context.kept["text mask"].shape[1]).places
+            both = tuple(part.index_select(0, own) for part in both)
         context.stream_rows = context.row_of_token
-        both = tuple(torch.cat(parts) for parts in zip(text, image, strict=True))
-        num_text = len(text[0])
+        num_text = len(both[0]) - tokens.shape[1]
+        image = tuple(part[num_text:] for part in both)
         return tokens, None, image, both, [num_text], [num_text + tokens.shape[1]]
 
-    def _angles(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Cosines and sines of the texts of all rows, and of all image tokens in packed order."""
+    def _angles(self) -> tuple[Tensor, ...]:
+        """Cosines and sines [tokens, width] of the texts of all rows, then of all image tokens in packed order."""
         context = self.context
-        mask, level = context.kept["text mask"], context.packing.levels[0]
+        mask, level = context.kept["text mask"], context.batch.levels[0]
         text = _text_ids(mask.shape[1], mask.device).repeat(len(mask), 1)
         places = repeated(level, lambda *size: _places(size, mask.device), context.kernels)
         lengths = mask.sum(1).index_select(0, level.row_index.repeat_interleave(level.grain**2))
         image = torch.cat([lengths[:, None].to(places.dtype), places], 1)
-        return self._turned(text), self._turned(image)
+        return self._turned(torch.cat([text.to(image.dtype), image]))
 
     def _turned(self, ids: Tensor) -> tuple[Tensor, ...]:
         turns = self.rotary._get_freqs_cis(ids[None])[0]
@@ -96,12 +99,7 @@ class StreamBegins(nn.Module):
         self.context = context
 
     def forward(self, hidden_states: Tensor, *unused: object) -> Tensor:
-        context = self.context
-        if "rows of the stream" not in context.kept:
-            rows, length = context.kept["text mask"].shape
-            own = torch.arange(rows, device=hidden_states.device).repeat_interleave(length)
-            context.kept["rows of the stream"] = torch.cat([own, context.row_of_token])
-        context.stream_rows = context.kept["rows of the stream"]
+        begin_stream(self.context, *self.context.kept["text mask"].shape)
         return hidden_states.transpose(0, 1)
 
 

@@ -247,8 +247,7 @@ class PatchedModel:
         """
         context, store = self.context, cache.stores[0]
         context.begin_pass(timesteps)
-        entry = self.model.conv_in(patches) if self.is_unet else self.model.pos_embed(patches)
-        inputs = (to_tokens(entry) if self.is_unet else entry.flatten(0, 1),)
+        inputs = (self._first_tokens(patches),)
         decision = cache.decide(0, inputs)
         active = decision.active
         if decision.kind != "skipped":
@@ -267,6 +266,13 @@ class PatchedModel:
             if active is None:
                 return output.float()
         return self._from_tokens(forecast(store), patches.shape)
+
+    def _first_tokens(self, patches: Tensor) -> Tensor:
+        """What the first block is given of patches: [tokens, channels]."""
+        if self._transformer is None:
+            return to_tokens(self.model.conv_in(patches))
+        embed = self._transformer.embed
+        return (self.model.pos_embed(patches) if embed is None else embed(self.model, patches)).flatten(0, 1)
 
     def _patches_of(self, patches: Tensor, active: ActiveRows) -> Tensor:
         tokens_of_patch = (patches.shape[2] // self.unit) ** 2
@@ -304,6 +310,8 @@ class PatchedModel:
             kept["text bias"] = text_bias_of(text, kept["repeats"], mask, adds_mask=transformer.adds_mask)
             if mask is not None:
                 kept["text mask"] = mask
+            if transformer.text_refiner is not None:
+                kept["refined text"] = self.model.time_caption_embed.refine(text, mask)
         context.text_bias = kept["text bias"]
         context.biased_text = mask if transformer.adds_mask else None
         return {name: value for name, value in conditions.items() if name != transformer.mask}

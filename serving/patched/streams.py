@@ -32,10 +32,10 @@ class RotaryPositions(nn.Module):
         if "positions" not in context.kept:
             angles = {
                 (group.height, group.width): self.embed(self.image_ids(group.height, group.width, ids))
-                for group in context.packing.levels[0].groups
+                for group in context.batch.levels[0].groups
             }
             context.kept["positions"] = tuple(
-                repeated(context.packing.levels[0], lambda *size, part=part: angles[size][part], context.kernels)
+                repeated(context.batch.levels[0], lambda *size, part=part: angles[size][part], context.kernels)
                 for part in (0, 1)
             )
         cosines, sines = context.kept["positions"]
@@ -63,25 +63,36 @@ class RotaryOfBoth(nn.Module):
         context = self.context
         if "positions" not in context.kept:
             context.kept["positions"] = self._angles(max_txt_seq_len, device)
-        text, image = context.kept["positions"]
-        if context.active is not None:
-            image = image.index_select(0, context.active.tokens(0))
-        both = torch.cat([text, image])
+        both, some = context.kept["positions"], context.rows or context.active
+        if some is not None:
+            both = both.index_select(0, some.stream(max_txt_seq_len).places)
         return both[:, 0], both[:, 1]
 
-    def _angles(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """[tokens, 2, width] of the texts of all rows, and of the image tokens in packed order."""
-        level = self.context.packing.levels[0]
+    def _angles(self, length: int, device: torch.device) -> Tensor:
+        """[tokens, 2, width] of the texts of all rows, then of the image tokens in packed order."""
+        level = self.context.batch.levels[0]
         sizes = {(group.height, group.width) for group in level.groups}
         made = {size: tuple(map(_parts_of, self.turns(self.embed, *size, length, device))) for size in sizes}
         text = torch.cat([made[group.height, group.width][1].repeat(group.rows, 1, 1) for group in level.groups])
         image = repeated(level, lambda *size: made[size][0].flatten(1), self.context.kernels)
-        return text, image.unflatten(1, (2, -1))
+        return torch.cat([text, image.unflatten(1, (2, -1))])
 
 
 def _parts_of(turns: Tensor) -> Tensor:
     """Complex [tokens, half the width] -> cosines and sines [tokens, 2, width]."""
     return torch.view_as_real(turns).float().movedim(2, 1).repeat_interleave(2, 2)
+
+
+def begin_stream(context: PatchContext, rows: int, length: int) -> None:
+    """Say that tokens are one stream from now on: texts of so many rows and tokens first, then the images."""
+    if context.rows is not None:
+        context.stream_rows = context.rows.stream(length).rows
+        return
+    if "rows of the stream" not in context.kept:
+        row_of_token = context.row_of_token
+        own = torch.arange(rows, device=row_of_token.device).repeat_interleave(length)
+        context.kept["rows of the stream"] = torch.cat([own, row_of_token])
+    context.stream_rows = context.kept["rows of the stream"]
 
 
 class StreamsJoined(nn.Module):
@@ -93,11 +104,8 @@ class StreamsJoined(nn.Module):
 
     def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor, **unused: object) -> tuple[Tensor, Tensor]:
         """Image [P, tokens, channels] and text [rows, length, channels] -> no text, and all tokens."""
-        context, (rows, length, _) = self.context, encoder_hidden_states.shape
-        if "rows of the stream" not in context.kept:
-            own = torch.arange(rows, device=hidden_states.device).repeat_interleave(length)
-            context.kept["rows of the stream"] = torch.cat([own, context.row_of_token])
-        context.stream_rows = context.kept["rows of the stream"]
+        rows, length, _ = encoder_hidden_states.shape
+        begin_stream(self.context, rows, length)
         tokens = torch.cat([encoder_hidden_states.flatten(0, 1), hidden_states.flatten(0, 1)])[:, None]
         return tokens[:, :0], tokens
 

@@ -17,7 +17,9 @@ from torch import Tensor
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
+from patchedserve.profiling.steps.sides import patched_stepper
 from patchedserve.serving.cache.options import CacheOptions
+from patchedserve.serving.cache.patch_cache import PatchCache
 from patchedserve.serving.core.prepared import PreparedRequest
 from patchedserve.serving.families.table import FAMILIES
 from patchedserve.serving.models.build import build_model
@@ -27,6 +29,7 @@ from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.parallel.options import ParallelOptions
 
+from .cached_models import ByPlace
 from .patched_models import relative_error
 from .tiny_models import (
     plain_latents,
@@ -60,6 +63,7 @@ BUILDS: dict[str, Build] = {
 }
 _SMALL, _LARGE, _WIDE = Resolution(32, 32), Resolution(64, 64), Resolution(96, 32)
 _WAYS = {"image": EngineOptions(order="image"), "patch": EngineOptions(order="patch")}
+_CACHE = CacheOptions("patch", 0.1, patch_size=4, warmup_steps=1, max_reuse=2, full_above=1)
 OPTIONS = {
     "--cache": EngineOptions(cache=CacheOptions("patch", 0.1)),
     "--parallel": EngineOptions("parallel", parallel=ParallelOptions("virtual:2")),
@@ -150,6 +154,34 @@ def what_is_asked_for_matters(build: Build) -> None:
         assert relative_error(denoised(model, [request]), before) > 10 * STEPS, request
 
 
+def the_cache_is_exact_where_nothing_is_reused(build: Build) -> None:
+    pipe = build()
+    if "--cache" in FAMILIES[type(pipe).__name__].lacks:
+        return  # `what_it_lacks_is_refused`
+    for requests, bound in ((mixed([1] * 4), PASS), (mixed([6, 2, 3, 4]), STEPS)):
+        expected = [plain_latents(pipe, request) for request in requests]
+        model, cache = _cached(pipe, replace(_CACHE, threshold=0.0))
+        assert relative_error(denoised(model, requests, joins=[0, 1, 2, 2]), expected) <= bound
+        assert cache.stats.skipped == 0
+        assert tuple(cache.stats.by_block) == model.block_facts(None).blocks
+
+
+def the_cache_reuses_what_a_request_had_itself(build: Build) -> None:
+    """Whoever is in the batch, and however long their texts are: patch by patch, and all blocks as one."""
+    pipe, requests = build(), mixed([8, 3, 5, 6])
+    if "--cache" in FAMILIES[type(pipe).__name__].lacks:
+        return
+    exact = denoised(served(pipe), requests)
+    for options in (_CACHE, CacheOptions("accumulated", 1e9, patch_size=4, warmup_steps=1, max_reuse=2)):
+        model, cache = _cached(pipe, options)
+        found = denoised(model, requests, joins=[0, 1, 2, 2])
+        assert min(skipped for _, skipped in cache.stats.by_block.values()) > 0
+        assert (cache.stats.masked > 0) == (options is _CACHE)
+        assert relative_error(found, exact) > 10 * STEPS
+        alone = [denoised(_cached(pipe, options)[0], [request])[0] for request in requests]
+        assert relative_error(found, alone) <= STEPS
+
+
 def texts_are_as_long_as_the_model_says(build: Build) -> None:
     pipe, request = build(), mixed([2] * 4)[0]
     if not hasattr(pipe, "transformer"):
@@ -190,6 +222,8 @@ PROMISES: tuple[Callable[[Build], None], ...] = (
     the_plain_engine_serves_it,
     bfloat16_is_as_accurate_as_the_pipeline,
     what_is_asked_for_matters,
+    the_cache_is_exact_where_nothing_is_reused,
+    the_cache_reuses_what_a_request_had_itself,
     texts_are_as_long_as_the_model_says,
     a_saved_folder_loads,
     what_it_lacks_is_refused,
@@ -200,6 +234,18 @@ def check_family(build: Build) -> None:
     """Check all promises for the family of a tiny pipeline. Raises AssertionError at the first that does not hold."""
     for promise in PROMISES:
         promise(build)
+
+
+def _cached(pipe: Any, options: CacheOptions) -> tuple[ServedModel, PatchCache]:
+    """A served model with a cache that decides, where it reuses by patches, by their step and place alone."""
+    model = served(pipe, EngineOptions(cache=options))
+    cache = patched_stepper(model).model.cache
+    assert cache is not None
+    if options is _CACHE:
+        cache.rule = ByPlace()
+        # Else the first step that wants a mask is computed in full, whoever wants it.
+        cache.wants_masks[:] = [True] * len(cache.names)
+    return model, cache
 
 
 def _given(model: ServedModel, prepared: PreparedRequest) -> PreparedRequest:

@@ -260,10 +260,12 @@ MODELS: dict[str, Callable[..., Any]] = {
     "lumina2": lumina2_transformer,
     "qwen": qwen_transformer,
 }
+TRANSFORMERS = ["sd35", "flux", "aura", "chroma", "pixart", "lumina2", "qwen"]
+"""One of each kind."""
 WITH_ALL_OPTIONS = [
     name for name in MODELS if name not in ("flux", "schnell", "aura", "chroma", "pixart", "lumina2", "qwen")
 ]
-"""Those that the patch cache and ranks serve, too."""
+"""Those that ranks serve, and records of less than all, too."""
 
 
 def _random(build: Callable[..., Any], config: dict[str, Any], seed: int) -> Any:

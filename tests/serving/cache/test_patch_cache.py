@@ -28,7 +28,7 @@ from ...support.cached_models import (
     step,
 )
 from ...support.imposed_reuse import Imposed
-from ...support.patched_models import MODELS, WITH_ALL_OPTIONS, Row, draw_rows, relative_error, run_patched
+from ...support.patched_models import MODELS, TRANSFORMERS, Row, draw_rows, relative_error, run_patched
 
 
 def test_options_say_what_is_allowed() -> None:
@@ -46,9 +46,24 @@ def test_options_say_what_is_allowed() -> None:
             CacheOptions(**wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [
+        ("sd35", ["transformer0", "transformer1", "transformer2"]),
+        ("flux", ["transformer0", "transformer1", "single0", "single1"]),
+        ("aura", ["transformer0", "transformer1", "single0", "single1"]),
+        ("lumina2", ["transformer0", "single0", "single1"]),  # one that sees the image alone, two that see both
+        ("qwen", ["transformer0", "transformer1"]),
+    ],
+)
+def test_blocks_of_all_lists_are_cached(name: str, blocks: list[str]) -> None:
+    _, _, cache = cached_model(name, "image", NeverReuse())
+    assert cache.names == blocks
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["image", "patch"])
-@pytest.mark.parametrize("name", ["sdxl", "sd35"])
+@pytest.mark.parametrize("name", ["sdxl", *TRANSFORMERS])
 @pytest.mark.parametrize("rule", [NeverReuse(), InputThreshold(0.0)], ids=["never", "threshold 0"])
 def test_nothing_reused_is_bit_equal(name: str, order: Any, rule: Any) -> None:
     model, patched, cache = cached_model(name, order, rule)
@@ -67,7 +82,7 @@ def test_nothing_reused_is_bit_equal(name: str, order: Any, rule: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["image", "patch"])
-@pytest.mark.parametrize("name", WITH_ALL_OPTIONS)
+@pytest.mark.parametrize("name", MODELS)
 def test_masked_computation_is_exact_where_nothing_has_changed(name: str, order: Any) -> None:
     """What is kept of the other patches is then what they would have given."""
     rule = Switch(0.6)
@@ -83,7 +98,7 @@ def test_masked_computation_is_exact_where_nothing_has_changed(name: str, order:
 
 
 @pytest.mark.parametrize("order", ["image", "patch"])
-@pytest.mark.parametrize("name", WITH_ALL_OPTIONS)
+@pytest.mark.parametrize("name", MODELS)
 def test_whole_requests_are_computed_as_by_the_plain_model(name: str, order: Any) -> None:
     """A request of which every block is computed needs nothing that is kept, whoever else is in the batch."""
     model, patched, cache = cached_model(name, order, ByRequest())
@@ -106,7 +121,7 @@ def test_whole_requests_are_computed_as_by_the_plain_model(name: str, order: Any
 
 
 @pytest.mark.parametrize("order", ["image", "patch"])
-@pytest.mark.parametrize("name", WITH_ALL_OPTIONS)
+@pytest.mark.parametrize("name", MODELS)
 def test_whole_requests_keep_what_masked_ones_would(name: str, order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same decisions, computed as batches of their own and cell by cell, while requests join and leave."""
     found = []
@@ -130,7 +145,7 @@ def test_whole_requests_keep_what_masked_ones_would(name: str, order: Any, monke
     assert relative_error(*found) < 1e-4
 
 
-@pytest.mark.parametrize("name", ["sdxl", "sd3"])
+@pytest.mark.parametrize("name", ["sdxl", *TRANSFORMERS])
 def test_masked_computation_uses_what_is_new(name: str) -> None:
     """A test that the one above can fail: computed patches do see the new input, reused ones do not."""
     rule = Switch(0.5)
@@ -151,7 +166,7 @@ def run_plain_patched(model: Any, rows: Sequence[Row]) -> list[Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["image", "patch"])
-@pytest.mark.parametrize("name", ["sdxl", "sd15", "sd35"])
+@pytest.mark.parametrize("name", ["sdxl", "sd15", *TRANSFORMERS])
 def test_requests_that_join_and_leave_never_read_others_slots(name: str, order: Any) -> None:
     """Every request's outputs in a changing batch are those that it has when it is served alone."""
     options = CacheOptions("patch", threshold=0.0, patch_size=8, warmup_steps=2, max_reuse=2, full_above=1)

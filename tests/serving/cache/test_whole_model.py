@@ -14,7 +14,7 @@ from patchedserve.serving.cache.rules import Booleans, PatchView, ReuseRule
 from patchedserve.serving.patched.patched_model import PatchedModel
 
 from ...support.cached_models import OPTIONS, SIZES, STEPS, begin, step
-from ...support.patched_models import MODELS, draw_rows, relative_error
+from ...support.patched_models import MODELS, TRANSFORMERS, draw_rows, relative_error
 
 WHOLE = replace(OPTIONS, full_above=None, max_reuse=STEPS)
 
@@ -46,7 +46,7 @@ def whole_model(name: str, order: Any = "image", options: CacheOptions = WHOLE) 
 
 
 @pytest.mark.parametrize("order", ["image", "patch"])
-@pytest.mark.parametrize("name", ["sdxl", "sd35"])
+@pytest.mark.parametrize("name", ["sdxl", *TRANSFORMERS])
 def test_requests_that_are_computed_get_what_they_get_alone_and_the_others_their_forecast(
     name: str, order: Any
 ) -> None:
@@ -84,7 +84,7 @@ def test_requests_that_are_computed_get_what_they_get_alone_and_the_others_their
     assert cache.stats.masked == 0
 
 
-@pytest.mark.parametrize("name", ["sdxl", "sd35"])
+@pytest.mark.parametrize("name", ["sdxl", *TRANSFORMERS])
 def test_guided_requests_and_steps_that_all_skip(name: str) -> None:
     model, patched, rule = whole_model(name)
     rows = draw_rows(model, [(16, 16), (24, 24)], num_each=2)
