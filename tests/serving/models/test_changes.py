@@ -137,7 +137,7 @@ def test_bad_adapters_are_named(
 
 def test_ranks_of_their_own_files_are_refused() -> None:
     for options in (ModelOptions(sampler="unipc"), ModelOptions(lora=["a.safetensors"])):
-        with pytest.raises(UsageError, match="--sampler and --lora do not work with --parallel yet"):
+        with pytest.raises(UsageError, match="--sampler, --lora and --quantize do not work with --parallel yet"):
             EngineOptions("parallel", parallel=ParallelOptions("virtual:2"), model=options)
 
 
