@@ -28,20 +28,8 @@ from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.parallel.options import ParallelOptions
 
 from .patched_models import relative_error
-from .tiny_models import (
-    plain_latents,
-    save_tiny,
-    tiny_aura,
-    tiny_chroma,
-    tiny_flux,
-    tiny_lumina2,
-    tiny_pixart,
-    tiny_qwen,
-    tiny_schnell,
-    tiny_sd,
-    tiny_sd3,
-    tiny_sdxl,
-)
+from .tiny_families import tiny_aura, tiny_chroma, tiny_flux, tiny_lumina2, tiny_pixart, tiny_qwen, tiny_schnell
+from .tiny_models import plain_latents, save_tiny, tiny_sd, tiny_sd3, tiny_sdxl
 
 Build = Callable[[], Any]
 PASS, STEPS = 1e-5, 1e-3

@@ -20,20 +20,8 @@ from patchedserve.serving.scheduling.policies import get_policy
 
 from ...support.edits import MASKS, edit_request, plain_edit
 from ...support.patched_models import relative_error
-from ...support.tiny_models import (
-    OWN_SCHEDULERS,
-    SAMPLERS,
-    plain_latents,
-    tiny_aura,
-    tiny_chroma,
-    tiny_flux,
-    tiny_lumina2,
-    tiny_pixart,
-    tiny_qwen,
-    tiny_sd,
-    tiny_sd3,
-    tiny_sdxl,
-)
+from ...support.tiny_families import tiny_aura, tiny_chroma, tiny_flux, tiny_lumina2, tiny_pixart, tiny_qwen
+from ...support.tiny_models import OWN_SCHEDULERS, SAMPLERS, plain_latents, tiny_sd, tiny_sd3, tiny_sdxl
 
 TOLERANCE = 1e-3
 SMALL, LARGE, WIDE, ODD = Resolution(32, 32), Resolution(64, 64), Resolution(96, 32), Resolution(96, 48)
