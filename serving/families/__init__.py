@@ -46,7 +46,7 @@ class Family:
         conditions: names conditioning tensors (rows, ...) as the denoising model's own forward does.
         decode: turns final latents (n, channels, h, w) into n images, given what does the autoencoder's part.
         encode: turns images (n, 3, height, width) from -1 to 1 into latents that `decode` would turn back, drawn from
-            the autoencoder's posterior.
+            the autoencoder's posterior, or its mode where the pipelines take that.
     """
 
     geometry: Geometry

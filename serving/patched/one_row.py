@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .context import PatchContext, repeated
+from .streams import begin_stream
 
 
 class RefinedText(nn.Module):
@@ -96,12 +97,7 @@ class StreamBegins(nn.Module):
         self.context = context
 
     def forward(self, hidden_states: Tensor, *unused: object) -> Tensor:
-        context = self.context
-        if "rows of the stream" not in context.kept:
-            rows, length = context.kept["text mask"].shape
-            own = torch.arange(rows, device=hidden_states.device).repeat_interleave(length)
-            context.kept["rows of the stream"] = torch.cat([own, context.row_of_token])
-        context.stream_rows = context.kept["rows of the stream"]
+        begin_stream(self.context, *self.context.kept["text mask"].shape)
         return hidden_states.transpose(0, 1)
 
 

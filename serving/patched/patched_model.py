@@ -87,7 +87,7 @@ class PatchedModel:
     def shorten(self) -> Shorten:
         """What the text of a batch need not hold, see `conditions_of`."""
         transformer = self._transformer
-        if transformer is None or transformer.adds_mask:
+        if transformer is None or transformer.adds_mask or transformer.text_ids is not None:
             return None
         return "repeats" if transformer.mask is None else "padding"
 
@@ -299,6 +299,10 @@ class PatchedModel:
             leaf.text = kept[leaf]
         if transformer is None:
             return conditions
+        if transformer.text_embedder is not None:
+            if "embedded text" not in kept:
+                kept["embedded text"] = getattr(self.model, transformer.text_embedder).embed(text)
+            conditions = conditions | {"encoder_hidden_states": text[:, :0]}
         mask = None if transformer.mask is None else conditions[transformer.mask]
         if "text bias" not in kept:
             kept["text bias"] = text_bias_of(text, kept["repeats"], mask, adds_mask=transformer.adds_mask)

@@ -11,6 +11,7 @@ from ..families.transformer import Transformer
 from .attention import (
     PatchedCrossAttention,
     PatchedJointAttention,
+    PatchedParallelAttention,
     PatchedSelfAttention,
     PatchedStreamAttention,
 )
@@ -31,9 +32,11 @@ from .one_row import RefinedText, StreamBegins, TokensInOneRow, Turned
 from .streams import (
     BlocksWithEnds,
     EmbToStream,
+    KeptText,
     RotaryOfBoth,
     RotaryPositions,
     RowsToStream,
+    RowsToStreamAhead,
     StreamsJoined,
     StreamsParted,
 )
@@ -108,13 +111,17 @@ class PatchSwap(Swap):
         elif ids is None:
             self.put(model, "pos_embed", PatchedPatchEmbed(model.pos_embed, context, transformer.positions))
         else:
-            self.put(model, "pos_embed", RotaryPositions(model.pos_embed, ids, context))
+            self.put(model, "pos_embed", RotaryPositions(model.pos_embed, ids, transformer.text_ids, context))
         if transformer.modulation is not None:
             shared = getattr(model, transformer.modulation)
             self.put(model, transformer.modulation, ResultsToPatches(shared, context))
+        if transformer.text_embedder is not None:
+            embed = getattr(model, transformer.text_embedder)
+            self.put(model, transformer.text_embedder, KeptText(embed, context))
         if transformer.caption is not None:
             self.put(model, transformer.caption, CaptionForReaders(getattr(model, transformer.caption), context))
         self._modulate(model, transformer.norm_out, RowsToPatches, EmbToPatches)
+        self._modulate(model, transformer.joint.shared, RowsToPatches, EmbToPatches)
         for block in getattr(model, transformer.joint.name):
             self._modulate(block, transformer.joint.modulation, RowsToPatches, EmbToPatches)
             for name in transformer.joint.attention:
@@ -123,10 +130,14 @@ class PatchSwap(Swap):
                     self.put(block, name, _leaf_of(attention)(attention, context))
         if transformer.single is None:
             return
+        self._modulate(model, transformer.single.shared, RowsToStreamAhead, EmbToStream)
         for block in getattr(model, transformer.single.name):
             self._modulate(block, transformer.single.modulation, RowsToStream, EmbToStream)
             for name in transformer.single.attention:
-                self.put(block, name, PatchedStreamAttention(getattr(block, name), context))
+                attention = getattr(block, name)
+                is_parallel = hasattr(attention, "to_qkv_mlp_proj")
+                leaf = PatchedParallelAttention if is_parallel else PatchedStreamAttention
+                self.put(block, name, leaf(attention, context))
         # What the model puts together and takes apart itself has a row for each row of the batch.
         ends: dict[str, nn.Module] = {
             transformer.joint.name: StreamsJoined(context),

@@ -15,6 +15,8 @@ import torch
 from diffusers import (
     AuraFlowTransformer2DModel,
     ChromaTransformer2DModel,
+    Flux2Pipeline,
+    Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
     Lumina2Transformer2DModel,
@@ -85,6 +87,17 @@ _FLUX: dict[str, Any] = {
     "num_attention_heads": 2,
     "joint_attention_dim": 20,
     "pooled_projection_dim": 12,
+}
+
+_FLUX2: dict[str, Any] = {
+    "in_channels": 4,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "attention_head_dim": 32,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 20,
+    "timestep_guidance_channels": 16,
+    "axes_dims_rope": (8, 8, 8, 8),
 }
 
 _AURA: dict[str, Any] = {
@@ -205,6 +218,18 @@ def schnell_transformer(seed: int = 0, **changes: Any) -> FluxTransformer2DModel
     return flux_transformer(seed, **{"guidance_embeds": False} | changes)
 
 
+def flux2_transformer(seed: int = 0, **changes: Any) -> Flux2Transformer2DModel:
+    """FLUX.2 dev: joint blocks, blocks of one stream with feed-forward layers beside attention, modulation that blocks
+    share, positions of text, the guidance scale as an input.
+    """
+    return _random(Flux2Transformer2DModel, _FLUX2 | {"guidance_embeds": True} | changes, seed)
+
+
+def klein_transformer(seed: int = 0, **changes: Any) -> Flux2Transformer2DModel:
+    """FLUX.2 Klein: without a scale."""
+    return flux2_transformer(seed, **{"guidance_embeds": False} | changes)
+
+
 def aura_transformer(seed: int = 0, **changes: Any) -> AuraFlowTransformer2DModel:
     """AuraFlow: joint blocks, blocks of one stream, learnt positions; text that shows in the image in spite of its
     register tokens.
@@ -254,6 +279,8 @@ MODELS: dict[str, Callable[..., Any]] = {
     "sd35": sd35_transformer,
     "flux": flux_transformer,
     "schnell": schnell_transformer,
+    "flux2": flux2_transformer,
+    "klein": klein_transformer,
     "aura": aura_transformer,
     "chroma": chroma_transformer,
     "pixart": pixart_transformer,
@@ -261,7 +288,9 @@ MODELS: dict[str, Callable[..., Any]] = {
     "qwen": qwen_transformer,
 }
 WITH_ALL_OPTIONS = [
-    name for name in MODELS if name not in ("flux", "schnell", "aura", "chroma", "pixart", "lumina2", "qwen")
+    name
+    for name in MODELS
+    if name not in ("flux", "schnell", "flux2", "klein", "aura", "chroma", "pixart", "lumina2", "qwen")
 ]
 """Those that the patch cache and ranks serve, too."""
 
@@ -382,6 +411,8 @@ def run_plain(model: Any, rows: Sequence[Row]) -> list[Tensor]:
             results.append(_run_qwen(model, given, row.size))
         elif isinstance(model, FluxTransformer2DModel | ChromaTransformer2DModel):
             results.append(_run_flux(model, given, row.size))
+        elif isinstance(model, Flux2Transformer2DModel):
+            results.append(_run_flux2(model, given, row.latents))
         elif isinstance(model, Lumina2Transformer2DModel):
             given["timestep"] = 1 - given["timestep"] / 1000
             given["encoder_attention_mask"] = given["encoder_attention_mask"].long()
@@ -400,6 +431,16 @@ def _run_flux(model: Any, given: dict[str, Any], size: Size) -> Tensor:
     ids: Any = FluxPipeline._prepare_latent_image_ids(1, height // 2, width // 2, latents.device, latents.dtype)
     out = model(**given, img_ids=ids, txt_ids=torch.zeros(text.shape[1], 3), return_dict=False)[0]
     return FluxPipeline._unpack_latents(out, 8 * height, 8 * width, 8)[0]
+
+
+def _run_flux2(model: Any, given: dict[str, Any], latents: Tensor) -> Tensor:
+    """As `Flux2Pipeline` calls its model."""
+    text, ids = given["encoder_hidden_states"], Flux2Pipeline._prepare_latent_ids(latents[None])
+    given["hidden_states"] = Flux2Pipeline._pack_latents(latents[None])
+    given["timestep"] = given["timestep"].to(latents.dtype) / 1000
+    out = model(**given, img_ids=ids, txt_ids=Flux2Pipeline._prepare_text_ids(text), return_dict=False)[0]
+    unpacked: Any = Flux2Pipeline._unpack_latents_with_ids(out, ids)
+    return unpacked[0]
 
 
 def _run_qwen(model: Any, given: dict[str, Any], size: Size) -> Tensor:

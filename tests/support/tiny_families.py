@@ -5,23 +5,31 @@ from typing import Any
 import torch
 from diffusers import (
     AuraFlowPipeline,
+    AutoencoderKLFlux2,
     AutoencoderKLQwenImage,
     ChromaPipeline,
     DPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,
+    Flux2KleinPipeline,
+    Flux2Pipeline,
     FluxPipeline,
     Lumina2Pipeline,
     PixArtSigmaPipeline,
     QwenImagePipeline,
 )
+from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 from transformers import (
     CLIPTextModel,
     Gemma2Config,
     Gemma2Model,
     GemmaTokenizer,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -32,7 +40,9 @@ from transformers import (
 from .patched_models import (
     aura_transformer,
     chroma_transformer,
+    flux2_transformer,
     flux_transformer,
+    klein_transformer,
     lumina2_transformer,
     pixart_transformer,
     qwen_transformer,
@@ -90,6 +100,63 @@ def tiny_flux(seed: int = 0, *, is_dev: bool = True, num_channels: int = 4) -> F
 def tiny_schnell(seed: int = 0) -> FluxPipeline:
     """Return `tiny_flux` as FLUX.1 schnell."""
     return tiny_flux(seed, is_dev=False)
+
+
+def tiny_autoencoder_flux2() -> AutoencoderKLFlux2:
+    """Return a small autoencoder of FLUX.2, whose statistics of latents are not those of new layers."""
+    vae = AutoencoderKLFlux2(
+        block_out_channels=(8, 8, 16, 16), latent_channels=2, norm_num_groups=4, sample_size=64, layers_per_block=1
+    )
+    vae.bn.running_mean.normal_(0.0, 0.3)
+    vae.bn.running_var.uniform_(0.5, 2.0)
+    return vae
+
+
+def tiny_flux2(seed: int = 0) -> Flux2Pipeline:
+    """Return FLUX.2 dev's architecture, small: as many layers of Mistral 3 as are read, two joint blocks and two of one
+    stream. The tokenizer is one of text alone: the published one reads images, too, and needs torchvision for it.
+    """
+    layers: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 30, "head_dim": 8}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    vision: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    tokenizer = tiny_chat_tokenizer(SYSTEM_MESSAGE)
+    text: dict[str, Any] = {"model_type": "mistral", "vocab_size": len(tokenizer), **layers, **heads}
+    config = Mistral3Config(
+        text_config=text,
+        vision_config={"model_type": "pixtral", "num_attention_heads": 2, "image_size": 28, **vision},
+        image_token_index=1,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Flux2Pipeline(
+            transformer=flux2_transformer(seed, in_channels=8, joint_attention_dim=3 * 16),
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+            vae=tiny_autoencoder_flux2(),
+            text_encoder=Mistral3ForConditionalGeneration(config),
+            tokenizer=tokenizer,  # type: ignore[arg-type]  what the published one does with text alone
+        )
+
+
+def tiny_klein(seed: int = 0, *, is_distilled: bool = True) -> Flux2KleinPipeline:
+    """Return FLUX.2 Klein's architecture, small: Qwen 3 in place of Mistral 3, and no scale of guidance as an input."""
+    tokenizer = tiny_chat_tokenizer()
+    layers: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 27, "head_dim": 8}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Flux2KleinPipeline(
+            transformer=klein_transformer(seed, in_channels=8, joint_attention_dim=3 * 16),
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+            vae=tiny_autoencoder_flux2(),
+            text_encoder=Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **layers, **heads)),
+            tokenizer=tokenizer,
+            is_distilled=is_distilled,
+        )
+
+
+def tiny_klein_base(seed: int = 0) -> Flux2KleinPipeline:
+    """Return `tiny_klein` as the base model, whose guidance is true."""
+    return tiny_klein(seed, is_distilled=False)
 
 
 def tiny_aura(seed: int = 0) -> AuraFlowPipeline:
@@ -170,12 +237,22 @@ def tiny_lumina2(seed: int = 0) -> Lumina2Pipeline:
         )
 
 
+def tiny_chat_tokenizer(*system_prompts: str) -> Qwen2Tokenizer:
+    """Return a Qwen tokenizer that knows single letters, digits and signs; a chat is the texts of its messages, and a
+    system prompt one token, so that it does not drown the others.
+    """
+    words = ["<|endoftext|>", "Ġ", "Ċ", *map(chr, range(33, 127))]
+    tokenizer = Qwen2Tokenizer({word: number for number, word in enumerate(words)}, [])
+    tokenizer.add_tokens(list(system_prompts))
+    tokenizer.chat_template = (
+        "{% for each in messages %}{{ each.content if each.content is string else each.content[0].text }}{% endfor %}"
+    )
+    return tokenizer
+
+
 def tiny_qwen(seed: int = 0) -> QwenImagePipeline:
     """Return Qwen-Image's architecture, small: Qwen 2.5 VL, two joint blocks, an autoencoder of videos."""
-    letters = [chr(code) for code in range(33, 127)]
-    words = ["<|endoftext|>", "Ġ", "Ċ", *letters]
-    tokenizer = Qwen2Tokenizer({word: number for number, word in enumerate(words)}, [])
-    tokenizer.add_tokens([_QWEN_SYSTEM_PROMPT])
+    tokenizer = tiny_chat_tokenizer(_QWEN_SYSTEM_PROMPT)
     layers: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 24, "num_hidden_layers": 2}
     heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2}
     rope: dict[str, Any] = {"mrope_section": [2, 2, 2], "rope_type": "default", "type": "default"}

@@ -244,9 +244,13 @@ def _plain(pipe: Any, request: Any, output_type: str, **options: Any) -> Any:
     if type(pipe).__name__ == "QwenImagePipeline":
         options = {"true_cfg_scale": request.guidance_scale, **options}
         negative = negative or ""  # None is no guidance
+    if not type(pipe).__name__.startswith("Flux2"):
+        options = {"negative_prompt": negative, **options}
+    elif type(pipe).__name__ == "Flux2KleinPipeline":
+        length = {name: value for name, value in options.items() if name == "max_sequence_length"}
+        options = {"negative_prompt_embeds": pipe.encode_prompt(negative or "", **length)[0], **options}
     drawn = pipe(
         prompt=request.prompt,
-        negative_prompt=negative,
         width=request.resolution.width,
         height=request.resolution.height,
         num_inference_steps=request.num_inference_steps,
@@ -259,6 +263,14 @@ def _plain(pipe: Any, request: Any, output_type: str, **options: Any) -> Any:
         drawn = pipe._unpack_latents(drawn, request.resolution.height, request.resolution.width, pipe.vae_scale_factor)
     if output_type == "latent" and type(pipe).__name__ == "QwenImagePipeline":
         drawn = drawn[:, :, 0]  # of frames, the only one
+    if output_type == "latent" and type(pipe).__name__ == "Flux2Pipeline":
+        height, width = (side // pipe.vae_scale_factor // 2 for side in request.resolution[::-1])
+        drawn = drawn.transpose(1, 2).unflatten(2, (height, width))
+    if output_type == "latent" and type(pipe).__name__ == "Flux2KleinPipeline":
+        # It gives what its autoencoder takes.
+        norm = pipe.vae.bn
+        scale = torch.sqrt(norm.running_var + norm.eps)
+        drawn = (pipe._patchify_latents(drawn) - norm.running_mean.view(1, -1, 1, 1)) / scale.view(1, -1, 1, 1)
     return drawn[0]
 
 

@@ -20,7 +20,7 @@ from patchedserve.serving.scheduling.policies import get_policy
 
 from ...support.edits import MASKS, edit_request, plain_edit
 from ...support.patched_models import relative_error
-from ...support.tiny_families import tiny_aura, tiny_chroma, tiny_flux, tiny_lumina2, tiny_pixart, tiny_qwen
+from ...support.tiny_families import tiny_aura, tiny_chroma, tiny_flux, tiny_flux2, tiny_lumina2, tiny_pixart, tiny_qwen
 from ...support.tiny_models import OWN_SCHEDULERS, SAMPLERS, plain_latents, tiny_sd, tiny_sd3, tiny_sdxl
 
 TOLERANCE = 1e-3
@@ -35,6 +35,7 @@ def pipeline(family: str, sampler: str | None = None) -> Any:
         "sd3": lambda: tiny_sd3(num_channels=16),
         "flux": lambda: tiny_flux(num_channels=16),
         "chroma": lambda: tiny_chroma(num_channels=16),
+        "flux2": tiny_flux2,
         "aura": tiny_aura,
         "pixart": tiny_pixart,
         "lumina2": tiny_lumina2,
