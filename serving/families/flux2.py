@@ -38,15 +38,16 @@ def text_ids(length: int, like: Tensor) -> Tensor:
 
 def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
     """See `transformer.Call`."""
+    height, width = latents.shape[2:]
     predicted = model(
         latents.flatten(2).transpose(1, 2),
         timestep=timesteps.to(latents.dtype) / 1000,
-        img_ids=image_ids(*latents.shape[2:], latents),
+        img_ids=image_ids(height, width, latents),
         txt_ids=text_ids(conditions["encoder_hidden_states"].shape[1], latents),
         return_dict=False,
         **conditions,
     )[0]
-    return predicted.transpose(1, 2).unflatten(2, latents.shape[2:])
+    return predicted.transpose(1, 2).unflatten(2, (height, width))
 
 
 TRANSFORMER = Transformer(
@@ -81,12 +82,13 @@ _MAX_SEQUENCE_LENGTH = 512
 
 def family(pipe: Flux2Pipeline | Flux2KleinPipeline, *, max_sequence_length: int | None = None) -> Family:
     """Return what serves this pipeline; `max_sequence_length` is of its text encoder."""
-    is_klein, config = isinstance(pipe, Flux2KleinPipeline), pipe.transformer.config
+    is_klein = isinstance(pipe, Flux2KleinPipeline)
+    config, is_distilled = pipe.transformer.config, pipe.config.get("is_distilled", False)  # type: ignore[union-attr]
     return replace(
         transformer_family(
             pipe,
-            latent_channels=config.in_channels,  # type: ignore[union-attr]  it has a transformer
-            is_distilled=not is_klein or bool(pipe.config.is_distilled),
+            latent_channels=config.in_channels,
+            is_distilled=is_distilled or not is_klein,
             schedule_kwargs=partial(_schedule_kwargs, pipe),
             condition=partial(
                 _condition, pipe, text_length(pipe, max_sequence_length, _MAX_SEQUENCE_LENGTH), not is_klein

@@ -106,8 +106,8 @@ def begin_stream(context: PatchContext, rows: int, length: int) -> Tensor:
         image = context.row_of_token
         own = torch.arange(rows, device=image.device).repeat_interleave(length)
         context.kept["rows of the stream"] = torch.cat([own, image])
-    context.stream_rows = context.kept["rows of the stream"]
-    return context.stream_rows
+    rows_of_tokens = context.stream_rows = context.kept["rows of the stream"]
+    return rows_of_tokens
 
 
 class KeptText(nn.Module):

@@ -107,8 +107,9 @@ def tiny_autoencoder_flux2() -> AutoencoderKLFlux2:
     vae = AutoencoderKLFlux2(
         block_out_channels=(8, 8, 16, 16), latent_channels=2, norm_num_groups=4, sample_size=64, layers_per_block=1
     )
-    vae.bn.running_mean.normal_(0.0, 0.3)
-    vae.bn.running_var.uniform_(0.5, 2.0)
+    statistics: Any = vae.bn
+    statistics.running_mean.normal_(0.0, 0.3)
+    statistics.running_var.uniform_(0.5, 2.0)
     return vae
 
 
