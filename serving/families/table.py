@@ -114,6 +114,13 @@ FAMILIES: Mapping[str, Entry] = {
         lacks=("--cache", "--parallel"),
         settings=lambda _: {"num_inference_steps": 50, "guidance_scale": 4.0},
     ),
+    "ZImagePipeline": Entry(
+        title="Z-Image",
+        module="z_image",
+        model="ZImageTransformer2DModel",
+        lacks=("--cache", "--parallel"),
+        settings=lambda _: {"num_inference_steps": 50, "guidance_scale": 5.0},
+    ),
 }
 """By the pipeline class in model_index.json."""
 SUPPORTED_PIPELINES: tuple[str, ...] = tuple(FAMILIES)
@@ -127,4 +134,5 @@ def entry_of(model: object) -> Entry | None:
 
 def token_side(entry: Entry | None, config: Mapping[str, Any]) -> int:
     """Latents on a side of what a token of a transformer with this configuration stands for."""
-    return config["patch_size"] * (1 if entry is None else entry.packs)
+    side = config["patch_size"] if "patch_size" in config else config["all_patch_size"][0]
+    return side * (1 if entry is None else entry.packs)

@@ -17,6 +17,9 @@ Call = Callable[[Any, Tensor, Tensor, dict[str, Any]], Tensor]
 family names them) -> the prediction, shaped as the latents. The patched model is called the same way, with patches for
 rows of latents; rows of timesteps and conditions are then those of the batch."""
 
+PAD = 2
+"""What masks say of text tokens that are to be made pads, see `Transformer.pads_to`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
@@ -66,8 +69,10 @@ class Transformer:
             end as it is given of text: it is given none, and the text embedded once for a batch. None for others.
         text_refiner: name of the blocks that refine the text before it joins the image, of a model whose forward puts
             both together row by row, as Lumina 2's; None where blocks do. Its `joint` blocks then see the image alone.
+        pads_to: number to whose multiples the forward of a model with `text_refiner` pads text and image by tokens that
+            count, as Z-Image's; None where it does not.
         mask: the condition, as the model's forward names it, that says which text tokens of each row are valid, (rows,
-            length); None where all are.
+            length); None where all are. With `pads_to` it says `PAD` of tokens that are to be made pads.
         adds_mask: whether the pipeline adds the mask to the scores of attention, as numbers and only between valid
             tokens, so that the others count less instead of not at all.
         attention: classes of its attention modules, beside those with diffusers' usual processor, and the processor
@@ -88,6 +93,7 @@ class Transformer:
     caption: str | None = None
     text_embedder: str | None = None
     text_refiner: str | None = None
+    pads_to: int | None = None
     mask: str | None = None
     adds_mask: bool = False
     attention: Mapping[str, str] = field(default_factory=dict)

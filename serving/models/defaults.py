@@ -110,7 +110,7 @@ def read_geometry(model_dir: Path) -> "Geometry":
 
     latent_factor = 1 << (count_of_blocks(read_config(model_dir, "vae")) - 1)
     config = read_config(model_dir, "transformer")
-    if isinstance(config.get("patch_size"), int):
+    if "patch_size" in config or "all_patch_size" in config:
         entry = entry_of(config.get("_class_name"))
         folds = 1 if entry is None else entry.folds
         return Geometry.of_transformer(latent_factor * folds, token_side(entry, config))

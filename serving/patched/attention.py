@@ -233,7 +233,7 @@ def _attend_both(
     return joined(image_parts), joined(text_parts)
 
 
-_LEFT_OUT = -1e4
+LEFT_OUT = -1e4
 """What diffusers adds to the scores of tokens that are left out; to their exponentials, 0 is what is left of it."""
 
 
@@ -249,7 +249,7 @@ def text_bias_of(text: Tensor, repeats: int, mask: Tensor | None, *, adds_mask: 
     """
     if mask is not None:
         assert repeats == 1, "masked text is not shortened by equal tokens"
-        return (mask.to(text.dtype) - 1) * (1.0 if adds_mask else -_LEFT_OUT)
+        return ((mask > 0).to(text.dtype) - 1) * (1.0 if adds_mask else -LEFT_OUT)
     return None if repeats == 1 else text.new_full((1, 1), math.log(repeats))
 
 

@@ -299,15 +299,15 @@ class PatchedModel:
             leaf.text = kept[leaf]
         if transformer is None:
             return conditions
-        if transformer.text_embedder is not None:
-            if "embedded text" not in kept:
-                kept["embedded text"] = getattr(self.model, transformer.text_embedder).embed(text)
-            conditions = conditions | {"encoder_hidden_states": text[:, :0]}
         mask = None if transformer.mask is None else conditions[transformer.mask]
         if "text bias" not in kept:
             kept["text bias"] = text_bias_of(text, kept["repeats"], mask, adds_mask=transformer.adds_mask)
             if mask is not None:
                 kept["text mask"] = mask
+        if transformer.text_embedder is not None:
+            if "embedded text" not in kept:
+                kept["embedded text"] = getattr(self.model, transformer.text_embedder).embed(text)
+            conditions = conditions | {"encoder_hidden_states": text[:, :0]}
         context.text_bias = kept["text bias"]
         context.biased_text = mask if transformer.adds_mask else None
         return {name: value for name, value in conditions.items() if name != transformer.mask}

@@ -102,11 +102,12 @@ def _parts_of(turns: Tensor) -> Tensor:
 
 def begin_stream(context: PatchContext, rows: int, length: int) -> Tensor:
     """The row of each token of a stream, for all its leaves: first texts of so many rows and tokens, then images."""
-    if "rows of the stream" not in context.kept:
+    key = "rows of the stream", length
+    if key not in context.kept:
         image = context.row_of_token
         own = torch.arange(rows, device=image.device).repeat_interleave(length)
-        context.kept["rows of the stream"] = torch.cat([own, image])
-    rows_of_tokens = context.stream_rows = context.kept["rows of the stream"]
+        context.kept[key] = torch.cat([own, image])
+    rows_of_tokens = context.stream_rows = context.kept[key]
     return rows_of_tokens
 
 

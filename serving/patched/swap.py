@@ -29,6 +29,7 @@ from .leaves import (
     RowTimesteps,
 )
 from .one_row import RefinedText, StreamBegins, TokensInOneRow, Turned
+from .padded import AllBegin, AllEnd, ImagesBegin, ImagesEnd, PaddedStream, PaddedText, TurnedInStream, no_angles
 from .streams import (
     BlocksWithEnds,
     EmbToStream,
@@ -103,6 +104,9 @@ class PatchSwap(Swap):
 
     def swap_transformer(self, model: Any, transformer: Transformer) -> None:
         context, ids = self._context, transformer.image_ids
+        if transformer.text_refiner is not None and transformer.pads_to is not None:
+            self._swap_padded(model, transformer, transformer.text_refiner, transformer.pads_to)
+            return
         if transformer.text_refiner is not None:
             self._swap_one_row(model, transformer, transformer.text_refiner)
             return
@@ -166,6 +170,24 @@ class PatchSwap(Swap):
         behind = [Turned(nn.Identity())]
         self.put(model, image.name, BlocksWithEnds(getattr(model, image.name), behind=behind))
         self.put(model, both.name, BlocksWithEnds(getattr(model, both.name), before=[StreamBegins(context)]))
+
+    def _swap_padded(self, model: Any, transformer: Transformer, refiner: str, multiple: int) -> None:
+        """Put the leaves into a model like Z-Image, see `padded`."""
+        stream, image, both = PaddedStream(model, multiple, self._context), transformer.joint, transformer.single
+        assert both is not None, "text that is refined joins a stream"
+        for blocks in (image, both):
+            for block in getattr(model, blocks.name):
+                self._modulate(block, blocks.modulation, RowsToStream, EmbToStream)
+                self.put(block, "attention", TurnedInStream(block.attention, stream))
+        for final in model.all_final_layer.values():
+            self._modulate(final, "adaLN_modulation.1", RowsToStream, EmbToStream)
+            self.put(final, "linear", Turned(final.linear))
+        self.put(model, "cap_embedder", PaddedText(model, getattr(model, refiner), self._context))
+        self.put(model, refiner, nn.ModuleList())
+        self.put(model, "rope_embedder", no_angles)
+        ends = {image.name: (ImagesBegin, ImagesEnd), both.name: (AllBegin, AllEnd)}
+        for name, (begin, end) in ends.items():
+            self.put(model, name, BlocksWithEnds(getattr(model, name), before=[begin(stream)], behind=[end(stream)]))
 
     def _modulate(self, block: nn.Module, name: str | None, of_linear: Any, of_norm: Any) -> None:
         """Give what a module of this name, if there is one, has once for every row to the tokens of rows."""

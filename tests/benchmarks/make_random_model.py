@@ -41,6 +41,8 @@ from diffusers import (
     StableDiffusion3Pipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
 )
 from transformers import (
     CLIPTextConfig,
@@ -57,6 +59,7 @@ from transformers import (
     Qwen2Tokenizer,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3Model,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -145,6 +148,15 @@ TINY["flux2-dev"] = TINY["flux2-klein"] = {
     "joint_attention_dim": 3 * 32,
     "axes_dims_rope": (8, 8, 8, 8),
 }
+TINY["z-image"] = {
+    "dim": 96,
+    "n_layers": 2,
+    "n_refiner_layers": 1,
+    "n_heads": 2,
+    "n_kv_heads": 2,
+    "cap_feat_dim": 64,
+    "axes_dims": [16, 16, 16],
+}
 TINY["flux-schnell"] = TINY["flux-dev"]
 TINY["chroma"] = TINY["flux-dev"] | {"approximator_hidden_dim": 64, "approximator_layers": 2}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -159,6 +171,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "pixart": PIXART,
     "lumina2": LUMINA2,
     "qwen": {},
+    "z-image": {},
 }
 
 
@@ -253,6 +266,7 @@ def chat_tokenizer() -> Qwen2Tokenizer:
     made = Qwen2Tokenizer({word: number for number, word in enumerate(words)}, [])
     made.chat_template = (
         "{% for each in messages %}{{ each.content if each.content is string else each.content[0].text }}{% endfor %}"
+        "{% if add_generation_prompt %}:{% endif %}"
     )
     return made
 
@@ -365,6 +379,20 @@ def build_qwen(config: dict[str, Any]) -> QwenImagePipeline:
     )
 
 
+def build_z_image(config: dict[str, Any]) -> ZImagePipeline:
+    transformer, own = ZImageTransformer2DModel(**config), chat_tokenizer()
+    width = int(transformer.config["cap_feat_dim"])
+    layers: dict[str, Any] = {"hidden_size": width, "intermediate_size": width, "num_hidden_layers": 2, "head_dim": 32}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return ZImagePipeline(
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=6.0),
+        vae=autoencoder(16),
+        text_encoder=Qwen3Model(Qwen3Config(vocab_size=len(own), **layers, **heads)),
+        tokenizer=own,
+    )
+
+
 def build(name: str, *, is_tiny: bool) -> Any:
     builders = {
         "sdxl": build_sdxl,
@@ -376,6 +404,7 @@ def build(name: str, *, is_tiny: bool) -> Any:
         "pixart": build_pixart,
         "lumina2": build_lumina2,
         "qwen": build_qwen,
+        "z-image": build_z_image,
     }
     return builders.get(name, build_flux)(CONFIGS[name] | (TINY[name] if is_tiny else {}))
 

@@ -11,7 +11,9 @@ from PIL import Image
 from ..conftest import RunPsctl
 
 pytestmark = pytest.mark.slow
-FAMILIES = ("aura", "chroma", "flux-schnell", "flux2-dev", "flux2-klein", "lumina2", "pixart", "qwen", "sd3")
+FAMILIES = (
+    *("aura", "chroma", "flux-schnell", "flux2-dev", "flux2-klein", "lumina2", "pixart", "qwen", "sd3", "z-image"),
+)
 
 
 @pytest.fixture(scope="module")

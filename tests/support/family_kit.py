@@ -40,6 +40,7 @@ from .tiny_families import (
     tiny_pixart,
     tiny_qwen,
     tiny_schnell,
+    tiny_z_image,
 )
 from .tiny_models import plain_image, plain_latents, save_tiny, tiny_sd, tiny_sd3, tiny_sdxl
 
@@ -60,6 +61,7 @@ BUILDS: dict[str, Build] = {
     "pixart": tiny_pixart,
     "lumina2": tiny_lumina2,
     "qwen": tiny_qwen,
+    "z-image": tiny_z_image,
 }
 _SMALL, _LARGE, _WIDE = Resolution(32, 32), Resolution(64, 64), Resolution(96, 32)
 _WAYS = {"image": EngineOptions(order="image"), "patch": EngineOptions(order="patch")}

@@ -25,8 +25,10 @@ from diffusers import (
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     UNet2DConditionModel,
+    ZImageTransformer2DModel,
 )
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from patchedserve.serving.families import transformer_of
 from patchedserve.serving.families.table import entry_of, token_side
@@ -150,6 +152,19 @@ _QWEN: dict[str, Any] = {
 }
 
 
+_Z_IMAGE: dict[str, Any] = {
+    "in_channels": 4,
+    "dim": 48,
+    "n_layers": 2,
+    "n_refiner_layers": 1,
+    "n_heads": 2,
+    "n_kv_heads": 2,
+    "cap_feat_dim": 20,
+    "axes_dims": [8, 8, 8],
+    "axes_lens": [256, 64, 64],
+}
+
+
 def sd15_unet(seed: int = 0, **changes: Any) -> UNet2DConditionModel:
     """SD 1.5: 4 levels, projections of the transformers are convolutions, 8 heads everywhere."""
     return _random(UNet2DConditionModel, _FOUR_LEVELS | {"attention_head_dim": 8} | changes, seed)
@@ -269,6 +284,11 @@ def qwen_transformer(seed: int = 0, **changes: Any) -> QwenImageTransformer2DMod
     return _random(QwenImageTransformer2DModel, _QWEN | changes, seed)
 
 
+def z_image_transformer(seed: int = 0, **changes: Any) -> ZImageTransformer2DModel:
+    """Z-Image: image and text refined by themselves, then one stream; both padded with tokens that count."""
+    return _random(ZImageTransformer2DModel, _Z_IMAGE | changes, seed)
+
+
 MODELS: dict[str, Callable[..., Any]] = {
     "sd15": sd15_unet,
     "sd2": sd2_unet,
@@ -286,11 +306,12 @@ MODELS: dict[str, Callable[..., Any]] = {
     "pixart": pixart_transformer,
     "lumina2": lumina2_transformer,
     "qwen": qwen_transformer,
+    "z-image": z_image_transformer,
 }
 WITH_ALL_OPTIONS = [
     name
     for name in MODELS
-    if name not in ("flux", "schnell", "flux2", "klein", "aura", "chroma", "pixart", "lumina2", "qwen")
+    if name not in ("flux", "schnell", "flux2", "klein", "aura", "chroma", "pixart", "lumina2", "qwen", "z-image")
 ]
 """Those that the patch cache and ranks serve, too."""
 
@@ -359,7 +380,13 @@ def _draw_conditions(model: Any, size: Size, generator: torch.Generator) -> dict
         transformer = transformer_of(model)
         assert transformer is not None
         mask = transformer.mask
-        if mask is not None:
+        if transformer.pads_to is not None:
+            # As long as with its pads, `PAD`.
+            own, text = int(2 + 4 * draw(1).abs()), given["encoder_hidden_states"]
+            given["encoder_hidden_states"] = F.pad(text, (0, 0, 0, 2 * transformer.pads_to - len(text)))
+            number = torch.arange(2 * transformer.pads_to)
+            given["text_mask"] = torch.where(number < own, 1, torch.where(number < transformer.pads_to, 2, 0))
+        elif mask is not None:
             given[mask] = (torch.arange(_TEXT_LENGTH) < 2 + 4 * draw(1).abs()).float()
         return given
     conditions: dict[str, Any] = {"encoder_hidden_states": draw(_TEXT_LENGTH, config["cross_attention_dim"])}
@@ -411,6 +438,10 @@ def run_plain(model: Any, rows: Sequence[Row]) -> list[Tensor]:
             results.append(_run_qwen(model, given, row.size))
         elif isinstance(model, FluxTransformer2DModel | ChromaTransformer2DModel):
             results.append(_run_flux(model, given, row.size))
+        elif isinstance(model, ZImageTransformer2DModel):
+            text = row.conditions["encoder_hidden_states"][row.conditions["text_mask"] == 1]
+            timestep = torch.tensor([(1000 - row.timestep) / 1000])
+            results.append(-model([row.latents[:, None]], timestep, [text], return_dict=False)[0][0][:, 0])
         elif isinstance(model, Flux2Transformer2DModel):
             results.append(_run_flux2(model, given, row.latents))
         elif isinstance(model, Lumina2Transformer2DModel):

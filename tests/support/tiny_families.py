@@ -16,6 +16,7 @@ from diffusers import (
     Lumina2Pipeline,
     PixArtSigmaPipeline,
     QwenImagePipeline,
+    ZImagePipeline,
 )
 from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 from transformers import (
@@ -30,6 +31,7 @@ from transformers import (
     Qwen2Tokenizer,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3Model,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -46,6 +48,7 @@ from .patched_models import (
     lumina2_transformer,
     pixart_transformer,
     qwen_transformer,
+    z_image_transformer,
 )
 from .tiny_models import clip_config, tiny_autoencoder, tiny_tokenizer
 
@@ -247,8 +250,25 @@ def tiny_chat_tokenizer(*system_prompts: str) -> Qwen2Tokenizer:
     tokenizer.add_tokens(list(system_prompts))
     tokenizer.chat_template = (
         "{% for each in messages %}{{ each.content if each.content is string else each.content[0].text }}{% endfor %}"
+        "{% if add_generation_prompt %}:{% endif %}"
     )
     return tokenizer
+
+
+def tiny_z_image(seed: int = 0) -> ZImagePipeline:
+    """Return Z-Image's architecture, small: Qwen 3, a block that refines the text, one for the image, two for both."""
+    tokenizer = tiny_chat_tokenizer()
+    layers: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return ZImagePipeline(
+            transformer=z_image_transformer(seed, cap_feat_dim=24),
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+            vae=tiny_autoencoder(scaling_factor=0.36, shift_factor=0.1),
+            text_encoder=Qwen3Model(Qwen3Config(vocab_size=len(tokenizer), **layers, **heads)),
+            tokenizer=tokenizer,
+        )
 
 
 def tiny_qwen(seed: int = 0) -> QwenImagePipeline:

@@ -73,7 +73,7 @@ def edits() -> list[Request]:
     [
         *(
             (family, None, "all")
-            for family in ("sd", "sd3", "flux", "flux2", "aura", "chroma", "pixart", "lumina2", "qwen")
+            for family in ("sd", "sd3", "flux", "flux2", "aura", "chroma", "pixart", "lumina2", "qwen", "z-image")
         ),
         *(("sdxl", name, "all") for name in SAMPLERS),
         *((family, None, keep) for family in ("sd", "sdxl", "sd3") for keep in ("outputs", "kv")),
@@ -91,7 +91,7 @@ def test_an_edit_of_the_whole_image_is_its_twin(family: str, sampler: str | None
     [
         *(
             (each, "all")
-            for each in ("sd", "sdxl", "sd3", "flux", "flux2", "aura", "chroma", "pixart", "lumina2", "qwen")
+            for each in ("sd", "sdxl", "sd3", "flux", "flux2", "aura", "chroma", "pixart", "lumina2", "qwen", "z-image")
         ),
         *((family, keep) for family in ("sdxl", "sd3") for keep in ("outputs", "kv")),
     ],

@@ -127,7 +127,9 @@ class Rerun:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [IMAGE, PATCH_STITCH], ids=str)
-@pytest.mark.parametrize("name", ["sdxl", "sd3", "flux", "flux2", "aura", "chroma", "pixart", "lumina2", "qwen"])
+@pytest.mark.parametrize(
+    "name", ["sdxl", "sd3", "flux", "flux2", "aura", "chroma", "pixart", "lumina2", "qwen", "z-image"]
+)
 def test_recorded_passes_read_what_is_new(name: str, way: Way) -> None:
     model = model_of(name)
     patched, recorder = way.build(model), Rerun()

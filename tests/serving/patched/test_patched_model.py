@@ -123,7 +123,7 @@ def test_every_input_matters(name: str) -> None:
     assert len(changed) == {
         "sdxl": 4,
         "flux": 4,
-        **dict.fromkeys(("sd3", "sd35", "schnell", "flux2", "chroma", "pixart", "lumina2", "qwen"), 3),
+        **dict.fromkeys(("sd3", "sd35", "schnell", "flux2", "chroma", "pixart", "lumina2", "qwen", "z-image"), 3),
     }.get(name, 2)
     before = run_plain(model, [row])
     for what, changed_row in changed.items():
