@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..families.transformer import PAD
 from .attention import LEFT_OUT, PatchedStreamAttention
 from .context import PatchContext, embedded_text, repeated
-from .one_row import places
+from .one_row import places_of
 from .streams import begin_stream
 
 
@@ -92,7 +92,7 @@ class PaddedStream:
         """Cosines and sines: of a text token by its number, of an image token by its text's length, row and column."""
         context = self.context
         level, mask = context.packing.levels[0], context.kept["text mask"]
-        image = repeated(level, lambda *size: places(size, device), context.kernels).long()
+        image = repeated(level, lambda *size: places_of(size, device), context.kernels).long()
         behind = (1 + (mask > 0).sum(1)).index_select(0, level.row_index.repeat_interleave(level.grain**2))
         image = torch.cat([behind[:, None], image], 1)
         if context.active is not None:

@@ -384,13 +384,12 @@ def build_z_image(config: dict[str, Any]) -> ZImagePipeline:
     width = int(transformer.config["cap_feat_dim"])
     layers: dict[str, Any] = {"hidden_size": width, "intermediate_size": width, "num_hidden_layers": 2, "head_dim": 32}
     heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    return ZImagePipeline(
-        transformer=transformer,
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=6.0),
-        vae=autoencoder(16),
-        text_encoder=Qwen3Model(Qwen3Config(vocab_size=len(own), **layers, **heads)),
-        tokenizer=own,
-    )
+    text: dict[str, Any] = {
+        "text_encoder": Qwen3Model(Qwen3Config(vocab_size=len(own), **layers, **heads)),
+        "tokenizer": own,
+    }
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=6.0)
+    return ZImagePipeline(transformer=transformer, scheduler=scheduler, vae=autoencoder(16), **text)
 
 
 def build(name: str, *, is_tiny: bool) -> Any:

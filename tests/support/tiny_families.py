@@ -267,7 +267,7 @@ def tiny_z_image(seed: int = 0) -> ZImagePipeline:
             scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
             vae=tiny_autoencoder(scaling_factor=0.36, shift_factor=0.1),
             text_encoder=Qwen3Model(Qwen3Config(vocab_size=len(tokenizer), **layers, **heads)),
-            tokenizer=tokenizer,
+            tokenizer=tokenizer,  # type: ignore[arg-type]  AutoTokenizer is no class of tokenizers
         )
 
 
