@@ -163,7 +163,7 @@ class _Guidance:
         self._sources = torch.cat(sources).to(device) if row > len(batch) else None
         self._unconditional = torch.cat(unconditional).to(device)
         self._conditional = torch.cat(conditional).to(device)
-        scales = torch.tensor([prepared.request.guidance_scale for prepared in batch], device=device)
+        scales = torch.tensor([each.request.guidance_scale + 1 - each.neutral_scale for each in batch], device=device)
         self._scale = scales[packing.row_index][:, None, None, None]
         self._packing, self._norms = packing, [each.guided_norm if each.is_guided else None for each in batch]
 

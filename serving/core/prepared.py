@@ -59,7 +59,7 @@ class PreparedRequest:
         template: whose record an edit reads outside its mask, after its first `full_steps`; None where all of it is
             computed.
         on_pass: told of each of its passes, which are recorded; None where they are not.
-        guided_norm: see `Family`.
+        guided_norm, neutral_scale: see `Family`.
     """
 
     request: Request
@@ -73,6 +73,7 @@ class PreparedRequest:
     template: Template | None = None
     on_pass: OnPass | None = None
     guided_norm: Callable[[torch.Tensor], torch.Tensor] | None = None
+    neutral_scale: float = 1.0
 
     @property
     def size(self) -> tuple[int, int]:

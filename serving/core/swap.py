@@ -55,8 +55,8 @@ class Swap(ABC):
     def swap_transformer(self, model: Any, transformer: Transformer) -> None:
         """Put the leaves into a transformer where its family says."""
 
-    def put(self, parent: nn.Module, name: str, leaf: nn.Module) -> None:
-        """Put a leaf where a child of `parent` was."""
+    def put(self, parent: nn.Module, name: str, leaf: Any) -> None:
+        """Put a leaf where a child of `parent` was, or something that is no module where none was."""
         self._undo.append((parent, name, getattr(parent, name)))
         # ModuleList names its children by number, and setattr takes that.
         setattr(parent, name, leaf)

@@ -36,6 +36,9 @@ class Family:
         max_side: largest width or height in pixels, or None where the architecture sets no bound.
         is_distilled: whether the model has learnt guidance, with the scale as an input or without, and so needs no
             unconditional row.
+        neutral_scale: guidance scale, as the pipeline counts it, with which guidance gives the conditional prediction;
+            up to it there is none.
+        noise_dtype: of the noise that images begin with; None for that of the text.
         guided_norm: of parts of a prediction (channels, height, width) that guidance leaves as large as in the
             conditional one, shaped to be divided by; None where it does not.
         scales_noise: whether the first latents are noise times the scheduler's `init_noise_sigma`.
@@ -46,7 +49,7 @@ class Family:
         conditions: names conditioning tensors (rows, ...) as the denoising model's own forward does.
         decode: turns final latents (n, channels, h, w) into n images, given what does the autoencoder's part.
         encode: turns images (n, 3, height, width) from -1 to 1 into latents that `decode` would turn back, drawn from
-            the autoencoder's posterior.
+            the autoencoder's posterior, or its mode where the pipelines take that.
     """
 
     geometry: Geometry
@@ -60,11 +63,13 @@ class Family:
     conditions: "Callable[[dict[str, torch.Tensor]], dict[str, Any]]"
     decode: "Callable[[torch.Tensor, Decode], Sequence[Image]]"
     encode: "Callable[[torch.Tensor, torch.Generator], torch.Tensor]"
+    neutral_scale: float = 1.0
+    noise_dtype: "torch.dtype | None" = None
     guided_norm: "Callable[[torch.Tensor], torch.Tensor] | None" = None
 
     def uses_guidance(self, guidance_scale: float) -> bool:
         """Whether a request with this scale needs an unconditional row beside its conditional one."""
-        return guidance_scale > 1 and not self.is_distilled
+        return guidance_scale > self.neutral_scale and not self.is_distilled
 
 
 def build_family(pipe: Any, *, max_sequence_length: int | None = None) -> Family:

@@ -7,16 +7,17 @@ from torch import Tensor
 
 
 class ImageEncoder:
-    """An autoencoder's way from images to latents, as inpainting pipelines take it: a draw from its posterior.
+    """An autoencoder's way from images to latents, as diffusers' pipelines take it: a draw from its posterior.
 
     Args:
         vae: diffusers' `AutoencoderKL`.
+        draws: whether latents are drawn; the posterior's mode otherwise.
         upcasts: whether images are encoded in float32 whatever the autoencoder's dtype: on weights of their own then,
             as another thread decodes meanwhile.
     """
 
-    def __init__(self, vae: Any, *, upcasts: bool = False) -> None:
-        self._vae, self._upcasts = vae, upcasts
+    def __init__(self, vae: Any, *, draws: bool = True, upcasts: bool = False) -> None:
+        self._vae, self._draws, self._upcasts = vae, draws, upcasts
         self._twin: Any = None
 
     def __call__(self, pixels: Tensor, generator: torch.Generator) -> Tensor:
@@ -25,7 +26,7 @@ class ImageEncoder:
         if self._upcasts and vae.dtype != torch.float32:
             vae = self._twin = self._twin or _encoder_in_float32(vae)
         posterior = vae.encode(pixels.to(vae.dtype)).latent_dist
-        return posterior.sample(generator).to(self._vae.dtype)
+        return (posterior.sample(generator) if self._draws else posterior.mode()).to(self._vae.dtype)
 
 
 def _encoder_in_float32(vae: Any) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...data.requests import Request
 from . import Family
 from .geometry import Geometry
-from .pipelines import even_sigmas, shift_by_size, text_length, transformer_family
+from .pipelines import even_sigmas_unless_own, shift_by_size, text_length, transformer_family
 from .transformer import Blocks, Transformer
 
 
@@ -73,8 +73,7 @@ def family(pipe: FluxPipeline, *, max_sequence_length: int | None = None) -> Fam
 
 
 def _schedule_kwargs(pipe: Any, geometry: Geometry, request: Request) -> dict[str, Any]:
-    sigmas = {} if pipe.scheduler.config.get("use_flow_sigmas") else even_sigmas(request)
-    return {**shift_by_size(pipe, 1.15, geometry, request), **sigmas}
+    return {**shift_by_size(pipe, 1.15, geometry, request), **even_sigmas_unless_own(pipe, request)}
 
 
 def _condition(pipe: Any, max_sequence_length: int, request: Request, is_guided: bool) -> dict[str, Tensor]:

@@ -41,9 +41,8 @@ def transformer_family(
         max_tokens: the most on a side of an image; None for any number.
         is_flow: whether its scheduler matches flows, and takes neither scaled noise nor arguments of its own then.
     """
-    geometry = Geometry.of_transformer(
-        pipe.vae_scale_factor, token_side(FAMILIES[type(pipe).__name__], pipe.transformer.config)
-    )
+    entry = FAMILIES[type(pipe).__name__]
+    geometry = Geometry.of_transformer(pipe.vae_scale_factor * entry.folds, token_side(entry, pipe.transformer.config))
     return Family(
         geometry=geometry,
         latent_channels=latent_channels,
@@ -85,6 +84,11 @@ def even_sigmas(request: Request) -> dict[str, Any]:
     """The argument of `set_timesteps` of pipelines that say sigmas, which are then shifted."""
     steps = request.num_inference_steps
     return {"sigmas": np.linspace(1.0, 1 / steps, steps)}
+
+
+def even_sigmas_unless_own(pipe: Any, request: Request) -> dict[str, Any]:
+    """The same, of pipelines that leave sigmas to a scheduler which makes its own."""
+    return {} if pipe.scheduler.config.get("use_flow_sigmas") else even_sigmas(request)
 
 
 def even_sigmas_shifted(pipe: Any, geometry: Geometry, request: Request) -> dict[str, Any]:

@@ -16,18 +16,27 @@ class Entry:
         module: of this package.
         model: class of the denoising model.
         packs: latents on a side that the pipeline puts into one input of its transformer.
+        folds: latents of the autoencoder on a side that the pipeline takes for the channels of one.
         lacks: options that it is not served with yet.
         keeps: what records of templates may hold, see `data.templates`.
-        settings: what suits a model where its `psctl.json` does not say, by its configuration.
+        settings: what suits a model where its `psctl.json` does not say, by its configuration and the pipeline's.
     """
 
     title: str
     module: str
     model: str
     packs: int = 1
+    folds: int = 1
     lacks: tuple[str, ...] = ()
     keeps: tuple[Keep, ...] = ("kv", "all")
     settings: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda _: {}
+
+
+def _klein_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the model cards of FLUX.2 Klein, distilled and base."""
+    if config.get("is_distilled"):
+        return {"num_inference_steps": 4, "guidance_scale": 1.0}
+    return {"num_inference_steps": 50, "guidance_scale": 4.0}
 
 
 def _flux_settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,6 +61,22 @@ FAMILIES: Mapping[str, Entry] = {
         packs=2,
         lacks=("--parallel",),
         settings=_flux_settings,
+    ),
+    "Flux2Pipeline": Entry(
+        title="FLUX.2 dev",
+        module="flux2",
+        model="Flux2Transformer2DModel",
+        folds=2,
+        lacks=("--cache", "--parallel"),
+        settings=lambda _: {"num_inference_steps": 50, "guidance_scale": 4.0},
+    ),
+    "Flux2KleinPipeline": Entry(
+        title="FLUX.2 Klein",
+        module="flux2",
+        model="Flux2Transformer2DModel",
+        folds=2,
+        lacks=("--cache", "--parallel"),
+        settings=_klein_settings,
     ),
     "AuraFlowPipeline": Entry(
         title="AuraFlow",
@@ -89,6 +114,13 @@ FAMILIES: Mapping[str, Entry] = {
         lacks=("--parallel",),
         settings=lambda _: {"num_inference_steps": 50, "guidance_scale": 4.0},
     ),
+    "ZImagePipeline": Entry(
+        title="Z-Image",
+        module="z_image",
+        model="ZImageTransformer2DModel",
+        lacks=("--cache", "--parallel"),
+        settings=lambda _: {"num_inference_steps": 50, "guidance_scale": 5.0},
+    ),
 }
 """By the pipeline class in model_index.json."""
 SUPPORTED_PIPELINES: tuple[str, ...] = tuple(FAMILIES)
@@ -102,4 +134,5 @@ def entry_of(model: object) -> Entry | None:
 
 def token_side(entry: Entry | None, config: Mapping[str, Any]) -> int:
     """Latents on a side of what a token of a transformer with this configuration stands for."""
-    return config["patch_size"] * (1 if entry is None else entry.packs)
+    side = config["patch_size"] if "patch_size" in config else config["all_patch_size"][0]
+    return side * (1 if entry is None else entry.packs)

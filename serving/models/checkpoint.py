@@ -6,6 +6,7 @@ inside safetensors. These checks read a few kilobytes per file and name the file
 
 import hashlib
 from collections.abc import Container, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,7 +82,7 @@ def check_directory(
     complete; but for the weights of the components that are `elsewhere`.
 
     Raises:
-        RunError: naming the missing or damaged file.
+        RunError: naming the missing or damaged file, or what is not installed.
     """
     for name, entry in index.items():
         if not isinstance(entry, list) or entry[0] is None:
@@ -96,6 +97,8 @@ def check_directory(
         elif name.startswith("tokenizer") and not any((folder / file).is_file() for file in _VOCABULARIES):
             # transformers would invent a vocabulary of three words.
             raise RunError(f"missing vocabulary: none of {', '.join(_VOCABULARIES)} in {folder}")
+        elif name.startswith("tokenizer") and entry[1].endswith("Processor") and find_spec("torchvision") is None:
+            raise RunError(f"model {model_dir}: its {entry[1]} reads images, too, and needs torchvision: install it")
         elif name == "scheduler":
             read_json(folder / "scheduler_config.json")
 

@@ -83,7 +83,7 @@ def read_defaults(model_dir: Path) -> ModelDefaults:
     """
     from pydantic import ValidationError
 
-    from ..families.table import entry_of
+    from ..families.table import FAMILIES, entry_of
 
     path, kind = model_dir / DEFAULTS_FILE, _given()
     try:
@@ -95,9 +95,10 @@ def read_defaults(model_dir: Path) -> ModelDefaults:
     side = _training_side(model_dir)
     # Multiples of 16 suit every supported model; equal sizes of a tiny model count once.
     usual = dict.fromkeys(max(16, round(side * share / 16) * 16) for share in (0.5, 0.75)) | {side: None}
-    config = read_config(model_dir, "transformer")
-    entry = entry_of(config.get("_class_name"))
-    named = ({} if entry is None else entry.settings(config)) | given.model_dump(exclude_none=True)
+    index, config = read_config(model_dir, "", "model_index.json"), read_config(model_dir, "transformer")
+    # Pipelines may share a transformer.
+    entry = FAMILIES.get(str(index.get("_class_name"))) or entry_of(config.get("_class_name"))
+    named = ({} if entry is None else entry.settings(index | config)) | given.model_dump(exclude_none=True)
     sizes = tuple(parse(str(size)) for size in named.pop("resolutions", usual))
     return ModelDefaults(**named, default_resolution=Resolution(side, side), resolutions=sizes)
 
@@ -109,14 +110,16 @@ def read_geometry(model_dir: Path) -> "Geometry":
 
     latent_factor = 1 << (count_of_blocks(read_config(model_dir, "vae")) - 1)
     config = read_config(model_dir, "transformer")
-    if isinstance(config.get("patch_size"), int):
-        return Geometry.of_transformer(latent_factor, token_side(entry_of(config.get("_class_name")), config))
+    if "patch_size" in config or "all_patch_size" in config:
+        entry = entry_of(config.get("_class_name"))
+        folds = 1 if entry is None else entry.folds
+        return Geometry.of_transformer(latent_factor * folds, token_side(entry, config))
     return Geometry.of_unet(latent_factor, count_of_blocks(read_config(model_dir, "unet")))
 
 
-def read_config(model_dir: Path, component: str) -> dict[str, Any]:
+def read_config(model_dir: Path, component: str, file: str = "config.json") -> dict[str, Any]:
     """The configuration of a component; empty if the model has none of this name. Raises as `read_json`."""
-    path = model_dir / component / "config.json"
+    path = model_dir / component / file
     return read_json(path) if path.is_file() else {}
 
 

@@ -201,7 +201,7 @@ class ServedModel:
         conditioning = encode(request, is_guided) if prompts is None else prompts.get(request, is_guided, encode)
         generator = torch.Generator("cpu").manual_seed(request.seed)
         state = self._start_schedule(request, generator)
-        dtype, known = conditioning["text"].dtype, None
+        dtype, known = self.family.noise_dtype or conditioning["text"].dtype, None
         if edit is None:
             shape = (1, self.family.latent_channels, *self.family.geometry.latent_size(request.resolution))
             latents = randn_tensor(shape, generator=generator, device=self.device, dtype=dtype)
@@ -237,6 +237,7 @@ class ServedModel:
             known=known,
             template=record,
             guided_norm=self.family.guided_norm,
+            neutral_scale=self.family.neutral_scale,
         )
         if (trajectory := self.reuse.trajectories.get(request.request_id)) is not None:
             prepared.on_pass = trajectory.note

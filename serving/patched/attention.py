@@ -110,9 +110,10 @@ class PatchedJointAttention(nn.Module):
         text = heads_of(self.text_qkv(encoder_hidden_states.flatten(0, 1)), 3, attention.heads)
         text = normed(text, attention.norm_added_q, attention.norm_added_k, text_turns)
         text = text.unflatten(0, encoder_hidden_states.shape[:2])
-        image, text = _attend_both(self.slots, image, text, context, queries_text=not attention.context_pre_only)
+        ends_text = getattr(attention, "context_pre_only", False)
+        image, text = _attend_both(self.slots, image, text, context, queries_text=not ends_text)
         out = attention.to_out[0](image).view(hidden_states.shape)
-        return out, None if attention.context_pre_only else attention.to_add_out(text)
+        return out, None if ends_text else attention.to_add_out(text)
 
 
 class PatchedStreamAttention(nn.Module):
@@ -136,18 +137,9 @@ class PatchedStreamAttention(nn.Module):
         """Tokens [tokens, 1, channels] -> the same; blocks may name them twice. Rotary angles are those of all tokens,
         or of the image's.
         """
-        attention, context = self.attention, self.context
+        attention = self.attention
         check_unused(unused)
-        qkv, num_tokens = self._heads(hidden_states[:, 0]), context.num_tokens
-        num_text = len(qkv) - num_tokens
-        num_rows = len(context.level.row_tokens) if context.active is None else len(context.active.rows)
-        text_turns, turns = _parted(image_rotary_emb, num_tokens)
-        text, image = qkv.split([num_text, num_tokens])
-        text = normed(text, attention.norm_q, attention.norm_k, text_turns)
-        text = text.unflatten(0, (num_rows, num_text // num_rows))
-        image = normed(image, attention.norm_q, attention.norm_k, turns)
-        image, text = _attend_both(self.slots, image, text, context)
-        out = torch.cat([text.flatten(0, 1), image])
+        out = _attend_in_stream(self, self._heads(hidden_states[:, 0]), image_rotary_emb)
         return (out if attention.pre_only else attention.to_out[0](out))[:, None]
 
     def _heads(self, tokens: Tensor) -> Tensor:
@@ -159,6 +151,44 @@ class PatchedStreamAttention(nn.Module):
         parts = packed.unflatten(1, (heads + 2 * heads // shared, -1))
         query, keys_values = parts.split([heads, 2 * heads // shared], 1)
         return torch.cat([query, keys_values.repeat_interleave(shared, 1)], 1).unflatten(1, (3, heads))
+
+
+class PatchedParallelAttention(nn.Module):
+    """FLUX.2's attention of blocks that take image and text as one stream, with the feed-forward layers beside it: one
+    projection gives what both read, and one puts together what they make.
+    """
+
+    def __init__(self, attention: Any, context: PatchContext) -> None:
+        super().__init__()
+        self.attention, self.context = attention, context
+        self.slots = TokenSlots()
+
+    def forward(self, hidden_states: Tensor, image_rotary_emb: Rotary | None = None, **unused: object) -> Tensor:
+        """As of `PatchedStreamAttention`."""
+        attention = self.attention
+        check_unused(unused)
+        packed, width = attention.to_qkv_mlp_proj(hidden_states[:, 0]), 3 * attention.inner_dim
+        attended = _attend_in_stream(self, heads_of(packed[:, :width], 3, attention.heads), image_rotary_emb)
+        return attention.to_out(torch.cat([attended, attention.mlp_act_fn(packed[:, width:])], 1))[:, None]
+
+
+def _attend_in_stream(
+    leaf: PatchedStreamAttention | PatchedParallelAttention, qkv: Tensor, all_turns: Rotary | None
+) -> Tensor:
+    """Let tokens of a stream [tokens, 3, heads, width] attend to those of their image and its text.
+
+    Returns [tokens, heads * width]. Rotary angles are those of all tokens, or of the image's.
+    """
+    attention, context, num_tokens = leaf.attention, leaf.context, leaf.context.num_tokens
+    num_text = len(qkv) - num_tokens
+    num_rows = len(context.level.row_tokens) if context.active is None else len(context.active.rows)
+    text_turns, turns = _parted(all_turns, num_tokens)
+    text, image = qkv.split([num_text, num_tokens])
+    text = normed(text, attention.norm_q, attention.norm_k, text_turns)
+    text = text.unflatten(0, (num_rows, num_text // num_rows))
+    image = normed(image, attention.norm_q, attention.norm_k, turns)
+    image, text = _attend_both(leaf.slots, image, text, context)
+    return torch.cat([text.flatten(0, 1), image])
 
 
 def _parted(turns: Rotary | None, num_tokens: int) -> tuple[Rotary | None, Rotary | None]:
@@ -203,7 +233,7 @@ def _attend_both(
     return joined(image_parts), joined(text_parts)
 
 
-_LEFT_OUT = -1e4
+LEFT_OUT = -1e4
 """What diffusers adds to the scores of tokens that are left out; to their exponentials, 0 is what is left of it."""
 
 
@@ -219,7 +249,7 @@ def text_bias_of(text: Tensor, repeats: int, mask: Tensor | None, *, adds_mask: 
     """
     if mask is not None:
         assert repeats == 1, "masked text is not shortened by equal tokens"
-        return (mask.to(text.dtype) - 1) * (1.0 if adds_mask else -_LEFT_OUT)
+        return ((mask > 0).to(text.dtype) - 1) * (1.0 if adds_mask else -LEFT_OUT)
     return None if repeats == 1 else text.new_full((1, 1), math.log(repeats))
 
 

@@ -154,6 +154,12 @@ class PatchContext:
         return is_done
 
 
+def embedded_text(context: PatchContext) -> Tensor:
+    """The text of all rows [rows, length, width] as `PatchedModel` has embedded it for a batch."""
+    assert "embedded text" in context.kept, "a patched model runs inside PatchedModel only"
+    return context.kept["embedded text"]
+
+
 def to_tokens(x: Tensor) -> Tensor:
     """[P, channels, side, side], channels-last -> [P * side * side, channels]; a view."""
     return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])

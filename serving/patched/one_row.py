@@ -71,7 +71,7 @@ class TokensInOneRow(nn.Module):
         context = self.context
         mask, level = context.kept["text mask"], context.batch.levels[0]
         text = _text_ids(mask.shape[1], mask.device).repeat(len(mask), 1)
-        places = repeated(level, lambda *size: _places(size, mask.device), context.kernels)
+        places = repeated(level, lambda *size: places_of(size, mask.device), context.kernels)
         lengths = mask.sum(1).index_select(0, level.row_index.repeat_interleave(level.grain**2))
         image = torch.cat([lengths[:, None].to(places.dtype), places], 1)
         return self._turned(torch.cat([text.to(image.dtype), image]))
@@ -86,7 +86,8 @@ def _text_ids(length: int, device: torch.device) -> Tensor:
     return torch.cat([numbers, numbers.new_zeros(length, 2)], 1)
 
 
-def _places(size: tuple[int, ...], device: torch.device) -> Tensor:
+def places_of(size: tuple[int, ...], device: torch.device) -> Tensor:
+    """Row and column of each token of an image of (height, width) tokens, (height * width, 2)."""
     rows, columns = (torch.arange(count, dtype=torch.float32, device=device) for count in size)
     return torch.cartesian_prod(rows, columns)
 

@@ -87,7 +87,7 @@ class PatchedModel:
     def shorten(self) -> Shorten:
         """What the text of a batch need not hold, see `conditions_of`."""
         transformer = self._transformer
-        if transformer is None or transformer.adds_mask:
+        if transformer is None or transformer.adds_mask or transformer.text_ids is not None:
             return None
         return "repeats" if transformer.mask is None else "padding"
 
@@ -310,8 +310,12 @@ class PatchedModel:
             kept["text bias"] = text_bias_of(text, kept["repeats"], mask, adds_mask=transformer.adds_mask)
             if mask is not None:
                 kept["text mask"] = mask
-            if transformer.text_refiner is not None:
+            if transformer.text_refiner is not None and transformer.text_embedder is None:
                 kept["refined text"] = self.model.time_caption_embed.refine(text, mask)
+        if transformer.text_embedder is not None:
+            if "embedded text" not in kept:
+                kept["embedded text"] = getattr(self.model, transformer.text_embedder).embed(text)
+            conditions = conditions | {"encoder_hidden_states": text[:, :0]}
         context.text_bias = kept["text bias"]
         context.biased_text = mask if transformer.adds_mask else None
         return {name: value for name, value in conditions.items() if name != transformer.mask}

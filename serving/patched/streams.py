@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .context import PatchContext, repeated
+from .context import PatchContext, embedded_text, repeated
 
 
 class RotaryPositions(nn.Module):
@@ -19,16 +19,26 @@ class RotaryPositions(nn.Module):
 
     Args:
         embed: the model's own module, which makes angles of numbers.
-        image_ids: see `Transformer`.
+        image_ids, text_ids: see `Transformer`.
     """
 
-    def __init__(self, embed: Any, image_ids: Callable[[int, int, Tensor], Tensor], context: PatchContext) -> None:
+    def __init__(
+        self,
+        embed: Any,
+        image_ids: Callable[[int, int, Tensor], Tensor],
+        text_ids: Callable[[int, Tensor], Tensor] | None,
+        context: PatchContext,
+    ) -> None:
         super().__init__()
-        self.embed, self.image_ids, self.context = embed, image_ids, context
+        self.embed, self.image_ids, self.text_ids, self.context = embed, image_ids, text_ids, context
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [image tokens, width], in packed order; of `ids` only dtype and device count."""
+        """Cosines and sines [image tokens, width], in packed order; of `ids` only dtype and device count. Where there
+        are none, those of the texts of all rows: a model that asks for them by themselves is given no text.
+        """
         context = self.context
+        if self.text_ids is not None and not len(ids):
+            return self._of_texts(self.text_ids, ids)
         if "positions" not in context.kept:
             angles = {
                 (group.height, group.width): self.embed(self.image_ids(group.height, group.width, ids))
@@ -44,6 +54,12 @@ class RotaryPositions(nn.Module):
             return cosines, sines
         own = some.tokens(0)
         return cosines.index_select(0, own), sines.index_select(0, own)
+
+    def _of_texts(self, text_ids: Callable[[int, Tensor], Tensor], like: Tensor) -> tuple[Tensor, Tensor]:
+        kept, (rows, length, _) = self.context.kept, embedded_text(self.context).shape
+        if "text positions" not in kept:
+            kept["text positions"] = tuple(part.repeat(rows, 1) for part in self.embed(text_ids(length, like)))
+        return kept["text positions"]
 
 
 class RotaryOfBoth(nn.Module):
@@ -83,16 +99,31 @@ def _parts_of(turns: Tensor) -> Tensor:
     return torch.view_as_real(turns).float().movedim(2, 1).repeat_interleave(2, 2)
 
 
-def begin_stream(context: PatchContext, rows: int, length: int) -> None:
-    """Say that tokens are one stream from now on: texts of so many rows and tokens first, then the images."""
+def begin_stream(context: PatchContext, rows: int, length: int) -> Tensor:
+    """The row of each token of a stream, for all its leaves: first texts of so many rows and tokens, then images."""
     if context.rows is not None:
-        context.stream_rows = context.rows.stream(length).rows
-        return
-    if "rows of the stream" not in context.kept:
-        row_of_token = context.row_of_token
-        own = torch.arange(rows, device=row_of_token.device).repeat_interleave(length)
-        context.kept["rows of the stream"] = torch.cat([own, row_of_token])
-    context.stream_rows = context.kept["rows of the stream"]
+        found = context.rows.stream(length).rows
+    else:
+        key = "rows of the stream", length
+        if key not in context.kept:
+            image = context.row_of_token
+            own = torch.arange(rows, device=image.device).repeat_interleave(length)
+            context.kept[key] = torch.cat([own, image])
+        found = context.kept[key]
+    context.stream_rows = found
+    return found
+
+
+class KeptText(nn.Module):
+    """An embedding of the text that `PatchedModel` runs once for a batch, whatever it is called with."""
+
+    def __init__(self, embed: nn.Module, context: PatchContext) -> None:
+        super().__init__()
+        self.embed, self.context = embed, context
+
+    def forward(self, text: Tensor) -> Tensor:
+        text, rows = embedded_text(self.context), self.context.rows
+        return text if rows is None else text.index_select(0, rows.rows)
 
 
 class StreamsJoined(nn.Module):
@@ -104,8 +135,7 @@ class StreamsJoined(nn.Module):
 
     def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor, **unused: object) -> tuple[Tensor, Tensor]:
         """Image [P, tokens, channels] and text [rows, length, channels] -> no text, and all tokens."""
-        rows, length, _ = encoder_hidden_states.shape
-        begin_stream(self.context, rows, length)
+        begin_stream(self.context, *encoder_hidden_states.shape[:2])
         tokens = torch.cat([encoder_hidden_states.flatten(0, 1), hidden_states.flatten(0, 1)])[:, None]
         return tokens[:, :0], tokens
 
@@ -166,3 +196,15 @@ class RowsToStream(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         assert self.context.stream_rows is not None, "a stream begins with `StreamsJoined`"
         return self.linear(x).index_select(0, self.context.stream_rows)
+
+
+class RowsToStreamAhead(nn.Module):
+    """The same, of a layer that runs before the stream begins, for all of its blocks."""
+
+    def __init__(self, linear: nn.Linear, context: PatchContext) -> None:
+        super().__init__()
+        self.linear, self.context = linear, context
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, _ = embedded_text(self.context).shape
+        return self.linear(x).index_select(0, begin_stream(self.context, rows, length))

@@ -11,6 +11,7 @@ from ..families.transformer import Transformer
 from .attention import (
     PatchedCrossAttention,
     PatchedJointAttention,
+    PatchedParallelAttention,
     PatchedSelfAttention,
     PatchedStreamAttention,
 )
@@ -28,12 +29,15 @@ from .leaves import (
     RowTimesteps,
 )
 from .one_row import RefinedText, StreamBegins, TokensInOneRow, Turned
+from .padded import AllBegin, AllEnd, ImagesBegin, ImagesEnd, PaddedStream, PaddedText, TurnedInStream, no_angles
 from .streams import (
     BlocksWithEnds,
     EmbToStream,
+    KeptText,
     RotaryOfBoth,
     RotaryPositions,
     RowsToStream,
+    RowsToStreamAhead,
     StreamsJoined,
     StreamsParted,
 )
@@ -100,6 +104,9 @@ class PatchSwap(Swap):
 
     def swap_transformer(self, model: Any, transformer: Transformer) -> None:
         context, ids = self._context, transformer.image_ids
+        if transformer.text_refiner is not None and transformer.pads_to is not None:
+            self._swap_padded(model, transformer, transformer.text_refiner, transformer.pads_to)
+            return
         if transformer.text_refiner is not None:
             self._swap_one_row(model, transformer, transformer.text_refiner)
             return
@@ -108,13 +115,17 @@ class PatchSwap(Swap):
         elif ids is None:
             self.put(model, "pos_embed", PatchedPatchEmbed(model.pos_embed, context, transformer.positions))
         else:
-            self.put(model, "pos_embed", RotaryPositions(model.pos_embed, ids, context))
+            self.put(model, "pos_embed", RotaryPositions(model.pos_embed, ids, transformer.text_ids, context))
         if transformer.modulation is not None:
             shared = getattr(model, transformer.modulation)
             self.put(model, transformer.modulation, ResultsToPatches(shared, context))
+        if transformer.text_embedder is not None:
+            embed = getattr(model, transformer.text_embedder)
+            self.put(model, transformer.text_embedder, KeptText(embed, context))
         if transformer.caption is not None:
             self.put(model, transformer.caption, CaptionForReaders(getattr(model, transformer.caption), context))
         self._modulate(model, transformer.norm_out, RowsToPatches, EmbToPatches)
+        self._modulate(model, transformer.joint.shared, RowsToPatches, EmbToPatches)
         for block in getattr(model, transformer.joint.name):
             self._modulate(block, transformer.joint.modulation, RowsToPatches, EmbToPatches)
             for name in transformer.joint.attention:
@@ -123,10 +134,14 @@ class PatchSwap(Swap):
                     self.put(block, name, _leaf_of(attention)(attention, context))
         if transformer.single is None:
             return
+        self._modulate(model, transformer.single.shared, RowsToStreamAhead, EmbToStream)
         for block in getattr(model, transformer.single.name):
             self._modulate(block, transformer.single.modulation, RowsToStream, EmbToStream)
             for name in transformer.single.attention:
-                self.put(block, name, PatchedStreamAttention(getattr(block, name), context))
+                attention = getattr(block, name)
+                is_parallel = hasattr(attention, "to_qkv_mlp_proj")
+                leaf = PatchedParallelAttention if is_parallel else PatchedStreamAttention
+                self.put(block, name, leaf(attention, context))
         # What the model puts together and takes apart itself has a row for each row of the batch.
         ends: dict[str, nn.Module] = {
             transformer.joint.name: StreamsJoined(context),
@@ -155,6 +170,24 @@ class PatchSwap(Swap):
         behind = [Turned(nn.Identity())]
         self.put(model, image.name, BlocksWithEnds(getattr(model, image.name), behind=behind))
         self.put(model, both.name, BlocksWithEnds(getattr(model, both.name), before=[StreamBegins(context)]))
+
+    def _swap_padded(self, model: Any, transformer: Transformer, refiner: str, multiple: int) -> None:
+        """Put the leaves into a model like Z-Image, see `padded`."""
+        stream, image, both = PaddedStream(model, multiple, self._context), transformer.joint, transformer.single
+        assert both is not None, "text that is refined joins a stream"
+        for blocks in (image, both):
+            for block in getattr(model, blocks.name):
+                self._modulate(block, blocks.modulation, RowsToStream, EmbToStream)
+                self.put(block, "attention", TurnedInStream(block.attention, stream))
+        for final in model.all_final_layer.values():
+            self._modulate(final, "adaLN_modulation.1", RowsToStream, EmbToStream)
+            self.put(final, "linear", Turned(final.linear))
+        self.put(model, "cap_embedder", PaddedText(model, getattr(model, refiner), self._context))
+        self.put(model, refiner, nn.ModuleList())
+        self.put(model, "rope_embedder", no_angles)
+        ends = {image.name: (ImagesBegin, ImagesEnd), both.name: (AllBegin, AllEnd)}
+        for name, (begin, end) in ends.items():
+            self.put(model, name, BlocksWithEnds(getattr(model, name), before=[begin(stream)], behind=[end(stream)]))
 
     def _modulate(self, block: nn.Module, name: str | None, of_linear: Any, of_norm: Any) -> None:
         """Give what a module of this name, if there is one, has once for every row to the tokens of rows."""

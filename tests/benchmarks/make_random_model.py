@@ -19,12 +19,16 @@ from diffusers import (
     AuraFlowPipeline,
     AuraFlowTransformer2DModel,
     AutoencoderKL,
+    AutoencoderKLFlux2,
     AutoencoderKLQwenImage,
     ChromaPipeline,
     ChromaTransformer2DModel,
     DPMSolverMultistepScheduler,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
+    Flux2KleinPipeline,
+    Flux2Pipeline,
+    Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
     Lumina2Pipeline,
@@ -37,6 +41,8 @@ from diffusers import (
     StableDiffusion3Pipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
 )
 from transformers import (
     CLIPTextConfig,
@@ -46,9 +52,14 @@ from transformers import (
     Gemma2Config,
     Gemma2Model,
     GemmaTokenizer,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3Model,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -83,6 +94,13 @@ SD3: dict[str, Any] = {
     "pos_embed_max_size": 192,
 }
 FLUX: dict[str, Any] = {"guidance_embeds": True}  # all else is the class's default
+KLEIN: dict[str, Any] = {  # the model of 4 billion weights
+    "num_layers": 5,
+    "num_single_layers": 20,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 3 * 2560,
+    "guidance_embeds": False,
+}
 AURA: dict[str, Any] = {"pos_embed_max_size": 9216}  # as of AuraFlow 0.3; so below, all else is the class's default
 PIXART: dict[str, Any] = {"caption_channels": 4096, "interpolation_scale": 2, "use_additional_conditions": False}
 LUMINA2: dict[str, Any] = {"cap_feat_dim": 2304}
@@ -122,6 +140,23 @@ TINY["qwen"] = {
     "joint_attention_dim": 128,
     "axes_dims_rope": (8, 12, 12),
 }
+TINY["flux2-dev"] = TINY["flux2-klein"] = {
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "attention_head_dim": 32,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 3 * 32,
+    "axes_dims_rope": (8, 8, 8, 8),
+}
+TINY["z-image"] = {
+    "dim": 96,
+    "n_layers": 2,
+    "n_refiner_layers": 1,
+    "n_heads": 2,
+    "n_kv_heads": 2,
+    "cap_feat_dim": 64,
+    "axes_dims": [16, 16, 16],
+}
 TINY["flux-schnell"] = TINY["flux-dev"]
 TINY["chroma"] = TINY["flux-dev"] | {"approximator_hidden_dim": 64, "approximator_layers": 2}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -129,11 +164,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "sd3": SD3,
     "flux-dev": FLUX,
     "flux-schnell": FLUX | {"guidance_embeds": False},
+    "flux2-dev": {},
+    "flux2-klein": KLEIN,
     "aura": AURA,
     "chroma": {},
     "pixart": PIXART,
     "lumina2": LUMINA2,
     "qwen": {},
+    "z-image": {},
 }
 
 
@@ -222,6 +260,54 @@ def build_flux(config: dict[str, Any]) -> FluxPipeline:
     )
 
 
+def chat_tokenizer() -> Qwen2Tokenizer:
+    """A tokenizer that knows letters, digits and signs; a chat is the texts of its messages."""
+    words = ["<|endoftext|>", "Ġ", "Ċ", *(chr(code) for code in range(33, 127))]
+    made = Qwen2Tokenizer({word: number for number, word in enumerate(words)}, [])
+    made.chat_template = (
+        "{% for each in messages %}{{ each.content if each.content is string else each.content[0].text }}{% endfor %}"
+        "{% if add_generation_prompt %}:{% endif %}"
+    )
+    return made
+
+
+def build_flux2(config: dict[str, Any]) -> Flux2Pipeline | Flux2KleinPipeline:
+    """FLUX.2 dev, or Klein for a configuration without a scale of guidance. The states of three layers are its text."""
+    transformer, own = Flux2Transformer2DModel(**config), chat_tokenizer()
+    is_klein = config.get("guidance_embeds") is False
+    layers: dict[str, Any] = {
+        "vocab_size": len(own),
+        "hidden_size": transformer.config["joint_attention_dim"] // 3,
+        "intermediate_size": 32,
+        "num_hidden_layers": 27 if is_klein else 30,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+    }
+    parts: dict[str, Any] = {
+        "transformer": transformer,
+        "scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        "vae": AutoencoderKLFlux2(
+            block_out_channels=(8, 8, 16, 16),
+            norm_num_groups=4,
+            down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4,
+        ),
+        "tokenizer": own,
+    }
+    if is_klein:
+        return Flux2KleinPipeline(text_encoder=Qwen3ForCausalLM(Qwen3Config(**layers)), is_distilled=True, **parts)
+    vision: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
+    encoder = Mistral3ForConditionalGeneration(
+        Mistral3Config(
+            text_config={"model_type": "mistral", **layers},
+            vision_config={"model_type": "pixtral", "num_attention_heads": 2, "image_size": 28, **vision},
+            image_token_index=1,
+        )
+    )
+    return Flux2Pipeline(text_encoder=encoder, **parts)
+
+
 def build_aura(config: dict[str, Any]) -> AuraFlowPipeline:
     transformer = AuraFlowTransformer2DModel(**config)
     encoder, own = t5(int(transformer.config["joint_attention_dim"]), UMT5Config, UMT5EncoderModel)
@@ -272,8 +358,7 @@ def build_lumina2(config: dict[str, Any]) -> Lumina2Pipeline:
 
 def build_qwen(config: dict[str, Any]) -> QwenImagePipeline:
     transformer = QwenImageTransformer2DModel(**config)
-    width = int(transformer.config["joint_attention_dim"])
-    words = ["<|endoftext|>", "Ġ", "Ċ", *(chr(code) for code in range(33, 127))]
+    width, own = int(transformer.config["joint_attention_dim"]), chat_tokenizer()
     # A head has 128 channels, two for each of the rotary positions of time, height and width.
     heads: dict[str, Any] = {"num_attention_heads": width // 128, "num_key_value_heads": width // 128}
     rope: dict[str, Any] = {"mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"}
@@ -281,7 +366,7 @@ def build_qwen(config: dict[str, Any]) -> QwenImagePipeline:
     vision: dict[str, Any] = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
     encoder = Qwen2_5_VLForConditionalGeneration(
         Qwen2_5_VLConfig(
-            text_config={**layers, **heads, "rope_scaling": rope, "vocab_size": len(words)},
+            text_config={**layers, **heads, "rope_scaling": rope, "vocab_size": len(own)},
             vision_config={**vision, "out_hidden_size": width},
         )
     )
@@ -290,19 +375,35 @@ def build_qwen(config: dict[str, Any]) -> QwenImagePipeline:
         scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, max_shift=0.9),
         vae=AutoencoderKLQwenImage(base_dim=8, dim_mult=[1, 1, 1, 1], num_res_blocks=1),
         text_encoder=encoder,
-        tokenizer=Qwen2Tokenizer({word: number for number, word in enumerate(words)}, []),
+        tokenizer=own,
     )
+
+
+def build_z_image(config: dict[str, Any]) -> ZImagePipeline:
+    transformer, own = ZImageTransformer2DModel(**config), chat_tokenizer()
+    width = int(transformer.config["cap_feat_dim"])
+    layers: dict[str, Any] = {"hidden_size": width, "intermediate_size": width, "num_hidden_layers": 2, "head_dim": 32}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    text: dict[str, Any] = {
+        "text_encoder": Qwen3Model(Qwen3Config(vocab_size=len(own), **layers, **heads)),
+        "tokenizer": own,
+    }
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=6.0)
+    return ZImagePipeline(transformer=transformer, scheduler=scheduler, vae=autoencoder(16), **text)
 
 
 def build(name: str, *, is_tiny: bool) -> Any:
     builders = {
         "sdxl": build_sdxl,
         "sd3": build_sd3,
+        "flux2-dev": build_flux2,
+        "flux2-klein": build_flux2,
         "aura": build_aura,
         "chroma": build_chroma,
         "pixart": build_pixart,
         "lumina2": build_lumina2,
         "qwen": build_qwen,
+        "z-image": build_z_image,
     }
     return builders.get(name, build_flux)(CONFIGS[name] | (TINY[name] if is_tiny else {}))
 

@@ -13,7 +13,8 @@ from patchedserve.serving.models.defaults import read_geometry
 
 from ..conftest import RunPsctl
 from ..support.edits import edit_request, image_of, mask_of, plain_edit
-from ..support.tiny_models import save_tiny, tiny_flux, tiny_sd, tiny_sd3, tiny_sdxl
+from ..support.tiny_families import tiny_flux
+from ..support.tiny_models import save_tiny, tiny_sd, tiny_sd3, tiny_sdxl
 
 SIZE = Resolution(64, 48)
 

@@ -19,7 +19,9 @@ from patchedserve.data.tables.streams import read_batches, read_facts
 from ..conftest import RunPsctl
 
 pytestmark = pytest.mark.slow
-FAMILIES = ("aura", "chroma", "flux-schnell", "lumina2", "pixart", "qwen", "sd3")
+FAMILIES = (
+    *("aura", "chroma", "flux-schnell", "flux2-dev", "flux2-klein", "lumina2", "pixart", "qwen", "sd3", "z-image"),
+)
 
 
 def made(script: dict[str, Any], family: str, folder: Path) -> dict[str, str]:

@@ -13,6 +13,7 @@ from diffusers import (
     StableDiffusion3InpaintPipeline,
     StableDiffusionInpaintPipeline,
     StableDiffusionXLInpaintPipeline,
+    ZImageInpaintPipeline,
 )
 from numpy.typing import NDArray
 from PIL import Image
@@ -28,6 +29,7 @@ _INPAINT = {
     "StableDiffusion3Pipeline": StableDiffusion3InpaintPipeline,
     "FluxPipeline": FluxInpaintPipeline,
     "ChromaPipeline": ChromaInpaintPipeline,
+    "ZImagePipeline": ZImageInpaintPipeline,
 }
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -31,20 +32,20 @@ from patchedserve.serving.parallel.options import ParallelOptions
 
 from .cached_models import ByPlace
 from .patched_models import relative_error
-from .tiny_models import (
-    plain_latents,
-    save_tiny,
+from .tiny_families import (
     tiny_aura,
     tiny_chroma,
     tiny_flux,
+    tiny_flux2,
+    tiny_klein,
+    tiny_klein_base,
     tiny_lumina2,
     tiny_pixart,
     tiny_qwen,
     tiny_schnell,
-    tiny_sd,
-    tiny_sd3,
-    tiny_sdxl,
+    tiny_z_image,
 )
+from .tiny_models import plain_image, plain_latents, save_tiny, tiny_sd, tiny_sd3, tiny_sdxl
 
 Build = Callable[[], Any]
 PASS, STEPS = 1e-5, 1e-3
@@ -55,11 +56,15 @@ BUILDS: dict[str, Build] = {
     "sd3": tiny_sd3,
     "flux": tiny_flux,
     "schnell": tiny_schnell,
+    "flux2": tiny_flux2,
+    "klein": tiny_klein,
+    "klein-base": tiny_klein_base,
     "aura": tiny_aura,
     "chroma": tiny_chroma,
     "pixart": tiny_pixart,
     "lumina2": tiny_lumina2,
     "qwen": tiny_qwen,
+    "z-image": tiny_z_image,
 }
 _SMALL, _LARGE, _WIDE = Resolution(32, 32), Resolution(64, 64), Resolution(96, 32)
 _WAYS = {"image": EngineOptions(order="image"), "patch": EngineOptions(order="patch")}
@@ -142,6 +147,14 @@ def bfloat16_is_as_accurate_as_the_pipeline(build: Build) -> None:
     assert _rms(run(model), exact) <= allowed
 
 
+def images_are_those_of_the_pipeline(build: Build) -> None:
+    pipe, request = build(), mixed([2] * 4)[1]
+    model = served(pipe)
+    found = np.asarray(model.decode(denoised(model, [request])[0][None]), dtype=int)
+    assert found.std() > 1
+    assert np.abs(found - np.asarray(plain_image(pipe, request))).max() <= 1
+
+
 def what_is_asked_for_matters(build: Build) -> None:
     """Otherwise equality would not show that two requests were mixed up."""
     pipe, first = build(), mixed([2] * 4)[0]
@@ -221,6 +234,7 @@ PROMISES: tuple[Callable[[Build], None], ...] = (
     requests_join_and_leave_at_any_step,
     the_plain_engine_serves_it,
     bfloat16_is_as_accurate_as_the_pipeline,
+    images_are_those_of_the_pipeline,
     what_is_asked_for_matters,
     the_cache_is_exact_where_nothing_is_reused,
     the_cache_reuses_what_a_request_had_itself,

@@ -12,9 +12,13 @@ from .patched_models import MODELS, Size, Way
 
 TOLERANCE = 1e-5
 UNETS = ["sd15", "sd2", "sdxl", "scale-shift", "gelu"]
-TRANSFORMERS = ["sd3", "sd35", "flux", "schnell", "aura", "chroma", "pixart", "lumina2", "qwen"]
-MASKED = ["chroma", "pixart", "lumina2", "qwen"]
+TRANSFORMERS = [
+    *("sd3", "sd35", "flux", "schnell", "flux2", "klein", "aura", "chroma", "pixart", "lumina2", "qwen", "z-image"),
+]
+MASKED = ["chroma", "pixart", "lumina2", "qwen", "z-image"]
 """Of these, those whose text has a mask: what it leaves out is not told by equal tokens."""
+PLACED = ["flux2", "klein"]
+"""Those whose text tokens have a place each: equal ones do not count alike. Their images may have odd sides."""
 SOME = ["sd15", "sdxl", "scale-shift", "sd3", "sd35", "flux"]
 FOUR_LEVELS = ["sd15", "sd2"]  # patches of 8 and more
 BUNDLED = ["emoji-xl", "emoji-3"]

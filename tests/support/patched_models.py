@@ -15,6 +15,8 @@ import torch
 from diffusers import (
     AuraFlowTransformer2DModel,
     ChromaTransformer2DModel,
+    Flux2Pipeline,
+    Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
     Lumina2Transformer2DModel,
@@ -23,8 +25,10 @@ from diffusers import (
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     UNet2DConditionModel,
+    ZImageTransformer2DModel,
 )
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from patchedserve.serving.families import transformer_of
 from patchedserve.serving.families.table import entry_of, token_side
@@ -87,6 +91,17 @@ _FLUX: dict[str, Any] = {
     "pooled_projection_dim": 12,
 }
 
+_FLUX2: dict[str, Any] = {
+    "in_channels": 4,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "attention_head_dim": 32,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 20,
+    "timestep_guidance_channels": 16,
+    "axes_dims_rope": (8, 8, 8, 8),
+}
+
 _AURA: dict[str, Any] = {
     "sample_size": 16,
     "in_channels": 4,
@@ -134,6 +149,19 @@ _QWEN: dict[str, Any] = {
     "num_attention_heads": 2,
     "joint_attention_dim": 20,
     "axes_dims_rope": (8, 12, 12),
+}
+
+
+_Z_IMAGE: dict[str, Any] = {
+    "in_channels": 4,
+    "dim": 48,
+    "n_layers": 2,
+    "n_refiner_layers": 1,
+    "n_heads": 2,
+    "n_kv_heads": 2,
+    "cap_feat_dim": 20,
+    "axes_dims": [8, 8, 8],
+    "axes_lens": [256, 64, 64],
 }
 
 
@@ -205,6 +233,18 @@ def schnell_transformer(seed: int = 0, **changes: Any) -> FluxTransformer2DModel
     return flux_transformer(seed, **{"guidance_embeds": False} | changes)
 
 
+def flux2_transformer(seed: int = 0, **changes: Any) -> Flux2Transformer2DModel:
+    """FLUX.2 dev: joint blocks, blocks of one stream with feed-forward layers beside attention, modulation that blocks
+    share, positions of text, the guidance scale as an input.
+    """
+    return _random(Flux2Transformer2DModel, _FLUX2 | {"guidance_embeds": True} | changes, seed)
+
+
+def klein_transformer(seed: int = 0, **changes: Any) -> Flux2Transformer2DModel:
+    """FLUX.2 Klein: without a scale."""
+    return flux2_transformer(seed, **{"guidance_embeds": False} | changes)
+
+
 def aura_transformer(seed: int = 0, **changes: Any) -> AuraFlowTransformer2DModel:
     """AuraFlow: joint blocks, blocks of one stream, learnt positions; text that shows in the image in spite of its
     register tokens.
@@ -244,6 +284,11 @@ def qwen_transformer(seed: int = 0, **changes: Any) -> QwenImageTransformer2DMod
     return _random(QwenImageTransformer2DModel, _QWEN | changes, seed)
 
 
+def z_image_transformer(seed: int = 0, **changes: Any) -> ZImageTransformer2DModel:
+    """Z-Image: image and text refined by themselves, then one stream; both padded with tokens that count."""
+    return _random(ZImageTransformer2DModel, _Z_IMAGE | changes, seed)
+
+
 MODELS: dict[str, Callable[..., Any]] = {
     "sd15": sd15_unet,
     "sd2": sd2_unet,
@@ -254,16 +299,21 @@ MODELS: dict[str, Callable[..., Any]] = {
     "sd35": sd35_transformer,
     "flux": flux_transformer,
     "schnell": schnell_transformer,
+    "flux2": flux2_transformer,
+    "klein": klein_transformer,
     "aura": aura_transformer,
     "chroma": chroma_transformer,
     "pixart": pixart_transformer,
     "lumina2": lumina2_transformer,
     "qwen": qwen_transformer,
+    "z-image": z_image_transformer,
 }
 TRANSFORMERS = ["sd35", "flux", "aura", "chroma", "pixart", "lumina2", "qwen"]
 """One of each kind."""
 WITH_ALL_OPTIONS = [
-    name for name in MODELS if name not in ("flux", "schnell", "aura", "chroma", "pixart", "lumina2", "qwen")
+    name
+    for name in MODELS
+    if name not in ("flux", "schnell", "flux2", "klein", "aura", "chroma", "pixart", "lumina2", "qwen", "z-image")
 ]
 """Those that ranks serve, and records of less than all, too."""
 
@@ -332,7 +382,13 @@ def _draw_conditions(model: Any, size: Size, generator: torch.Generator) -> dict
         transformer = transformer_of(model)
         assert transformer is not None
         mask = transformer.mask
-        if mask is not None:
+        if transformer.pads_to is not None:
+            # As long as with its pads, `PAD`.
+            own, text = int(2 + 4 * draw(1).abs()), given["encoder_hidden_states"]
+            given["encoder_hidden_states"] = F.pad(text, (0, 0, 0, 2 * transformer.pads_to - len(text)))
+            number = torch.arange(2 * transformer.pads_to)
+            given["text_mask"] = torch.where(number < own, 1, torch.where(number < transformer.pads_to, 2, 0))
+        elif mask is not None:
             given[mask] = (torch.arange(_TEXT_LENGTH) < 2 + 4 * draw(1).abs()).float()
         return given
     conditions: dict[str, Any] = {"encoder_hidden_states": draw(_TEXT_LENGTH, config["cross_attention_dim"])}
@@ -384,6 +440,12 @@ def run_plain(model: Any, rows: Sequence[Row]) -> list[Tensor]:
             results.append(_run_qwen(model, given, row.size))
         elif isinstance(model, FluxTransformer2DModel | ChromaTransformer2DModel):
             results.append(_run_flux(model, given, row.size))
+        elif isinstance(model, ZImageTransformer2DModel):
+            text = row.conditions["encoder_hidden_states"][row.conditions["text_mask"] == 1]
+            timestep = torch.tensor([(1000 - row.timestep) / 1000])
+            results.append(-model([row.latents[:, None]], timestep, [text], return_dict=False)[0][0][:, 0])
+        elif isinstance(model, Flux2Transformer2DModel):
+            results.append(_run_flux2(model, given, row.latents))
         elif isinstance(model, Lumina2Transformer2DModel):
             given["timestep"] = 1 - given["timestep"] / 1000
             given["encoder_attention_mask"] = given["encoder_attention_mask"].long()
@@ -402,6 +464,16 @@ def _run_flux(model: Any, given: dict[str, Any], size: Size) -> Tensor:
     ids: Any = FluxPipeline._prepare_latent_image_ids(1, height // 2, width // 2, latents.device, latents.dtype)
     out = model(**given, img_ids=ids, txt_ids=torch.zeros(text.shape[1], 3), return_dict=False)[0]
     return FluxPipeline._unpack_latents(out, 8 * height, 8 * width, 8)[0]
+
+
+def _run_flux2(model: Any, given: dict[str, Any], latents: Tensor) -> Tensor:
+    """As `Flux2Pipeline` calls its model."""
+    text, ids = given["encoder_hidden_states"], Flux2Pipeline._prepare_latent_ids(latents[None])
+    given["hidden_states"] = Flux2Pipeline._pack_latents(latents[None])
+    given["timestep"] = given["timestep"].to(latents.dtype) / 1000
+    out = model(**given, img_ids=ids, txt_ids=Flux2Pipeline._prepare_text_ids(text), return_dict=False)[0]
+    unpacked: Any = Flux2Pipeline._unpack_latents_with_ids(out, ids)
+    return unpacked[0]
 
 
 def _run_qwen(model: Any, given: dict[str, Any], size: Size) -> Tensor:

@@ -1,4 +1,7 @@
-"""Tiny diffusers pipelines with random weights, built in code: the real architectures at a size for tests."""
+"""Tiny diffusers pipelines with random weights, built in code: the real architectures at a size for tests.
+
+Those of Stable Diffusion are here, the other families' in `tiny_families`.
+"""
 
 import json
 from collections.abc import Callable, Sequence
@@ -7,9 +10,7 @@ from typing import Any
 
 import torch
 from diffusers import (
-    AuraFlowPipeline,
     AutoencoderKL,
-    AutoencoderKLQwenImage,
     ChromaPipeline,
     DDIMScheduler,
     DDPMScheduler,
@@ -25,8 +26,6 @@ from diffusers import (
     KDPM2DiscreteScheduler,
     LCMScheduler,
     LMSDiscreteScheduler,
-    Lumina2Pipeline,
-    PixArtSigmaPipeline,
     PNDMScheduler,
     QwenImagePipeline,
     SASolverScheduler,
@@ -43,26 +42,6 @@ from transformers import (
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
-    Gemma2Config,
-    Gemma2Model,
-    GemmaTokenizer,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2Tokenizer,
-    T5Config,
-    T5EncoderModel,
-    T5Tokenizer,
-    UMT5Config,
-    UMT5EncoderModel,
-)
-
-from .patched_models import (
-    aura_transformer,
-    chroma_transformer,
-    flux_transformer,
-    lumina2_transformer,
-    pixart_transformer,
-    qwen_transformer,
 )
 
 SAMPLERS: dict[str, Callable[[Any], Any]] = {
@@ -93,14 +72,6 @@ OWN_SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 }
 """The same, of those that are not batched."""
 _TEXT_POSITIONS = 16
-_LUMINA_SYSTEM_PROMPT = (
-    "You are an assistant designed to generate superior images with the superior degree of image-text alignment based "
-    "on textual prompts or user prompts."
-)
-_QWEN_SYSTEM_PROMPT = (
-    "Describe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships of the "
-    "objects and background:"
-)
 _UNET: dict[str, Any] = {
     "block_out_channels": (16, 32, 32),
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
@@ -125,7 +96,8 @@ def tiny_tokenizer() -> CLIPTokenizer:
     return CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=_TEXT_POSITIONS)
 
 
-def _text_config(num_layers: int = 3, width: int = 32) -> CLIPTextConfig:
+def clip_config(num_layers: int = 3, width: int = 32) -> CLIPTextConfig:
+    """Return the configuration of a small CLIP text encoder for `tiny_tokenizer`."""
     return CLIPTextConfig(
         vocab_size=190,
         hidden_size=width,
@@ -140,7 +112,8 @@ def _text_config(num_layers: int = 3, width: int = 32) -> CLIPTextConfig:
     )
 
 
-def _autoencoder(**config: Any) -> AutoencoderKL:
+def tiny_autoencoder(**config: Any) -> AutoencoderKL:
+    """Return a small autoencoder that makes pictures 8 times smaller, with these settings."""
     usual: dict[str, Any] = {
         "block_out_channels": (8, 8, 16, 16),
         "down_block_types": ("DownEncoderBlock2D",) * 4,
@@ -161,9 +134,9 @@ def tiny_sdxl(seed: int = 0, widths: tuple[int, int] = (32, 32)) -> StableDiffus
         unet = UNet2DConditionModel(**_UNET)
         scheduler: Any = EulerDiscreteScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
         return StableDiffusionXLPipeline(
-            vae=_autoencoder(scaling_factor=0.5),
-            text_encoder=CLIPTextModel(_text_config(width=widths[0])),
-            text_encoder_2=CLIPTextModelWithProjection(_text_config(width=widths[1])),
+            vae=tiny_autoencoder(scaling_factor=0.5),
+            text_encoder=CLIPTextModel(clip_config(width=widths[0])),
+            text_encoder_2=CLIPTextModelWithProjection(clip_config(width=widths[1])),
             tokenizer=tiny_tokenizer(),
             tokenizer_2=tiny_tokenizer(),
             unet=unet,
@@ -186,8 +159,8 @@ def tiny_sd(seed: int = 0) -> StableDiffusionPipeline:
         )
         no_checker: dict[str, Any] = {"safety_checker": None, "feature_extractor": None}
         return StableDiffusionPipeline(
-            vae=_autoencoder(scaling_factor=0.5),
-            text_encoder=CLIPTextModel(_text_config()),
+            vae=tiny_autoencoder(scaling_factor=0.5),
+            text_encoder=CLIPTextModel(clip_config()),
             tokenizer=tiny_tokenizer(),
             unet=unet,
             scheduler=scheduler,
@@ -211,7 +184,7 @@ def smallest_sd() -> StableDiffusionPipeline:
             norm_num_groups=4,
             sample_size=8,
         )
-        text_encoder = CLIPTextModel(_text_config(num_layers=1))
+        text_encoder = CLIPTextModel(clip_config(num_layers=1))
     pipe.register_modules(unet=unet, text_encoder=text_encoder)
     return pipe
 
@@ -237,166 +210,12 @@ def tiny_sd3(seed: int = 0, num_channels: int = 4, **scheduler: Any) -> StableDi
         return StableDiffusion3Pipeline(
             transformer=transformer,
             scheduler=FlowMatchEulerDiscreteScheduler(**{"shift": 1.5, **scheduler}),
-            vae=_autoencoder(scaling_factor=0.7, shift_factor=0.1, latent_channels=num_channels),
-            text_encoder=CLIPTextModelWithProjection(_text_config()),
+            vae=tiny_autoencoder(scaling_factor=0.7, shift_factor=0.1, latent_channels=num_channels),
+            text_encoder=CLIPTextModelWithProjection(clip_config()),
             tokenizer=tiny_tokenizer(),
-            text_encoder_2=CLIPTextModelWithProjection(_text_config()),
+            text_encoder_2=CLIPTextModelWithProjection(clip_config()),
             tokenizer_2=tiny_tokenizer(),
             **no_t5,
-        )
-
-
-def tiny_t5(width: int, *, is_umt5: bool = False) -> tuple[Any, T5Tokenizer]:
-    """Return a T5 encoder whose states have this width, and a tokenizer that knows single letters, digits and signs."""
-    letters = [(chr(code), -1.0) for code in range(33, 127)]
-    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -1.0), *letters]
-    config: Any
-    encoder: Any
-    config, encoder = (UMT5Config, UMT5EncoderModel) if is_umt5 else (T5Config, T5EncoderModel)
-    sizes: dict[str, Any] = {"d_model": width, "d_kv": 8, "num_heads": 2, "d_ff": 32, "num_layers": 2}
-    return encoder(config(vocab_size=len(vocabulary), dropout_rate=0.0, **sizes)), T5Tokenizer(
-        vocab=vocabulary, extra_ids=0
-    )
-
-
-def tiny_flux(seed: int = 0, *, is_dev: bool = True, num_channels: int = 4) -> FluxPipeline:
-    """Return FLUX.1's architecture, small: CLIP and T5, two joint blocks and two of one stream, heads and scheduler as
-    published; dev embeds the guidance scale and shifts its schedule by the size, schnell does neither.
-    """
-    schedule: dict[str, Any] = {"shift": 3.0, "use_dynamic_shifting": True} if is_dev else {"shift": 1.0}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        t5, tokenizer = tiny_t5(24)
-        return FluxPipeline(
-            transformer=flux_transformer(
-                seed,
-                in_channels=4 * num_channels,
-                joint_attention_dim=24,
-                pooled_projection_dim=32,
-                guidance_embeds=is_dev,
-            ),
-            scheduler=FlowMatchEulerDiscreteScheduler(max_shift=1.15, **schedule),
-            vae=_autoencoder(scaling_factor=0.36, shift_factor=0.1, latent_channels=num_channels),
-            text_encoder=CLIPTextModel(_text_config()),
-            tokenizer=tiny_tokenizer(),
-            text_encoder_2=t5,
-            tokenizer_2=tokenizer,
-        )
-
-
-def tiny_schnell(seed: int = 0) -> FluxPipeline:
-    """Return `tiny_flux` as FLUX.1 schnell."""
-    return tiny_flux(seed, is_dev=False)
-
-
-def tiny_aura(seed: int = 0) -> AuraFlowPipeline:
-    """Return AuraFlow's architecture, small: a UMT5 encoder, two joint blocks and two of one stream."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        encoder, tokenizer = tiny_t5(24, is_umt5=True)
-        return AuraFlowPipeline(
-            transformer=aura_transformer(seed, joint_attention_dim=24),
-            scheduler=FlowMatchEulerDiscreteScheduler(shift=1.73),
-            vae=_autoencoder(scaling_factor=0.13),
-            text_encoder=encoder,
-            tokenizer=tokenizer,
-        )
-
-
-def tiny_chroma(seed: int = 0, *, num_channels: int = 4) -> ChromaPipeline:
-    """Return Chroma's architecture, small: T5, two joint blocks and two of one stream."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        encoder, tokenizer = tiny_t5(24)
-        return ChromaPipeline(
-            transformer=chroma_transformer(seed, in_channels=4 * num_channels, joint_attention_dim=24),
-            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True, max_shift=1.15),
-            vae=_autoencoder(scaling_factor=0.36, shift_factor=0.1, latent_channels=num_channels),
-            text_encoder=encoder,
-            tokenizer=tokenizer,
-        )
-
-
-def tiny_pixart(seed: int = 0) -> PixArtSigmaPipeline:
-    """Return PixArt-Sigma's architecture, small: T5, three blocks, and DPM-Solver++ as published."""
-    scheduler: Any = DPMSolverMultistepScheduler(beta_start=0.0001, beta_end=0.02, beta_schedule="linear")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        encoder, tokenizer = tiny_t5(24)
-        return PixArtSigmaPipeline(
-            transformer=pixart_transformer(seed, caption_channels=24),
-            scheduler=scheduler,
-            vae=_autoencoder(scaling_factor=0.13),
-            text_encoder=encoder,
-            tokenizer=tokenizer,
-        )
-
-
-def tiny_gemma(width: int) -> tuple[Gemma2Model, GemmaTokenizer]:
-    """Return a Gemma 2 whose states have this width, and a tokenizer that knows single letters, digits and signs; and
-    Lumina 2's system prompt, so that it does not drown the others.
-    """
-    words = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁", *map(chr, range(33, 127))]
-    tokenizer = GemmaTokenizer({word: number for number, word in enumerate(words)}, [], add_bos_token=True)
-    tokenizer.add_tokens([_LUMINA_SYSTEM_PROMPT])
-    config = Gemma2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-    )
-    return Gemma2Model(config), tokenizer
-
-
-def tiny_lumina2(seed: int = 0) -> Lumina2Pipeline:
-    """Return Lumina 2's architecture, small: Gemma 2, a block that refines the text, one that refines the image, two
-    that take both.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        encoder, tokenizer = tiny_gemma(24)
-        return Lumina2Pipeline(
-            transformer=lumina2_transformer(seed, cap_feat_dim=24),
-            scheduler=FlowMatchEulerDiscreteScheduler(shift=6.0),
-            vae=_autoencoder(scaling_factor=0.36, shift_factor=0.1),
-            text_encoder=encoder,
-            tokenizer=tokenizer,
-        )
-
-
-def tiny_qwen(seed: int = 0) -> QwenImagePipeline:
-    """Return Qwen-Image's architecture, small: Qwen 2.5 VL, two joint blocks, an autoencoder of videos."""
-    letters = [chr(code) for code in range(33, 127)]
-    words = ["<|endoftext|>", "Ġ", "Ċ", *letters]
-    tokenizer = Qwen2Tokenizer({word: number for number, word in enumerate(words)}, [])
-    tokenizer.add_tokens([_QWEN_SYSTEM_PROMPT])
-    layers: dict[str, Any] = {"hidden_size": 24, "intermediate_size": 24, "num_hidden_layers": 2}
-    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    rope: dict[str, Any] = {"mrope_section": [2, 2, 2], "rope_type": "default", "type": "default"}
-    vision: dict[str, Any] = {"depth": 1, "hidden_size": 24, "intermediate_size": 24, "num_heads": 2}
-    config = Qwen2_5_VLConfig(
-        text_config={**layers, **heads, "rope_scaling": rope, "vocab_size": len(tokenizer)},
-        vision_config={**vision, "out_hidden_size": 24},
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return QwenImagePipeline(
-            transformer=qwen_transformer(seed, joint_attention_dim=24),
-            scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, max_shift=0.9),
-            vae=AutoencoderKLQwenImage(
-                base_dim=8,
-                z_dim=4,
-                dim_mult=[1, 1, 1, 1],
-                num_res_blocks=1,
-                temperal_downsample=[False, True, True],
-                latents_mean=[0.1, -0.2, 0.3, 0.0],
-                latents_std=[1.0, 2.0, 1.5, 0.5],
-            ),
-            text_encoder=Qwen2_5_VLForConditionalGeneration(config),
-            tokenizer=tokenizer,
         )
 
 
@@ -427,9 +246,13 @@ def _plain(pipe: Any, request: Any, output_type: str, **options: Any) -> Any:
     if type(pipe).__name__ == "QwenImagePipeline":
         options = {"true_cfg_scale": request.guidance_scale, **options}
         negative = negative or ""  # None is no guidance
+    if not type(pipe).__name__.startswith("Flux2"):
+        options = {"negative_prompt": negative, **options}
+    elif type(pipe).__name__ == "Flux2KleinPipeline":
+        length = {name: value for name, value in options.items() if name == "max_sequence_length"}
+        options = {"negative_prompt_embeds": pipe.encode_prompt(negative or "", **length)[0], **options}
     drawn = pipe(
         prompt=request.prompt,
-        negative_prompt=negative,
         width=request.resolution.width,
         height=request.resolution.height,
         num_inference_steps=request.num_inference_steps,
@@ -442,6 +265,14 @@ def _plain(pipe: Any, request: Any, output_type: str, **options: Any) -> Any:
         drawn = pipe._unpack_latents(drawn, request.resolution.height, request.resolution.width, pipe.vae_scale_factor)
     if output_type == "latent" and type(pipe).__name__ == "QwenImagePipeline":
         drawn = drawn[:, :, 0]  # of frames, the only one
+    if output_type == "latent" and type(pipe).__name__ == "Flux2Pipeline":
+        height, width = (side // pipe.vae_scale_factor // 2 for side in request.resolution[::-1])
+        drawn = drawn.transpose(1, 2).unflatten(2, (height, width))
+    if output_type == "latent" and type(pipe).__name__ == "Flux2KleinPipeline":
+        # It gives what its autoencoder takes.
+        norm = pipe.vae.bn
+        scale = torch.sqrt(norm.running_var + norm.eps)
+        drawn = (pipe._patchify_latents(drawn) - norm.running_mean.view(1, -1, 1, 1)) / scale.view(1, -1, 1, 1)
     return drawn[0]
 
 

@@ -20,20 +20,17 @@ from patchedserve.serving.scheduling.policies import get_policy
 
 from ...support.edits import MASKS, edit_request, plain_edit
 from ...support.patched_models import relative_error
-from ...support.tiny_models import (
-    OWN_SCHEDULERS,
-    SAMPLERS,
-    plain_latents,
+from ...support.tiny_families import (
     tiny_aura,
     tiny_chroma,
     tiny_flux,
+    tiny_flux2,
     tiny_lumina2,
     tiny_pixart,
     tiny_qwen,
-    tiny_sd,
-    tiny_sd3,
-    tiny_sdxl,
+    tiny_z_image,
 )
+from ...support.tiny_models import OWN_SCHEDULERS, SAMPLERS, plain_latents, tiny_sd, tiny_sd3, tiny_sdxl
 
 TOLERANCE = 1e-3
 SMALL, LARGE, WIDE, ODD = Resolution(32, 32), Resolution(64, 64), Resolution(96, 32), Resolution(96, 48)
@@ -47,10 +44,12 @@ def pipeline(family: str, sampler: str | None = None) -> Any:
         "sd3": lambda: tiny_sd3(num_channels=16),
         "flux": lambda: tiny_flux(num_channels=16),
         "chroma": lambda: tiny_chroma(num_channels=16),
+        "flux2": tiny_flux2,
         "aura": tiny_aura,
         "pixart": tiny_pixart,
         "lumina2": tiny_lumina2,
         "qwen": tiny_qwen,
+        "z-image": tiny_z_image,
     }[family]()
     if sampler is not None:
         pipe.scheduler = SAMPLERS[sampler](pipe.scheduler.config)
@@ -92,7 +91,10 @@ def mixed() -> list[Request]:
 
 @pytest.mark.parametrize(
     ("family", "sampler"),
-    [*((family, None) for family in ("sd", "sd3", "flux", "chroma")), *(("sdxl", name) for name in SAMPLERS)],
+    [
+        *((family, None) for family in ("sd", "sd3", "flux", "chroma", "z-image")),
+        *(("sdxl", name) for name in SAMPLERS),
+    ],
 )
 def test_a_mixed_batch_of_edits_and_new_images_equals_plain(family: str, sampler: str | None) -> None:
     pipe = pipeline(family, sampler)

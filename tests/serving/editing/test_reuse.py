@@ -22,7 +22,10 @@ from .test_exact import pipeline
 @pytest.mark.parametrize(
     ("family", "sampler", "keep"),
     [
-        *((family, None, "all") for family in ("sd", "sd3", "flux", "aura", "chroma", "pixart", "lumina2", "qwen")),
+        *(
+            (family, None, "all")
+            for family in ("sd", "sd3", "flux", "flux2", "aura", "chroma", "pixart", "lumina2", "qwen", "z-image")
+        ),
         *(("sdxl", name, "all") for name in SAMPLERS),
         *((family, None, keep) for family in ("sd", "sdxl", "sd3") for keep in ("outputs", "kv")),
     ],
@@ -37,7 +40,10 @@ def test_an_edit_of_the_whole_image_is_its_twin(family: str, sampler: str | None
 @pytest.mark.parametrize(
     ("family", "keep"),
     [
-        *((each, "all") for each in ("sd", "sdxl", "sd3", "flux", "aura", "chroma", "pixart", "lumina2", "qwen")),
+        *(
+            (each, "all")
+            for each in ("sd", "sdxl", "sd3", "flux", "flux2", "aura", "chroma", "pixart", "lumina2", "qwen", "z-image")
+        ),
         *((family, keep) for family in ("sdxl", "sd3") for keep in ("outputs", "kv")),
     ],
 )

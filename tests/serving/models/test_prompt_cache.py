@@ -14,7 +14,8 @@ from patchedserve.serving.options import EngineOptions
 
 from ...support.joining import run_joining
 from ...support.patched_models import relative_error
-from ...support.tiny_models import plain_latents, tiny_flux, tiny_sdxl
+from ...support.tiny_families import tiny_flux
+from ...support.tiny_models import plain_latents, tiny_sdxl
 
 SMALL, LARGE = Resolution(32, 32), Resolution(64, 32)
 REQUESTS = [

@@ -55,6 +55,7 @@ def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("sdxl", IMAGE),
         ("sd3", PATCH_STITCH),
         ("flux", IMAGE),
+        ("flux2", PATCH_STITCH),
         ("aura", IMAGE),
         ("pixart", IMAGE),
         ("chroma", IMAGE),
@@ -129,7 +130,9 @@ class Rerun:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [IMAGE, PATCH_STITCH], ids=str)
-@pytest.mark.parametrize("name", ["sdxl", "sd3", "flux", "aura", "chroma", "pixart", "lumina2", "qwen"])
+@pytest.mark.parametrize(
+    "name", ["sdxl", "sd3", "flux", "flux2", "aura", "chroma", "pixart", "lumina2", "qwen", "z-image"]
+)
 def test_recorded_passes_read_what_is_new(name: str, way: Way) -> None:
     model = model_of(name)
     patched, recorder = way.build(model), Rerun()

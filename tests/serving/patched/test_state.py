@@ -21,6 +21,7 @@ from ...support.patched_cases import (
     MASKED,
     MIXED,
     PATCH_STITCH,
+    PLACED,
     SOME,
     TOLERANCE,
     TRANSFORMERS,
@@ -106,7 +107,7 @@ def _fail(*_: object) -> None:
     raise RuntimeError("half way")
 
 
-@pytest.mark.parametrize("name", [name for name in TRANSFORMERS if name not in MASKED])
+@pytest.mark.parametrize("name", [name for name in TRANSFORMERS if name not in MASKED + PLACED])
 def test_repeated_text_tokens(name: str) -> None:
     """What SD3 feeds without T5: many equal tokens at the end, given once with their number."""
     model, num_equal = model_of(name), 50
@@ -125,6 +126,19 @@ def test_repeated_text_tokens(name: str) -> None:
         # The next batch counts its own tokens.
         assert relative_error(run_patched(patched, rows), run_plain(model, rows)) <= TOLERANCE, way
         assert relative_error(run_patched(patched, long), expected) <= TOLERANCE, way
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_equal_text_tokens_with_places_of_their_own_stay(name: str) -> None:
+    model = model_of(name)
+    rows = draw_rows(model, MIXED, seed=13)
+    rows = [with_text(row, row.conditions["encoder_hidden_states"][-1:].expand(9, -1)) for row in rows]
+    patched = IMAGE.build(model)
+    assert patched.shorten is None
+    assert relative_error(run_patched(patched, rows), run_plain(model, rows)) <= TOLERANCE
+    once = [with_text(row, row.conditions["encoder_hidden_states"][:1]) for row in rows]
+    found = run_patched(patched, once, repeats=9)
+    assert relative_error(found, run_plain(model, rows)) > 1000 * TOLERANCE, "their places do not matter"
 
 
 # The given model

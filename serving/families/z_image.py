@@ -1,0 +1,94 @@
+"""Z-Image: image and text refined each by itself, then in one stream; both padded by tokens that count; rotary
+positions of the image behind its text.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from diffusers import ZImagePipeline
+from diffusers.models.transformers.transformer_z_image import SEQ_MULTI_OF
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...data.requests import Request
+from . import Family
+from .pipelines import even_sigmas_shifted, masked_text, text_length, transformer_family
+from .transformer import PAD, Blocks, Transformer
+
+
+def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
+    """See `transformer.Call`. Without a mask, which the leaves know, tokens go in as an image one token wide."""
+    texts, timesteps = conditions["encoder_hidden_states"], (1000 - timesteps) / 1000
+    if "text_mask" in conditions:
+        texts = [text[mask == 1] for text, mask in zip(texts, conditions["text_mask"], strict=True)]
+        predicted = model(list(latents[:, :, None]), timesteps, texts, return_dict=False)[0]
+        return -torch.stack(predicted)[:, :, 0]
+    (count, channels, height, width), side = latents.shape, model.all_patch_size[0]
+    cut = latents.view(count, channels, height // side, side, width // side, side).permute(1, 0, 2, 4, 3, 5)
+    predicted = model([cut.reshape(channels, 1, -1, side)], timesteps, [texts[0]], return_dict=False)[0]
+    return -predicted[0].view(cut.shape).permute(1, 0, 2, 4, 3, 5).reshape(latents.shape)
+
+
+TRANSFORMER = Transformer(
+    call=call,
+    joint=Blocks(name="noise_refiner", kind="ZImageTransformerBlock", modulation="adaLN_modulation.0"),
+    single=Blocks(name="layers", kind="ZImageTransformerBlock", modulation="adaLN_modulation.0"),
+    text_refiner="context_refiner",
+    text_embedder="cap_embedder",
+    pads_to=SEQ_MULTI_OF,
+    mask="text_mask",
+    attention={"Attention": "ZSingleStreamAttnProcessor"},
+    known=frozenset({
+        *("ZImageTransformer2DModel", "ZImageTransformerBlock", "FinalLayer", "TimestepEmbedder", "ModuleDict"),
+    }),
+)  # fmt: skip
+_MAX_SEQUENCE_LENGTH = 512
+"""The default of `ZImagePipeline.__call__`."""
+
+
+def family(pipe: ZImagePipeline, *, max_sequence_length: int | None = None) -> Family:
+    """Return what serves this pipeline; `max_sequence_length` is of its text encoder.
+
+    Raises UsageError if the model has no positions for so many.
+    """
+    config: Any = pipe.transformer.config
+    # The image stands behind the text and its pads, at the next position.
+    most = (config.axes_lens[0] - 2) // SEQ_MULTI_OF * SEQ_MULTI_OF
+    length = text_length(pipe, max_sequence_length, _MAX_SEQUENCE_LENGTH, most=most)
+    return replace(
+        transformer_family(
+            pipe,
+            latent_channels=config.in_channels,
+            max_tokens=min(config.axes_lens[1:]),
+            schedule_kwargs=partial(even_sigmas_shifted, pipe),
+            condition=partial(_condition, pipe, length),
+            conditions=_conditions,
+        ),
+        neutral_scale=0.0,
+        noise_dtype=torch.float32,
+    )
+
+
+def _condition(pipe: Any, max_sequence_length: int, request: Request, is_guided: bool) -> dict[str, Tensor]:
+    found = pipe.encode_prompt(
+        request.prompt,
+        device=pipe.transformer.device,
+        do_classifier_free_guidance=is_guided,
+        negative_prompt=request.negative_prompt,
+        max_sequence_length=max_sequence_length,
+    )
+    # Lists of one text each, without padding; the second is empty where there is no guidance.
+    texts = [text[None] for each in found for text in each]
+    masks = [text.new_ones(text.shape[:2], dtype=torch.long) for text in texts]
+    return masked_text(texts[0], masks[0], *((texts[1], masks[1]) if is_guided else (None, None)))
+
+
+def _conditions(conditioning: dict[str, Tensor]) -> dict[str, Any]:
+    text, mask = conditioning["text"], conditioning["mask"]
+    to_come = -text.shape[1] % SEQ_MULTI_OF
+    text, mask = F.pad(text, (0, 0, 0, to_come)), F.pad(mask, (0, to_come))
+    counted = (mask.sum(1, keepdim=True) + SEQ_MULTI_OF - 1) // SEQ_MULTI_OF * SEQ_MULTI_OF
+    is_pad = (torch.arange(mask.shape[1], device=mask.device) < counted) & (mask == 0)
+    return {"encoder_hidden_states": text, "text_mask": mask + PAD * is_pad}

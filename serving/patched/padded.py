@@ -1,0 +1,161 @@
+"""Leaves of Z-Image, whose forward pads image and text to a multiple of tokens with tokens that count.
+
+The model is called with the image tokens of a batch as one image, and with no text. Its blocks run on a row for each
+token, [tokens, 1, channels], as Lumina 2's do (see `one_row`). The pads of an image are equal at first and see the
+same, so they stay equal: each row has one, in front of its text, that counts as often as its image has pads. The pads
+of a text differ by their places, and are tokens like others.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..families.transformer import PAD
+from .attention import LEFT_OUT, PatchedStreamAttention
+from .context import PatchContext, embedded_text, repeated
+from .one_row import places_of
+from .streams import begin_stream
+
+
+def no_angles(ids: Tensor) -> Tensor:
+    """In place of the angles that the forward makes of places in one image: see `TurnedInStream`."""
+    return ids.new_zeros(len(ids), 1, dtype=torch.float32)
+
+
+class PaddedText(nn.Module):
+    """The text of each row with its pads, refined once for a batch: no step changes it."""
+
+    def __init__(self, model: Any, refiner: nn.ModuleList, context: PatchContext) -> None:
+        super().__init__()
+        self.embedder, self.refiner, self.context = model.cap_embedder, refiner, context
+        self.rotary, self.pad = model.rope_embedder, model.cap_pad_token
+
+    def embed(self, text: Tensor) -> Tensor:
+        """Text [rows, length, channels] -> [rows, length, width]."""
+        mask = self.context.kept["text mask"]
+        text = torch.where((mask == PAD)[:, :, None], self.pad, self.embedder(text))
+        turns = self.rotary(_text_places(text.shape[1], text.device)[1:])[None]
+        for block in self.refiner:
+            text = block(text, mask > 0, turns)
+        return text
+
+    def forward(self, text: Tensor) -> Tensor:
+        """Of the text that the model is given, which is none."""
+        return self.embedder(text)
+
+
+class TurnedInStream(nn.Module):
+    """Attention of blocks of a stream, by the angles that its beginning has left."""
+
+    def __init__(self, attention: Any, stream: "PaddedStream") -> None:
+        super().__init__()
+        self.leaf, self.stream = PatchedStreamAttention(attention, stream.context), stream
+
+    def forward(self, hidden_states: Tensor, attention_mask: None, freqs_cis: object) -> Tensor:
+        assert attention_mask is None
+        return self.leaf(hidden_states, image_rotary_emb=self.stream.turns)
+
+
+class PaddedStream:
+    """What the leaves of a model's two streams share: that of images and their pads, and that of all tokens.
+
+    Attributes:
+        pads: [rows, 1, width] of the images, between the streams.
+        turns: cosines and sines of all tokens of the present stream.
+    """
+
+    def __init__(self, model: Any, multiple: int, context: PatchContext) -> None:
+        self.context, self.rotary, self.pad, self._multiple = context, model.rope_embedder, model.x_pad_token, multiple
+        self.pads: Tensor | None = None
+        self.turns: tuple[Tensor, Tensor] | None = None
+
+    def begin(self, text: Tensor, image: Tensor) -> Tensor:
+        """A pad and, of the second stream, the text of each row [rows, length, width], and image tokens [tokens, width]
+        -> the stream [tokens, 1, width].
+        """
+        context, (rows, length, _) = self.context, text.shape
+        if ("turns", length) not in context.kept:
+            context.kept["turns", length] = self._turns(rows, length, image.device)
+            context.kept["pad bias"] = self._bias(text)
+        begin_stream(context, rows, length)
+        self.turns, bias = context.kept["turns", length], context.kept["pad bias"]
+        context.text_bias = bias if length == 1 else torch.cat([bias, context.kept["text bias"]], 1)
+        return torch.cat([text.flatten(0, 1), image])[:, None]
+
+    def _bias(self, like: Tensor) -> Tensor:
+        """What counts a pad as often as each row has it, (rows, 1)."""
+        counts = -self.context.packing.levels[0].row_tokens % self._multiple
+        return torch.where(counts > 0, counts.log(), LEFT_OUT).to(like.dtype)
+
+    def _turns(self, rows: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cosines and sines: of a text token by its number, of an image token by its text's length, row and column."""
+        context = self.context
+        level, mask = context.packing.levels[0], context.kept["text mask"]
+        image = repeated(level, lambda *size: places_of(size, device), context.kernels).long()
+        behind = (1 + (mask > 0).sum(1)).index_select(0, level.row_index.repeat_interleave(level.grain**2))
+        image = torch.cat([behind[:, None], image], 1)
+        if context.active is not None:
+            image = image.index_select(0, context.active.tokens(0))
+        turns = self.rotary(torch.cat([_text_places(length - 1, device).repeat(rows, 1), image]))
+        return turns.real.repeat_interleave(2, 1), turns.imag.repeat_interleave(2, 1)
+
+
+def _text_places(length: int, device: torch.device) -> Tensor:
+    """Those of an image's pad, and of a text: (1 + length, 3)."""
+    numbers = torch.arange(1 + length, device=device)[:, None]
+    return torch.cat([numbers, numbers.new_zeros(1 + length, 2)], 1)
+
+
+class ImagesBegin(nn.Module):
+    """Stands before the blocks that see the images alone as if it were one."""
+
+    def __init__(self, stream: PaddedStream) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def forward(self, x: Tensor, *unused: object) -> Tensor:
+        """[1, tokens and what the forward has added, width] -> [rows and tokens, 1, width]."""
+        context, pad = self.stream.context, self.stream.pad
+        return self.stream.begin(pad.expand(len(embedded_text(context)), 1, -1), x[0, : context.num_tokens])
+
+
+class ImagesEnd(nn.Module):
+    """Stands behind these blocks: leaves the pads to the stream of all."""
+
+    def __init__(self, stream: PaddedStream) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def forward(self, x: Tensor, *unused: object) -> Tensor:
+        """[rows and tokens, 1, width] -> [1, tokens, width]."""
+        num_tokens = self.stream.context.num_tokens
+        self.stream.pads = x[:-num_tokens]
+        return x[-num_tokens:].transpose(0, 1)
+
+
+class AllBegin(nn.Module):
+    """Stands before the blocks that see both."""
+
+    def __init__(self, stream: PaddedStream) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def forward(self, x: Tensor, *unused: object) -> Tensor:
+        """[1, tokens, width] -> all tokens [tokens, 1, width]."""
+        pads = self.stream.pads
+        assert pads is not None, "images come first"
+        return self.stream.begin(torch.cat([pads, embedded_text(self.stream.context)], 1), x[0])
+
+
+class AllEnd(nn.Module):
+    """Stands behind these blocks: leaves the image tokens [tokens, 1, width]."""
+
+    def __init__(self, stream: PaddedStream) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def forward(self, x: Tensor, *unused: object) -> Tensor:
+        context = self.stream.context
+        context.stream_rows = context.row_of_token
+        return x[-context.num_tokens :]
