@@ -14,7 +14,7 @@ from patchedserve.eval.cards import figures as bundled
 from patchedserve.eval.metrics.clip import Clip
 from patchedserve.eval.metrics.psnr import psnr
 
-from ...support.tiny_models import _autoencoder
+from ...support.tiny_models import tiny_autoencoder
 
 PALETTE = {"white": (250, 250, 250), "red": (205, 62, 66), "blue": (78, 132, 216), "purple": (146, 104, 196)}
 NAMES = ("red", "green", "blue")
@@ -45,7 +45,7 @@ def _solid(*names: str) -> Image.Image:
 def test_autoencoder_psnr_is_that_of_a_round_trip_by_hand() -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        vae: Any = _autoencoder().eval()
+        vae: Any = tiny_autoencoder().eval()
     rng = np.random.default_rng(0)
     images = {
         "32x32": [rng.integers(0, 256, (32, 32, 3), dtype=np.uint8) for _ in range(3)],

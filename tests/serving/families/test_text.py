@@ -12,7 +12,7 @@ from patchedserve.serving.families.text import own_length
 
 from ...support.family_kit import served
 from ...support.patched_models import relative_error
-from ...support.tiny_models import tiny_aura, tiny_lumina2, tiny_pixart
+from ...support.tiny_families import tiny_aura, tiny_lumina2, tiny_pixart
 
 BUILDS = [tiny_aura, tiny_lumina2, tiny_pixart]
 
