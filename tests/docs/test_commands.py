@@ -56,6 +56,7 @@ TINY: dict[str, dict[str, str]] = {
         "--combinations": "14", "--repeats": "1", "--max-batch-size": "4", "--resolutions": SIZES,
     },
     "profile blocks": {"--num-prompts": "4", "--batch-size": "4", "--num-inference-steps": "7", "--resolutions": SIZES},
+    "profile edits": {"--combinations": "13", "--repeats": "1", "--max-batch-size": "2", "--resolutions": SIZES},
     "profile parallel": {"--resolutions": "128", "--num-ranks": "2"},
     "train-predictor": {},
     "train-predictor latency": {},
