@@ -36,7 +36,7 @@ from .commands.gate import gate
 from .commands.generate import generate
 from .commands.groups import profile, train_predictor
 from .commands.models import models_card, models_list, models_train
-from .commands.profile import profile_blocks, profile_latency
+from .commands.profile import profile_blocks, profile_edits, profile_latency
 from .commands.profile_cascade import profile_cascade
 from .commands.profile_parallel import profile_parallel
 from .commands.reproduce import reproduce_patchedserve
@@ -63,6 +63,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("demo", demo),
     ("profile latency", profile_latency),
     ("profile blocks", profile_blocks),
+    ("profile edits", profile_edits),
     ("profile parallel", profile_parallel),
     ("profile cascade", profile_cascade),
     ("train-predictor latency", train_predictor_latency),

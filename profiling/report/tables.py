@@ -152,6 +152,30 @@ def profile_table(result: Mapping[str, Any]) -> Table:
     return Table(describe(result), columns, rows, num_words=0, note=note)
 
 
+def edit_profile_table(result: Mapping[str, Any]) -> Table:
+    """A profile of edits: its lines, and how far they are off what was held out."""
+    rows = []
+    for name, key, terms in (
+        ("step", "compute", result["terms"]),
+        ("first step", "first", result["terms"]),
+        ("load", "load", result["load_terms"]),
+    ):
+        fit = result[key]
+        line = " + ".join(
+            f"{seconds * 1e3:.3g} {term}" for seconds, term in zip(fit["coefficients"], terms, strict=True) if seconds
+        )
+        r2 = DASH if fit["r2"] is None else f"{fit['r2']:.3f}"
+        rows.append((name, line, str(fit["num_held_out"]), share(fit["mape"]), r2))
+    ratios = [row["ratio"] for row in result["steps"]]
+    return Table(
+        describe(result["facts"]),
+        ("", "milliseconds", "held out", "MAPE", "R2"),
+        rows,
+        num_words=2,
+        note=f"the same edits computed whole take {min(ratios):.2f} to {max(ratios):.2f} times as long",
+    )
+
+
 def block_table(result: Mapping[str, Any]) -> Table:
     """A block profile: the share of patches that change little from one step to the next, by block and resolution."""
     sizes = result["by_block"]

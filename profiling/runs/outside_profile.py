@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from ...serving.editing.step_latency import EditStepLatency
 from ...serving.scheduling.policies import StepLatencyPredictor
 from ...serving.scheduling.step_latency import TableLatency
 from ...training.latency.online_correction import OnlineCorrection
@@ -14,7 +15,7 @@ def predictions_outside(predictor: object, before: Mapping[str, int] | None = No
     asks anew each time, the simulator once about every batch.
 
     Args:
-        predictor: a latency predictor or a table, perhaps within an `OnlineCorrection`.
+        predictor: a latency predictor or a table, perhaps within an `OnlineCorrection`, and beside a line for edits.
         before: what this function returned before the run; None: the predictor was new.
 
     Returns:
@@ -23,6 +24,8 @@ def predictions_outside(predictor: object, before: Mapping[str, int] | None = No
     """
     if isinstance(predictor, OnlineCorrection):
         predictor = predictor.predictor
+    if isinstance(predictor, EditStepLatency):
+        predictor = predictor.whole
     if isinstance(predictor, LatencyPredictor):
         found = {"too_large": predictor.num_too_large, "between": predictor.num_between}
     elif isinstance(predictor, TableLatency):

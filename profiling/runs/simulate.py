@@ -21,11 +21,13 @@ from ...data.traces.traces import assign_slos
 from ...data.workspace import ModelWorkspace
 from ...serving.core.metrics import slo_attainment_rate, summarize
 from ...serving.core.request_state import RequestRecord
+from ...serving.editing.profile import EditProfile
 from ...serving.options import EngineName
 from ...serving.scheduling.policies import StepLatencyPredictor, get_policy
 from ...serving.scheduling.routers import DEFAULT_ROUTER
 from ...serving.scheduling.systems import System
 from ...serving.simulator.distrifusion import PUBLISHED, Speedups
+from ...serving.simulator.edits import SimulatedEdits
 from ...serving.simulator.simulator import SimulationResult, simulate
 from ...serving.simulator.stage_times import StageTimes, standalone_latency_s
 from ...serving.simulator.step_durations import ProfiledSteps, StepDurations
@@ -104,13 +106,14 @@ class SimulatedEngine:
         on_finish: OnFinish = None,
         speedups: Speedups = PUBLISHED,
         router: str = DEFAULT_ROUTER,
+        edits: SimulatedEdits | None = None,
     ) -> SimulationResult:
         """Simulate a trace that has its SLOs.
 
         Args:
             system: whose policy, share of steps and allocation of GPUs are simulated.
             requests: as they were asked for.
-            standalone_s, max_batch_size, num_gpus, keep_steps, on_finish, router: of `simulate`.
+            standalone_s, max_batch_size, num_gpus, keep_steps, on_finish, router, edits: of `simulate`.
             speedups: of all GPUs together, if the system spans them.
 
         Raises:
@@ -132,6 +135,7 @@ class SimulatedEngine:
             speedups=speedups if system.spans_gpus else None,
             times=self.times,
             router=router,
+            edits=edits,
             standalone_s=lambda request: alone_s[request.request_id],
             keep_steps=keep_steps,
             on_finish=on_finish,
@@ -152,6 +156,7 @@ class Deployment:
         slower: how many times as long steps last as the engine says, while SLOs stay.
         alone: the plain engine, of whose latency of a request alone SLOs are multiples; None: `engine` is asked.
         router: sends requests to GPUs (`serving.scheduling.routers`).
+        edits: that read records; the steps of `engine` are then those of `StepFile.with_edits`.
     """
 
     system: System
@@ -163,6 +168,7 @@ class Deployment:
     slower: float = 1.0
     alone: SimulatedEngine | None = None
     router: str = DEFAULT_ROUTER
+    edits: SimulatedEdits | None = None
 
     def run(
         self, requests: Sequence[Request], *, keep_steps: bool = False, on_finish: OnFinish = None
@@ -179,7 +185,12 @@ class Deployment:
         engine = self.engine if self.slower == 1 else self.engine.slowed(self.slower)
         given = self.system, promised, alone_s, self.max_batch_size, self.num_gpus
         result = engine.serve(
-            *given, keep_steps=keep_steps, on_finish=on_finish, speedups=self.speedups, router=self.router
+            *given,
+            keep_steps=keep_steps,
+            on_finish=on_finish,
+            speedups=self.speedups,
+            router=self.router,
+            edits=self.edits,
         )
         return promised, result
 
@@ -202,6 +213,20 @@ class StepFile(NamedTuple):
     def of(self, engine: EngineName) -> ProfiledSteps:
         """What it says of the steps of an engine; the plain one takes a pass for each resolution."""
         return ProfiledSteps(self.steady, self.first, by_resolution=engine == "plain")
+
+    def with_edits(self, profile: EditProfile) -> Self:
+        """The same beside edits that read records.
+
+        Raises UsageError: it is known to be of another model, machine or engine than the profile.
+        """
+        difference = None if self.facts is None else profile.facts.difference(self.facts)
+        if difference is not None:
+            raise UsageError(
+                f"the profile of edits does not go with the step latencies: it {difference}; measure both alike (psctl "
+                "profile latency, psctl profile edits)"
+            )
+        first = None if self.first is None else profile.first_latency(self.first)
+        return self._replace(steady=profile.steady_latency(self.steady), first=first)
 
 
 def load_step_file(path: Path, *, on_warning: Callable[[str], None] | None = None) -> StepFile:

@@ -14,6 +14,7 @@ from ...data.run_facts import RunFacts, describe
 from ...data.tables.latency import TABLE_PATTERN, LatencyTable, read_latencies
 from ...data.tables.published import published_table
 from ...data.workspace import ModelWorkspace, Workspace
+from ...serving.editing.profile import PATTERN
 from ...serving.scheduling.policies import StepLatencyPredictor
 from ...training.latency.predictor import PREDICTOR_FILE, LatencyPredictor
 from .calibration import step_sources
@@ -112,6 +113,15 @@ def table_for_simulation(
         f"no table of step latencies has {sizes} for {model}, neither in {folder} nor in the box: measure one (psctl "
         "profile latency) or name one (--latency)"
     )
+
+
+def edit_profile_for_simulation(workspace: Workspace, model: str) -> Path:
+    """The newest profile of a model's edits, on any device. Raises UsageError: there is none."""
+    folder = workspace.for_model(model, "any").root.parent
+    found = [path for device in folder.glob("*/tables") for path in device.glob(PATTERN)]
+    if not found:
+        raise UsageError(f"there is no profile of edits of {model} in {folder}: psctl profile edits makes one")
+    return max(found, key=lambda path: path.stat().st_mtime_ns)
 
 
 def tables_measured_under(about: RunFacts, *folders: Path) -> Iterator[tuple[Path, LatencyTable]]:

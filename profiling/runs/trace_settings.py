@@ -123,13 +123,14 @@ def draw_requests(
         UsageError: if a setting is out of its range or a file is malformed (file and line are named), or an edit does
             not fit or may not be there.
     """
-    requests = _draw_requests(settings, defaults)
+    requests = draw_trace(settings, defaults)
     traced = next((request for request in requests if request.traced is not None), None)
     if traced is None:
         return requests
     if geometry is None:
         raise UsageError(
-            f"request {traced.request_id} of the trace is an edit, and only psctl serve takes those, without a cascade"
+            f"request {traced.request_id} of the trace is an edit, and only psctl serve and simulate take those, without a "
+            "cascade"
         )
     from ...data.traces.edits import with_pixels
 
@@ -139,7 +140,8 @@ def draw_requests(
     return requests
 
 
-def _draw_requests(settings: TraceSettings, defaults: ModelDefaults) -> list[Request]:
+def draw_trace(settings: TraceSettings, defaults: ModelDefaults) -> list[Request]:
+    """The same, with edits as the trace names them, without their pixels. Raises as `draw_requests`, but for edits."""
     # Here, because the command line reads the settings' defaults, and its help must not wait for numpy.
     from ...data.prompts.captions import load_prompts
     from ...data.traces import files, traces

@@ -1,4 +1,4 @@
-"""`psctl profile latency|blocks`: what the predictors learn from."""
+"""`psctl profile latency|blocks|edits`: what the predictors learn from."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +12,7 @@ from ..flags import flag, preset_flag
 from ..options.common import GuidanceScale, OutputFile, Prompts, Resolutions, Seed
 from ..options.groups import CACHE, ENGINE
 from ..options.target import Target
+from ..options.templates import KeepFlag, require_cells, require_keep
 from ..output import Output
 
 if TYPE_CHECKING:
@@ -201,3 +202,52 @@ def profile_blocks(
     result |= {"table": str(table), "plot": str(plot), "model": target.model}
     out.data(result, table=lambda: block_table(result).to_rich())
     out.note(f"Table: {table}, plot: {plot}")
+
+
+def profile_edits(
+    *,
+    quick: Annotated[
+        bool, preset_flag("--quick", "24 batches, each once: coarser.", combinations=24, repeats=1)
+    ] = False,
+    combinations: Annotated[int, flag("--combinations", "Random batches of edits to measure.", min=1)] = 60,
+    resolutions: Resolutions = None,
+    max_batch_size: Annotated[int, flag("--max-batch-size", "Edits of the largest batch.", min=1, max=256)] = 8,
+    repeats: Annotated[int, flag("--repeats", "Visits of a batch, of two timings each.", min=1)] = 3,
+    keep: KeepFlag = "all",
+    seed: Seed = 0,
+    output_file: OutputFile = None,
+    engine: Annotated[EngineOptions, ENGINE.only("order", "patch_size", "strategy", "kernels")],
+    target: Target,
+    out: Output,
+) -> None:
+    """Measure edits that read a template's record, for psctl simulate --edits and its routers.
+
+    Batches of random sizes, with masks over random shares of the image, take steps by turns with the same edits
+    computed whole; records are read from the workspace's disk. Lines through both are fitted to four fifths, and the
+    error on the others is told. The profile goes to the workspace. One that is interrupted leaves nothing.
+
+    Examples:
+
+        psctl profile edits
+        psctl profile edits --quick --resolutions 128,256
+        psctl profile edits --model emoji-3 --keep outputs --max-batch-size 4 --json
+    """
+    from ...profiling.report.tables import edit_profile_table
+
+    sizes = target.defaults().resolutions if resolutions is None else parse_list(resolutions)
+    require_cells(target.model, sizes, several=True)
+    require_keep(target.model, keep)
+    require_places(target.workspace, file=output_file)
+    from ...profiling.measure.edits import EditSettings, file_for
+    from ...profiling.measure.edits import profile_edits as run_profile
+
+    settings = EditSettings(sizes, combinations, max_batch_size, repeats, seed, keep)
+    served, place = target.load(out, engine)
+    with out.phases() as start:
+        profile = run_profile(served, settings, place, on_start=start)
+    path = file_for(served, place, keep)
+    profile.write(path)
+    served.close()
+    result = {**profile.to_json(), "profile": str(path)}
+    out.data(result, table=lambda: edit_profile_table(result).to_rich(), file=output_file)
+    out.note(f"Profile: {path}")

@@ -17,7 +17,7 @@ from ...serving.scheduling.systems import DEFAULT_SYSTEM
 from ..flags import flag
 from ..options.cascade import CascadeOptions, ServedCascade
 from ..options.common import CalibrationFile, Gpus, MaxBatchSize, OutputFile, SloScale, StageTimesRun
-from ..options.groups import ENGINE, TRACE
+from ..options.groups import EDITED_TRACE, ENGINE
 from ..options.system import PolicyName, SystemName, chosen_system
 from ..options.target import WHERE, Target
 from ..output import Output
@@ -59,6 +59,16 @@ def simulate(
             dir_okay=False,
         ),
     ] = None,
+    edit_profile: Annotated[
+        Path | None,
+        flag(
+            "--edit-profile",
+            "Of edits: what they take over records, of psctl profile edits. Default: the workspace's newest of the "
+            "model.",
+            metavar="FILE",
+            dir_okay=False,
+        ),
+    ] = None,
     request_rate: Annotated[
         float | None,
         flag(
@@ -67,7 +77,8 @@ def simulate(
         ),
     ] = None,
     trace: Annotated[
-        TraceSettings, TRACE.without("request_rate", "prompts", "guidance_scale").using(num_prompts=_NUM_PROMPTS)
+        TraceSettings,
+        EDITED_TRACE.without("request_rate", "prompts", "guidance_scale").using(num_prompts=_NUM_PROMPTS),
     ],
     slo_scale: SloScale = DEFAULT_SLO_SCALE,
     policy: PolicyName = None,
@@ -115,6 +126,7 @@ def simulate(
         psctl simulate --calibration psctl-workspace/emoji-xl/cpu/runs/slo-20260131T094500Z/calibration.json \
             --slo-target 0.95
         psctl simulate --gpus 8 --router least-requests --request-rate 20
+        psctl simulate --edits 1 --mask-ratios public --gpus 8 --router mask-aware --request-rate 20
         psctl simulate --latency table.csv --trace diurnal --amplitude 0.9 --period 3600 --duration 7200
         psctl simulate --system distrifusion-fcfs --speedups model --gpus 3
         psctl simulate --cascade emoji-xl-turbo:1,emoji-xl:50 --gpus 16 --trace diurnal --request-rate 20 --slo-scale 3
@@ -135,9 +147,11 @@ def simulate(
         simulation_summary,
         write_simulation,
     )
-    from ...profiling.runs.step_latencies import table_for_simulation
-    from ...profiling.runs.trace_settings import check_slo_scale, draw_requests
+    from ...profiling.runs.step_latencies import edit_profile_for_simulation, table_for_simulation
+    from ...profiling.runs.trace_settings import check_slo_scale, draw_trace
     from ...profiling.sweep.simulator_side import calibration_of, newest_calibration, plain_engine, table_of
+    from ...serving.editing.profile import EditProfile
+    from ...serving.simulator.edits import profiled_edits
     from ...serving.simulator.stage_times import StageTimes
 
     check_cascade_flags(context, cascade, system)
@@ -185,10 +199,19 @@ def simulate(
         trace = replace(trace, num_prompts=_DEFAULT_NUM_PROMPTS)
 
     def trace_at(rate: float | None) -> "Sequence[Request]":
-        drawn = draw_requests(trace if rate is None else replace(trace, request_rate=rate), defaults)
+        drawn = draw_trace(trace if rate is None else replace(trace, request_rate=rate), defaults)
         return at_rate(drawn, rate) if is_file and rate is not None else drawn
 
     requests = trace_at(request_rate)
+    has_edits = any(request.traced is not None for request in requests)
+    if has_edits and chosen.engine != "patched":
+        raise UsageError(f"edits read records on the patched engine only, and {chosen.name} runs on {chosen.engine}")
+    if edit_profile is not None and not has_edits:
+        raise UsageError("--edit-profile is of edits, and the trace has none: add --edits, or leave it out")
+    if has_edits and edit_profile is None:
+        edit_profile = edit_profile_for_simulation(target.root, target.model)
+        out.note(f"Edits: {edit_profile}")
+    edited = None if edit_profile is None else EditProfile.read(edit_profile)
     sizes = defaults.resolutions if trace.resolutions is None else parse_list(trace.resolutions)
     sizes = tuple(dict.fromkeys((*sizes, *(request.resolution for request in requests))))
     if latency is None and calibration is None and stage_times is None and not (prepare_ms or postprocess_ms):
@@ -202,7 +225,16 @@ def simulate(
         latency = table_for_simulation(target.root, target.model, sizes, on_note=out.note)
     steps = load_step_file(latency, on_warning=out.warn)
     warn_of_small_table(steps.steady, latency, max_batch_size, out.warn)
-    if chosen.cache != "off" and (calibrated is None or calibrated.reuse is None):
+    edits = None
+    if edited is not None:
+        from ...serving.models.loading import model_geometry
+
+        edits, steps = profiled_edits(edited, model_geometry(target.model)), steps.with_edits(edited)
+        if calibrated is not None:
+            calibrated = replace(calibrated, reuse=None)
+    if edits is not None and chosen.cache != "off":
+        out.note("Beside edits that read records no patch is reused: the system is simulated without its cache.")
+    elif chosen.cache != "off" and (calibrated is None or calibrated.reuse is None):
         out.note("The patch cache is not simulated: steps last as long as without it.")
     times = StageTimes.constant(sizes, prepare_ms / 1e3, postprocess_ms / 1e3)
     if stage_times is not None:
@@ -224,6 +256,7 @@ def simulate(
         alone=alone,
         speedups=read_speedups(speedups),
         router=router,
+        edits=edits,
     )
     require_places(file=output_file)
     config = {
@@ -244,6 +277,7 @@ def simulate(
         "postprocess_ms": postprocess_ms,
         "stage_times": None if stage_times is None else str(stage_times),
         "calibration": None if calibration is None else str(calibration),
+        **({} if edit_profile is None else {"edit_profile": str(edit_profile)}),
     }
 
     if slo_target is not None:

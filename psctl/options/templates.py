@@ -78,13 +78,16 @@ def require_keep(model: str, keep: Keep) -> None:
     check_keep_of(model, keep)
 
 
-def require_cells(model: str, sizes: Iterable[Resolution]) -> None:
-    """Raise UsageError unless images of these sizes are made of whole cells; the model is not loaded."""
+def require_cells(model: str, sizes: Iterable[Resolution], *, several: bool = False) -> None:
+    """Raise UsageError unless images of these sizes are made of whole cells, and `several`; the model is not loaded."""
     from ...serving.models.loading import model_geometry
 
     geometry = model_geometry(model)
+    side = geometry.cell * geometry.latent_factor
     for size in sizes:
         geometry.check_cells(size, model)
+        if several and size == (side, side):
+            raise UsageError(f"resolution {size} is a single cell of {model}, so that no part of it is computed alone")
 
 
 def require_masked(options: EngineOptions, wanted: str = "--reuse") -> None:

@@ -38,6 +38,19 @@ def terms_of(works: Sequence[Work]) -> tuple[float, ...]:
     return 1.0, float(len(works)), image, tokens, attention
 
 
+def fitted_line(terms: Sequence[Sequence[float]], times_s: Sequence[float]) -> tuple[float, ...]:
+    """Seconds for each term, none negative, of the line through times with the least relative error."""
+    measured_s = np.array(times_s)
+    # Divided by what was measured: a millisecond matters more to a short step.
+    relative = np.array(terms) / measured_s[:, None]
+    return tuple(nnls(relative, np.ones(len(measured_s)))[0].tolist())
+
+
+def on_line(coefficients: Sequence[float], terms: Sequence[float]) -> float:
+    """Seconds that such a line says."""
+    return math.fsum(each * term for each, term in zip(coefficients, terms, strict=True))
+
+
 @dataclass(frozen=True, slots=True)
 class EditStepLatency:
     """Step latencies of batches with edits that are computed in part.
@@ -55,16 +68,13 @@ class EditStepLatency:
 
     @classmethod
     def fitted(cls, whole: StepLatencyPredictor, measured_s: Mapping[tuple[Work, ...], float]) -> Self:
-        """The line through measured steps of edits with the least relative error (non-negative least squares).
+        """The line through measured steps of edits (`fitted_line`).
 
         Raises UsageError: there is no step, one is of no edit, or a time is not above 0.
         """
         if not measured_s or not all(works and 0 < time_s < math.inf for works, time_s in measured_s.items()):
             raise UsageError("steps of edits must be at least one, each of an edit and longer than 0 s")
-        times_s = np.array(list(measured_s.values()))
-        # Divided by what was measured: a millisecond matters more to a short step.
-        terms = np.array(list(map(terms_of, measured_s))) / times_s[:, None]
-        return cls(whole, tuple(nnls(terms, np.ones(len(times_s)))[0].tolist()))
+        return cls(whole, fitted_line(list(map(terms_of, measured_s)), list(measured_s.values())))
 
     def step_latency_s(self, active: Sequence[Resolution | Work]) -> float:
         """See `StepLatencyPredictor`. Raises as the one of whole images does."""
@@ -72,5 +82,4 @@ class EditStepLatency:
         images = [each for each in active if not isinstance(each, Work)]
         if not parts:
             return self.whole.step_latency_s(images)
-        parts_s = math.fsum(each * term for each, term in zip(self.coefficients, terms_of(parts), strict=True))
-        return parts_s + (self.whole.step_latency_s(images) if images else 0.0)
+        return on_line(self.coefficients, terms_of(parts)) + (self.whole.step_latency_s(images) if images else 0.0)

@@ -44,9 +44,10 @@ class Geometry:
         """How many of its steps a request leaves out, as it starts from an image; all of them if its share is less than
         one.
         """
-        if request.edit is None:
+        edit = request.edit or request.traced
+        if edit is None:
             return 0
-        steps, wanted = request.num_inference_steps, request.num_inference_steps * request.edit.strength
+        steps, wanted = request.num_inference_steps, request.num_inference_steps * edit.strength
         return int(steps - (wanted if self.rounds_steps_up else int(wanted)))
 
     def check_size(self, resolution: Resolution, name: str) -> None:
@@ -76,14 +77,16 @@ class Geometry:
                 raise UsageError(f"request {request.request_id} is an edit whose image was not read (with_pixels)")
             return
         latent_mask(request.edit.mask, self.latent_factor)
-        steps = request.num_inference_steps
-        if self.first_step(request) >= steps:
-            least = math.ceil(1000 / steps) / 1000
-            raise UsageError(
-                f"strength is {request.edit.strength:g}, but with {steps} steps it must be at least {least}"
-            )
-        if request.edit.full_steps > (most := steps - self.first_step(request)):
+        self.check_strength(request)
+        if request.edit.full_steps > (most := request.num_inference_steps - self.first_step(request)):
             raise UsageError(f"full_steps is {request.edit.full_steps}, but the edit takes {most} steps")
+
+    def check_strength(self, request: Request) -> None:
+        """Raise UsageError if a request starts from its image so late that it takes no step."""
+        steps, edit = request.num_inference_steps, request.edit or request.traced
+        if edit is not None and self.first_step(request) >= steps:
+            least = math.ceil(1000 / steps) / 1000
+            raise UsageError(f"strength is {edit.strength:g}, but with {steps} steps it must be at least {least}")
 
     def active_share(self, edit: EditSpec) -> float:
         """Share of the cells that an edit computes where it reads a record."""

@@ -4,9 +4,14 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ...data.edits import active_share, latent_mask
 from ...data.errors import UsageError
-from ...data.requests import Request
+from ...data.requests import Request, TracedEdit
+from ...data.resolution import Resolution
+from ...data.traces.edits import mask_of
 from ..core.request_state import RecordId
+from ..editing.profile import EditProfile
+from ..families.geometry import Geometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,48 @@ class SimulatedEdits:
     def share_of(self, request: Request) -> float:
         """Share of the image that steps compute; 1 for a new one."""
         return 1.0 if request.traced is None else self.active_share(request)
+
+
+class MaskShares:
+    """Active shares of edits, from the masks that a trace names; their images are not read.
+
+    Args:
+        geometry: of the model.
+        up_to: share of the cells up to which edits are computed in part.
+    """
+
+    def __init__(self, geometry: Geometry, up_to: float) -> None:
+        self._geometry, self._up_to = geometry, up_to
+        self._known: dict[tuple[TracedEdit, Resolution], float] = {}
+
+    def __call__(self, request: Request) -> float:
+        """The share; 1 for one that is computed whole, as the engine would: its mask is large, or there is no record
+        for its size or its strength.
+
+        Raises UsageError: the mask cannot be read, or does not fit; or the edit takes no step.
+        """
+        assert request.traced is not None, "only edits have masks"
+        geometry, key = self._geometry, (request.traced, request.resolution)
+        if any(side % geometry.cell for side in geometry.latent_size(request.resolution)):
+            return 1.0
+        geometry.check_strength(request)
+        if request.traced.strength < 1 and geometry.first_step(request) == 0:
+            return 1.0
+        if key not in self._known:
+            mask = mask_of(request)
+            if mask.shape != (request.resolution.height, request.resolution.width):
+                raise UsageError(
+                    f"request {request.request_id}: the mask has {mask.shape[1]}x{mask.shape[0]} pixels, but its image "
+                    f"{request.resolution}"
+                )
+            self._known[key] = active_share(latent_mask(mask, geometry.latent_factor), geometry.cell)
+        share = self._known[key]
+        return share if share <= self._up_to else 1.0
+
+
+def profiled_edits(profile: EditProfile, geometry: Geometry) -> SimulatedEdits:
+    """Edits as `psctl profile edits` has measured them."""
+    return SimulatedEdits(MaskShares(geometry, profile.up_to), profile.record_bytes, profile.load_s)
 
 
 class HeldRecords:

@@ -1,11 +1,14 @@
 """What routers make of edits: InstGenIE's section 4.4 in the simulator, on a virtual clock.
 
     python tests/benchmarks/edit_routing.py [--requests 1000] [--seeds 10] [--output-file results/edit-routing.json]
+        [--edit-profile FILE --latency FILE]
 
 Workers serve edits whose mask ratios are those of the public trace, 30 steps each, in batches of up to 8. Steps are as
 committed for emoji-xl in float32: whole images by `steps-emoji-xl-float32.json`, parts by a line through
 `edit-emoji-xl-256.json` and `edit-emoji-xl-512.json`; both were measured on quiet machines of two cores, but not on the
-same. Loads are shares of what the workers complete of edits that all wait at once.
+same. With a profile of emoji-xl's edits (psctl profile edits) and step latencies of the same machine (psctl profile
+latency), steps, records and loads are theirs instead, with sizes mixed. Loads are shares of what the workers complete
+of edits that all wait at once.
 """
 
 import argparse
@@ -17,26 +20,29 @@ from typing import Any
 
 import numpy as np
 
-from patchedserve.data.edits import active_share, latent_mask
 from patchedserve.data.files import write_json
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.data.traces.edits import EditDraws, mask_of, read_mask_ratios
+from patchedserve.data.traces.edits import EditDraws, read_mask_ratios
 from patchedserve.data.traces.traces import TraceConfig, generate_trace
 from patchedserve.data.work import Work
+from patchedserve.profiling.runs.simulate import load_step_file
+from patchedserve.serving.editing.profile import EditProfile
 from patchedserve.serving.editing.step_latency import EditStepLatency
+from patchedserve.serving.models.loading import model_geometry
 from patchedserve.serving.scheduling.policies import get_policy
 from patchedserve.serving.scheduling.routers import ROUTERS
 from patchedserve.serving.scheduling.step_latency import TableLatency
-from patchedserve.serving.simulator.edits import SimulatedEdits
+from patchedserve.serving.simulator.edits import MaskShares, SimulatedEdits, profiled_edits
 from patchedserve.serving.simulator.simulator import SimulationResult, simulate
 
 RESULTS = Path(__file__).with_name("results")
 WORKERS, MAX_BATCH_SIZE, LOADS = 8, 8, (0.3, 0.8)
-LATENT_FACTOR, CELL, UP_TO = 8, 4, 0.6
-"""Of emoji-xl; above this share of the cells the engine computes whole images."""
+UP_TO = 0.6
+"""Above this share of the cells the engine computes whole images."""
 BYTES_PER_PIXEL_STEP = 302e6 / (256 * 256 * 30)
 """Of its records (docs/editing.md)."""
+PROFILED = "128, 192, 256 px, as profiled"
 S, M, L = (Resolution(side, side) for side in (128, 192, 256))
 KINDS: Mapping[str, tuple[tuple[Resolution, ...], float]] = {
     "256 px": ((L,), 0.0),
@@ -69,35 +75,41 @@ def trace(sizes: tuple[Resolution, ...], rate: float, count: int, seed: int) -> 
     return generate_trace(config, ["a red hat"])
 
 
-def share_of(request: Request) -> float:
-    """Active share of an edit; 1 where it is computed whole."""
-    share = active_share(latent_mask(mask_of(request), LATENT_FACTOR), CELL)
-    return share if share <= UP_TO else 1.0
-
-
-def served(requests: Sequence[Request], latency: EditStepLatency, byte_s: float) -> Callable[[str], SimulationResult]:
-    """Simulates a trace under a router."""
-    shares = {request.request_id: share_of(request) for request in requests}
-    edits = SimulatedEdits(
-        lambda request: shares[request.request_id],
+def edits_of(byte_s: float) -> SimulatedEdits:
+    """Edits as assumed."""
+    return SimulatedEdits(
+        MaskShares(model_geometry("emoji-xl"), UP_TO),
         lambda record: BYTES_PER_PIXEL_STEP * record.resolution.pixels * record.num_inference_steps,
         lambda num_bytes: byte_s * num_bytes,
     )
+
+
+def served(
+    requests: Sequence[Request], latency: EditStepLatency, edits: SimulatedEdits
+) -> Callable[[str], SimulationResult]:
+    """Simulates a trace under a router."""
     policy = get_policy("continuous")
     return lambda router: simulate(
         requests, policy, latency, max_batch_size=MAX_BATCH_SIZE, num_gpus=WORKERS, router=router, edits=edits
     )
 
 
-def compare(kind: str, load: float, latency: EditStepLatency, count: int, seeds: int) -> dict[str, Any]:
+def compare(
+    kind: str,
+    load: float,
+    sizes: tuple[Resolution, ...],
+    latency: EditStepLatency,
+    edits: SimulatedEdits,
+    count: int,
+    seeds: int,
+) -> dict[str, Any]:
     """Of each router the mean over seeds of the P95 and the mean latency, and of mask-aware's P95 over its."""
-    sizes, byte_s = KINDS[kind]
     at_once = [replace(request, arrival_s=0.0) for request in trace(sizes, 1.0, count, seeds)]
-    capacity = count / served(at_once, latency, byte_s)("least-requests").duration_s
+    capacity = count / served(at_once, latency, edits)("least-requests").duration_s
     p95_s: dict[str, list[float]] = {name: [] for name in ROUTERS}
     mean_s: dict[str, list[float]] = {name: [] for name in ROUTERS}
     for seed in range(seeds):
-        run = served(trace(sizes, capacity * load, count, seed), latency, byte_s)
+        run = served(trace(sizes, capacity * load, count, seed), latency, edits)
         for name in ROUTERS:
             latencies_s = [record.latency_s for record in run(name).records if record.latency_s is not None]
             p95_s[name].append(float(np.percentile(latencies_s, 95)))
@@ -120,11 +132,23 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1000, help="of each trace")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--output-file", type=Path, default=RESULTS / "edit-routing.json")
+    parser.add_argument("--edit-profile", type=Path, help="of psctl profile edits")
+    parser.add_argument("--latency", type=Path, help="with --edit-profile: a table or a predictor of the same machine")
     given = parser.parse_args()
-    latency, found = step_latency(), []
-    for kind in KINDS:
+    if (given.edit_profile is None) != (given.latency is None):
+        parser.error("--edit-profile and --latency go together")
+    if given.edit_profile is None:
+        latency = step_latency()
+        kinds = {kind: (sizes, edits_of(byte_s)) for kind, (sizes, byte_s) in KINDS.items()}
+    else:
+        profile, table = EditProfile.read(given.edit_profile), load_step_file(given.latency)
+        table.with_edits(profile)  # refuses what does not go together
+        latency = profile.steady_latency(table.steady)
+        kinds = {PROFILED: ((S, M, L), profiled_edits(profile, model_geometry("emoji-xl")))}
+    found = []
+    for kind, (sizes, edits) in kinds.items():
         for load in LOADS:
-            found.append(compare(kind, load, latency, given.requests, given.seeds))
+            found.append(compare(kind, load, sizes, latency, edits, given.requests, given.seeds))
             p95 = ", ".join(f"{name} {each['p95_s']:.3f}" for name, each in found[-1]["routers"].items())
             print(f"{kind}, load {load}: P95 in s: {p95}", flush=True)
     content = {

@@ -56,6 +56,7 @@ TINY: dict[str, dict[str, str]] = {
         "--combinations": "14", "--repeats": "1", "--max-batch-size": "4", "--resolutions": SIZES,
     },
     "profile blocks": {"--num-prompts": "4", "--batch-size": "4", "--num-inference-steps": "7", "--resolutions": SIZES},
+    "profile edits": {"--combinations": "13", "--repeats": "1", "--max-batch-size": "2", "--resolutions": SIZES},
     "profile parallel": {"--resolutions": "128", "--num-ranks": "2"},
     "train-predictor": {},
     "train-predictor latency": {},
@@ -212,6 +213,8 @@ def run_psctl(house: House, words: list[str]) -> int:
             own["--duration"], own["--rate-range"] = "2", "20:40"
         elif name in ("simulate", "serve"):
             own["--num-prompts"] = "40" if name == "simulate" else "4"
+    elif name == "simulate" and "--edits" in words:  # as the page has profiled the tiny model before
+        own["--resolutions"] = SIZES
     elif name == "simulate" or "simulator" in words:
         # No model is loaded: the bundled one, of which a table is in the box.
         words = words if "--latency" in words or "--model" in words else [*words, "--model", "emoji-xl"]

@@ -178,7 +178,9 @@ def test_other_commands_refuse_traces_with_edits(tmp_path: Path) -> None:
     save_trace(path, trace_of(EditDraws(1.0, read_mask_ratios("public")), 3))
     defaults = ModelDefaults(2, 4.0, SIZE, (SIZE,))
     assert len(draw_requests(TraceSettings(str(path)), defaults, geometry=lambda: Geometry.of_unet(8, 3))) == 3
-    with pytest.raises(UsageError, match="request 0 of the trace is an edit, and only psctl serve takes those"):
+    with pytest.raises(
+        UsageError, match="request 0 of the trace is an edit, and only psctl serve and simulate take those"
+    ):
         draw_requests(TraceSettings(str(path)), defaults)
 
 

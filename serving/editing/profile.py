@@ -1,0 +1,158 @@
+"""What edits over records take on one machine: what `psctl profile edits` writes and the simulator reads. No torch.
+
+InstGenIE section 4.4 predicts both parts by lines: computing on the FLOPs of its table 1, and loading on bytes.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from ...data.errors import UsageError
+from ...data.files import write_json
+from ...data.records import read_json
+from ...data.run_facts import RunFacts
+from ...data.templates import KEEPS, Keep
+from ..core.request_state import RecordId
+from ..scheduling.policies.base import StepLatencyPredictor
+from .step_latency import TERMS, EditStepLatency, fitted_line, on_line
+
+KIND, VERSION = "psctl-edit-profile", 1
+PATTERN = "edits-*.json"
+"""Of such files in a workspace's tables."""
+LOAD_TERMS = ("record", "bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A line, and how far it is off what it was not fitted to.
+
+    Attributes:
+        coefficients: seconds for each term, none negative.
+        num_held_out: times that it was not fitted to.
+        mape: mean of |predicted / measured - 1| over them.
+        r2: coefficient of determination over them; None where they are all alike.
+
+    Raises:
+        ValueError: a coefficient is negative or not finite, or all are 0.
+    """
+
+    coefficients: tuple[float, ...]
+    num_held_out: int
+    mape: float
+    r2: float | None
+
+    def __post_init__(self) -> None:
+        if not all(0 <= each < math.inf for each in self.coefficients) or not any(self.coefficients):
+            raise ValueError(f"its coefficients are {self.coefficients}, but none may be below 0, nor all be 0")
+
+    @classmethod
+    def of(cls, terms: Sequence[Sequence[float]], times_s: Sequence[float], held_out: Sequence[int]) -> Self:
+        """The line through times but those at some places, of which there is at least one."""
+        kept = [place for place in range(len(times_s)) if place not in set(held_out)]
+        line = fitted_line([terms[place] for place in kept], [times_s[place] for place in kept])
+        measured_s = [times_s[place] for place in held_out]
+        predicted_s = [on_line(line, terms[place]) for place in held_out]
+        pairs = list(zip(predicted_s, measured_s, strict=True))
+        mean_s = math.fsum(measured_s) / len(held_out)
+        spread = math.fsum((each - mean_s) ** 2 for each in measured_s)
+        missed = math.fsum((predicted - measured) ** 2 for predicted, measured in pairs)
+        mape = math.fsum(abs(predicted / measured - 1) for predicted, measured in pairs) / len(held_out)
+        return cls(line, len(held_out), mape, 1 - missed / spread if spread else None)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], num_terms: int) -> Self:
+        """Raises ValueError, KeyError or TypeError: it is not what `asdict` gives."""
+        coefficients = tuple(map(float, data["coefficients"]))
+        if len(coefficients) != num_terms:
+            raise ValueError(f"it has {len(coefficients)} coefficients, but there must be {num_terms}")
+        r2 = data["r2"]
+        return cls(coefficients, int(data["num_held_out"]), float(data["mape"]), None if r2 is None else float(r2))
+
+
+@dataclass(frozen=True, slots=True)
+class EditProfile:
+    """Of one model on one machine.
+
+    Attributes:
+        facts: what it was measured on.
+        keep: what the records hold.
+        up_to: share of the cells up to which edits are computed in part.
+        compute, first: of steps on `terms_of` their edits: of a batch that stays the same, and of one that has changed.
+        load: of records on `LOAD_TERMS`, from their files.
+        bytes_per_pixel_step: of records.
+        settings: of the measurement.
+        steps, loads: what was measured (`profiling.measure.edits`).
+    """
+
+    facts: RunFacts
+    keep: Keep
+    up_to: float
+    compute: Fit
+    first: Fit
+    load: Fit
+    bytes_per_pixel_step: float
+    settings: Mapping[str, Any]
+    steps: Sequence[Mapping[str, Any]]
+    loads: Sequence[Mapping[str, Any]]
+
+    def steady_latency(self, whole: StepLatencyPredictor) -> EditStepLatency:
+        """Of batches that stay the same, with edits among whole images."""
+        return EditStepLatency(whole, self.compute.coefficients)
+
+    def first_latency(self, whole: StepLatencyPredictor) -> EditStepLatency:
+        """Of batches that have changed; `whole` is of such."""
+        return EditStepLatency(whole, self.first.coefficients)
+
+    def record_bytes(self, record: RecordId) -> float:
+        """Size of a record with all its steps."""
+        return self.bytes_per_pixel_step * record.resolution.pixels * record.num_inference_steps
+
+    def load_s(self, num_bytes: float) -> float:
+        """Seconds until a record of this size is in memory."""
+        return on_line(self.load.coefficients, (1.0, num_bytes))
+
+    def to_json(self) -> dict[str, Any]:
+        """The file's content."""
+        return {
+            "kind": KIND,
+            "version": VERSION,
+            **asdict(self),
+            "terms": TERMS,
+            "load_terms": LOAD_TERMS,
+            "facts": self.facts.to_json(),
+        }
+
+    def write(self, path: Path) -> None:
+        """Raises OSError."""
+        write_json(path, self.to_json())
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Raises UsageError: the file cannot be read, or is no such profile."""
+        data = read_json(path, "a profile of edits")
+        if data.get("kind") != KIND:
+            raise UsageError(f"{path} is no profile of edits: psctl profile edits makes one")
+        if data.get("version") != VERSION:
+            raise UsageError(f"{path} is of version {data.get('version')}, but it must be {VERSION}: measure it again")
+        try:
+            if data["keep"] not in KEEPS:
+                raise ValueError(f"keep is {data['keep']!r}")
+            found = cls(
+                RunFacts.from_json(data["facts"]),
+                data["keep"],
+                float(data["up_to"]),
+                Fit.from_json(data["compute"], len(TERMS)),
+                Fit.from_json(data["first"], len(TERMS)),
+                Fit.from_json(data["load"], len(LOAD_TERMS)),
+                float(data["bytes_per_pixel_step"]),
+                data["settings"],
+                tuple(data["steps"]),
+                tuple(data["loads"]),
+            )
+            if not (0 < found.up_to <= 1 and 0 < found.bytes_per_pixel_step < math.inf):
+                raise ValueError(f"up_to is {found.up_to}, bytes_per_pixel_step is {found.bytes_per_pixel_step}")
+            return found
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"{path} is damaged: {type(error).__name__}: {error}; measure it again") from error
