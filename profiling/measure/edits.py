@@ -138,11 +138,11 @@ def profile_edits(
         RunError: a request fails.
         OSError: records cannot be written.
     """
-    geometry, up_to = model.family.geometry, model.masked_up_to
+    geometry, up_to = model.family.geometry, model.reuse.masked_up_to
     for size in settings.resolutions:
         geometry.check_cells(size, model.name)
         model.check_resolution(size)
-    model.use_keep(settings.keep)
+    model.reuse.use_keep(settings.keep)
     batches = settings.drawn(up_to)
     drawn = _Edits(model, settings.seed)
     requests = [[drawn.next(*each) for each in batch] for batch in batches]
@@ -152,8 +152,8 @@ def profile_edits(
         records = {}
         for size in settings.resolutions:
             template = drawn.next(size, up_to)
-            model.use_template(template, Path(folder), lambda count: None)
-            key = model.template_key(template)
+            model.reuse.use_template(template, Path(folder), lambda count: None)
+            key = model.reuse.key_of(template)
             assert key is not None, "use_template refuses what has no record"
             records[size] = Path(folder) / key.digest
             advance()
@@ -161,7 +161,7 @@ def profile_edits(
         loads = _measured_loads(records, settings, on_start)
         largest = max(settings.resolutions, key=lambda size: size.pixels)
         num_bytes = sum(path.stat().st_size for path in _files_of(records[largest]))
-        model.templates = None
+        model.reuse.store = None
     held_out = settings.held_out(len(steps), len(settings.corners(up_to)))
     for place, row in enumerate(steps):
         row["is_held_out"] = place in held_out
@@ -199,7 +199,7 @@ class _Edits:
         rng = np.random.default_rng([self._seed, *size])
         if size not in self._images:
             self._images[size] = rng.integers(0, 256, (size.height, size.width, 3), np.uint8)
-        mask = _mask(model.family.geometry, size, share, model.masked_up_to, self._seed + number)
+        mask = _mask(model.family.geometry, size, share, model.reuse.masked_up_to, self._seed + number)
         return Request(
             number,
             self._prompts[number % len(self._prompts)],

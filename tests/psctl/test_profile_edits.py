@@ -57,7 +57,7 @@ def profile(environment: dict[str, str]) -> dict[str, Any]:
     found = profile_edits(model, settings, place, on_start=start)
     assert parts == [("records", 2), ("visits of batches", 13), ("loads", 16)]
     assert len(calls) == 31
-    assert model.templates is None
+    assert model.reuse.store is None
     return found.to_json()
 
 
@@ -101,7 +101,7 @@ def test_a_record_is_as_large_as_is_said(profile: dict[str, Any], tmp_path: Path
     found = read(profile, tmp_path)
     model = build_model(tiny_sdxl(), name="tiny")
     edit = edit_request(0, SIZES[0], num_steps=3, template=TemplateSpec())
-    model.use_template(edit, tmp_path / "t", lambda count: None)
+    model.reuse.use_template(edit, tmp_path / "t", lambda count: None)
     (one,) = TemplateStore(tmp_path / "t").list()
     assert found.record_bytes(RecordId("emoji:0", SIZES[0], 3)) == pytest.approx(one["bytes"], rel=0.05)
 
