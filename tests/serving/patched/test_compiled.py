@@ -58,6 +58,7 @@ def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("flux2", PATCH_STITCH),
         ("aura", IMAGE),
         ("pixart", IMAGE),
+        ("z-image", IMAGE),
     ],
     ids=str,
 )
