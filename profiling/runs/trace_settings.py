@@ -129,8 +129,8 @@ def draw_requests(
         return requests
     if geometry is None:
         raise UsageError(
-            f"request {traced.request_id} of the trace is an edit, and only psctl serve and simulate take those, without a "
-            "cascade"
+            f"request {traced.request_id} of the trace is an edit, and only psctl serve and simulate take those, "
+            "without a cascade"
         )
     from ...data.traces.edits import with_pixels
 

@@ -37,7 +37,8 @@ NumInferenceSteps = Annotated[
     int | None, flag("--num-inference-steps", "Denoising steps. Default: the model's own.", min=1, max=1000)
 ]
 GuidanceScale = Annotated[
-    float | None, flag("--guidance-scale", "Classifier-free guidance; 1 or less is off. Default: the model's own.")
+    float | None,
+    flag("--guidance-scale", "Classifier-free guidance; 1 or less is off (Z-Image: 0). Default: the model's own."),
 ]
 MaxBatchSize = Annotated[int, flag("--max-batch-size", "Requests denoised together (on one GPU).", min=1)]
 SloScale = Annotated[float, flag("--slo-scale", "SLO of a request: this many times its latency when served alone.")]
