@@ -68,7 +68,7 @@ BUILDS: dict[str, Build] = {
 }
 _SMALL, _LARGE, _WIDE = Resolution(32, 32), Resolution(64, 64), Resolution(96, 32)
 _WAYS = {"image": EngineOptions(order="image"), "patch": EngineOptions(order="patch")}
-_CACHE = CacheOptions("patch", 0.1, patch_size=4, warmup_steps=1, max_reuse=2, full_above=1)
+_CACHE = CacheOptions("patch", 0.1, warmup_steps=1, max_reuse=2, full_above=1)
 OPTIONS = {
     "--cache": EngineOptions(cache=CacheOptions("patch", 0.1)),
     "--parallel": EngineOptions("parallel", parallel=ParallelOptions("virtual:2")),
@@ -185,7 +185,7 @@ def the_cache_reuses_what_a_request_had_itself(build: Build) -> None:
     if "--cache" in FAMILIES[type(pipe).__name__].lacks:
         return
     exact = denoised(served(pipe), requests)
-    for options in (_CACHE, CacheOptions("accumulated", 1e9, patch_size=4, warmup_steps=1, max_reuse=2)):
+    for options in (_CACHE, CacheOptions("accumulated", 1e9, warmup_steps=1, max_reuse=2)):
         model, cache = _cached(pipe, options)
         found = denoised(model, requests, joins=[0, 1, 2, 2])
         assert min(skipped for _, skipped in cache.stats.by_block.values()) > 0
@@ -251,8 +251,11 @@ def check_family(build: Build) -> None:
 
 
 def _cached(pipe: Any, options: CacheOptions) -> tuple[ServedModel, PatchCache]:
-    """A served model with a cache that decides, where it reuses by patches, by their step and place alone."""
-    model = served(pipe, EngineOptions(cache=options))
+    """A served model with a cache of patches as large as a small image, which decides, where it reuses them one by one,
+    by their step and place alone.
+    """
+    size, _ = served(pipe).family.geometry.latent_size(_SMALL)
+    model = served(pipe, EngineOptions(cache=replace(options, patch_size=size)))
     cache = patched_stepper(model).model.cache
     assert cache is not None
     if options is _CACHE:
