@@ -15,6 +15,7 @@ from ...data.errors import RunError, UsageError
 from ...data.models.bundled import GENERATORS, bundled_model_path
 from ...data.templates import Keep
 from ...data.workspace import Workspace
+from ..core.garbage import imports_are_no_garbage
 from ..families.geometry import Geometry
 from ..options import EngineOptions
 from .changes import apply_changes, changed_fingerprint, check_changes
@@ -76,7 +77,9 @@ def load_model(
     defaults = read_defaults(model_dir)
 
     from ..core.allocator import keep_freed_memory
-    from .build import build_model
+
+    with imports_are_no_garbage():
+        from .build import build_model
 
     if options is not None and options.parallel.is_on:
         from ..parallel.torchrun import TorchRun
@@ -106,7 +109,9 @@ def load_model(
 def load_rank(settings: "RankSettings") -> "RankModels":
     """Load what a rank needs of a model on its device. Raises as `load_model`."""
     from ..core.allocator import keep_freed_memory
-    from ..parallel.worker import RankModels
+
+    with imports_are_no_garbage():
+        from ..parallel.worker import RankModels
 
     folder = Path(settings.model)
     index = read_index(folder / _INDEX_FILE, source=settings.model)
