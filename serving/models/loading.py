@@ -109,9 +109,7 @@ def load_model(
 def load_rank(settings: "RankSettings") -> "RankModels":
     """Load what a rank needs of a model on its device. Raises as `load_model`."""
     from ..core.allocator import keep_freed_memory
-
-    with imports_are_no_garbage():
-        from ..parallel.worker import RankModels
+    from ..parallel.worker import RankModels
 
     folder = Path(settings.model)
     index = read_index(folder / _INDEX_FILE, source=settings.model)
