@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
@@ -33,6 +33,15 @@ def pytest_configure() -> None:
     # What developers have set for their own runs must not reach the tests.
     for name in [name for name in os.environ if name.startswith("PSCTL_")]:
         del os.environ[name]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep Python's search for garbage away from the packages that test modules import, as serving does."""
+    from patchedserve.serving.core.garbage import imports_are_no_garbage
+
+    with imports_are_no_garbage():
+        return (yield)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

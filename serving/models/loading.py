@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ...data.errors import RunError, UsageError
 from ...data.templates import Keep
 from ...data.workspace import Workspace
+from ..core.garbage import imports_are_no_garbage
 from ..families.geometry import Geometry
 from ..options import EngineOptions
 from .changes import apply_changes, changed_fingerprint, check_changes
@@ -82,7 +83,9 @@ def load_model(
 
     quiet_libraries()
     from ..core.allocator import keep_freed_memory
-    from .build import build_model
+
+    with imports_are_no_garbage():
+        from .build import build_model
 
     torch_device = resolve_device(device)
     torch_dtype = _resolve_dtype(dtype, torch_device)

@@ -2,8 +2,11 @@
 
 import sys
 
-from ..parallel.worker import RankSettings, serve_rank
-from .loading import load_rank
+from ..core.garbage import imports_are_no_garbage
+
+with imports_are_no_garbage():
+    from ..parallel.worker import RankSettings, serve_rank
+    from .loading import load_rank
 
 if __name__ == "__main__":
     given = RankSettings.from_json(sys.argv[1])

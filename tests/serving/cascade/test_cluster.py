@@ -127,7 +127,17 @@ def test_workers_draw_what_the_engine_draws_and_change_models(template: WorkerSe
     threshold, confidences = median_threshold(template, requests)
     plans = [Plan(1, 1, 4, 2, threshold, 0.5), LIGHT_ONLY, Plan(1, 1, 4, 2, threshold, 0.5)]
     cluster = CascadeCluster(settings_for(template, 2, 2), one := dispatcher(plans))
-    result = cluster.run(TraceSource(requests))
+    parents: list[int] = []
+    mapped: list[str] = []
+
+    def look() -> None:
+        parents.extend(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in cluster.pids)
+        mapped.append(Path(f"/proc/{parents[0]}/maps").read_text())
+
+    result = cluster.run(TraceSource(requests), look)
+    assert len(parents) == 2
+    assert len({*parents, os.getpid()}) == 2, "both are forked from one process, which is not this one"
+    assert "libtorch" in mapped[0], "it has imported what they need"
     check(result, requests, confidences)
     assert result.num_switches >= 2
     served_by = result.served_by()
