@@ -40,7 +40,7 @@ def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, A
     """See `transformer.Call`."""
     height, width = latents.shape[2:]
     predicted = model(
-        latents.flatten(2).transpose(1, 2),
+        _tokens_of(latents),
         timestep=timesteps.to(latents.dtype) / 1000,
         img_ids=image_ids(height, width, latents),
         txt_ids=text_ids(conditions["encoder_hidden_states"].shape[1], latents),
@@ -48,6 +48,11 @@ def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, A
         **conditions,
     )[0]
     return predicted.transpose(1, 2).unflatten(2, (height, width))
+
+
+def _tokens_of(latents: Tensor) -> Tensor:
+    """[rows, channels, height, width] -> [rows, tokens, channels]."""
+    return latents.flatten(2).transpose(1, 2)
 
 
 TRANSFORMER = Transformer(
@@ -64,6 +69,7 @@ TRANSFORMER = Transformer(
         modulation=None,
         shared="single_stream_modulation.linear",
     ),
+    embed=lambda model, latents: model.x_embedder(_tokens_of(latents)),
     image_ids=image_ids,
     text_ids=text_ids,
     text_embedder="context_embedder",

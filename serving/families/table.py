@@ -67,7 +67,7 @@ FAMILIES: Mapping[str, Entry] = {
         module="flux2",
         model="Flux2Transformer2DModel",
         folds=2,
-        lacks=("--cache", "--parallel"),
+        lacks=("--parallel",),
         settings=lambda _: {"num_inference_steps": 50, "guidance_scale": 4.0},
     ),
     "Flux2KleinPipeline": Entry(
@@ -75,7 +75,7 @@ FAMILIES: Mapping[str, Entry] = {
         module="flux2",
         model="Flux2Transformer2DModel",
         folds=2,
-        lacks=("--cache", "--parallel"),
+        lacks=("--parallel",),
         settings=_klein_settings,
     ),
     "AuraFlowPipeline": Entry(

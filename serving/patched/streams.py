@@ -59,7 +59,10 @@ class RotaryPositions(nn.Module):
         kept, (rows, length, _) = self.context.kept, embedded_text(self.context).shape
         if "text positions" not in kept:
             kept["text positions"] = tuple(part.repeat(rows, 1) for part in self.embed(text_ids(length, like)))
-        return kept["text positions"]
+        some = self.context.rows
+        num_tokens = length * (rows if some is None else len(some.rows))  # they are the same for all rows
+        cosines, sines = kept["text positions"]
+        return cosines[:num_tokens], sines[:num_tokens]
 
 
 class RotaryOfBoth(nn.Module):
