@@ -31,8 +31,8 @@ from ...data.work import Work
 from ...data.workspace import ModelWorkspace
 from ...serving.core.prepared import PreparedRequest
 from ...serving.editing.profile import PATTERN, EditProfile, Fit
+from ...serving.editing.records import TemplateRecord, read_step
 from ...serving.editing.step_latency import terms_of
-from ...serving.editing.templates import TemplateRecord, read_step
 from ...serving.families.geometry import Geometry
 from ...serving.models.served import ServedModel
 from ..machine import run_facts
