@@ -81,10 +81,9 @@ def load_model(
         raise UsageError(f"--parallel: ranks load a diffusers directory, and {source.file} is a single file")
     defaults = read_defaults(model_dir)
 
-    quiet_libraries()
-    from ..core.allocator import keep_freed_memory
-
     with imports_are_no_garbage():
+        quiet_libraries()
+        from ..core.allocator import keep_freed_memory
         from .build import build_model
 
     torch_device = resolve_device(device)

@@ -15,6 +15,7 @@ from patchedserve.serving.cache.options import CacheOptions, default_patch_size
 from patchedserve.serving.cache.patch_batch import CachedRequest
 from patchedserve.serving.cache.patch_cache import Decision, PatchCache
 from patchedserve.serving.cache.rules import Booleans, InputThreshold, NeverReuse, PatchView, ReuseRule
+from patchedserve.serving.families.table import FAMILIES
 from patchedserve.serving.patched.patched_model import PatchedModel
 
 from ...support.cached_models import (
@@ -29,6 +30,13 @@ from ...support.cached_models import (
 )
 from ...support.imposed_reuse import Imposed
 from ...support.patched_models import MODELS, TRANSFORMERS, Row, draw_rows, relative_error, run_patched
+
+REFUSED = {"ZImagePipeline": "z-image"}
+CACHED = [name for name in MODELS if name not in REFUSED.values()]
+
+
+def test_only_families_that_refuse_the_cache_are_left_out() -> None:
+    assert {name for name, entry in FAMILIES.items() if "--cache" in entry.lacks} == set(REFUSED)
 
 
 def test_options_say_what_is_allowed() -> None:
@@ -82,7 +90,7 @@ def test_nothing_reused_is_bit_equal(name: str, order: Any, rule: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["image", "patch"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CACHED)
 def test_masked_computation_is_exact_where_nothing_has_changed(name: str, order: Any) -> None:
     """What is kept of the other patches is then what they would have given."""
     rule = Switch(0.6)
@@ -98,7 +106,7 @@ def test_masked_computation_is_exact_where_nothing_has_changed(name: str, order:
 
 
 @pytest.mark.parametrize("order", ["image", "patch"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CACHED)
 def test_whole_requests_are_computed_as_by_the_plain_model(name: str, order: Any) -> None:
     """A request of which every block is computed needs nothing that is kept, whoever else is in the batch."""
     model, patched, cache = cached_model(name, order, ByRequest())
@@ -121,7 +129,7 @@ def test_whole_requests_are_computed_as_by_the_plain_model(name: str, order: Any
 
 
 @pytest.mark.parametrize("order", ["image", "patch"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CACHED)
 def test_whole_requests_keep_what_masked_ones_would(name: str, order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same decisions, computed as batches of their own and cell by cell, while requests join and leave."""
     found = []
