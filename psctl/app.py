@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from ..data.errors import PsctlError, UsageError
+from ..serving.core.quiet import quiet_imports
 from .commands.batch import batch_run
 from .commands.bench_cache import bench_cache
 from .commands.bench_cascade import bench_cascade
@@ -255,6 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         apply_thread_settings(os.environ)
+        quiet_imports()
         command = typer.main.get_command(app)
         # Not standalone: typer hands errors up instead of printing them in its own form. What it returns is the code of
         # typer.Exit, or 130 after Ctrl-C, or None, since commands return nothing.

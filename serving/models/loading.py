@@ -5,7 +5,6 @@ Loading is strict. A pipeline class that is not served, a missing or damaged fil
 """
 
 import importlib
-import logging
 import re
 import sys
 from dataclasses import replace
@@ -17,6 +16,7 @@ from ...data.errors import RunError, UsageError
 from ...data.templates import Keep
 from ...data.workspace import Workspace
 from ..core.garbage import imports_are_no_garbage
+from ..core.quiet import quiet_imports
 from ..families.geometry import Geometry
 from ..options import EngineOptions
 from .changes import apply_changes, changed_fingerprint, check_changes
@@ -304,8 +304,7 @@ def _name_of(dtype: "torch.dtype") -> str:
 
 def quiet_libraries() -> None:
     """Keep the libraries' progress bars and notices out of our own output; errors are still raised."""
-    for name in ("torchao", "torch.utils._pytree"):  # the second is told of torchao's own enumerations
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quiet_imports()
     import diffusers.utils.logging
     import huggingface_hub.utils
     import transformers.utils.logging
