@@ -13,6 +13,7 @@ from PIL import Image
 from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webelement import WebElement
 
 from ...support.browser import opened_browser
 from ...support.http_server import HttpServer, until
@@ -86,6 +87,9 @@ def test_edit_with_a_brush(server: HttpServer, browser: webdriver.Chrome, tmp_pa
     browser.get(server.url)
     find = browser.find_element
 
+    def recent() -> list[WebElement]:
+        return browser.find_elements(By.CSS_SELECTOR, "#recent img")
+
     def drawn_image(prompt: str) -> NDArray[np.int16]:
         field = find(By.ID, "prompt")
         field.clear()
@@ -113,6 +117,9 @@ def test_edit_with_a_brush(server: HttpServer, browser: webdriver.Chrome, tmp_pa
     first = drawn_image("a lamp")
     find(By.ID, "edit-drawn").click()
     until(lambda: find(By.ID, "mask").is_displayed())
+    # Panels above grow and shrink with the state, and would move the image beneath the pointer.
+    until(lambda: find(By.ID, "step").text == "nothing is being drawn" and find(By.ID, "queue").text == "empty")
+    until(lambda: any(str(image.get_attribute("alt")).endswith("64x32") for image in recent()))
     stroke(0.2, 0.8)
     assert painted()[16, 16:48].all()
     find(By.ID, "erase").click()
