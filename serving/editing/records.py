@@ -37,26 +37,22 @@ class StagedSteps:
         self._lock = threading.Lock()
 
     def expect(self, step: int) -> "Future[list[dict[str, Tensor]]]":
-        """Have a step read, if it is not there."""
+        """Have a step read, if it is not there, or could not be read before."""
         with self._lock:
-            if step not in self._staged:
-                self._staged[step] = self._reader.submit(read_step, self.folder / file_of(step))
-            self._staged.move_to_end(step)
+            staged = self._staged.pop(step, None)
+            if staged is None or (staged.done() and staged.exception() is not None):
+                staged = self._reader.submit(read_step, self.folder / file_of(step))
+            self._staged[step] = staged
             while len(self._staged) > _MOST_STAGED:
                 self._staged.popitem(last=False)
-            return self._staged[step]
+            return staged
 
     def read(self, step: int) -> Sequence[Seen]:
         """A step; the next one is read from now on. Raises as `read_step`."""
         wanted = self.expect(step)
         if step + 1 < self._num_steps:
             self.expect(step + 1)
-        try:
-            return wanted.result()
-        except Exception:
-            with self._lock:
-                self._staged.pop(step, None)
-            raise
+        return wanted.result()
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

@@ -10,14 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from ..cache.active import ActiveSet, QueryGroup
 from ..cache.cells import CellTables
 from ..cache.slots import TokenSlots
 from ..core.attention import FusedLinear, Rotary, attend, check_unused, heads_of, normed
-from ..layout.packing import Group, Level
 from .context import PatchContext, joined
+from .queries import kept_of, resolutions_of
 
 
 class PatchedSelfAttention(nn.Module):
@@ -36,8 +34,8 @@ class PatchedSelfAttention(nn.Module):
         check_unused(unused)
         qkv = heads_of(self.qkv(hidden_states.flatten(0, 1)), 3, attention.heads)
         qkv = normed(qkv, attention.norm_q, attention.norm_k)
-        kept, parts = _keep(self.slots, qkv[:, 1:], context), []
-        for images in _resolutions(context):
+        kept, parts = kept_of(self.slots, qkv[:, 1:], context), []
+        for images in resolutions_of(context):
             key, value = images.keys_values(kept).unbind(2)
             parts.append(images.pack(attend(images.queries(qkv[:, 0]), key, value, attention.scale)))
         return attention.to_out[0](joined(parts)).view(hidden_states.shape)
@@ -69,7 +67,7 @@ class PatchedCrossAttention(nn.Module):
         query = heads_of(attention.to_q(hidden_states.flatten(0, 1)), 1, attention.heads)[:, 0]
         if attention.norm_q is not None:
             query = attention.norm_q(query)
-        for images in _resolutions(self.context):
+        for images in resolutions_of(self.context):
             key, value = (images.of_rows(each).transpose(1, 2) for each in text)
             bias = images.bias(key.shape[1])
             parts.append(images.pack(attend(images.queries(query), key, value, attention.scale, bias)))
@@ -215,8 +213,8 @@ def _attend_both(
     Returns:
         [tokens, heads * width] and [rows, length, heads * width].
     """
-    kept, image_parts, text_parts = _keep(slots, image[:, 1:], context), [], []
-    for images in _resolutions(context):
+    kept, image_parts, text_parts = kept_of(slots, image[:, 1:], context), [], []
+    for images in resolutions_of(context):
         own_text, query = text[images.text_rows], images.queries(image[:, 0])
         key, value = torch.cat([images.keys_values(kept), own_text[:, :, 1:]], 1).unbind(2)
         num_queries, bias = query.shape[1], images.bias(key.shape[1]) if own_text.shape[1] else None
@@ -253,84 +251,6 @@ def text_bias_of(text: Tensor, repeats: int, mask: Tensor | None, *, adds_mask: 
     return None if repeats == 1 else text.new_full((1, 1), math.log(repeats))
 
 
-def _before(text_bias: Tensor | None, rows: slice | Tensor, num_keys: int) -> Tensor | None:
-    """The bias of some rows with zeros for the keys before: [rows, 1, 1, keys]."""
-    if text_bias is None:
-        return None
-    own = text_bias if len(text_bias) == 1 else text_bias[rows]
-    return F.pad(own, (num_keys - own.shape[1], 0))[:, None, None]
-
-
-class _Images:
-    """The images of one resolution when all their tokens are computed.
-
-    Attributes:
-        text_rows: of these images among the rows of the text that is computed.
-    """
-
-    def __init__(self, group: Group, text_bias: Tensor | None) -> None:
-        self._group, self._text_bias = group, text_bias
-        self.text_rows = group.row_slice
-
-    def queries(self, packed: Tensor) -> Tensor:
-        """Of packed tokens [tokens, ...] their own: [rows, tokens of a row, ...]."""
-        group = self._group
-        return packed[group.start : group.end].view(group.rows, -1, *packed.shape[1:])
-
-    def keys_values(self, kept: Tensor) -> Tensor:
-        """Of what `_keep` has returned their own: [rows, tokens of an image, ...]."""
-        return self.queries(kept)
-
-    def of_rows(self, values: Tensor) -> Tensor:
-        """Of values [rows, ...] those of their rows."""
-        return values[self._group.row_slice]
-
-    def pack(self, attended: Tensor) -> Tensor:
-        """[rows, tokens of a row, heads, width] -> packed tokens [tokens, heads * width]."""
-        return attended.reshape(-1, attended.shape[2] * attended.shape[3])
-
-    def bias(self, num_keys: int) -> Tensor | None:
-        """What is added to the scores of so many keys, the last of which are those of text tokens."""
-        return _before(self._text_bias, self._group.row_slice, num_keys)
-
-
-class _ActiveImages:
-    """The images of one resolution of which only some cells are computed; shorter rows are padded. See `_Images`."""
-
-    def __init__(self, group: QueryGroup, active: ActiveSet, level: Level, text_bias: Tensor | None) -> None:
-        self._group, self._text_bias = group, text_bias
-        self._area, self._places = active.tables.side(level.index) ** 2, active.tables.slot_tokens(level.index)
-        self.text_rows = group.local
-
-    def queries(self, packed: Tensor) -> Tensor:
-        taken = packed.view(-1, self._area, *packed.shape[1:]).index_select(0, self._group.index)
-        return taken.view(len(self._group.rows), -1, *packed.shape[1:])
-
-    def keys_values(self, kept: Tensor) -> Tensor:
-        places = self._places.index_select(0, self._group.context).flatten()
-        return kept.index_select(0, places).view(len(self._group.rows), -1, *kept.shape[1:])
-
-    def of_rows(self, values: Tensor) -> Tensor:
-        return values.index_select(0, self._group.rows)
-
-    def pack(self, attended: Tensor) -> Tensor:
-        valid, width = self._group.valid, attended.shape[2] * attended.shape[3]
-        if valid is None:
-            return attended.reshape(-1, width)
-        return attended.reshape(-1, self._area, width).index_select(0, valid).view(-1, width)
-
-    def bias(self, num_keys: int) -> Tensor | None:
-        return _before(self._text_bias, self._group.rows, num_keys)
-
-
-def _resolutions(context: PatchContext) -> list[_Images] | list[_ActiveImages]:
-    """The images of every resolution that has tokens to compute."""
-    active, level = context.active, context.level
-    if active is not None:
-        return [_ActiveImages(group, active, level, context.text_bias) for group in active.queries]
-    return [_Images(group, context.text_bias) for group in level.groups]
-
-
 def keep_keys_values(
     leaf: PatchedSelfAttention | PatchedJointAttention, hidden_states: Tensor, tables: CellTables, level: int
 ) -> None:
@@ -339,16 +259,3 @@ def keep_keys_values(
     key, value = (heads_of(layer(tokens), 1, attention.heads) for layer in (attention.to_k, attention.to_v))
     key = key if attention.norm_k is None else attention.norm_k(key)
     leaf.slots.buffer.keep(torch.cat([key, value], 1), tables, level)
-
-
-def _keep(slots: TokenSlots, keys_values: Tensor, context: PatchContext) -> Tensor:
-    """Keep keys and values [tokens, 2, heads, width] if the patch cache asks for it.
-
-    Returns:
-        Those of all tokens: the given ones, or where only some cells are active what is kept of all, by slots.
-    """
-    if context.active is not None:
-        return slots.write(keys_values, context.active, context.level.index)
-    if context.cells is not None:
-        slots.buffer.keep(keys_values, context.cells, context.level.index)
-    return keys_values

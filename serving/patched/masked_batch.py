@@ -1,5 +1,6 @@
 """Edits that read the records of templates, between two changes of their set; and the making of records."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from .masked import MaskedPasses, Seen
 from .text import conditions_of
 
 
-class _OwnPasses:
+class _OwnPasses(ABC):
     """Requests that take passes of their own kind, by size.
 
     Attributes:
@@ -45,8 +46,9 @@ class _OwnPasses:
         """Of each row, which cells are computed; None: all."""
         return None
 
+    @abstractmethod
     def _predict(self, tokens: Tensor, timesteps: Tensor) -> Tensor:
-        raise NotImplementedError
+        """See `DenoiseBatch`."""
 
 
 class MaskedBatch(_OwnPasses):

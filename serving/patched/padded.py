@@ -107,12 +107,16 @@ def _text_places(length: int, device: torch.device) -> Tensor:
     return torch.cat([numbers, numbers.new_zeros(1 + length, 2)], 1)
 
 
-class ImagesBegin(nn.Module):
-    """Stands before the blocks that see the images alone as if it were one."""
+class _End(nn.Module):
+    """Stands before or behind the blocks of a stream as if it were one."""
 
     def __init__(self, stream: PaddedStream) -> None:
         super().__init__()
         self.stream = stream
+
+
+class ImagesBegin(_End):
+    """Before the blocks that see the images alone."""
 
     def forward(self, x: Tensor, *unused: object) -> Tensor:
         """[1, tokens and what the forward has added, width] -> [rows and tokens, 1, width]."""
@@ -120,12 +124,8 @@ class ImagesBegin(nn.Module):
         return self.stream.begin(pad.expand(len(embedded_text(context)), 1, -1), x[0, : context.num_tokens])
 
 
-class ImagesEnd(nn.Module):
-    """Stands behind these blocks: leaves the pads to the stream of all."""
-
-    def __init__(self, stream: PaddedStream) -> None:
-        super().__init__()
-        self.stream = stream
+class ImagesEnd(_End):
+    """Behind these blocks: leaves the pads to the stream of all."""
 
     def forward(self, x: Tensor, *unused: object) -> Tensor:
         """[rows and tokens, 1, width] -> [1, tokens, width]."""
@@ -134,12 +134,8 @@ class ImagesEnd(nn.Module):
         return x[-num_tokens:].transpose(0, 1)
 
 
-class AllBegin(nn.Module):
-    """Stands before the blocks that see both."""
-
-    def __init__(self, stream: PaddedStream) -> None:
-        super().__init__()
-        self.stream = stream
+class AllBegin(_End):
+    """Before the blocks that see both."""
 
     def forward(self, x: Tensor, *unused: object) -> Tensor:
         """[1, tokens, width] -> all tokens [tokens, 1, width]."""
@@ -148,12 +144,8 @@ class AllBegin(nn.Module):
         return self.stream.begin(torch.cat([pads, embedded_text(self.stream.context)], 1), x[0])
 
 
-class AllEnd(nn.Module):
-    """Stands behind these blocks: leaves the image tokens [tokens, 1, width]."""
-
-    def __init__(self, stream: PaddedStream) -> None:
-        super().__init__()
-        self.stream = stream
+class AllEnd(_End):
+    """Behind these blocks: leaves the image tokens [tokens, 1, width]."""
 
     def forward(self, x: Tensor, *unused: object) -> Tensor:
         context = self.stream.context
