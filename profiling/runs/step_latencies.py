@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...data.errors import UsageError
+from ...data.requests import Request
 from ...data.resolution import Resolution
 from ...data.run_facts import RunFacts, describe
 from ...data.tables.latency import TABLE_PATTERN, LatencyTable, read_latencies
@@ -16,6 +17,7 @@ from ...data.tables.published import published_table
 from ...data.workspace import ModelWorkspace, Workspace
 from ...serving.editing.profile import PATTERN
 from ...serving.scheduling.policies import StepLatencyPredictor
+from ...serving.scheduling.systems import System
 from ...training.latency.predictor import PREDICTOR_FILE, LatencyPredictor
 from .calibration import step_sources
 
@@ -115,13 +117,36 @@ def table_for_simulation(
     )
 
 
-def edit_profile_for_simulation(workspace: Workspace, model: str) -> Path:
-    """The newest profile of a model's edits, on any device. Raises UsageError: there is none."""
+def edit_profile_for_simulation(
+    requests: Sequence[Request],
+    system: System,
+    given: Path | None,
+    workspace: Workspace,
+    model: str,
+    *,
+    on_note: _Tell,
+) -> Path | None:
+    """The profile that a simulation of edits needs: the given one, else the workspace's newest of the model, on any
+    device, of which `on_note` is told. None for a trace without edits.
+
+    Raises:
+        UsageError: there is none, or nothing to use the given one for; or the system's engine reads no records.
+    """
+    if all(request.traced is None for request in requests):
+        if given is not None:
+            raise UsageError("--edit-profile is of edits, and the trace has none: add --edits, or leave it out")
+        return None
+    if system.engine != "patched":
+        raise UsageError(f"edits read records on the patched engine only, and {system.name} runs on {system.engine}")
+    if given is not None:
+        return given
     folder = workspace.for_model(model, "any").root.parent
     found = [path for device in folder.glob("*/tables") for path in device.glob(PATTERN)]
     if not found:
         raise UsageError(f"there is no profile of edits of {model} in {folder}: psctl profile edits makes one")
-    return max(found, key=lambda path: path.stat().st_mtime_ns)
+    newest = max(found, key=lambda path: path.stat().st_mtime_ns)
+    on_note(f"Edits: {newest}")
+    return newest
 
 
 def tables_measured_under(about: RunFacts, *folders: Path) -> Iterator[tuple[Path, LatencyTable]]:

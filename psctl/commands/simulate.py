@@ -203,14 +203,9 @@ def simulate(
         return at_rate(drawn, rate) if is_file and rate is not None else drawn
 
     requests = trace_at(request_rate)
-    has_edits = any(request.traced is not None for request in requests)
-    if has_edits and chosen.engine != "patched":
-        raise UsageError(f"edits read records on the patched engine only, and {chosen.name} runs on {chosen.engine}")
-    if edit_profile is not None and not has_edits:
-        raise UsageError("--edit-profile is of edits, and the trace has none: add --edits, or leave it out")
-    if has_edits and edit_profile is None:
-        edit_profile = edit_profile_for_simulation(target.root, target.model)
-        out.note(f"Edits: {edit_profile}")
+    edit_profile = edit_profile_for_simulation(
+        requests, chosen, edit_profile, target.root, target.model, on_note=out.note
+    )
     edited = None if edit_profile is None else EditProfile.read(edit_profile)
     sizes = defaults.resolutions if trace.resolutions is None else parse_list(trace.resolutions)
     sizes = tuple(dict.fromkeys((*sizes, *(request.resolution for request in requests))))

@@ -83,11 +83,8 @@ def require_cells(model: str, sizes: Iterable[Resolution], *, several: bool = Fa
     from ...serving.models.loading import model_geometry
 
     geometry = model_geometry(model)
-    side = geometry.cell * geometry.latent_factor
     for size in sizes:
-        geometry.check_cells(size, model)
-        if several and size == (side, side):
-            raise UsageError(f"resolution {size} is a single cell of {model}, so that no part of it is computed alone")
+        geometry.check_cells(size, model, several=several)
 
 
 def require_masked(options: EngineOptions, wanted: str = "--reuse") -> None:

@@ -59,13 +59,19 @@ class Geometry:
                 f"width and height must be multiples of {multiple} pixels for {name}"
             )
 
-    def check_cells(self, resolution: Resolution, name: str) -> None:
-        """Raise UsageError if an image of this size has parts of cells; the message says what is allowed."""
+    def check_cells(self, resolution: Resolution, name: str, *, several: bool = False) -> None:
+        """Raise UsageError if an image of this size has parts of cells, or but one where it must have `several`; the
+        message says what is allowed.
+        """
         multiple = self.cell * self.latent_factor
         if resolution.width % multiple or resolution.height % multiple:
             raise UsageError(
                 f"resolution {resolution}: for a record of the image, width and height must be multiples of {multiple} "
                 f"pixels for {name}"
+            )
+        if several and resolution.pixels == multiple**2:
+            raise UsageError(
+                f"resolution {resolution} is a single cell of {name}, so that no part of it is computed alone"
             )
 
     def check_edit(self, request: Request) -> None:
