@@ -48,24 +48,17 @@ from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
-    CLIPTokenizer,
-    Gemma2Config,
-    Gemma2Model,
-    GemmaTokenizer,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
-    Qwen2Tokenizer,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3Model,
-    T5Config,
-    T5EncoderModel,
-    T5Tokenizer,
-    UMT5Config,
-    UMT5EncoderModel,
 )
+
+from patchedserve.tests.support.tiny_families import tiny_chat_tokenizer, tiny_gemma, tiny_t5
+from patchedserve.tests.support.tiny_models import tiny_tokenizer
 
 SDXL: dict[str, Any] = {
     "sample_size": 128,
@@ -204,27 +197,14 @@ def autoencoder(channels: int) -> AutoencoderKL:
     return AutoencoderKL(latent_channels=channels, **config)
 
 
-def tokenizer() -> CLIPTokenizer:
-    letters = [chr(code) for code in range(33, 127)]
-    words = ["<|startoftext|>", "<|endoftext|>", *letters, *(f"{letter}</w>" for letter in letters)]
-    return CLIPTokenizer(vocab={word: index for index, word in enumerate(words)}, merges=[], model_max_length=77)
-
-
-def t5(width: int, config: Any = T5Config, encoder: Any = T5EncoderModel) -> tuple[Any, T5Tokenizer]:
-    """A T5 encoder of one layer whose states have this width, and a tokenizer that knows letters, digits and signs."""
-    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((chr(code), -1.0) for code in range(33, 127))]
-    sizes: dict[str, Any] = {"d_model": width, "d_kv": 64, "num_heads": 2, "d_ff": width, "num_layers": 1}
-    return encoder(config(vocab_size=len(vocabulary), **sizes)), T5Tokenizer(vocab=vocabulary, extra_ids=0)
-
-
 def build_sdxl(config: dict[str, Any]) -> StableDiffusionXLPipeline:
     euler: Any = EulerDiscreteScheduler()
     return StableDiffusionXLPipeline(
         vae=autoencoder(4),
         text_encoder=text_encoder(CLIPTextModel, 768),
         text_encoder_2=text_encoder(CLIPTextModelWithProjection, 1280),
-        tokenizer=tokenizer(),
-        tokenizer_2=tokenizer(),
+        tokenizer=tiny_tokenizer(77),
+        tokenizer_2=tiny_tokenizer(77),
         unet=UNet2DConditionModel(**config),
         scheduler=euler,
         add_watermarker=False,
@@ -239,41 +219,30 @@ def build_sd3(config: dict[str, Any]) -> StableDiffusion3Pipeline:
         vae=autoencoder(16),
         text_encoder=text_encoder(CLIPTextModelWithProjection, 768),
         text_encoder_2=text_encoder(CLIPTextModelWithProjection, 1280),
-        tokenizer=tokenizer(),
-        tokenizer_2=tokenizer(),
+        tokenizer=tiny_tokenizer(77),
+        tokenizer_2=tiny_tokenizer(77),
         **no_t5,
     )
 
 
 def build_flux(config: dict[str, Any]) -> FluxPipeline:
     transformer = FluxTransformer2DModel(**config)
-    encoder, tokenizer_2 = t5(int(transformer.config["joint_attention_dim"]))
+    encoder, tokenizer_2 = tiny_t5(int(transformer.config["joint_attention_dim"]))
     shift: dict[str, Any] = {"shift": 3.0, "use_dynamic_shifting": True} if config["guidance_embeds"] else {}
     return FluxPipeline(
         transformer=transformer,
         scheduler=FlowMatchEulerDiscreteScheduler(**shift),
         vae=autoencoder(16),
         text_encoder=text_encoder(CLIPTextModel, 768),
-        tokenizer=tokenizer(),
+        tokenizer=tiny_tokenizer(77),
         text_encoder_2=encoder,
         tokenizer_2=tokenizer_2,
     )
 
 
-def chat_tokenizer() -> Qwen2Tokenizer:
-    """A tokenizer that knows letters, digits and signs; a chat is the texts of its messages."""
-    words = ["<|endoftext|>", "Ġ", "Ċ", *(chr(code) for code in range(33, 127))]
-    made = Qwen2Tokenizer({word: number for number, word in enumerate(words)}, [])
-    made.chat_template = (
-        "{% for each in messages %}{{ each.content if each.content is string else each.content[0].text }}{% endfor %}"
-        "{% if add_generation_prompt %}:{% endif %}"
-    )
-    return made
-
-
 def build_flux2(config: dict[str, Any]) -> Flux2Pipeline | Flux2KleinPipeline:
     """FLUX.2 dev, or Klein for a configuration without a scale of guidance. The states of three layers are its text."""
-    transformer, own = Flux2Transformer2DModel(**config), chat_tokenizer()
+    transformer, own = Flux2Transformer2DModel(**config), tiny_chat_tokenizer()
     is_klein = config.get("guidance_embeds") is False
     layers: dict[str, Any] = {
         "vocab_size": len(own),
@@ -310,7 +279,7 @@ def build_flux2(config: dict[str, Any]) -> Flux2Pipeline | Flux2KleinPipeline:
 
 def build_aura(config: dict[str, Any]) -> AuraFlowPipeline:
     transformer = AuraFlowTransformer2DModel(**config)
-    encoder, own = t5(int(transformer.config["joint_attention_dim"]), UMT5Config, UMT5EncoderModel)
+    encoder, own = tiny_t5(int(transformer.config["joint_attention_dim"]), is_umt5=True)
     return AuraFlowPipeline(
         transformer=transformer,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=1.73),
@@ -322,7 +291,7 @@ def build_aura(config: dict[str, Any]) -> AuraFlowPipeline:
 
 def build_chroma(config: dict[str, Any]) -> ChromaPipeline:
     transformer = ChromaTransformer2DModel(**config)
-    encoder, own = t5(int(transformer.config["joint_attention_dim"]))
+    encoder, own = tiny_t5(int(transformer.config["joint_attention_dim"]))
     return ChromaPipeline(
         transformer=transformer,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
@@ -334,7 +303,7 @@ def build_chroma(config: dict[str, Any]) -> ChromaPipeline:
 
 def build_pixart(config: dict[str, Any]) -> PixArtSigmaPipeline:
     transformer = PixArtTransformer2DModel(**config)
-    encoder, own = t5(int(transformer.config["caption_channels"]))
+    encoder, own = tiny_t5(int(transformer.config["caption_channels"]))
     scheduler: Any = DPMSolverMultistepScheduler(beta_start=0.0001, beta_end=0.02, beta_schedule="linear")
     return PixArtSigmaPipeline(
         transformer=transformer, scheduler=scheduler, vae=autoencoder(4), text_encoder=encoder, tokenizer=own
@@ -343,22 +312,19 @@ def build_pixart(config: dict[str, Any]) -> PixArtSigmaPipeline:
 
 def build_lumina2(config: dict[str, Any]) -> Lumina2Pipeline:
     transformer = Lumina2Transformer2DModel(**config)
-    words = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁", *(chr(code) for code in range(33, 127))]
-    width = int(transformer.config["cap_feat_dim"])
-    sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": width, "head_dim": 32}
-    heads: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    encoder, own = tiny_gemma(int(transformer.config["cap_feat_dim"]))
     return Lumina2Pipeline(
         transformer=transformer,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=6.0),
         vae=autoencoder(16),
-        text_encoder=Gemma2Model(Gemma2Config(vocab_size=len(words), **sizes, **heads)),
-        tokenizer=GemmaTokenizer({word: number for number, word in enumerate(words)}, [], add_bos_token=True),
+        text_encoder=encoder,
+        tokenizer=own,
     )
 
 
 def build_qwen(config: dict[str, Any]) -> QwenImagePipeline:
     transformer = QwenImageTransformer2DModel(**config)
-    width, own = int(transformer.config["joint_attention_dim"]), chat_tokenizer()
+    width, own = int(transformer.config["joint_attention_dim"]), tiny_chat_tokenizer()
     # A head has 128 channels, two for each of the rotary positions of time, height and width.
     heads: dict[str, Any] = {"num_attention_heads": width // 128, "num_key_value_heads": width // 128}
     rope: dict[str, Any] = {"mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"}
@@ -380,7 +346,7 @@ def build_qwen(config: dict[str, Any]) -> QwenImagePipeline:
 
 
 def build_z_image(config: dict[str, Any]) -> ZImagePipeline:
-    transformer, own = ZImageTransformer2DModel(**config), chat_tokenizer()
+    transformer, own = ZImageTransformer2DModel(**config), tiny_chat_tokenizer()
     width = int(transformer.config["cap_feat_dim"])
     layers: dict[str, Any] = {"hidden_size": width, "intermediate_size": width, "num_hidden_layers": 2, "head_dim": 32}
     heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}

@@ -14,7 +14,8 @@ from patchedserve.serving.cache.rules import Booleans, PatchView, ReuseRule
 from patchedserve.serving.patched.patched_model import PatchedModel
 
 from .imposed_reuse import Imposed
-from .patched_models import MODELS, Row, stack_conditions
+from .patched_models import Row, stack_conditions
+from .random_models import MODELS
 
 SIZES = [(16, 16), (16, 16), (24, 16), (24, 24), (32, 32)]
 OPTIONS = CacheOptions("patch", threshold=0.0, patch_size=8, warmup_steps=1, max_reuse=3, full_above=1)

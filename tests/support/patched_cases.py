@@ -8,7 +8,8 @@ from torch import nn
 
 from patchedserve.serving.models.loading import load_model
 
-from .patched_models import MODELS, Size, Way
+from .patched_models import Size, Way
+from .random_models import MODELS
 
 TOLERANCE = 1e-5
 UNETS = ["sd15", "sd2", "sdxl", "scale-shift", "gelu"]

@@ -36,7 +36,9 @@ def model_with(pipe: Any, folder: Path, requests: Sequence[Request] = (), keep: 
 
 
 def serve(model: ServedModel, requests: Sequence[Request]) -> RunResult:
-    engine = Engine(model, get_policy("continuous"), max_batch_size=8, collector=InMemory(keep_latents=True))
+    engine = Engine(
+        model, get_policy("continuous"), max_batch_size=8, collector=InMemory(keep_images=True, keep_latents=True)
+    )
     for request in requests:
         engine.submit(request)
     engine.close()

@@ -39,7 +39,7 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from .patched_models import (
+from .random_models import (
     aura_transformer,
     chroma_transformer,
     flux2_transformer,

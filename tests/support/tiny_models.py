@@ -88,12 +88,12 @@ _UNET: dict[str, Any] = {
 }
 
 
-def tiny_tokenizer() -> CLIPTokenizer:
-    """Return a CLIP tokenizer that knows single letters, digits and signs only."""
+def tiny_tokenizer(length: int = _TEXT_POSITIONS) -> CLIPTokenizer:
+    """Return a CLIP tokenizer that knows single letters, digits and signs only, for texts of so many tokens."""
     letters = [chr(code) for code in range(33, 127)]
     words = ["<|startoftext|>", "<|endoftext|>", *letters, *(f"{letter}</w>" for letter in letters)]
     vocabulary = {word: index for index, word in enumerate(words)}
-    return CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=_TEXT_POSITIONS)
+    return CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=length)
 
 
 def clip_config(num_layers: int = 3, width: int = 32) -> CLIPTextConfig:

@@ -15,7 +15,7 @@ from patchedserve.profiling.parallel.plan import TEXT_LENGTH
 from patchedserve.serving.core.denoiser import denoiser_of
 from patchedserve.serving.parallel.cost import Call, Cost
 
-from ...support.patched_models import MODELS, WITH_ALL_OPTIONS
+from ...support.random_models import MODELS, WITH_ALL_OPTIONS
 from ...support.tiny_models import smallest_sd, tiny_sd, tiny_sd3, tiny_sdxl
 
 PIPES = {"tiny-sdxl": tiny_sdxl, "tiny-sd": tiny_sd, "smallest-sd": smallest_sd, "tiny-sd3": tiny_sd3}

@@ -29,7 +29,8 @@ from ...support.cached_models import (
     step,
 )
 from ...support.imposed_reuse import Imposed
-from ...support.patched_models import MODELS, TRANSFORMERS, Row, draw_rows, relative_error, run_patched
+from ...support.patched_models import Row, draw_rows, relative_error, run_patched
+from ...support.random_models import MODELS, TRANSFORMERS
 
 REFUSED = {"ZImagePipeline": "z-image"}
 CACHED = [name for name in MODELS if name not in REFUSED.values()]

@@ -13,7 +13,8 @@ from patchedserve.serving.cache.rules import Booleans, InputThreshold, NeverReus
 from patchedserve.serving.cache.store import BlockStore, sampled
 
 from ...support.cached_models import SIZES, ByPlace, begin, cached_model, step
-from ...support.patched_models import TRANSFORMERS, draw_rows
+from ...support.patched_models import draw_rows
+from ...support.random_models import TRANSFORMERS
 
 
 @pytest.mark.parametrize("order", ["image", "patch"])

@@ -14,7 +14,8 @@ from patchedserve.serving.cache.rules import Booleans, PatchView, ReuseRule
 from patchedserve.serving.patched.patched_model import PatchedModel
 
 from ...support.cached_models import OPTIONS, SIZES, STEPS, begin, step
-from ...support.patched_models import MODELS, TRANSFORMERS, draw_rows, relative_error
+from ...support.patched_models import draw_rows, relative_error
+from ...support.random_models import MODELS, TRANSFORMERS
 
 WHOLE = replace(OPTIONS, full_above=None, max_reuse=STEPS)
 

@@ -11,15 +11,13 @@ from diffusers import IPNDMScheduler
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.serving.engine.collectors import InMemory
-from patchedserve.serving.engine.engine import Engine
 from patchedserve.serving.engine.run_result import RunResult
 from patchedserve.serving.models.build import build_model
 from patchedserve.serving.options import EngineOptions
-from patchedserve.serving.scheduling.policies import get_policy
 
 from ...support.edits import MASKS, edit_request, plain_edit
 from ...support.patched_models import relative_error
+from ...support.template_records import serve
 from ...support.tiny_families import (
     tiny_aura,
     tiny_chroma,
@@ -56,19 +54,8 @@ def pipeline(family: str, sampler: str | None = None) -> Any:
     return pipe
 
 
-def serve(pipe: Any, requests: Sequence[Request], options: EngineOptions | None = None) -> RunResult:
-    engine = Engine(
-        build_model(pipe, name="tiny", options=options),
-        get_policy("continuous"),
-        max_batch_size=8,
-        collector=InMemory(keep_images=True, keep_latents=True),
-    )
-    for request in requests:
-        engine.submit(request)
-    engine.close()
-    result = engine.run()
-    assert [record.reason for record in result.records] == [None] * len(requests)
-    return result
+def drawn(pipe: Any, requests: Sequence[Request], options: EngineOptions | None = None) -> RunResult:
+    return serve(build_model(pipe, name="tiny", options=options), requests)
 
 
 def assert_equal_to_plain(pipe: Any, requests: Sequence[Request], result: RunResult) -> None:
@@ -98,7 +85,7 @@ def mixed() -> list[Request]:
 )
 def test_a_mixed_batch_of_edits_and_new_images_equals_plain(family: str, sampler: str | None) -> None:
     pipe = pipeline(family, sampler)
-    assert_equal_to_plain(pipe, mixed(), serve(pipe, mixed()))
+    assert_equal_to_plain(pipe, mixed(), drawn(pipe, mixed()))
 
 
 @pytest.mark.slow
@@ -108,7 +95,7 @@ def test_a_mixed_batch_of_edits_and_new_images_equals_plain(family: str, sampler
 def test_every_mask_equals_plain(family: str, kind: str, strength: float) -> None:
     pipe = pipeline(family)
     requests = [edit_request(0, ODD, kind, strength, seed=7)]
-    assert_equal_to_plain(pipe, requests, serve(pipe, requests))
+    assert_equal_to_plain(pipe, requests, drawn(pipe, requests))
 
 
 @pytest.mark.slow
@@ -116,7 +103,7 @@ def test_every_mask_equals_plain(family: str, kind: str, strength: float) -> Non
 def test_samplers_of_sd_equal_plain(sampler: str) -> None:
     pipe = pipeline("sd", sampler)
     requests = [edit_request(0, LARGE, "box", 0.7, num_steps=20), edit_request(1, SMALL, "ellipse", num_steps=16)]
-    assert_equal_to_plain(pipe, requests, serve(pipe, requests))
+    assert_equal_to_plain(pipe, requests, drawn(pipe, requests))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +116,7 @@ def test_samplers_of_sd_equal_plain(sampler: str) -> None:
 )
 def test_both_engines_and_orders_equal_plain(options: EngineOptions) -> None:
     pipe = pipeline("sdxl")
-    assert_equal_to_plain(pipe, mixed(), serve(pipe, mixed(), options))
+    assert_equal_to_plain(pipe, mixed(), drawn(pipe, mixed(), options))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +131,7 @@ def test_a_batch_whose_requests_call_their_own_schedulers_equals_plain(sampler: 
         edit_request(1, LARGE, "ellipse", 0.5, num_steps=8),
         Request(2, "a car", SMALL, 5, 1.0, seed=2),
     ]
-    assert_equal_to_plain(pipe, requests, serve(pipe, requests, EngineOptions(engine)))
+    assert_equal_to_plain(pipe, requests, drawn(pipe, requests, EngineOptions(engine)))
 
 
 def test_edits_with_a_scheduler_that_cannot_noise_images_are_refused() -> None:
@@ -159,7 +146,7 @@ def test_edits_with_a_scheduler_that_cannot_noise_images_are_refused() -> None:
 def test_pixels_outside_the_mask_are_the_images_own() -> None:
     pipe = pipeline("sdxl")
     requests = [edit_request(0, LARGE), edit_request(1, LARGE, feather_px=4), edit_request(2, LARGE, paste=False)]
-    result = serve(pipe, requests)
+    result = drawn(pipe, requests)
     edit = requests[0].edit
     assert edit is not None
     sharp, soft, whole = (np.asarray(result.images[index]) for index in range(3))
@@ -178,7 +165,7 @@ def test_pixels_outside_the_mask_are_the_images_own() -> None:
 def test_latents_outside_the_mask_end_as_the_images_own() -> None:
     pipe = pipeline("sd3")
     request = edit_request(0, LARGE)
-    result, model = serve(pipe, [request]), build_model(pipe, name="tiny")
+    result, model = drawn(pipe, [request]), build_model(pipe, name="tiny")
     known = model.prepare(request).known
     assert known is not None
     outside = ~known.mask.expand_as(known.clean)
@@ -186,10 +173,10 @@ def test_latents_outside_the_mask_end_as_the_images_own() -> None:
 
 
 def test_an_edit_takes_its_share_of_the_steps() -> None:
-    result = serve(pipeline("sdxl"), [edit_request(0, SMALL, strength=0.5, num_steps=9)])
+    result = drawn(pipeline("sdxl"), [edit_request(0, SMALL, strength=0.5, num_steps=9)])
     assert len(result.steps) == 4
     # Stable Diffusion 3's pipeline rounds up.
-    assert len(serve(pipeline("sd3"), [edit_request(0, SMALL, strength=0.5, num_steps=9)]).steps) == 5
+    assert len(drawn(pipeline("sd3"), [edit_request(0, SMALL, strength=0.5, num_steps=9)]).steps) == 5
 
 
 def test_what_cannot_be_edited_is_refused() -> None:

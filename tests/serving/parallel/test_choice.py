@@ -12,7 +12,7 @@ from patchedserve.serving.parallel.options import ParallelOptions
 from patchedserve.serving.parallel.strips import Strips
 from patchedserve.serving.parallel.virtual import VirtualRanks
 
-from ...support.patched_models import sdxl_unet
+from ...support.random_models import sdxl_unet
 
 
 @pytest.mark.parametrize(("sync_s", "mode"), [(0.0, "sync"), (0.05, "sync"), (0.12, "displaced")])

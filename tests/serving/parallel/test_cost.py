@@ -20,7 +20,8 @@ from patchedserve.serving.parallel.group import VirtualEnd
 from patchedserve.serving.parallel.strip_model import StripModel, flat
 from patchedserve.serving.parallel.strips import Strips
 
-from ...support.patched_models import draw_rows, sd3_transformer, sd35_transformer, stack_conditions, to_dtype
+from ...support.patched_models import draw_rows, stack_conditions, to_dtype
+from ...support.random_models import sd3_transformer, sd35_transformer
 from ...support.tiny_models import tiny_sd, tiny_sd3, tiny_sdxl
 from ...support.virtual_ranks import on_ranks
 

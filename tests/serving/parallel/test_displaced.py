@@ -16,7 +16,8 @@ from patchedserve.serving.parallel.strip_model import flat
 from patchedserve.serving.parallel.strips import Strips
 from patchedserve.serving.parallel.virtual import VirtualRanks
 
-from ...support.patched_models import draw_rows, sd3_transformer, sdxl_unet, stack_conditions
+from ...support.patched_models import draw_rows, stack_conditions
+from ...support.random_models import sd3_transformer, sdxl_unet
 from ...support.virtual_ranks import in_calls, relative
 
 HEIGHTS = Strips.of(11, 2, [1, 1, 1])

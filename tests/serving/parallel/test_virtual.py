@@ -17,16 +17,8 @@ from patchedserve.serving.parallel.recovery import persist
 from patchedserve.serving.parallel.strip_model import flat
 from patchedserve.serving.parallel.virtual import VirtualRanks
 
-from ...support.patched_models import (
-    MODELS,
-    WITH_ALL_OPTIONS,
-    Row,
-    draw_rows,
-    run_plain,
-    sd3_transformer,
-    sdxl_unet,
-    stack_conditions,
-)
+from ...support.patched_models import Row, draw_rows, run_plain, stack_conditions
+from ...support.random_models import MODELS, WITH_ALL_OPTIONS, sd3_transformer, sdxl_unet
 
 EXACT = 1e-5
 """Largest difference over largest magnitude, in float32."""

@@ -13,7 +13,8 @@ from patchedserve.data.templates import KEEPS, Keep
 from patchedserve.serving.patched.masked import MaskedPasses, Seen
 
 from ...support.patched_cases import TOLERANCE, model_of
-from ...support.patched_models import MODELS, WITH_ALL_OPTIONS, Row, Way, draw_rows, run_plain, stack_conditions
+from ...support.patched_models import Row, Way, draw_rows, run_plain, stack_conditions
+from ...support.random_models import MODELS, WITH_ALL_OPTIONS
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 WAY = Way("image", None, "regroup")

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from patchedserve.serving.layout import packing
 from patchedserve.serving.patched import leaves
 
-from ...support import patched_models
 from ...support.patched_cases import (
     BATCHES,
     BUNDLED,
@@ -33,7 +32,6 @@ from ...support.patched_cases import (
     ways_for,
 )
 from ...support.patched_models import (
-    MODELS,
     Alternation,
     Row,
     Way,
@@ -42,8 +40,9 @@ from ...support.patched_models import (
     run_patched,
     run_plain,
     to_dtype,
-    triton_case,
 )
+from ...support.random_models import MODELS
+from ...support.triton_case import run_triton_case, triton_case
 
 
 def rms_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -229,9 +228,9 @@ def test_triton_kernels_in_a_whole_model(tmp_path: Path) -> None:
     assert len({row.size for row in rows}) > 1
     # Asked for Triton, the kernels run nowhere else.
     with pytest.raises(ValueError, match="Triton kernels need CUDA"):
-        patched_models.run_triton_case()
+        run_triton_case()
     # The interpreter must be chosen before diffusers imports triton: in a process of its own.
     path = tmp_path / "found.pt"
-    command = [sys.executable, str(patched_models.__file__), str(path)]
+    command = [sys.executable, "-m", "patchedserve.tests.support.triton_case", str(path)]
     subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, check=True, timeout=300)
     assert relative_error(torch.load(path), run_plain(model, rows)) <= TOLERANCE

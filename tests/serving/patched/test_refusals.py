@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor2_0
 from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
@@ -15,7 +16,6 @@ from patchedserve.serving.patched.context import PatchContext
 from patchedserve.serving.patched.patched_model import PatchedModel
 from patchedserve.serving.patched.swap import PatchSwap
 
-from ...support import patched_models
 from ...support.patched_cases import (
     IMAGE,
     MIXED,
@@ -23,19 +23,8 @@ from ...support.patched_cases import (
     model_of,
     modules_of,
 )
-from ...support.patched_models import (
-    Alternation,
-    call_patched,
-    draw_rows,
-    flux_transformer,
-    relative_error,
-    run_patched,
-    run_plain,
-    sd3_transformer,
-    sd15_unet,
-    sdxl_unet,
-    small_unet,
-)
+from ...support.patched_models import Alternation, call_patched, draw_rows, relative_error, run_patched, run_plain
+from ...support.random_models import flux_transformer, sd3_transformer, sd15_unet, sdxl_unet, small_unet
 
 
 class Louder(nn.SiLU):
@@ -46,7 +35,7 @@ class Processor(AttnProcessor2_0):
     """A processor that it cannot know."""
 
 
-class Subclass(patched_models.UNet2DConditionModel):
+class Subclass(UNet2DConditionModel):
     """A model whose forward it cannot know."""
 
 

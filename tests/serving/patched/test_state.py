@@ -31,19 +31,16 @@ from ...support.patched_cases import (
     ways_for,
 )
 from ...support.patched_models import (
-    MODELS,
     Alternation,
     Row,
     Way,
     call_patched,
     draw_rows,
-    gelu_unet,
     relative_error,
     run_patched,
     run_plain,
-    scale_shift_unet,
-    sdxl_unet,
 )
+from ...support.random_models import MODELS, gelu_unet, scale_shift_unet, sdxl_unet
 
 
 def with_text(row: Row, text: Tensor) -> Row:
