@@ -8,6 +8,11 @@ because `psctl bench steps` does not time them. `--tiny` makes everything small,
 
     python tests/benchmarks/make_random_model.py flux-dev /tmp/flux --tiny
     psctl generate "a red apple" --model /tmp/flux
+
+`--small` makes the widths such that two cores can be measured with them (heads as published, 12 blocks of width 384):
+
+    python tests/benchmarks/make_random_model.py flux-dev /tmp/flux-small --small
+    psctl bench steps --model /tmp/flux-small --dtype float32 --resolutions 256,384,512
 """
 
 import argparse
@@ -152,6 +157,12 @@ TINY["z-image"] = {
 }
 TINY["flux-schnell"] = TINY["flux-dev"]
 TINY["chroma"] = TINY["flux-dev"] | {"approximator_hidden_dim": 64, "approximator_layers": 2}
+SMALL: dict[str, dict[str, Any]] = {
+    "flux-dev": {"num_layers": 4, "num_single_layers": 8, "num_attention_heads": 3, "joint_attention_dim": 512},
+    "sd3": {"num_layers": 12, "num_attention_heads": 6, "caption_projection_dim": 384},
+    "qwen": {"num_layers": 12, "num_attention_heads": 3, "joint_attention_dim": 512},
+    "z-image": {"dim": 384, "n_layers": 10, "n_refiner_layers": 1, "n_heads": 3, "n_kv_heads": 3, "cap_feat_dim": 512},
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "sdxl": SDXL,
     "sd3": SD3,
@@ -358,7 +369,7 @@ def build_z_image(config: dict[str, Any]) -> ZImagePipeline:
     return ZImagePipeline(transformer=transformer, scheduler=scheduler, vae=autoencoder(16), **text)
 
 
-def build(name: str, *, is_tiny: bool) -> Any:
+def build(name: str, smaller: dict[str, dict[str, Any]]) -> Any:
     builders = {
         "sdxl": build_sdxl,
         "sd3": build_sd3,
@@ -371,17 +382,20 @@ def build(name: str, *, is_tiny: bool) -> Any:
         "qwen": build_qwen,
         "z-image": build_z_image,
     }
-    return builders.get(name, build_flux)(CONFIGS[name] | (TINY[name] if is_tiny else {}))
+    return builders.get(name, build_flux)(CONFIGS[name] | smaller.get(name, {}))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=list(CONFIGS))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--tiny", dest="smaller", action="store_const", const=TINY, default={})
+    parser.add_argument("--small", dest="smaller", action="store_const", const=SMALL)
     options = parser.parse_args()
+    if options.smaller and options.name not in options.smaller:
+        parser.error(f"there is no small {options.name}; there are {', '.join(options.smaller)}")
     torch.manual_seed(0)
-    build(options.name, is_tiny=options.tiny).to(torch.float16).save_pretrained(options.folder)
+    build(options.name, options.smaller).to(torch.float16).save_pretrained(options.folder)
 
 
 if __name__ == "__main__":

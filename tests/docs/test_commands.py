@@ -108,7 +108,7 @@ SCRIPTS = {
     "tests/benchmarks/cascade_runs.py": ["--runs", "5"],
     "tests/benchmarks/edit_plans.py": ["--instances", "2", "--output-file", "plans.json"],
     "tests/benchmarks/edit_routing.py": ["--requests", "20", "--seeds", "1", "--output-file", "routing.json"],
-    "tests/benchmarks/make_random_model.py": [],
+    "tests/benchmarks/make_random_model.py": ["--tiny"],
     "tests/benchmarks/bench_records.py": ["--requests", "20", "--output-file", "records.json"],
     "tests/benchmarks/bench_simulator_scale.py": [
         "--num-prompts", "20", "--minutes", "0.02", "--real-minutes", "0.01", "--steps", "2",

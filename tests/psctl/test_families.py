@@ -27,7 +27,7 @@ FAMILIES = (
 def made(script: dict[str, Any], family: str, folder: Path) -> dict[str, str]:
     """Write a model; returns the environment for it."""
     torch.manual_seed(0)
-    script["build"](family, is_tiny=True).to(torch.float32).save_pretrained(folder / "model")
+    script["build"](family, script["TINY"]).to(torch.float32).save_pretrained(folder / "model")
     (folder / "model" / "psctl.json").write_text('{"max_sequence_length": 16, "resolutions": [64, 128]}')
     return {
         "PSCTL_MODEL": str(folder / "model"),
