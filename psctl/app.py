@@ -21,6 +21,7 @@ from ..serving.core.quiet import quiet_imports
 from .commands.batch import batch_run
 from .commands.bench_cache import bench_cache
 from .commands.bench_cascade import bench_cascade
+from .commands.bench_edit import bench_edit
 from .commands.bench_parallel import bench_parallel
 from .commands.bench_serve import bench_serve
 from .commands.bench_slo import bench_slo
@@ -76,6 +77,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("bench slo", bench_slo),
     ("bench parallel", bench_parallel),
     ("bench cascade", bench_cascade),
+    ("bench edit", bench_edit),
     ("bench serve", bench_serve),
     ("reproduce patchedserve", reproduce_patchedserve),
     ("eval all", eval_all),

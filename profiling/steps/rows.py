@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ...data.figures import is_number, numbers_of, write_figures
 from ...data.files import write_json
@@ -12,6 +12,7 @@ from ...data.statistics import CONFIDENCE, Estimate
 from .combinations import Combination
 
 Row = dict[str, Any]
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +55,18 @@ def median_interval(samples: Sequence[float]) -> list[float] | None:
 
 
 def measure_rows(
-    combinations: Sequence[Combination],
-    measure: Callable[[Combination], Row],
+    combinations: Sequence[Item],
+    measure: Callable[[Item], Row],
     path: Path,
     head_of: Callable[[Sequence[Row]], dict[str, Any]],
     *,
-    on_start: Callable[[Combination], None] | None,
+    on_start: Callable[[Item], None] | None,
     on_row: Callable[[], None] | None,
 ) -> dict[str, Any]:
     """Measure every combination, and write the rows to `path` after each of them and at the end.
 
     Args:
-        combinations: in the order in which they are measured.
+        combinations: or whatever else has a row, in the order in which they are measured.
         measure: returns the row of a combination.
         path: of the JSON file.
         head_of: returns what stands above the rows in it.

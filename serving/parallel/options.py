@@ -21,12 +21,13 @@ class NormOptions:
         mode: `corrected`: what all strips had in the call before, corrected by the own strip's change. `sync`: waits
             for all. `stale`: the own strip's as it is, of the others as they were. `separate`: the own strip's alone.
         bessel: multiplies the variance by N / (N - 1), as the authors' code does; for comparisons only.
-        guard: share of the own strip's variance below which the corrected one is not trusted.
+        guard: share of the own strip's variance below which the corrected one is not trusted. At 0, as the paper has
+            it, images of small strips break (`psctl eval parallel`, figure 8).
     """
 
     mode: NormMode = "corrected"
     bessel: bool = False
-    guard: float = 0.0
+    guard: float = 0.25
 
     def __post_init__(self) -> None:
         _check_choices(self, {"mode": ("--gn", NormMode)})

@@ -76,6 +76,10 @@ TINY: dict[str, dict[str, str]] = {
     },
     "bench steps": {"--combinations": "1,1", "--repeats": "1", "--warmup": "1", "--resolutions": SIZES},
     "bench parallel": {"--repeats": "1", "--warmup": "1", "--resolutions": "64", "--modes": "cfg,sync"},
+    "bench edit": {
+        "--mask-ratios": "0.05", "--num-edits": "2", "--templates": "1", "--num-inference-steps": "2", "--repeats": "1",
+        "--resolutions": SIZES,
+    },
     "eval parallel": {
         "--num-prompts": "2", "--num-inference-steps": "2", "--resolutions": "64", "--num-ranks": "2",
         "--parts": "table1",

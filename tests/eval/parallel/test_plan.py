@@ -17,10 +17,14 @@ def test_every_set_is_drawn_once_and_every_claim_is_of_drawn_sets() -> None:
     displaced = settings["displaced, n = 4"].options
     assert displaced is not None
     assert (displaced.count, displaced.mode, displaced.warmup, displaced.cfg_split) == (4, "displaced", 4, "off")
+    assert displaced.norms.guard == 0.25
+    unguarded = settings["unguarded GroupNorm, n = 4"].options
+    assert unguarded is not None
+    assert unguarded.norms == replace(displaced.norms, guard=0.0)
     assert {setting.original for setting in settings.values()} == {"original", "original, 10 steps"}
     # Figure 8 has table 1's set of the largest number of ranks for its corrected GroupNorm.
     only = {setting.name for setting in ParallelPlan((4,), ("fig8",)).settings()}
-    others = {f"{mode} GroupNorm, n = 4" for mode in ("sync", "stale", "separate")}
+    others = {f"{mode} GroupNorm, n = 4" for mode in ("sync", "stale", "separate", "unguarded")}
     assert only == {"original", "displaced, n = 4"} | others
     assert "original" not in {setting.name for setting in ParallelPlan((4,), ("fig7",)).settings()}
 

@@ -1,0 +1,340 @@
+"""How many edits a minute are drawn: over records of templates, exactly, and as others draw them, by turns in one run.
+
+Every way draws the same edits whole: texts and images are encoded, latents denoised, images decoded and pasted, as in
+serving. All edits are there at once.
+"""
+
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...data.edits import EditSpec, TemplateSpec
+from ...data.errors import RunError, UsageError
+from ...data.prompts.captions import load_prompts
+from ...data.requests import Request, TracedEdit
+from ...data.resolution import Resolution
+from ...data.traces.edits import SHAPES, with_pixels
+from ...data.workspace import ModelWorkspace
+from ...serving.cache.options import CacheOptions
+from ...serving.engine.collectors import InMemory
+from ...serving.engine.engine import Engine
+from ...serving.families.geometry import Geometry
+from ...serving.models.build import as_plain, with_engine
+from ...serving.models.served import ServedModel
+from ...serving.scheduling.policies import get_policy
+from ..machine import run_facts
+from ..report.table import Table
+from ..report.words import DASH
+from ..steps.bench import ratios_of
+from ..steps.rows import BenchOutcome, Row, measure_rows, median_interval
+
+RUN_KIND = "bench-edit"
+WAYS = {
+    "diffusers": "one by one with diffusers' model, the whole image",
+    "exact": "batches of the patch engine, the whole image",
+    "accumulated": "the same with the accumulated cache (TeaCache)",
+    "crop": "batches of the patch engine, each a crop around its mask, stitched into the image",
+    "reuse": "batches of the patch engine over records of the images, the masked cells only",
+}
+"""What is compared, `reuse` with each of the others."""
+CROP_CONTEXT = 0.2
+"""Of the mask's bounding box, added to it on each side, as tools that crop and stitch do."""
+
+Images = dict[int, NDArray[np.uint8]]
+
+
+@dataclass(frozen=True, slots=True)
+class EditBenchSettings:
+    """What is drawn.
+
+    Attributes:
+        resolutions: of the images, whole cells each, by turns.
+        mask_ratios: shares of the pixels in the masks; each is measured by itself.
+        num_inference_steps, guidance_scale: of all edits.
+        num_edits: of each ratio.
+        num_templates: pictures that are edited, each in all resolutions; all have a record.
+        max_batch_size: edits denoised together, where they are.
+        repeats: rounds, of which each way draws all edits.
+        threshold: of the accumulated cache.
+        seed: of everything random.
+
+    """
+
+    resolutions: tuple[Resolution, ...]
+    mask_ratios: tuple[float, ...]
+    num_inference_steps: int
+    guidance_scale: float
+    num_edits: int = 16
+    num_templates: int = 4
+    max_batch_size: int = 8
+    repeats: int = 6
+    threshold: float = 0.2
+    seed: int = 0
+
+    def requests(self, ratio: float) -> list[Request]:
+        """The edits of one ratio, whose masks are boxes, ellipses and blobs. Raises as `with_pixels`."""
+        prompts = load_prompts()
+        rng = random.Random(f"{self.seed} {ratio}")
+        return [
+            with_pixels(
+                Request(
+                    number,
+                    prompts[(self.seed + number) % len(prompts)],
+                    self.resolutions[number // self.num_templates % len(self.resolutions)],
+                    self.num_inference_steps,
+                    self.guidance_scale,
+                    self.seed + number,
+                    traced=TracedEdit(
+                        f"emoji:{number % self.num_templates}",
+                        f"{SHAPES[number % len(SHAPES)]}:{rng.randrange(2**32)}",
+                        ratio,
+                    ),
+                )
+            )
+            for number in range(self.num_edits)
+        ]
+
+
+@dataclass(slots=True)
+class _Way:
+    """One way of drawing edits, with the seconds of its rounds and the images of the last."""
+
+    model: ServedModel
+    max_batch_size: int
+    requests: list[Request]
+    seconds: list[float] = field(default_factory=list)
+    images: Images = field(default_factory=dict)
+
+    def draw(self) -> None:
+        """All edits, timed from the first text to the last image. Raises RunError: one fails."""
+        collector = InMemory(keep_images=True)
+        engine = Engine(self.model, get_policy("continuous"), max_batch_size=self.max_batch_size, collector=collector)
+        for request in self.requests:
+            engine.submit(request)
+        engine.close()
+        start_s = time.perf_counter()
+        engine.run()
+        self.seconds.append(time.perf_counter() - start_s)
+        for record in collector.records:
+            if record.status != "completed":
+                raise RunError(f"edit {record.request_id} has {record.status}: {record.reason}")
+        self.images = {number: np.asarray(image) for number, image in collector.images.items()}
+
+
+def crop_of(geometry: Geometry, request: Request) -> tuple[Request, tuple[slice, slice]]:
+    """The edit of what lies around its mask alone, and where in the image that is: the mask's bounding box and its
+    context, up to whole cells.
+    """
+    edit = _edit_of(request)
+    grain, slices = geometry.cell * geometry.latent_factor, []
+    for axis, side in enumerate(edit.mask.shape):
+        inside = np.flatnonzero(edit.mask.any(axis=1 - axis))
+        context = CROP_CONTEXT * (inside[-1] + 1 - inside[0])
+        first = max(0, int(inside[0] - context) // grain * grain)
+        last = min(side, -(-int(inside[-1] + 1 + context) // grain) * grain)
+        slices.append(slice(first, last))
+    place = slices[0], slices[1]
+    cropped = EditSpec(np.ascontiguousarray(edit.image[place]), np.ascontiguousarray(edit.mask[place]))
+    return replace(request, resolution=cropped.resolution, edit=cropped, traced=None), place
+
+
+class EditBench:
+    """Draws edits in all ways.
+
+    Args:
+        model: on the patch engine without a cache.
+        settings: what is drawn.
+        workspace: of the model; a folder on its disk holds the records meanwhile.
+
+    Raises:
+        UsageError: a resolution, or the accumulated cache, does not suit the model.
+    """
+
+    def __init__(self, model: ServedModel, settings: EditBenchSettings, workspace: ModelWorkspace) -> None:
+        geometry = model.family.geometry
+        for size in settings.resolutions:
+            geometry.check_cells(size, model.name, several=True)
+            model.check_resolution(size)
+        self.model, self.settings, self._workspace = model, settings, workspace
+        cached = CacheOptions("accumulated", threshold=settings.threshold)
+        self._models = {
+            "diffusers": as_plain(model),
+            "accumulated": with_engine(model, replace(model.options, cache=cached)),
+        }
+
+    def measure(self, ratio: float, records: Path) -> Row:
+        """All ways of drawing edits of one ratio; returns the row. Records are made in this folder where they miss.
+
+        Raises:
+            UsageError: no mask of this ratio leaves enough of an image to be read from a record.
+            RunError: an edit fails.
+        """
+        settings, geometry = self.settings, self.model.family.geometry
+        plain = settings.requests(ratio)
+        shares = [geometry.active_share(_edit_of(request)) for request in plain]
+        if min(shares) > self.model.reuse.masked_up_to:
+            raise UsageError(
+                f"masks over {ratio:.0%} of an image touch at least {min(shares):.0%} of its cells, and records are "
+                f"read up to {self.model.reuse.masked_up_to:.0%}: give smaller mask ratios or larger resolutions"
+            )
+        over_records = [_with_template(request) for request in plain]
+        cropped, places = zip(*(crop_of(geometry, request) for request in plain), strict=True)
+        for model in (self.model, *self._models.values()):
+            model.tune(settings.resolutions, self._workspace.tables)
+        for request in over_records:
+            if self.model.reuse.is_worth_masking(_edit_of(request)):
+                self.model.reuse.use_template(request, records, lambda count: None)
+        of_each = {"crop": list(cropped), "reuse": over_records}
+        ways = {
+            name: _Way(
+                self._models.get(name, self.model),
+                1 if name == "diffusers" else settings.max_batch_size,
+                of_each.get(name, plain),
+            )
+            for name in WAYS
+        }
+        self._rounds(ways)
+        for number, place in enumerate(places):
+            whole = _edit_of(plain[number]).image.copy()
+            whole[place] = ways["crop"].images[number]
+            ways["crop"].images[number] = whole
+        exact, twin = ways["diffusers"].images, self._twin(over_records)
+        sides = {
+            name: {
+                "edits_per_minute": 60 * len(plain) / statistics.median(way.seconds),
+                "seconds": way.seconds,
+                **_ratios(way.seconds, ways),
+                "difference": _difference(plain, way.images, twin if name == "reuse" else exact),
+            }
+            for name, way in ways.items()
+        }
+        return {
+            "label": f"mask {ratio:g}",
+            "mask_ratio": ratio,
+            "active_share": statistics.fmean(shares),
+            "edits": len(plain),
+            "read_a_record": sum(share <= self.model.reuse.masked_up_to for share in shares),
+            "sides": sides,
+        }
+
+    def _rounds(self, ways: Mapping[str, _Way]) -> None:
+        """The first counts no seconds; then each way draws by turns, in another order each time."""
+        names = list(ways)
+        for number in range(-1, self.settings.repeats):
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                ways[name].draw()
+            if number < 0:
+                for way in ways.values():
+                    way.seconds.clear()
+
+    def _twin(self, requests: list[Request]) -> Images:
+        """The edits over records computed whole, with the same noise."""
+        reuse = self.model.reuse
+        store, reuse.store = reuse.store, None
+        try:
+            way = _Way(self.model, self.settings.max_batch_size, requests)
+            way.draw()
+        finally:
+            reuse.store = store
+        return way.images
+
+
+def _edit_of(request: Request) -> EditSpec:
+    assert request.edit is not None, "every request of this benchmark is an edit"
+    return request.edit
+
+
+def _with_template(request: Request) -> Request:
+    return replace(request, edit=replace(_edit_of(request), template=TemplateSpec()))
+
+
+def _ratios(seconds: Sequence[float], ways: Mapping[str, _Way]) -> dict[str, Any]:
+    """How many times as fast as diffusers this way is, and `reuse` as this way: medians of the rounds' ratios."""
+    speedup = ratios_of(ways["diffusers"].seconds, seconds)
+    gain = ratios_of(seconds, ways["reuse"].seconds)
+    return {
+        "speedup": statistics.median(speedup),
+        "reuse_gain": statistics.median(gain),
+        "intervals": {"speedup": median_interval(speedup), "reuse_gain": median_interval(gain)},
+    }
+
+
+def _difference(requests: Sequence[Request], images: Images, reference: Images) -> float:
+    """Mean difference of pixels inside the masks, of 255."""
+    found = []
+    for number, request in enumerate(requests):
+        one, other = (each[number][_edit_of(request).mask].astype(int) for each in (images, reference))
+        found.append(np.abs(one - other).mean())
+    return float(np.mean(found))
+
+
+def run_edit_bench(
+    model: ServedModel,
+    settings: EditBenchSettings,
+    workspace: ModelWorkspace,
+    *,
+    on_start: Callable[[float], None] | None = None,
+    on_row: Callable[[], None] | None = None,
+) -> BenchOutcome:
+    """Measure every mask ratio; the run's folder gets the rows, after each of them.
+
+    Raises:
+        UsageError, RunError: as `EditBench` and its `measure`.
+        KeyboardInterrupt: on Ctrl-C before the first row is finished; later the outcome says so.
+        OSError: records or results cannot be written.
+    """
+    bench = EditBench(model, settings, workspace)
+    run_dir = workspace.new_run(RUN_KIND)
+    facts = run_facts(model).to_json() | {
+        "kind": RUN_KIND,
+        "settings": asdict(settings) | {"resolutions": list(map(str, settings.resolutions))},
+        "run_dir": str(run_dir),
+    }
+    with tempfile.TemporaryDirectory(dir=workspace.tables.parent, prefix=".edits-") as records:
+        result = measure_rows(
+            settings.mask_ratios,
+            lambda ratio: bench.measure(ratio, Path(records)),
+            run_dir / "edit.json",
+            lambda rows: facts,
+            on_start=on_start,
+            on_row=on_row,
+        )
+    model.reuse.store = None
+    return BenchOutcome(result, run_dir)
+
+
+def edit_table(result: Mapping[str, Any]) -> Table:
+    """The ways of every row, as people read them."""
+    rows = [
+        (
+            f"{row['mask_ratio']:.0%}, {row['active_share']:.0%}",
+            name,
+            f"{side['edits_per_minute']:.1f}",
+            _ratio_text(side, "speedup"),
+            _ratio_text(side, "reuse_gain"),
+            f"{side['difference']:.2f}",
+        )
+        for row in result["rows"]
+        for name, side in row["sides"].items()
+    ]
+    columns = ("mask, cells", "way", "edits a minute", "vs diffusers", "reuse is as fast", "difference")
+    ways = "; ".join(f"{name}: {text}" for name, text in WAYS.items())
+    note = (
+        f"{ways}. Difference: of pixels inside the masks, of 255, from diffusers' images; of reuse from the same "
+        "edits computed whole with the same noise."
+    )
+    return Table("", columns, rows, num_words=2, note=note)
+
+
+def _ratio_text(side: Mapping[str, Any], name: str) -> str:
+    low, high = side["intervals"][name] or (None, None)
+    interval = DASH if low is None or high is None else f"{low:.2f} to {high:.2f}"
+    return f"{side[name]:.2f}x ({interval})"

@@ -1,0 +1,88 @@
+"""`psctl bench edit`: how many edits a minute are drawn in several ways."""
+
+from typing import Annotated
+
+from ...data.errors import UsageError
+from ...data.files import require_places
+from ...data.resolution import parse_list
+from ...serving.options import EngineOptions
+from ..flags import flag
+from ..options.common import GuidanceScale, NumInferenceSteps, OutputFile, Resolutions, Seed
+from ..options.target import Target
+from ..options.templates import require_cells
+from ..output import Output
+
+
+def bench_edit(
+    *,
+    mask_ratios: Annotated[
+        str, flag("--mask-ratios", "Shares of the pixels in the masks, each measured by itself.", metavar="R,...")
+    ] = "0.1,0.2,0.3",
+    resolutions: Resolutions = None,
+    num_edits: Annotated[int, flag("--num-edits", "Edits of each mask ratio.", min=1)] = 16,
+    templates: Annotated[int, flag("--templates", "Pictures that are edited; all have a record.", min=1)] = 4,
+    max_batch_size: Annotated[int, flag("--max-batch-size", "Edits denoised together.", min=1, max=256)] = 8,
+    num_inference_steps: NumInferenceSteps = None,
+    guidance_scale: GuidanceScale = None,
+    cache_threshold: Annotated[
+        float, flag("--cache-threshold", "Of the accumulated cache: the sum of changes that is let pass.", min=0)
+    ] = 0.2,
+    repeats: Annotated[int, flag("--repeats", "Rounds; their median ratio counts.", min=1)] = 6,
+    seed: Seed = 0,
+    output_file: OutputFile = None,
+    target: Target,
+    out: Output,
+) -> None:
+    """Draw the same edits over records of their images, exactly, and in other ways, by turns.
+
+    Beside edits that compute the masked part only (reuse) stand diffusers one by one, the patch engine that computes
+    all of the image (exact), the same with a cache as TeaCache's (accumulated), and crops around the masks that are
+    stitched in (crop). Everything counts, from text to pasted image. Results go to the workspace; Ctrl-C keeps the mask
+    ratios that are measured.
+
+    Examples:
+
+        psctl bench edit
+        psctl bench edit --resolutions 256 --mask-ratios 0.05,0.1,0.2 --num-edits 32
+        psctl bench edit --model emoji-3 --max-batch-size 4 --repeats 3 --json
+    """
+    # Everything that can be wrong is looked at before torch is imported and the model loaded.
+    defaults = target.defaults()
+    sizes = defaults.resolutions if resolutions is None else parse_list(resolutions)
+    try:
+        ratios = tuple(float(text) for text in mask_ratios.split(","))
+    except ValueError as error:
+        raise UsageError(f"--mask-ratios is {mask_ratios!r}, but it must be numbers separated by commas") from error
+    if not all(0 < ratio <= 1 for ratio in ratios):
+        raise UsageError(f"--mask-ratios is {mask_ratios!r}, but each must be above 0 and at most 1")
+    require_cells(target.model, sizes, several=True)
+    require_places(target.workspace, file=output_file)
+
+    served, place = target.load(out, EngineOptions())
+    from ...profiling.measure.edit_throughput import EditBenchSettings, edit_table, run_edit_bench
+
+    settings = EditBenchSettings(
+        sizes,
+        ratios,
+        defaults.num_inference_steps if num_inference_steps is None else num_inference_steps,
+        defaults.guidance_scale if guidance_scale is None else guidance_scale,
+        num_edits,
+        templates,
+        max_batch_size,
+        repeats,
+        cache_threshold,
+        seed,
+    )
+    with out.phases() as start:
+        advance = start("mask ratios", len(ratios))
+        outcome = run_edit_bench(
+            served,
+            settings,
+            place,
+            on_start=lambda ratio: advance.show(f"{ratio:.0%}"),
+            on_row=advance,
+        )
+    out.data(outcome.result, table=lambda: edit_table(outcome.result).to_rich(), file=output_file)
+    out.note(f"Results: {outcome.run_dir}")
+    if outcome.was_interrupted:
+        raise KeyboardInterrupt
