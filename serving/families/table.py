@@ -118,7 +118,7 @@ FAMILIES: Mapping[str, Entry] = {
         title="Z-Image",
         module="z_image",
         model="ZImageTransformer2DModel",
-        lacks=("--cache", "--parallel"),
+        lacks=("--parallel",),
         settings=lambda _: {"num_inference_steps": 50, "guidance_scale": 5.0},
     ),
 }

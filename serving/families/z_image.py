@@ -31,8 +31,16 @@ def call(model: Any, latents: Tensor, timesteps: Tensor, conditions: dict[str, A
     return -predicted[0].view(cut.shape).permute(1, 0, 2, 4, 3, 5).reshape(latents.shape)
 
 
+def embed(model: Any, latents: Tensor) -> Tensor:
+    """See `Transformer`."""
+    side = model.all_patch_size[0]
+    cut = latents.unflatten(3, (-1, side)).unflatten(2, (-1, side)).permute(0, 2, 4, 3, 5, 1)
+    return model.all_x_embedder[f"{side}-{model.all_f_patch_size[0]}"](cut.flatten(3).flatten(1, 2))
+
+
 TRANSFORMER = Transformer(
     call=call,
+    embed=embed,
     joint=Blocks(name="noise_refiner", kind="ZImageTransformerBlock", modulation="adaLN_modulation.0"),
     single=Blocks(name="layers", kind="ZImageTransformerBlock", modulation="adaLN_modulation.0"),
     text_refiner="context_refiner",

@@ -148,7 +148,7 @@ class _CachedTransformerBlock(_Wrapper):
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         cache, given = self.cache, self._signature.bind(*arguments, **named).arguments
-        tokens, length = self._image_of(given["hidden_states"]), self._text_length(given)
+        tokens, length = self._image_of(_hidden_states(given)), self._text_length(given)
         store = cache.stores[self.number]
         store.fit_text(length)
         decision = cache.decide(self.number, (tokens,))
@@ -184,14 +184,14 @@ class _CachedTransformerBlock(_Wrapper):
         """Tokens of the text of a row."""
         if self._has_text_beside:
             return given["encoder_hidden_states"].shape[1]
-        return (given["hidden_states"].shape[:2].numel() - self.context.num_tokens) // self.context.packing.num_rows
+        return (_hidden_states(given).shape[:2].numel() - self.context.num_tokens) // self.context.packing.num_rows
 
     def _part_of(self, given: dict[str, Any], active: ActiveSet | ActiveRows) -> dict[str, Any]:
         """What the block is to be given of its arguments, which have an entry for each row, or for each patch or token
         as `hidden_states`; angles for each token. Where there are as many of one as of the other, they are the same.
         """
         num_rows = self.context.packing.num_rows
-        num_entries, tokens_of_entry = given["hidden_states"].shape[:2]
+        num_entries, tokens_of_entry = _hidden_states(given).shape[:2]
         places = active.stream(0 if self._has_text_beside else self._text_length(given)).places
         entries = places[::tokens_of_entry] // tokens_of_entry
 
@@ -199,7 +199,7 @@ class _CachedTransformerBlock(_Wrapper):
             if isinstance(value, tuple):
                 length = (len(value[0]) - self.context.num_tokens) // num_rows
                 return tuple(angles.index_select(0, active.stream(length).places) for angles in value)
-            if not isinstance(value, Tensor):
+            if not isinstance(value, Tensor) or len(value) == 1:  # what there is one of is for all
                 return value
             if len(value) == num_entries:
                 return value.index_select(0, entries)
@@ -218,7 +218,7 @@ class _CachedTransformerBlock(_Wrapper):
 
     def _kept(self, given: dict[str, Any]) -> Any:
         """What the block would give, as it is kept."""
-        store, like = self.cache.stores[self.number], given["hidden_states"]
+        store, like = self.cache.stores[self.number], _hidden_states(given)
         texts, image = store.row_outputs, store.outputs[0]
         if self._has_text_beside:
             return texts[0] if texts else None, image.view(like.shape)
@@ -228,3 +228,8 @@ class _CachedTransformerBlock(_Wrapper):
             image, texts = self._parted(out, texts[0].shape[1], len(texts[0]))
             self.cache.hold(self.number, (image,), texts)
         return out
+
+
+def _hidden_states(given: dict[str, Any]) -> Tensor:
+    """What a block works on, its first argument, whatever its name."""
+    return next(iter(given.values()))

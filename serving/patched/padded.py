@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..cache.active import ActiveRows, ActiveSet
 from ..families.transformer import PAD
 from .attention import LEFT_OUT, PatchedStreamAttention
-from .context import PatchContext, embedded_text, repeated
+from .context import PatchContext, repeated
 from .one_row import places_of
-from .streams import begin_stream
+from .streams import begin_stream, text_of_rows
 
 
 def no_angles(ids: Tensor) -> Tensor:
@@ -54,7 +55,7 @@ class TurnedInStream(nn.Module):
 
     def forward(self, hidden_states: Tensor, attention_mask: None, freqs_cis: object) -> Tensor:
         assert attention_mask is None
-        return self.leaf(hidden_states, image_rotary_emb=self.stream.turns)
+        return self.leaf(hidden_states, image_rotary_emb=self.stream.turns())
 
 
 class PaddedStream:
@@ -62,13 +63,14 @@ class PaddedStream:
 
     Attributes:
         pads: [rows, 1, width] of the images, between the streams.
-        turns: cosines and sines of all tokens of the present stream.
     """
 
     def __init__(self, model: Any, multiple: int, context: PatchContext) -> None:
         self.context, self.rotary, self.pad, self._multiple = context, model.rope_embedder, model.x_pad_token, multiple
         self.pads: Tensor | None = None
-        self.turns: tuple[Tensor, Tensor] | None = None
+        self._length = 0
+        # Of the blocks of a pass, which go through the same tokens mostly.
+        self._last: tuple[ActiveSet | ActiveRows, int, tuple[Tensor, ...]] | None = None
 
     def begin(self, text: Tensor, image: Tensor) -> Tensor:
         """A pad and, of the second stream, the text of each row [rows, length, width], and image tokens [tokens, width]
@@ -76,28 +78,41 @@ class PaddedStream:
         """
         context, (rows, length, _) = self.context, text.shape
         if ("turns", length) not in context.kept:
-            context.kept["turns", length] = self._turns(rows, length, image.device)
+            context.kept["turns", length] = self._turns(length, image.device)
             context.kept["pad bias"] = self._bias(text)
         begin_stream(context, rows, length)
-        self.turns, bias = context.kept["turns", length], context.kept["pad bias"]
-        context.text_bias = bias if length == 1 else torch.cat([bias, context.kept["text bias"]], 1)
+        self._length, bias = length, context.kept["pad bias"]
+        if length > 1:
+            bias = torch.cat([bias, context.kept["text bias"]], 1)
+        context.text_bias = bias if context.rows is None else bias.index_select(0, context.rows.rows)
         return torch.cat([text.flatten(0, 1), image])[:, None]
 
+    def turns(self) -> tuple[Tensor, ...]:
+        """Cosines and sines of the tokens of the present stream that go through its blocks."""
+        context, length = self.context, self._length
+        both, some = context.kept["turns", length], context.rows or context.active
+        if some is None:
+            return both
+        if self._last is None or self._last[0] is not some or self._last[1] != length:
+            places = some.stream(length).places
+            self._last = some, length, tuple(part.index_select(0, places) for part in both)
+        return self._last[2]
+
     def _bias(self, like: Tensor) -> Tensor:
-        """What counts a pad as often as each row has it, (rows, 1)."""
-        counts = -self.context.packing.levels[0].row_tokens % self._multiple
+        """What counts a pad as often as each row of the batch has it, (rows, 1)."""
+        counts = -self.context.batch.levels[0].row_tokens % self._multiple
         return torch.where(counts > 0, counts.log(), LEFT_OUT).to(like.dtype)
 
-    def _turns(self, rows: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosines and sines: of a text token by its number, of an image token by its text's length, row and column."""
+    def _turns(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of all tokens of the batch: of a text token by its number, of an image token by its text's
+        length, row and column.
+        """
         context = self.context
-        level, mask = context.packing.levels[0], context.kept["text mask"]
+        level, mask = context.batch.levels[0], context.kept["text mask"]
         image = repeated(level, lambda *size: places_of(size, device), context.kernels).long()
         behind = (1 + (mask > 0).sum(1)).index_select(0, level.row_index.repeat_interleave(level.grain**2))
         image = torch.cat([behind[:, None], image], 1)
-        if context.active is not None:
-            image = image.index_select(0, context.active.tokens(0))
-        turns = self.rotary(torch.cat([_text_places(length - 1, device).repeat(rows, 1), image]))
+        turns = self.rotary(torch.cat([_text_places(length - 1, device).repeat(len(mask), 1), image]))
         return turns.real.repeat_interleave(2, 1), turns.imag.repeat_interleave(2, 1)
 
 
@@ -121,7 +136,7 @@ class ImagesBegin(_End):
     def forward(self, x: Tensor, *unused: object) -> Tensor:
         """[1, tokens and what the forward has added, width] -> [rows and tokens, 1, width]."""
         context, pad = self.stream.context, self.stream.pad
-        return self.stream.begin(pad.expand(len(embedded_text(context)), 1, -1), x[0, : context.num_tokens])
+        return self.stream.begin(pad.expand(len(text_of_rows(context)), 1, -1), x[0, : context.num_tokens])
 
 
 class ImagesEnd(_End):
@@ -141,7 +156,7 @@ class AllBegin(_End):
         """[1, tokens, width] -> all tokens [tokens, 1, width]."""
         pads = self.stream.pads
         assert pads is not None, "images come first"
-        return self.stream.begin(torch.cat([pads, embedded_text(self.stream.context)], 1), x[0])
+        return self.stream.begin(torch.cat([pads, text_of_rows(self.stream.context)], 1), x[0])
 
 
 class AllEnd(_End):

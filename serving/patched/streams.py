@@ -117,6 +117,12 @@ def begin_stream(context: PatchContext, rows: int, length: int) -> Tensor:
     return found
 
 
+def text_of_rows(context: PatchContext) -> Tensor:
+    """The embedded text of the rows that are computed, [rows, length, width]."""
+    text, rows = embedded_text(context), context.rows
+    return text if rows is None else text.index_select(0, rows.rows)
+
+
 class KeptText(nn.Module):
     """An embedding of the text that `PatchedModel` runs once for a batch, whatever it is called with."""
 
@@ -125,8 +131,7 @@ class KeptText(nn.Module):
         self.embed, self.context = embed, context
 
     def forward(self, text: Tensor) -> Tensor:
-        text, rows = embedded_text(self.context), self.context.rows
-        return text if rows is None else text.index_select(0, rows.rows)
+        return text_of_rows(self.context)
 
 
 class StreamsJoined(nn.Module):

@@ -32,12 +32,9 @@ from ...support.imposed_reuse import Imposed
 from ...support.patched_models import Row, draw_rows, relative_error, run_patched
 from ...support.random_models import MODELS, TRANSFORMERS
 
-REFUSED = {"ZImagePipeline": "z-image"}
-CACHED = [name for name in MODELS if name not in REFUSED.values()]
 
-
-def test_only_families_that_refuse_the_cache_are_left_out() -> None:
-    assert {name for name, entry in FAMILIES.items() if "--cache" in entry.lacks} == set(REFUSED)
+def test_every_family_has_the_cache() -> None:
+    assert not {name for name, entry in FAMILIES.items() if "--cache" in entry.lacks}
 
 
 def test_options_say_what_is_allowed() -> None:
@@ -63,6 +60,7 @@ def test_options_say_what_is_allowed() -> None:
         ("aura", ["transformer0", "transformer1", "single0", "single1"]),
         ("lumina2", ["transformer0", "single0", "single1"]),  # one that sees the image alone, two that see both
         ("qwen", ["transformer0", "transformer1"]),
+        ("z-image", ["transformer0", "single0", "single1"]),
     ],
 )
 def test_blocks_of_all_lists_are_cached(name: str, blocks: list[str]) -> None:
@@ -91,7 +89,7 @@ def test_nothing_reused_is_bit_equal(name: str, order: Any, rule: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["image", "patch"])
-@pytest.mark.parametrize("name", CACHED)
+@pytest.mark.parametrize("name", list(MODELS))
 def test_masked_computation_is_exact_where_nothing_has_changed(name: str, order: Any) -> None:
     """What is kept of the other patches is then what they would have given."""
     rule = Switch(0.6)
@@ -107,7 +105,7 @@ def test_masked_computation_is_exact_where_nothing_has_changed(name: str, order:
 
 
 @pytest.mark.parametrize("order", ["image", "patch"])
-@pytest.mark.parametrize("name", CACHED)
+@pytest.mark.parametrize("name", list(MODELS))
 def test_whole_requests_are_computed_as_by_the_plain_model(name: str, order: Any) -> None:
     """A request of which every block is computed needs nothing that is kept, whoever else is in the batch."""
     model, patched, cache = cached_model(name, order, ByRequest())
@@ -130,7 +128,7 @@ def test_whole_requests_are_computed_as_by_the_plain_model(name: str, order: Any
 
 
 @pytest.mark.parametrize("order", ["image", "patch"])
-@pytest.mark.parametrize("name", CACHED)
+@pytest.mark.parametrize("name", list(MODELS))
 def test_whole_requests_keep_what_masked_ones_would(name: str, order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same decisions, computed as batches of their own and cell by cell, while requests join and leave."""
     found = []
