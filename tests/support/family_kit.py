@@ -169,8 +169,6 @@ def what_is_asked_for_matters(build: Build) -> None:
 
 def the_cache_is_exact_where_nothing_is_reused(build: Build) -> None:
     pipe = build()
-    if "--cache" in FAMILIES[type(pipe).__name__].lacks:
-        return  # `what_it_lacks_is_refused`
     for requests, bound in ((mixed([1] * 4), PASS), (mixed([6, 2, 3, 4]), STEPS)):
         expected = [plain_latents(pipe, request) for request in requests]
         model, cache = _cached(pipe, replace(_CACHE, threshold=0.0))
@@ -182,8 +180,6 @@ def the_cache_is_exact_where_nothing_is_reused(build: Build) -> None:
 def the_cache_reuses_what_a_request_had_itself(build: Build) -> None:
     """Whoever is in the batch, and however long their texts are: patch by patch, and all blocks as one."""
     pipe, requests = build(), mixed([8, 3, 5, 6])
-    if "--cache" in FAMILIES[type(pipe).__name__].lacks:
-        return
     exact = denoised(served(pipe), requests)
     for options in (_CACHE, CacheOptions("accumulated", 1e9, warmup_steps=1, max_reuse=2)):
         model, cache = _cached(pipe, options)
