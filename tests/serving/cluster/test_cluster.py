@@ -6,15 +6,21 @@ import threading
 import pytest
 
 from patchedserve.data.errors import UsageError
+from patchedserve.data.resolution import Resolution
 from patchedserve.serving.cluster.autoscale import replicas_needed
 from patchedserve.serving.cluster.deployment import last_line_of
 from patchedserve.serving.cluster.load_book import LoadBook
+from patchedserve.serving.core.request_state import RequestView
+
+
+def begin(book: LoadBook, number: int, pixels: int, num_steps: int) -> None:
+    book.begin(RequestView(number, Resolution(pixels, 1), 0.0, None, num_steps))
 
 
 def test_a_request_goes_where_the_least_is_pending() -> None:
     book = LoadBook()
     for number, pixels, num_steps in ((1, 100, 10), (2, 10, 10), (3, 10, 10), (4, 1, 1)):
-        book.begin(number, pixels, num_steps)
+        begin(book, number, pixels, num_steps)
     assert book.pending() == 1201, "it is to be done before anybody has chosen"
     assert [book.reserve(number, ["a", "b"])[0] for number in (1, 2, 3)] == ["a", "b", "b"]
     assert (book.pending("a"), book.pending("b")) == (1000, 200)
@@ -38,16 +44,16 @@ def test_a_request_goes_where_the_least_is_pending() -> None:
 def test_what_a_dead_replica_had_goes_elsewhere() -> None:
     book = LoadBook()
     for number in range(4):
-        book.begin(number, 10, 1)
+        begin(book, number, 10, 1)
         book.reserve(number, ["a", "b"])
     assert (book.pending("a"), book.pending("b")) == (20, 20)
     for number in (0, 2):
         book.release(number)
-        book.begin(number, 10, 1)
+        begin(book, number, 10, 1)
         assert book.reserve(number, ["b"]) == ["b"]
     assert (book.pending("a"), book.pending("b")) == (0, 40)
     # There is none at all: it counts as pending all the same.
-    book.begin(9, 10, 1)
+    begin(book, 9, 10, 1)
     assert book.reserve(9, []) == []
     assert book.pending() == 50
 
@@ -59,7 +65,7 @@ def test_the_books_balance_whatever_threads_do() -> None:
         draws = random.Random(seed)
         for each in range(300):
             number = seed * 1000 + each
-            book.begin(number, draws.randrange(1, 50), 10)
+            begin(book, number, draws.randrange(1, 50), 10)
             book.reserve(number, names)
             book.confirm(number, draws.choice(names))
             for left in range(9, draws.randrange(10), -1):
