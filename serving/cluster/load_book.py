@@ -135,8 +135,14 @@ class LoadBook:
         """A request went to this replica, whichever was chosen."""
         with self._lock:
             entry = self._entries.get(request_id)
-            if entry is not None and entry.replica != replica:
+            if entry is None:
+                return
+            if entry.replica != replica:
                 self._move(entry, replica)
+            held, record = self._of(replica).held, entry.view.record
+            if held is not None and record is not None:
+                # Whoever comes next finds it there, or soon: it is read, or made, for this one.
+                held.read(record)
 
     def stepped(self, request_id: int, num_left: int) -> None:
         """A request has so many steps left."""
@@ -172,11 +178,7 @@ class LoadBook:
             self._of(entry.replica).drop(entry.view.request_id)
         entry.replica = name
         if name is not None:
-            replica, record = self._of(name), entry.view.record
-            replica.take(entry.view)
-            # Whoever comes next finds it there, or soon: it is read, or made, for this one.
-            if record is not None and replica.held is not None:
-                replica.held.read(record)
+            self._of(name).take(entry.view)
 
     def _drop(self, request_id: int) -> None:
         entry = self._entries.pop(request_id, None)

@@ -44,9 +44,13 @@ class EditCosts:
 
     def share_of(self, request: Request) -> float:
         """Share of the image that steps compute; 1 for a new one, and for an exact edit. Raises as `MaskShares`."""
-        edit = request.edit
-        reads_record = request.traced is not None or (edit is not None and edit.template is not None)
-        return self.active_share(request) if reads_record else 1.0
+        return self.active_share(request) if reads_record(request) else 1.0
+
+
+def reads_record(request: Request) -> bool:
+    """Whether it is an edit that reads a record where there is one; an edit over HTTP may want to be exact."""
+    edit = request.edit
+    return request.traced is not None or (edit is not None and edit.template is not None)
 
 
 class MaskShares:
@@ -62,13 +66,14 @@ class MaskShares:
         self._known: dict[tuple[TracedEdit, Resolution], float] = {}
 
     def __call__(self, request: Request) -> float:
-        """The share; 1 for one that is computed whole, as the engine would: its mask is large, or there is no record
-        for its size or its strength.
+        """The share; 1 for one that is computed whole, as the engine would: it reads no record, its mask is large, or
+        there is no record for its size or its strength.
 
         Raises UsageError: the mask cannot be read, or does not fit; or the edit takes no step.
         """
         geometry, edit = self._geometry, request.edit or request.traced
-        assert edit is not None, "only edits have masks"
+        if edit is None or not reads_record(request):
+            return 1.0
         if any(side % geometry.cell for side in geometry.latent_size(request.resolution)):
             return 1.0
         geometry.check_strength(request)
