@@ -119,28 +119,40 @@ def test_edits_read_what_a_replica_has_recorded(server: HttpServer) -> None:
 
 def test_edits_go_to_the_replica_that_has_their_record(server: HttpServer) -> None:
     size, names = Resolution(64, 32), sorted(each["name"] for each in replicas_of(server))
+    pictures = {number: file_of(image_of(size, number)) for number in (7, 8)}
     mask = file_of(np.indices(size[::-1])[1] < 16)
 
-    def edit(picture: int) -> bool:
-        files = {"image": file_of(image_of(size, picture)), "mask": mask, "prompt": (None, "a red hat")}
-        answer = httpx.post(f"{server.url}/v1/images/edits", files={**files, "slo": (None, "60")}, timeout=60)
+    def edit(number: int) -> bool:
+        files = {"image": pictures[number], "mask": mask, "prompt": (None, "a red hat"), "slo": (None, "60")}
+        answer = httpx.post(f"{server.url}/v1/images/edits", files=files, timeout=60)
         return answer.raise_for_status().json()["data"][0]["reused"]
 
     def drawn() -> dict[str, int]:
-        return {each["name"]: each["drawn"] for each in replicas_of(server)}
+        """By each replica, once they have told of all that the front end has completed."""
+        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+        of_completed = next(line for line in lines if 'request_success_total{finished_reason="completed"}' in line)
+        found: dict[str, int] = {}
+
+        def have_told() -> bool:
+            found.update((each["name"], each["drawn"]) for each in replicas_of(server))
+            return sum(found.values()) == float(of_completed.rpartition(" ")[2])
+
+        until(have_told)
+        return found
 
     # Of two idle replicas the first by name draws, so that what comes meanwhile goes to the other, and stays there.
-    with httpx.stream(
-        "POST", f"{server.url}{GENERATIONS}", json={**body(0, 200), "stream": True, "progress": True}, timeout=60
-    ) as stream:
-        next(stream.iter_lines())
+    long = {**body(0, 200), "stream": True, "progress": True, "slo": 60}
+    with httpx.stream("POST", f"{server.url}{GENERATIONS}", json=long, timeout=60) as stream:
+        lines = stream.iter_lines()
+        next(lines)
         edit(7)
+        assert "completed" in "".join(lines)
     until(lambda: edit(7))
     until(lambda: edit(8))
-    for picture, name in ((7, names[1]), (8, names[0])):
+    for number, name in ((7, names[1]), (8, names[0])):
         before = drawn()
-        assert all(edit(picture) for _ in range(4))
-        until(lambda before=before, name=name: drawn() == {**before, name: before[name] + 4}, 20)
+        assert all(edit(number) for _ in range(4))
+        assert drawn() == {**before, name: before[name] + 4}
 
 
 def test_whoever_leaves_frees_the_replica(server: HttpServer) -> None:
