@@ -14,6 +14,7 @@ from .engine import BuiltEngine, EngineRecipe, Tell, build_engine, build_for_rep
 
 if TYPE_CHECKING:
     from ...serving.cluster.deployment import ReplicaPlan
+    from ...serving.cluster.load_book import LoadBook
     from ...serving.models.served import ServedModel
     from ...serving.server.backend import Backend
     from ...serving.server.front_end import FrontEnd
@@ -68,6 +69,7 @@ def make_server(
     settings: HttpSettings,
     *,
     plan: "ReplicaPlan | None" = None,
+    book: "LoadBook | None" = None,
     load: "Callable[[], ServedModel] | None" = None,
     on_note: Tell = ignore,
     on_warning: Tell = ignore,
@@ -78,6 +80,7 @@ def make_server(
         recipe: of its engine, or of each replica's.
         settings: what it promises.
         plan: replicas; None for an engine in this process.
+        book: chooses the replica of each request; None: the default router does.
         load: loads the model of an engine in this process, in the thread that will draw.
         on_note: told in one line what takes long.
         on_warning: told what may be inexact.
@@ -103,7 +106,7 @@ def make_server(
         from ...serving.cluster.backend import ClusterBackend
 
         on_note(f"Starting {plan.least} replicas ...")
-        backend = ClusterBackend(plan, partial(build_for_replica, recipe))
+        backend = ClusterBackend(plan, partial(build_for_replica, recipe), book=book)
         facts = backend.deploy()
     return assemble(facts.model, facts.alone.latency_s, backend, settings, engine)
 

@@ -21,13 +21,13 @@ from ...data.traces.traces import assign_slos
 from ...data.workspace import ModelWorkspace
 from ...serving.core.metrics import slo_attainment_rate, summarize
 from ...serving.core.request_state import RequestRecord
+from ...serving.editing.costs import EditCosts
 from ...serving.editing.profile import EditProfile
 from ...serving.options import EngineName
 from ...serving.scheduling.policies import StepLatencyPredictor, get_policy
 from ...serving.scheduling.routers import DEFAULT_ROUTER
 from ...serving.scheduling.systems import System
 from ...serving.simulator.distrifusion import PUBLISHED, Speedups
-from ...serving.simulator.edits import SimulatedEdits
 from ...serving.simulator.simulator import SimulationResult, simulate
 from ...serving.simulator.stage_times import StageTimes, standalone_latency_s
 from ...serving.simulator.step_durations import ProfiledSteps, StepDurations
@@ -106,7 +106,7 @@ class SimulatedEngine:
         on_finish: OnFinish = None,
         speedups: Speedups = PUBLISHED,
         router: str = DEFAULT_ROUTER,
-        edits: SimulatedEdits | None = None,
+        edits: EditCosts | None = None,
     ) -> SimulationResult:
         """Simulate a trace that has its SLOs.
 
@@ -168,7 +168,7 @@ class Deployment:
     slower: float = 1.0
     alone: SimulatedEngine | None = None
     router: str = DEFAULT_ROUTER
-    edits: SimulatedEdits | None = None
+    edits: EditCosts | None = None
 
     def run(
         self, requests: Sequence[Request], *, keep_steps: bool = False, on_finish: OnFinish = None

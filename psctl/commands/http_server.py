@@ -11,7 +11,7 @@ from ...data.files import require_places
 from ...data.resolution import Resolution, parse, parse_list
 from ..options.cascade import CascadeOptions
 from ..options.http import HttpFlags
-from ..options.replicas import ReplicaFlags
+from ..options.replicas import ReplicaFlags, RouterFlags
 from ..options.target import Target
 from ..output import Output
 from .serve_cascade import found_to_serve
@@ -19,6 +19,7 @@ from .serve_cascade import found_to_serve
 if TYPE_CHECKING:
     from ...profiling.http.engine import EngineRecipe
     from ...profiling.http.server import HttpSettings, ServerParts
+    from ...serving.cluster.load_book import LoadBook
     from ...serving.options import EngineOptions, TemplateOptions
     from ...serving.scheduling.systems import System
 
@@ -27,6 +28,7 @@ def serve_http(
     system: "System",
     web: HttpFlags,
     replicas: ReplicaFlags,
+    routing: RouterFlags,
     sizes: Sequence[Resolution],
     slo_scale: float,
     max_batch_size: int,
@@ -41,12 +43,15 @@ def serve_http(
         MissingExtraError: a package of the extra `http` or `ray` is missing.
         UsageError, RunError: as `make_server` and `serve_forever`.
     """
+    from ...profiling.http.routing import load_book
+
     recipe = recipe_of(system, sizes, max_batch_size, engine, target, templates=templates)
+    book = load_book(recipe, routing.router, routing.edit_profile, on_note=out.note) if replicas.is_any else None
 
     def make(settings: "HttpSettings") -> "ServerParts":
         limits = settings.limits
         max_open = limits.max_queue + max_batch_size
-        parts = make_parts(recipe, settings, replicas, max_open, limits.request_timeout_s, target, out)
+        parts = make_parts(recipe, settings, replicas, max_open, limits.request_timeout_s, target, out, book=book)
         if parts.engine is not None:
             out.note("Warming up ...")
         return parts
@@ -182,6 +187,8 @@ def make_parts(
     drain_s: float,
     target: Target,
     out: Output,
+    *,
+    book: "LoadBook | None" = None,
 ) -> "ServerParts":
     """The server's parts: an engine in this process, or replicas. Raises as `make_server`."""
     from ...profiling.http.server import make_server
@@ -195,4 +202,4 @@ def make_parts(
         )
     if not takes_gpu:
         recipe = replace(recipe, threads=1)
-    return make_server(recipe, settings, plan=plan, on_note=out.note, on_warning=out.warn)
+    return make_server(recipe, settings, plan=plan, book=book, on_note=out.note, on_warning=out.warn)

@@ -16,7 +16,7 @@ from ..options.cascade import CascadeOptions, ServedCascade
 from ..options.common import MaxBatchSize, OutputFile, SloScale
 from ..options.groups import EDITED_TRACE, ServedEngineFlags, TraceFlags
 from ..options.http import HttpFlags
-from ..options.replicas import REPLICAS, ReplicaFlags
+from ..options.replicas import REPLICAS, ROUTING, ReplicaFlags, RouterFlags
 from ..options.system import PolicyName, SystemName, chosen_system, with_cache_of
 from ..options.target import Target
 from ..options.templates import TemplateFlags
@@ -26,7 +26,7 @@ from .serve_cascade import serve_cascade
 from .simulate_cascade import check_cascade_flags
 
 _OF_TRACES = (EDITED_TRACE.names() | {"--output-file", "--save-dir", "--predictor", "--remeasure"}) - {"--resolutions"}
-_OF_SERVERS = Flags.of(HttpFlags).names() | REPLICAS.names() | Flags.of(TemplateFlags).names()
+_OF_SERVERS = Flags.of(HttpFlags).names() | REPLICAS.names() | ROUTING.names() | Flags.of(TemplateFlags).names()
 
 
 def serve(
@@ -58,6 +58,7 @@ def serve(
     engine: ServedEngineFlags,
     web: HttpFlags,
     replicas: ReplicaFlags,
+    routing: RouterFlags,
     templates: TemplateFlags,
     target: Target,
     out: Output,
@@ -76,6 +77,7 @@ def serve(
         psctl serve --cascade emoji-xl-turbo:1,emoji-xl:50 --workers 2 --request-rate 0.5 --slo-scale 4
         psctl serve --http --port 8000
         psctl serve --http --num-replicas 4 --device cuda
+        psctl serve --http --num-replicas 4 --reuse-templates --router mask-aware
         psctl serve --http --reuse-templates
         psctl serve --http --cascade emoji-xl-turbo:1,emoji-xl:50 --workers 2 --slo-scale 4
     """
@@ -137,7 +139,10 @@ def serve(
         check_slo_scale(slo_scale)
         records = templates.chosen(engine, target.model, given)
         engine = with_cache_of([chosen], engine, given, target, out, reuses_templates=records is not None)
-        serve_http(chosen, web, replicas, sizes, slo_scale, max_batch_size, engine, records, target, out)
+        for option in given:
+            if option in ROUTING.names() and not replicas.is_any:
+                raise UsageError(f"{option} is of replicas: add --num-replicas, or leave it out")
+        serve_http(chosen, web, replicas, routing, sizes, slo_scale, max_batch_size, engine, records, target, out)
         return
     step_latency = None
     if predictor is not None:

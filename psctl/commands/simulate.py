@@ -150,8 +150,8 @@ def simulate(
     from ...profiling.runs.step_latencies import edit_profile_for_simulation, table_for_simulation
     from ...profiling.runs.trace_settings import check_slo_scale, draw_trace
     from ...profiling.sweep.simulator_side import calibration_of, newest_calibration, plain_engine, table_of
+    from ...serving.editing.costs import profiled_edits
     from ...serving.editing.profile import EditProfile
-    from ...serving.simulator.edits import profiled_edits
     from ...serving.simulator.stage_times import StageTimes
 
     check_cascade_flags(context, cascade, system)

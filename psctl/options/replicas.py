@@ -1,9 +1,11 @@
 """Options of replicas on Ray Serve."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ...data.errors import UsageError
+from ...serving.scheduling.routers import DEFAULT_ROUTER, ROUTERS
 from ..flags import Flags, flag
 
 if TYPE_CHECKING:
@@ -35,6 +37,11 @@ class ReplicaFlags:
     ] = 10.0
 
     @property
+    def is_any(self) -> bool:
+        """Whether there are to be replicas."""
+        return self.num_replicas is not None or self.max_replicas is not None
+
+    @property
     def most(self) -> int:
         """The largest number of engines."""
         return self.num_replicas or self.max_replicas or 1
@@ -55,5 +62,26 @@ class ReplicaFlags:
         return ReplicaPlan(least or 1, most, takes_gpu, max_ongoing, self.target_queue_time, drain_s)
 
 
+@dataclass(frozen=True, slots=True)
+class RouterFlags:
+    """What sends a server's requests to its replicas."""
+
+    router: Annotated[
+        str,
+        flag("--router", f"With --num-replicas: what sends requests to them: {', '.join(ROUTERS)}.", metavar="NAME"),
+    ] = DEFAULT_ROUTER
+    edit_profile: Annotated[
+        Path | None,
+        flag(
+            "--edit-profile",
+            "Of --router mask-aware and edits over records: what these take, of psctl profile edits. Default: the "
+            "workspace's newest.",
+            metavar="FILE",
+            dir_okay=False,
+        ),
+    ] = None
+
+
 REPLICAS = Flags.of(ReplicaFlags)
 """Its options."""
+ROUTING = Flags.of(RouterFlags)

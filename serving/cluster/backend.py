@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from ...data.errors import RunError, UsageError
 from ...data.requests import Request
-from ..core.request_state import RequestRecord, Status
+from ..core.request_state import RequestRecord, RequestView, Status
 from ..core.step_row import StepRow
 from ..server.backend import Follower, Health, Load, ReplicaState
 from ..server.errors import ApiError
 from .deployment import Deployment, ReplicaPlan, last_line_of
-from .load_book import BOOK, LoadBook
+from .load_book import LoadBook
 from .messages import Accepted, Ended, PartialImage, Refused, ReplicaStatus, Stepped
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class ClusterBackend:
     Args:
         plan: how many replicas.
         build: makes the parts of an engine, and what is to be known of them, in a replica's process: it is pickled.
-        book: what is pending where.
+        book: what is pending where, and what chooses by it; None: the default router does.
 
     Attributes:
         on_stopped: see `Backend`.
@@ -43,9 +43,10 @@ class ClusterBackend:
     """
 
     def __init__(
-        self, plan: ReplicaPlan, build: "Callable[[], tuple[LocalSetup, object]]", *, book: LoadBook = BOOK
+        self, plan: ReplicaPlan, build: "Callable[[], tuple[LocalSetup, object]]", *, book: LoadBook | None = None
     ) -> None:
-        self._deployment, self._book = Deployment(plan, build), book
+        self._book = book or LoadBook()
+        self._deployment = Deployment(plan, build, self._book)
         self.on_stopped: Callable[[str], None] = lambda reason: None
         self.on_row: Callable[[StepRow], None] = lambda row: None
         self._replicas: tuple[ReplicaState, ...] = ()
@@ -98,8 +99,9 @@ class ClusterBackend:
         if self._is_stopped or self.health is Health.RESTARTING:
             raise ApiError(503, "no replica is there now", code="not_ready", headers={"Retry-After": "5"})
         loop = asyncio.get_running_loop()
+        view = await loop.run_in_executor(None, self._book.view_of, request)
         entry = self._open[request.request_id] = _Open(
-            request, follower, num_partials, follows_steps, loop.create_future()
+            request, view, follower, num_partials, follows_steps, loop.create_future()
         )
         entry.task = loop.create_task(self._follow(entry))
         try:
@@ -159,7 +161,7 @@ class ClusterBackend:
 
         request, number = entry.request, entry.request.request_id
         waited_s = max(0.0, asyncio.get_running_loop().time() - request.arrival_s)
-        self._book.begin(number, request.resolution.pixels, request.num_steps)
+        self._book.begin(entry.view)
         events = self._deployment.draw(request, waited_s, entry.num_partials, entry.follows_steps)
         entry.steps_done, entry.refused = 0, None
         try:
@@ -222,6 +224,7 @@ class _Open:
     """A request that is open.
 
     Attributes:
+        view: what the router sees of it.
         accepted: done when a replica has it, or none will.
         reason: why it is cancelled.
         refused: why no replica takes it.
@@ -231,6 +234,7 @@ class _Open:
     """
 
     request: Request
+    view: RequestView
     follower: Follower
     num_partials: int
     follows_steps: bool

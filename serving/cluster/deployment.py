@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...data.errors import MissingExtraError, RunError, UsageError
 from ...data.requests import Request
+from .load_book import BOOKS, LoadBook
 from .messages import ReplicaStatus
 
 if TYPE_CHECKING:
@@ -57,10 +58,11 @@ class Deployment:
     Args:
         plan: how many.
         build: makes the parts of an engine, and what is to be known of them, in a replica's process: it is pickled.
+        book: chooses the replica of each request.
     """
 
-    def __init__(self, plan: ReplicaPlan, build: "Callable[[], tuple[LocalSetup, object]]") -> None:
-        self._plan, self._build = plan, build
+    def __init__(self, plan: ReplicaPlan, build: "Callable[[], tuple[LocalSetup, object]]", book: LoadBook) -> None:
+        self._plan, self._build, self._book = plan, build, book
         # A cluster may hold those of others, too.
         self._app = f"psctl-{secrets.token_hex(4)}"
         self._owns_ray = False
@@ -82,7 +84,7 @@ class Deployment:
             raise MissingExtraError(error.name or "ray", "ray") from error
         from .autoscale import ByPixelSteps
         from .replica import Replica
-        from .router import FewestPixelSteps
+        from .router import ByLoadBook
 
         plan = self._plan
         # Ray tells of actors that die on stdout, which is for results.
@@ -112,7 +114,11 @@ class Deployment:
                     policy=policy,
                 )
             }
-        router: dict[str, Any] = {"request_router_class": _path_of(FewestPixelSteps, ".")}
+        BOOKS[self._app] = self._book
+        router: dict[str, Any] = {
+            "request_router_class": _path_of(ByLoadBook, "."),
+            "request_router_kwargs": {"book": self._app},
+        }
         deployment = serve.deployment(Replica).options(
             name=_DEPLOYMENT,
             ray_actor_options={"num_gpus": 1} if plan.takes_gpu else {"num_cpus": 1},
@@ -148,6 +154,7 @@ class Deployment:
         import ray
         from ray import serve
 
+        BOOKS.pop(self._app, None)
         with self._redirected, suppress(Exception):
             if not ray.is_initialized():
                 return

@@ -43,6 +43,7 @@ class Replica:
         self._rows: deque[StepRow] = deque(maxlen=_MOST_ROWS)
         self._backend = LocalBackend(setup, thread=thread, on_row=self._rows.append)
         self._numbers = itertools.count(FIRST_ID)
+        self._num_drawn = 0
         await self._backend.start()
         self._asked_s = asyncio.get_running_loop().time()
         self._ending = asyncio.ensure_future(self._end_when_alone(serve.get_replica_context().app_name))
@@ -78,6 +79,7 @@ class Replica:
             yield Accepted(self._name)
             while not isinstance(told := await box.told.get(), Ended):
                 yield told
+            self._num_drawn += told.record.status == "completed"
             told.record.request_id = request.request_id
             yield told
         finally:
@@ -89,7 +91,8 @@ class Replica:
         self._asked_s = asyncio.get_running_loop().time()
         rows = tuple(self._rows)
         self._rows.clear()
-        state = ReplicaState(self._name, os.getpid(), self._backend.health, self._backend.load)
+        backend = self._backend
+        state = ReplicaState(self._name, os.getpid(), backend.health, backend.load, self._num_drawn)
         return ReplicaStatus(state, rows)
 
     async def _end_when_alone(self, app_name: str) -> None:

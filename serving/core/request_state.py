@@ -3,6 +3,7 @@
 All times are in seconds from the start of the trace, on the engine's (or the simulator's) clock.
 """
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, Self, get_args
@@ -19,11 +20,31 @@ _DERIVED = ("deadline_s", "queueing_s", "latency_s", "slo_met")
 
 
 class RecordId(NamedTuple):
-    """Which record of a template an edit of a trace reads."""
+    """Which record of a template an edit reads, as far as it says so without its model.
+
+    Attributes:
+        image: its name in a trace; else a checksum of its pixels and of what else tells templates apart.
+        resolution, num_inference_steps: of the edit.
+    """
 
     image: str
     resolution: Resolution
     num_inference_steps: int
+
+    @classmethod
+    def of(cls, request: Request) -> Self | None:
+        """The record of an edit; None: it reads none. Of an image with pixels, these are looked at."""
+        edit = request.edit
+        if request.traced is not None:
+            image = request.traced.image
+        elif edit is not None and edit.template is not None:
+            # A generation has one guidance scale; a noised image only knows whether there is any.
+            scale = request.guidance_scale
+            about = edit.template, scale if edit.template.kind == "trajectory" else scale > 1
+            image = hashlib.sha256(edit.image.tobytes() + repr(about).encode()).hexdigest()
+        else:
+            return None
+        return cls(image, request.resolution, request.num_inference_steps)
 
 
 class RequestView(NamedTuple):
@@ -54,9 +75,6 @@ class RequestView(NamedTuple):
     @classmethod
     def of(cls, request: Request, standalone_s: float | None = None, active_share: float = 1.0) -> Self:
         """A request that has just arrived; `standalone_s` if its latency alone is known."""
-        record = None
-        if active_share < 1 and request.traced is not None:
-            record = RecordId(request.traced.image, request.resolution, request.num_inference_steps)
         return cls(
             request.request_id,
             request.resolution,
@@ -66,7 +84,7 @@ class RequestView(NamedTuple):
             0,
             standalone_s,
             active_share,
-            record,
+            RecordId.of(request) if active_share < 1 else None,
         )
 
     @property

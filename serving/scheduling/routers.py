@@ -5,7 +5,7 @@ InstGenIE (section 4.4) compares the number of requests and of tokens with its m
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -186,14 +186,11 @@ class MaskAwareStep:
 
 
 DEFAULT_ROUTER = FewestPixels.name
-ROUTERS: Mapping[str, Callable[[StepLatencyPredictor], Router]] = {
-    RoundRobin.name: lambda predictor: RoundRobin(),
-    LeastRequests.name: lambda predictor: LeastRequests(),
-    LeastTokens.name: lambda predictor: LeastTokens(),
-    FewestPixels.name: lambda predictor: FewestPixels(),
-    MaskAware.name: MaskAware,
-    MaskAwareStep.name: MaskAwareStep,
-}
+_COUNTING = (RoundRobin, LeastRequests, LeastTokens, FewestPixels)
+_PREDICTING = (MaskAware, MaskAwareStep)
+PREDICTING_ROUTERS = tuple(each.name for each in _PREDICTING)
+"""Those that ask how long steps take."""
+ROUTERS = (*(each.name for each in _COUNTING), *PREDICTING_ROUTERS)
 
 
 def check_router(name: str) -> None:
@@ -202,10 +199,19 @@ def check_router(name: str) -> None:
         raise UsageError(f"router is {name!r}, but it must be one of {', '.join(ROUTERS)}")
 
 
-def make_router(name: str, predictor: StepLatencyPredictor) -> Router:
-    """A router by its name, new each time. Raises UsageError: there is no such router."""
+def make_router(name: str, predictor: StepLatencyPredictor | None) -> Router:
+    """A router by its name, new each time; of `PREDICTING_ROUTERS` with a predictor.
+
+    Raises UsageError: there is no such router, or it needs a predictor.
+    """
     check_router(name)
-    return ROUTERS[name](predictor)
+    counting: dict[str, Callable[[], Router]] = {each.name: each for each in _COUNTING}
+    if name in counting:
+        return counting[name]()
+    if predictor is None:
+        raise UsageError(f"router {name} asks how long steps take, and there is no predictor to tell it")
+    predicting: dict[str, Callable[[StepLatencyPredictor], Router]] = {each.name: each for each in _PREDICTING}
+    return predicting[name](predictor)
 
 
 def _least(costs: Sequence[float] | Sequence[tuple[bool, float]]) -> int:

@@ -60,12 +60,18 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
-    """One of those that draw, and what it has to do."""
+    """One of those that draw, and what it has to do.
+
+    Attributes:
+        name, process_id, health, load: as they are.
+        num_drawn: requests that it has drawn since it began; None where that is not counted by worker.
+    """
 
     name: str
     process_id: int
     health: Health
     load: Load
+    num_drawn: int | None = None
 
 
 class Backend(Protocol):

@@ -110,6 +110,7 @@ class Live(Watcher):
                     "running": each.load.num_running,
                     "waiting": each.load.num_waiting,
                     "pixel_steps": each.load.pixel_steps,
+                    "drawn": each.num_drawn,
                 }
                 for each in front_end.backend.replicas
             ],

@@ -15,12 +15,12 @@ from ...data.errors import UsageError
 from ...data.requests import Request
 from ..core.request_state import RequestRecord, RequestView
 from ..core.step_row import StepRow
+from ..editing.costs import EditCosts
 from ..scheduling.policies import LearningPredictor, Policy, StepLatencyPredictor
 from ..scheduling.routers import DEFAULT_ROUTER, make_router
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.step_latency import MemoisedLatency
 from .distrifusion import DistriFusionLatency, Speedups
-from .edits import SimulatedEdits
 from .stage_times import StageTimes
 from .step_durations import ProfiledSteps, StepDurations
 from .worker import SimulatedWorker, SimulationClock
@@ -65,7 +65,7 @@ def simulate(
     durations: StepDurations | None = None,
     max_prepared_ahead: int | None = None,
     router: str = DEFAULT_ROUTER,
-    edits: SimulatedEdits | None = None,
+    edits: EditCosts | None = None,
     standalone_s: Callable[[Request], float | None] | None = None,
     keep_steps: bool = False,
     on_finish: Callable[[RequestRecord], None] | None = None,

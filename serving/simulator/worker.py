@@ -13,8 +13,8 @@ from ...data.resolution import Resolution
 from ...data.work import Work, resolution_of
 from ..core.request_state import RequestRecord, RequestState, RequestView
 from ..core.step_row import StepRow
+from ..editing.costs import EditCosts, HeldRecords
 from ..scheduling.scheduler import Scheduler
-from .edits import HeldRecords, SimulatedEdits
 from .stage_times import StageTimes
 from .step_durations import DECODE, PREPARE, STEP, UNDISTURBED, StepDurations
 
@@ -94,7 +94,7 @@ class SimulatedWorker:
         durations: StepDurations,
         times: StageTimes,
         *,
-        edits: SimulatedEdits | None = None,
+        edits: EditCosts | None = None,
         keep_steps: bool = False,
     ) -> None:
         self.index, self.scheduler = index, scheduler

@@ -27,13 +27,13 @@ from patchedserve.data.traces.edits import EditDraws, read_mask_ratios
 from patchedserve.data.traces.traces import TraceConfig, generate_trace
 from patchedserve.data.work import Work
 from patchedserve.profiling.runs.simulate import load_step_file
+from patchedserve.serving.editing.costs import EditCosts, MaskShares, profiled_edits
 from patchedserve.serving.editing.profile import EditProfile
 from patchedserve.serving.editing.step_latency import EditStepLatency
 from patchedserve.serving.models.loading import model_geometry
 from patchedserve.serving.scheduling.policies import get_policy
 from patchedserve.serving.scheduling.routers import ROUTERS
 from patchedserve.serving.scheduling.step_latency import TableLatency
-from patchedserve.serving.simulator.edits import MaskShares, SimulatedEdits, profiled_edits
 from patchedserve.serving.simulator.simulator import SimulationResult, simulate
 
 RESULTS = Path(__file__).with_name("results")
@@ -75,9 +75,9 @@ def trace(sizes: tuple[Resolution, ...], rate: float, count: int, seed: int) -> 
     return generate_trace(config, ["a red hat"])
 
 
-def edits_of(byte_s: float) -> SimulatedEdits:
+def edits_of(byte_s: float) -> EditCosts:
     """Edits as assumed."""
-    return SimulatedEdits(
+    return EditCosts(
         MaskShares(model_geometry("emoji-xl"), UP_TO),
         lambda record: BYTES_PER_PIXEL_STEP * record.resolution.pixels * record.num_inference_steps,
         lambda num_bytes: byte_s * num_bytes,
@@ -85,7 +85,7 @@ def edits_of(byte_s: float) -> SimulatedEdits:
 
 
 def served(
-    requests: Sequence[Request], latency: EditStepLatency, edits: SimulatedEdits
+    requests: Sequence[Request], latency: EditStepLatency, edits: EditCosts
 ) -> Callable[[str], SimulationResult]:
     """Simulates a trace under a router."""
     policy = get_policy("continuous")
@@ -99,7 +99,7 @@ def compare(
     load: float,
     sizes: tuple[Resolution, ...],
     latency: EditStepLatency,
-    edits: SimulatedEdits,
+    edits: EditCosts,
     count: int,
     seeds: int,
 ) -> dict[str, Any]:

@@ -18,11 +18,13 @@ import pytest
 from PIL import Image
 
 from patchedserve.data.resolution import Resolution
+from patchedserve.data.workspace import Workspace
 from patchedserve.eval.metrics.psnr import psnr
 
 from ..conftest import RunPsctl
 from ..support.edits import file_of, image_of
 from ..support.http_server import HttpServer, small_model, until
+from ..support.latency_tables import write_profiles
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
 pytestmark = pytest.mark.slow
@@ -38,8 +40,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
+    """Whose profiles say that steps of new images take 50 ms or more, of edits less, and reading a record 1 s."""
+    workspace = tmp_path_factory.mktemp("workspace")
+    write_profiles(Workspace(workspace).for_model(str(model), "cpu").tables, load_s=1.0)
     options = ("--num-replicas", "2", "--system", "patched-fcfs", "--max-queue", "400", "--reuse-templates")
-    with HttpServer(model, tmp_path_factory.mktemp("workspace"), *options, start_s=_START_S) as running:
+    with HttpServer(model, workspace, *options, "--router", "mask-aware", start_s=_START_S) as running:
         yield running
         assert running.stop() == 0
 
@@ -110,6 +115,44 @@ def test_edits_read_what_a_replica_has_recorded(server: HttpServer) -> None:
 
     assert reused() == [False] * 4
     until(lambda: reused() == [True] * 4)
+
+
+def test_edits_go_to_the_replica_that_has_their_record(server: HttpServer) -> None:
+    size, names = Resolution(64, 32), sorted(each["name"] for each in replicas_of(server))
+    pictures = {number: file_of(image_of(size, number)) for number in (7, 8)}
+    mask = file_of(np.indices(size[::-1])[1] < 16)
+
+    def edit(number: int) -> bool:
+        files = {"image": pictures[number], "mask": mask, "prompt": (None, "a red hat"), "slo": (None, "60")}
+        answer = httpx.post(f"{server.url}/v1/images/edits", files=files, timeout=60)
+        return answer.raise_for_status().json()["data"][0]["reused"]
+
+    def drawn() -> dict[str, int]:
+        """By each replica, once they have told of all that the front end has completed."""
+        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+        of_completed = next(line for line in lines if 'request_success_total{finished_reason="completed"}' in line)
+        found: dict[str, int] = {}
+
+        def have_told() -> bool:
+            found.update((each["name"], each["drawn"]) for each in replicas_of(server))
+            return sum(found.values()) == float(of_completed.rpartition(" ")[2])
+
+        until(have_told)
+        return found
+
+    # Of two idle replicas the first by name draws, so that what comes meanwhile goes to the other, and stays there.
+    long = {**body(0, 200), "stream": True, "progress": True, "slo": 60}
+    with httpx.stream("POST", f"{server.url}{GENERATIONS}", json=long, timeout=60) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        edit(7)
+        assert "completed" in "".join(lines)
+    until(lambda: edit(7))
+    until(lambda: edit(8))
+    for number, name in ((7, names[1]), (8, names[0])):
+        before = drawn()
+        assert all(edit(number) for _ in range(4))
+        assert drawn() == {**before, name: before[name] + 4}
 
 
 def test_whoever_leaves_frees_the_replica(server: HttpServer) -> None:

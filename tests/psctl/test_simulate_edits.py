@@ -20,12 +20,12 @@ from patchedserve.data.work import Work
 from patchedserve.data.workspace import Workspace
 from patchedserve.profiling.runs.simulate import StepFile, load_step_file
 from patchedserve.psctl.app import main
+from patchedserve.serving.editing.costs import EditCosts, MaskShares, profiled_edits
 from patchedserve.serving.editing.profile import EditProfile, Fit
 from patchedserve.serving.families.geometry import Geometry
 from patchedserve.serving.models.loading import model_geometry
 from patchedserve.serving.scheduling.policies import get_policy
 from patchedserve.serving.scheduling.step_latency import TableLatency
-from patchedserve.serving.simulator.edits import MaskShares, SimulatedEdits, profiled_edits
 from patchedserve.serving.simulator.simulator import simulate
 
 from ..support.latency_tables import CIRCUMSTANCES, SIZES, law_rows
@@ -70,7 +70,7 @@ def test_a_run_is_that_of_the_profile(folder: Path, capsys: pytest.CaptureFixtur
     # By hand: shares of emoji-xl, whose cells are 4 latents of 8 pixels, and lines beside the table.
     shares = {each.request_id: active_share(latent_mask(mask_of(each), 8), 4) for each in edits}
     shares = {number: share if share <= 0.6 else 1.0 for number, share in shares.items()}
-    by_hand = SimulatedEdits(
+    by_hand = EditCosts(
         lambda request: shares[request.request_id],
         lambda record: 150.0 * record.resolution.pixels * record.num_inference_steps,
         lambda size: 0.01 + 2e-9 * size,

@@ -3,11 +3,15 @@
 import math
 import random
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 
 from patchedserve.data.resolution import Resolution, parse_list
 from patchedserve.data.run_facts import RunFacts
-from patchedserve.data.tables.latency import LatencyRow
+from patchedserve.data.tables.latency import LatencyRow, LatencyTable, write_latencies
+from patchedserve.data.templates import Keep
 from patchedserve.profiling.steps.combinations import stratified_combinations
+from patchedserve.serving.editing.profile import EditProfile, Fit
 
 SIZES = parse_list("128,192,256")
 CIRCUMSTANCES = RunFacts(
@@ -55,3 +59,14 @@ def law_rows(
         ms = law_ms(counts) * (1 + noise * generator.gauss(0, 1))
         rows.append(LatencyRow(counts, (ms * 0.99, ms, ms * 1.05), (ms * 1.6,)))
     return rows
+
+
+def write_profiles(folder: Path, *, load_s: float = 1.0, keep: Keep = "all", engine: str = "patched") -> None:
+    """Into a workspace's tables: a table of two small sizes, of 50 ms a step and more, and a profile of edits with 20
+    ms a step, 5 ms an edit, and so many seconds for a record."""
+    sizes, facts = parse_list("32,64x32"), replace(CIRCUMSTANCES, engine=engine)
+    counts = [{size: number} for size in sizes for number in (1, 4)] + [dict.fromkeys(sizes, 2)]
+    rows = [LatencyRow(each, (50.0 + 10 * sum(each.values()),), ()) for each in counts]
+    write_latencies(folder / "latency-0.parquet", LatencyTable(tuple(rows), facts, {}))
+    step, load = (Fit(line, 1, 0.0, None) for line in ((0.02, 0.005, 0.0, 0.0, 0.0), (load_s, 0.0)))
+    EditProfile(facts, keep, 0.6, step, step, load, 150.0, {}, (), ()).write(folder / "edits-0.json")

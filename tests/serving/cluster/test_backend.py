@@ -14,6 +14,9 @@ from patchedserve.serving.cluster.deployment import ReplicaPlan
 from patchedserve.serving.cluster.load_book import LoadBook
 from patchedserve.serving.cluster.messages import Accepted, Ended, PartialImage, Refused, ReplicaStatus, Stepped, Told
 from patchedserve.serving.core.request_state import RequestRecord, Status
+from patchedserve.serving.scheduling.policies import StepLatencyPredictor
+from patchedserve.serving.scheduling.routers import DEFAULT_ROUTER
+from patchedserve.serving.scheduling.step_latency import TableLatency
 from patchedserve.serving.server.backend import Follower
 from patchedserve.serving.server.errors import ApiError
 
@@ -73,9 +76,14 @@ class Heard(Follower):
         self.ended.set_result(record)
 
 
-def run(work: Callable[[ClusterBackend, Scripted, LoadBook], Coroutine[Any, Any, None]], *scripts: Script) -> None:
+def run(
+    work: Callable[[ClusterBackend, Scripted, LoadBook], Coroutine[Any, Any, None]],
+    *scripts: Script,
+    router: str = DEFAULT_ROUTER,
+    predictor: StepLatencyPredictor | None = None,
+) -> None:
     async def whole() -> None:
-        book, deployment = LoadBook(), Scripted(*scripts)
+        book, deployment = LoadBook(router, predictor), Scripted(*scripts)
         backend = ClusterBackend(ReplicaPlan(1, 1, False, 4), lambda: None, book=book)  # type: ignore[arg-type,return-value]
         backend._deployment = deployment  # type: ignore[assignment]
         await backend.start()
@@ -153,6 +161,15 @@ def test_what_no_model_can_draw_is_refused_at_once() -> None:
         assert not heard.ended.done()
 
     run(work, [Refused("it is too large", is_busy=False)])
+
+
+def test_a_size_whose_steps_the_router_does_not_know_goes_to_nobody() -> None:
+    async def work(backend: ClusterBackend, deployment: Scripted, book: LoadBook) -> None:
+        with pytest.raises(UsageError, match="32x32"):
+            await backend.submit(request(), Heard())
+        assert (deployment.num_asked, backend.load.num_waiting) == (0, 0)
+
+    run(work, router="mask-aware", predictor=TableLatency({(Resolution(64, 64),): 1.0}))
 
 
 def test_a_cancelled_one_is_not_drawn_again() -> None:

@@ -1,20 +1,81 @@
 """Where requests go, and how many replicas there are: the parts that need no Ray."""
 
+import itertools
 import random
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import pytest
 
+from patchedserve.data.edits import EditSpec, TemplateSpec
 from patchedserve.data.errors import UsageError
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.data.work import Work
 from patchedserve.serving.cluster.autoscale import replicas_needed
 from patchedserve.serving.cluster.deployment import last_line_of
 from patchedserve.serving.cluster.load_book import LoadBook
+from patchedserve.serving.core.request_state import RecordId, RequestView
+from patchedserve.serving.editing.costs import EditCosts, HeldRecords, MaskShares
+from patchedserve.serving.families.geometry import Geometry
+from patchedserve.serving.scheduling.routers import ROUTERS, make_router
+from patchedserve.serving.scheduling.step_latency import TableLatency
+
+from ...support.edits import image_of
+
+SIZE, TEMPLATE = Resolution(32, 32), TemplateSpec()
+RECORDS = [RecordId(name, SIZE, 4) for name in ("one", "two", "three")]
+COSTS = EditCosts(lambda request: 0.3, lambda record: 1e6, lambda size: 4.0, memory_mb=2.0)
+"""Two of these records fit into a replica."""
+
+
+class Steps:
+    """A step takes 1 s, and 1 s for each image, of a part less."""
+
+    def step_latency_s(self, active: Sequence[Resolution | Work]) -> float:
+        return 1.0 + sum(each.active_share if isinstance(each, Work) else 1.0 for each in active)
+
+
+@dataclass
+class Worker:
+    """A replica as a plain list of requests, in order of arrival."""
+
+    max_batch_size: int
+    views: dict[int, RequestView] = field(default_factory=dict)
+    held: HeldRecords = field(default_factory=lambda: HeldRecords(COSTS))
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.views)
+
+    @property
+    def pixel_steps(self) -> int:
+        return sum(SIZE.pixels * (each.num_steps - each.steps_done) for each in self.views.values())
+
+    def requests(self) -> Sequence[RequestView]:
+        ordered = [self.views[number] for number in sorted(self.views)]
+        return [each for each in ordered if each.steps_done] + [each for each in ordered if not each.steps_done]
+
+    def load_s(self, view: RequestView) -> float:
+        return 0.0 if view.record is None else self.held.missing_s(view.record)
+
+    def take(self, view: RequestView) -> None:
+        self.views[view.request_id] = view
+        if view.record is not None:
+            self.held.read(view.record)
+
+
+def begin(book: LoadBook, number: int, pixels: int, num_steps: int) -> None:
+    book.begin(RequestView(number, Resolution(pixels, 1), 0.0, None, num_steps))
 
 
 def test_a_request_goes_where_the_least_is_pending() -> None:
     book = LoadBook()
     for number, pixels, num_steps in ((1, 100, 10), (2, 10, 10), (3, 10, 10), (4, 1, 1)):
-        book.begin(number, pixels, num_steps)
+        begin(book, number, pixels, num_steps)
     assert book.pending() == 1201, "it is to be done before anybody has chosen"
     assert [book.reserve(number, ["a", "b"])[0] for number in (1, 2, 3)] == ["a", "b", "b"]
     assert (book.pending("a"), book.pending("b")) == (1000, 200)
@@ -38,16 +99,16 @@ def test_a_request_goes_where_the_least_is_pending() -> None:
 def test_what_a_dead_replica_had_goes_elsewhere() -> None:
     book = LoadBook()
     for number in range(4):
-        book.begin(number, 10, 1)
+        begin(book, number, 10, 1)
         book.reserve(number, ["a", "b"])
     assert (book.pending("a"), book.pending("b")) == (20, 20)
     for number in (0, 2):
         book.release(number)
-        book.begin(number, 10, 1)
+        begin(book, number, 10, 1)
         assert book.reserve(number, ["b"]) == ["b"]
     assert (book.pending("a"), book.pending("b")) == (0, 40)
     # There is none at all: it counts as pending all the same.
-    book.begin(9, 10, 1)
+    begin(book, 9, 10, 1)
     assert book.reserve(9, []) == []
     assert book.pending() == 50
 
@@ -59,7 +120,7 @@ def test_the_books_balance_whatever_threads_do() -> None:
         draws = random.Random(seed)
         for each in range(300):
             number = seed * 1000 + each
-            book.begin(number, draws.randrange(1, 50), 10)
+            begin(book, number, draws.randrange(1, 50), 10)
             book.reserve(number, names)
             book.confirm(number, draws.choice(names))
             for left in range(9, draws.randrange(10), -1):
@@ -76,6 +137,106 @@ def test_the_books_balance_whatever_threads_do() -> None:
         thread.join()
     assert book.pending() == 0
     assert [book.pending(name) for name in names] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_the_book_chooses_as_its_router_does(name: str) -> None:
+    """Beside a plain list of what every replica has, which the same router looks at."""
+    draws, names = random.Random(name), ["a", "b", "c"]
+    book, router = LoadBook(name, Steps(), edits=COSTS, max_batch_size=3), make_router(name, Steps())
+    workers, place_of = [Worker(3) for _ in names], dict[int, int]()
+    for number in range(400):
+        record = draws.choice([None, *RECORDS])
+        view = RequestView(
+            number, SIZE, float(number), None, draws.randint(1, 9), 0, None, 0.3 if record else 1.0, record
+        )
+        place = router.choose(view, workers)
+        book.begin(view)
+        assert book.reserve(number, draws.sample(names, 3))[0] == names[place]
+        book.confirm(number, names[place])
+        workers[place].take(view)
+        place_of[number] = place
+        for other in draws.sample(sorted(place_of), min(3, len(place_of))):
+            worker = workers[place_of[other]]
+            if draws.random() < 0.1:
+                worker.views.pop(other, None)
+                book.release(other)
+            elif other in worker.views:
+                old = worker.views[other]
+                new = old._replace(steps_done=old.steps_done + 1)
+                book.stepped(other, new.num_steps - new.steps_done)
+                del worker.views[other]
+                if new.steps_done < new.num_steps:
+                    worker.views[other] = new
+        assert [book.pending(each) for each in names] == [worker.pixel_steps for worker in workers]
+
+
+def test_an_edit_goes_where_its_record_is() -> None:
+    book, names, numbers = LoadBook("mask-aware", Steps(), edits=COSTS), ["a", "b", "c"], itertools.count()
+
+    def sent(record: RecordId | None, *, replicas: Sequence[str] = names, steps: int = 2) -> tuple[int, str]:
+        number = next(numbers)
+        book.begin(RequestView(number, SIZE, float(number), None, steps, 0, None, 0.3 if record else 1.0, record))
+        replica = book.reserve(number, replicas)[0]
+        book.confirm(number, replica)
+        return number, replica
+
+    def done(record: RecordId | None, **options: Any) -> str:
+        number, replica = sent(record, **options)
+        book.release(number)
+        return replica
+
+    (busy, first), other = sent(None, steps=9), done(RECORDS[0])
+    assert (first, other) == ("a", "b")
+    book.release(busy)
+    # All are idle, and it is not the first of them that has the record.
+    assert [done(RECORDS[0]) for _ in range(3)] == ["b"] * 3
+    assert [done(RECORDS[1]) for _ in range(3)] == ["a"] * 3
+    # It is worth a short wait, not a long one: the record is read in 4 s.
+    queue = [sent(RECORDS[0], steps=2) for _ in range(2)]
+    assert queue[0][1] == "b"
+    long = [sent(RECORDS[0], steps=40) for _ in range(8)]
+    assert len({replica for _, replica in long}) > 1
+    for number, _ in (*queue, *long):
+        book.release(number)
+    # Its process has died; the one in its place has another name and has read nothing.
+    assert done(RECORDS[1], replicas=["b", "c", "d"]) in ("b", "c", "d")
+    assert book.pending("a") == 0
+    # It goes elsewhere than was chosen.
+    number = next(numbers)
+    book.begin(RequestView(number, SIZE, 0.0, None, 2, 0, None, 0.3, RECORDS[2]))
+    assert book.reserve(number, names)[0] == "a"
+    book.confirm(number, "c")
+    book.release(number)
+    assert done(RECORDS[2]) == "c"
+
+
+def test_what_the_book_sees_of_requests() -> None:
+    picture, mask = image_of(Resolution(64, 32)), np.indices((32, 64))[1] < 16
+    geometry = Geometry.of_unet(8, 3)
+    book = LoadBook("mask-aware", Steps(), share_of=MaskShares(geometry, 0.6), edits=COSTS)
+
+    def edit(template: TemplateSpec | None = TEMPLATE, prompt: str = "", steps: int = 4, **parts: Any) -> RequestView:
+        spec = EditSpec(**{"image": picture, "mask": mask, "template": template, **parts})
+        return book.view_of(Request(1, prompt, spec.resolution, steps, edit=spec))
+
+    record = edit().record
+    assert record is not None
+    assert (edit().work, edit(strength=0.5).num_steps) == (Work(64, 32, 0.5), 2)
+    assert edit(prompt="a cat", mask=mask[:, ::-1]).record == record, "it is the template's"
+    others = [edit(steps=5), edit(TemplateSpec(seed=1)), edit(TemplateSpec("a")), edit(image=picture[::-1])]
+    others.append(edit(TemplateSpec(kind="trajectory")))
+    assert len({record, *(each.record for each in others)}) == 6
+    # Exact, of a mask that is too large, and of a size with parts of cells.
+    for whole in (edit(None), edit(mask=np.ones_like(mask)), edit(image=picture[:24], mask=mask[:24])):
+        assert (whole.active_share, whole.record) == (1.0, None)
+    assert LoadBook().view_of(Request(1, "", SIZE)).work == SIZE
+    with pytest.raises(UsageError, match=r"strength is 0\.1"):
+        edit(strength=0.1)
+    with pytest.raises(UsageError, match="64x64"):
+        LoadBook("mask-aware", TableLatency({(SIZE,): 1.0})).view_of(Request(1, "", Resolution(64, 64)))
+    with pytest.raises(UsageError, match="router mask-aware asks how long steps take"):
+        LoadBook("mask-aware")
 
 
 def test_how_many_replicas() -> None:

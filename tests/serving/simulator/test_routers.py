@@ -12,9 +12,9 @@ from patchedserve.data.resolution import Resolution
 from patchedserve.data.traces.edits import EditDraws, read_mask_ratios
 from patchedserve.data.traces.traces import TraceConfig, generate_trace
 from patchedserve.data.work import Work, work_of
+from patchedserve.serving.editing.costs import EditCosts
 from patchedserve.serving.scheduling.policies import get_policy
 from patchedserve.serving.scheduling.routers import ROUTERS
-from patchedserve.serving.simulator.edits import SimulatedEdits
 from patchedserve.serving.simulator.simulator import simulate
 from patchedserve.serving.simulator.stage_times import StageTimes
 
@@ -30,11 +30,9 @@ class Steps:
         return 1.0 + sum(parts) / S.pixels
 
 
-def edits(load_s: float = 4.0, memory_mb: float = 3e-6, share: float = 0.5) -> SimulatedEdits:
+def edits(load_s: float = 4.0, memory_mb: float = 3e-6, share: float = 0.5) -> EditCosts:
     """Whose records have a byte for each step; by default three fit."""
-    return SimulatedEdits(
-        lambda request: share, lambda record: record.num_inference_steps, lambda size: load_s, memory_mb
-    )
+    return EditCosts(lambda request: share, lambda record: record.num_inference_steps, lambda size: load_s, memory_mb)
 
 
 def edit(request_id: int, arrival_s: float, image: str = "emoji:0", steps: int = 2, ratio: float = 0.1) -> Request:
@@ -83,7 +81,7 @@ def test_random_runs(name: str, policy: str) -> None:
         )
         requests = [replace(each, slo_s=rng.uniform(5, 80)) for each in generate_trace(config, ["a"])]
         shares = {each.request_id: rng.choice((0.1, 0.4, 1.0)) for each in requests}
-        given = SimulatedEdits(
+        given = EditCosts(
             lambda request, shares=shares: shares[request.request_id],
             lambda record: record.resolution.pixels * record.num_inference_steps,
             lambda size: size / 1e5,

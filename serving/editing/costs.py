@@ -1,4 +1,6 @@
-"""What edits are to the simulator: how much of an image each computes, and the records that a GPU has in memory."""
+"""What edits cost whom they are sent to, as far as that is seen from outside: how much of an image each computes, and
+which records a worker has in memory. For the simulator and the routers. No torch.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -10,22 +12,22 @@ from ...data.requests import Request, TracedEdit
 from ...data.resolution import Resolution
 from ...data.traces.edits import mask_of
 from ..core.request_state import RecordId
-from ..editing.profile import EditProfile
 from ..families.geometry import Geometry
+from .profile import EditProfile
 
 
 @dataclass(frozen=True, slots=True)
-class SimulatedEdits:
-    """Edits of a trace that read records.
+class EditCosts:
+    """Edits that read records.
 
-    All templates were recorded ahead, and every GPU reaches their files. One that has not yet read a record, or has
+    All templates were recorded ahead, and every worker reaches their files. One that has not yet read a record, or has
     let it go since, reads it while it prepares the edit.
 
     Attributes:
         active_share: of an edit; 1 for one that is computed whole.
         record_bytes: size of a record.
         load_s: seconds until a record of so many bytes is in memory.
-        memory_mb: of records, on each GPU.
+        memory_mb: of records, of each worker.
 
     Raises:
         UsageError: the memory is not above 0.
@@ -41,12 +43,18 @@ class SimulatedEdits:
             raise UsageError(f"memory of records is {self.memory_mb:g} MB, but it must be above 0")
 
     def share_of(self, request: Request) -> float:
-        """Share of the image that steps compute; 1 for a new one."""
-        return 1.0 if request.traced is None else self.active_share(request)
+        """Share of the image that steps compute; 1 for a new one, and for an exact edit. Raises as `MaskShares`."""
+        return self.active_share(request) if reads_record(request) else 1.0
+
+
+def reads_record(request: Request) -> bool:
+    """Whether it is an edit that reads a record where there is one; an edit over HTTP may want to be exact."""
+    edit = request.edit
+    return request.traced is not None or (edit is not None and edit.template is not None)
 
 
 class MaskShares:
-    """Active shares of edits, from the masks that a trace names; their images are not read.
+    """Active shares of edits, from their masks or those that a trace names; images of traces are not read.
 
     Args:
         geometry: of the model.
@@ -58,18 +66,24 @@ class MaskShares:
         self._known: dict[tuple[TracedEdit, Resolution], float] = {}
 
     def __call__(self, request: Request) -> float:
-        """The share; 1 for one that is computed whole, as the engine would: its mask is large, or there is no record
-        for its size or its strength.
+        """The share; 1 for one that is computed whole, as the engine would: it reads no record, its mask is large, or
+        there is no record for its size or its strength.
 
         Raises UsageError: the mask cannot be read, or does not fit; or the edit takes no step.
         """
-        assert request.traced is not None, "only edits have masks"
-        geometry, key = self._geometry, (request.traced, request.resolution)
+        geometry, edit = self._geometry, request.edit or request.traced
+        if edit is None or not reads_record(request):
+            return 1.0
         if any(side % geometry.cell for side in geometry.latent_size(request.resolution)):
             return 1.0
         geometry.check_strength(request)
-        if request.traced.strength < 1 and geometry.first_step(request) == 0:
+        if edit.strength < 1 and geometry.first_step(request) == 0:
             return 1.0
+        share = self._traced(request, edit) if isinstance(edit, TracedEdit) else geometry.active_share(edit)
+        return share if share <= self._up_to else 1.0
+
+    def _traced(self, request: Request, edit: TracedEdit) -> float:
+        geometry, key = self._geometry, (edit, request.resolution)
         if key not in self._known:
             mask = mask_of(request)
             if mask.shape != (request.resolution.height, request.resolution.width):
@@ -78,19 +92,18 @@ class MaskShares:
                     f"{request.resolution}"
                 )
             self._known[key] = active_share(latent_mask(mask, geometry.latent_factor), geometry.cell)
-        share = self._known[key]
-        return share if share <= self._up_to else 1.0
+        return self._known[key]
 
 
-def profiled_edits(profile: EditProfile, geometry: Geometry) -> SimulatedEdits:
+def profiled_edits(profile: EditProfile, geometry: Geometry) -> EditCosts:
     """Edits as `psctl profile edits` has measured them."""
-    return SimulatedEdits(MaskShares(geometry, profile.up_to), profile.record_bytes, profile.load_s)
+    return EditCosts(MaskShares(geometry, profile.up_to), profile.record_bytes, profile.load_s)
 
 
 class HeldRecords:
-    """The records in one GPU's memory: those that were read last, within the bound. A larger one is never held."""
+    """The records in one worker's memory: those that were read last, within the bound. A larger one is never held."""
 
-    def __init__(self, edits: SimulatedEdits) -> None:
+    def __init__(self, edits: EditCosts) -> None:
         self._edits = edits
         self._bytes_of: OrderedDict[RecordId, float] = OrderedDict()
         self._num_bytes = 0.0

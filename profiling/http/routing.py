@@ -1,0 +1,89 @@
+"""How a server's replicas are chosen: routers, with step times of the workspace's profiles. No model is loaded."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from ...data.errors import UsageError
+from ...data.resolution import Resolution
+from ...data.tables.latency import TABLE_PATTERN, read_latencies
+from ...serving.cluster.load_book import LoadBook
+from ...serving.editing.costs import MaskShares, profiled_edits
+from ...serving.editing.profile import PATTERN, EditProfile
+from ...serving.scheduling.routers import PREDICTING_ROUTERS, check_router
+from ..runs.simulate import load_step_file
+from ..runs.step_latencies import measured_alone
+from .engine import EngineRecipe, Tell
+
+
+def load_book(recipe: EngineRecipe, router: str, edit_profile: Path | None, *, on_note: Tell) -> LoadBook:
+    """What chooses the replica of each request.
+
+    Args:
+        recipe: of each replica's engine.
+        router: name of one of `serving.scheduling.routers`. Those that ask for step times get them from the newest
+            table of the recipe's workspace that has its sizes, and beside records from the newest profile of edits.
+        edit_profile: instead of the workspace's; None: that.
+        on_note: told which files are read.
+
+    Raises:
+        UsageError: there is no such router, no such file or model, or a file is damaged; or `edit_profile` is given
+            where no step times are asked for, or no records are read.
+    """
+    from ...serving.models.loading import model_geometry
+    from ...serving.models.reuse import MASKED_UP_TO
+
+    check_router(router)
+    templates, max_batch_size = recipe.templates, recipe.max_batch_size
+    if edit_profile is not None and router not in PREDICTING_ROUTERS:
+        raise UsageError(f"--edit-profile is for --router {' or '.join(PREDICTING_ROUTERS)}, but it is {router}")
+    if edit_profile is not None and templates is None:
+        raise UsageError("--edit-profile is of edits that read records: add --reuse-templates, or leave it out")
+    geometry = model_geometry(recipe.model)
+    if router not in PREDICTING_ROUTERS:
+        share_of = None if templates is None else MaskShares(geometry, MASKED_UP_TO)
+        return LoadBook(router, share_of=share_of, max_batch_size=max_batch_size)
+    steps = load_step_file(_table(recipe, router, on_note))
+    if templates is None:
+        return LoadBook(router, steps.of(recipe.system.engine).told, max_batch_size=max_batch_size)
+    profile = _edit_profile(recipe, router, edit_profile, on_note)
+    edits = profiled_edits(profile, geometry)
+    told = steps.with_edits(profile).of(recipe.system.engine).told
+    return LoadBook(router, told, share_of=edits.share_of, edits=edits, max_batch_size=max_batch_size)
+
+
+def _table(recipe: EngineRecipe, router: str, on_note: Tell) -> Path:
+    folder, engine = recipe.workspace.root / "tables", recipe.system.engine
+    for path in _newest_first(folder.glob(TABLE_PATTERN)):
+        table = read_latencies(path)
+        is_ours = table.circumstances is None or table.circumstances.engine == engine
+        if is_ours and set(recipe.sizes) <= measured_alone(table):
+            on_note(f"Step latencies for --router {router}: {path}")
+            return path
+    raise UsageError(
+        f"--router {router} asks how long steps of {_named(recipe.sizes)} take, and no table in {folder} tells it of "
+        f"the {engine} engine: psctl profile latency measures them"
+    )
+
+
+def _edit_profile(recipe: EngineRecipe, router: str, given: Path | None, on_note: Tell) -> EditProfile:
+    assert recipe.templates is not None
+    folder, keep = recipe.workspace.root / "tables", recipe.templates.keep
+    for path in _newest_first(folder.glob(PATTERN)) if given is None else [given]:
+        profile = EditProfile.read(path)
+        if profile.keep == keep:
+            on_note(f"Edits for --router {router}: {path}")
+            return profile
+        if given is not None:
+            raise UsageError(f"{given} is of records with --keep {profile.keep}, but --keep {keep} is served")
+    raise UsageError(
+        f"--router {router} asks what edits take over records, and no profile in {folder} tells it of --keep {keep}: "
+        "psctl profile edits makes one"
+    )
+
+
+def _newest_first(paths: Iterable[Path]) -> list[Path]:
+    return sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+
+
+def _named(sizes: Iterable[Resolution]) -> str:
+    return ", ".join(map(str, sorted(sizes)))
