@@ -17,6 +17,7 @@ from ...kernels.group_norm_stitch import group_norm_apply, group_norm_silu_stitc
 from ...kernels.halo import halo_gather
 from ..cache.active import ActiveSet
 from ..cache.slots import NormSlots, TokenSlots
+from ..core.adapters import adapted_of
 from ..core.derived import Derived
 from ..layout.packing import Level
 from .context import Fused, PatchContext, Strategy, images_of, joined, repeated, to_patches, to_tokens, tokens_of
@@ -44,21 +45,38 @@ class PatchedConv(nn.Module):
         self.slots = TokenSlots()
         self.keeps_input = True
         self._taps = Derived(lambda: conv.weight.detach().contiguous(memory_format=torch.channels_last))
+        self._adapted = adapted_of(conv)
+        pairs = {} if self._adapted is None else self._adapted.pairs
+        # In a dictionary, so that they are not among the model's modules.
+        self._downs = {name: PatchedConv(pair.down, context) for name, pair in pairs.items()}  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
         context = self.context
         if self.is_pointwise:
             weight = self.conv.weight.view(self.out_channels, -1)
-            return to_patches(F.linear(to_tokens(x), weight, self.conv.bias), x.shape[2])
+            out = to_patches(F.linear(to_tokens(x), weight, self.conv.bias), x.shape[2])
+            return self._with_adapters(out, lambda down: down(x))
         if context.take_fused("stitching"):
             self._keep(x[:, :, 1:-1, 1:-1])
-            return self._valid(x)
+            return self._with_adapters(self._valid(x), lambda down: down._valid(x))
         level = context.at(x)
         self._keep(x)
         out_level = context.level = context.packing.levels[level.index + self.stride - 1]
         if context.active is None:
-            return self.run(x, level, out_level, context.choose(self, level, out_level))
+            places = level, out_level, context.choose(self, level, out_level)
+            return self._with_adapters(self.run(x, *places), lambda down: down.run(x, *places))
         return self.masked(to_tokens(x), level, out_level)
+
+    def _with_adapters(self, out: Tensor, reduced: "Callable[[PatchedConv], Tensor]") -> Tensor:
+        """What was convolved, and what adapters add to it. Their first convolution, which has few outputs, sees all
+        rows, as patches need their neighbours; the second one those that have the adapter.
+        """
+        if self._adapted is None or self._adapted.model.rows is None:
+            return out
+        tokens = to_tokens(out)
+        for name, down in self._downs.items():
+            self._adapted.add_reduced(name, tokens, lambda down=down: to_tokens(reduced(down)))
+        return to_patches(tokens, out.shape[2])
 
     def masked(self, tokens: Tensor, level: Level, out_level: Level) -> Tensor:
         """Convolve the active cells, which see what was kept of the others."""

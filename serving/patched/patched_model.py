@@ -17,6 +17,7 @@ from ..cache.options import CacheOptions
 from ..cache.patch_batch import CachedRequest
 from ..cache.patch_cache import PatchCache
 from ..cache.rules import Booleans, ReuseRule
+from ..core.adapters import AdaptedLayers, RowAdapters
 from ..core.denoiser import copy_modules, denoise
 from ..families import transformer_of
 from ..families.table import entry_of, token_side
@@ -48,6 +49,7 @@ class PatchedModel:
         patch_size: side of a patch in latent pixels; None for the largest common divisor of each batch.
         kernels: one of `kernels.launch.KERNELS`.
         strategy: what every convolution uses; auto asks `table`, which is empty until it is measured (`use_table`).
+        adapters: the layers of the model that requests may change; None for none.
 
     Raises:
         UsageError: if the model has a module that is not known to work on parts of images.
@@ -61,7 +63,9 @@ class PatchedModel:
         patch_size: int | None = None,
         kernels: str = "auto",
         strategy: Strategy | Literal["auto"] = "auto",
+        adapters: AdaptedLayers | None = None,
     ) -> None:
+        self.adapters = adapters or AdaptedLayers()
         self.model: Any = copy_modules(model)
         self.table = StrategyTable()
         self._is_measured = strategy == "auto"
@@ -176,16 +180,26 @@ class PatchedModel:
                 found[shape] = (conv, level)
         return list(found.values())
 
-    def begin(self, packing: Packing, *, repeats: int = 1, requests: Sequence[CachedRequest] = ()) -> None:
+    def begin(
+        self,
+        packing: Packing,
+        *,
+        repeats: int = 1,
+        requests: Sequence[CachedRequest] = (),
+        adapters: RowAdapters | None = None,
+    ) -> None:
         """Say which rows the next calls have. Whatever is kept from call to call is let go.
 
         Args:
             packing: from `pack`.
             repeats: how many times the last text token of every row counts (see `PatchedJointAttention`).
             requests: the owners of the rows, in order, for the patch cache if there is one; without, it is not used.
+            adapters: of the rows, whose entries `context.entries_of` finds.
         """
         self.context.begin(packing)
         self.context.kept["repeats"] = repeats
+        if adapters is not None:
+            self.context.kept["adapters"] = adapters
         if self.cache is not None:
             self.cache.begin(packing, requests)
         if self.captured is not None:
@@ -228,7 +242,8 @@ class PatchedModel:
         context.begin_pass(timesteps)
         before, context.kept = context.kept, kept
         try:
-            return self._denoise(patches, timesteps, self._read_text(conditions, kept))
+            with self.adapters.on(kept.get("adapters")):
+                return self._denoise(patches, timesteps, self._read_text(conditions, kept))
         finally:
             context.kept = before
 
