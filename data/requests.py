@@ -16,6 +16,7 @@ Fallback = Literal["light", "never"]
 """Whether a cascade may answer with its light model's image, or only with the heavy one's."""
 Adapters = tuple[tuple[str, float], ...]
 """Names of adapters (LoRA), each with what its change of the model is multiplied by."""
+MAX_SCALE, _MOST_ADAPTERS = 100.0, 16
 _ADAPTER = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 MAX_SEED = 2**63 - 1
 """Largest seed: what a table's signed 64-bit column and torch's generator both hold."""
@@ -131,11 +132,14 @@ class Request:
 
 
 def check_adapters(adapters: Sequence[tuple[object, object]]) -> None:
-    """Raise UsageError if a name is none or comes twice, or a scale is no finite number."""
+    """Raise UsageError if a name is none or comes twice, a scale is none, or they are too many."""
+    if len(adapters) > _MOST_ADAPTERS:
+        raise UsageError(f"{len(adapters)} adapters are named, but a request may have at most {_MOST_ADAPTERS}")
     for name, scale in adapters:
         check_adapter_name(name)
-        if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not math.isfinite(scale):
-            raise UsageError(f"the scale of adapter {name} is {scale!r}, but it must be a finite number")
+        if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not -MAX_SCALE <= scale <= MAX_SCALE:
+            allowed = f"a number from {-MAX_SCALE:g} to {MAX_SCALE:g}"
+            raise UsageError(f"the scale of adapter {name} is {_short(scale)}, but it must be {allowed}")
     names = [name for name, _ in adapters]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"adapter {twice} is named twice: name it once, with the sum of its scales")
@@ -144,7 +148,20 @@ def check_adapters(adapters: Sequence[tuple[object, object]]) -> None:
 def check_adapter_name(name: object) -> None:
     """Raise UsageError if adapters cannot have this name."""
     if not isinstance(name, str) or not _ADAPTER.fullmatch(name):
-        raise UsageError(f"adapter name {name!r} is not allowed: letters, digits, '.', '_' and '-', 64 at the most")
+        raise UsageError(f"adapter name {_short(name)} is not allowed: up to 64 letters, digits, '.', '_' and '-'")
+
+
+def require_adapters(adapters: Adapters, known: Sequence[str]) -> None:
+    """Raise UsageError if one is not among the adapters that are served."""
+    for name, _ in adapters:
+        if name not in known:
+            served = f"there are {', '.join(known)}" if known else "none is served: see --adapter NAME=PATH"
+            raise UsageError(f"adapter {name} is unknown; {served}")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def read_adapters(value: object) -> Adapters:
@@ -159,9 +176,11 @@ def read_adapters(value: object) -> Adapters:
     elif isinstance(value, list) and all(isinstance(part, dict) and part.keys() <= {"name", "scale"} for part in value):
         found = tuple((part.get("name"), part.get("scale", 1.0)) for part in value)
     else:
-        raise UsageError(f"{value!r} names no adapters: give NAME[:SCALE], joined by +, or a list of name and scale")
+        raise UsageError(
+            f"{_short(value)} names no adapters: give NAME[:SCALE], joined by +, or a list of name and scale"
+        )
     check_adapters(found)
-    return found
+    return found  # type: ignore[return-value]  scales are numbers, as has been checked
 
 
 def _number_of(text: str) -> float | str:

@@ -133,14 +133,14 @@ class AdaptedLayer:
             return
         for name, pair in self.pairs.items():
             if (part := rows.part(name, x)) is not None:
-                entries, scales, are_tokens = part
+                entries, _, are_tokens = part
                 own = (x.flatten(0, -2) if are_tokens else x).index_select(0, entries)
                 flat = out.view(-1, out.shape[-1]) if are_tokens else out
                 _add_scaled(flat, pair, pair.up(pair.down(own)), part)
 
     def add_reduced(self, name: str, tokens: Tensor, reduced: Callable[[], Tensor]) -> None:
-        """The same of one adapter, with what its `down` gives of all tokens [tokens, rank], which is asked for only if a
-        row has the adapter; `tokens` are [tokens, channels].
+        """The same of one adapter, with what its `down` gives of all tokens [tokens, rank], which is asked for only if
+        a row has the adapter; `tokens` are [tokens, channels].
         """
         assert self.model.rows is not None
         pair, part = self.pairs[name], self.model.rows.part(name, tokens)

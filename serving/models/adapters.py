@@ -1,4 +1,4 @@
-"""Adapters (LoRA) that requests name: loaded by diffusers, and kept beside the weights of a pipeline instead of in them."""
+"""Adapters (LoRA) that requests name: loaded by diffusers, and kept beside a pipeline's weights instead of in them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -67,14 +67,6 @@ class ModelAdapters:
             rows = RowAdapters([adapters], self._device, place=_of_one_row)
         with self._texts.on(rows):
             yield
-
-
-def check_names(adapters: Adapters, known: Sequence[str]) -> None:
-    """Raise UsageError if there is no adapter of a name."""
-    for name, _ in adapters:
-        if name not in known:
-            served = f"there are {', '.join(known)}" if known else "none is served: see --adapter NAME=PATH"
-            raise UsageError(f"adapter {name} is unknown; {served}")
 
 
 def _of_one_row(x: torch.Tensor) -> Entries:

@@ -34,7 +34,9 @@ def check_changes(options: ModelOptions, model_dir: Path) -> None:
                     f"{option} {each.path}: only .safetensors files are loaded, as pickled weights can run code"
                 )
             check_safetensors(each.path)
-    if (options.loras or options.adapters) and any(importlib.util.find_spec(name) is None for name in ("peft", "accelerate")):
+    if (options.loras or options.adapters) and any(
+        importlib.util.find_spec(name) is None for name in ("peft", "accelerate")
+    ):
         raise MissingExtraError("peft", "lora")
     if options.quantize is not None and importlib.util.find_spec("torchao") is None:
         raise MissingExtraError("torchao", "quantize")

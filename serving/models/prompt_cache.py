@@ -14,8 +14,8 @@ Conditioning = dict[str, torch.Tensor]
 class PromptCache:
     """Keeps what text encoders gave, up to so many bytes; what was not asked for the longest goes first.
 
-    Conditioning depends on prompts, adapters, size and guidance, never on seed or steps, and nothing writes to it: images are the
-    same with and without. One thread at a time may call it.
+    Conditioning depends on prompts, adapters, size and guidance, never on seed or steps, and nothing writes to it:
+    images are the same with and without. One thread at a time may call it.
     """
 
     def __init__(self, most_bytes: int) -> None:

@@ -16,7 +16,7 @@ import torch
 from diffusers.utils.torch_utils import randn_tensor
 
 from ...data.errors import RunError, UsageError
-from ...data.requests import Request
+from ...data.requests import Request, require_adapters
 from ...data.resolution import Resolution
 from ...data.tables.block_facts import BlockFacts
 from ..core.denoiser import denoiser_of
@@ -30,7 +30,7 @@ from ..options import EngineOptions
 from ..patched.cached_block import block_facts
 from ..samplers.batched import choose_sampler
 from ..samplers.single import NOISING, PerRequestSampler, SamplerState
-from .adapters import ModelAdapters, check_names
+from .adapters import ModelAdapters
 from .defaults import ModelDefaults
 from .identity import ModelIdentity
 from .offload import TextOffload
@@ -125,9 +125,9 @@ class ServedModel:
             )
 
     def check_request(self, request: Request) -> None:
-        """Raise UsageError if the model cannot serve the request (its resolution, number of steps, adapters, or edit)."""
+        """Raise UsageError if the model cannot serve the request (its resolution, steps, adapters, or edit)."""
         self.check_resolution(request.resolution)
-        check_names(request.adapters, () if self.adapters is None else self.adapters.names)
+        require_adapters(request.adapters, () if self.adapters is None else self.adapters.names)
         self.family.geometry.check_edit(request)
         if request.edit is not None and not any(hasattr(self.pipe.scheduler, name) for name in NOISING):
             raise UsageError(f"scheduler {type(self.pipe.scheduler).__name__} cannot noise images, as edits need it")

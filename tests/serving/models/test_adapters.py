@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from patchedserve.data.errors import PsctlError, UsageError
 from patchedserve.data.requests import Adapters, Request
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
@@ -19,10 +18,10 @@ from ...support.patched_models import relative_error
 from ...support.tiny_models import save_tiny
 
 pytest.importorskip("peft", reason="the extra lora is not installed")
-from ...support.loras import alone, save_lora  # noqa: E402  it imports peft
+from ...support.loras import alone, save_lora
 
 LAYERS = {
-    "unet": r".*\.(to_q|to_k|to_v|to_out\.0|proj_in|proj_out|net\.0\.proj|net\.2|conv1|conv_shortcut|conv|time_emb_proj)",
+    "unet": r".*\.(to_[qkv]|to_out\.0|proj_in|proj_out|net\.0\.proj|net\.2|conv1|conv|conv_shortcut|time_emb_proj)",
     "transformer": "all-linear",
 }
 EACH: tuple[Adapters, ...] = ((("pixel", 1.0),), (), (("toy", -0.7),), (("pixel", 0.5), ("toy", 0.8)))
