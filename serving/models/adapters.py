@@ -39,8 +39,6 @@ class ModelAdapters:
         self.layers, self._texts = AdaptedLayers(), AdaptedLayers()
         denoiser = denoiser_of(pipe)
         self._device: torch.device = denoiser.device
-        if not hasattr(pipe, "load_lora_weights"):
-            raise UsageError(f"--adapter: diffusers loads no adapters into a {type(pipe).__name__}")
         # peft does not take all names that requests may use.
         names = {f"adapter{index}": each for index, each in enumerate(given)}
         found: list[tuple[nn.Module, AdaptedLayers, dict[str, LowRank]]] = []

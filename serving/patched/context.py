@@ -154,10 +154,10 @@ class PatchContext:
         assert self.rows is None
         if shape[0] == rows:
             return Entries("rows", lambda: torch.arange(rows, device=x.device), are_tokens=False)
-        if shape in ((level.num_tokens,), (level.num_patches, level.grain**2)):
+        if shape in ((level.num_tokens,), (1, level.num_tokens), (level.num_patches, level.grain**2)):
             return Entries(("tokens", level.index), lambda: self.row_of_token, are_tokens=True)
         stream = self.stream_rows
-        if stream is not None and shape in ((len(stream),), (len(stream), 1)):
+        if stream is not None and shape in ((len(stream),), (1, len(stream)), (len(stream), 1)):
             return Entries("stream", lambda: stream, are_tokens=True)
         raise ValueError(f"an adapter's layer is given {tuple(x.shape)}, which is neither rows nor tokens of the batch")
 

@@ -335,7 +335,10 @@ class PatchedPatchEmbed(nn.Module):
         pixels = latent.view(-1, channels, grain, unit, grain, unit).permute(0, 2, 4, 1, 3, 5)
         projection = self.embed.proj
         weight = projection.weight.flatten(1)
-        tokens = F.linear(pixels.reshape(-1, grain**2, channels * unit**2), weight, projection.bias)
+        pixels = pixels.reshape(-1, grain**2, channels * unit**2)
+        tokens = F.linear(pixels, weight, projection.bias)
+        if (adapted := adapted_of(projection)) is not None:
+            adapted.add(pixels, tokens)
         if "positions" not in self.context.kept:
             table = partial(self.positions, self.embed)
             self.context.kept["positions"] = repeated(level, table, self.context.kernels)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from patchedserve.data.errors import RunError, UsageError
 from patchedserve.data.requests import Adapters, Request
@@ -51,10 +52,12 @@ def adapted(num_steps: Sequence[int], each: Sequence[Adapters] = EACH) -> list[R
     return [replace(request, adapters=own) for request, own in zip(mixed(num_steps), each, strict=True)]
 
 
-_SLOW = [name for name in BUILDS if name not in ("sd", "sd3", "flux")]
+_FAST = ("sd", "sd3", "flux")
+_NAMES = [name for name in BUILDS if name not in ("pixart", "z-image")]
+"""Others lack `--adapter`, which `check_family` looks at."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in _SLOW else []) for n in BUILDS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in _FAST else pytest.mark.slow) for n in _NAMES])
 def test_a_batch_mixes_adapters(name: str, tmp_path: Path) -> None:
     pipe, loras, folder = saved(name, tmp_path)
     one, few = adapted([1] * 4), adapted([6, 2, 3, 4])
@@ -146,6 +149,15 @@ def test_what_cannot_be_applied_by_request_is_refused(tmp_path: Path) -> None:
         model.check_request(replace(request, adapters=(("other", 1.0),)))
     with pytest.raises(UsageError, match="adapter pixel is unknown; none is served: see --adapter NAME=PATH"):
         load_model(str(folder)).check_request(request)
+
+
+def test_an_adapter_with_norms_is_refused(tmp_path: Path) -> None:
+    _, loras, folder = saved("flux", tmp_path)
+    norm = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    name = "transformer_blocks.0.attn.norm_q.weight"
+    save_file(load_file(loras["toy"]) | {f"transformer.{name}": norm[name] * 2}, tmp_path / "norms.safetensors")
+    with pytest.raises(UsageError, match="--adapter: an adapter replaces norms or layers, which all requests share"):
+        serving(folder, {"a": tmp_path / "norms.safetensors"})
 
 
 @pytest.mark.parametrize(
