@@ -4,7 +4,7 @@ This module imports no torch, so that options are checked before anything heavy 
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -137,6 +137,12 @@ class ModelOptions:
     def adapters(self) -> tuple[NamedAdapter, ...]:
         """The adapters that requests may name."""
         return tuple(NamedAdapter.parse(each) for each in self.adapter or ())
+
+    def from_anywhere(self) -> "ModelOptions":
+        """The same for a process with another working folder."""
+        loras = [f"{each.path.absolute()}:{each.scale}" for each in self.loras]
+        adapters = [f"{each.name}={each.path.absolute()}" for each in self.adapters]
+        return replace(self, lora=loras or None, adapter=adapters or None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ class PatchContext:
         choose: which strategy a convolution uses.
         kernels: one of `kernels.launch.KERNELS`.
         timesteps: (rows,) timestep of every row, for this forward pass.
-        kept: what stays the same while the batch has the same rows (text keys and values, positions).
+        kept: what stays the same while the batch has the same rows (text keys and values, positions, adapters).
         text_bias: what is added to the scores of text tokens as keys, [rows or 1, keys] for the last keys; None for
             nothing.
         biased_text: (rows, length) 1 for text tokens whose own scores have that bias, 0 for those whose have none;

@@ -46,9 +46,10 @@ class PatchedConv(nn.Module):
         self.keeps_input = True
         self._taps = Derived(lambda: conv.weight.detach().contiguous(memory_format=torch.channels_last))
         self._adapted = adapted_of(conv)
-        pairs = {} if self._adapted is None else self._adapted.pairs
         # In a dictionary, so that they are not among the model's modules.
-        self._downs = {name: PatchedConv(pair.down, context) for name, pair in pairs.items()}  # type: ignore[arg-type]
+        self._downs: dict[str, PatchedConv] = {}
+        for name, pair in self._adapted.pairs.items() if self._adapted is not None else ():
+            self._downs[name] = PatchedConv(pair.down, context)  # type: ignore[arg-type]  as what it adapts
 
     def forward(self, x: Tensor) -> Tensor:
         context = self.context
@@ -68,9 +69,8 @@ class PatchedConv(nn.Module):
         return self.masked(to_tokens(x), level, out_level)
 
     def _with_adapters(self, out: Tensor, reduced: "Callable[[PatchedConv], Tensor]") -> Tensor:
-        """What was convolved, and what adapters add to it. Their first convolution, which has few outputs, sees all
-        rows, as patches need their neighbours; the second one those that have the adapter.
-        """
+        """Add what adapters do. Their first convolution, which has few outputs, is that of all rows, as patches need
+        their neighbours."""
         if self._adapted is None or self._adapted.model.rows is None:
             return out
         tokens = to_tokens(out)

@@ -17,7 +17,7 @@ from ..cache.options import CacheOptions
 from ..cache.patch_batch import CachedRequest
 from ..cache.patch_cache import PatchCache
 from ..cache.rules import Booleans, ReuseRule
-from ..core.adapters import AdaptedLayers, RowAdapters
+from ..core.adapters import AdaptedLayers
 from ..core.denoiser import copy_modules, denoise
 from ..families import transformer_of
 from ..families.table import entry_of, token_side
@@ -180,26 +180,16 @@ class PatchedModel:
                 found[shape] = (conv, level)
         return list(found.values())
 
-    def begin(
-        self,
-        packing: Packing,
-        *,
-        repeats: int = 1,
-        requests: Sequence[CachedRequest] = (),
-        adapters: RowAdapters | None = None,
-    ) -> None:
+    def begin(self, packing: Packing, *, repeats: int = 1, requests: Sequence[CachedRequest] = ()) -> None:
         """Say which rows the next calls have. Whatever is kept from call to call is let go.
 
         Args:
             packing: from `pack`.
             repeats: how many times the last text token of every row counts (see `PatchedJointAttention`).
             requests: the owners of the rows, in order, for the patch cache if there is one; without, it is not used.
-            adapters: of the rows, whose entries `context.entries_of` finds.
         """
         self.context.begin(packing)
         self.context.kept["repeats"] = repeats
-        if adapters is not None:
-            self.context.kept["adapters"] = adapters
         if self.cache is not None:
             self.cache.begin(packing, requests)
         if self.captured is not None:

@@ -235,8 +235,9 @@ class PackedBatch:
             CachedRequest(each.key, each.num_rows, each.state.num_steps, each.request.resolution.pixels)
             for each in batch
         ]
-        adapters = adapters_of(batch, model.device, model.context.entries_of)
-        model.begin(row_packing, repeats=repeats, requests=known, adapters=adapters)
+        model.begin(row_packing, repeats=repeats, requests=known)
+        if (adapters := adapters_of(batch, model.device, model.context.entries_of)) is not None:
+            model.context.kept["adapters"] = adapters
         self.together = DenoiseBatch(
             batch, model.pack(sizes), row_packing, stepper.sampler, self._predict, dtype=model.dtype
         )
