@@ -158,7 +158,7 @@ class PatchContext:
             return Entries(("tokens", level.index), lambda: self.row_of_token, are_tokens=True)
         stream = self.stream_rows
         if stream is not None and shape in ((len(stream),), (1, len(stream)), (len(stream), 1)):
-            return Entries("stream", lambda: stream, are_tokens=True)
+            return Entries(("stream", len(stream)), lambda: stream, are_tokens=True)
         raise ValueError(f"an adapter's layer is given {tuple(x.shape)}, which is neither rows nor tokens of the batch")
 
     def put_fused(self, *work: Fused) -> None:
