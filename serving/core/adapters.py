@@ -19,7 +19,7 @@ from .prepared import PreparedRequest
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What one adapter adds to one layer: scaling * up(down(x)), of linear layers or of convolutions."""
+    """What one adapter adds to one layer: up(scaling * down(x)), of linear layers or of convolutions without bias."""
 
     down: nn.Linear | nn.Conv2d
     up: nn.Linear | nn.Conv2d
@@ -43,6 +43,33 @@ class Entries(NamedTuple):
 Place = Callable[[Tensor], Entries]
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The entries of a layer's input that have one adapter, and its scale at each of them; no entries: all have it."""
+
+    entries: Tensor | None
+    scales: Tensor
+    are_tokens: bool
+
+    def of(self, x: Tensor) -> Tensor:
+        """Of a layer's input, or of what was made of it, these entries."""
+        flat = x.flatten(0, -2) if self.are_tokens else x
+        return flat if self.entries is None else flat.index_select(0, self.entries)
+
+    def scaled(self, reduced: Tensor, scaling: float) -> Tensor:
+        """What `down` gives of them, with their scales."""
+        factors = (self.scales * scaling).view(-1, *[1] * (reduced.ndim - 1))
+        return (reduced * factors).to(reduced.dtype)
+
+    def add(self, out: Tensor, change: Tensor) -> None:
+        """Add what `up` gives of them to the layer's output, in place."""
+        flat = out.view(-1, out.shape[-1]) if self.are_tokens else out
+        if self.entries is None:
+            flat.add_(change)
+        else:
+            flat.index_add_(0, self.entries, change)
+
+
 class RowAdapters:
     """Which rows of a batch have which adapters.
 
@@ -59,26 +86,24 @@ class RowAdapters:
             name: torch.tensor([dict(each).get(name, 0.0) for each in adapters], device=device)
             for name in {name for each in adapters for name, scale in each if scale}
         }
-        self._kept: dict[Any, tuple[Tensor, Tensor]] = {}
+        self._kept: dict[Any, Part] = {}
 
     def _by_row(self, x: Tensor) -> Entries:
         if len(x) != len(self._rows):
             raise ValueError(f"an adapter's layer is given {tuple(x.shape)}, but the batch has {len(self._rows)} rows")
         return Entries("rows", lambda: self._rows, are_tokens=False)
 
-    def part(self, name: str, x: Tensor) -> tuple[Tensor, Tensor, bool] | None:
-        """The entries of a layer's input that have this adapter, their scales in float32, and `Entries.are_tokens`;
-        None if no row has it.
-        """
-        scales = self._scales.get(name)
-        if scales is None:
+    def part(self, name: str, x: Tensor) -> Part | None:
+        """The entries of a layer's input that have this adapter; None if no row has it."""
+        if name not in self._scales:
             return None
         key, rows, are_tokens = self._place(x)
         if (name, key) not in self._kept:
-            of_entries = scales.index_select(0, rows())
-            entries = of_entries.nonzero()[:, 0]
-            self._kept[name, key] = entries, of_entries.index_select(0, entries)
-        return *self._kept[name, key], are_tokens
+            scales = self._scales[name].index_select(0, rows())
+            entries = scales.nonzero()[:, 0]
+            some = None if len(entries) == len(scales) else entries
+            self._kept[name, key] = Part(some, scales.index_select(0, entries), are_tokens)
+        return self._kept[name, key]
 
 
 def adapters_of(
@@ -133,10 +158,7 @@ class AdaptedLayer:
             return
         for name, pair in self.pairs.items():
             if (part := rows.part(name, x)) is not None:
-                entries, _, are_tokens = part
-                own = (x.flatten(0, -2) if are_tokens else x).index_select(0, entries)
-                flat = out.view(-1, out.shape[-1]) if are_tokens else out
-                _add_scaled(flat, pair, pair.up(pair.down(own)), part)
+                part.add(out, pair.up(part.scaled(pair.down(part.of(x)), pair.scaling)))
 
     def add_reduced(self, name: str, tokens: Tensor, reduced: Callable[[], Tensor]) -> None:
         """The same of one adapter, with what its `down` gives of all tokens [tokens, rank], which is asked for only if
@@ -145,15 +167,7 @@ class AdaptedLayer:
         assert self.model.rows is not None
         pair, part = self.pairs[name], self.model.rows.part(name, tokens)
         if part is not None:
-            weight, own = pair.up.weight.flatten(1), reduced().index_select(0, part[0])
-            _add_scaled(tokens, pair, F.linear(own, weight, pair.up.bias), part)
-
-
-def _add_scaled(out: Tensor, pair: LowRank, change: Tensor, part: tuple[Tensor, Tensor, bool]) -> None:
-    """Add a change of some entries, in place, each with its request's scale and the adapter's own."""
-    entries, scales, _ = part
-    factors = (scales * pair.scaling).view(-1, *[1] * (change.ndim - 1))
-    out.index_add_(0, entries, (change * factors).to(out.dtype))
+            part.add(tokens, F.linear(part.scaled(part.of(reduced()), pair.scaling), pair.up.weight.flatten(1)))
 
 
 def adapted_of(layer: nn.Module) -> AdaptedLayer | None:

@@ -92,6 +92,8 @@ def _pairs_of(model: nn.Module, names: Mapping[str, NamedAdapter]) -> Iterator[t
                 raise _refusal(given, f"changes {where}, a {type(layer).__name__}")
             weight = layer.weight
             down, up = (part[name].to(weight.device, weight.dtype) for part in (wrapped.lora_A, wrapped.lora_B))
+            if up.bias is not None:
+                raise _refusal(given, f"has a bias ({where})")
             pairs[given.name] = LowRank(down, up, wrapped.scaling[name])  # type: ignore[arg-type]  of the layer's kind
         if pairs:
             yield layer, pairs

@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import importlib.util
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,10 @@ def load_layers(pipe: Any, path: Path, name: str, given: str) -> None:
     which says how it was `given`.
     """
     try:
-        pipe.load_lora_weights(path.parent, weight_name=path.name, adapter_name=name)
+        with warnings.catch_warnings():
+            # Several are what is wanted.
+            warnings.filterwarnings("ignore", "Already found a `peft_config` attribute")
+            pipe.load_lora_weights(path.parent, weight_name=path.name, adapter_name=name)
     except Exception as error:  # whatever diffusers and peft raise of an adapter for another model
         raise RunError(f"{given} does not fit the model: {str(error).strip().splitlines()[0]}") from error
     if not any(name in found for found in pipe.get_list_adapters().values()):

@@ -104,6 +104,7 @@ CASCADES = {"train-predictor discriminator", "profile cascade", "bench cascade",
 THRESHOLDS = {"train-predictor cache": "--threshold", "bench cache": "--thresholds"}
 """Options that get the median change of the profile: random weights change by other amounts than trained ones."""
 SCRIPTS = {
+    "tests/benchmarks/bench_adapters.py": ["--repeats", "1", "--model", "emoji-xl"],
     "tests/benchmarks/bench_cache_shapes.py": ["--widths", "1", "--sides", "64", "--repeats", "1"],
     "tests/benchmarks/bench_fid.py": ["--images", "3"],
     "tests/benchmarks/cascade_runs.py": ["--runs", "5"],

@@ -264,7 +264,7 @@ def test_each_request_has_its_own_adapters(psctl: Any, model_dir: Path, lora: Pa
 
     lines = [{"arrival_s": 0, "lora": "ink"}, {"arrival_s": 0}, {"arrival_s": 0.1, "lora": "ink:0.5"}]
     (tmp_path / "trace.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    serve = ("serve", "--trace", "trace.jsonl", "--num-inference-steps", "2", "--json", *given)
+    serve = ("serve", "--trace", "trace.jsonl", "--num-inference-steps", "2", "--slo-scale", "1000", "--json", *given)
     done = psctl(*serve)
     assert done.returncode == 0, done.stderr
     assert "With --adapter no patch is reused" in done.stderr

@@ -16,7 +16,9 @@ from .tiny_models import plain_latents
 _LAYERS = {"unet": "to_k to_q to_v to_out.0", "transformer": "to_k to_q to_v to_out.0", "text_encoder": "q_proj v_proj"}
 
 
-def save_lora(path: Path, pipe: Any, *parts: str, seed: int = 0, layers: str | None = None, **options: Any) -> Path:
+def save_lora(
+    path: Path, pipe: Any, *parts: str, seed: int = 0, rank: int = 4, layers: str | None = None, **options: Any
+) -> Path:
     """Save an adapter of these parts of a pipeline (`unet`, `transformer`, `text_encoder`), which it leaves alone.
 
     `layers` names those of the denoising model as an expression, by default those of attention; `options` are peft's.
@@ -27,7 +29,7 @@ def save_lora(path: Path, pipe: Any, *parts: str, seed: int = 0, layers: str | N
         for part in parts:
             model = copy.deepcopy(getattr(pipe, part))
             names = layers if layers and part in ("unet", "transformer") else _LAYERS[part].split()
-            config = LoraConfig(r=4, lora_alpha=8, target_modules=names, init_lora_weights=False, **options)
+            config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names, init_lora_weights=False, **options)
             model.add_adapter(config)
             states[f"{part}_lora_layers"] = get_peft_model_state_dict(model)
     type(pipe).save_lora_weights(path.parent, weight_name=path.name, **states)

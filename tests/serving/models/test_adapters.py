@@ -139,6 +139,9 @@ def test_what_cannot_be_applied_by_request_is_refused(tmp_path: Path) -> None:
     dora = save_lora(tmp_path / "dora.safetensors", pipe, "transformer", use_dora=True)
     with pytest.raises(UsageError, match=r"--adapter a=.*dora.safetensors is no plain LoRA \("):
         serving(folder, {"a": dora})
+    biased = save_lora(tmp_path / "biased.safetensors", pipe, "transformer", lora_bias=True)
+    with pytest.raises(UsageError, match=r"--adapter a=.*biased.safetensors has a bias \("):
+        serving(folder, {"a": biased})
     other = save_lora(tmp_path / "other.safetensors", BUILDS["sd"](), "unet")
     with pytest.raises(RunError, match=r"--adapter a=.*other.safetensors does not fit the model: "):
         serving(folder, {"a": other})
