@@ -16,6 +16,8 @@ from ..options import NamedAdapter
 from .changes import load_layers
 
 _TEXT_ENCODER = "text_encoder"
+_REPLACED = ("_transformer_norm_layers", "_overwritten_params")
+"""Where diffusers keeps what an adapter has replaced in a model, beside layers of peft."""
 
 
 class ModelAdapters:
@@ -45,13 +47,14 @@ class ModelAdapters:
         try:
             for name, each in names.items():
                 load_layers(pipe, each.path, name, f"--adapter {each.name}={each.path}")
+                if any(getattr(denoiser, attribute, None) for attribute in _REPLACED):
+                    raise _refusal(each, "replaces norms or whole layers")
             for part in pipe.get_list_adapters():
                 model = getattr(pipe, part)
                 owner = self._texts if part.startswith(_TEXT_ENCODER) else self.layers
                 if owner is self.layers and model is not denoiser:
                     raise UsageError(f"--adapter: an adapter of the part {part} cannot be applied to each request")
-                found += [(layer, owner, pairs) for layer, pairs in _pairs_of(model, names)]
-            _check_whole(denoiser)
+                found += [(layer, owner, pairs) for layer, pairs in _pairs_of(model, names, self._device)]
         finally:
             pipe.unload_lora_weights()
         for layer, owner, pairs in found:
@@ -71,8 +74,12 @@ def _of_one_row(x: torch.Tensor) -> Entries:
     return Entries(len(x), lambda: torch.zeros(len(x), dtype=torch.long, device=x.device), are_tokens=False)
 
 
-def _pairs_of(model: nn.Module, names: Mapping[str, NamedAdapter]) -> Iterator[tuple[nn.Module, dict[str, LowRank]]]:
-    """The layers of a model that peft has wrapped, each with what adapters of these names in peft add to it."""
+def _pairs_of(
+    model: nn.Module, names: Mapping[str, NamedAdapter], device: torch.device
+) -> Iterator[tuple[nn.Module, dict[str, LowRank]]]:
+    """The layers of a model that peft has wrapped, each with what adapters of these names in peft add to it, on the
+    device where it computes.
+    """
     from peft.tuners.lora import LoraLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -90,20 +97,13 @@ def _pairs_of(model: nn.Module, names: Mapping[str, NamedAdapter]) -> Iterator[t
                 raise _refusal(given, f"changes the convolution {where}")
             if not isinstance(layer, nn.Linear | nn.Conv2d):
                 raise _refusal(given, f"changes {where}, a {type(layer).__name__}")
-            weight = layer.weight
-            down, up = (part[name].to(weight.device, weight.dtype) for part in (wrapped.lora_A, wrapped.lora_B))
+            dtype = layer.weight.dtype
+            down, up = (part[name].to(device, dtype) for part in (wrapped.lora_A, wrapped.lora_B))
             if up.bias is not None:
                 raise _refusal(given, f"has a bias ({where})")
             pairs[given.name] = LowRank(down, up, wrapped.scaling[name])  # type: ignore[arg-type]  of the layer's kind
         if pairs:
             yield layer, pairs
-
-
-def _check_whole(denoiser: Any) -> None:
-    """Refuse adapters of which diffusers has put something into the model beside layers of peft."""
-    for name in ("_transformer_norm_layers", "_overwritten_params"):
-        if getattr(denoiser, name, None):
-            raise UsageError("--adapter: an adapter replaces norms or layers, which all requests share; use --lora")
 
 
 def _refusal(given: NamedAdapter, problem: str) -> UsageError:
