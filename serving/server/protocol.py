@@ -304,8 +304,9 @@ class Fields:
 
     def adapters(self, name: str, served: Sequence[str]) -> Adapters:
         """Adapters that are served, see `read_adapters`."""
+        value = self._left.pop(name, None)
         try:
-            found = read_adapters(self._left.pop(name, None) or "")
+            found = read_adapters("" if value is None else value)
             require_adapters(found, served)
         except UsageError as error:
             raise invalid(f"{name}: {error}", name) from None

@@ -37,6 +37,7 @@ def test_adapters_that_are_served_may_be_named() -> None:
         ("oil", "lora: adapter oil is unknown; there are ink, toy"),
         ("ink:much", "lora: the scale of adapter ink is 'much', but it must be a number"),
         (3, "lora: 3 names no adapters"),
+        (False, "lora: False names no adapters"),
         ({"name": "ink"}, "names no adapters"),
     ):
         with pytest.raises(ApiError, match=told) as caught:
