@@ -4,12 +4,13 @@ This module imports no torch, so that options are checked before anything heavy 
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ..data.checks import require_counts
 from ..data.errors import UsageError
+from ..data.requests import check_adapter_name
 from ..data.templates import Keep
 from .cache.options import CacheOptions
 from .parallel.options import ParallelOptions
@@ -68,12 +69,35 @@ class Lora:
 
 
 @dataclass(frozen=True, slots=True)
+class NamedAdapter:
+    """An adapter that requests may name.
+
+    Attributes:
+        name: what they call it.
+        path: of its file.
+    """
+
+    name: str
+    path: Path
+
+    @classmethod
+    def parse(cls, text: str) -> "NamedAdapter":
+        """Read NAME=PATH. Raises UsageError."""
+        name, equals, path = text.partition("=")
+        if not equals or not path:
+            raise UsageError(f"--adapter {text}: give NAME=PATH")
+        check_adapter_name(name)
+        return cls(name, Path(path).expanduser())
+
+
+@dataclass(frozen=True, slots=True)
 class ModelOptions:
     """What is changed of a model before it is served.
 
     Attributes:
         sampler: replaces the model's own; None keeps it.
         lora: adapters that are fused into the weights, each as PATH or PATH:SCALE.
+        adapter: adapters that each request may name, each as NAME=PATH; they leave the weights as they are.
         quantize: number format of the weights of the denoising model's linear layers, which are computed in the model's
             own.
 
@@ -83,6 +107,7 @@ class ModelOptions:
 
     sampler: SamplerName | None = None
     lora: list[str] | None = field(default=None, hash=False)
+    adapter: list[str] | None = field(default=None, hash=False)
     quantize: QuantizeName | None = None
 
     def __post_init__(self) -> None:
@@ -94,16 +119,30 @@ class ModelOptions:
             )
         # Looked at now, before anything is loaded.
         _ = self.loras
+        names = [each.name for each in self.adapters]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise UsageError(f"--adapter {twice} is given twice: adapters need names of their own")
 
     @property
     def is_any(self) -> bool:
-        """Whether anything is changed."""
+        """Whether anything is changed for all requests."""
         return self.sampler is not None or bool(self.lora) or self.quantize is not None
 
     @property
     def loras(self) -> tuple[Lora, ...]:
-        """The adapters."""
+        """The adapters that are fused."""
         return tuple(Lora.parse(each) for each in self.lora or ())
+
+    @property
+    def adapters(self) -> tuple[NamedAdapter, ...]:
+        """The adapters that requests may name."""
+        return tuple(NamedAdapter.parse(each) for each in self.adapter or ())
+
+    def from_anywhere(self) -> "ModelOptions":
+        """The same for a process with another working folder."""
+        loras = [f"{each.path.absolute()}:{each.scale}" for each in self.loras]
+        adapters = [f"{each.name}={each.path.absolute()}" for each in self.adapters]
+        return replace(self, lora=loras or None, adapter=adapters or None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +221,15 @@ class EngineOptions:
             raise UsageError(
                 "--sampler, --lora and --quantize do not work with --parallel yet: ranks load the model's own files"
             )
+        against = {
+            "--parallel": self.engine == "parallel",
+            "--cache": self.cache.is_on,
+            "--compile": self.compile,
+            "--cuda-graphs": self.cuda_graphs,
+            "--quantize": self.model.quantize is not None,
+        }
+        if self.model.adapter and (those := [name for name, is_given in against.items() if is_given]):
+            raise UsageError(f"--adapter does not work with {those[0]} yet: leave one of them out")
         if self.compile and self.model.quantize is not None:
             raise UsageError("--compile does not work with --quantize yet: leave one of them out")
         if self.compile and self.cache.is_on:

@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 from ..errors import UsageError
 from ..files import atomic_write
 from ..records import csv_rows, keys_given_twice, open_text, parse_json, parsed_lines, unique_keys
-from ..requests import Request, TracedEdit
+from ..requests import Adapters, Request, TracedEdit, adapters_text, read_adapters
 from ..resolution import Resolution, parse
 from .draws import RequestDraws, TraceDefaults
 from .edits import traced_edit
@@ -30,13 +30,15 @@ def not_bool(value: object) -> object:
 Number = Annotated[float, BeforeValidator(not_bool)]
 Whole = Annotated[int, BeforeValidator(not_bool)]
 Text = Annotated[str, Strict()]
+Adapting = Annotated[Adapters, PlainValidator(lambda value: read_adapters(value))]
 
 
 class TraceLine(TypedDict, total=False):
     """All that a line may say, numbers also as text (CSV has nothing else).
 
     arrival_s and timestamp are one thing (seconds), as are slo_s and slo_ms, and width with height and resolution
-    (text, as "128x192"). num_frames must be 1: images only. image, mask, mask_ratio and strength are of edits.
+    (text, as "128x192"). num_frames must be 1: images only. image, mask, mask_ratio and strength are of edits. lora
+    names adapters, see `read_adapters`.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # pyright: ignore[reportGeneralTypeIssues]
@@ -59,6 +61,7 @@ class TraceLine(TypedDict, total=False):
     mask: Text
     mask_ratio: Number
     strength: Number
+    lora: Adapting
 
 
 TRACE_FIELDS = tuple(TraceLine.__annotations__)
@@ -134,6 +137,9 @@ def save_trace(path: str | Path, requests: Sequence[Request]) -> None:
                     values |= asdict(value)
                 elif field.name == "edit":
                     assert value is None or request.traced is not None, "pixels do not go into traces"
+                elif field.name == "adapters":
+                    if value:
+                        values["lora"] = adapters_text(value)
                 elif value is not None and (field.name, value) != ("fallback", "light"):
                     values[field.name] = value
             file.write(json.dumps(values, ensure_ascii=False) + "\n")
@@ -159,6 +165,8 @@ def _request(values: Mapping[str, Any], drawn: Request, defaults: TraceDefaults,
         if name not in changes and not default:
             what = "timestamp (or arrival_s)" if name == "arrival_s" else name
             raise UsageError(f"{what} is missing, and there is no default for it; {_ALLOWED}")
+    if "lora" in changes:
+        changes["adapters"] = changes.pop("lora")
     if any(name in changes for name in _OF_EDITS):
         if missing := [name for name in ("image", "mask") if name not in changes]:
             raise UsageError(f"{missing[0]} is missing, but edits need both image and mask")

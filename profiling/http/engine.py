@@ -173,6 +173,7 @@ def build_engine(
             size_multiple=model.family.geometry.size_multiple,
             dtype=dtype,
             reuses_templates=recipe.templates is not None,
+            adapters=() if model.adapters is None else model.adapters.names,
         ),
         alone,
         replace(model.identity, name=recipe.name),

@@ -7,14 +7,14 @@ from typing import Annotated
 import typer
 
 from ...data.errors import UsageError
-from ...data.requests import Request
+from ...data.requests import Request, read_adapters
 from ..flags import flag
 from ..options.common import GuidanceScale, MaxBatchSize, NumInferenceSteps, Seed, require_seeds
 from ..options.groups import ParallelEngineFlags
 from ..options.target import Target
 from ..options.templates import KeepFlag, TemplateKindFlag, TemplatePrompt, TemplateSeed, require_keep, require_masked
 from ..output import Output
-from .generate import draw, image_paths
+from .generate import check_adapters_used, draw, image_paths
 
 
 def edit(
@@ -57,6 +57,9 @@ def edit(
     num_inference_steps: NumInferenceSteps = None,
     guidance_scale: GuidanceScale = None,
     negative_prompt: Annotated[str | None, flag("--negative-prompt", "What the image should not show.")] = None,
+    use_adapter: Annotated[
+        str, flag("--use-adapter", "Adapters that images are drawn with.", metavar="NAME[:SCALE][+NAME...]")
+    ] = "",
     seed: Seed = 0,
     output: Annotated[
         Path,
@@ -95,6 +98,10 @@ def edit(
         raise UsageError(
             "--template-kind, --keep, --edit-full-steps and --edit-dilate are of edits with a record: add --reuse"
         )
+    adapters = read_adapters(use_adapter)
+    check_adapters_used(engine, [adapters])
+    if reuse and adapters:
+        raise UsageError("--use-adapter: records that --reuse reads are of the model without adapters; leave one out")
     geometry, defaults = model_geometry(target.model), target.defaults()
     require_seeds(seed, num_images, "images")
     spec = EditSpec(
@@ -116,6 +123,7 @@ def edit(
         seed,
         negative_prompt,
         edit=spec,
+        adapters=adapters,
     )
     geometry.check_size(spec.resolution, target.model)
     geometry.check_edit(first)

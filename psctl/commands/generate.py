@@ -1,14 +1,15 @@
 """`psctl generate`: images for prompts, of any mix of resolutions, through the serving engine."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from ...data.errors import RunError, UsageError
 from ...data.files import require_folder
-from ...data.requests import Request
-from ...data.resolution import Resolution, parse
+from ...data.requests import Adapters, Request, read_adapters, require_adapters
+from ...data.resolution import parse
 from ..flags import flag
 from ..options.common import GuidanceScale, MaxBatchSize, NumInferenceSteps, Seed, require_seeds
 from ..options.groups import ParallelEngineFlags
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ...data.templates import Keep
+    from ...serving.options import EngineOptions
 
+Value = TypeVar("Value")
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 
@@ -44,6 +47,14 @@ def generate(
     num_inference_steps: NumInferenceSteps = None,
     guidance_scale: GuidanceScale = None,
     negative_prompt: Annotated[str | None, flag("--negative-prompt", "What the images should not show.")] = None,
+    use_adapter: Annotated[
+        list[str] | None,
+        flag(
+            "--use-adapter",
+            'Adapters that an image is drawn with; given once for all prompts, or once per prompt, then "" for none.',
+            metavar="NAME[:SCALE][+NAME...]",
+        ),
+    ] = None,
     seed: Seed = 0,
     output: Annotated[
         Path,
@@ -72,10 +83,13 @@ def generate(
         psctl generate "a red apple on a blue background" -o apple.png
         psctl generate "a taco" "a hat" -r 128x192 -r 256 --seed 7
         psctl generate --prompts prompts.txt -r 192 -o images --json
+        psctl generate "a cat" "a dog" --adapter ink=ink.safetensors --use-adapter ink --use-adapter ink:0.5
         psctl generate "a living room" --save-template -o room.png
     """
     texts = _read_prompts(prompt, prompts)
-    sizes = _read_resolutions(resolution, len(texts))
+    sizes = _each("--resolution", [parse(text) for text in resolution or ()], len(texts))
+    adapters = _each("--use-adapter", [read_adapters(text) for text in use_adapter or ()], len(texts))
+    check_adapters_used(engine, adapters)
     require_seeds(seed, len(texts), "prompts")
     defaults = target.defaults()
     requests = [
@@ -87,9 +101,15 @@ def generate(
             guidance_scale=defaults.guidance_scale if guidance_scale is None else guidance_scale,
             seed=seed + index,
             negative_prompt=negative_prompt,
+            adapters=own,
         )
-        for index, (text, size) in enumerate(
-            zip(texts, sizes or [defaults.default_resolution] * len(texts), strict=True)
+        for index, (text, size, own) in enumerate(
+            zip(
+                texts,
+                sizes or [defaults.default_resolution] * len(texts),
+                adapters or [()] * len(texts),
+                strict=True,
+            )
         )
     ]
     paths = image_paths(output, len(texts), overwrite=overwrite)
@@ -179,16 +199,23 @@ def _read_prompts(arguments: list[str] | None, file: Path | None) -> list[str]:
     return arguments
 
 
-def _read_resolutions(texts: list[str] | None, num_prompts: int) -> list[Resolution]:
-    """Return one size per prompt, or none at all if the model's own is wanted."""
-    sizes = [parse(text) for text in texts or ()]
-    if len(sizes) == 1:
-        return sizes * num_prompts
-    if sizes and len(sizes) != num_prompts:
-        raise UsageError(
-            f"--resolution is given {len(sizes)} times for {num_prompts} prompts: give it once or for each"
-        )
-    return sizes
+def _each(option: str, values: list[Value], num_prompts: int) -> list[Value]:
+    """Return one value of an option per prompt, or none at all if it is not given."""
+    if len(values) == 1:
+        return values * num_prompts
+    if values and len(values) != num_prompts:
+        raise UsageError(f"{option} is given {len(values)} times for {num_prompts} prompts: give it once or for each")
+    return values
+
+
+def check_adapters_used(engine: "EngineOptions", adapters: Sequence[Adapters]) -> None:
+    """Raise UsageError if images name adapters that are not loaded, or some are loaded that none names."""
+    loaded = [each.name for each in engine.model.adapters]
+    for own in adapters:
+        require_adapters(own, loaded)
+    unused = [name for name in loaded if all(name not in dict(own) for own in adapters)]
+    if unused:
+        raise UsageError(f"--adapter {unused[0]} is used by no image: add --use-adapter {unused[0]}, or leave it out")
 
 
 def image_paths(output: Path, count: int, *, overwrite: bool) -> list[Path]:
@@ -216,6 +243,7 @@ def _describe(record: Any) -> dict[str, Any]:
         "num_inference_steps": record.num_inference_steps,
         "guidance_scale": record.guidance_scale,
         "seed": record.seed,
+        "lora": record.lora,
         "status": record.status,
         "reason": record.reason,
         "path": record.image_path,

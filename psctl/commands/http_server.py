@@ -162,14 +162,14 @@ def recipe_of(
     if cache.predictor is not None:
         cache = replace(cache, predictor=cache.predictor.absolute())
     place = target.root.for_model(target.model, str(resolve_device(target.device)))
-    # A replica may have another working folder.
+    # A replica may have another working folder, as for adapters.
     model = str(Path(target.model).absolute()) if Path(target.model).is_dir() else target.model
     return EngineRecipe(
         target.model,
         model,
         target.device,
         target.dtype,
-        replace(engine, cache=cache),
+        replace(engine, cache=cache, model=engine.model.from_anywhere()),
         type(place)(place.root.absolute()),
         system,
         tuple(sizes),

@@ -155,6 +155,11 @@ MODEL = Flags(
             "Adapter that is fused into the weights, a .safetensors file; several are added up.",
             metavar="PATH[:SCALE]",
         ),
+        "adapter": flag(
+            "--adapter",
+            "Adapter (LoRA) that each image or request may name, a .safetensors file; give one for each.",
+            metavar="NAME=PATH",
+        ),
         "quantize": flag(
             "--quantize",
             "Weights of the denoising model in 8 bits, by torchao. Images are near those without, not equal.",

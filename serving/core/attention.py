@@ -1,5 +1,6 @@
 """What attention has in common wherever tokens lie: projections as one, heads, norms of queries and keys."""
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .adapters import adapted_of
 from .derived import Derived
 
 Rotary = tuple[Tensor, Tensor]
@@ -15,13 +17,16 @@ Rotary = tuple[Tensor, Tensor]
 
 class FusedLinear(nn.Module):
     """Several linear layers on the same input as one; the weights are put together at first use, unless they are
-    quantised: then each layer is left as it is.
+    quantised: then each layer is left as it is. Adapters change what each layer gives of it.
     """
 
     def __init__(self, *layers: nn.Linear) -> None:
         super().__init__()
         self._layers = layers
         self._fused = Derived(self._fuse)
+        ends = list(accumulate((layer.out_features for layer in layers), initial=0))
+        found = zip(map(adapted_of, layers), ends, ends[1:], strict=False)
+        self._adapted = [(adapted, *place) for adapted, *place in found if adapted is not None]
 
     def _fuse(self) -> tuple[Tensor, Tensor | None]:
         has_bias = self._layers[0].bias is not None
@@ -35,7 +40,10 @@ class FusedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if type(self._layers[0].weight) is not nn.Parameter:
             return torch.cat([layer(x) for layer in self._layers], -1)
-        return F.linear(x, *self.fuse())
+        out = F.linear(x, *self.fuse())
+        for adapted, start, end in self._adapted:
+            adapted.add(x, out[..., start:end])
+        return out
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, bias: Tensor | None = None) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, Self, get_args
 
-from ...data.requests import Request
+from ...data.requests import Request, adapters_text
 from ...data.resolution import Resolution
 from ...data.work import Work, work_of
 
@@ -108,6 +108,8 @@ class RequestRecord:
 
     Of an edit, `mask_ratio` is the share of its pixels in the mask, `active_share` that of its cells, and `reused` says
     whether the others were read from the record of its template; the latter two are known when it is prepared.
+
+    `lora` names the adapters that it was drawn with, as `data.requests.adapters_text` does.
     """
 
     request_id: int
@@ -134,6 +136,7 @@ class RequestRecord:
     mask_ratio: float | None = None
     active_share: float | None = None
     reused: bool | None = None
+    lora: str | None = None
 
     @classmethod
     def of(cls, request: Request) -> Self:
@@ -151,6 +154,7 @@ class RequestRecord:
             slo_s=request.slo_s,
             strength=None if edit is None else edit.strength,
             mask_ratio=None if edit is None else edit.mask_ratio,
+            lora=adapters_text(request.adapters),
         )
 
     def close(self, status: Status, now_s: float, reason: str | None = None) -> None:

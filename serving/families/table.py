@@ -97,7 +97,7 @@ FAMILIES: Mapping[str, Entry] = {
         title="PixArt-Sigma",
         module="pixart",
         model="PixArtTransformer2DModel",
-        lacks=("--parallel",),
+        lacks=("--parallel", "--adapter"),
         settings=lambda _: {"num_inference_steps": 20, "guidance_scale": 4.5},
     ),
     "Lumina2Pipeline": Entry(
@@ -118,7 +118,7 @@ FAMILIES: Mapping[str, Entry] = {
         title="Z-Image",
         module="z_image",
         model="ZImageTransformer2DModel",
-        lacks=("--parallel",),
+        lacks=("--parallel", "--adapter"),
         settings=lambda _: {"num_inference_steps": 50, "guidance_scale": 5.0},
     ),
 }

@@ -30,6 +30,7 @@ from ..plain.formats import PlainModels, compile_whole
 from ..plain.stepper import PlainStepper
 from ..samplers.batched import BatchedSampler, choose_sampler
 from ..samplers.single import PerRequestSampler
+from .adapters import ModelAdapters
 from .checkpoint import check_options
 from .defaults import ModelDefaults
 from .served import ServedModel
@@ -42,9 +43,10 @@ def build_model(
     fingerprint: str = "",
     defaults: ModelDefaults | None = None,
     options: EngineOptions | None = None,
+    adapters: ModelAdapters | None = None,
 ) -> ServedModel:
-    """Make a `ServedModel` of a pipeline of a supported class, which several may share. Raises as `check_options` and
-    `build_stepper`.
+    """Make a `ServedModel` of a pipeline of a supported class, which several may share, with the adapters that were
+    loaded into it. Raises as `check_options` and `build_stepper`.
     """
     defaults, options = defaults or ModelDefaults(), options or EngineOptions()
     family = build_family(pipe, max_sequence_length=defaults.max_sequence_length)
@@ -53,7 +55,7 @@ def build_model(
     if options.cache.is_on:
         suited = facts(options.cache.patch_size).patch_size
         options = replace(options, cache=replace(options.cache, patch_size=suited))
-    stepper = build_stepper(pipe, family, options, facts, fingerprint)
+    stepper = build_stepper(pipe, family, options, facts, fingerprint, adapters)
     decode = stepper.group.decoder if isinstance(stepper, ParallelStepper) else None
     return ServedModel(
         pipe,
@@ -64,13 +66,19 @@ def build_model(
         defaults=defaults,
         options=options,
         decode=decode,
+        adapters=adapters,
     )
 
 
 def with_engine(model: ServedModel, options: EngineOptions) -> ServedModel:
     """The same loaded model, sharing its weights, served by another engine."""
     return build_model(
-        model.pipe, name=model.name, fingerprint=model.fingerprint, defaults=model.defaults, options=options
+        model.pipe,
+        name=model.name,
+        fingerprint=model.fingerprint,
+        defaults=model.defaults,
+        options=options,
+        adapters=model.adapters,
     )
 
 
@@ -93,16 +101,17 @@ def build_stepper(
     options: EngineOptions,
     facts: Callable[[int | None], BlockFacts],
     fingerprint: str = "",
+    adapters: ModelAdapters | None = None,
 ) -> Stepper:
     """Make the denoise stage of a pipeline; `facts` says what a cache predictor must fit for a patch size, and
-    `fingerprint` what ranks must find in the model's folder.
+    `fingerprint` what ranks must find in the model's folder. `adapters` are those of the pipeline.
 
     Raises:
         UsageError: if the patch engine cannot run the model; the message names the cause and points to
             `--engine plain`. Or the scheduler draws noise that no seed decides.
         MissingExtraError: if Triton is asked for and not installed.
     """
-    denoiser = denoiser_of(pipe)
+    denoiser, layers = denoiser_of(pipe), None if adapters is None else adapters.layers
     device = denoiser.device
     if options.cuda_graphs and device.type != "cuda":
         raise UsageError(f"--cuda-graphs needs a CUDA device, but the model is on {device}")
@@ -110,7 +119,7 @@ def build_stepper(
         # The patch engine, too, hands batches of one resolution to it.
         compile_whole(denoiser)
     if options.engine == "plain":
-        return build_plain(pipe, family, PlainModels(denoiser, is_compiled=options.compile))
+        return build_plain(pipe, family, PlainModels(denoiser, is_compiled=options.compile, adapters=layers))
     if options.engine == "parallel":
         plain = build_plain(pipe, family, PlainModels(denoiser))
         return parallel_stepper(pipe, plain, options.parallel, fingerprint)
@@ -121,7 +130,12 @@ def build_stepper(
     if order == "image" and options.kernels == "triton":
         raise UsageError("--kernels triton works on patches; use it with --order patch")
     patched = PatchedModel(
-        denoiser, order=order, patch_size=options.patch_size, kernels=options.kernels, strategy=options.strategy
+        denoiser,
+        order=order,
+        patch_size=options.patch_size,
+        kernels=options.kernels,
+        strategy=options.strategy,
+        adapters=layers,
     )
     if cache := options.cache if options.cache.is_on else None:
         served = facts(cache.patch_size)
@@ -132,7 +146,7 @@ def build_stepper(
     if options.cuda_graphs:
         patched.use_graphs(CudaRecorder(device))
     sampler = choose_sampler(pipe.scheduler, pass_step_kwargs=family.pass_step_kwargs)[0]
-    plain = PlainModels(denoiser, patched.channels_last_weights, is_compiled=options.compile)
+    plain = PlainModels(denoiser, patched.channels_last_weights, is_compiled=options.compile, adapters=layers)
     return PatchedStepper(patched, plain, family.conditions, sampler)
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import importlib.util
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,18 @@ def check_changes(options: ModelOptions, model_dir: Path) -> None:
         MissingExtraError: what adapters or quantised weights need is not installed.
         RunError: the file of an adapter is damaged.
     """
-    for lora in options.loras:
-        if not lora.path.is_file():
-            raise UsageError(f"--lora {lora.path}: there is no such file; a .safetensors file is expected")
-        if lora.path.suffix != ".safetensors":
-            raise UsageError(f"--lora {lora.path}: only .safetensors files are loaded, as pickled weights can run code")
-        check_safetensors(lora.path)
-    if options.loras and any(importlib.util.find_spec(name) is None for name in ("peft", "accelerate")):
+    for option, given in (("--lora", options.loras), ("--adapter", options.adapters)):
+        for each in given:
+            if not each.path.is_file():
+                raise UsageError(f"{option} {each.path}: there is no such file; a .safetensors file is expected")
+            if each.path.suffix != ".safetensors":
+                raise UsageError(
+                    f"{option} {each.path}: only .safetensors files are loaded, as pickled weights can run code"
+                )
+            check_safetensors(each.path)
+    if (options.loras or options.adapters) and any(
+        importlib.util.find_spec(name) is None for name in ("peft", "accelerate")
+    ):
         raise MissingExtraError("peft", "lora")
     if options.quantize is not None and importlib.util.find_spec("torchao") is None:
         raise MissingExtraError("torchao", "quantize")
@@ -71,17 +77,25 @@ def _fuse(pipe: Any, loras: Sequence[Lora]) -> None:
     """Fuse adapters into the weights, as diffusers does; of the adapters themselves nothing is left in the model."""
     names = [f"lora{index}" for index in range(len(loras))]
     for name, lora in zip(names, loras, strict=True):
-        try:
-            pipe.load_lora_weights(lora.path.parent, weight_name=lora.path.name, adapter_name=name)
-        except Exception as error:  # whatever diffusers and peft raise of an adapter for another model
-            raise RunError(
-                f"--lora {lora.path} does not fit the model: {str(error).strip().splitlines()[0]}"
-            ) from error
-        if not any(name in found for found in pipe.get_list_adapters().values()):
-            raise RunError(f"--lora {lora.path} does not fit the model: it has weights for none of its layers")
+        load_layers(pipe, lora.path, name, f"--lora {lora.path}")
     pipe.set_adapters(names, adapter_weights=[lora.scale for lora in loras])
     pipe.fuse_lora(components=list(pipe.get_list_adapters()), adapter_names=names)
     pipe.unload_lora_weights()
+
+
+def load_layers(pipe: Any, path: Path, name: str, given: str) -> None:
+    """Load an adapter as layers of peft beside the pipeline's own, by diffusers. Raises RunError if it does not fit,
+    which says how it was `given`.
+    """
+    try:
+        with warnings.catch_warnings():
+            # Several are what is wanted.
+            warnings.filterwarnings("ignore", "Already found a `peft_config` attribute")
+            pipe.load_lora_weights(path.parent, weight_name=path.name, adapter_name=name)
+    except Exception as error:  # whatever diffusers and peft raise of an adapter for another model
+        raise RunError(f"{given} does not fit the model: {str(error).strip().splitlines()[0]}") from error
+    if not any(name in found for found in pipe.get_list_adapters().values()):
+        raise RunError(f"{given} does not fit the model: it has weights for none of its layers")
 
 
 def _quantize(pipe: Any, name: QuantizeName) -> None:

@@ -45,7 +45,11 @@ def read_index(path: Path, *, source: str) -> dict[str, Any]:
 
 def check_options(pipeline: str, options: EngineOptions) -> None:
     """Raise UsageError if pipelines of a supported class are not served with one of these options; it is named."""
-    given = {"--cache": options.cache.is_on, "--parallel": options.parallel.is_on}
+    given = {
+        "--cache": options.cache.is_on,
+        "--parallel": options.parallel.is_on,
+        "--adapter": bool(options.model.adapter),
+    }
     for name in FAMILIES[pipeline].lacks:
         if given[name]:
             raise UsageError(f"{name} does not work with a {pipeline} yet: leave it out")

@@ -84,6 +84,7 @@ def load_model(
     with imports_are_no_garbage():
         quiet_libraries()
         from ..core.allocator import keep_freed_memory
+        from .adapters import ModelAdapters
         from .build import build_model
 
     torch_device = resolve_device(device)
@@ -114,7 +115,8 @@ def load_model(
     except RuntimeError as error:  # out of device memory
         raise RunError(f"model {spec} does not fit on {torch_device}: {_first_line(error)}") from error
     mark = changed_fingerprint(changes, fingerprint(model_dir, source.file))
-    model = build_model(pipe, name=spec, fingerprint=mark, defaults=defaults, options=options)
+    adapters = ModelAdapters(pipe, changes.adapters) if changes.adapters else None
+    model = build_model(pipe, name=spec, fingerprint=mark, defaults=defaults, options=options, adapters=adapters)
     model.offload = offload
     return model
 
@@ -181,8 +183,9 @@ def _offload(options: EngineOptions | None, device: "torch.device", file: Path |
         return None
     if device.type != "cpu":
         return TextOffload()
-    if file is not None or options.model.loras:
-        what = f"{file} is a single file" if file is not None else "--lora changes weights"
+    if file is not None or options.model.loras or options.model.adapters:
+        option = "--lora changes weights" if options.model.loras else "--adapter has layers of its own"
+        what = f"{file} is a single file" if file is not None else option
         raise UsageError(
             f"--offload text reads text encoders again from their files on a CPU, and {what}: leave one out"
         )

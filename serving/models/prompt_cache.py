@@ -14,8 +14,8 @@ Conditioning = dict[str, torch.Tensor]
 class PromptCache:
     """Keeps what text encoders gave, up to so many bytes; what was not asked for the longest goes first.
 
-    Conditioning depends on prompts, size and guidance, never on seed or steps, and nothing writes to it: images are the
-    same with and without. One thread at a time may call it.
+    Conditioning depends on prompts, adapters, size and guidance, never on seed or steps, and nothing writes to it:
+    images are the same with and without. One thread at a time may call it.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -25,7 +25,8 @@ class PromptCache:
 
     def get(self, request: Request, is_guided: bool, encode: Callable[[Request, bool], Conditioning]) -> Conditioning:
         """The conditioning of a request, encoded unless it is kept."""
-        key = request.prompt, request.negative_prompt, request.resolution, request.guidance_scale, is_guided
+        texts = request.prompt, request.negative_prompt, request.adapters
+        key = *texts, request.resolution, request.guidance_scale, is_guided
         found = self._kept.get(key)
         if found is not None:
             self._hits += 1

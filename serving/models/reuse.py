@@ -84,10 +84,12 @@ class TemplateReuse:
     def key_of(self, request: Request) -> TemplateKey | None:
         """Which record an edit can read; None: none, as it has no template, its size has parts of cells, or it starts
         at the first step from an image that is noised only in part, which records do not have; or as a scheduler of its
-        own counts its steps, which cannot be taken in any order.
+        own counts its steps, which cannot be taken in any order. Records are of the model without adapters.
         """
         edit, geometry = request.edit, self._family.geometry
-        if edit is None or edit.template is None or self._stepper is None or self._unbatched is not None:
+        if edit is None or edit.template is None or request.adapters:
+            return None
+        if self._stepper is None or self._unbatched is not None:
             return None
         if any(side % geometry.cell for side in geometry.latent_size(request.resolution)):
             return None
@@ -136,7 +138,7 @@ class TemplateReuse:
             RunError: as `TemplateStore.add`. Where a record cannot be written, there is a warning, and it is used as
                 long as it is in memory.
         """
-        self._require_batched()
+        self._require_recordable(request)
         self.store = self.store or TemplateStore(folder)
         edit, geometry = request.edit, self._family.geometry
         if edit is not None and edit.strength < 1 and geometry.first_step(request) == 0:
@@ -209,7 +211,7 @@ class TemplateReuse:
 
         Raises UsageError: records do not suit the sampler, or the size of the image.
         """
-        self._require_batched()
+        self._require_recordable(request)
         self._family.geometry.check_cells(request.resolution, self._identity.name)
         self.trajectories[request.request_id] = Trajectory(folder)
 
@@ -234,7 +236,9 @@ class TemplateReuse:
         store.add(key, self.trajectories.pop(request.request_id).steps(latents), self._device)
         return key
 
-    def _require_batched(self) -> None:
+    def _require_recordable(self, request: Request) -> None:
+        if request.adapters:
+            raise UsageError("what an image's template has shown is of the model without adapters: leave them out")
         if self._unbatched is not None:
             raise UsageError(
                 f"what an image's template has shown is reused with batched samplers only: {self._unbatched}"

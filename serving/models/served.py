@@ -7,6 +7,7 @@ the plain pipeline with the same prompt, size, steps, guidance scale and `torch.
 
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ import torch
 from diffusers.utils.torch_utils import randn_tensor
 
 from ...data.errors import RunError, UsageError
-from ...data.requests import Request
+from ...data.requests import Request, require_adapters
 from ...data.resolution import Resolution
 from ...data.tables.block_facts import BlockFacts
 from ..core.denoiser import denoiser_of
@@ -29,6 +30,7 @@ from ..options import EngineOptions
 from ..patched.cached_block import block_facts
 from ..samplers.batched import choose_sampler
 from ..samplers.single import NOISING, PerRequestSampler, SamplerState
+from .adapters import ModelAdapters
 from .defaults import ModelDefaults
 from .identity import ModelIdentity
 from .offload import TextOffload
@@ -61,6 +63,7 @@ class ServedModel:
         defaults: steps, guidance scale and resolutions that suit the model.
         options: which engine denoises, and how.
         decode: does the autoencoder's part; None for the pipeline's own.
+        adapters: that requests may name; None for none.
 
     Attributes:
         unbatched: why each request calls a scheduler of its own; None where one update serves all of them.
@@ -80,6 +83,7 @@ class ServedModel:
         defaults: ModelDefaults,
         options: EngineOptions,
         decode: Decode | None = None,
+        adapters: ModelAdapters | None = None,
     ) -> None:
         self.pipe, self.family, self.stepper = pipe, family, stepper
         self.name, self.fingerprint, self.defaults, self.options = name, fingerprint, defaults, options
@@ -93,6 +97,7 @@ class ServedModel:
         self.reuse = TemplateReuse(
             family, stepper, pipe.scheduler, self.identity, self.device, self.unbatched, self.prepare
         )
+        self.adapters = adapters
         self.offload: TextOffload | None = None
         self._known_schedules: set[tuple[int, int, Resolution]] = set()
         self._preparing = threading.Lock()
@@ -120,8 +125,9 @@ class ServedModel:
             )
 
     def check_request(self, request: Request) -> None:
-        """Raise UsageError if the model cannot serve the request (its resolution, number of steps, or edit)."""
+        """Raise UsageError if the model cannot serve the request (its resolution, steps, adapters, or edit)."""
         self.check_resolution(request.resolution)
+        require_adapters(request.adapters, () if self.adapters is None else self.adapters.names)
         self.family.geometry.check_edit(request)
         if request.edit is not None and not any(hasattr(self.pipe.scheduler, name) for name in NOISING):
             raise UsageError(f"scheduler {type(self.pipe.scheduler).__name__} cannot noise images, as edits need it")
@@ -198,7 +204,8 @@ class ServedModel:
             edit = edit if self.reuse.store is None and template.kind == "noised" else replace(edit, template=None)
         is_guided = self.family.uses_guidance(request.guidance_scale)
         encode, prompts = self.family.condition, self.prompts
-        conditioning = encode(request, is_guided) if prompts is None else prompts.get(request, is_guided, encode)
+        with nullcontext() if self.adapters is None else self.adapters.encoding(request.adapters):
+            conditioning = encode(request, is_guided) if prompts is None else prompts.get(request, is_guided, encode)
         generator = torch.Generator("cpu").manual_seed(request.seed)
         state = self._start_schedule(request, generator)
         dtype, known = self.family.noise_dtype or conditioning["text"].dtype, None

@@ -105,7 +105,7 @@ class PatchedJointAttention(nn.Module):
         image = heads_of(self.image_qkv(hidden_states.flatten(0, 1)), 3, attention.heads)
         text_turns, turns = _parted(image_rotary_emb, len(image))
         image = normed(image, attention.norm_q, attention.norm_k, turns)
-        text = heads_of(self.text_qkv(encoder_hidden_states.flatten(0, 1)), 3, attention.heads)
+        text = heads_of(self.text_qkv(encoder_hidden_states).flatten(0, 1), 3, attention.heads)
         text = normed(text, attention.norm_added_q, attention.norm_added_k, text_turns)
         text = text.unflatten(0, encoder_hidden_states.shape[:2])
         ends_text = getattr(attention, "context_pre_only", False)

@@ -15,6 +15,7 @@ from torch import Tensor
 from ...kernels.patch import patch_join, patch_split
 from ..cache.active import ActiveRows, ActiveSet
 from ..cache.cells import CellTables
+from ..core.adapters import Entries
 from ..layout.packing import Level, Packing
 
 Strategy = Literal["stitch", "regroup"]
@@ -32,7 +33,7 @@ class PatchContext:
         choose: which strategy a convolution uses.
         kernels: one of `kernels.launch.KERNELS`.
         timesteps: (rows,) timestep of every row, for this forward pass.
-        kept: what stays the same while the batch has the same rows (text keys and values, positions).
+        kept: what stays the same while the batch has the same rows (text keys and values, positions, adapters).
         text_bias: what is added to the scores of text tokens as keys, [rows or 1, keys] for the last keys; None for
             nothing.
         biased_text: (rows, length) 1 for text tokens whose own scores have that bias, 0 for those whose have none;
@@ -142,6 +143,23 @@ class PatchContext:
         assert x.shape[2] == level.side
         assert self.active is not None or x.shape[0] == level.num_patches
         return level
+
+    def entries_of(self, x: Tensor) -> Entries:
+        """Where rows are in the input of a layer: [rows, ...], patches or tokens of images at the present level, or
+        tokens of a stream; for adapters, which work on whole batches. Where two of these have the same form, there is
+        one entry for each row, in order.
+        """
+        level, rows, shape = self.level, self.packing.num_rows, x.shape[:-1]
+        assert self.active is None
+        assert self.rows is None
+        if shape[0] == rows:
+            return Entries("rows", lambda: torch.arange(rows, device=x.device), are_tokens=False)
+        if shape in ((level.num_tokens,), (1, level.num_tokens), (level.num_patches, level.grain**2)):
+            return Entries(("tokens", level.index), lambda: self.row_of_token, are_tokens=True)
+        stream = self.stream_rows
+        if stream is not None and shape in ((len(stream),), (1, len(stream)), (len(stream), 1)):
+            return Entries(("stream", len(stream)), lambda: stream, are_tokens=True)
+        raise ValueError(f"an adapter's layer is given {tuple(x.shape)}, which is neither rows nor tokens of the batch")
 
     def put_fused(self, *work: Fused) -> None:
         """For a norm to say what it has done of the work of the leaves behind it."""

@@ -17,6 +17,7 @@ from ...kernels.group_norm_stitch import group_norm_apply, group_norm_silu_stitc
 from ...kernels.halo import halo_gather
 from ..cache.active import ActiveSet
 from ..cache.slots import NormSlots, TokenSlots
+from ..core.adapters import adapted_of
 from ..core.derived import Derived
 from ..layout.packing import Level
 from .context import Fused, PatchContext, Strategy, images_of, joined, repeated, to_patches, to_tokens, tokens_of
@@ -44,21 +45,38 @@ class PatchedConv(nn.Module):
         self.slots = TokenSlots()
         self.keeps_input = True
         self._taps = Derived(lambda: conv.weight.detach().contiguous(memory_format=torch.channels_last))
+        self._adapted = adapted_of(conv)
+        # In a dictionary, so that they are not among the model's modules.
+        self._downs: dict[str, PatchedConv] = {}
+        for name, pair in self._adapted.pairs.items() if self._adapted is not None else ():
+            self._downs[name] = PatchedConv(pair.down, context)  # type: ignore[arg-type]  as what it adapts
 
     def forward(self, x: Tensor) -> Tensor:
         context = self.context
         if self.is_pointwise:
             weight = self.conv.weight.view(self.out_channels, -1)
-            return to_patches(F.linear(to_tokens(x), weight, self.conv.bias), x.shape[2])
+            out = to_patches(F.linear(to_tokens(x), weight, self.conv.bias), x.shape[2])
+            return self._with_adapters(out, lambda down: down(x))
         if context.take_fused("stitching"):
             self._keep(x[:, :, 1:-1, 1:-1])
-            return self._valid(x)
+            return self._with_adapters(self._valid(x), lambda down: down._valid(x))
         level = context.at(x)
         self._keep(x)
         out_level = context.level = context.packing.levels[level.index + self.stride - 1]
         if context.active is None:
-            return self.run(x, level, out_level, context.choose(self, level, out_level))
+            places = level, out_level, context.choose(self, level, out_level)
+            return self._with_adapters(self.run(x, *places), lambda down: down.run(x, *places))
         return self.masked(to_tokens(x), level, out_level)
+
+    def _with_adapters(self, out: Tensor, reduced: "Callable[[PatchedConv], Tensor]") -> Tensor:
+        """Add what adapters do. Their first convolution, which has few outputs, is that of all rows, as patches need
+        their neighbours."""
+        if self._adapted is None or self._adapted.model.rows is None:
+            return out
+        tokens = to_tokens(out)
+        for name, down in self._downs.items():
+            self._adapted.add_reduced(name, tokens, lambda down=down: to_tokens(reduced(down)))
+        return to_patches(tokens, out.shape[2])
 
     def masked(self, tokens: Tensor, level: Level, out_level: Level) -> Tensor:
         """Convolve the active cells, which see what was kept of the others."""
@@ -317,7 +335,10 @@ class PatchedPatchEmbed(nn.Module):
         pixels = latent.view(-1, channels, grain, unit, grain, unit).permute(0, 2, 4, 1, 3, 5)
         projection = self.embed.proj
         weight = projection.weight.flatten(1)
-        tokens = F.linear(pixels.reshape(-1, grain**2, channels * unit**2), weight, projection.bias)
+        pixels = pixels.reshape(-1, grain**2, channels * unit**2)
+        tokens = F.linear(pixels, weight, projection.bias)
+        if (adapted := adapted_of(projection)) is not None:
+            adapted.add(pixels, tokens)
         if "positions" not in self.context.kept:
             table = partial(self.positions, self.embed)
             self.context.kept["positions"] = repeated(level, table, self.context.kernels)

@@ -17,6 +17,7 @@ from ..cache.options import CacheOptions
 from ..cache.patch_batch import CachedRequest
 from ..cache.patch_cache import PatchCache
 from ..cache.rules import Booleans, ReuseRule
+from ..core.adapters import AdaptedLayers
 from ..core.denoiser import copy_modules, denoise
 from ..families import transformer_of
 from ..families.table import entry_of, token_side
@@ -48,6 +49,7 @@ class PatchedModel:
         patch_size: side of a patch in latent pixels; None for the largest common divisor of each batch.
         kernels: one of `kernels.launch.KERNELS`.
         strategy: what every convolution uses; auto asks `table`, which is empty until it is measured (`use_table`).
+        adapters: the layers of the model that requests may change; None for none.
 
     Raises:
         UsageError: if the model has a module that is not known to work on parts of images.
@@ -61,7 +63,9 @@ class PatchedModel:
         patch_size: int | None = None,
         kernels: str = "auto",
         strategy: Strategy | Literal["auto"] = "auto",
+        adapters: AdaptedLayers | None = None,
     ) -> None:
+        self.adapters = adapters or AdaptedLayers()
         self.model: Any = copy_modules(model)
         self.table = StrategyTable()
         self._is_measured = strategy == "auto"
@@ -228,7 +232,8 @@ class PatchedModel:
         context.begin_pass(timesteps)
         before, context.kept = context.kept, kept
         try:
-            return self._denoise(patches, timesteps, self._read_text(conditions, kept))
+            with self.adapters.on(kept.get("adapters")):
+                return self._denoise(patches, timesteps, self._read_text(conditions, kept))
         finally:
             context.kept = before
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...data.templates import Keep
 from ..cache.patch_batch import CachedRequest
+from ..core.adapters import adapters_of
 from ..core.denoise_batch import DenoiseBatch
 from ..core.denoiser import Conditions
 from ..core.failures import Failures
@@ -235,6 +236,8 @@ class PackedBatch:
             for each in batch
         ]
         model.begin(row_packing, repeats=repeats, requests=known)
+        if (adapters := adapters_of(batch, model.device, model.context.entries_of)) is not None:
+            model.context.kept["adapters"] = adapters
         self.together = DenoiseBatch(
             batch, model.pack(sizes), row_packing, stepper.sampler, self._predict, dtype=model.dtype
         )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.adapters import adapters_of
 from ..core.denoise_batch import DenoiseBatch, Predict
 from ..core.prepared import PreparedRequest
 from ..layout.packing import WholeImages
@@ -26,8 +27,11 @@ def plain_batch(
 ) -> DenoiseBatch:
     """Batch requests of one resolution; `conditions` are those of all their rows, as the model's forward names them."""
 
+    rows = adapters_of(requests, models.device)
+
     def predict(latents: Tensor, timesteps: Tensor) -> Tensor:
-        return models.predict(latents, timesteps, conditions)
+        with models.adapters.on(rows):
+            return models.predict(latents, timesteps, conditions)
 
     return whole_batch(predict, requests, sampler, models.dtype)
 

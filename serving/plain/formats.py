@@ -13,6 +13,7 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
+from ..core.adapters import AdaptedLayers
 from ..core.denoiser import Conditions, copy_modules, denoise
 from ..core.kept import load_or_measure
 from ..core.prepared import PreparedRequest
@@ -45,6 +46,7 @@ class PlainModels:
         weights: of convolutions in channels-last format, by the module's name, as far as they exist already.
         is_compiled: whether the model runs through torch.compile; the other form does then, too.
         always: the format that is used whatever is faster.
+        adapters: the layers that requests may change; None for none.
 
     Attributes:
         channels_last: the channels-last form, once it was needed.
@@ -58,7 +60,9 @@ class PlainModels:
         *,
         is_compiled: bool = False,
         always: Format | None = None,
+        adapters: AdaptedLayers | None = None,
     ) -> None:
+        self.adapters = adapters or AdaptedLayers()
         self._model, self._weights, self._is_compiled, self._always = model, weights, is_compiled, always
         self.channels_last: nn.Module | None = None
         self.points: list[Point] = []

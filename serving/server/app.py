@@ -245,6 +245,7 @@ def _model_card(name: str, front_end: FrontEnd) -> dict[str, Any]:
             "guidance_scale": model.defaults.guidance_scale,
             "reuse": model.reuses_templates,
         },
+        **({"adapters": list(model.adapters)} if model.adapters else {}),
         **({"cascade": list(model.cascade)} if model.cascade else {}),
         "limits": {
             "n": MAX_IMAGES,

@@ -175,6 +175,7 @@ class FrontEnd:
                     None if is_batch else wanted.slo_s,
                     wanted.edit,
                     wanted.fallback,
+                    adapters=wanted.adapters,
                 )
                 if request.slo_s is None and not is_batch:
                     request = replace(request, slo_s=self.pricing.slo_s(request))

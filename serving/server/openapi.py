@@ -1,12 +1,13 @@
 """What `/openapi.json` says of bodies, which `protocol` checks by hand, and of errors. No torch."""
 
+from collections.abc import Sequence
 from typing import Any, get_args
 
 from ...data.edits import MAX_DILATE, MAX_FEATHER_PX
-from ...data.requests import MAX_SEED, Fallback
+from ...data.requests import MAX_SCALE, MAX_SEED, Fallback
 from ...data.templates import TEMPLATE_KINDS
 from .limits import Limits
-from .protocol import GENERATIONS, MAX_IMAGES, MAX_PARTIALS, MAX_USER, QUALITIES, ModelFacts
+from .protocol import GENERATIONS, LORA, MAX_IMAGES, MAX_PARTIALS, MAX_USER, QUALITIES, ModelFacts
 
 MAX_LISTED = 100
 _ERROR = {
@@ -91,6 +92,8 @@ def _shared(model: ModelFacts, limits: Limits) -> dict[str, Any]:
             "partial_images": _whole(0, 0),
             "fallback": {"enum": list(get_args(Fallback))},
         }
+    if model.adapters:
+        own[LORA] = _lora(model.adapters)
     return {
         "prompt": {"type": "string", "maxLength": limits.max_prompt},
         "model": {"enum": list(model.names)},
@@ -108,6 +111,13 @@ def _shared(model: ModelFacts, limits: Limits) -> dict[str, Any]:
         "progress": {"type": "boolean"},
         "slo": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1e9},
     }
+
+
+def _lora(served: Sequence[str]) -> dict[str, Any]:
+    scale = {"type": "number", "minimum": -MAX_SCALE, "maximum": MAX_SCALE}
+    one = {"type": "object", "required": ["name"], "properties": {"name": {"enum": list(served)}, "scale": scale}}
+    text = {"type": "string", "description": "NAME[:SCALE], joined by +", "examples": [served[0]]}
+    return {"anyOf": [text, {"type": "array", "items": one | {"additionalProperties": False}}]}
 
 
 def batch_body() -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What `POST /v1/images/generations` takes, checked field by field; the answers are made elsewhere.
 
 Names and meanings are those of OpenAI's images API; `seed`, `num_inference_steps`, `guidance_scale`, `negative_prompt`,
-`progress`, `slo` and (of cascades) `fallback` are ours. Edits take most of it, too: see `edits`.
+`progress`, `slo`, `lora` and (of cascades) `fallback` are ours. Edits take most of it, too: see `edits`.
 """
 
 import math
@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from ...data.requests import MAX_SEED, Fallback, steps_taken
+from ...data.errors import UsageError
+from ...data.requests import MAX_SEED, Adapters, Fallback, read_adapters, require_adapters, steps_taken
 from ...data.resolution import Resolution
 from ..models.defaults import ModelDefaults
 from .errors import ApiError, invalid
@@ -41,6 +42,7 @@ class ModelFacts:
         size_multiple: width and height must be multiples of it.
         dtype: for clients that ask about the model.
         reuses_templates: whether edits read the records of their templates, unless they say that they do not.
+        adapters: that requests may name.
         cascade: of a light and a heavy model: their names, each of which takes its own steps and guidance.
     """
 
@@ -50,6 +52,7 @@ class ModelFacts:
     size_multiple: int = 8
     dtype: str = ""
     reuses_templates: bool = False
+    adapters: tuple[str, ...] = ()
     cascade: tuple[str, ...] = ()
 
     @property
@@ -58,8 +61,9 @@ class ModelFacts:
         return self.name, *self.aliases
 
 
-ADAPTERS = ("lora", "loras", "adapter", "adapters")
-"""What clients call adapters (LoRA) of a request, which others serve."""
+LORA = "lora"
+_ADAPTERS = (LORA, "loras", "adapter", "adapters")
+"""What clients call adapters (LoRA) of a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,7 @@ class Generation:
         progress: whether a stream tells of every step.
         edit: the image to start from, and what may change in it; None for new images.
         fallback: of a cascade: whether the light model's image may be the answer.
+        adapters: that change the model for these images.
     """
 
     prompt: str
@@ -90,6 +95,7 @@ class Generation:
     quality: str = "auto"
     edit: "EditSpec | None" = None
     fallback: Fallback = "light"
+    adapters: Adapters = ()
 
     @property
     def kind(self) -> str:
@@ -172,6 +178,7 @@ def take_generation(
         quality=quality,
         # Of a single model the field is unknown.
         fallback=fields.word("fallback", "light", get_args(Fallback)) if model.cascade else "light",  # type: ignore[arg-type]
+        adapters=fields.adapters(LORA, model.adapters) if model.adapters else (),
     )
     if fields.word("background", "auto", ("auto", "opaque", "transparent")) == "transparent":
         raise invalid("background is 'transparent', but images have no alpha channel: auto or opaque", "background")
@@ -238,8 +245,10 @@ class Fields:
         """Raise ApiError if a field is left."""
         for name in self._left:
             told = f"the field {shown(name)} is unknown"
-            if name in ADAPTERS:
-                told += ": adapters per request are not served yet; psctl serve --lora PATH[:SCALE] fuses them for all"
+            if name == LORA:
+                told += ": no adapters are served here; psctl serve --adapter NAME=PATH lets requests name them"
+            elif name in _ADAPTERS:
+                told += f": requests name their adapters in the field {LORA}"
             raise invalid(told, name[:MAX_USER], code="unknown_parameter")
 
     def required(self, name: str, *, most: int) -> str:
@@ -292,6 +301,16 @@ class Fields:
         if not isinstance(value, str) or value not in allowed:
             raise invalid(f"{name} is {shown(value)}, but it must be one of {', '.join(allowed)}", name)
         return value
+
+    def adapters(self, name: str, served: Sequence[str]) -> Adapters:
+        """Adapters that are served, see `read_adapters`."""
+        value = self._left.pop(name, None)
+        try:
+            found = read_adapters("" if value is None else value)
+            require_adapters(found, served)
+        except UsageError as error:
+            raise invalid(f"{name}: {error}", name) from None
+        return found
 
     def flag(self, name: str, default: bool = False) -> bool:
         """True or false."""

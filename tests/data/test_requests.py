@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from patchedserve.data.errors import UsageError
-from patchedserve.data.requests import MAX_SEED, Request
+from patchedserve.data.requests import MAX_SEED, Adapters, Request, adapters_text, read_adapters
 from patchedserve.data.resolution import Resolution
 
 SMALL = Resolution(128, 128)
@@ -65,3 +65,45 @@ def test_bad_fields_are_named(change: dict[str, Any]) -> None:
         Request(**fields)
     assert isinstance(caught.value, ValueError)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ("", ()),
+        ([], ()),
+        ("ink", (("ink", 1.0),)),
+        ("ink:0.5+toy-2", (("ink", 0.5), ("toy-2", 1.0))),
+        ([{"name": "ink"}, {"name": "toy", "scale": -2}], (("ink", 1.0), ("toy", -2))),
+    ],
+)
+def test_adapters_are_read_from_text_and_lists(said: object, found: Adapters) -> None:
+    assert read_adapters(said) == found
+    request = Request(0, "", SMALL, adapters=found)
+    assert read_adapters(adapters_text(request.adapters) or "") == found
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("ink:", "the scale of adapter ink is '', but it must be a number from -100 to 100"),
+        ("ink:nan", "the scale of adapter ink is nan"),
+        ("ink:101", "the scale of adapter ink is 101.0"),
+        ([{"name": "ink", "scale": 10**400}], "the scale of adapter ink is 1000"),
+        ([{"name": "ink", "scale": True}], "the scale of adapter ink is True"),
+        ("ink+ink", "adapter ink is named twice"),
+        ("+", "adapter name '' is not allowed"),
+        ([{"scale": 1}], "adapter name None is not allowed"),
+        ("é" * 1000, "adapter name 'é"),
+        ("+".join("abcdefghijklmnopq"), "17 adapters are named, but a request may have at most 16"),
+        ([{"name": "ink", "weight": 1}], "names no adapters"),
+        (["ink"], "names no adapters"),
+        (5, "5 names no adapters: give NAME"),
+    ],
+)
+def test_bad_adapters_get_one_short_line(said: object, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_adapters(said)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 200

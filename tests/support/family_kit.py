@@ -27,7 +27,7 @@ from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.defaults import ModelDefaults, read_geometry
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
-from patchedserve.serving.options import EngineOptions
+from patchedserve.serving.options import EngineOptions, ModelOptions
 from patchedserve.serving.parallel.options import ParallelOptions
 
 from .cached_models import ByPlace
@@ -72,6 +72,7 @@ _CACHE = CacheOptions("patch", 0.1, warmup_steps=1, max_reuse=2, full_above=1)
 OPTIONS = {
     "--cache": EngineOptions(cache=CacheOptions("patch", 0.1)),
     "--parallel": EngineOptions("parallel", parallel=ParallelOptions("virtual:2")),
+    "--adapter": EngineOptions(model=ModelOptions(adapter=["ink=ink.safetensors"])),
 }
 
 

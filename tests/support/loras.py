@@ -1,7 +1,7 @@
 """Adapters (LoRA) with random weights, saved as diffusers saves them, and the fused pipeline as the reference."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,20 +9,30 @@ import torch
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 
+from patchedserve.data.requests import Request
+
+from .tiny_models import plain_latents
+
 _LAYERS = {"unet": "to_k to_q to_v to_out.0", "transformer": "to_k to_q to_v to_out.0", "text_encoder": "q_proj v_proj"}
 
 
-def save_lora(path: Path, pipe: Any, *parts: str, seed: int = 0) -> Path:
-    """Save an adapter of these parts of a pipeline (`unet`, `transformer`, `text_encoder`), which it leaves alone."""
-    layers = {}
+def save_lora(
+    path: Path, pipe: Any, *parts: str, seed: int = 0, rank: int = 4, layers: str | None = None, **options: Any
+) -> Path:
+    """Save an adapter of these parts of a pipeline (`unet`, `transformer`, `text_encoder`), which it leaves alone.
+
+    `layers` names those of the denoising model as an expression, by default those of attention; `options` are peft's.
+    """
+    states = {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for part in parts:
             model = copy.deepcopy(getattr(pipe, part))
-            config = LoraConfig(r=4, lora_alpha=8, target_modules=_LAYERS[part].split(), init_lora_weights=False)
+            names = layers if layers and part in ("unet", "transformer") else _LAYERS[part].split()
+            config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names, init_lora_weights=False, **options)
             model.add_adapter(config)
-            layers[f"{part}_lora_layers"] = get_peft_model_state_dict(model)
-    type(pipe).save_lora_weights(path.parent, weight_name=path.name, **layers)
+            states[f"{part}_lora_layers"] = get_peft_model_state_dict(model)
+    type(pipe).save_lora_weights(path.parent, weight_name=path.name, **states)
     return path
 
 
@@ -35,3 +45,19 @@ def fused(pipe: Any, loras: Sequence[tuple[Path, float]]) -> Any:
     parts = [name for name in ("unet", "transformer", "text_encoder") if getattr(pipe, name, None) is not None]
     pipe.fuse_lora(components=parts, adapter_names=names)
     return pipe
+
+
+def alone(pipe: Any, loras: Mapping[str, Path], requests: Sequence[Request]) -> list[torch.Tensor]:
+    """What the pipeline gives for each request by itself with its adapters set, as final latents."""
+    for name, path in loras.items():
+        pipe.load_lora_weights(str(path.parent), weight_name=path.name, adapter_name=name)
+    found = []
+    for request in requests:
+        if request.adapters:
+            pipe.enable_lora()
+            names, scales = zip(*request.adapters, strict=True)
+            pipe.set_adapters(list(names), adapter_weights=list(scales))
+        else:
+            pipe.disable_lora()
+        found.append(plain_latents(pipe, request))
+    return found

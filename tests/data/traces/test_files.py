@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from patchedserve.data.errors import UsageError
-from patchedserve.data.requests import MAX_SEED, Request
+from patchedserve.data.requests import MAX_SEED, Request, adapters_text
 from patchedserve.data.resolution import Resolution, parse_list
 from patchedserve.data.traces.draws import TraceDefaults
 from patchedserve.data.traces.files import load_trace, save_trace
@@ -39,6 +39,7 @@ def random_request(rng: random.Random, request_id: int, arrival_s: float) -> Req
         negative_prompt=rng.choice([None, "", text()]),
         arrival_s=arrival_s,
         slo_s=rng.choice([None, rng.uniform(1e-3, 9)]),
+        adapters=rng.choice([(), (("ink", rng.uniform(-9, 9)), ("toy-2.1", 1.0))]),
     )
 
 
@@ -63,6 +64,7 @@ def test_request_lines_of_random_requests_read_back_equal(tmp_path: Path) -> Non
         values = {field.name: getattr(request, field.name) for field in fields(request)}
         values |= values.pop("resolution")._asdict()
         values["timestamp"] = values.pop("arrival_s")
+        values["lora"] = adapters_text(values.pop("adapters"))
         lines.append(f"Request({', '.join(f'{name}={value!r}' for name, value in values.items())})\n")
     assert load_trace(write(tmp_path, "".join(lines))) == trace
 
@@ -173,6 +175,7 @@ CALL = "Request(timestamp=0, width=128, height=128, prompt='a'"
         (JSONL.replace("}", ', "width": 64}'), "trace.jsonl:1: not valid JSON: width is given twice"),
         (JSONL.replace("}", ', "slo_ms": 0}'), "trace.jsonl:1: slo_s is 0"),
         (JSONL.replace("}", ', "seed": -1}'), "trace.jsonl:1: seed is -1"),
+        (JSONL.replace("}", ', "lora": "ink:x"}'), "trace.jsonl:1: the scale of adapter ink is 'x'"),
         (JSONL.replace("}", ', "seed": true}'), "trace.jsonl:1: seed is True, but it must be a number"),
         (JSONL.replace("}", ', "seed": [1]}'), r"trace.jsonl:1: seed is \[1\], but it must be a whole number"),
         (JSONL.replace('"a"', "false"), "trace.jsonl:1: prompt is False, but it must be text"),

@@ -27,6 +27,6 @@ def test_the_support_matrix_is_the_table(repository: Path) -> None:
     says = {True: "no", False: "yes"}
     assert rows == [
         f"| {entry.title} | `{name}` | patched, plain | "
-        f"{says['--cache' in entry.lacks]} | {says['--parallel' in entry.lacks]} |"
+        f"{says['--cache' in entry.lacks]} | {says['--parallel' in entry.lacks]} | {says['--adapter' in entry.lacks]} |"
         for name, entry in FAMILIES.items()
     ]

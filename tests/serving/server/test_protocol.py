@@ -1,6 +1,7 @@
 """What clients may send: every wrong body is told in one line, with the field and a code."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,29 @@ LIMITS = Limits(max_pixels=256 * 256)
 
 def parsed(header_slo: str | None = None, **fields: Any) -> Generation:
     return parse_generation({"prompt": "a cat", **fields}, MODEL, LIMITS, header_slo=header_slo)
+
+
+def test_adapters_that_are_served_may_be_named() -> None:
+    model = replace(MODEL, adapters=("ink", "toy"))
+
+    def named(**fields: Any) -> Generation:
+        return parse_generation({"prompt": "a cat", **fields}, model, LIMITS)
+
+    assert named().adapters == named(lora=None).adapters == named(lora="").adapters == ()
+    assert named(lora="ink:0.5+toy").adapters == (("ink", 0.5), ("toy", 1.0))
+    assert named(lora=[{"name": "toy", "scale": 2}]).adapters == (("toy", 2),)
+    for given, told in (
+        ("oil", "lora: adapter oil is unknown; there are ink, toy"),
+        ("ink:much", "lora: the scale of adapter ink is 'much', but it must be a number"),
+        (3, "lora: 3 names no adapters"),
+        (False, "lora: False names no adapters"),
+        ({"name": "ink"}, "names no adapters"),
+    ):
+        with pytest.raises(ApiError, match=told) as caught:
+            named(lora=given)
+        assert (caught.value.status, caught.value.param) == (400, "lora")
+    with pytest.raises(ApiError, match=r"requests name their adapters in the field lora"):
+        named(adapter="ink")
 
 
 def refused(**fields: Any) -> ApiError:

@@ -1,0 +1,110 @@
+"""Adapters (LoRA) that requests name: loaded by diffusers, and kept beside a pipeline's weights instead of in them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from diffusers import UNet2DConditionModel
+from torch import nn
+
+from ...data.errors import UsageError
+from ...data.requests import Adapters
+from ..core.adapters import AdaptedLayers, Entries, LowRank, RowAdapters
+from ..core.denoiser import denoiser_of
+from ..options import NamedAdapter
+from .changes import load_layers
+
+_TEXT_ENCODER = "text_encoder"
+_REPLACED = ("_transformer_norm_layers", "_overwritten_params")
+"""Where diffusers keeps what an adapter has replaced in a model, beside layers of peft."""
+
+
+class ModelAdapters:
+    """The adapters of a pipeline. Its layers are changed only for rows that name one, see `core.adapters`.
+
+    Args:
+        pipe: on its device and in its dtype; layers are given hooks, weights stay as they are.
+        given: what is loaded.
+
+    Attributes:
+        names: that requests may name.
+        layers: of the denoising model.
+
+    Raises:
+        UsageError: an adapter changes what cannot be changed for some requests only.
+        RunError: an adapter does not fit the model.
+    """
+
+    def __init__(self, pipe: Any, given: Sequence[NamedAdapter]) -> None:
+        self.names = tuple(each.name for each in given)
+        self.layers, self._texts = AdaptedLayers(), AdaptedLayers()
+        denoiser = denoiser_of(pipe)
+        self._device: torch.device = denoiser.device
+        # peft does not take all names that requests may use.
+        names = {f"adapter{index}": each for index, each in enumerate(given)}
+        found: list[tuple[nn.Module, AdaptedLayers, dict[str, LowRank]]] = []
+        try:
+            for name, each in names.items():
+                load_layers(pipe, each.path, name, f"--adapter {each.name}={each.path}")
+                if any(getattr(denoiser, attribute, None) for attribute in _REPLACED):
+                    raise _refusal(each, "replaces norms or whole layers")
+            for part in pipe.get_list_adapters():
+                model = getattr(pipe, part)
+                owner = self._texts if part.startswith(_TEXT_ENCODER) else self.layers
+                if owner is self.layers and model is not denoiser:
+                    raise UsageError(f"--adapter: an adapter of the part {part} cannot be applied to each request")
+                found += [(layer, owner, pairs) for layer, pairs in _pairs_of(model, names, self._device)]
+        finally:
+            pipe.unload_lora_weights()
+        for layer, owner, pairs in found:
+            owner.adapt(layer, pairs)
+
+    @contextmanager
+    def encoding(self, adapters: Adapters) -> Iterator[None]:
+        """Let the text encoders be those of a request with these adapters, in the one thread that encodes."""
+        rows = None
+        if adapters:
+            rows = RowAdapters([adapters], self._device, place=_of_one_row)
+        with self._texts.on(rows):
+            yield
+
+
+def _of_one_row(x: torch.Tensor) -> Entries:
+    return Entries(len(x), lambda: torch.zeros(len(x), dtype=torch.long, device=x.device), are_tokens=False)
+
+
+def _pairs_of(
+    model: nn.Module, names: Mapping[str, NamedAdapter], device: torch.device
+) -> Iterator[tuple[nn.Module, dict[str, LowRank]]]:
+    """The layers of a model that peft has wrapped, each with what adapters of these names in peft add to it, on the
+    device where it computes.
+    """
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for where, wrapped in model.named_modules():
+        if not isinstance(wrapped, BaseTunerLayer):
+            continue
+        layer: Any = wrapped.get_base_layer()
+        pairs: dict[str, LowRank] = {}
+        for name, given in names.items():
+            if not isinstance(wrapped, LoraLayer) or name in wrapped.lora_variant or name in wrapped.lora_embedding_A:
+                raise _refusal(given, f"is no plain LoRA ({where})")
+            if name not in wrapped.lora_A:
+                continue
+            if isinstance(layer, nn.Conv2d) and not isinstance(model, UNet2DConditionModel):
+                raise _refusal(given, f"changes the convolution {where}")
+            if not isinstance(layer, nn.Linear | nn.Conv2d):
+                raise _refusal(given, f"changes {where}, a {type(layer).__name__}")
+            dtype = layer.weight.dtype
+            down, up = (part[name].to(device, dtype) for part in (wrapped.lora_A, wrapped.lora_B))
+            if up.bias is not None:
+                raise _refusal(given, f"has a bias ({where})")
+            pairs[given.name] = LowRank(down, up, wrapped.scaling[name])  # type: ignore[arg-type]  of the layer's kind
+        if pairs:
+            yield layer, pairs
+
+
+def _refusal(given: NamedAdapter, problem: str) -> UsageError:
+    return UsageError(f"--adapter {given.name}={given.path} {problem}, which is not applied by request; use --lora")

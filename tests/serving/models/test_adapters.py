@@ -1,0 +1,184 @@
+"""Adapters that requests name: a batch that mixes them equals diffusers with each request's own adapters set."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from patchedserve.data.errors import RunError, UsageError
+from patchedserve.data.requests import Adapters, Request
+from patchedserve.serving.cache.options import CacheOptions
+from patchedserve.serving.models.loading import load_model
+from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.options import EngineOptions, ModelOptions
+from patchedserve.serving.parallel.options import ParallelOptions
+
+from ...support.family_kit import BUILDS, PASS, STEPS, denoised, mixed
+from ...support.patched_models import relative_error
+from ...support.tiny_models import save_tiny
+
+pytest.importorskip("peft", reason="the extra lora is not installed")
+from ...support.loras import alone, save_lora
+
+LAYERS = {
+    "unet": r".*\.(to_[qkv]|to_out\.0|proj_in|proj_out|net\.0\.proj|net\.2|conv1|conv|conv_shortcut|time_emb_proj)",
+    "transformer": "all-linear",
+}
+EACH: tuple[Adapters, ...] = ((("pixel", 1.0),), (), (("toy", -0.7),), (("pixel", 0.5), ("toy", 0.8)))
+
+
+def saved(name: str, folder: Path) -> tuple[Any, dict[str, Path], Path]:
+    """A tiny pipeline, two adapters of nearly all its layers, and its folder."""
+    pipe = BUILDS[name]()
+    part = "unet" if hasattr(pipe, "unet") else "transformer"
+    texts = ["text_encoder"] if name in ("sd", "sdxl") else []
+    loras = {
+        "pixel": save_lora(folder / "pixel.safetensors", pipe, part, *texts, layers=LAYERS[part]),
+        "toy": save_lora(folder / "toy.safetensors", pipe, part, seed=1),
+    }
+    return pipe, loras, save_tiny(folder / "model", pipe)
+
+
+def serving(folder: Path, loras: dict[str, Path], **options: Any) -> ServedModel:
+    given = ModelOptions(adapter=[f"{name}={path}" for name, path in loras.items()])
+    return load_model(str(folder), "cpu", "float32", EngineOptions(**options, model=given))
+
+
+def adapted(num_steps: Sequence[int], each: Sequence[Adapters] = EACH) -> list[Request]:
+    return [replace(request, adapters=own) for request, own in zip(mixed(num_steps), each, strict=True)]
+
+
+_FAST = ("sd", "sd3", "flux")
+_NAMES = [name for name in BUILDS if name not in ("pixart", "z-image")]
+"""Others lack `--adapter`, which `check_family` looks at."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in _FAST else pytest.mark.slow) for n in _NAMES])
+def test_a_batch_mixes_adapters(name: str, tmp_path: Path) -> None:
+    pipe, loras, folder = saved(name, tmp_path)
+    one, few = adapted([1] * 4), adapted([6, 2, 3, 4])
+    expected, expected_few = alone(pipe, loras, one), alone(pipe, {}, few)
+    for options in ({"order": "image"}, {"order": "patch", "strategy": "stitch"}, {"engine": "plain"}):
+        model = serving(folder, loras, **options)
+        found, base = denoised(model, one), denoised(model, mixed([1] * 4))
+        assert relative_error(found, expected) <= PASS, options
+        for request, own, without in zip(one, found, base, strict=True):
+            if request.adapters:
+                assert relative_error([own], [without]) > 100 * PASS, "the adapters change the image"
+            else:
+                assert torch.equal(own, without), "who shares the batch changes nothing"
+        assert relative_error(denoised(model, few, joins=[0, 1, 2, 2]), expected_few) <= STEPS, options
+
+
+def test_adapters_go_on_top_of_fused_ones(tmp_path: Path) -> None:
+    pipe, loras, folder = saved("sd3", tmp_path)
+    requests = adapted([2] * 4, [(), (("toy", 0.5),), (), (("toy", 2.0),)])
+    model = load_model(
+        str(folder),
+        "cpu",
+        "float32",
+        EngineOptions(model=ModelOptions(lora=[f"{loras['pixel']}:0.5"], adapter=[f"toy={loras['toy']}"])),
+    )
+    both = [replace(each, adapters=(("pixel", 0.5), *each.adapters)) for each in requests]
+    assert relative_error(denoised(model, requests), alone(pipe, loras, both)) <= STEPS
+    assert model.fingerprint != load_model(str(folder)).fingerprint
+    assert serving(folder, loras).fingerprint == load_model(str(folder)).fingerprint, "weights are as they are"
+
+
+def test_kept_texts_are_those_of_their_adapters(tmp_path: Path) -> None:
+    pipe, loras, folder = saved("sd", tmp_path)
+    model = serving(folder, loras, prompt_cache_mb=1)
+    first = mixed([2] * 4)[0]
+    requests = [replace(first, request_id=index, adapters=EACH[index % 2]) for index in range(4)]
+    assert relative_error(denoised(model, requests), alone(pipe, loras, requests)) <= STEPS
+    assert model.prompts is not None
+    assert (model.prompts.to_json()["hits"], model.prompts.to_json()["misses"]) == (2, 2)
+
+
+def test_edits_with_adapters_read_no_records(tmp_path: Path) -> None:
+    from patchedserve.data.edits import EditSpec, TemplateSpec
+    from patchedserve.serving.editing.templates import TemplateStore
+
+    from ...support.edits import image_of, mask_of
+
+    _, loras, folder = saved("sd3", tmp_path)
+    model, size = serving(folder, loras), mixed([2] * 4)[1].resolution
+    edit = EditSpec(image_of(size), mask_of(size, "line"), template=TemplateSpec())
+    plain = Request(0, "a hat", size, 3, edit=edit)
+    request = replace(plain, adapters=EACH[0])
+    model.reuse.use_template(plain, tmp_path / "records", lambda count: None)
+    assert isinstance(model.reuse.store, TemplateStore)
+    assert model.prepare(plain).template is not None
+    assert model.prepare(request).template is None
+    exact = replace(request, edit=replace(edit, template=None))
+    assert torch.equal(denoised(model, [request])[0], denoised(model, [exact])[0])
+    with pytest.raises(UsageError, match="of the model without adapters"):
+        model.reuse.use_template(request, tmp_path / "records", lambda count: None)
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux"])
+def test_bfloat16_is_as_accurate_as_the_pipeline(name: str, tmp_path: Path) -> None:
+    _, loras, folder = saved(name, tmp_path)
+    given = EngineOptions(model=ModelOptions(adapter=[f"{name}={path}" for name, path in loras.items()]))
+    plain = replace(given, engine="plain")
+    one = adapted([1] * 4)
+    exact = denoised(load_model(str(folder), "cpu", "float32", plain), one)
+    patched, alone_too = (denoised(load_model(str(folder), "cpu", "bfloat16", each), one) for each in (given, plain))
+    assert relative_error(patched, exact) <= 1.5 * relative_error(alone_too, exact)
+
+
+def test_what_cannot_be_applied_by_request_is_refused(tmp_path: Path) -> None:
+    pipe, loras, folder = saved("sd3", tmp_path)
+    embedding = save_lora(tmp_path / "embedding.safetensors", pipe, "transformer", layers=r"pos_embed\.proj")
+    with pytest.raises(UsageError, match=r"--adapter a=.*embedding.safetensors changes the convolution pos_embed.proj"):
+        serving(folder, {"a": embedding})
+    dora = save_lora(tmp_path / "dora.safetensors", pipe, "transformer", use_dora=True)
+    with pytest.raises(UsageError, match=r"--adapter a=.*dora.safetensors is no plain LoRA \("):
+        serving(folder, {"a": dora})
+    biased = save_lora(tmp_path / "biased.safetensors", pipe, "transformer", lora_bias=True)
+    with pytest.raises(UsageError, match=r"--adapter a=.*biased.safetensors has a bias \("):
+        serving(folder, {"a": biased})
+    other = save_lora(tmp_path / "other.safetensors", BUILDS["sd"](), "unet")
+    with pytest.raises(RunError, match=r"--adapter a=.*other.safetensors does not fit the model: "):
+        serving(folder, {"a": other})
+    with pytest.raises(UsageError, match=r"--adapter a.bin: there is no such file"):
+        serving(folder, {"a": Path("a.bin")})
+    model, request = serving(folder, loras), adapted([1] * 4)[0]
+    with pytest.raises(UsageError, match="adapter other is unknown; there are pixel, toy"):
+        model.check_request(replace(request, adapters=(("other", 1.0),)))
+    with pytest.raises(UsageError, match="adapter pixel is unknown; none is served: see --adapter NAME=PATH"):
+        load_model(str(folder)).check_request(request)
+
+
+def test_an_adapter_with_norms_is_refused(tmp_path: Path) -> None:
+    _, loras, folder = saved("flux", tmp_path)
+    norm = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    name = "transformer_blocks.0.attn.norm_q.weight"
+    save_file(load_file(loras["toy"]) | {f"transformer.{name}": norm[name] * 2}, tmp_path / "norms.safetensors")
+    with pytest.raises(UsageError, match=r"--adapter a=.*norms.safetensors replaces norms or whole layers, which"):
+        serving(folder, {"a": tmp_path / "norms.safetensors"})
+
+
+@pytest.mark.parametrize(
+    ("adapter", "options", "message"),
+    [
+        (["a"], {}, "--adapter a: give NAME=PATH"),
+        (["a="], {}, "--adapter a=: give NAME=PATH"),
+        (["a+b=c"], {}, r"adapter name 'a\+b' is not allowed"),
+        (["a=b", "a=c"], {}, "--adapter a is given twice"),
+        (["a=b"], {"cache": CacheOptions("patch", 0.1)}, "--adapter does not work with --cache yet"),
+        (["a=b"], {"compile": True}, "--adapter does not work with --compile yet"),
+        (["a=b"], {"cuda_graphs": True}, "--adapter does not work with --cuda-graphs yet"),
+        (["a=b"], {"engine": "parallel", "parallel": ParallelOptions("virtual:2")}, "not work with --parallel yet"),
+        (["a=b"], {"quantize": "int8"}, "--adapter does not work with --quantize yet"),
+    ],
+)
+def test_bad_options_are_named(adapter: list[str], options: dict[str, Any], message: str) -> None:
+    quantize = options.pop("quantize", None)
+    with pytest.raises(UsageError, match=message) as caught:
+        EngineOptions(**options, model=ModelOptions(adapter=adapter, quantize=quantize))
+    assert "\n" not in str(caught.value)
