@@ -118,6 +118,7 @@ def test_edits_read_what_a_replica_has_recorded(server: HttpServer) -> None:
 
 
 def test_edits_go_to_the_replica_that_has_their_record(server: HttpServer) -> None:
+    until(lambda: len(replicas_of(server)) == 2, 60)
     size, names = Resolution(64, 32), sorted(each["name"] for each in replicas_of(server))
     pictures = {number: file_of(image_of(size, number)) for number in (7, 8)}
     mask = file_of(np.indices(size[::-1])[1] < 16)
@@ -129,7 +130,7 @@ def test_edits_go_to_the_replica_that_has_their_record(server: HttpServer) -> No
 
     def drawn() -> dict[str, int]:
         """By each replica, once they have told of all that the front end has completed."""
-        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+        lines = httpx.get(f"{server.url}/metrics", timeout=30).text.splitlines()
         of_completed = next(line for line in lines if 'request_success_total{finished_reason="completed"}' in line)
         found: dict[str, int] = {}
 
