@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from ..data.adapters import check_adapter_name
 from ..data.checks import require_counts
 from ..data.errors import UsageError
-from ..data.requests import check_adapter_name
 from ..data.templates import Keep
 from .cache.options import CacheOptions
 from .parallel.options import ParallelOptions

@@ -11,10 +11,11 @@ from typing import Annotated, Any, TextIO
 from pydantic import BeforeValidator, ConfigDict, PlainValidator, Strict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
+from ..adapters import Adapters, adapters_text, read_adapters
 from ..errors import UsageError
 from ..files import atomic_write
 from ..records import csv_rows, keys_given_twice, open_text, parse_json, parsed_lines, unique_keys
-from ..requests import Adapters, Request, TracedEdit, adapters_text, read_adapters
+from ..requests import Request, TracedEdit
 from ..resolution import Resolution, parse
 from .draws import RequestDraws, TraceDefaults
 from .edits import traced_edit

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
+from ...data.adapters import read_adapters
 from ...data.errors import UsageError
-from ...data.requests import Request, read_adapters
+from ...data.requests import Request
 from ..flags import flag
 from ..options.common import GuidanceScale, MaxBatchSize, NumInferenceSteps, Seed, require_seeds
 from ..options.groups import ParallelEngineFlags

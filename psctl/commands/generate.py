@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from ...data.adapters import Adapters, read_adapters, require_adapters
 from ...data.errors import RunError, UsageError
 from ...data.files import require_folder
-from ...data.requests import Adapters, Request, read_adapters, require_adapters
+from ...data.requests import Request
 from ...data.resolution import parse
 from ..flags import flag
 from ..options.common import GuidanceScale, MaxBatchSize, NumInferenceSteps, Seed, require_seeds

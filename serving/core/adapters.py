@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...data.requests import Adapters
+from ...data.adapters import Adapters
 from .prepared import PreparedRequest
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, Self, get_args
 
-from ...data.requests import Request, adapters_text
+from ...data.adapters import adapters_text
+from ...data.requests import Request
 from ...data.resolution import Resolution
 from ...data.work import Work, work_of
 

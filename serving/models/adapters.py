@@ -8,8 +8,8 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch import nn
 
+from ...data.adapters import Adapters
 from ...data.errors import UsageError
-from ...data.requests import Adapters
 from ..core.adapters import AdaptedLayers, Entries, LowRank, RowAdapters
 from ..core.denoiser import denoiser_of
 from ..options import NamedAdapter

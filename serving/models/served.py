@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 
+from ...data.adapters import require_adapters
 from ...data.errors import RunError, UsageError
-from ...data.requests import Request, require_adapters
+from ...data.requests import Request
 from ...data.resolution import Resolution
 from ...data.tables.block_facts import BlockFacts
 from ..core.denoiser import denoiser_of

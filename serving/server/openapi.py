@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Any, get_args
 
+from ...data.adapters import MAX_SCALE
 from ...data.edits import MAX_DILATE, MAX_FEATHER_PX
-from ...data.requests import MAX_SCALE, MAX_SEED, Fallback
+from ...data.requests import MAX_SEED, Fallback
 from ...data.templates import TEMPLATE_KINDS
 from .limits import Limits
 from .protocol import GENERATIONS, LORA, MAX_IMAGES, MAX_PARTIALS, MAX_USER, QUALITIES, ModelFacts

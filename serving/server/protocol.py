@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from ...data.adapters import Adapters, read_adapters, require_adapters
 from ...data.errors import UsageError
-from ...data.requests import MAX_SEED, Adapters, Fallback, read_adapters, require_adapters, steps_taken
+from ...data.requests import MAX_SEED, Fallback, steps_taken
 from ...data.resolution import Resolution
 from ..models.defaults import ModelDefaults
 from .errors import ApiError, invalid

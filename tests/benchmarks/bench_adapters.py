@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from patchedserve.data.requests import Adapters, Request
+from patchedserve.data.adapters import Adapters
+from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.options import EngineOptions, ModelOptions

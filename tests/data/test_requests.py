@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from patchedserve.data.adapters import Adapters, adapters_text, read_adapters
 from patchedserve.data.errors import UsageError
-from patchedserve.data.requests import MAX_SEED, Adapters, Request, adapters_text, read_adapters
+from patchedserve.data.requests import MAX_SEED, Request
 from patchedserve.data.resolution import Resolution
 
 SMALL = Resolution(128, 128)

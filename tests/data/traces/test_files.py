@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from patchedserve.data.adapters import adapters_text
 from patchedserve.data.errors import UsageError
-from patchedserve.data.requests import MAX_SEED, Request, adapters_text
+from patchedserve.data.requests import MAX_SEED, Request
 from patchedserve.data.resolution import Resolution, parse_list
 from patchedserve.data.traces.draws import TraceDefaults
 from patchedserve.data.traces.files import load_trace, save_trace

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from patchedserve.data.adapters import Adapters
 from patchedserve.data.errors import RunError, UsageError
-from patchedserve.data.requests import Adapters, Request
+from patchedserve.data.requests import Request
 from patchedserve.serving.cache.options import CacheOptions
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel

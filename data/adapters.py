@@ -1,0 +1,75 @@
+"""Which adapters (LoRA) a request names, and how text and JSON name them. No torch."""
+
+import re
+from collections.abc import Sequence
+
+from .errors import UsageError
+
+Adapters = tuple[tuple[str, float], ...]
+"""Names of adapters, each with what its change of the model is multiplied by."""
+MAX_SCALE, _MOST_ADAPTERS = 100.0, 16
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
+
+
+def check_adapters(adapters: Sequence[tuple[object, object]]) -> None:
+    """Raise UsageError if a name is none or comes twice, a scale is none, or they are too many."""
+    if len(adapters) > _MOST_ADAPTERS:
+        raise UsageError(f"{len(adapters)} adapters are named, but a request may have at most {_MOST_ADAPTERS}")
+    for name, scale in adapters:
+        check_adapter_name(name)
+        if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not -MAX_SCALE <= scale <= MAX_SCALE:
+            allowed = f"a number from {-MAX_SCALE:g} to {MAX_SCALE:g}"
+            raise UsageError(f"the scale of adapter {name} is {_short(scale)}, but it must be {allowed}")
+    names = [name for name, _ in adapters]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"adapter {twice} is named twice: name it once, with the sum of its scales")
+
+
+def check_adapter_name(name: object) -> None:
+    """Raise UsageError if adapters cannot have this name."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise UsageError(f"adapter name {_short(name)} is not allowed: up to 64 letters, digits, '.', '_' and '-'")
+
+
+def require_adapters(adapters: Adapters, known: Sequence[str]) -> None:
+    """Raise UsageError if one is not among the adapters that are served."""
+    for name, _ in adapters:
+        if name not in known:
+            served = f"there are {', '.join(known)}" if known else "none is served: see --adapter NAME=PATH"
+            raise UsageError(f"adapter {name} is unknown; {served}")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def read_adapters(value: object) -> Adapters:
+    """The adapters that text `NAME[:SCALE][+NAME[:SCALE]]...` names, as `pixel:0.8+toy`, or a list of such mappings as
+    `{"name": "pixel", "scale": 0.8}`. A scale that is not given is 1; nothing named is the model as it is.
+
+    Raises UsageError: as `check_adapters`, or it is neither.
+    """
+    if isinstance(value, str):
+        parts = [part.partition(":") for part in value.split("+")] if value else []
+        found = tuple((name, _number_of(scale) if colon else 1.0) for name, colon, scale in parts)
+    elif isinstance(value, list) and all(isinstance(part, dict) and part.keys() <= {"name", "scale"} for part in value):
+        found = tuple((part.get("name"), part.get("scale", 1.0)) for part in value)
+    else:
+        raise UsageError(
+            f"{_short(value)} names no adapters: give NAME[:SCALE], joined by +, or a list of name and scale"
+        )
+    check_adapters(found)
+    return found  # type: ignore[return-value]  scales are numbers, as has been checked
+
+
+def _number_of(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def adapters_text(adapters: Adapters) -> str | None:
+    """What `read_adapters` reads; None for the model as it is."""
+    return "+".join(f"{name}:{scale}" for name, scale in adapters) or None
