@@ -21,7 +21,7 @@ from .masked_batch import PassInputs, inputs_of
 
 _EDITS, _SHARES = (1, 4), (0.1, 0.4)
 """Of the batches that are measured, for each size."""
-_WARMUP, _REPEATS = 1, 3
+_WARMUP, _REPEATS = 1, 5
 
 
 @dataclass(frozen=True, slots=True)

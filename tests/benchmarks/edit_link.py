@@ -128,7 +128,7 @@ def main() -> None:
             speed: {plan: [] for plan in LOAD_PLANS} for speed in SPEEDS
         }
         for _ in range(given.rounds):
-            order = [(speed, plan) for speed in SPEEDS for plan in LOAD_PLANS]
+            order: list[tuple[float, LoadPlan]] = [(speed, plan) for speed in SPEEDS for plan in LOAD_PLANS]
             rng.shuffle(order)
             for speed, plan in order:
                 turns[speed][plan].append(turn(model, requests, folder, LoadOptions(speed * middle, plan)))

@@ -72,7 +72,7 @@ def test_a_template_is_recorded_once_and_edits_read_it(run_psctl: RunPsctl, fold
         assert (drawn[mask] != images[0][mask]).any()
     listed = json.loads(run_psctl("templates", "list", "--json", **where).stdout)
     assert [(each["id"], each["about"]["size"]) for each in listed] == [(template["id"], "64x64")]
-    slow = run_psctl(*edit, "-o", folder / "slow.png", "--edit-link-mbps", "20", **where)
+    slow = run_psctl(*edit, "-o", folder / "slow.png", "--edit-link-mbps", "20", "--plan", "strawman", **where)
     assert slow.returncode == 0, slow.stderr
     assert (folder / "slow.png").read_bytes() == (folder / "one.png").read_bytes()
     less = run_psctl(*edit, "-o", folder / "three.png", "--keep", "outputs", **where)
@@ -196,9 +196,10 @@ def test_what_records_of_a_model_cannot_hold_is_said_before_it_is_loaded(run_psc
         run = run_psctl(*words, "--keep", "outputs", PSCTL_MODEL=str(folder / "flux"))
         assert (run.returncode, len(run.stderr.splitlines())) == (2, 1), run.stderr
         assert "--keep outputs does not work with a FluxPipeline yet: give --keep kv or all" in run.stderr
-    run = run_psctl("serve", "--http", "--keep", "kv", PSCTL_MODEL=str(folder / "flux"))
-    assert (run.returncode, len(run.stderr.splitlines())) == (2, 1), run.stderr
-    assert "--keep is of records that edits read: add --reuse-templates" in run.stderr
+    for option, value in (("--keep", "kv"), ("--edit-link-mbps", "9"), ("--plan", "none")):
+        run = run_psctl("serve", "--http", option, value, PSCTL_MODEL=str(folder / "flux"))
+        assert (run.returncode, len(run.stderr.splitlines())) == (2, 1), run.stderr
+        assert f"{option} is of records that edits read: add --reuse-templates" in run.stderr
 
 
 @pytest.mark.parametrize("make", [tiny_sd, tiny_sdxl, tiny_sd3])

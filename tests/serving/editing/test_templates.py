@@ -1,6 +1,8 @@
 """Records in their folder and in memory: damage, bounds, and what cannot be written or read."""
 
+import gc
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import torch
 from patchedserve.data.errors import RunError, UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.templates import unit_of
+from patchedserve.serving.editing.records import Link
 from patchedserve.serving.editing.templates import MANIFEST, TemplateStore
 from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
@@ -151,6 +154,21 @@ def test_a_pass_waits_for_what_it_needs_and_no_longer(tmp_path: Path) -> None:
     record.expect(1, units)
     record.expect(1, units[-1:])
     assert len(record.staged._staged[1]._loads) <= 2
+
+
+def test_the_thread_of_a_slow_link_ends_with_it() -> None:
+    before = set(threading.enumerate())
+    link = Link(mbps=1e-9)
+    (thread,) = set(threading.enumerate()) - before
+    first, second = (link.submit(lambda: {0: {"operator": torch.zeros(8)}}) for _ in range(2))
+    # It takes hours; whoever is still there when a process ends does not wait for it.
+    assert not first.done()
+    del link
+    gc.collect()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    assert not second.done()
+    assert thread.daemon
 
 
 def test_a_record_larger_than_the_folder_may_be_is_refused_and_others_stay(tmp_path: Path) -> None:
