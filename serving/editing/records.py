@@ -62,19 +62,25 @@ class _Asked(NamedTuple):
 def _read_what_is_asked(queue: "SimpleQueue[_Asked | None]", is_over: threading.Event, mbps: float | None) -> None:
     free_s = 0.0
     while (asked := queue.get()) is not None:
-        if is_over.is_set() or not asked.future.set_running_or_notify_cancel():
-            continue
-        try:
-            found = asked.read()
-        except Exception as error:  # noqa: BLE001  whoever waits for it is told
-            asked.future.set_exception(error)
-            continue
-        if mbps is not None:
-            num_bytes = sum(tensor.nbytes for row in found.values() for tensor in row.values())
-            # From when the link was free, not from now: a thread that sleeps wakes up late.
-            free_s = max(free_s, asked.at_s) + num_bytes / (mbps * 1e6)
-            is_over.wait(max(0.0, free_s - time.perf_counter()))
-        asked.future.set_result(found)
+        if not is_over.is_set() and asked.future.set_running_or_notify_cancel():
+            free_s = _answer(asked, is_over, mbps, free_s)
+        del asked  # while this thread waits for the next, nothing of the last one keeps the link alive
+
+
+def _answer(asked: _Asked, is_over: threading.Event, mbps: float | None, free_s: float) -> float:
+    """Read what is asked of a link that is free from some time on; returns from when on it is free then."""
+    try:
+        found = asked.read()
+    except Exception as error:  # noqa: BLE001  whoever waits for it is told
+        asked.future.set_exception(error)
+        return free_s
+    if mbps is not None:
+        num_bytes = sum(tensor.nbytes for row in found.values() for tensor in row.values())
+        # From when the link was free, not from now: a thread that sleeps wakes up late.
+        free_s = max(free_s, asked.at_s) + num_bytes / (mbps * 1e6)
+        is_over.wait(max(0.0, free_s - time.perf_counter()))
+    asked.future.set_result(found)
+    return free_s
 
 
 def _end(queue: "SimpleQueue[_Asked | None]", is_over: threading.Event) -> None:

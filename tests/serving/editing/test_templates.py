@@ -4,6 +4,7 @@ import gc
 import os
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -156,19 +157,24 @@ def test_a_pass_waits_for_what_it_needs_and_no_longer(tmp_path: Path) -> None:
     assert len(record.staged._staged[1]._loads) <= 2
 
 
-def test_the_thread_of_a_slow_link_ends_with_it() -> None:
+@pytest.mark.parametrize("mbps", [None, 1e-9])
+def test_the_thread_of_a_link_ends_with_it(mbps: float | None) -> None:
     before = set(threading.enumerate())
-    link = Link(mbps=1e-9)
+    link = Link(mbps)
     (thread,) = set(threading.enumerate()) - before
-    first, second = (link.submit(lambda: {0: {"operator": torch.zeros(8)}}) for _ in range(2))
-    # It takes hours; whoever is still there when a process ends does not wait for it.
-    assert not first.done()
+    assert thread.daemon
+    if mbps is None:
+        # What is read knows the link, as steps of records do.
+        read = partial(lambda link: {0: {"operator": torch.zeros(8)}}, link)
+        assert len(link.submit(read).result()[0]["operator"]) == 8
+        del read
+    else:
+        loads = [link.submit(lambda: {0: {"operator": torch.zeros(8)}}) for _ in range(2)]
+        assert not loads[0].done()  # that takes hours
     del link
     gc.collect()
     thread.join(timeout=60)
     assert not thread.is_alive()
-    assert not second.done()
-    assert thread.daemon
 
 
 def test_a_record_larger_than_the_folder_may_be_is_refused_and_others_stay(tmp_path: Path) -> None:
