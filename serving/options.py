@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from ..data.adapters import check_adapter_name
 from ..data.checks import require_counts
 from ..data.errors import UsageError
-from ..data.templates import Keep
+from ..data.templates import Keep, LoadPlan
 from .cache.options import CacheOptions
 from .parallel.options import ParallelOptions
 from .samplers.names import SamplerName
@@ -29,16 +29,31 @@ PATCH_OPTIONS = ("order", "patch_size", "strategy", "kernels", "compile", "cuda_
 
 
 @dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How records are read that lie behind a slow link.
+
+    Attributes:
+        link_mbps: megabytes (10^6 bytes) per second at which they are read, each step from its file.
+        plan: which parts of passes read them.
+    """
+
+    link_mbps: float
+    plan: LoadPlan = "optimal"
+
+
+@dataclass(frozen=True, slots=True)
 class TemplateOptions:
     """How a server's edits come to records of templates.
 
     Attributes:
         record: see `RecordTemplates`.
         keep: what records hold, see `Keep`.
+        loads: how they are read; None: as fast as they can be, and all that a pass can use of them.
     """
 
     record: RecordTemplates = "first"
     keep: Keep = "all"
+    loads: LoadOptions | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,6 @@ def build_engine(
         UsageError: the model cannot serve a size, or a table of the workspace is damaged.
         RunError: the model is damaged, or a measurement fails.
     """
-    from ...serving.editing.templates import TemplateStore
     from ...serving.models.loading import load_model
     from ...serving.server.local import LocalSetup
     from ...serving.server.protocol import ModelFacts
@@ -117,7 +116,7 @@ def build_engine(
         model = load_model(recipe.model, recipe.device, recipe.dtype, recipe.options)
     if recipe.templates is not None:
         model.reuse.use_keep(recipe.templates.keep)
-        model.reuse.store = TemplateStore(recipe.workspace.templates)
+        model.reuse.open_store(recipe.workspace.templates, recipe.templates.loads)
     defaults, place, system = model.defaults, recipe.workspace, recipe.system
     prompts = itertools.cycle(load_prompts())
 
@@ -131,6 +130,8 @@ def build_engine(
     for request in examples:
         model.check_request(system.adapt(request))
     model.tune(recipe.sizes, place.tables)
+    if recipe.templates is not None and recipe.templates.loads is not None:
+        model.reuse.plan_loads(recipe.templates.loads, model.tuning(recipe.sizes, place.tables))
     correction = None
     if get_policy(system.policy).requires_predictor:
         latency = latencies_for_serving(

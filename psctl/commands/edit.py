@@ -13,7 +13,17 @@ from ..flags import flag
 from ..options.common import GuidanceScale, MaxBatchSize, NumInferenceSteps, Seed, require_seeds
 from ..options.groups import ParallelEngineFlags
 from ..options.target import Target
-from ..options.templates import KeepFlag, TemplateKindFlag, TemplatePrompt, TemplateSeed, require_keep, require_masked
+from ..options.templates import (
+    EditLinkMbps,
+    KeepFlag,
+    PlanFlag,
+    TemplateKindFlag,
+    TemplatePrompt,
+    TemplateSeed,
+    loads_of,
+    require_keep,
+    require_masked,
+)
 from ..output import Output
 from .generate import check_adapters_used, draw, image_paths
 
@@ -48,6 +58,8 @@ def edit(
     template_seed: TemplateSeed = 0,
     template_kind: TemplateKindFlag = "noised",
     keep: KeepFlag = "all",
+    edit_link_mbps: EditLinkMbps = None,
+    plan: PlanFlag = "optimal",
     edit_full_steps: Annotated[
         int, flag("--edit-full-steps", "With --reuse: so many first steps compute all of the image.", min=0)
     ] = 0,
@@ -90,15 +102,19 @@ def edit(
     from ...data.edits import EditSpec, TemplateSpec, read_image, read_mask
     from ...serving.models.loading import model_geometry, resolve_device
 
+    loads = None
     if reuse:
         require_masked(engine)
         require_keep(target.model, keep)
+        loads = loads_of(edit_link_mbps, plan)
     elif template_prompt or template_seed:
         raise UsageError("--template-prompt and --template-seed are of the record, which only --reuse reads")
     elif edit_full_steps or edit_dilate or keep != "all" or template_kind != "noised":
         raise UsageError(
             "--template-kind, --keep, --edit-full-steps and --edit-dilate are of edits with a record: add --reuse"
         )
+    elif edit_link_mbps is not None or plan != "optimal":
+        raise UsageError("--edit-link-mbps and --plan are of reading records: add --reuse")
     adapters = read_adapters(use_adapter)
     check_adapters_used(engine, [adapters])
     if reuse and adapters:
@@ -145,5 +161,6 @@ def edit(
         out,
         max_batch_size=max_batch_size,
         keep=keep,
+        loads=loads,
         facts={"mask_ratio": spec.mask_ratio, "active_share": share},
     )

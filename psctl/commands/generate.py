@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ...data.templates import Keep
-    from ...serving.options import EngineOptions
+    from ...serving.options import EngineOptions, LoadOptions
 
 Value = TypeVar("Value")
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
@@ -143,12 +143,14 @@ def draw(
     *,
     max_batch_size: int,
     keep: "Keep" = "all",
+    loads: "LoadOptions | None" = None,
     save_templates: bool = False,
     facts: dict[str, Any] | None = None,
 ) -> None:
     """Draw requests in one batch, write their images and print what came of them.
 
-    Records that edits read hold what `keep` says; with `save_templates` the images leave some. `facts` stand in JSON.
+    Records that edits read hold what `keep` says, and are read as `loads` says; with `save_templates` the images leave
+    some. `facts` stand in JSON.
     """
     from ...profiling.runs.draw import draw_images, draw_with_records
 
@@ -166,7 +168,14 @@ def draw(
             )
         else:
             result = draw_images(
-                served, requests, paths, place, max_batch_size=max_batch_size, start_phase=start, on_note=out.note
+                served,
+                requests,
+                paths,
+                place,
+                max_batch_size=max_batch_size,
+                loads=loads,
+                start_phase=start,
+                on_note=out.note,
             )
 
     images = [_describe(record) for record in result.records]

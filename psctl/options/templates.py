@@ -1,13 +1,14 @@
 """Records of images that edits read."""
 
+import math
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
 from ...data.errors import UsageError
 from ...data.resolution import Resolution
-from ...data.templates import Keep, TemplateKind
-from ...serving.options import EngineOptions, RecordTemplates, TemplateOptions
+from ...data.templates import Keep, LoadPlan, TemplateKind
+from ...serving.options import EngineOptions, LoadOptions, RecordTemplates, TemplateOptions
 from ..flags import flag
 
 TemplatePrompt = Annotated[
@@ -32,6 +33,25 @@ KeepFlag = Annotated[
     ),
 ]
 
+EditLinkMbps = Annotated[
+    float | None,
+    flag(
+        "--edit-link-mbps",
+        "Read records at no more than so many megabytes (10^6 bytes) per second, each step from its file: to see how "
+        "edits do behind a slow link.",
+        show_default="as fast as they can be",
+    ),
+]
+
+PlanFlag = Annotated[
+    LoadPlan,
+    flag(
+        "--plan",
+        "With --edit-link-mbps, which blocks read the record, while others compute all pixels: as is fastest, as "
+        "InstGenIE's Algorithm 1 has it (paper), all (strawman), or none.",
+    ),
+]
+
 
 @dataclass(frozen=True, slots=True)
 class TemplateFlags:
@@ -50,6 +70,8 @@ class TemplateFlags:
         ),
     ] = "first"
     keep: KeepFlag = "all"
+    edit_link_mbps: EditLinkMbps = None
+    plan: PlanFlag = "optimal"
 
     def chosen(self, engine: EngineOptions, model: str, given: Container[str]) -> TemplateOptions | None:
         """How edits come to records of templates; None: they read none.
@@ -63,12 +85,12 @@ class TemplateFlags:
             UsageError: the engine or the model cannot, or nothing is reused.
         """
         if not self.reuse_templates:
-            if refused := [name for name in ("--record", "--keep") if name in given]:
+            if refused := [name for name in ("--record", "--keep", "--edit-link-mbps", "--plan") if name in given]:
                 raise UsageError(f"{refused[0]} is of records that edits read: add --reuse-templates, or leave it out")
             return None
         require_masked(engine, "--reuse-templates")
         require_keep(model, self.keep)
-        return TemplateOptions(self.record, self.keep)
+        return TemplateOptions(self.record, self.keep, loads_of(self.edit_link_mbps, self.plan))
 
 
 def require_keep(model: str, keep: Keep) -> None:
@@ -76,6 +98,17 @@ def require_keep(model: str, keep: Keep) -> None:
     from ...serving.models.loading import check_keep_of
 
     check_keep_of(model, keep)
+
+
+def loads_of(link_mbps: float | None, plan: LoadPlan) -> LoadOptions | None:
+    """How records are read. Raises UsageError: no record can be at this speed, or there is nothing to plan."""
+    if link_mbps is None:
+        if plan != "optimal":
+            raise UsageError(f"--plan {plan} is of loads over a link: say with --edit-link-mbps how fast it is")
+        return None
+    if not 0 < link_mbps < math.inf:
+        raise UsageError(f"--edit-link-mbps is {link_mbps:g}, but it must be above 0, and finite")
+    return LoadOptions(link_mbps, plan)
 
 
 def require_cells(model: str, sizes: Iterable[Resolution], *, several: bool = False) -> None:

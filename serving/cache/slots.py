@@ -39,6 +39,7 @@ class SlotBuffer:
         self._pending: dict[int, _Pass] = {}
         """The last pass of each request that is not yet put into its rows, by the request's key."""
         self._pending_bytes = 0
+        self._parts: Callable[[], Sequence[Tensor]] | None = None
 
     def keep(self, tokens: Tensor, tables: CellTables, level: int) -> None:
         """Take over the tokens [tokens, ...] of a pass, in packed order. They must not change afterwards."""
@@ -50,6 +51,9 @@ class SlotBuffer:
 
     def rows(self, tables: CellTables, per_slot: int) -> Tensor:
         """What is kept, [slots * per_slot or more, ...]; slot 0 and new ones hold zeros."""
+        if self._parts is not None:
+            parts, self._parts = self._parts(), None
+            self._rows = torch.cat([parts[0].new_zeros(1, *parts[0].shape[1:]), *parts]).flatten(0, 1)
         self._per_slot = per_slot
         # A later pass has newer tokens of the requests that it shares with an earlier one.
         for last in sorted(set(self._pending.values()), key=lambda each: each.number):
@@ -71,11 +75,12 @@ class SlotBuffer:
         self.clear()
         return values.view(last.tables.num_cells, -1, *values.shape[1:])
 
-    def put(self, parts: Sequence[Tensor]) -> None:
-        """Take over what `taken` has given, of cells whose slots count from 1 on, in any number of parts."""
-        first = parts[0]
-        self._rows = torch.cat([first.new_zeros(1, *first.shape[1:]), *parts]).flatten(0, 1)
-        self._per_slot = first.shape[1]
+    def put(self, parts: Callable[[], Sequence[Tensor]]) -> None:
+        """Take over what `taken` has given, of cells whose slots count from 1 on, in any number of parts. They are
+        asked for when rows are first needed, so that a pass waits for them only there; what that raises, `rows` raises.
+        """
+        self.clear()
+        self._parts = parts
 
     def _reach(self, count: int, like: Tensor) -> Tensor:
         old = self._rows
@@ -99,7 +104,7 @@ class SlotBuffer:
 
     def clear(self) -> None:
         """Forget everything."""
-        self._rows = None
+        self._rows = self._parts = None
         self._pending.clear()
         self._pending_bytes = 0
 

@@ -33,8 +33,14 @@ class KnownArea:
 class Template(Protocol):
     """The record of a template: what masked passes read in place of what they do not compute."""
 
-    def seen(self, step: int) -> Sequence[Mapping[str, torch.Tensor]]:
-        """At a step of the whole schedule, of each row of a request, by the operator's name; on the model's device."""
+    def seen(self, step: int, units: Sequence[str]) -> Sequence[Mapping[str, torch.Tensor]]:
+        """At a step of the whole schedule, of each row of a request, by the operator's name; on the model's device.
+        Only operators of these units (`data.templates.unit_of`) are asked for, in this order; each is waited for then.
+        """
+        ...
+
+    def expect(self, step: int, units: Sequence[str]) -> None:
+        """Say what `seen` will be asked soon; beyond the last step that is nothing."""
         ...
 
 

@@ -20,7 +20,7 @@ class Unit:
         active_s: computing the active ones, with what was loaded of the others.
         load_s: loading that.
         return_s: loading the unit's input of the other tokens, where it computes all after a unit that did not; 0 where
-            records hold outputs.
+            records hold outputs, infinite where they do not hold it.
     """
 
     all_s: float
@@ -53,16 +53,20 @@ class _State(NamedTuple):
 _START = _State(0.0, 0.0, 0)
 
 
-def latency_of(units: Sequence[Unit], reuses: Sequence[bool]) -> float:
-    """Seconds of a pass in which these units compute active tokens only. A pass starts with all tokens."""
+def latency_of(units: Sequence[Unit], reuses: Sequence[bool], *, is_ahead: bool = False) -> float:
+    """Seconds of a pass in which these units compute active tokens only. A pass starts with all tokens.
+
+    Loads begin with the pass; with `is_ahead`, they begin in the pass before, which is the same. Then none waits for
+    another, and a pass takes as long as the longer of both sums.
+    """
     state = _START
     for unit, is_active in zip(units, reuses, strict=True):
-        state = _after(state, unit, is_active=is_active)
-    return state.comp_s
+        state = _after(state, unit, is_active=is_active, is_ahead=is_ahead)
+    return max(state.load_s, state.comp_s) if is_ahead else state.comp_s
 
 
-def optimal_plan(units: Sequence[Unit]) -> Plan:
-    """The plan of least latency, by dynamic programming over when loads and computations end.
+def optimal_plan(units: Sequence[Unit], *, is_ahead: bool = False) -> Plan:
+    """The plan of least latency (see `latency_of`), by dynamic programming over when loads and computations end.
 
     Of the ways to get to a unit with the same tokens, one that has ended both its loads and its computations no later
     than another makes the other needless; one that ends only one of them earlier does not.
@@ -70,10 +74,13 @@ def optimal_plan(units: Sequence[Unit]) -> Plan:
     with_all, with_active = [_START], list[_State]()
     for unit in units:
         so_far = [*with_all, *with_active]
-        with_all = _needed(_after(state, unit, is_active=False) for state in so_far)
-        with_active = _needed(_after(state, unit, is_active=True) for state in so_far)
-    best = min((*with_all, *with_active), key=lambda state: state.comp_s)
-    return _plan(units, best)
+        with_all, with_active = (
+            _needed(_after(state, unit, is_active=is_active, is_ahead=is_ahead) for state in so_far)
+            for is_active in (False, True)
+        )
+    best = min((*with_all, *with_active), key=lambda state: max(state[:2]) if is_ahead else state.comp_s)
+    reuses = _reuses(units, best)
+    return Plan(reuses, latency_of(units, reuses, is_ahead=is_ahead))
 
 
 def paper_plan(units: Sequence[Unit]) -> Plan:
@@ -84,7 +91,7 @@ def paper_plan(units: Sequence[Unit]) -> Plan:
     for unit in units:
         reused, computed = (_after(state, unit, is_active=is_active) for is_active in (True, False))
         state = reused if reused.comp_s <= computed.comp_s else computed
-    return _plan(units, state)
+    return Plan(_reuses(units, state), state.comp_s)
 
 
 def strawman_plan(units: Sequence[Unit]) -> Plan:
@@ -120,12 +127,12 @@ PLANS: Mapping[PlanName, Callable[[Sequence[Unit]], Plan]] = {
 }
 
 
-def _after(state: _State, unit: Unit, *, is_active: bool) -> _State:
+def _after(state: _State, unit: Unit, *, is_active: bool, is_ahead: bool = False) -> _State:
     had_active, reuses = state.reuses & 1, state.reuses << 1 | is_active
     if not is_active and not had_active:
         return _State(state.load_s, state.comp_s + unit.all_s, reuses)
     load_s = state.load_s + (unit.load_s if is_active else unit.return_s)
-    comp_s = max(state.comp_s, load_s) + (unit.active_s if is_active else unit.all_s)
+    comp_s = (state.comp_s if is_ahead else max(state.comp_s, load_s)) + (unit.active_s if is_active else unit.all_s)
     return _State(load_s, comp_s, reuses)
 
 
@@ -138,5 +145,5 @@ def _needed(states: Iterable[_State]) -> list[_State]:
     return kept
 
 
-def _plan(units: Sequence[Unit], state: _State) -> Plan:
-    return Plan(tuple(bool(state.reuses >> place & 1) for place in reversed(range(len(units)))), state.comp_s)
+def _reuses(units: Sequence[Unit], state: _State) -> tuple[bool, ...]:
+    return tuple(bool(state.reuses >> place & 1) for place in reversed(range(len(units))))

@@ -1,16 +1,24 @@
 """A record of a template in files, one for every step, or in memory (InstGenIE section 4.2)."""
 
 import threading
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor, Future
+import time
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load, save
 from torch import Tensor
+
+from ...data.templates import unit_of
 
 Seen = Mapping[str, Tensor]
 LATENTS, END = "latents", "end"
@@ -19,40 +27,146 @@ _MOST_STAGED = 4
 """Steps of one record in memory; edits at one step need two."""
 
 
+Loaded = Mapping[int, Seen]
+"""What was read of a step: by the number of the row, what operators have seen."""
+
+
+class Link:
+    """What the records of a process are read through: one read after the other, in the order in which they were asked
+    for.
+
+    Args:
+        mbps: megabytes (10^6 bytes) per second that pass at most; None for as many as there are.
+    """
+
+    def __init__(self, mbps: float | None = None) -> None:
+        self._asked: SimpleQueue[_Asked | None] = SimpleQueue()
+        is_over = threading.Event()
+        # A pool's thread would be waited for when the process ends, however slow the link is.
+        Thread(target=_read_what_is_asked, args=(self._asked, is_over, mbps), name="records", daemon=True).start()
+        weakref.finalize(self, _end, self._asked, is_over)
+
+    def submit(self, read: Callable[[], Loaded]) -> "Future[Loaded]":
+        """Have something read."""
+        asked = _Asked(Future(), read, time.perf_counter())
+        self._asked.put(asked)
+        return asked.future
+
+
+class _Asked(NamedTuple):
+    future: "Future[Loaded]"
+    read: Callable[[], Loaded]
+    at_s: float
+
+
+def _read_what_is_asked(queue: "SimpleQueue[_Asked | None]", is_over: threading.Event, mbps: float | None) -> None:
+    free_s = 0.0
+    while (asked := queue.get()) is not None:
+        if not is_over.is_set() and asked.future.set_running_or_notify_cancel():
+            free_s = _answer(asked, is_over, mbps, free_s)
+        del asked  # while this thread waits for the next, nothing of the last one keeps the link alive
+
+
+def _answer(asked: _Asked, is_over: threading.Event, mbps: float | None, free_s: float) -> float:
+    """Read what is asked of a link that is free from some time on; returns from when on it is free then."""
+    try:
+        found = asked.read()
+    except Exception as error:  # noqa: BLE001  whoever waits for it is told
+        asked.future.set_exception(error)
+        return free_s
+    if mbps is not None:
+        num_bytes = sum(tensor.nbytes for row in found.values() for tensor in row.values())
+        # From when the link was free, not from now: a thread that sleeps wakes up late.
+        free_s = max(free_s, asked.at_s) + num_bytes / (mbps * 1e6)
+        is_over.wait(max(0.0, free_s - time.perf_counter()))
+    asked.future.set_result(found)
+    return free_s
+
+
+def _end(queue: "SimpleQueue[_Asked | None]", is_over: threading.Event) -> None:
+    is_over.set()
+    queue.put(None)
+
+
+class _StagedStep:
+    """A step of a record in its file, unit by unit."""
+
+    def __init__(self, path: Path, link: Link) -> None:
+        self._path, self._link = path, link
+        self._loads: dict[str, Future[Loaded]] = {}
+        self._keys: dict[str, list[str]] | None = None
+        self._file: Any = None
+        self._lock = threading.Lock()
+
+    def expect(self, units: Sequence[str]) -> None:
+        """Have these units read, unless they are there, or being read; of others nothing that has not begun."""
+        with self._lock:
+            for unit in set(self._loads).difference(units):
+                if self._loads[unit].cancel():
+                    del self._loads[unit]
+            for unit in units:
+                load = self._loads.get(unit)
+                if load is None or (load.done() and load.exception() is not None):
+                    self._loads[unit] = self._link.submit(lambda unit=unit: self._read(unit))
+
+    def wait_for(self, row: int, operator: str) -> Tensor:
+        """Raises OSError, SafetensorError or KeyError: the file is gone, or damaged."""
+        return self._loads[unit_of(operator)].result()[row][operator]
+
+    def _read(self, unit: str) -> Loaded:
+        if self._keys is None:
+            self._file, keys = safe_open(self._path, "pt"), defaultdict[str, list[str]](list)
+            for key in self._file.keys():  # noqa: SIM118  it is no dictionary
+                keys[unit_of(key.partition(".")[2])].append(key)
+            self._keys = keys
+        rows: dict[int, dict[str, Tensor]] = defaultdict(dict)
+        for key in self._keys.get(unit, ()):
+            row, _, operator = key.partition(".")
+            # The file is mapped: it is read here, not where the tensor is first used.
+            rows[int(row)][operator] = self._file.get_tensor(key).clone()
+        return rows
+
+
 class StagedSteps:
-    """The steps of a record in its files, of which the next is read while one is computed. Any thread may use it.
+    """The steps of a record in its files, of which units are read while others are computed. Any thread may use it.
 
     Args:
         folder: with the files.
-        num_steps: of the record.
-        reader: reads them, one at a time.
+        num_steps, num_rows: of the record.
+        link: reads them.
 
     Attributes:
-        folder: see above.
+        folder, num_rows: see above.
     """
 
-    def __init__(self, folder: Path, num_steps: int, reader: Executor) -> None:
-        self.folder, self._num_steps, self._reader = folder, num_steps, reader
-        self._staged: OrderedDict[int, Future[list[dict[str, Tensor]]]] = OrderedDict()
+    def __init__(self, folder: Path, num_steps: int, num_rows: int, link: Link) -> None:
+        self.folder, self.num_rows, self._num_steps, self._link = folder, num_rows, num_steps, link
+        self._staged: OrderedDict[int, _StagedStep] = OrderedDict()
         self._lock = threading.Lock()
 
-    def expect(self, step: int) -> "Future[list[dict[str, Tensor]]]":
-        """Have a step read, if it is not there, or could not be read before."""
+    def expect(self, step: int, units: Sequence[str]) -> _StagedStep | None:
+        """Have units of a step read in this order, and no others of it; None: there is no such step."""
+        if step >= self._num_steps:
+            return None
         with self._lock:
-            staged = self._staged.pop(step, None)
-            if staged is None or (staged.done() and staged.exception() is not None):
-                staged = self._reader.submit(read_step, self.folder / file_of(step))
+            staged = self._staged.pop(step, None) or _StagedStep(self.folder / file_of(step), self._link)
             self._staged[step] = staged
             while len(self._staged) > _MOST_STAGED:
                 self._staged.popitem(last=False)
-            return staged
+        staged.expect(units)
+        return staged
 
-    def read(self, step: int) -> Sequence[Seen]:
-        """A step; the next one is read from now on. Raises as `read_step`."""
-        wanted = self.expect(step)
-        if step + 1 < self._num_steps:
-            self.expect(step + 1)
-        return wanted.result()
+
+class _WhenAsked(dict[str, Tensor]):
+    """What operators have seen of a row, each of which is fetched when it is first asked for."""
+
+    def __init__(self, fetch: Callable[[str], Tensor]) -> None:
+        super().__init__()
+        self._fetch = fetch
+
+    def __missing__(self, operator: str) -> Tensor:
+        self[operator] = found = self._fetch(operator)
+        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -82,19 +196,21 @@ class TemplateRecord:
             found = [rows[0][LATENTS] for rows in self.steps[first:]] + [self.steps[-1][0][END]]
         return torch.cat(found).to(self.device)
 
-    def expect(self, step: int) -> None:
-        """Have a step read that is needed soon, if it is not in memory."""
-        if self.staged is not None:
-            self.staged.expect(step)
-
-    def seen(self, step: int) -> Sequence[Seen]:
+    def expect(self, step: int, units: Sequence[str]) -> None:
         """See `core.prepared.Template`."""
         if self.staged is not None:
-            rows = self.staged.read(step)
-        else:
+            self.staged.expect(step, units)
+
+    def seen(self, step: int, units: Sequence[str]) -> Sequence[Seen]:
+        """See `core.prepared.Template`."""
+        if self.staged is None:
             assert self.steps is not None
-            rows = self.steps[step]
-        return [{name: tensor.to(self.device) for name, tensor in row.items()} for row in rows]
+            fetches = [row.__getitem__ for row in self.steps[step]]
+        else:
+            staged = self.staged.expect(step, units)
+            assert staged is not None, f"the record has no step {step}"
+            fetches = [partial(staged.wait_for, row) for row in range(self.staged.num_rows)]
+        return [_WhenAsked(lambda operator, fetch=fetch: fetch(operator).to(self.device)) for fetch in fetches]
 
 
 def file_of(step: int) -> str:

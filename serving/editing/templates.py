@@ -15,7 +15,6 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from ...data.errors import RunError, UsageError
 from ...data.files import atomic_folder, sha256_of, write_json
 from ...data.requests import Request
 from ...data.templates import Keep
-from .records import Seen, StagedSteps, TemplateRecord, content_of, file_of, read_step
+from .records import Link, Seen, StagedSteps, TemplateRecord, content_of, file_of, read_step
 
 VERSION = 2
 MEMORY_MB, DISK_MB = 2_000.0, 20_000.0
@@ -88,17 +87,27 @@ class TemplateStore:
         memory_mb: most that is kept in memory; a record that is larger is read from its files at every step.
         disk_mb: most that is kept in the folder; the records that were read longest ago make room for a new one, but
             none whose files are read at the time.
+        link_mbps: reading a step from its file is throttled to so many megabytes per second, and every record is read
+            so, whatever `memory_mb` is: none is kept in memory. None: it is as fast as the disk.
 
     Attributes:
         folder: see above.
         num_added: records that were taken over.
     """
 
-    def __init__(self, folder: Path, *, memory_mb: float = MEMORY_MB, disk_mb: float = DISK_MB) -> None:
-        self.folder, self._most_bytes, self._most_disk_bytes = folder, memory_mb * 1e6, disk_mb * 1e6
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        memory_mb: float = MEMORY_MB,
+        disk_mb: float = DISK_MB,
+        link_mbps: float | None = None,
+    ) -> None:
+        self.folder, self._most_disk_bytes = folder, disk_mb * 1e6
+        self._most_bytes = memory_mb * 1e6 if link_mbps is None else 0.0
         self.num_added = 0
         self._lock = threading.Lock()
-        self._reader = ThreadPoolExecutor(1, "records")
+        self._link = Link(link_mbps)
         # Those that are read step by step, as long as an edit does.
         self._streamed: weakref.WeakValueDictionary[str, TemplateRecord] = weakref.WeakValueDictionary()
         self._held: OrderedDict[str, TemplateRecord] = OrderedDict()
@@ -251,7 +260,7 @@ class TemplateStore:
         place = self.folder / digest
         content = _manifest_of(place)
         if content["bytes"] > self._most_bytes:
-            staged = StagedSteps(place, len(content["files"]), self._reader)
+            staged = StagedSteps(place, len(content["files"]), content["about"]["rows"], self._link)
             found = self._streamed[digest] = TemplateRecord(device, content["bytes"], None, staged)
             return found
         steps = [read_step(place / name) for name in sorted(content["files"])]

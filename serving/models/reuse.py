@@ -16,13 +16,15 @@ from ...data.errors import RunError, UsageError
 from ...data.requests import Request
 from ...data.templates import Keep
 from ..core.prepared import PreparedRequest
-from ..core.stepper import Stepper
+from ..core.stepper import Stepper, Tuning
 from ..core.timing import finish_stream
+from ..editing.planner import LoadPlanner
 from ..editing.records import TemplateRecord
 from ..editing.start import noised_steps
 from ..editing.templates import TemplateKey, TemplateStore, facts_of, no_generation
 from ..editing.trajectory import Trajectory
 from ..families import Family
+from ..options import LoadOptions
 from ..patched.stepper import PatchedStepper
 from .identity import ModelIdentity
 
@@ -81,6 +83,22 @@ class TemplateReuse:
         if self._stepper is not None:
             self._stepper.use_keep(keep)
 
+    def open_store(self, folder: Path, loads: LoadOptions | None = None) -> None:
+        """Let edits read the records in this folder from now on."""
+        self.store = TemplateStore(folder, link_mbps=None if loads is None else loads.link_mbps)
+
+    def plan_loads(self, loads: LoadOptions, target: Tuning) -> None:
+        """Let plans decide from now on which parts of passes read records of what `use_keep` says; what parts take is
+        measured before. Where edits of these sizes read no record, nothing is planned.
+
+        Raises RunError: what was measured before is damaged.
+        """
+        if self._stepper is None or self._unbatched is not None:
+            return
+        if measured := self._stepper.part_times(target):
+            returns = self._stepper.masked.returns
+            self._stepper.planner = LoadPlanner(measured, loads.plan, loads.link_mbps, returns=returns)
+
     def key_of(self, request: Request) -> TemplateKey | None:
         """Which record an edit can read; None: none, as it has no template, its size has parts of cells, or it starts
         at the first step from an image that is noised only in part, which records do not have; or as a scheduler of its
@@ -119,7 +137,8 @@ class TemplateReuse:
             warnings.warn(str(error), stacklevel=4)
             return None
         if found is not None:
-            found.expect(self._family.geometry.first_step(request))
+            assert self._stepper is not None, "only the patch engine has keys of records"
+            found.expect(self._family.geometry.first_step(request) + edit.full_steps, self._stepper.masked.units)
         return found
 
     def use_template(self, request: Request, folder: Path, on_step: Callable[[int], None]) -> bool:

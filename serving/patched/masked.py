@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ...data.templates import Keep
+from ...data.templates import Keep, unit_of
 from ..cache.active import ActiveSet
 from ..cache.cells import CellTables
 from ..cache.rules import Booleans
@@ -23,7 +23,7 @@ from ..cache.slots import NormSlots, TokenSlots
 from ..layout.packing import Packing, pack_rows
 from .leaves import PatchedConv, PatchedGroupNorm
 from .patched_model import PatchedModel
-from .spans import spans_of
+from .spans import place_of, spans_of
 from .text import Shorten
 
 Seen = Mapping[str, Tensor]
@@ -39,21 +39,26 @@ class MaskedPasses:
 
     Attributes:
         keep: see above.
+        units: of records (`data.templates.unit_of`), in the order in which passes read them.
+        parts: of a pass, in their order, each of which reads these units or computes all tokens, as a plan has it.
+            Without `Span`s there is one part, the whole pass.
+        returns: whether a part may compute all tokens after one that has not; else what it would need is not recorded.
         cell: side of a cell in latent pixels: the smallest that keeps its shape on all levels.
-        shorten, dtype: of the model.
+        starts: the blocks that `parts` begin with; none where that is the pass itself.
+        shorten, dtype, device: of the model.
     """
 
     def __init__(self, model: PatchedModel, keep: Keep = "all") -> None:
         self._model = model
         self.keep: Keep = keep
         self.shorten: Shorten = model.shorten
-        self.dtype = model.dtype
+        self.dtype, self.device = model.dtype, model.device
         self.cell = model.unit << (model.num_levels - 1)
         found = {name: (module, getattr(module, "slots", None)) for name, module in model.model.named_modules()}
         read = {
             name: (module, slots.buffer)
             for name, (module, slots) in found.items()
-            if isinstance(slots, TokenSlots | NormSlots)
+            if isinstance(slots, TokenSlots | NormSlots) and not getattr(module, "is_pointwise", False)
         }
         self._spans = spans_of(model, keep)
         kept = {
@@ -61,8 +66,12 @@ class MaskedPasses:
             for name, (module, buffer) in read.items()
             if keep == "all" or (keep == "kv" and not isinstance(module, PatchedConv | PatchedGroupNorm))
         }
-        self._kept = kept | {span.name: span.outputs for span in self._spans}
+        self._kept = kept | {span.name: span.outputs for span in self._spans if not span.is_open}
         """Of what records hold, by name."""
+        self.units = tuple(dict.fromkeys(map(unit_of, sorted(self._kept, key=place_of))))
+        self.parts = tuple(span.units for span in self._spans) or (self.units,)
+        self.starts = [span.first for span in self._spans]
+        self.returns = not all(span.is_open for span in self._spans)
         self._buffers = [buffer for _, buffer in read.values()] + [span.outputs for span in self._spans]
 
     def pack(self, sizes: list[tuple[int, int]]) -> Packing:
@@ -78,18 +87,29 @@ class MaskedPasses:
             kernels=model.context.kernels,
         )
 
-    def batch(self, packing: Packing, *, repeats: int, active: Sequence[Booleans] | None = None) -> "MaskedRows":
+    def batch(
+        self,
+        packing: Packing,
+        *,
+        repeats: int,
+        active: Sequence[Booleans] | None = None,
+        reuses: Sequence[bool] | None = None,
+    ) -> "MaskedRows":
         """Rows that take steps together.
 
         Args:
             packing: from `pack`.
             repeats: as of `PatchedModel.begin`.
             active: for each row which of its cells are computed, line by line; None to record whole passes.
+            reuses: of each of `parts`, whether it reads its units; None: all do.
         """
         slots = np.arange(1, 1 + sum(height * width // self.cell**2 for height, width in packing.sizes))
         tables = CellTables(packing, self.cell, self._model.unit, slots, range(packing.num_rows))
         chosen = None if active is None else ActiveSet(tables, np.flatnonzero(np.concatenate(active)))
-        return MaskedRows(tables, chosen, {"repeats": repeats})
+        reuses = [True] * len(self.parts) if reuses is None else reuses
+        assert self.returns or list(reuses) == sorted(reuses), "what computing all tokens again needs is not recorded"
+        units = tuple(unit for part, is_reused in zip(self.parts, reuses, strict=True) if is_reused for unit in part)
+        return MaskedRows(tables, chosen, tuple(reuses), units, {"repeats": repeats})
 
     def record(
         self, rows: "MaskedRows", tokens: Tensor, timesteps: Tensor, conditions: dict[str, Any]
@@ -107,7 +127,8 @@ class MaskedPasses:
             with ExitStack() as meanwhile:
                 meanwhile.enter_context(context.elsewhere(tables.packing, rows.kept))
                 for span in self._spans:
-                    meanwhile.enter_context(span.recorded())
+                    if not span.is_open:
+                        meanwhile.enter_context(span.recorded())
                 context.cells = tables
                 predicted = self._model.forward(tokens, timesteps, conditions, rows.kept)
             kept = {name: seen for name, buffer in self._kept.items() if (seen := buffer.taken()) is not None}
@@ -126,32 +147,33 @@ class MaskedPasses:
         timesteps: Tensor,
         conditions: dict[str, Any],
     ) -> Tensor:
-        """Predict for the active cells; elsewhere the result is 0.
+        """Predict for the active cells; elsewhere the result is 0. Parts of the pass that do not reuse compute all.
 
         Args:
             rows: with active cells in each.
-            seen: of each row, what was recorded of its step; on the model's device.
+            seen: of each row, what was recorded of its step, on the model's device; asked for when it is needed.
             tokens, timesteps, conditions: as of `record`.
         """
         context, active = self._model.context, rows.active
         assert active is not None, "rows without active cells are only recorded"
         for name, buffer in self._kept.items():
-            if name in seen[0]:
-                buffer.put([each[name] for each in seen])
+            buffer.put(lambda name=name: [each[name] for each in seen])
         places = active.tokens(0)
         try:
             with ExitStack() as meanwhile:
                 meanwhile.enter_context(context.elsewhere(rows.tables.packing, rows.kept))
-                for span in self._spans:
-                    meanwhile.enter_context(span.masked(active))
-                if not self._spans:
+                entered = [span for span, is_reused in zip(self._spans, rows.reuses, strict=False) if is_reused]
+                if rows.reuses[0] and not self.returns:
                     context.active = active
                     tokens = tokens.index_select(0, places)
+                else:
+                    for span in entered if self.returns else entered[:1]:
+                        meanwhile.enter_context(span.masked(active))
                 predicted = self._model.forward(tokens, timesteps, conditions, rows.kept)
+                own = predicted if context.active is not None else predicted.index_select(0, places)
         finally:
             context.active = None
             self._clear()
-        own = predicted.index_select(0, places) if self._spans else predicted
         return own.new_zeros(rows.tables.packing.levels[0].num_tokens, *own.shape[1:]).index_copy_(0, places, own)
 
     def _clear(self) -> None:
@@ -166,9 +188,13 @@ class MaskedRows:
     Attributes:
         tables: of their cells.
         active: the cells that are computed; None for all.
+        reuses: see `MaskedPasses.batch`.
+        units: of records that are read.
         kept: what stays the same while the batch does.
     """
 
     tables: CellTables
     active: ActiveSet | None
+    reuses: tuple[bool, ...]
+    units: tuple[str, ...]
     kept: dict[Any, Any]

@@ -1,19 +1,45 @@
 """Edits that read the records of templates, between two changes of their set; and the making of records."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from ...data.edits import active_cells, latent_mask
+from ...data.work import Work
 from ..cache.rules import Booleans
 from ..core.denoise_batch import DenoiseBatch
 from ..core.denoiser import Conditions
-from ..core.prepared import PreparedRequest
+from ..core.prepared import PreparedRequest, Template
+from ..layout.packing import Packing
 from ..layout.patch_layout import by_size
 from ..samplers.batched import BatchedSampler
-from .masked import MaskedPasses, Seen
+from .masked import MaskedPasses, MaskedRows, Seen
 from .text import conditions_of
+
+
+class Plan(Protocol):
+    """What the parts of passes over a batch do.
+
+    Attributes:
+        reuses: of each of `MaskedPasses.parts`, whether it reads its units.
+        latency_s: that one such pass behind the other should take.
+    """
+
+    @property
+    def reuses(self) -> Sequence[bool]: ...
+
+    @property
+    def latency_s(self) -> float: ...
+
+
+class Planner(Protocol):
+    """Decides what the parts of passes over a batch do."""
+
+    def plan(self, rows: Sequence[Work], num_cells: int) -> Plan:
+        """Args: what is computed of each row; cells that are loaded, of rows that read the same only once."""
+        ...
 
 
 class _OwnPasses(ABC):
@@ -33,18 +59,19 @@ class _OwnPasses(ABC):
         sampler: BatchedSampler,
         active: Sequence[PreparedRequest],
     ) -> None:
-        self._passes, self._batch = passes, sorted(active, key=lambda prepared: by_size(prepared.size))
+        self._passes = passes
+        self._batch = sorted(active, key=lambda prepared: by_size(prepared.size))
         self._packing = passes.pack([prepared.size for prepared in self._batch])
         row_packing = passes.pack([size for each in self._batch for size in [each.size] * each.num_rows])
         self._conditions, repeats = conditions_of(self._batch, conditions, shorten=passes.shorten)
-        self._rows = passes.batch(row_packing, repeats=repeats, active=self._active())
+        self._rows = self._begin(row_packing, repeats)
         self.together = DenoiseBatch(
             self._batch, self._packing, row_packing, sampler, self._predict, dtype=passes.dtype
         )
 
-    def _active(self) -> list[Booleans] | None:
-        """Of each row, which cells are computed; None: all."""
-        return None
+    @abstractmethod
+    def _begin(self, row_packing: Packing, repeats: int) -> MaskedRows:
+        """What is computed of the rows."""
 
     @abstractmethod
     def _predict(self, tokens: Tensor, timesteps: Tensor) -> Tensor:
@@ -52,28 +79,66 @@ class _OwnPasses(ABC):
 
 
 class MaskedBatch(_OwnPasses):
-    """Edits of any templates, masks, sizes and steps."""
+    """Edits of any templates, masks, sizes and steps.
 
-    def _active(self) -> list[Booleans]:
+    Args:
+        passes, conditions, sampler, active: as of all.
+        planner: decides which parts of passes read records; None: all do.
+
+    Attributes:
+        plan: that was made for the batch; None without a planner.
+    """
+
+    def __init__(
+        self,
+        passes: MaskedPasses,
+        conditions: Conditions,
+        sampler: BatchedSampler,
+        active: Sequence[PreparedRequest],
+        planner: Planner | None,
+    ) -> None:
+        self._planner = planner
+        self.plan: Plan | None = None
+        super().__init__(passes, conditions, sampler, active)
+
+    def _begin(self, row_packing: Packing, repeats: int) -> MaskedRows:
         cells = [cells_of(each, self._passes.cell) for each in self._batch]
-        return [own for own, each in zip(cells, self._batch, strict=True) for _ in range(each.num_rows)]
+        rows = [(own, each) for own, each in zip(cells, self._batch, strict=True) for _ in range(each.num_rows)]
+        if self._planner is not None:
+            works = [Work(*each.request.resolution, float(own.mean())) for own, each in rows]
+            loaded = {
+                (id(template), step): len(own) * each.num_rows
+                for (template, step), own, each in zip(self._places(), cells, self._batch, strict=True)
+            }
+            self.plan = self._planner.plan(works, sum(loaded.values()))
+        reuses = None if self.plan is None else self.plan.reuses
+        active = [own for own, _ in rows]
+        return self._passes.batch(row_packing, repeats=repeats, active=active, reuses=reuses)
 
     def _predict(self, tokens: Tensor, timesteps: Tensor) -> Tensor:
-        seen: list[Seen] = []
+        units = self._rows.units
         # Edits of one image at one step read the same.
         known: dict[tuple[int, int], Sequence[Seen]] = {}
-        for each in self._batch:
-            assert each.template is not None
-            step = each.state.first + each.state.steps_done
-            place = id(each.template), step
-            if place not in known:
-                known[place] = each.template.seen(step)
-            seen += known[place]
+        for template, step in self._places():
+            if (id(template), step) not in known:
+                known[id(template), step] = template.seen(step, units)
+        for template, step in self._places():
+            template.expect(step + 1, units)
+        seen = [row for template, step in self._places() for row in known[id(template), step]]
         return self._passes.run(self._rows, seen, tokens, timesteps, self._conditions)
+
+    def _places(self) -> Iterator[tuple[Template, int]]:
+        """Of each edit its record, and the step of it that comes next."""
+        for each in self._batch:
+            assert each.template is not None, "only edits have templates"
+            yield each.template, each.state.first + each.state.steps_done
 
 
 class RecordedBatch(_OwnPasses):
     """Generations of any sizes and steps each pass of which is recorded, see `core.prepared.OnPass`."""
+
+    def _begin(self, row_packing: Packing, repeats: int) -> MaskedRows:
+        return self._passes.batch(row_packing, repeats=repeats)
 
     def _predict(self, tokens: Tensor, timesteps: Tensor) -> Tensor:
         predicted, rows = self._passes.record(self._rows, tokens, timesteps, self._conditions)
@@ -98,13 +163,24 @@ def record(
     """Run whole passes over the latents of requests of one size, each at its own step, and return of each, and of each
     of its rows, what operators have seen.
     """
+    row_packing, repeats, inputs = inputs_of(passes, conditions, sampler, steps)
+    seen = iter(passes.record(passes.batch(row_packing, repeats=repeats), *inputs)[1])
+    return [[next(seen) for _ in range(each.num_rows)] for each in steps]
+
+
+PassInputs = tuple[Tensor, Tensor, dict[str, Any]]
+"""Tokens, timesteps and conditions, see `MaskedPasses.record`."""
+
+
+def inputs_of(
+    passes: MaskedPasses, conditions: Conditions, sampler: BatchedSampler, steps: Sequence[PreparedRequest]
+) -> tuple[Packing, int, PassInputs]:
+    """Of passes over requests of one size: where their rows lie, how often the last text token counts, the inputs."""
     packing = passes.pack([each.size for each in steps])
     row_packing = passes.pack([size for each in steps for size in [each.size] * each.num_rows])
     named, repeats = conditions_of(steps, conditions, shorten=passes.shorten)
-    rows = passes.batch(row_packing, repeats=repeats)
     together = DenoiseBatch(steps, packing, row_packing, sampler, _never, dtype=passes.dtype)
-    seen = iter(passes.record(rows, *together.inputs(), named)[1])
-    return [[next(seen) for _ in range(each.num_rows)] for each in steps]
+    return row_packing, repeats, (*together.inputs(), named)
 
 
 def _never(tokens: Tensor, timesteps: Tensor) -> Tensor:

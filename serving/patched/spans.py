@@ -20,28 +20,32 @@ from .attention import PatchedCrossAttention, keep_keys_values
 from .context import PatchContext
 from .patched_model import PatchedModel
 
-_STACKS = "transformer_blocks"
+_STACKS, _OF_SD3 = "transformer_blocks", "JointTransformerBlock"
 
 
 class Span:
-    """From a block to another one of the same stack, or to itself.
+    """From a block to another one of the same stack, or to itself; or an open one, from a block to the model's end.
 
     Args:
-        name: of the last block in the model.
-        first, last: the blocks.
+        blocks: by their names in the model; of an open span only the first.
         context: of the model.
         keeps_inputs: whether records have keys and values of attention; otherwise they are computed of all tokens.
+        is_open: see above.
 
     Attributes:
-        name: see above.
-        outputs: buffer for what the last block has given.
+        name: of the last block.
+        units: of records that its blocks read (`data.templates.unit_of`).
+        first: block.
+        is_open: see above.
+        outputs: buffer for what the last block has given, which an open span does not need.
     """
 
     def __init__(
-        self, name: str, first: nn.Module, last: nn.Module, context: PatchContext, *, keeps_inputs: bool
+        self, blocks: dict[str, nn.Module], context: PatchContext, *, keeps_inputs: bool, is_open: bool = False
     ) -> None:
-        self.name = name
-        self._first, self._last, self._context, self._keeps_inputs = first, last, context, keeps_inputs
+        self.units, (*_, self._last) = tuple(blocks), blocks.values()
+        self.name, self.first, self.is_open = self.units[-1], blocks[self.units[0]], is_open
+        self._context, self._keeps_inputs = context, keeps_inputs
         self.outputs = TokenSlots().buffer
 
     @contextmanager
@@ -62,14 +66,15 @@ class Span:
     @contextmanager
     def masked(self, active: ActiveSet) -> Iterator[None]:
         """Let passes over all tokens meanwhile compute the active cells only from the first block to the last, which
-        gives all tokens again: those of other cells as `outputs` has them.
+        gives all tokens again: those of other cells as `outputs` has them. An open span computes them to the end.
         """
-        handles = (
-            self._first.register_forward_pre_hook(
+        handles = [
+            self.first.register_forward_pre_hook(
                 lambda block, given, named: self._enter(active, given, named), with_kwargs=True
-            ),
-            self._last.register_forward_hook(lambda block, given, out: self._leave(active, out)),
-        )
+            )
+        ]
+        if not self.is_open:
+            handles.append(self._last.register_forward_hook(lambda block, given, out: self._leave(active, out)))
         try:
             yield
         finally:
@@ -90,7 +95,7 @@ class Span:
 
     def _keep_inputs(self, tokens: Tensor, timestep: Tensor | None, active: ActiveSet) -> None:
         """Compute keys and values of all tokens."""
-        block: Any = self._first
+        block: Any = self.first
         tables, level = active.tables, self._context.level.index
         if timestep is None:
             keep_keys_values(block.attn1, block.norm1(tokens), tables, level)
@@ -113,27 +118,31 @@ class Span:
 
 
 def spans_of(model: PatchedModel, keep: Keep) -> list[Span]:
-    """The spans of a model: its stacks for `kv`, its blocks for `outputs`, none for `all`.
+    """The spans of a model, in the order of passes: its stacks for `kv`, its blocks for `outputs`; for `all` none.
 
     A transformer computes token by token beside its attention: with keys and values, it has no use for anything else.
+    Of SD3's, open spans may begin at any block then.
 
     Raises:
         UsageError: the model has no stacks, or for `outputs` other blocks than those of U-Nets and of SD3, whose
             attention to the image reads what their first norm gives.
     """
     if keep == "all" or (keep == "kv" and not model.is_unet):
-        return []
-    found = []
+        stack = getattr(model.model, _STACKS, None)
+        if stack is None or any(type(block).__name__ != _OF_SD3 for block in stack.children()):
+            return []
+        return [
+            Span({f"{_STACKS}.{number}": block}, model.context, keeps_inputs=True, is_open=True)
+            for number, block in stack.named_children()
+        ]
+    found: list[Span] = []
     for name, stack in model.model.named_modules():
         if name.rpartition(".")[2] != _STACKS:
             continue
-        blocks = list(stack.children())
-        ranges = [(0, len(blocks) - 1)] if keep == "kv" else [(each, each) for each in range(len(blocks))]
-        found += [
-            Span(f"{name}.{last}", blocks[first], blocks[last], model.context, keeps_inputs=keep == "kv")
-            for first, last in ranges
-        ]
-        if keep == "outputs" and not all(map(_is_known, blocks)):
+        blocks = {f"{name}.{number}": block for number, block in stack.named_children()}
+        parts = [blocks] if keep == "kv" else [{each: block} for each, block in blocks.items()]
+        found += [Span(part, model.context, keeps_inputs=keep == "kv") for part in parts]
+        if keep == "outputs" and not all(map(_is_known, blocks.values())):
             found.clear()
             break
     if not found:
@@ -141,7 +150,7 @@ def spans_of(model: PatchedModel, keep: Keep) -> list[Span]:
             f"--keep {keep} knows the transformer blocks of Stable Diffusion, SDXL and Stable Diffusion 3; this "
             f"{type(model.model).__name__} has others: give --keep all"
         )
-    return found
+    return sorted(found, key=lambda span: place_of(span.name))
 
 
 def _is_known(block: nn.Module) -> bool:
@@ -149,9 +158,26 @@ def _is_known(block: nn.Module) -> bool:
     if kind == "BasicTransformerBlock":
         # The second of two attentions to the image, one behind the other, would read what the first has given.
         return getattr(block, "norm_type", None) == "layer_norm" and isinstance(second, PatchedCrossAttention)
-    return kind == "JointTransformerBlock"
+    return kind == _OF_SD3
 
 
 def _image_of(out: Any) -> Tensor:
     """The image's tokens [tokens, 1, channels] among what a block gives: alone, or behind its text."""
     return out[1] if isinstance(out, tuple) else out
+
+
+_STAGES = {"conv_in": 0, "down_blocks": 1, "mid_block": 2, "up_blocks": 3}
+_LAYERS = {"resnets": 0, "attentions": 1}
+
+
+def place_of(name: str) -> tuple[int, ...]:
+    """Where a module of a U-Net comes in a pass: modules list their attentions before their resnets, and the last
+    blocks before the middle. What has the same place, and all of a transformer, comes in the order of modules.
+    """
+    stage, *parts = name.split(".")
+    if stage not in _STAGES or len(parts) < 2:
+        return (_STAGES.get(stage, 4),)
+    block = 0 if stage == "mid_block" else int(parts.pop(0))
+    kind, layer = parts[:2]
+    # Resamplers come behind all layers.
+    return (_STAGES[stage], block, kind not in _LAYERS, int(layer), _LAYERS.get(kind, 2))

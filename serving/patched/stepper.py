@@ -26,7 +26,8 @@ from ..plain.formats import PlainModels
 from ..samplers.batched import BatchedSampler
 from ..samplers.single import PerRequestSampler, SamplerState
 from .masked import MaskedPasses
-from .masked_batch import MaskedBatch, RecordedBatch, record
+from .masked_batch import MaskedBatch, Plan, Planner, RecordedBatch, record
+from .part_times import MeasuredPass, part_times
 from .patched_model import PatchedModel
 from .text import conditions_of
 from .tuning import strategy_table
@@ -36,6 +37,8 @@ class PatchedStepper:
     """Advances all active requests by one denoising step, on a patched model or the unmodified one (`plain`).
 
     Attributes:
+        masked: passes of edits that read records.
+        planner: decides which of their parts do; None: all.
         batch: the requests of the last step, unless one has finished or failed; without those of templates.
         batch_failures: steps of whole batches that failed, even if all requests then took them in smaller ones.
         forecast: see `Stepper`.
@@ -52,6 +55,7 @@ class PatchedStepper:
     ) -> None:
         self.model, self.plain, self.conditions, self.sampler = model, plain, conditions, sampler
         self.masked = MaskedPasses(model)
+        self.planner: Planner | None = None
         self._keys = count()
         self.batch_failures = Failures()
         self.forecast: set[int] = set()
@@ -59,7 +63,9 @@ class PatchedStepper:
         self._recorded = _Lane(
             self, lambda active, _: RecordedBatch(self.masked, self.conditions, self._batched, active)
         )
-        self._edits = _Lane(self, lambda active, _: MaskedBatch(self.masked, self.conditions, self._batched, active))
+        self._edits = _Lane(
+            self, lambda active, _: MaskedBatch(self.masked, self.conditions, self._batched, active, self.planner)
+        )
         self._stepped: list[DenoiseBatch] = []
 
     @property
@@ -69,7 +75,17 @@ class PatchedStepper:
 
     def use_keep(self, keep: Keep) -> None:
         """Say what records hold that are made and read from now on. Raises UsageError: as `spans_of`."""
-        self.masked = MaskedPasses(self.model, keep)
+        self.masked, self.planner = MaskedPasses(self.model, keep), None
+
+    def part_times(self, target: Tuning) -> list[MeasuredPass]:
+        """What the parts of masked passes take, see `part_times`."""
+        return part_times(self.masked, self.conditions, self._batched, target)
+
+    @property
+    def plan(self) -> Plan | None:
+        """Of the edits of the last step, unless one has finished or failed; None where nothing is planned."""
+        batch = self._edits.batch
+        return batch.plan if isinstance(batch, MaskedBatch) else None
 
     @property
     def batch(self) -> "PackedBatch | None":

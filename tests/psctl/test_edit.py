@@ -72,6 +72,9 @@ def test_a_template_is_recorded_once_and_edits_read_it(run_psctl: RunPsctl, fold
         assert (drawn[mask] != images[0][mask]).any()
     listed = json.loads(run_psctl("templates", "list", "--json", **where).stdout)
     assert [(each["id"], each["about"]["size"]) for each in listed] == [(template["id"], "64x64")]
+    slow = run_psctl(*edit, "-o", folder / "slow.png", "--edit-link-mbps", "20", "--plan", "strawman", **where)
+    assert slow.returncode == 0, slow.stderr
+    assert (folder / "slow.png").read_bytes() == (folder / "one.png").read_bytes()
     less = run_psctl(*edit, "-o", folder / "three.png", "--keep", "outputs", **where)
     assert less.returncode == 0, less.stderr
     assert "template:" in less.stderr
@@ -163,6 +166,10 @@ def test_what_cannot_be_edited_is_said_in_one_line_before_anything_is_loaded(run
         ("room.png", "mask.png", ["--template-seed", "2"], "only --reuse reads"),
         ("room.png", "mask.png", ["--keep", "kv"], "add --reuse"),
         ("room.png", "mask.png", ["--edit-dilate", "1"], "add --reuse"),
+        ("room.png", "mask.png", ["--edit-link-mbps", "1"], "add --reuse"),
+        ("room.png", "mask.png", ["--plan", "none"], "add --reuse"),
+        ("room.png", "mask.png", ["--reuse", "--plan", "none"], "say with --edit-link-mbps how fast it is"),
+        ("room.png", "mask.png", ["--reuse", "--edit-link-mbps", "0"], "--edit-link-mbps is 0, but it must be above 0"),
         ("room.png", "mask.png", ["--reuse", "--edit-full-steps", "3"], "full_steps is 3, but the edit takes 2 steps"),
         ("room.png", "mask.png", ["--reuse", "--edit-dilate", "65"], "dilate is 65, but it must be a whole number"),
         ("room.png", "mask.png", ["-n", "2", "-o", folder / "x.png"], "there are 2 images: give a folder"),
@@ -189,9 +196,10 @@ def test_what_records_of_a_model_cannot_hold_is_said_before_it_is_loaded(run_psc
         run = run_psctl(*words, "--keep", "outputs", PSCTL_MODEL=str(folder / "flux"))
         assert (run.returncode, len(run.stderr.splitlines())) == (2, 1), run.stderr
         assert "--keep outputs does not work with a FluxPipeline yet: give --keep kv or all" in run.stderr
-    run = run_psctl("serve", "--http", "--keep", "kv", PSCTL_MODEL=str(folder / "flux"))
-    assert (run.returncode, len(run.stderr.splitlines())) == (2, 1), run.stderr
-    assert "--keep is of records that edits read: add --reuse-templates" in run.stderr
+    for option, value in (("--keep", "kv"), ("--edit-link-mbps", "9"), ("--plan", "none")):
+        run = run_psctl("serve", "--http", option, value, PSCTL_MODEL=str(folder / "flux"))
+        assert (run.returncode, len(run.stderr.splitlines())) == (2, 1), run.stderr
+        assert f"{option} is of records that edits read: add --reuse-templates" in run.stderr
 
 
 @pytest.mark.parametrize("make", [tiny_sd, tiny_sdxl, tiny_sd3])

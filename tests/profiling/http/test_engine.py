@@ -7,14 +7,17 @@ import pytest
 from patchedserve.data.resolution import Resolution
 from patchedserve.data.workspace import ModelWorkspace
 from patchedserve.profiling.http.engine import EngineRecipe, build_engine
-from patchedserve.serving.options import EngineOptions, TemplateOptions
+from patchedserve.serving.options import EngineOptions, LoadOptions, TemplateOptions
 from patchedserve.serving.patched.stepper import PatchedStepper
 from patchedserve.serving.scheduling.systems import get_system
 
 from ...support.http_server import small_model
 
 
-@pytest.mark.parametrize("templates", [TemplateOptions("first", "kv"), TemplateOptions("never"), None])
+@pytest.mark.parametrize(
+    "templates",
+    [TemplateOptions("first", "kv"), TemplateOptions("never"), TemplateOptions(loads=LoadOptions(10.0, "paper")), None],
+)
 def test_whether_templates_are_read_and_who_records_them(templates: TemplateOptions | None, tmp_path: Path) -> None:
     place = ModelWorkspace(tmp_path / "workspace")
     built = build_engine(
@@ -38,3 +41,4 @@ def test_whether_templates_are_read_and_who_records_them(templates: TemplateOpti
     stepper = built.model.stepper
     assert isinstance(stepper, PatchedStepper)
     assert stepper.masked.keep == ("all" if templates is None else templates.keep)
+    assert (stepper.planner is not None) == (templates is not None and templates.loads is not None)

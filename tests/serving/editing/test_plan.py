@@ -1,5 +1,8 @@
 """Plans of masked passes: the optimal one is what trying all choices finds."""
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -40,6 +43,32 @@ def test_the_optimal_plan_is_what_trying_all_choices_finds() -> None:
         assert plan.latency_s == latencies.min()
         number = sum(reuses << place for place, reuses in enumerate(plan.reuses))
         assert latencies[number] == plan.latency_s == latency_of(units, plan.reuses)
+
+
+def test_with_loads_begun_before_the_optimal_plan_is_what_trying_all_choices_finds() -> None:
+    for units in instances(2_000, most_units=10, seed=2):
+        plan, choices = optimal_plan(units, is_ahead=True), []
+        for number in range(1 << len(units)):
+            reuses = [bool(number >> place & 1) for place in range(len(units))]
+            loads = [
+                unit.load_s if is_active else unit.return_s * was_active
+                for unit, is_active, was_active in zip(units, reuses, [False, *reuses], strict=False)
+            ]
+            computed = [
+                unit.active_s if is_active else unit.all_s for unit, is_active in zip(units, reuses, strict=True)
+            ]
+            choices.append(max(sum(loads), sum(computed)))
+        assert plan.latency_s == pytest.approx(min(choices), rel=1e-12)
+        assert plan.latency_s == latency_of(units, plan.reuses, is_ahead=True)
+        assert plan.latency_s <= optimal_plan(units).latency_s + 1e-9
+
+
+def test_what_is_not_recorded_is_never_returned_to() -> None:
+    """Where computing all tokens again needs what records lack, plans compute all first, and some to the end."""
+    for units in instances(500, seed=3):
+        for is_ahead in (False, True):
+            reuses = optimal_plan([replace(each, return_s=math.inf) for each in units], is_ahead=is_ahead).reuses
+            assert list(reuses) == sorted(reuses)
 
 
 def test_the_papers_greedy_plan_lets_a_load_delay_what_follows() -> None:

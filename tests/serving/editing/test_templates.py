@@ -1,18 +1,38 @@
 """Records in their folder and in memory: damage, bounds, and what cannot be written or read."""
 
+import gc
 import os
+import threading
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from patchedserve.data.errors import RunError, UsageError
+from patchedserve.data.requests import Request
+from patchedserve.data.templates import unit_of
+from patchedserve.serving.editing.records import Link
 from patchedserve.serving.editing.templates import MANIFEST, TemplateStore
 from patchedserve.serving.models.build import build_model
+from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.patched.stepper import PatchedStepper
 
 from ...support.edits import edit_request
-from ...support.template_records import LARGE, SMALL, TEMPLATE, model_with, serve
+from ...support.template_records import LARGE, SMALL, TEMPLATE, model_with, serve, some
 from .test_exact import pipeline
+
+
+def names_of(model: ServedModel, request: Request) -> list[str]:
+    """Operators of the record of an edit, which is in memory."""
+    store = some(model.reuse.store)
+    return list(some(store.find(some(model.reuse.key_of(request)), model.device)).steps[0][0])
+
+
+def units_of(model: ServedModel) -> tuple[str, ...]:
+    assert isinstance(model.stepper, PatchedStepper)
+    return model.stepper.masked.units
 
 
 @pytest.mark.parametrize("damage", ["truncated", "changed", "missing", "foreign", "manifest"])
@@ -95,16 +115,66 @@ def test_the_next_step_of_a_record_is_read_while_one_is_computed(tmp_path: Path)
     assert key is not None
     record, folder = store.find(key, model.device), tmp_path / key.digest
     assert record is not None
-    record.seen(0)
-    record.seen(5)  # files are read one after the other, so that by now the second one was, too
+    names, units = names_of(model, request), units_of(model)
+
+    def read(step: int) -> list[torch.Tensor]:
+        return [row[name] for row in record.seen(step, units) for name in names]
+
+    first = read(0)
+    record.expect(1, units)
+    read(5)  # units are read one after the other, so that by now the second step was, too
     (folder / "step-0001.safetensors").unlink()
-    assert record.seen(1)[0].keys() == record.seen(0)[0].keys()
+    assert [each.shape for each in read(1)] == [each.shape for each in first]
     for step in (2, 3, 4, 5):
-        record.seen(step)
+        read(step)
     with pytest.raises(FileNotFoundError):
-        record.seen(1)  # no longer among the steps in memory
+        read(1)  # no longer among the steps in memory
     (folder / "step-0003.safetensors").rename(folder / "step-0001.safetensors")
-    record.seen(1)
+    read(1)
+
+
+def test_a_pass_waits_for_what_it_needs_and_no_longer(tmp_path: Path) -> None:
+    request = edit_request(0, SMALL, num_steps=2, template=TEMPLATE)
+    model = model_with(pipeline("sdxl"), tmp_path, [request])
+    names, units = names_of(model, request), units_of(model)
+    key = some(model.reuse.key_of(request))
+    in_units = {unit: [name for name in names if unit_of(name) == unit] for unit in units}
+    step_mb = some(some(model.reuse.store).find(key, model.device)).num_bytes / 2e6
+    # A step takes a second; memory that would be enough is not used.
+    store = TemplateStore(tmp_path, link_mbps=step_mb)
+    record = some(store.find(key, model.device))
+    start_s = time.perf_counter()
+    rows = record.seen(0, units)
+    assert rows[0][in_units[units[0]][0]].isfinite().all()
+    loads = [record.staged._staged[0]._loads[unit] for unit in units]
+    assert not loads[-1].done()
+    assert rows[1][in_units[units[-1]][-1]].isfinite().all()
+    assert time.perf_counter() - start_s >= 0.99
+    assert all(load.done() for load in loads)  # they are read in the order of the units
+    # What is no longer expected is not read, unless that has begun.
+    record.expect(1, units)
+    record.expect(1, units[-1:])
+    assert len(record.staged._staged[1]._loads) <= 2
+
+
+@pytest.mark.parametrize("mbps", [None, 1e-9])
+def test_the_thread_of_a_link_ends_with_it(mbps: float | None) -> None:
+    before = set(threading.enumerate())
+    link = Link(mbps)
+    (thread,) = set(threading.enumerate()) - before
+    assert thread.daemon
+    if mbps is None:
+        # What is read knows the link, as steps of records do.
+        read = partial(lambda link: {0: {"operator": torch.zeros(8)}}, link)
+        assert len(link.submit(read).result()[0]["operator"]) == 8
+        del read
+    else:
+        loads = [link.submit(lambda: {0: {"operator": torch.zeros(8)}}) for _ in range(2)]
+        assert not loads[0].done()  # that takes hours
+    del link
+    gc.collect()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
 
 
 def test_a_record_larger_than_the_folder_may_be_is_refused_and_others_stay(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from patchedserve.data.errors import UsageError
-from patchedserve.data.templates import KEEPS, Keep
+from patchedserve.data.templates import KEEPS, Keep, unit_of
 from patchedserve.serving.patched.masked import MaskedPasses, Seen
 
 from ...support.patched_cases import TOLERANCE, model_of
@@ -33,11 +33,15 @@ def record(passes: MaskedPasses, rows: Sequence[Row]) -> list[dict[str, Tensor]]
 
 @torch.no_grad()
 def run_masked(
-    passes: MaskedPasses, rows: Sequence[Row], seen: Sequence[Seen], masks: Sequence[Mask]
+    passes: MaskedPasses,
+    rows: Sequence[Row],
+    seen: Sequence[Seen],
+    masks: Sequence[Mask],
+    reuses: Sequence[bool] | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """Of each row the prediction, and where it holds, both [channels or 1, height, width]."""
     packing = passes.pack([row.size for row in rows])
-    batch = passes.batch(packing, repeats=1, active=[mask.reshape(-1) for mask in masks])
+    batch = passes.batch(packing, repeats=1, active=[mask.reshape(-1) for mask in masks], reuses=reuses)
     tokens, timesteps = packing.pack([row.latents for row in rows]), torch.tensor([row.timestep for row in rows])
     found = passes.run(batch, seen, tokens, timesteps, stack_conditions(rows))
     wide = [torch.from_numpy(np.kron(mask, np.ones((passes.cell, passes.cell), bool)))[None] for mask in masks]
@@ -87,6 +91,52 @@ def test_with_all_cells_computed_the_record_does_not_matter(name: str, keep: Kee
         assert error(found, wanted, where) <= TOLERANCE
 
 
+def plans_of(passes: MaskedPasses) -> list[list[bool]]:
+    """Some of the plans that passes can follow, with all and none at the ends."""
+    count = len(passes.parts)
+    if not passes.returns:
+        return [[False] * whole + [True] * (count - whole) for whole in range(count + 1)]
+    by_turns = [[number % 2 == first for number in range(count)] for first in range(2)]
+    return [[True] * count, *by_turns, [False] * count]
+
+
+@pytest.mark.parametrize(("name", "keep"), [*((name, "all") for name in MODELS), *LESS])
+def test_whatever_the_plan_the_template_itself_gives_the_whole_pass(name: str, keep: Keep) -> None:
+    model = model_of(name)
+    passes = MaskedPasses(WAY.build(model), keep)
+    rows = draw_rows(model, [(16, 16), (32, 16)], num_each=2, seed=11)
+    expected, seen = run_plain(model, rows), record(passes, rows)
+    masks = masks_for(passes, rows, 0.3)
+    for plan in plans_of(passes):
+        units = {unit for part, is_reused in zip(passes.parts, plan, strict=True) if is_reused for unit in part}
+        # What a plan does not reuse is not there.
+        own = [{operator: each[operator] for operator in each if unit_of(operator) in units} for each in seen]
+        for (found, where), wanted in zip(run_masked(passes, rows, own, masks, plan), expected, strict=True):
+            assert error(found, wanted, where) <= TOLERANCE
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("name", ["sdxl", "sd3"])
+def test_what_computes_all_tokens_does_not_read_the_record(name: str, keep: Keep) -> None:
+    """With a full mask, or no part that reuses, an edit is exact, whatever was recorded; a mixed plan is between."""
+    model = model_of(name)
+    passes = MaskedPasses(WAY.build(model), keep)
+    rows, others = (draw_rows(model, [(16, 16), (32, 16)], seed=seed) for seed in (4, 5))
+    wanted, seen = run_plain(model, rows), record(passes, others)
+    everywhere, some = masks_for(passes, rows, 1.0), masks_for(passes, rows, 0.3)
+    errors = []
+    for plan in plans_of(passes):
+        for (found, where), exact in zip(run_masked(passes, rows, seen, everywhere, plan), wanted, strict=True):
+            assert error(found, exact, where) <= TOLERANCE
+        errors.append(
+            max(
+                error(found, exact, where)
+                for (found, where), exact in zip(run_masked(passes, rows, seen, some, plan), wanted, strict=True)
+            )
+        )
+    assert errors[-1] <= TOLERANCE < min(errors[:-1])
+
+
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("name", ["sdxl", "sd3"])
 def test_a_row_does_not_depend_on_the_others(name: str, keep: Keep) -> None:
@@ -117,6 +167,24 @@ def test_nothing_is_kept_between_passes(keep: Keep) -> None:
     (wanted,) = run_plain(model, rows)
     found = whole.unpack(patched(tokens, timesteps, **stack_conditions(rows)), 0)
     assert error(found, wanted, torch.ones_like(wanted, dtype=torch.bool)) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "keep"), [*((name, "all") for name in MODELS), *LESS])
+def test_units_of_a_record_are_in_the_order_in_which_a_pass_reads_them(name: str, keep: Keep) -> None:
+    model, asked = model_of(name), list[str]()
+
+    class Noted(dict[str, Tensor]):
+        def __getitem__(self, operator: str) -> Tensor:
+            asked.append(unit_of(operator))
+            return super().__getitem__(operator)
+
+    passes = MaskedPasses(WAY.build(model), keep)
+    rows = draw_rows(model, [(16, 16)], seed=10)
+    seen = record(passes, rows)
+    run_masked(passes, rows, [Noted(seen[0])], masks_for(passes, rows, 0.3))
+    assert tuple(dict.fromkeys(asked)) == passes.units
+    assert tuple(unit for part in passes.parts for unit in part) == passes.units
+    assert set(asked) == set(map(unit_of, seen[0]))
 
 
 def tokens_at(name: str, row: Row) -> int:

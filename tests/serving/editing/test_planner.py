@@ -1,0 +1,107 @@
+"""Plans of what batches of edits load, made from what passes took and followed by the engine."""
+
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from patchedserve.data.requests import Request
+from patchedserve.data.templates import KEEPS, LOAD_PLANS, Keep, LoadPlan
+from patchedserve.data.work import Work
+from patchedserve.serving.editing.planner import LoadPlanner
+from patchedserve.serving.models.build import build_model
+from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.options import LoadOptions
+from patchedserve.serving.patched.part_times import MeasuredPass
+from patchedserve.serving.patched.stepper import PatchedStepper
+
+from ...support.edits import edit_request
+from ...support.patched_models import relative_error
+from ...support.template_records import LARGE, TEMPLATE, model_with, serve, some
+from .test_exact import pipeline
+
+
+def request() -> Request:
+    return edit_request(0, LARGE, num_steps=3, template=TEMPLATE)
+
+
+def planned(family: str, folder: Path, loads: LoadOptions, keep: Keep = "all") -> ServedModel:
+    """With the record of `request`, which is read as said."""
+    model = model_with(pipeline(family), folder / "records", [request()], keep)
+    (folder / "tables").mkdir(exist_ok=True)
+    model.reuse.open_store(folder / "records", loads)
+    model.reuse.plan_loads(loads, model.tuning([LARGE], folder / "tables"))
+    return model
+
+
+def stepper_of(model: ServedModel) -> PatchedStepper:
+    assert isinstance(model.stepper, PatchedStepper)
+    return model.stepper
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("family", ["sdxl", "sd3"])
+def test_with_all_parts_an_edit_is_that_of_a_fast_link_and_with_none_it_is_the_twin(
+    family: str, keep: Keep, tmp_path: Path
+) -> None:
+    fast = serve(model_with(pipeline(family), tmp_path / "records", [request()], keep), [request()]).latents[0]
+    strawman = serve(planned(family, tmp_path, LoadOptions(1e6, "strawman"), keep), [request()]).latents[0]
+    assert torch.equal(strawman, fast)
+    twin = serve(build_model(pipeline(family), name="tiny"), [request()]).latents[0]
+    start_s = time.perf_counter()
+    # At this speed a single part would take hours.
+    none = serve(planned(family, tmp_path, LoadOptions(1e-6, "none"), keep), [replace(request(), request_id=0)])
+    assert time.perf_counter() - start_s < 600
+    assert relative_error([none.latents[0]], [twin]) <= 1e-4 < relative_error([strawman], [twin])
+
+
+@pytest.mark.parametrize("plan", LOAD_PLANS)
+def test_a_plan_is_made_for_each_batch(plan: LoadPlan, tmp_path: Path) -> None:
+    model = planned("sd3", tmp_path, LoadOptions(1.0, plan))
+    stepper = stepper_of(model)
+    first, second = (model.prepare(replace(request(), request_id=number, seed=number)) for number in range(2))
+    assert not stepper.step([first])
+    alone = some(stepper.plan)
+    assert not stepper.step([first, second])
+    both = some(stepper.plan)
+    assert alone is not both
+    assert len(alone.reuses) == len(both.reuses) == len(stepper.masked.parts)
+    assert 0 < alone.latency_s < both.latency_s
+    # The two are at different steps of the record, which are loaded both.
+    assert not stepper.step([first, second])
+    assert stepper.plan is None  # the first one has finished
+    if plan == "strawman":
+        assert both.latency_s == pytest.approx(2 * alone.latency_s)
+        assert all(both.reuses)
+
+
+def test_the_link_decides_how_many_parts_are_read(tmp_path: Path) -> None:
+    counts = []
+    for mbps in (1e-6, 1e6):
+        model = planned("sdxl", tmp_path, LoadOptions(mbps), "outputs")
+        assert not model.stepper.step([model.prepare(request())])
+        counts.append(sum(some(stepper_of(model).plan).reuses))
+    assert counts[0] == 0
+    assert len(list((tmp_path / "tables").glob("parts-*.json"))) == 1  # it was measured once
+
+
+def test_what_passes_took_is_a_line_in_what_they_compute() -> None:
+    def passes(rows: int, share: float, size: int = 256) -> MeasuredPass:
+        images = rows * size**2 / 256**2
+        whole_s = [0.01 + 0.02 * images, 0.03 * images]
+        return MeasuredPass(size, size, rows, share, whole_s, [share * each for each in whole_s], [100.0, 300.0])
+
+    measured = [passes(rows, share) for rows in (2, 8) for share in (0.1, 0.4)]
+    rows, cells = [Work(256, 256, 0.2)] * 4, 4 * 64
+    for returns, return_s in ((True, 0.0), (False, math.inf)):
+        units = LoadPlanner(measured, "optimal", 0.1, returns=returns).units(rows, cells)
+        assert [unit.return_s for unit in units] == [return_s] * 2
+        assert [unit.all_s for unit in units] == pytest.approx([0.09, 0.12])
+        assert [unit.load_s for unit in units] == pytest.approx([0.256, 0.768])
+    plans = {name: LoadPlanner(measured, name, 3.0, returns=True).plan(rows, cells).latency_s for name in LOAD_PLANS}
+    assert plans["none"] == pytest.approx(0.21)
+    assert plans["optimal"] == min(plans.values())
+    assert plans["optimal"] < plans["none"]
