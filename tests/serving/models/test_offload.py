@@ -108,5 +108,8 @@ def test_refusals(tmp_path: Path) -> None:
     changed = EngineOptions(offload="text", model=ModelOptions(lora=[str(tmp_path / "style.safetensors")]))
     with pytest.raises(UsageError, match=r"reads text encoders again from their files on a CPU, and --lora changes"):
         load_model(str(folder), "cpu", "float32", changed)
+    beside = EngineOptions(offload="text", model=ModelOptions(adapter=[f"ink={tmp_path / 'style.safetensors'}"]))
+    with pytest.raises(UsageError, match=r"from their files on a CPU, and --adapter has layers of its own"):
+        load_model(str(folder), "cpu", "float32", beside)
     with pytest.raises(UsageError, match=r"offload is 'all', but it must be one of none, text"):
         EngineOptions(offload="all")  # type: ignore[arg-type]
