@@ -28,8 +28,8 @@ def pipe() -> Any:
     return tiny_sdxl()
 
 
-def served(pipe: Any, options: EngineOptions, fingerprint: str = "f") -> ServedModel:
-    return build_model(pipe, name="tiny", fingerprint=fingerprint, defaults=ModelDefaults(), options=options)
+def served(pipe: Any, options: EngineOptions, name: str = "tiny", fingerprint: str = "f") -> ServedModel:
+    return build_model(pipe, name=name, fingerprint=fingerprint, defaults=ModelDefaults(), options=options)
 
 
 def num_measured(model: ServedModel, tables: Path) -> int:
