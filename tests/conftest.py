@@ -3,10 +3,8 @@
 import contextlib
 import io
 import os
-import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
 
@@ -96,9 +94,9 @@ def repository() -> Path:
 @pytest.fixture(scope="session")
 def psctl_script() -> str:
     """Path of the installed console script."""
-    script = shutil.which("psctl", path=str(Path(sys.executable).parent))
-    assert script is not None, "psctl is not installed beside this Python; run `make setup`"
-    return script
+    from .support.psctl_process import find_script
+
+    return find_script()
 
 
 @pytest.fixture
