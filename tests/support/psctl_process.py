@@ -48,8 +48,15 @@ _PRELOADED = (
     "matplotlib.pyplot",
 )
 """What most commands import. Not pyarrow, which starts a thread."""
-_NOT_FOR_LIBRARIES = ("PYTEST_CURRENT_TEST", "GOMP_SPINCOUNT", "DIFFUSERS_VERBOSITY", "TRANSFORMERS_VERBOSITY")
-"""Beside `PSCTL_...`: what pytest changes with each test, and what psctl itself sets before it imports anything."""
+_NOT_FOR_LIBRARIES = {
+    "PYTEST_CURRENT_TEST",
+    "GOMP_SPINCOUNT",
+    "DIFFUSERS_VERBOSITY",
+    "TRANSFORMERS_VERBOSITY",
+    "KINETO_LOG_LEVEL",
+    "TORCHINDUCTOR_CACHE_DIR",
+}
+"""Beside `PSCTL_...`: what pytest changes with each test, and what psctl and torch set by themselves."""
 _MOST_BYTES = 1 << 18
 
 
@@ -129,15 +136,11 @@ def start_psctl(
     """
     command = [find_script(), *map(str, arguments)]
     environment = {**os.environ, **(env or {})}
-    if "PSCTL_THREADS" in environment or any(name.startswith("COVERAGE_") for name in environment):
-        is_forked = False
-    else:
-        server, its_environment = _fork_server()
-        is_forked = _for_libraries(environment) == its_environment
-    if not is_forked:
+    is_measured = any(name.startswith("COVERAGE_") for name in environment)
+    if is_measured or "PSCTL_THREADS" in environment or _for_libraries(environment) != _ENVIRONMENT:
         return subprocess.Popen(command, env=environment, cwd=cwd, stdout=stdout, stderr=stderr, text=True)
     told = {"argv": command, "environment": environment, "cwd": str(cwd or Path.cwd())}
-    return ForkedPsctl(server, told, stdout, stderr)
+    return ForkedPsctl(_fork_server(), told, stdout, stderr)
 
 
 @functools.cache
@@ -156,17 +159,20 @@ def _for_libraries(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+_ENVIRONMENT = _for_libraries(os.environ)
+"""The fork server's: that of the pytest worker, before any test has changed it."""
+
+
 @functools.cache
-def _fork_server() -> tuple[socket.socket, dict[str, str]]:
-    """The fork server of this process, which ends when this process does, and what it has of the environment."""
+def _fork_server() -> socket.socket:
+    """What is sent to the fork server of this process, which ends when this process does."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    environment = _for_libraries(os.environ)
     with theirs:
         number = theirs.fileno()
         command = [sys.executable, "-m", _MODULE, str(number)]
-        process = subprocess.Popen(command, pass_fds=[number], env=environment)
+        process = subprocess.Popen(command, pass_fds=[number], env=_ENVIRONMENT)
     atexit.register(lambda: (ours.close(), process.wait()))
-    return ours, environment
+    return ours
 
 
 def _output(wanted: int) -> tuple[IO[str] | None, int]:
