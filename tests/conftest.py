@@ -103,7 +103,8 @@ def psctl_script() -> str:
 def spawn_psctl(psctl_script: str, tmp_path: Path) -> RunPsctl:
     """A function that runs `psctl ARGUMENTS...` as a process in an empty folder and returns the finished process.
 
-    Keyword arguments are added to the environment. Most tests are as good with `run_psctl`, which starts no process.
+    Keyword arguments are added to the environment. This is for tests of the start itself. Most others are as good with
+    `run_psctl`, which starts no process, or `start_psctl` of `support/psctl_process.py`, which imports nothing anew.
     """
 
     def run(*arguments: str | Path, timeout_s: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:

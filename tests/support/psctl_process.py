@@ -136,11 +136,12 @@ def start_psctl(
     """
     command = [find_script(), *map(str, arguments)]
     environment = {**os.environ, **(env or {})}
+    server, its_environment = _fork_server()
     is_measured = any(name.startswith("COVERAGE_") for name in environment)
-    if is_measured or "PSCTL_THREADS" in environment or _for_libraries(environment) != _ENVIRONMENT:
+    if is_measured or "PSCTL_THREADS" in environment or _for_libraries(environment) != its_environment:
         return subprocess.Popen(command, env=environment, cwd=cwd, stdout=stdout, stderr=stderr, text=True)
     told = {"argv": command, "environment": environment, "cwd": str(cwd or Path.cwd())}
-    return ForkedPsctl(_fork_server(), told, stdout, stderr)
+    return ForkedPsctl(server, told, stdout, stderr)
 
 
 @functools.cache
@@ -159,20 +160,17 @@ def _for_libraries(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-_ENVIRONMENT = _for_libraries(os.environ)
-"""The fork server's: that of the pytest worker, before any test has changed it."""
-
-
 @functools.cache
-def _fork_server() -> socket.socket:
-    """What is sent to the fork server of this process, which ends when this process does."""
+def _fork_server() -> tuple[socket.socket, dict[str, str]]:
+    """The fork server of this process, which ends when this process does, and what it has of the environment."""
+    environment = _for_libraries(os.environ)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         number = theirs.fileno()
         command = [sys.executable, "-m", _MODULE, str(number)]
-        process = subprocess.Popen(command, pass_fds=[number], env=_ENVIRONMENT)
-    atexit.register(lambda: (ours.close(), process.wait()))
-    return ours
+        process = subprocess.Popen(command, pass_fds=[number], env=environment)
+    atexit.register(lambda: (ours.shutdown(socket.SHUT_RDWR), process.wait()))
+    return ours, environment
 
 
 def _output(wanted: int) -> tuple[IO[str] | None, int]:
