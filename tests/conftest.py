@@ -3,10 +3,8 @@
 import contextlib
 import io
 import os
-import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
 
@@ -96,16 +94,17 @@ def repository() -> Path:
 @pytest.fixture(scope="session")
 def psctl_script() -> str:
     """Path of the installed console script."""
-    script = shutil.which("psctl", path=str(Path(sys.executable).parent))
-    assert script is not None, "psctl is not installed beside this Python; run `make setup`"
-    return script
+    from .support.psctl_process import find_script
+
+    return find_script()
 
 
 @pytest.fixture
 def spawn_psctl(psctl_script: str, tmp_path: Path) -> RunPsctl:
     """A function that runs `psctl ARGUMENTS...` as a process in an empty folder and returns the finished process.
 
-    Keyword arguments are added to the environment. Most tests are as good with `run_psctl`, which starts no process.
+    Keyword arguments are added to the environment. This is for tests of the start itself. Most others are as good with
+    `run_psctl`, which starts no process, or `start_psctl` of `support/psctl_process.py`, which imports nothing anew.
     """
 
     def run(*arguments: str | Path, timeout_s: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -1,9 +1,7 @@
 """`psctl bench steps`, on tiny models with random weights: its output, Ctrl-C, bad input."""
 
 import json
-import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from patchedserve.serving.options import EngineOptions
 
 from ..conftest import RunPsctl
 from ..support.bench_cases import FAST, ROW, squares
+from ..support.psctl_process import start_psctl
 from ..support.tiny_models import save_tiny, tiny_sd3, tiny_sdxl
 
 
@@ -85,16 +84,10 @@ def test_breakdown_command_prints_only_its_json(
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_is_measured(psctl_script: str, environment: dict[str, str], tmp_path: Path) -> None:
-    command = [psctl_script, "bench", "steps", "--combinations", ";".join(["1,1,1"] * 200), "--repeats", "3"]
-    process = subprocess.Popen(
-        [*command, "--workspace", str(tmp_path / "own"), "--output-file", "result.json"],
-        cwd=tmp_path,
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def test_ctrl_c_keeps_what_is_measured(environment: dict[str, str], tmp_path: Path) -> None:
+    command = ["bench", "steps", "--combinations", ";".join(["1,1,1"] * 200), "--repeats", "3"]
+    command += ["--workspace", str(tmp_path / "own"), "--output-file", "result.json"]
+    process = start_psctl(*command, cwd=tmp_path, env=environment)
     deadline = time.monotonic() + 120
     while not list(tmp_path.glob("own/*/cpu/runs/*/steps.json")) and process.poll() is None:
         assert time.monotonic() < deadline

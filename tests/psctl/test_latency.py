@@ -3,10 +3,8 @@
 import itertools
 import json
 import math
-import os
 import random
 import signal
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -39,6 +37,7 @@ from patchedserve.training.latency.predictor import LatencyPredictor, load_works
 from ..conftest import RunPsctl
 from ..support.bench_cases import latents_of, steps_by_diffusers
 from ..support.latency_tables import CIRCUMSTANCES, law_rows
+from ..support.psctl_process import start_psctl
 from ..support.tiny_models import largest_error, save_tiny, tiny_sd3, tiny_sdxl
 
 SIZES = parse_list("32,48")
@@ -405,14 +404,10 @@ def test_bad_usage_is_one_line(
 
 
 @pytest.mark.slow
-def test_ctrl_c_and_the_same_command_again(
-    psctl_script: str, run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_ctrl_c_and_the_same_command_again(run_psctl: RunPsctl, environment: dict[str, str], tmp_path: Path) -> None:
     options = ["--combinations", "14", "--max-batch-size", "4", "--workspace", str(tmp_path / "own")]
-    command = [psctl_script, "profile", "latency", *options, "--repeats", "500"]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    command = ["profile", "latency", *options, "--repeats", "500"]
+    process = start_psctl(*command, cwd=tmp_path, env=environment)
     deadline = time.monotonic() + 240
     while not list(tmp_path.glob("own/*/cpu/tables/latency-*.parquet")) and process.poll() is None:
         assert time.monotonic() < deadline
@@ -427,9 +422,7 @@ def test_ctrl_c_and_the_same_command_again(
     assert 0 < table.share_done < 1
     assert Image.open(path.with_suffix(".png")).width > 800
     # One more round would take too long here; the number of visits made before is what the same command says first.
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = start_psctl(*command, cwd=tmp_path, env=environment)
     assert process.stderr is not None
     lines = [process.stderr.readline() for _ in range(2)]
     process.send_signal(signal.SIGINT)

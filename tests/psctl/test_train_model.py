@@ -14,6 +14,7 @@ from safetensors import safe_open
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer
 
 from ..conftest import RunPsctl
+from ..support.psctl_process import start_psctl
 
 pytest.importorskip("resvg_py", reason="training draws its pictures with psctl[train]")
 
@@ -30,17 +31,12 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def trained(psctl_script: str, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("trained")
-    done = subprocess.run(
-        [psctl_script, "models", "train", "text", "--steps", str(BASE_STEPS), "--workspace", "ws", "--json"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    return Trained(folder / "ws", done)
+    command = ["models", "train", "text", "--steps", str(BASE_STEPS), "--workspace", "ws", "--json"]
+    process = start_psctl(*command, cwd=folder)
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    return Trained(folder / "ws", subprocess.CompletedProcess(command, process.wait(), out, err))
 
 
 @pytest.fixture
@@ -167,11 +163,11 @@ def test_a_truncated_checkpoint_is_named(run_psctl: RunPsctl, workspace: Path, n
 
 
 @pytest.mark.slow
-def test_ctrl_c_leaves_a_whole_checkpoint_from_which_training_goes_on(psctl_script: str, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_a_whole_checkpoint_from_which_training_goes_on(tmp_path: Path) -> None:
     run = tmp_path / "training" / "text" / "small"
-    first = interrupt_when_logged(psctl_script, tmp_path, num_lines=1)
+    first = interrupt_when_logged(tmp_path, num_lines=1)
     assert first >= 20
-    second = interrupt_when_logged(psctl_script, tmp_path, num_lines=len(logged_steps(run)) + 1)
+    second = interrupt_when_logged(tmp_path, num_lines=len(logged_steps(run)) + 1)
     assert second > first
     steps = logged_steps(run)
     # Every 20th step once: the second process did not begin again.
@@ -179,16 +175,11 @@ def test_ctrl_c_leaves_a_whole_checkpoint_from_which_training_goes_on(psctl_scri
     assert not list(run.glob(".*")), "temporary files are left"
 
 
-def interrupt_when_logged(psctl_script: str, workspace: Path, num_lines: int) -> int:
+def interrupt_when_logged(workspace: Path, num_lines: int) -> int:
     """Train the text encoders until their log has so many lines, press Ctrl-C, return the step of the checkpoint."""
     run = workspace / "training" / "text" / "small"
     log = run / "log.jsonl"
-    process = subprocess.Popen(
-        [psctl_script, "models", "train", "text", "--steps", "100000", "--workspace", str(workspace)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = start_psctl("models", "train", "text", "--steps", "100000", "--workspace", workspace)
     deadline = time.monotonic() + TIMEOUT_S
     try:
         while not log.exists() or len(log.read_text().splitlines()) < num_lines:

@@ -1,17 +1,16 @@
 """A server as users start it: `psctl serve --http` in a process of its own, on a port that is free."""
 
-import os
 import queue
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
+from .psctl_process import start_psctl
 from .tiny_models import save_tiny, tiny_sdxl
 
 SIZES = ("32x32", "64x32")
@@ -50,12 +49,10 @@ class HttpServer:
     ) -> None:
         self.start_s = start_s
         self._began_s = time.monotonic()
-        command = [str(Path(sys.executable).parent / "psctl"), "serve", "--http", "--port", "0"]
+        command = ["serve", "--http", "--port", "0"]
         command += [] if model is None else ["--model", str(model)]
         command += ["--workspace", str(workspace), "--dtype", "float32", *options]
-        self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env={**os.environ, **(env or {})}
-        )
+        self.process = start_psctl(*command, env=env, stdout=subprocess.DEVNULL)
         self.lines: list[str] = []
         self._said: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()

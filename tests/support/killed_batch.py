@@ -4,7 +4,6 @@ import json
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from PIL import Image
 
 from .http_server import until
+from .psctl_process import PsctlProcess, start_psctl
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +32,25 @@ class KilledBatch:
 
 def draw_and_kill(lines: Path, output_dir: Path, model: str, kills: int, seed: int = 0) -> KilledBatch:
     """Draw with `psctl batch run`, killed each time soon after it has drawn something, then to the end."""
-    psctl = str(Path(sys.executable).parent / "psctl")
-    command = [psctl, "batch", "run", str(lines), "-o", str(output_dir), "--model", model]
+    command = ["batch", "run", str(lines), "-o", str(output_dir), "--model", model]
     command += ["--workspace", str(output_dir / "workspace")]
     output, draws, done = output_dir / "output.jsonl", random.Random(seed), list[int]()
 
     def num_done() -> int:
         return output.read_bytes().count(b"\n") if output.exists() else 0
 
+    def start() -> PsctlProcess:
+        return start_psctl(*command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
     for _ in range(kills):
         before = num_done()
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = start()
         until(lambda: process.poll() is not None or num_done() > before, 600, 0.005)  # noqa: B023
         time.sleep(draws.uniform(0.0, 0.1))
         process.send_signal(signal.SIGKILL)
         process.wait()
         done.append(num_done())
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    assert start().wait() == 0
     told = [json.loads(line) for line in output.read_text().splitlines()]
     errors = output_dir / "errors.jsonl"
     names = Counter(each["custom_id"] for each in told)

@@ -2,9 +2,7 @@
 
 import json
 import math
-import os
 import signal
-import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +20,7 @@ from patchedserve.serving.models.defaults import ModelDefaults
 from patchedserve.serving.options import EngineOptions
 
 from ...conftest import RunPsctl
+from ...support.psctl_process import start_psctl
 from ...support.tiny_models import save_tiny, tiny_sdxl
 
 
@@ -152,13 +151,12 @@ def test_a_table_of_smaller_batches_is_not_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_and_resume_on_a_real_model(psctl_script: str, tiny: dict[str, str], tmp_path: Path) -> None:
+def test_ctrl_c_and_resume_on_a_real_model(tiny: dict[str, str], tmp_path: Path) -> None:
     # The last rate takes an hour; engines warm up at the middle one.
     options = ["--rates", "50,40,0.001", "--num-prompts", "2", "--warmup-requests", "2", "--policies", "diffusers"]
-    command = [psctl_script, "bench", "slo", *options, "--json"]
     workspace = tmp_path / "workspace"
-    environment = os.environ | tiny | {"PSCTL_WORKSPACE": str(workspace)}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = tiny | {"PSCTL_WORKSPACE": str(workspace)}
+    process = start_psctl("bench", "slo", *options, "--json", env=environment)
     try:
         deadline = time.monotonic() + 120
         while not list(workspace.rglob("real-diffusers-40-0.parquet")) and process.poll() is None:
@@ -173,7 +171,8 @@ def test_ctrl_c_and_resume_on_a_real_model(psctl_script: str, tiny: dict[str, st
     assert (result["num_finished"], result["num_runs"], result["was_interrupted"]) == (2, 3, True)
     assert f"--resume {result['run_dir']} continues from here" in stderr
     assert "1 of 3 runs are not finished" in (Path(result["run_dir"]) / "report.html").read_text()
-    rest = [psctl_script, "bench", "slo", "--rates", "50,40", *options[2:], "--json", "--resume", result["run_dir"]]
-    done = subprocess.run(rest, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["num_finished"] == 2
+    rest = ["--rates", "50,40", *options[2:], "--json", "--resume", result["run_dir"]]
+    process = start_psctl("bench", "slo", *rest, env=environment)
+    stdout, stderr = process.communicate()
+    assert process.returncode == 0, stderr
+    assert json.loads(stdout)["num_finished"] == 2

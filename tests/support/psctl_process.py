@@ -1,0 +1,252 @@
+"""`psctl` in processes of its own, most of which begin as forks of one that has imported everything.
+
+The imports of torch, diffusers and transformers take 4 to 6 CPU seconds, which tests of servers, of Ctrl-C and of kills
+need not pay for each of their processes. The tests of a pytest worker share a fork server: a process that imports, and
+does nothing else. It has one thread, asks for no device, and ignores Ctrl-C. For each command it forks a keeper; the
+keeper forks the command, and tells its process id and, when it has ended, how. A forked command has the arguments,
+environment, folder, outputs and signal handlers that it would have had if it had been started, and runs the console
+script as `__main__`. Its process id, signals, pipes and exit code are real. At its end it waits for its threads, calls
+what is registered for the exit and flushes its outputs, but does not take the interpreter apart, which is another 1.4
+CPU seconds.
+
+What libraries read from the environment as they are imported, the fork server has read from its own. So a command is
+started anew where its environment differs from the server's in anything but variables of psctl, where PSCTL_THREADS
+is set (it is for libraries), and where coverage is measured. Tests of the start itself (which packages are imported,
+what those write, what the help takes) do not come here, nor do ranks and workers, which psctl starts in its own ways.
+"""
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import runpy
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any
+
+from patchedserve.psctl.app import apply_thread_settings
+from patchedserve.serving.core.garbage import imports_are_no_garbage
+from patchedserve.serving.core.quiet import quiet_imports
+
+_MODULE = "patchedserve.tests.support.psctl_process"
+_PRELOADED = (
+    "patchedserve.serving.cascade.preload",
+    "patchedserve.serving.families.sdxl",
+    "diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl",
+    "patchedserve.profiling.runs.draw",
+    "patchedserve.serving.server.local",
+    "patchedserve.serving.server.run",
+    "matplotlib.pyplot",
+)
+"""What most commands import. Not pyarrow, which starts a thread."""
+_NOT_FOR_LIBRARIES = {
+    "PYTEST_CURRENT_TEST",
+    "GOMP_SPINCOUNT",
+    "DIFFUSERS_VERBOSITY",
+    "TRANSFORMERS_VERBOSITY",
+    "KINETO_LOG_LEVEL",
+    "TORCHINDUCTOR_CACHE_DIR",
+}
+"""Beside `PSCTL_...`: what pytest changes with each test, and what psctl and torch set by themselves."""
+_MOST_BYTES = 1 << 18
+
+
+class ForkedPsctl:
+    """A command that the fork server has forked; as much of `subprocess.Popen` as tests need.
+
+    Attributes:
+        pid, returncode, stdout, stderr: see `subprocess.Popen`.
+    """
+
+    def __init__(self, server: socket.socket, command: Mapping[str, object], stdout: int, stderr: int) -> None:
+        self.returncode: int | None = None
+        self.stdout, out = _output(stdout)
+        self.stderr, err = _output(stderr)
+        self._keeper, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            socket.send_fds(server, [json.dumps(command).encode()], [theirs.fileno(), out, err])
+        for each in (out, err):
+            os.close(each)
+        self.pid = int(self._keeper.recv(_MOST_BYTES))
+
+    def poll(self) -> int | None:
+        """See `subprocess.Popen`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """See `subprocess.Popen`."""
+        if self.returncode is None:
+            if not select.select([self._keeper], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("psctl", timeout or 0.0)
+            self.returncode = int(self._keeper.recv(_MOST_BYTES))
+            self._keeper.close()
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """See `subprocess.Popen`; an output that is not read is empty. A command that is not over in time is killed."""
+        with ThreadPoolExecutor(2) as pool:
+            texts = [pool.submit(each.read) if each else None for each in (self.stdout, self.stderr)]
+            try:
+                self.wait(timeout)
+            except subprocess.TimeoutExpired:
+                self.kill()
+                raise
+            out, err = (text.result() if text else "" for text in texts)
+        return out, err
+
+    def send_signal(self, sig: int) -> None:
+        """See `subprocess.Popen`."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # it ends at this moment
+                os.kill(self.pid, sig)
+
+    def kill(self) -> None:
+        """See `subprocess.Popen`."""
+        self.send_signal(signal.SIGKILL)
+
+
+PsctlProcess = ForkedPsctl | subprocess.Popen[str]
+
+
+def start_psctl(
+    *arguments: str | Path,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    stdout: int = subprocess.PIPE,
+    stderr: int = subprocess.PIPE,
+) -> PsctlProcess:
+    """Start `psctl ARGUMENTS...`.
+
+    Args:
+        arguments: what follows `psctl`.
+        env: what is added to this process's environment.
+        cwd: its folder; None for this process's.
+        stdout, stderr: `subprocess.PIPE` or `subprocess.DEVNULL`.
+    """
+    command = [find_script(), *map(str, arguments)]
+    environment = {**os.environ, **(env or {})}
+    server, its_environment = _fork_server()
+    is_measured = any(name.startswith("COVERAGE_") for name in environment)
+    if is_measured or "PSCTL_THREADS" in environment or _for_libraries(environment) != its_environment:
+        return subprocess.Popen(command, env=environment, cwd=cwd, stdout=stdout, stderr=stderr, text=True)
+    told = {"argv": command, "environment": environment, "cwd": str(cwd or Path.cwd())}
+    return ForkedPsctl(server, told, stdout, stderr)
+
+
+@functools.cache
+def find_script() -> str:
+    """Path of the installed console script."""
+    script = shutil.which("psctl", path=str(Path(sys.executable).parent))
+    assert script is not None, "psctl is not installed beside this Python; run `make setup`"
+    return script
+
+
+def _for_libraries(environment: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in environment.items()
+        if not name.startswith("PSCTL_") and name not in _NOT_FOR_LIBRARIES
+    }
+
+
+@functools.cache
+def _fork_server() -> tuple[socket.socket, dict[str, str]]:
+    """The fork server of this process, which ends when this process does, and what it has of the environment."""
+    environment = _for_libraries(os.environ)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        number = theirs.fileno()
+        command = [sys.executable, "-m", _MODULE, str(number)]
+        process = subprocess.Popen(command, pass_fds=[number], env=environment)
+    atexit.register(lambda: (ours.shutdown(socket.SHUT_RDWR), process.wait()))
+    return ours, environment
+
+
+def _output(wanted: int) -> tuple[IO[str] | None, int]:
+    """What this process reads of an output, if anything, and what is written to."""
+    if wanted == subprocess.DEVNULL:
+        return None, os.open(os.devnull, os.O_WRONLY)
+    ours, theirs = os.pipe()
+    return open(ours), theirs
+
+
+def _serve(channel: socket.socket) -> dict[str, Any] | None:
+    """Be the fork server. Returns None as its pytest worker ends, and in each command what that has been told."""
+    while True:
+        told, numbers, _, _ = socket.recv_fds(channel, _MOST_BYTES, 3)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if not told:
+            return None
+        if not os.fork():
+            channel.close()
+            _keep(*numbers)
+            return json.loads(told)
+        for number in numbers:
+            os.close(number)
+
+
+def _keep(keeper: int, stdout: int, stderr: int) -> None:
+    """Fork, and return in the command only: this process waits until that ends, and tells its exit code."""
+    process = os.fork()
+    if not process:
+        os.dup2(stdout, 1)
+        os.dup2(stderr, 2)
+    for number in (stdout, stderr):
+        os.close(number)
+    with socket.socket(fileno=keeper) as end:
+        if process:
+            end.send(str(process).encode())
+            end.send(str(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])).encode())
+            os._exit(0)
+
+
+def main() -> None:
+    """The fork server, and every command that it forks."""
+    exit_code = 1  # of what nobody catches
+    # The first to be registered is the last to be called.
+    atexit.register(lambda: _leave(exit_code))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel, sys.path[0] = socket.socket(fileno=int(sys.argv[1])), str(Path(find_script()).parent)
+    apply_thread_settings(os.environ)
+    with imports_are_no_garbage():
+        quiet_imports()
+        for module in _PRELOADED:
+            import_module(module)
+    num_threads = len([*Path("/proc/self/task").iterdir()])
+    assert num_threads == 1, f"a fork would lack {num_threads - 1} threads"
+    told = _serve(channel)
+    if told is None:
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(told["environment"])
+    os.chdir(told["cwd"])
+    sys.argv = told["argv"]
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as left:
+        exit_code = int(left.code or 0)
+        raise
+
+
+def _leave(exit_code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+if __name__ == "__main__":
+    main()
