@@ -12,7 +12,7 @@ from .support.psctl_process import ForkedPsctl, start_psctl
 
 def test_forked_and_started_commands_say_the_same(tmp_path: Path) -> None:
     for arguments, code in ((["--version"], 0), (["models", "list", "--json"], 0), (["generate", "--seed", "x"], 2)):
-        forked, started = (start_psctl(*arguments, env=env, cwd=tmp_path) for env in ({}, {"NOT_OF_PSCTL": "1"}))
+        forked, started = (start_psctl(*arguments, env=env, cwd=tmp_path) for env in ({}, {"PSCTL_THREADS": "1"}))
         assert isinstance(forked, ForkedPsctl)
         assert isinstance(started, subprocess.Popen)
         assert forked.communicate(timeout=60) == started.communicate(timeout=60)

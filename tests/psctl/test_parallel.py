@@ -47,7 +47,7 @@ def test_claims_are_told_with_their_intervals(run_psctl: RunPsctl, environment: 
     names = {
         "displaced, n = 2",
         "naive, n = 2",
-        *(f"{mode} GroupNorm, n = 2" for mode in ("sync", "stale", "separate")),
+        *(f"{mode} GroupNorm, n = 2" for mode in ("sync", "stale", "separate", "unguarded")),
     }
     assert set(result["sets"]) == names | {f"warm-up {count}, 10 steps" for count in (0, 1, 2, 4)}
     for claim in result["claims"]:

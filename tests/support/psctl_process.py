@@ -1,18 +1,19 @@
 """`psctl` in processes of its own, most of which begin as forks of one that has imported everything.
 
 The imports of torch, diffusers and transformers take 4 to 6 CPU seconds, which tests of servers, of Ctrl-C and of kills
-need not pay for each of their processes. The tests of a pytest worker share a fork server: a process that imports, and
-does nothing else. It has one thread, asks for no device, and ignores Ctrl-C. For each command it forks a keeper; the
+need not pay for each of their processes. The tests of a pytest worker share fork servers: processes that import, and do
+nothing else. They have one thread, ask for no device, and ignore Ctrl-C. For each command one forks a keeper; the
 keeper forks the command, and tells its process id and, when it has ended, how. A forked command has the arguments,
 environment, folder, outputs and signal handlers that it would have had if it had been started, and runs the console
 script as `__main__`. Its process id, signals, pipes and exit code are real. At its end it waits for its threads, calls
 what is registered for the exit and flushes its outputs, but does not take the interpreter apart, which is another 1.4
 CPU seconds.
 
-What libraries read from the environment as they are imported, the fork server has read from its own. So a command is
-started anew where its environment differs from the server's in anything but variables of psctl, where PSCTL_THREADS
-is set (it is for libraries), and where coverage is measured. Tests of the start itself (which packages are imported,
-what those write, what the help takes) do not come here, nor do ranks and workers, which psctl starts in its own ways.
+What libraries read from the environment as they are imported, a fork server has read from its own. So there is one for
+each environment, in which only variables of psctl may differ, and the last two are kept. A command is started anew
+where PSCTL_THREADS is set (it is for libraries), and where coverage is measured. Tests of the start itself (which
+packages are imported, what those write, what the help takes) do not come here, nor do ranks and workers, which psctl
+starts in its own ways.
 """
 
 import atexit
@@ -136,12 +137,11 @@ def start_psctl(
     """
     command = [find_script(), *map(str, arguments)]
     environment = {**os.environ, **(env or {})}
-    server, its_environment = _fork_server()
     is_measured = any(name.startswith("COVERAGE_") for name in environment)
-    if is_measured or "PSCTL_THREADS" in environment or _for_libraries(environment) != its_environment:
+    if is_measured or "PSCTL_THREADS" in environment:
         return subprocess.Popen(command, env=environment, cwd=cwd, stdout=stdout, stderr=stderr, text=True)
     told = {"argv": command, "environment": environment, "cwd": str(cwd or Path.cwd())}
-    return ForkedPsctl(server, told, stdout, stderr)
+    return ForkedPsctl(_fork_server(frozenset(_for_libraries(environment).items())), told, stdout, stderr)
 
 
 @functools.cache
@@ -160,17 +160,21 @@ def _for_libraries(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-@functools.cache
-def _fork_server() -> tuple[socket.socket, dict[str, str]]:
-    """The fork server of this process, which ends when this process does, and what it has of the environment."""
-    environment = _for_libraries(os.environ)
+@functools.lru_cache(maxsize=2)
+def _fork_server(environment: frozenset[tuple[str, str]]) -> socket.socket:
+    """The end of a fork server with this environment, which leaves when that is closed: as two others were asked for
+    since, or this process ends.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         number = theirs.fileno()
         command = [sys.executable, "-m", _MODULE, str(number)]
-        process = subprocess.Popen(command, pass_fds=[number], env=environment)
-    atexit.register(lambda: (ours.shutdown(socket.SHUT_RDWR), process.wait()))
-    return ours, environment
+        _started.append(subprocess.Popen(command, pass_fds=[number], env=dict(environment)))
+    return ours
+
+
+_started: list[subprocess.Popen[bytes]] = []
+"""Fork servers, which nobody waits for."""
 
 
 def _output(wanted: int) -> tuple[IO[str] | None, int]:

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -85,7 +86,6 @@ def median_threshold(template: WorkerSettings, requests: list[Request]) -> tuple
 
 def drawn(template: WorkerSettings, requests: list[Request], leg: Leg) -> dict[int, Image.Image]:
     """Images of the engine in this process, one request at a time."""
-    from dataclasses import replace
 
     from patchedserve.serving.engine.collectors import InMemory
 
@@ -152,7 +152,8 @@ def test_workers_draw_what_the_engine_draws_and_change_models(template: WorkerSe
 
 @pytest.mark.slow
 def test_a_worker_that_shares_batches_draws_light_and_heavy_images_at_once(template: WorkerSettings) -> None:
-    requests = trace(16, 1.0)
+    # Gaps from 4 to 120 ms: on a processor of any speed, some arrive while others are being drawn.
+    requests = [replace(request, arrival_s=request.arrival_s**2) for request in trace(16, 1.0)]
     threshold, _ = median_threshold(template, requests)
     sharing = dispatcher([Plan(1, 1, 4, 4, threshold, 0.5, is_shared=True)])
     result = CascadeCluster(settings_for(template, 1, 2), sharing).run(TraceSource(requests))
@@ -209,7 +210,6 @@ def test_a_worker_that_is_killed_loses_no_request_and_comes_back(template: Worke
 
 @pytest.mark.slow
 def test_models_that_cannot_be_loaded_are_told_in_one_line(template: WorkerSettings, tmp_path: Path) -> None:
-    from dataclasses import replace
 
     (tmp_path / "broken.safetensors").write_bytes(b"nothing")
     broken = replace(template, discriminator=tmp_path / "broken.safetensors")

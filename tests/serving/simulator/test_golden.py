@@ -164,9 +164,9 @@ def serve(case: Case, seed: int) -> tuple[SimulationResult, list[RequestRecord]]
 
 
 def row_of(record: RequestRecord) -> dict[str, Any]:
-    """Without what only records of cascades and of edits say."""
+    """Without what only records of cascades, of edits and of adapters say."""
     row = record.to_row()
-    of_others = ("served_by", "confidence", "threshold", "strength", "mask_ratio", "active_share", "reused")
+    of_others = ("served_by", "confidence", "threshold", "strength", "mask_ratio", "active_share", "reused", "lora")
     assert {row.pop(name) for name in of_others} == {None}
     return row
 
