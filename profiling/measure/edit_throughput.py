@@ -65,7 +65,6 @@ class EditBenchSettings:
         repeats: rounds, of which each way draws all edits.
         threshold: of the accumulated cache.
         seed: of everything random.
-
     """
 
     resolutions: tuple[Resolution, ...]

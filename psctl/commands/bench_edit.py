@@ -7,7 +7,7 @@ from ...data.files import require_places
 from ...data.resolution import parse_list
 from ...serving.options import EngineOptions
 from ..flags import flag
-from ..options.common import GuidanceScale, NumInferenceSteps, OutputFile, Resolutions, Seed
+from ..options.common import GuidanceScale, NumInferenceSteps, OutputFile, Resolutions, Seed, numbers_of
 from ..options.target import Target
 from ..options.templates import require_cells
 from ..output import Output
@@ -49,11 +49,8 @@ def bench_edit(
     # Everything that can be wrong is looked at before torch is imported and the model loaded.
     defaults = target.defaults()
     sizes = defaults.resolutions if resolutions is None else parse_list(resolutions)
-    try:
-        ratios = tuple(float(text) for text in mask_ratios.split(","))
-    except ValueError as error:
-        raise UsageError(f"--mask-ratios is {mask_ratios!r}, but it must be numbers separated by commas") from error
-    if not all(0 < ratio <= 1 for ratio in ratios):
+    ratios = tuple(numbers_of("--mask-ratios", mask_ratios))
+    if not ratios or not all(0 < ratio <= 1 for ratio in ratios):
         raise UsageError(f"--mask-ratios is {mask_ratios!r}, but each must be above 0 and at most 1")
     require_cells(target.model, sizes, several=True)
     require_places(target.workspace, file=output_file)

@@ -100,9 +100,12 @@ def with_cache_of(
     modes = {system.cache for system in systems if system.cache != "off" and system.engine == "patched"}
     if "--cache" in given or engine.cache.is_on or not modes or engine.engine != "patched":
         return engine
-    if engine.compile or engine.cuda_graphs or reuses_templates or engine.model.adapter:
-        why = "--reuse-templates" if reuses_templates else "--compile or --cuda-graphs"
-        why = "--adapter" if engine.model.adapter else why
+    against = {
+        "--adapter": bool(engine.model.adapter),
+        "--reuse-templates": reuses_templates,
+        "--compile or --cuda-graphs": engine.compile or engine.cuda_graphs,
+    }
+    if why := next((name for name, is_given in against.items() if is_given), None):
         out.note(f"With {why} no patch is reused: the system runs without its cache.")
         return engine
     if engine.model.is_any:

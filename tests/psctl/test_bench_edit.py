@@ -123,7 +123,8 @@ def test_the_command(run_psctl: RunPsctl, environment: dict[str, str], tmp_path:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--mask-ratios", "0.1,much"), "--mask-ratios is '0.1,much', but it must be numbers separated by commas"),
+        (("--mask-ratios", "0.1,much"), "--mask-ratios is '0.1,much', but it must be numbers with commas between"),
+        (("--mask-ratios", ""), "--mask-ratios is '', but each must be above 0 and at most 1"),
         (("--mask-ratios", "0.1,1.5"), "--mask-ratios is '0.1,1.5', but each must be above 0 and at most 1"),
         (("--mask-ratios", "nan"), "--mask-ratios is 'nan', but each must be above 0 and at most 1"),
         (("--resolutions", "72"), "for a record of the image, width and height must be multiples of 32"),
