@@ -72,8 +72,12 @@ class ModelWorkspace:
 
         Creates nothing.
         """
+        return next(iter(self.newest_tables(pattern)), None)
+
+    def newest_tables(self, pattern: str) -> list[Path]:
+        """All tables that `newest_table` chooses from, the newest first."""
         found = [path for path in (self.root / "tables").glob(pattern) if path.is_file()]
-        return max(found, key=lambda path: (path.stat().st_mtime_ns, path.name)) if found else None
+        return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
 
     def find_predictor(self, name: str) -> Path | None:
         """Return the file of a fitted predictor, or None if there is none. Creates nothing."""

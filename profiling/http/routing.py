@@ -53,7 +53,7 @@ def load_book(recipe: EngineRecipe, router: str, edit_profile: Path | None, *, o
 
 def _table(recipe: EngineRecipe, router: str, on_note: Tell) -> Path:
     folder, engine = recipe.workspace.root / "tables", recipe.system.engine
-    for path in _newest_first(folder.glob(TABLE_PATTERN)):
+    for path in recipe.workspace.newest_tables(TABLE_PATTERN):
         table = read_latencies(path)
         is_ours = table.circumstances is None or table.circumstances.engine == engine
         if is_ours and set(recipe.sizes) <= measured_alone(table):
@@ -68,7 +68,7 @@ def _table(recipe: EngineRecipe, router: str, on_note: Tell) -> Path:
 def _edit_profile(recipe: EngineRecipe, router: str, given: Path | None, on_note: Tell) -> EditProfile:
     assert recipe.templates is not None
     folder, keep = recipe.workspace.root / "tables", recipe.templates.keep
-    for path in _newest_first(folder.glob(PATTERN)) if given is None else [given]:
+    for path in recipe.workspace.newest_tables(PATTERN) if given is None else [given]:
         profile = EditProfile.read(path)
         if profile.keep == keep:
             on_note(f"Edits for --router {router}: {path}")
@@ -79,10 +79,6 @@ def _edit_profile(recipe: EngineRecipe, router: str, given: Path | None, on_note
         f"--router {router} asks what edits take over records, and no profile in {folder} tells it of --keep {keep}: "
         "psctl profile edits makes one"
     )
-
-
-def _newest_first(paths: Iterable[Path]) -> list[Path]:
-    return sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
 def _named(sizes: Iterable[Resolution]) -> str:
