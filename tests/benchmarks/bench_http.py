@@ -40,8 +40,9 @@ from patchedserve.serving.engine.replay import replay
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.scheduling.policies import get_policy
-from patchedserve.tests.support.http_server import HttpServer, until
+from patchedserve.tests.support.http_server import HttpServer
 from patchedserve.tests.support.soak import Usage
+from patchedserve.tests.support.waits import until
 
 _BURST, _STEPS, _TAKEN_BACK, _STUCK, _STUCK_ROUNDS = 48, 30, 40, 200, 4
 _SATURATION = 2 * _BURST

@@ -14,8 +14,9 @@ import pytest
 from PIL import Image
 
 from ..support.bad_requests import BODIES, WRONG
-from ..support.http_server import HttpServer, until
+from ..support.http_server import HttpServer
 from ..support.tiny_models import save_tiny, tiny_sdxl
+from ..support.waits import until
 
 pytestmark = pytest.mark.slow
 ASK = {"prompt": "a cat", "num_inference_steps": 2, "slo": 60}

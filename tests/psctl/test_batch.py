@@ -10,8 +10,9 @@ import pytest
 from patchedserve.serving.server.batches.file import BatchOutput
 
 from ..conftest import RunPsctl
-from ..support.http_server import HttpServer, small_model, until
+from ..support.http_server import HttpServer, small_model
 from ..support.killed_batch import draw_and_kill
+from ..support.waits import until
 
 pytestmark = pytest.mark.slow
 COUNT = 40

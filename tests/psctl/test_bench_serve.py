@@ -13,7 +13,8 @@ import pytest
 from patchedserve.profiling.http.load import LoadResult
 
 from ..conftest import RunPsctl
-from ..support.http_server import HttpServer, small_model, until
+from ..support.http_server import HttpServer, small_model
+from ..support.waits import until
 
 pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[2]

@@ -1,8 +1,6 @@
 """`psctl bench steps`, on tiny models with random weights: its output, Ctrl-C, bad input."""
 
 import json
-import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from ..conftest import RunPsctl
 from ..support.bench_cases import FAST, ROW, squares
 from ..support.psctl_process import start_psctl
 from ..support.tiny_models import save_tiny, tiny_sd3, tiny_sdxl
+from ..support.waits import interrupted_when
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +87,7 @@ def test_ctrl_c_keeps_what_is_measured(environment: dict[str, str], tmp_path: Pa
     command = ["bench", "steps", "--combinations", ";".join(["1,1,1"] * 200), "--repeats", "3"]
     command += ["--workspace", str(tmp_path / "own"), "--output-file", "result.json"]
     process = start_psctl(*command, cwd=tmp_path, env=environment)
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("own/*/cpu/runs/*/steps.json")) and process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = interrupted_when(process, lambda: any(tmp_path.glob("own/*/cpu/runs/*/steps.json")), every_s=0.02)
     assert process.returncode == 130, stderr
     assert stderr.endswith("Error: interrupted\n")
     result = json.loads((tmp_path / "result.json").read_text())

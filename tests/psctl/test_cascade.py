@@ -28,7 +28,8 @@ from patchedserve.serving.scheduling.policies import get_policy
 
 from ..conftest import RunPsctl
 from ..support.browser import opened_browser
-from ..support.http_server import HttpServer, until
+from ..support.http_server import HttpServer
+from ..support.waits import until
 
 CASCADE = "emoji-xl:1,emoji-xl:3"
 SMALL = ("--cascade", CASCADE, "--resolutions", "64,128x64")

@@ -18,8 +18,9 @@ from PIL import Image
 from patchedserve.data.resolution import Resolution
 
 from ..support.edits import edit_request, file_of, image_of, mask_of, plain_edit
-from ..support.http_server import HttpServer, until
+from ..support.http_server import HttpServer
 from ..support.tiny_models import save_tiny, tiny_sdxl
+from ..support.waits import until
 
 pytestmark = pytest.mark.slow
 SIZE, SEED = Resolution(64, 48), 5

@@ -5,7 +5,6 @@ import json
 import math
 import random
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,6 +38,7 @@ from ..support.bench_cases import latents_of, steps_by_diffusers
 from ..support.latency_tables import CIRCUMSTANCES, law_rows
 from ..support.psctl_process import start_psctl
 from ..support.tiny_models import largest_error, save_tiny, tiny_sd3, tiny_sdxl
+from ..support.waits import interrupted_when
 
 SIZES = parse_list("32,48")
 FEW = LatencySettings(SIZES, combinations=12, max_batch_size=4, repeats=2)
@@ -408,12 +408,7 @@ def test_ctrl_c_and_the_same_command_again(run_psctl: RunPsctl, environment: dic
     options = ["--combinations", "14", "--max-batch-size", "4", "--workspace", str(tmp_path / "own")]
     command = ["profile", "latency", *options, "--repeats", "500"]
     process = start_psctl(*command, cwd=tmp_path, env=environment)
-    deadline = time.monotonic() + 240
-    while not list(tmp_path.glob("own/*/cpu/tables/latency-*.parquet")) and process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=120)
+    stdout, stderr = interrupted_when(process, lambda: any(tmp_path.glob("own/*/cpu/tables/latency-*.parquet")))
     assert process.returncode == 130, stderr
     assert stderr.endswith("The same command continues from here.\nError: interrupted\n")
     assert "slowest / fastest" in stdout

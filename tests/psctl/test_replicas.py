@@ -23,8 +23,9 @@ from patchedserve.eval.metrics.psnr import psnr
 
 from ..conftest import RunPsctl
 from ..support.edits import file_of, image_of
-from ..support.http_server import HttpServer, small_model, until
+from ..support.http_server import HttpServer, small_model
 from ..support.latency_tables import write_profiles
+from ..support.waits import until
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
 pytestmark = pytest.mark.slow

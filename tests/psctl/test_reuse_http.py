@@ -17,8 +17,9 @@ from patchedserve.data.resolution import Resolution
 
 from ..conftest import RunPsctl
 from ..support.edits import file_of, image_of
-from ..support.http_server import HttpServer, until
+from ..support.http_server import HttpServer
 from ..support.tiny_models import save_tiny, tiny_sdxl
+from ..support.waits import until
 from .test_edits_http import picture
 
 pytestmark = pytest.mark.slow

@@ -21,7 +21,8 @@ from PIL import Image
 from patchedserve.eval.metrics.psnr import psnr
 
 from ..conftest import RunPsctl
-from ..support.http_server import HttpServer, small_model, until
+from ..support.http_server import HttpServer, small_model
+from ..support.waits import until
 
 pytestmark = pytest.mark.slow
 ASK = {"prompt": "a cat", "num_inference_steps": 3, "seed": 5, "slo": 60}

@@ -3,9 +3,7 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from transformers import CLIPTextModelWithProjection, CLIPTokenizer
 
 from ..conftest import RunPsctl
 from ..support.psctl_process import start_psctl
+from ..support.waits import interrupted_when
 
 pytest.importorskip("resvg_py", reason="training draws its pictures with psctl[train]")
 
@@ -180,16 +179,9 @@ def interrupt_when_logged(workspace: Path, num_lines: int) -> int:
     run = workspace / "training" / "text" / "small"
     log = run / "log.jsonl"
     process = start_psctl("models", "train", "text", "--steps", "100000", "--workspace", workspace)
-    deadline = time.monotonic() + TIMEOUT_S
-    try:
-        while not log.exists() or len(log.read_text().splitlines()) < num_lines:
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline, "the training logs nothing"
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=TIMEOUT_S)
-    finally:
-        process.kill()
+    stdout, stderr = interrupted_when(
+        process, lambda: log.exists() and len(log.read_text().splitlines()) >= num_lines, TIMEOUT_S
+    )
     *told, last = stderr.splitlines()
     assert (process.returncode, stdout, last) == (130, "", "Error: interrupted")
     assert all(line.startswith("text encoder small: ") for line in told), told

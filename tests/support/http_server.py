@@ -6,7 +6,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
@@ -20,14 +20,6 @@ READY = re.compile(r"Serving at (http://\S+)/v1")
 def small_model(folder: Path) -> Path:
     """A model of random weights that draws two small sizes with 4 steps."""
     return save_tiny(folder, tiny_sdxl(), guidance_scale=3.0, resolutions=list(SIZES), num_inference_steps=4)
-
-
-def until(is_so: Callable[[], bool], timeout_s: float = 30.0, every_s: float = 0.05) -> None:
-    """Wait for something that another process brings about. Raises AssertionError: it has not come in time."""
-    end = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < end, f"not so after {timeout_s:g} s"
-        time.sleep(every_s)
 
 
 class HttpServer:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from .http_server import until
 from .psctl_process import PsctlProcess, start_psctl
+from .waits import until
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,6 @@
 
 import json
 import math
-import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from patchedserve.serving.options import EngineOptions
 from ...conftest import RunPsctl
 from ...support.psctl_process import start_psctl
 from ...support.tiny_models import save_tiny, tiny_sdxl
+from ...support.waits import interrupted_when
 
 
 @pytest.fixture(scope="module")
@@ -157,15 +156,7 @@ def test_ctrl_c_and_resume_on_a_real_model(tiny: dict[str, str], tmp_path: Path)
     workspace = tmp_path / "workspace"
     environment = tiny | {"PSCTL_WORKSPACE": str(workspace)}
     process = start_psctl("bench", "slo", *options, "--json", env=environment)
-    try:
-        deadline = time.monotonic() + 120
-        while not list(workspace.rglob("real-diffusers-40-0.parquet")) and process.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=60)
-    finally:
-        process.kill()
+    stdout, stderr = interrupted_when(process, lambda: any(workspace.rglob("real-diffusers-40-0.parquet")))
     assert process.returncode == 130, stderr
     result = json.loads(stdout)
     assert (result["num_finished"], result["num_runs"], result["was_interrupted"]) == (2, 3, True)

@@ -32,8 +32,8 @@ from patchedserve.serving.scheduling.policies import get_policy
 from patchedserve.training.cascade.discriminator import Discriminator, DiscriminatorAbout, load_discriminator
 from patchedserve.training.cascade.nets import new_net
 
-from ...support.http_server import until
 from ...support.tiny_models import save_tiny, tiny_sdxl
+from ...support.waits import until
 
 SIZE = Resolution(64, 64)
 STEPS: dict[Leg, int] = {"light": 2, "heavy": 6}

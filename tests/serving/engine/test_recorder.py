@@ -22,9 +22,9 @@ from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.scheduling.policies import get_policy
 
 from ...support.edits import edit_request
-from ...support.http_server import until
 from ...support.patched_models import relative_error
 from ...support.tiny_models import tiny_sdxl
+from ...support.waits import until
 
 SIZE, LARGE = Resolution(64, 64), Resolution(128, 128)
 TEMPLATE = TemplateSpec("a picture", 5)

@@ -31,10 +31,10 @@ from patchedserve.serving.parallel.strip_model import flat
 from patchedserve.serving.parallel.virtual import VirtualRanks
 from patchedserve.serving.parallel.worker import RankModels, RankSettings
 
-from ...support.http_server import until
 from ...support.patched_models import Row, draw_rows, run_plain, stack_conditions
 from ...support.tiny_models import save_tiny, tiny_sd3, tiny_sdxl
 from ...support.virtual_ranks import relative
+from ...support.waits import until
 
 pytestmark = pytest.mark.slow
 MODELS = {"sdxl": tiny_sdxl, "sd3": tiny_sd3}

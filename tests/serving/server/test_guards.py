@@ -13,7 +13,7 @@ from patchedserve.serving.server.connections import TimedConnection
 from patchedserve.serving.server.guards import Guards, Keys, Receive, Scope, Send
 from patchedserve.serving.server.run import Address
 
-from ...support.http_server import until
+from ...support.waits import until
 
 
 @pytest.mark.parametrize(

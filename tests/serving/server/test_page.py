@@ -16,8 +16,9 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
 from ...support.browser import opened_browser
-from ...support.http_server import HttpServer, until
+from ...support.http_server import HttpServer
 from ...support.tiny_models import save_tiny, tiny_sdxl
+from ...support.waits import until
 
 pytestmark = pytest.mark.slow
 

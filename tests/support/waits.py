@@ -1,0 +1,29 @@
+"""Waiting for what other processes bring about."""
+
+import signal
+import time
+from collections.abc import Callable
+
+from .psctl_process import PsctlProcess
+
+
+def until(is_so: Callable[[], bool], timeout_s: float = 30.0, every_s: float = 0.05) -> None:
+    """Wait for something that another process brings about. Raises AssertionError: it has not come in time."""
+    end = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < end, f"not so after {timeout_s:g} s"
+        time.sleep(every_s)
+
+
+def interrupted_when(
+    process: PsctlProcess, is_so: Callable[[], bool], timeout_s: float = 240.0, every_s: float = 0.05
+) -> tuple[str, str]:
+    """Press Ctrl-C as soon as something is so, or the command has ended; returns its outputs. It is killed if it is
+    not over in time, which raises AssertionError or `subprocess.TimeoutExpired`.
+    """
+    try:
+        until(lambda: is_so() or process.poll() is not None, timeout_s, every_s)
+        process.send_signal(signal.SIGINT)
+        return process.communicate(timeout=timeout_s)
+    finally:
+        process.kill()
