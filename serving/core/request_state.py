@@ -110,7 +110,7 @@ class RequestRecord:
     Of an edit, `mask_ratio` is the share of its pixels in the mask, `active_share` that of its cells, and `reused` says
     whether the others were read from the record of its template; the latter two are known when it is prepared.
 
-    `lora` names the adapters that it was drawn with, as `data.requests.adapters_text` does.
+    `lora` names the adapters that it was drawn with, as `data.adapters.adapters_text` does.
     """
 
     request_id: int

@@ -48,8 +48,12 @@ class EditCosts:
 
 
 def reads_record(request: Request) -> bool:
-    """Whether it is an edit that reads a record where there is one; an edit over HTTP may want to be exact."""
+    """Whether it is an edit that reads a record where there is one; an edit over HTTP may want to be exact, and records
+    are of the model without adapters.
+    """
     edit = request.edit
+    if request.adapters:
+        return False
     return request.traced is not None or (edit is not None and edit.template is not None)
 
 

@@ -5,8 +5,6 @@ Sources: PatchedServe sections 4.2.1 (convolution) and 4.2.2 (GroupNorm and stit
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +18,7 @@ from ..cache.slots import NormSlots, TokenSlots
 from ..core.adapters import adapted_of
 from ..core.derived import Derived
 from ..layout.packing import Level
-from .context import Fused, PatchContext, Strategy, images_of, joined, repeated, to_patches, to_tokens, tokens_of
+from .context import Fused, PatchContext, Strategy, images_of, joined, to_patches, to_tokens, tokens_of
 
 _NATIVE_FROM_SIDE = 4
 """Active cells of at least this many outputs on a side are convolved natively, smaller ones as a product over taps."""
@@ -257,99 +255,3 @@ class PatchedUpsample(nn.Module):
             return self.conv(F.interpolate(hidden_states, scale_factor=2.0, mode="nearest"))
         tokens = to_tokens(hidden_states).index_select(0, level.sources_of(finer))
         return self.conv(to_patches(tokens, 1))
-
-
-class RowsToPatches(nn.Module):
-    """A linear layer on what every row has once (timestep, text), with its result repeated for the row's patches."""
-
-    def __init__(self, linear: nn.Linear, context: PatchContext) -> None:
-        super().__init__()
-        self.linear, self.context = linear, context
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).index_select(0, self.context.row_of_patch)
-
-
-class EmbToPatches(nn.Module):
-    """A norm with a scale and shift that every row has once (`emb`), given to the row's patches."""
-
-    def __init__(self, norm: nn.Module, context: PatchContext) -> None:
-        super().__init__()
-        self.norm, self.context = norm, context
-
-    def forward(self, x: Tensor, emb: Tensor) -> Any:
-        return self.norm(x, emb=emb.index_select(0, self.context.row_of_patch))
-
-
-class ResultsToPatches(nn.Module):
-    """A module with several results that every row has once, each repeated for the row's patches."""
-
-    def __init__(self, module: nn.Module, context: PatchContext) -> None:
-        super().__init__()
-        self.module, self.context = module, context
-
-    def forward(self, *inputs: Any, **named: Any) -> tuple[Tensor, ...]:
-        rows = self.context.row_of_patch
-        return tuple(result.index_select(0, rows) for result in self.module(*inputs, **named))
-
-
-class CaptionForReaders(nn.Module):
-    """A projection of the text that only cross attention reads: `PatchedModel` runs it once for a batch.
-
-    The model, which expects text for each patch, gets nothing worth looking at.
-    """
-
-    def __init__(self, projection: Any, context: PatchContext) -> None:
-        super().__init__()
-        self.projection, self.context = projection, context
-
-    def forward(self, text: Tensor) -> Tensor:
-        return text.new_zeros(1).expand(len(self.context.row_of_patch), 1, self.projection.linear_2.out_features)
-
-
-class RowTimesteps(nn.Module):
-    """The timestep embedding of every row, whatever it is called with: diffusers repeats one for every patch."""
-
-    def __init__(self, embedding: nn.Module, context: PatchContext) -> None:
-        super().__init__()
-        self.embedding, self.context = embedding, context
-
-    def forward(self, timesteps: Tensor) -> Tensor:
-        assert self.context.timesteps is not None, "a patched model runs inside PatchedModel only"
-        return self.embedding(self.context.timesteps)
-
-
-class PatchedPatchEmbed(nn.Module):
-    """The embedding of latent pixels with the positions that each image has at its own size; see `Transformer`."""
-
-    def __init__(
-        self, embed: Any, context: PatchContext, positions: Callable[[Any, int, int], Tensor] | None = None
-    ) -> None:
-        super().__init__()
-        self.embed, self.context, self.positions = embed, context, positions or _cropped
-
-    def forward(self, latent: Tensor) -> Tensor:
-        """Patches [P, channels, side, side] -> tokens [P, grain * grain, width]."""
-        level = self.context.at(latent)
-        unit, grain, channels = self.embed.patch_size, level.grain, latent.shape[1]
-        pixels = latent.view(-1, channels, grain, unit, grain, unit).permute(0, 2, 4, 1, 3, 5)
-        projection = self.embed.proj
-        weight = projection.weight.flatten(1)
-        pixels = pixels.reshape(-1, grain**2, channels * unit**2)
-        tokens = F.linear(pixels, weight, projection.bias)
-        if (adapted := adapted_of(projection)) is not None:
-            adapted.add(pixels, tokens)
-        if "positions" not in self.context.kept:
-            table = partial(self.positions, self.embed)
-            self.context.kept["positions"] = repeated(level, table, self.context.kernels)
-        positions = self.context.kept["positions"]
-        some = self.context.rows or self.context.active
-        if some is not None:
-            own = some.tokens(0)
-            positions = positions.index_select(0, own)
-        return (tokens + positions.view(tokens.shape)).to(tokens.dtype)
-
-
-def _cropped(embed: Any, height: int, width: int) -> Tensor:
-    """SD3's positions."""
-    return embed.cropped_pos_embed(height * embed.patch_size, width * embed.patch_size)[0]

@@ -16,20 +16,17 @@ from .attention import (
     PatchedStreamAttention,
 )
 from .context import PatchContext
-from .leaves import (
-    ActivationUnlessDone,
+from .leaves import ActivationUnlessDone, PatchedConv, PatchedGroupNorm, PatchedUpsample
+from .one_row import RefinedText, StreamBegins, TokensInOneRow, Turned
+from .padded import AllBegin, AllEnd, ImagesBegin, ImagesEnd, PaddedStream, PaddedText, TurnedInStream, no_angles
+from .row_leaves import (
     CaptionForReaders,
     EmbToPatches,
-    PatchedConv,
-    PatchedGroupNorm,
     PatchedPatchEmbed,
-    PatchedUpsample,
     ResultsToPatches,
     RowsToPatches,
     RowTimesteps,
 )
-from .one_row import RefinedText, StreamBegins, TokensInOneRow, Turned
-from .padded import AllBegin, AllEnd, ImagesBegin, ImagesEnd, PaddedStream, PaddedText, TurnedInStream, no_angles
 from .streams import (
     BlocksWithEnds,
     EmbToStream,

@@ -21,6 +21,14 @@ from ..support.original_checkpoint import save_original
 from ..support.tiny_models import plain_image, save_tiny, tiny_sdxl
 
 REQUEST = Request(0, "a red hat", Resolution(32, 48), 3, guidance_scale=3.0, seed=4)
+ASK = {
+    "prompt": REQUEST.prompt,
+    "size": str(REQUEST.resolution),
+    "seed": REQUEST.seed,
+    "num_inference_steps": REQUEST.num_inference_steps,
+    "guidance_scale": REQUEST.guidance_scale,
+    "slo": 60,
+}
 OPTIONS = ("--num-inference-steps", "3", "--guidance-scale", "3")
 DRAW = ("generate", REQUEST.prompt, "-r", "32x48", "--seed", "4", *OPTIONS, "-o", "hat.png", "--overwrite")
 
@@ -190,21 +198,13 @@ def test_an_adapter_is_fused_by_every_command(psctl: Any, model_dir: Path, lora:
     assert summary["completed_requests"] == 3
     assert summary["prompt_cache"]["hits"] + summary["prompt_cache"]["misses"] >= 3
 
-    ask = {
-        "prompt": REQUEST.prompt,
-        "size": "32x48",
-        "seed": 4,
-        "num_inference_steps": 3,
-        "guidance_scale": 3,
-        "slo": 60,
-    }
     with HttpServer(model_dir, tmp_path / "served", *given, env={"PSCTL_DTYPE": "float32"}) as server:
         import httpx
 
-        answer = httpx.post(f"{server.url}/v1/images/generations", json=ask, timeout=60)
+        answer = httpx.post(f"{server.url}/v1/images/generations", json=ASK, timeout=60)
         assert answer.status_code == 200, answer.text
         drawn = Image.open(io.BytesIO(base64.b64decode(answer.json()["data"][0]["b64_json"])))
-        refused = httpx.post(f"{server.url}/v1/images/generations", json=ask | {"lora": "style"}, timeout=60)
+        refused = httpx.post(f"{server.url}/v1/images/generations", json=ASK | {"lora": "style"}, timeout=60)
     assert np.abs(pixels(drawn) - expected).max() <= 1
     assert refused.status_code == 400
     assert "no adapters are served here; psctl serve --adapter NAME=PATH" in refused.json()["error"]["message"]
@@ -271,14 +271,6 @@ def test_each_request_has_its_own_adapters(psctl: Any, model_dir: Path, lora: Pa
     summary = json.loads(done.stdout)
     assert summary["completed_requests"] == 3
 
-    ask = {
-        "prompt": REQUEST.prompt,
-        "size": "32x48",
-        "seed": 4,
-        "num_inference_steps": 3,
-        "guidance_scale": 3,
-        "slo": 60,
-    }
     with HttpServer(model_dir, tmp_path / "served", *given, env={"PSCTL_DTYPE": "float32"}) as server:
         url = f"{server.url}/v1/images/generations"
         for named, wanted in (
@@ -286,11 +278,11 @@ def test_each_request_has_its_own_adapters(psctl: Any, model_dir: Path, lora: Pa
             ({"lora": [{"name": "ink", "scale": 0.5}]}, expected),
             ({}, without),
         ):
-            answer = httpx.post(url, json=ask | named, timeout=60)
+            answer = httpx.post(url, json=ASK | named, timeout=60)
             assert answer.status_code == 200, answer.text
             drawn = Image.open(io.BytesIO(base64.b64decode(answer.json()["data"][0]["b64_json"])))
             assert np.abs(pixels(drawn) - wanted).max() <= 1
-        unknown = httpx.post(url, json=ask | {"lora": "oil"}, timeout=60)
+        unknown = httpx.post(url, json=ASK | {"lora": "oil"}, timeout=60)
         cards = httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"]
     assert unknown.status_code == 400
     assert unknown.json()["error"]["message"] == "lora: adapter oil is unknown; there are ink"

@@ -1,0 +1,107 @@
+"""Leaves that give what each row of a batch has once to the row's patches, and that make tokens of latents."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..core.adapters import adapted_of
+from .context import PatchContext, repeated
+
+
+class RowsToPatches(nn.Module):
+    """A linear layer on what every row has once (timestep, text), with its result repeated for the row's patches."""
+
+    def __init__(self, linear: nn.Linear, context: PatchContext) -> None:
+        super().__init__()
+        self.linear, self.context = linear, context
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).index_select(0, self.context.row_of_patch)
+
+
+class EmbToPatches(nn.Module):
+    """A norm with a scale and shift that every row has once (`emb`), given to the row's patches."""
+
+    def __init__(self, norm: nn.Module, context: PatchContext) -> None:
+        super().__init__()
+        self.norm, self.context = norm, context
+
+    def forward(self, x: Tensor, emb: Tensor) -> Any:
+        return self.norm(x, emb=emb.index_select(0, self.context.row_of_patch))
+
+
+class ResultsToPatches(nn.Module):
+    """A module with several results that every row has once, each repeated for the row's patches."""
+
+    def __init__(self, module: nn.Module, context: PatchContext) -> None:
+        super().__init__()
+        self.module, self.context = module, context
+
+    def forward(self, *inputs: Any, **named: Any) -> tuple[Tensor, ...]:
+        rows = self.context.row_of_patch
+        return tuple(result.index_select(0, rows) for result in self.module(*inputs, **named))
+
+
+class CaptionForReaders(nn.Module):
+    """A projection of the text that only cross attention reads: `PatchedModel` runs it once for a batch.
+
+    The model, which expects text for each patch, gets nothing worth looking at.
+    """
+
+    def __init__(self, projection: Any, context: PatchContext) -> None:
+        super().__init__()
+        self.projection, self.context = projection, context
+
+    def forward(self, text: Tensor) -> Tensor:
+        return text.new_zeros(1).expand(len(self.context.row_of_patch), 1, self.projection.linear_2.out_features)
+
+
+class RowTimesteps(nn.Module):
+    """The timestep embedding of every row, whatever it is called with: diffusers repeats one for every patch."""
+
+    def __init__(self, embedding: nn.Module, context: PatchContext) -> None:
+        super().__init__()
+        self.embedding, self.context = embedding, context
+
+    def forward(self, timesteps: Tensor) -> Tensor:
+        assert self.context.timesteps is not None, "a patched model runs inside PatchedModel only"
+        return self.embedding(self.context.timesteps)
+
+
+class PatchedPatchEmbed(nn.Module):
+    """The embedding of latent pixels with the positions that each image has at its own size; see `Transformer`."""
+
+    def __init__(
+        self, embed: Any, context: PatchContext, positions: Callable[[Any, int, int], Tensor] | None = None
+    ) -> None:
+        super().__init__()
+        self.embed, self.context, self.positions = embed, context, positions or _cropped
+
+    def forward(self, latent: Tensor) -> Tensor:
+        """Patches [P, channels, side, side] -> tokens [P, grain * grain, width]."""
+        level = self.context.at(latent)
+        unit, grain, channels = self.embed.patch_size, level.grain, latent.shape[1]
+        pixels = latent.view(-1, channels, grain, unit, grain, unit).permute(0, 2, 4, 1, 3, 5)
+        projection = self.embed.proj
+        weight = projection.weight.flatten(1)
+        pixels = pixels.reshape(-1, grain**2, channels * unit**2)
+        tokens = F.linear(pixels, weight, projection.bias)
+        if (adapted := adapted_of(projection)) is not None:
+            adapted.add(pixels, tokens)
+        if "positions" not in self.context.kept:
+            table = partial(self.positions, self.embed)
+            self.context.kept["positions"] = repeated(level, table, self.context.kernels)
+        positions = self.context.kept["positions"]
+        some = self.context.rows or self.context.active
+        if some is not None:
+            own = some.tokens(0)
+            positions = positions.index_select(0, own)
+        return (tokens + positions.view(tokens.shape)).to(tokens.dtype)
+
+
+def _cropped(embed: Any, height: int, width: int) -> Tensor:
+    """SD3's positions."""
+    return embed.cropped_pos_embed(height * embed.patch_size, width * embed.patch_size)[0]
