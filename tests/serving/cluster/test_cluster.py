@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from patchedserve.data.adapters import read_adapters
 from patchedserve.data.edits import EditSpec, TemplateSpec
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
@@ -216,9 +217,11 @@ def test_what_the_book_sees_of_requests() -> None:
     geometry = Geometry.of_unet(8, 3)
     book = LoadBook("mask-aware", Steps(), share_of=MaskShares(geometry, 0.6), edits=COSTS)
 
-    def edit(template: TemplateSpec | None = TEMPLATE, prompt: str = "", steps: int = 4, **parts: Any) -> RequestView:
+    def edit(
+        template: TemplateSpec | None = TEMPLATE, prompt: str = "", steps: int = 4, lora: str = "", **parts: Any
+    ) -> RequestView:
         spec = EditSpec(**{"image": picture, "mask": mask, "template": template, **parts})
-        return book.view_of(Request(1, prompt, spec.resolution, steps, edit=spec))
+        return book.view_of(Request(1, prompt, spec.resolution, steps, edit=spec, adapters=read_adapters(lora)))
 
     record = edit().record
     assert record is not None
@@ -227,8 +230,13 @@ def test_what_the_book_sees_of_requests() -> None:
     others = [edit(steps=5), edit(TemplateSpec(seed=1)), edit(TemplateSpec("a")), edit(image=picture[::-1])]
     others.append(edit(TemplateSpec(kind="trajectory")))
     assert len({record, *(each.record for each in others)}) == 6
-    # Exact, of a mask that is too large, and of a size with parts of cells.
-    for whole in (edit(None), edit(mask=np.ones_like(mask)), edit(image=picture[:24], mask=mask[:24])):
+    # Exact, with an adapter, of a mask that is too large, and of a size with parts of cells.
+    for whole in (
+        edit(None),
+        edit(lora="ink"),
+        edit(mask=np.ones_like(mask)),
+        edit(image=picture[:24], mask=mask[:24]),
+    ):
         assert (whole.active_share, whole.record) == (1.0, None)
     assert LoadBook().view_of(Request(1, "", SIZE)).work == SIZE
     with pytest.raises(UsageError, match=r"strength is 0\.1"):
