@@ -30,7 +30,7 @@ from .identity import ModelIdentity
 
 MASKED_UP_TO = 0.6
 """Share of the cells of an image up to which a masked pass is worth it: above it is as slow as a whole one, or slower
-(`tests/benchmarks/bench_edit.py`)."""
+(`tests/benchmarks/bench_edit_steps.py`)."""
 PASSES_TOGETHER = 4
 """Of a template, in a batch."""
 

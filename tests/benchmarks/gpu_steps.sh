@@ -42,7 +42,7 @@ for model in sdxl sd3; do
         python "$here/bench_cache_masks.py" --model "$models/$model" --device "$device" --dtype "$dtype" \
             --resolutions "$sizes" --cache-patch-size "$cache_patch" --output-file "$out/masks-$model-$dtype.json"
         [ -s "$out/edit-$model-$dtype.json" ] ||
-            python "$here/bench_edit.py" --model "$models/$model" --device "$device" --dtype "$dtype" \
+            python "$here/bench_edit_steps.py" --model "$models/$model" --device "$device" --dtype "$dtype" \
                 --side "${sizes##*,}" --batch 4 --output-file "$out/edit-$model-$dtype.json"
     done
 done

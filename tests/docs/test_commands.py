@@ -124,7 +124,7 @@ SCRIPTS = {
     **{
         f"tests/benchmarks/{name}.py": ["--help"]
         for name in (
-            "bench_edit", "bench_http", "bench_http_simulated", "bench_http_slo", "cascade_reuse", "edit_link",
+            "bench_edit_steps", "bench_http", "bench_http_simulated", "bench_http_slo", "cascade_reuse", "edit_link",
             "edit_quality", "fuzz_http", "http_parity", "kill_http", "soak",
         )
     },

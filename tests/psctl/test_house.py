@@ -20,7 +20,8 @@ from rich.progress import Progress
 
 import patchedserve
 from patchedserve.data.errors import MissingExtraError, RunError, UsageError
-from patchedserve.psctl.app import COMMANDS, apply_thread_settings, describe_error
+from patchedserve.psctl.app import COMMANDS, apply_thread_settings
+from patchedserve.psctl.errors import describe_error
 from patchedserve.psctl.output import Output
 from patchedserve.psctl.progress import Phases
 

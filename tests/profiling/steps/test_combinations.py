@@ -1,14 +1,19 @@
 """profiling/steps/combinations.py: labels, the default ones, random ones, and what users give."""
 
+from collections import Counter
+
 import pytest
 
 from patchedserve.data.errors import UsageError
 from patchedserve.data.resolution import Resolution, parse_list
 from patchedserve.profiling.steps.combinations import (
     Combination,
+    count_combinations,
     default_combinations,
     parse_combinations,
     random_combinations,
+    single_combinations,
+    stratified_combinations,
 )
 
 from ...support.bench_cases import SIZES, squares
@@ -81,3 +86,49 @@ def test_bad_combinations(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         parse_combinations(text, SIZES)
     assert parse_combinations(" 1, 0,1 ; 2,2,2", SIZES) == (squares(1, 0, 1), squares(2, 2, 2))
+
+
+def test_combinations_are_stratified() -> None:
+    sizes = parse_list("128,192,256")
+    drawn = stratified_combinations(sizes, 300, 16, seed=0)
+    assert drawn == stratified_combinations(sizes, 300, 16, seed=0)
+    assert drawn != stratified_combinations(sizes, 300, 16, seed=1)
+    assert len(set(drawn)) == 300
+    assert {each.counts for each in drawn[:6]} == {
+        *((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+        *((16, 0, 0), (0, 16, 0), (0, 0, 16)),
+    }
+    by_size = Counter(each.num_requests for each in drawn)
+    # All that there are of the smallest, and as many as of any other of the larger ones.
+    assert [by_size[size] for size in (1, 2, 3, 4)] == [3, 6, 10, 15]
+    assert set(by_size) == set(range(1, 17))
+    assert all(20 <= by_size[size] <= 26 for size in range(6, 17))
+    # Every batch of a single resolution is among them; an even draw would hold about 15 of the 48.
+    assert sum(not each.is_mixed for each in drawn) == 48
+
+
+@pytest.mark.parametrize(("num_sizes", "largest"), [(1, 16), (2, 5), (3, 4), (5, 1)])
+def test_stratified_combinations_end_with_all_that_there_are(num_sizes: int, largest: int) -> None:
+    sizes = tuple(Resolution(8 * side, 8) for side in range(1, num_sizes + 1))
+    drawn = stratified_combinations(sizes, 10_000, largest, seed=0)
+    assert len(drawn) == len(set(drawn)) == count_combinations(num_sizes, largest)
+    assert {each.num_requests for each in drawn} == set(range(1, largest + 1))
+
+
+@pytest.mark.parametrize(
+    ("count", "largest", "numbers"),
+    [
+        (2, 16, [1, 16]),
+        (12, 16, [1, 3, 6, 16]),
+        (24, 16, [1, 2, 3, 4, 5, 7, 11, 16]),
+        (99, 16, list(range(1, 17))),
+        (9, 1, [1]),
+        (6, 2, [1, 2]),
+    ],
+)
+def test_combinations_of_one_resolution(count: int, largest: int, numbers: list[int]) -> None:
+    sizes = parse_list("32,48,64")
+    drawn = single_combinations(sizes, count, largest)
+    assert [max(combination.counts) for combination in drawn] == [number for number in numbers for _ in sizes]
+    assert not any(combination.is_mixed for combination in drawn)
+    assert len(set(drawn)) == len(drawn)

@@ -1,7 +1,7 @@
 """Steps of edits that read a template's record, beside the same edits computed whole, by turns.
 
-    python tests/benchmarks/bench_edit.py [--model emoji-xl] [--side 256] [--batch 8] [--device auto] [--dtype auto]
-        [--output-file edit.json]
+    python tests/benchmarks/bench_edit_steps.py [--model emoji-xl] [--side 256] [--batch 8] [--device auto]
+        [--dtype auto] [--output-file edit.json]
 
 The masks are boxes that cover more and more of the image. Nothing else may run.
 """
