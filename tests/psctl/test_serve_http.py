@@ -106,17 +106,17 @@ def test_images_by_their_address(http: httpx.Client) -> None:
     assert http.get("/v1/images/img_0-0/content").json()["error"]["code"] == "not_found"
 
 
-def test_models_health_and_metrics(http: httpx.Client) -> None:
+def test_models_health_and_metrics(http: httpx.Client, server: HttpServer) -> None:
     models = http.get("/v1/models").json()["data"]
     assert [each["id"] for each in models][1] == "dall-e-3"
     assert http.get(f"/v1/models/{models[0]['id']}").json()["sizes"] == ["32x32", "64x32"]
     assert http.get("/v1/models/another").status_code == 404
     assert http.get("/health").json() == {"status": "ready"}
     assert http.get("/ready").status_code == 200
-    before = _metric(http, 'psctl_request_success_total{finished_reason="completed"}')
+    before = server.metric('psctl_request_success_total{finished_reason="completed"}')
     http.post(GENERATIONS, json={**ASK, "n": 3}).raise_for_status()
-    assert _metric(http, 'psctl_request_success_total{finished_reason="completed"}') == before + 3
-    assert _metric(http, "psctl_num_requests_running") == 0
+    assert server.metric('psctl_request_success_total{finished_reason="completed"}') == before + 3
+    assert server.metric("psctl_num_requests_running") == 0
 
 
 def test_the_dashboard_asks_for_what_there_is(http: httpx.Client) -> None:
@@ -131,14 +131,6 @@ def test_the_dashboard_asks_for_what_there_is(http: httpx.Client) -> None:
     stems = {re.sub(r"_(bucket|sum|count)$", "", name) for name in asked}
     assert stems <= there, stems - there
     assert len(asked) > 15
-
-
-def _metric(http: httpx.Client, name: str) -> float:
-    lines = http.get("/metrics").text.splitlines()
-    if f"# TYPE {name.partition('{')[0].removesuffix('_total')}" not in "\n".join(lines):
-        raise AssertionError(f"there is no metric {name}")
-    # One with labels comes with its first count.
-    return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} ")), 0.0)
 
 
 def test_whether_to_ask_again_is_told(http: httpx.Client) -> None:
@@ -201,10 +193,10 @@ def test_small_answers_are_sent_at_once(http: httpx.Client) -> None:
 
 def test_whoever_leaves_frees_the_place(http: httpx.Client, server: HttpServer) -> None:
     long = {**LONG, "n": 4}
-    before = _metric(http, 'psctl_request_success_total{finished_reason="cancelled"}')
+    before = server.metric('psctl_request_success_total{finished_reason="cancelled"}')
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{server.url}{GENERATIONS}", json=long, timeout=1)
-    until(lambda: _metric(http, 'psctl_request_success_total{finished_reason="cancelled"}') == before + 4)
+    until(lambda: server.metric('psctl_request_success_total{finished_reason="cancelled"}') == before + 4)
     assert http.post(GENERATIONS, json={**ASK, "n": 8}).status_code == 200
 
 
@@ -230,7 +222,7 @@ def test_a_signal_drains(model: Path, workspace: Path) -> None:
             target=lambda: found.append(httpx.post(f"{server.url}{GENERATIONS}", json=body, timeout=60))
         )
         asking.start()
-        until(lambda: _metric_of(server, "psctl_num_requests_running") == 1)
+        until(lambda: server.metric("psctl_num_requests_running") == 1)
         server.process.send_signal(signal.SIGTERM)
         until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
         refused = httpx.post(f"{server.url}{GENERATIONS}", json=ASK)
@@ -245,7 +237,7 @@ def test_what_takes_too_long_is_given_up(model: Path, workspace: Path) -> None:
         given_up = httpx.post(f"{server.url}{GENERATIONS}", json=LONG, timeout=30)
         assert (given_up.status_code, given_up.json()["error"]["code"]) == (504, "timeout")
         assert _errors_of(server, LONG) == ["timeout"]
-        until(lambda: _metric_of(server, "psctl_num_requests_running") == 0)
+        until(lambda: server.metric("psctl_num_requests_running") == 0)
         assert server.stop() == 0
 
 
@@ -254,7 +246,7 @@ def test_what_is_open_after_draining_is_told_so(model: Path, workspace: Path) ->
         long = {**LONG, "n": 4}
         told = pool.submit(_errors_of, server, long)
         watching = pool.submit(lambda: httpx.get(f"{server.url}/v1/state/stream", timeout=30).text)
-        until(lambda: _metric_of(server, "psctl_num_requests_running") == 4)
+        until(lambda: server.metric("psctl_num_requests_running") == 4)
         start = time.monotonic()
         assert server.stop() == 0
         assert time.monotonic() - start < 10
@@ -266,7 +258,7 @@ def test_a_second_signal_ends_it_at_once(model: Path, workspace: Path) -> None:
     with HttpServer(model, workspace, *MAX_STEPS) as server, ThreadPoolExecutor() as pool:
         long = {**LONG, "n": 8}
         pool.submit(lambda: httpx.post(f"{server.url}{GENERATIONS}", json=long, timeout=30))
-        until(lambda: _metric_of(server, "psctl_num_requests_running") >= 1)
+        until(lambda: server.metric("psctl_num_requests_running") >= 1)
         server.process.send_signal(signal.SIGTERM)
         until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
         server.process.send_signal(signal.SIGTERM)
@@ -278,11 +270,6 @@ def _errors_of(server: HttpServer, body: dict[str, Any]) -> list[str]:
     with httpx.stream("POST", f"{server.url}{GENERATIONS}", json={**body, "stream": True}, timeout=60) as stream:
         told = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: ")]
     return [each["error"]["code"] for each in told if "error" in each]
-
-
-def _metric_of(server: HttpServer, name: str) -> float:
-    with httpx.Client(base_url=server.url) as http:
-        return _metric(http, name)
 
 
 def test_keys(model: Path, workspace: Path) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
+import httpx
+
 from .psctl_process import start_psctl
 from .tiny_models import save_tiny, tiny_sdxl
 
@@ -64,6 +66,13 @@ class HttpServer:
             assert line is not None, "\n".join(["the server has ended:", *self.lines])
             if match := pattern.search(line):
                 return match
+
+    def metric(self, name: str) -> float:
+        """What `/metrics` says of one, with its labels; 0 where labels have not been counted yet."""
+        lines = httpx.get(f"{self.url}/metrics", timeout=30).raise_for_status().text.splitlines()
+        if f"# TYPE {name.partition('{')[0].removesuffix('_total')}" not in "\n".join(lines):
+            raise AssertionError(f"there is no metric {name}")
+        return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} ")), 0.0)
 
     def stop(self, sig: int = signal.SIGTERM) -> int:
         """Send a signal; returns the exit code."""
