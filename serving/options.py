@@ -22,6 +22,7 @@ StrategyName = Literal["auto", "stitch", "regroup"]
 KernelsName = Literal["auto", "torch", "triton"]
 OffloadName = Literal["none", "text"]
 QuantizeName = Literal["int8", "fp8"]
+StagesName = Literal["threads", "processes", "inline"]
 RecordTemplates = Literal["first", "never"]
 """Whether a server records the template of an edit that has found no record, or only reads those made ahead."""
 PATCH_OPTIONS = ("order", "patch_size", "strategy", "kernels", "compile", "cuda_graphs")
@@ -178,6 +179,8 @@ class EngineOptions:
         model: what is changed of the model.
         prompt_cache_mb: most that is kept of the conditioning of earlier prompts; 0 encodes every text anew.
         offload: `text`: text encoders are on the device only while they encode.
+        stages: where texts are encoded and images decoded: in `threads` beside the denoise loop, in `processes` of
+            their own, or `inline`, between its steps, which is the baseline of InstGenIE's section 4.3.
 
     Raises:
         UsageError: if a value is not allowed, or an option of one engine is given for another.
@@ -195,6 +198,7 @@ class EngineOptions:
     model: ModelOptions = field(default_factory=ModelOptions)
     prompt_cache_mb: int = 0
     offload: OffloadName = "none"
+    stages: StagesName = "threads"
 
     def __post_init__(self) -> None:
         choices = {
@@ -203,6 +207,7 @@ class EngineOptions:
             "strategy": StrategyName,
             "kernels": KernelsName,
             "offload": OffloadName,
+            "stages": StagesName,
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in get_args(allowed):
@@ -245,6 +250,14 @@ class EngineOptions:
         }
         if self.model.adapter and (those := [name for name, is_given in against.items() if is_given]):
             raise UsageError(f"--adapter does not work with {those[0]} yet: leave one of them out")
+        alike = {
+            "--lora": bool(self.model.lora),
+            "--adapter": bool(self.model.adapter),
+            "--offload text": self.offload == "text",
+            "--parallel-decode strips": self.engine == "parallel" and self.parallel.decode == "strips",
+        }
+        if self.stages == "processes" and (those := [name for name, is_given in alike.items() if is_given]):
+            raise UsageError(f"--stages processes does not work with {those[0]} yet: leave one of them out")
         if self.compile and self.model.quantize is not None:
             raise UsageError("--compile does not work with --quantize yet: leave one of them out")
         if self.compile and self.cache.is_on:

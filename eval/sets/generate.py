@@ -128,8 +128,8 @@ def generation_settings(
     import torch
 
     options = asdict(model.options) | {"cache": model.options.cache.identity()}
-    # How long texts are kept, and where encoders are meanwhile, changes no image.
-    del options["prompt_cache_mb"], options["offload"]
+    # How long texts are kept, where encoders are meanwhile, and who calls them, changes no image.
+    del options["prompt_cache_mb"], options["offload"], options["stages"]
     # What is left as it is has no name, so that images of before it could be changed are the same set.
     changes = {name: value for name, value in options.pop("model").items() if value is not None}
     del options["parallel"]

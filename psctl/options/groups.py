@@ -174,7 +174,13 @@ _OFFLOAD = flag(
     "text: text encoders are on the device only while they encode; on a CPU they are read again each time.",
     is_shared=True,
 )
-_OF_MODELS = {"model": MODEL, "prompt_cache_mb": _PROMPT_CACHE, "offload": _OFFLOAD}
+_STAGES = flag(
+    "--stages",
+    "Where texts are encoded and images decoded: beside the denoise loop in threads, or in processes of their own; "
+    "inline: between its steps.",
+    is_shared=True,
+)
+_OF_MODELS = {"model": MODEL, "prompt_cache_mb": _PROMPT_CACHE, "offload": _OFFLOAD, "stages": _STAGES}
 ENGINE = Flags(
     EngineOptions,
     {

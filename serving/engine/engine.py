@@ -237,7 +237,7 @@ class Engine:
         scheduler, stages = self._scheduler, self._stages
         while True:
             with self._changed:
-                while not (self._is_aborted or self._cancelled or stages.error or scheduler.is_due or self._may_record):
+                while not (self._has_work or self._is_aborted or self._cancelled or stages.error):
                     if self._is_closed and scheduler.is_idle:
                         return
                     self._changed.wait()
@@ -251,11 +251,16 @@ class Engine:
                 can_step, may_record = scheduler.can_step, self._may_record
             for state in ended:
                 stages.let_go(state)
+            stages.serve()
             if can_step:
                 self._step(batch, num_waiting)
             if may_record and stages.recorder is not None:
                 # Beside others one at a time, as a step of one more request would delay them.
                 stages.recorder.take_passes(1 if batch else self.max_batch_size)
+
+    @property
+    def _has_work(self) -> bool:
+        return self._scheduler.is_due or self._stages.is_due or self._may_record
 
     @property
     def _may_record(self) -> bool:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,7 +22,7 @@ from ..scheduling.scheduler import Scheduler
 from .collectors import Collector
 from .preview import Preview
 from .recorder import TemplateRecorder
-from .stages import StageThread
+from .stages import InlineStage, Stage, StageThread
 from .watch import Watch
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ Peek = Callable[[PreparedRequest], torch.Tensor | None]
 
 class SideStages:
     """Prepares requests in one thread, decodes and saves their images in another, and tells the collector in a third.
+    With the option `stages` at `inline`, it does the first two between steps, in the thread that denoises.
 
     A request that fails in the first two ends as "failed" with its reason, and the others continue. Arguments are those
     of `Engine`.
@@ -82,10 +83,19 @@ class SideStages:
         self._on_image = on_image
         self._preview = preview
         self._is_running = False
-        self._prepare = StageThread("psctl-prepare", self._prepare_one, device=model.device, on_error=self._wake)
-        self._postprocess = StageThread[Callable[[], None]](
-            "psctl-postprocess", lambda work: work(), device=model.device, on_error=self._wake
-        )
+        self._prepare: Stage[Request]
+        self._postprocess: Stage[Callable[[], None]]
+        self._inline: tuple[InlineStage[Any], ...] = ()
+        if model.options.stages == "inline":
+            self._prepare, self._postprocess = self._inline = (
+                InlineStage(self._prepare_one),
+                InlineStage(lambda work: work()),
+            )
+        else:
+            self._prepare = StageThread("psctl-prepare", self._prepare_one, device=model.device, on_error=self._wake)
+            self._postprocess = StageThread(
+                "psctl-postprocess", lambda work: work(), device=model.device, on_error=self._wake
+            )
         self.recorder = TemplateRecorder(model, self.changed, self._wake) if records_templates else None
         self._told: deque[Callable[[], None]] = deque()
         self._handed_over_s = 0.0
@@ -98,6 +108,16 @@ class SideStages:
         """What has ended one of the threads: a defect, or an error of a callback."""
         recording = None if self.recorder is None else self.recorder.error
         return self._prepare.error or self._postprocess.error or self._collect.error or recording
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `serve` has something to do."""
+        return any(stage.is_due for stage in self._inline)
+
+    def serve(self) -> None:
+        """Prepare and postprocess what is due, where that is the denoise loop's to do."""
+        for stage in self._inline:
+            stage.serve()
 
     def start(self) -> None:
         """Start the threads, and to prepare what was submitted before."""

@@ -1,15 +1,17 @@
-"""Threads beside the denoise loop: prepare and postprocess each run in one, first come, first served."""
+"""What runs beside the denoise loop: prepare and postprocess in a thread each, or between its steps."""
 
 import contextlib
 import functools
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
 Item = TypeVar("Item")
+Taken = TypeVar("Taken", contravariant=True)
 
 
 @functools.cache
@@ -18,8 +20,68 @@ def _stream_of(name: str, device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+class Stage(Protocol[Taken]):
+    """Serves items one by one, first come, first served.
+
+    Attributes:
+        error: what has ended it.
+    """
+
+    error: BaseException | None
+
+    def start(self) -> None:
+        """Begin to serve."""
+
+    def put(self, item: Taken) -> None:
+        """Queue an item; any thread may."""
+
+    def discard_queued(self) -> None:
+        """Let go of the items that have not been started."""
+
+    def finish(self) -> None:
+        """Return when all queued items are served; it serves no others then."""
+
+
+class InlineStage(Generic[Item]):
+    """See `Stage`: serves in the thread that calls `serve`, to which `work` raises.
+
+    Args:
+        work: called with each item.
+    """
+
+    def __init__(self, work: Callable[[Item], None]) -> None:
+        self._work = work
+        self._queue: deque[Item] = deque()
+        self.error: BaseException | None = None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether items are queued."""
+        return bool(self._queue)
+
+    def start(self) -> None:
+        """See `Stage`."""
+
+    def put(self, item: Item) -> None:
+        """See `Stage`."""
+        self._queue.append(item)
+
+    def discard_queued(self) -> None:
+        """See `Stage`."""
+        self._queue.clear()
+
+    def serve(self) -> None:
+        """Serve what is queued, and what is queued meanwhile."""
+        while self._queue:
+            self._work(self._queue.popleft())
+
+    def finish(self) -> None:
+        """See `Stage`."""
+        self.serve()
+
+
 class StageThread(Generic[Item]):
-    """Serves items one by one in a thread of its own.
+    """See `Stage`: serves in a thread of its own.
 
     `work` must handle its own errors: whatever it raises is a defect. It is kept in `error` and ends the thread.
 
@@ -58,15 +120,15 @@ class StageThread(Generic[Item]):
         torch.set_num_threads(num_threads)
 
     def put(self, item: Item) -> None:
-        """Queue an item."""
+        """See `Stage`."""
         self._queue.put(item)
 
     def discard_queued(self) -> None:
-        """Let go of the items that have not been started."""
+        """See `Stage`."""
         self._is_discarding = True
 
     def finish(self) -> None:
-        """Wait until all queued items are served, then end the thread."""
+        """See `Stage`. The thread ends."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join()

@@ -34,6 +34,7 @@ from .adapters import ModelAdapters
 from .checkpoint import check_options
 from .defaults import ModelDefaults
 from .served import ServedModel
+from .stage_process import StageProcesses
 
 
 def build_model(
@@ -44,9 +45,10 @@ def build_model(
     defaults: ModelDefaults | None = None,
     options: EngineOptions | None = None,
     adapters: ModelAdapters | None = None,
+    stages: StageProcesses | None = None,
 ) -> ServedModel:
     """Make a `ServedModel` of a pipeline of a supported class, which several may share, with the adapters that were
-    loaded into it. Raises as `check_options` and `build_stepper`.
+    loaded into it, and the processes that encode and decode for it. Raises as `check_options` and `build_stepper`.
     """
     defaults, options = defaults or ModelDefaults(), options or EngineOptions()
     family = build_family(pipe, max_sequence_length=defaults.max_sequence_length)
@@ -57,6 +59,8 @@ def build_model(
         options = replace(options, cache=replace(options.cache, patch_size=suited))
     stepper = build_stepper(pipe, family, options, facts, fingerprint, adapters)
     decode = stepper.group.decoder if isinstance(stepper, ParallelStepper) else None
+    if stages is not None:
+        family = stages.take_over(family, denoiser_of(pipe).device)
     return ServedModel(
         pipe,
         family,
@@ -67,6 +71,7 @@ def build_model(
         options=options,
         decode=decode,
         adapters=adapters,
+        stages=stages,
     )
 
 
@@ -79,12 +84,14 @@ def with_engine(model: ServedModel, options: EngineOptions) -> ServedModel:
         defaults=model.defaults,
         options=options,
         adapters=model.adapters,
+        stages=model.stages if options.stages == "processes" else None,
     )
 
 
 def as_plain(model: ServedModel) -> ServedModel:
     """The same loaded model on plain diffusers, the baseline, which encodes every text: itself where it does that."""
-    if model.options.engine == "plain" and not model.options.prompt_cache_mb:
+    options = model.options
+    if options.engine == "plain" and not options.prompt_cache_mb and options.stages == "threads":
         return model
     # Compiling is done to the shared model itself.
     return with_engine(model, EngineOptions("plain", compile=model.options.compile))

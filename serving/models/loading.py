@@ -4,13 +4,11 @@ Loading is strict. A pipeline class that is not served, a missing or damaged fil
 (which diffusers would silently fill with random values) is refused with one line that names the file.
 """
 
-import importlib
 import re
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...data.errors import RunError, UsageError
 from ...data.templates import Keep
@@ -29,16 +27,15 @@ from .checkpoint import (
     read_index,
     variants_for,
     weight_components,
-    weight_files,
 )
+from .components import first_line, load_pipeline, name_of
 from .defaults import ModelDefaults, read_defaults, read_geometry
-from .single_file import components_inside, load_file
+from .single_file import components_inside
 from .source import locate_model
 
 if TYPE_CHECKING:
     import torch
 
-    from ..parallel.worker import RankModels, RankSettings
     from .offload import TextOffload
     from .served import ServedModel
 
@@ -79,6 +76,10 @@ def load_model(
     check_changes(changes, model_dir)
     if source.file is not None and options is not None and options.parallel.is_on:
         raise UsageError(f"--parallel: ranks load a diffusers directory, and {source.file} is a single file")
+    if source.file is not None and options is not None and options.stages == "processes":
+        raise UsageError(
+            f"--stages processes: processes load a diffusers directory, and {source.file} is a single file"
+        )
     defaults = read_defaults(model_dir)
 
     with imports_are_no_garbage():
@@ -86,15 +87,17 @@ def load_model(
         from ..core.allocator import keep_freed_memory
         from .adapters import ModelAdapters
         from .build import build_model
+        from .stage_process import StageProcesses, StageSettings
 
     torch_device = resolve_device(device)
-    torch_dtype = _resolve_dtype(dtype, torch_device)
-    variants = variants_for(_name_of(torch_dtype))
+    torch_dtype = resolve_dtype(dtype, torch_device)
+    variants = variants_for(name_of(torch_dtype))
     model_dir = source.with_weights(index, variants)
     inside = set() if source.file is None else components_inside(source.file, weight_components(index))
     check_directory(model_dir, index, variants, elsewhere=inside)
     if options is not None and options.parallel.is_on:
         from ..parallel.torchrun import TorchRun
+        from .parts import load_rank
 
         run = TorchRun.of_environment(options.parallel)
         if run is not None and run.rank:
@@ -104,8 +107,12 @@ def load_model(
     if options is not None and workspace is not None:
         predictors = workspace.for_model(spec, str(torch_device)).root / "predictors"
         options = replace(options, cache=options.cache.with_predictor_of(predictors, model_dir))
+    stages = None
+    if options is not None and options.stages == "processes":
+        # They load meanwhile.
+        stages = StageProcesses(StageSettings(str(model_dir), str(torch_device), name_of(torch_dtype)))
     offload = _offload(options, torch_device, source.file)
-    pipe = _load_pipeline(model_dir, index, torch_dtype, source.file, inside, offload)
+    pipe = load_pipeline(model_dir, index, torch_dtype, source.file, inside, offload)
     pipe.set_progress_bar_config(disable=True)
     apply_changes(changes, pipe)
     if offload is not None:
@@ -113,33 +120,16 @@ def load_model(
     try:
         pipe.to(torch_device)
     except RuntimeError as error:  # out of device memory
-        raise RunError(f"model {spec} does not fit on {torch_device}: {_first_line(error)}") from error
+        raise RunError(f"model {spec} does not fit on {torch_device}: {first_line(error)}") from error
     mark = changed_fingerprint(changes, fingerprint(model_dir, source.file))
     adapters = ModelAdapters(pipe, changes.adapters) if changes.adapters else None
-    model = build_model(pipe, name=spec, fingerprint=mark, defaults=defaults, options=options, adapters=adapters)
+    model = build_model(
+        pipe, name=spec, fingerprint=mark, defaults=defaults, options=options, adapters=adapters, stages=stages
+    )
     model.offload = offload
+    if stages is not None:
+        stages.wait()
     return model
-
-
-def load_rank(settings: "RankSettings") -> "RankModels":
-    """Load what a rank needs of a model on its device. Raises as `load_model`."""
-    from ..core.allocator import keep_freed_memory
-    from ..parallel.worker import RankModels
-
-    folder = Path(settings.model)
-    index = read_index(folder / INDEX_FILE, source=settings.model)
-    device = resolve_device(settings.device)
-    check_directory(folder, index, variants_for(_name_of(_resolve_dtype(settings.dtype, device))))
-    keep_freed_memory()
-    quiet_libraries()
-    components = weight_components(index)
-
-    def load(name: str, dtype: str) -> Any:
-        return _load_component(folder / name, *components[name], _resolve_dtype(dtype, device)).to(device)
-
-    denoiser = load(next(name for name in ("unet", "transformer") if name in components), settings.dtype)
-    autoencoder = None if settings.decoder is None else load("vae", settings.decoder)
-    return RankModels(fingerprint(folder), denoiser, autoencoder)
 
 
 def resolve_model(spec: str) -> Path:
@@ -192,82 +182,6 @@ def _offload(options: EngineOptions | None, device: "torch.device", file: Path |
     return TextOffload(rereads=True)
 
 
-def _load_pipeline(
-    model_dir: Path,
-    index: dict[str, Any],
-    dtype: "torch.dtype",
-    file: Path | None,
-    inside: set[str],
-    offload: "TextOffload | None",
-) -> Any:
-    """Load and check the components that hold weights one by one, the rest with the pipeline's own loader; which loads
-    those, too, that are `inside` a checkpoint of a single file.
-    """
-    import diffusers
-
-    from .offload import TEXT_ENCODER
-
-    # Components that the index lists as absent are passed as None; otherwise diffusers refuses an SD3 without T5.
-    components: dict[str, Any] = {
-        name: None for name, entry in index.items() if isinstance(entry, list) and entry[0] is None
-    }
-    for name, (library, class_name) in weight_components(index).items():
-        if name not in inside:
-            where = model_dir / name, library, class_name, dtype
-            components[name] = _load_component(*where)
-            if offload is not None and offload.rereads and name.startswith(TEXT_ENCODER):
-                # Before the next one is loaded: all at once might not fit.
-                offload.add(name, components[name], partial(_load_component, *where))
-    pipeline = getattr(diffusers, index["_class_name"])
-    if file is not None:
-        return load_file(pipeline, file, model_dir, components, inside, dtype)
-    try:
-        return pipeline.from_pretrained(model_dir, **components, dtype=dtype, local_files_only=True)
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError) as error:
-        raise RunError(f"model {model_dir} cannot be loaded: {_first_line(error)}") from error
-
-
-def _load_component(folder: Path, library: str, class_name: str, dtype: "torch.dtype") -> Any:
-    """Load one model of the pipeline; refuse it if a tensor is missing or has the wrong shape."""
-    from diffusers.utils import is_accelerate_available
-    from safetensors import SafetensorError
-
-    if library not in ("diffusers", "transformers"):
-        raise RunError(f"{folder}: components from library {library!r} are not loaded")
-    # Without accelerate, diffusers' default for this option only causes a warning.
-    options = {"low_cpu_mem_usage": is_accelerate_available()} if library == "diffusers" else {}
-    files, variant = weight_files(folder, variants_for(_name_of(dtype)))
-    weights = files[0]
-    try:
-        component_class = getattr(importlib.import_module(library), class_name)
-        # Mismatched sizes are "ignored" here so that they are reported by name; they are refused below.
-        model, report = component_class.from_pretrained(
-            folder,
-            dtype=dtype,
-            variant=variant,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            local_files_only=True,
-            **options,
-        )
-    except AttributeError as error:
-        raise RunError(f"{folder}: {library} has no class {class_name}") from error
-    except (SafetensorError, OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-        raise RunError(f"{weights} cannot be loaded: {_first_line(error)}") from error
-    for kind in ("missing_keys", "mismatched_keys"):
-        # A mismatched key comes with its two shapes.
-        keys = sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in report.get(kind) or ())
-        if keys:
-            what = "lacks" if kind == "missing_keys" else "has another shape for"
-            more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-            raise RunError(f"{weights} {what} tensor {keys[0]}{more}: wrong or incomplete weights for {class_name}")
-    if library == "diffusers":
-        # Without accelerate, diffusers leaves some classes in the dtype of the file.
-        model = model.to(dtype)
-    return model.eval()
-
-
 def resolve_device(name: str) -> "torch.device":
     """The device of this name, as loaded models name it: `cuda` is `cuda:0`. Raises UsageError: there is none."""
     import torch
@@ -284,7 +198,7 @@ def resolve_device(name: str) -> "torch.device":
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
-def _resolve_dtype(name: str, device: "torch.device") -> "torch.dtype":
+def resolve_dtype(name: str, device: "torch.device") -> "torch.dtype":
     import torch
 
     from ...kernels.launch import has_fast_bfloat16
@@ -301,10 +215,6 @@ def _resolve_dtype(name: str, device: "torch.device") -> "torch.dtype":
     return getattr(torch, name)
 
 
-def _name_of(dtype: "torch.dtype") -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def quiet_libraries() -> None:
     """Keep the libraries' progress bars and notices out of our own output; errors are still raised."""
     quiet_imports()
@@ -317,8 +227,3 @@ def quiet_libraries() -> None:
         library.disable_progress_bar()
     huggingface_hub.utils.disable_progress_bars()
     huggingface_hub.utils.logging.set_verbosity_error()
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -5,10 +5,11 @@ import sys
 from ..core.garbage import imports_are_no_garbage
 
 with imports_are_no_garbage():
-    from .loading import load_rank, quiet_libraries
+    from .loading import quiet_libraries
 
     quiet_libraries()
     from ..parallel.worker import RankSettings, serve_rank
+    from .parts import load_rank
 
 if __name__ == "__main__":
     given = RankSettings.from_json(sys.argv[1])

@@ -37,6 +37,7 @@ from .identity import ModelIdentity
 from .offload import TextOffload
 from .prompt_cache import PromptCache
 from .reuse import TemplateReuse
+from .stage_process import StageProcesses
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -65,6 +66,7 @@ class ServedModel:
         options: which engine denoises, and how.
         decode: does the autoencoder's part; None for the pipeline's own.
         adapters: that requests may name; None for none.
+        stages: the processes that the family's functions ask; None where they compute themselves.
 
     Attributes:
         unbatched: why each request calls a scheduler of its own; None where one update serves all of them.
@@ -85,6 +87,7 @@ class ServedModel:
         options: EngineOptions,
         decode: Decode | None = None,
         adapters: ModelAdapters | None = None,
+        stages: StageProcesses | None = None,
     ) -> None:
         self.pipe, self.family, self.stepper = pipe, family, stepper
         self.name, self.fingerprint, self.defaults, self.options = name, fingerprint, defaults, options
@@ -98,7 +101,7 @@ class ServedModel:
         self.reuse = TemplateReuse(
             family, stepper, pipe.scheduler, self.identity, self.device, self.unbatched, self.prepare
         )
-        self.adapters = adapters
+        self.adapters, self.stages = adapters, stages
         self.offload: TextOffload | None = None
         self._known_schedules: set[tuple[int, int, Resolution]] = set()
         self._preparing = threading.Lock()
@@ -260,5 +263,7 @@ class ServedModel:
         return self.family.decode(latents.to(self.dtype), self._decode)[0]
 
     def close(self) -> None:
-        """Let go of what outlives calls, such as the processes of other ranks."""
+        """Let go of what outlives calls, such as the processes of other ranks and of stages."""
         self.stepper.close()
+        if self.stages is not None:
+            self.stages.close()

@@ -11,7 +11,8 @@ CPU seconds.
 
 What libraries read from the environment as they are imported, a fork server has read from its own. So there is one for
 each environment, in which only variables of psctl may differ, and the last two are kept. A command is started anew
-where PSCTL_THREADS is set (it is for libraries), and where coverage is measured. Tests of the start itself (which
+where torch computes with several threads, which a fork would lack (in benchmarks, that is), where PSCTL_THREADS is set
+(it is for libraries), and where coverage is measured. Tests of the start itself (which
 packages are imported, what those write, what the help takes) do not come here, nor do ranks and workers, which psctl
 starts in its own ways.
 """
@@ -138,7 +139,8 @@ def start_psctl(
     command = [find_script(), *map(str, arguments)]
     environment = {**os.environ, **(env or {})}
     is_measured = any(name.startswith("COVERAGE_") for name in environment)
-    if is_measured or "PSCTL_THREADS" in environment:
+    has_one_thread = environment.get("OMP_NUM_THREADS") == "1"
+    if is_measured or not has_one_thread or "PSCTL_THREADS" in environment:
         return subprocess.Popen(command, env=environment, cwd=cwd, stdout=stdout, stderr=stderr, text=True)
     told = {"argv": command, "environment": environment, "cwd": str(cwd or Path.cwd())}
     return ForkedPsctl(_fork_server(frozenset(_for_libraries(environment).items())), told, stdout, stderr)

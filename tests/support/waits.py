@@ -1,5 +1,6 @@
 """Waiting for what other processes bring about."""
 
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -13,6 +14,15 @@ def until(is_so: Callable[[], bool], timeout_s: float = 30.0, every_s: float = 0
     while not is_so():
         assert time.monotonic() < end, f"not so after {timeout_s:g} s"
         time.sleep(every_s)
+
+
+def is_alive(process: int) -> bool:
+    """Whether there is a process of this number."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def interrupted_when(

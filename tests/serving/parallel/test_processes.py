@@ -19,7 +19,8 @@ from torch import Tensor
 from patchedserve.data.errors import RunError, UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
-from patchedserve.serving.models.loading import load_model, load_rank
+from patchedserve.serving.models.loading import load_model
+from patchedserve.serving.models.parts import load_rank
 from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.parallel.group import Message, RankError
 from patchedserve.serving.parallel.launch import ProcessRanks
@@ -34,7 +35,7 @@ from patchedserve.serving.parallel.worker import RankModels, RankSettings
 from ...support.patched_models import Row, draw_rows, run_plain, stack_conditions
 from ...support.tiny_models import save_tiny, tiny_sd3, tiny_sdxl
 from ...support.virtual_ranks import relative
-from ...support.waits import until
+from ...support.waits import is_alive, until
 
 pytestmark = pytest.mark.slow
 MODELS = {"sdxl": tiny_sdxl, "sd3": tiny_sd3}
@@ -94,14 +95,6 @@ def pid_of(group: ProcessRanks, rank: int) -> int:
     process = group.processes[rank]
     assert isinstance(process, subprocess.Popen)
     return process.pid
-
-
-def is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 DISPLACED: dict[str, Any] = {"mode": "displaced", "warmup": 0, "cfg_split": "off"}
@@ -208,7 +201,7 @@ def test_what_fails_on_a_rank_is_told_and_the_group_stands_again(tmp_path: Path)
 
 _RANK_0 = """
 import sys, time
-from patchedserve.serving.models.loading import load_rank
+from patchedserve.serving.models.parts import load_rank
 from patchedserve.serving.parallel.launch import ProcessRanks
 from patchedserve.serving.parallel.options import NormMode, NormOptions, ParallelOptions
 from patchedserve.serving.parallel.worker import RankSettings

@@ -1,0 +1,102 @@
+"""Python values between two processes of one machine. Tensors and arrays go through memory that both see."""
+
+import io
+import mmap
+import os
+import pickle
+import socket
+import struct
+import tempfile
+from collections.abc import Sequence
+from typing import Any, BinaryIO
+
+import torch
+
+_HEADER = struct.Struct("<Q")
+_ALIGNMENT = 64
+
+
+class Channel:
+    """One end of a pair of connected sockets, of which the other process has the other.
+
+    Values are pickled, as both processes are psctl's own and nobody else can reach the sockets. What tensors and arrays
+    hold is written once, to a file without a name, and mapped by whoever receives it. Tensors come to the CPU.
+
+    Args:
+        end: the socket, which the channel closes.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+
+    def send(self, value: Any) -> None:
+        """Hand over a value. Raises OSError: nobody is there to take it."""
+        buffers: list[pickle.PickleBuffer] = []
+        stream = io.BytesIO()
+        _Pickler(stream, 5, buffer_callback=buffers.append).dump(value)
+        raws = [buffer.raw() for buffer in buffers]
+        message = pickle.dumps(([raw.nbytes for raw in raws], stream.getvalue()))
+        with _shared_file() as file:
+            for raw in raws:
+                file.write(raw)
+                file.write(bytes(-raw.nbytes % _ALIGNMENT))
+            file.flush()
+            socket.send_fds(self._socket, [_HEADER.pack(len(message))], [file.fileno()])
+        self._socket.sendall(message)
+
+    def receive(self) -> Any:
+        """The next value; waits for it. Raises EOFError or OSError: the other end has gone."""
+        header, descriptors, _, _ = socket.recv_fds(self._socket, _HEADER.size, 1)
+        if not descriptors:
+            raise EOFError("the other process has gone")
+        with os.fdopen(descriptors[0], "rb") as file:
+            header += self._read(_HEADER.size - len(header))
+            sizes, body = pickle.loads(self._read(*_HEADER.unpack(header)))
+            return pickle.loads(body, buffers=_mapped(file, sizes))
+
+    def close(self) -> None:
+        """Whoever waits at the other end is told that nothing will come."""
+        self._socket.close()
+
+    def _read(self, size: int) -> bytes:
+        found = bytearray()
+        while len(found) < size:
+            more = self._socket.recv(size - len(found))
+            if not more:
+                raise EOFError("the other process has gone")
+            found += more
+        return bytes(found)
+
+
+class _Pickler(pickle.Pickler):
+    """Hands the elements of tensors over as buffers."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        elements = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return _tensor, (pickle.PickleBuffer(memoryview(elements.numpy())), value.dtype, tuple(value.shape))
+
+
+def _tensor(buffer: Any, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    if memoryview(buffer).nbytes == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def _shared_file() -> BinaryIO:
+    """A file without a name, in memory where there are such files. It is gone with the last process that has it."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("psctl"), "wb")
+    return tempfile.TemporaryFile()
+
+
+def _mapped(file: BinaryIO, sizes: Sequence[int]) -> list[memoryview]:
+    """What a file holds, as pieces of memory that live as long as somebody uses them."""
+    if not sum(sizes):
+        return [memoryview(bytearray()) for _ in sizes]
+    memory, start, pieces = memoryview(mmap.mmap(file.fileno(), 0)), 0, []
+    for size in sizes:
+        pieces.append(memory[start : start + size])
+        start += size + -size % _ALIGNMENT
+    return pieces

@@ -1,0 +1,53 @@
+"""Parts of a model, loaded by processes that compute for the one that serves it: ranks and stages."""
+
+from pathlib import Path
+from typing import Any
+
+from ..core.allocator import keep_freed_memory
+from ..families import Family, build_family
+from ..parallel.worker import RankModels, RankSettings
+from .checkpoint import INDEX_FILE, check_directory, fingerprint, read_index, variants_for, weight_components
+from .components import hollow, load_component, load_pipeline, name_of
+from .defaults import read_defaults
+from .loading import quiet_libraries, resolve_device, resolve_dtype
+from .offload import TEXT_ENCODER
+from .stage_process import StageSettings
+
+
+def load_rank(settings: RankSettings) -> RankModels:
+    """Load what a rank needs of a model on its device. Raises as `load_model`."""
+    folder = Path(settings.model)
+    index = read_index(folder / INDEX_FILE, source=settings.model)
+    device = resolve_device(settings.device)
+    check_directory(folder, index, variants_for(name_of(resolve_dtype(settings.dtype, device))))
+    keep_freed_memory()
+    quiet_libraries()
+    components = weight_components(index)
+
+    def load(name: str, dtype: str) -> Any:
+        return load_component(folder / name, *components[name], resolve_dtype(dtype, device)).to(device)
+
+    denoiser = load(next(name for name in ("unet", "transformer") if name in components), settings.dtype)
+    autoencoder = None if settings.decoder is None else load("vae", settings.decoder)
+    return RankModels(fingerprint(folder), denoiser, autoencoder)
+
+
+def load_stage(settings: StageSettings) -> tuple[Any, Family]:
+    """Load what a process needs of a model that encodes or decodes for others: the pipeline and its family. The
+    denoising model's weights stay in their file, and those of text encoders where images are decoded. Raises as
+    `load_model`.
+    """
+    folder = Path(settings.model)
+    index = read_index(folder / INDEX_FILE, source=settings.model)
+    device = resolve_device(settings.device)
+    dtype = resolve_dtype(settings.dtype, device)
+    keep_freed_memory()
+    quiet_libraries()
+    components = weight_components(index)
+    denoiser = next(name for name in ("unet", "transformer") if name in components)
+    absent = {denoiser: hollow(folder / denoiser, components[denoiser][1], dtype)}
+    if settings.part == "postprocess":
+        absent |= {name: None for name in components if name.startswith(TEXT_ENCODER)}
+    pipe = load_pipeline(folder, index, dtype, None, set(), None, absent)
+    pipe.to(device)
+    return pipe, build_family(pipe, max_sequence_length=read_defaults(folder).max_sequence_length)

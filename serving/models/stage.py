@@ -1,0 +1,19 @@
+"""A process of `--stages processes`: `python -m patchedserve.serving.models.stage SETTINGS SOCKET`."""
+
+import socket
+import sys
+
+from ..core.garbage import imports_are_no_garbage
+
+with imports_are_no_garbage():
+    from .loading import quiet_libraries
+
+    quiet_libraries()
+    from .channel import Channel
+    from .parts import load_stage
+    from .stage_process import StageSettings, serve_stage
+
+if __name__ == "__main__":
+    given = StageSettings.from_json(sys.argv[1])
+    end = socket.socket(fileno=int(sys.argv[2]))
+    sys.exit(serve_stage(Channel(end), lambda: load_stage(given)))

@@ -1,0 +1,210 @@
+"""What a served model does beside denoising, in processes of their own (`--stages processes`).
+
+Texts and images of edits are encoded in one, latents decoded in another (InstGenIE section 4.3). What is computed is
+what the threads of an engine compute; these wait for it, without Python's lock and without torch.
+"""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image
+
+from ...data.errors import PsctlError, RunError
+from ...data.requests import Request
+from ..core.prepared import describe
+from ..families import Decode, Family
+from .channel import Channel
+
+_MODULE = "patchedserve.serving.models.stage"
+_END_S = 5.0
+Part = Literal["prepare", "postprocess"]
+_DOES: dict[Part, str] = {"prepare": "prepares requests", "postprocess": "decodes images"}
+
+
+@dataclass(frozen=True, slots=True)
+class StageSettings:
+    """What a process loads.
+
+    Attributes:
+        model: the folder of its files.
+        device, dtype: by name, resolved.
+        part: what it is for.
+    """
+
+    model: str
+    device: str
+    dtype: str
+    part: Part = "prepare"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "StageSettings":
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    reason: str
+
+
+class StageProcess:
+    """One process, that is started anew whenever it has died. Any thread may call it; calls wait for each other.
+
+    Args:
+        settings: what it loads.
+    """
+
+    def __init__(self, settings: StageSettings) -> None:
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._start()
+
+    @property
+    def process_id(self) -> int:
+        """Of the one that is there now."""
+        return self._process.pid
+
+    def wait(self) -> None:
+        """Return when it is ready. Raises RunError: it cannot load the model, or has died."""
+        self.call("ready")
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """What one of the functions of `serve_stage` returns.
+
+        Raises RunError: it has failed, or the process has died in it or since the last call. Another one is on its way
+        then.
+        """
+        with self._lock:
+            if self._channel is None:
+                self._start()
+            assert self._channel is not None
+            try:
+                self._channel.send((name, arguments))
+                answer = self._channel.receive()
+            except (OSError, EOFError) as error:
+                how = self._end()
+                self._start()
+                raise RunError(f"the process that {_DOES[self._settings.part]} has died ({how})") from error
+            except BaseException:
+                # What it would say later is no answer to the next call.
+                self._end()
+                raise
+        if isinstance(answer, _Failed):
+            raise RunError(answer.reason)
+        return answer
+
+    def close(self) -> None:
+        """End the process; a call starts another one."""
+        with self._lock:
+            self._end(_END_S)
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", _MODULE, self._settings.to_json(), str(theirs.fileno())]
+            # In a session of its own, so that Ctrl-C is the engine's to handle.
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+        self._channel: Channel | None = Channel(ours)
+
+    def _end(self, patience_s: float = 0.0) -> str:
+        """Returns how it has ended; it ends by itself when its channel is closed."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        try:
+            code = self._process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+class StageProcesses:
+    """Both processes of a model.
+
+    Args:
+        settings: of both.
+    """
+
+    def __init__(self, settings: StageSettings) -> None:
+        self.of = {part: StageProcess(replace(settings, part=part)) for part in _DOES}
+
+    def wait(self) -> None:
+        """Return when both are ready. Raises RunError: one cannot load the model."""
+        for process in self.of.values():
+            process.wait()
+
+    def take_over(self, family: Family, device: torch.device) -> Family:
+        """The same family, that encodes and decodes in the processes, from tensors on this device and to there."""
+        prepare, postprocess = self.of["prepare"], self.of["postprocess"]
+
+        def condition(request: Request, is_guided: bool) -> dict[str, torch.Tensor]:
+            # What an edit changes is none of the text's concern.
+            found = prepare.call("condition", replace(request, edit=None, traced=None), is_guided)
+            return {name: tensor.to(device) for name, tensor in found.items()}
+
+        def encode(pixels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+            latents, state = prepare.call("encode", pixels, generator.get_state())
+            generator.set_state(state)
+            return latents.to(device)
+
+        def decode(latents: torch.Tensor, decode: Decode) -> Sequence[Image.Image]:
+            return [Image.fromarray(image) for image in postprocess.call("decode", latents)]
+
+        return replace(family, condition=condition, encode=encode, decode=decode)
+
+    def close(self) -> None:
+        """End both."""
+        for process in self.of.values():
+            process.close()
+
+
+def serve_stage(channel: Channel, load: Callable[[], tuple[Any, Family]]) -> int:
+    """Do what is asked for until nobody is there any more; returns the exit code.
+
+    Args:
+        channel: to the process that asks.
+        load: the pipeline, with the parts that are needed here, and its family.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # As the threads of an engine; see `engine.stages`.
+    torch.set_num_threads(1)
+    try:
+        pipe, family = load()
+    except PsctlError as error:
+        functions: dict[str, Callable[..., Any]] = {}
+        failure = str(error)
+    else:
+        device, failure = pipe.vae.device, ""
+
+        def encode(pixels: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            generator = torch.Generator("cpu")
+            generator.set_state(state)
+            return family.encode(pixels.to(device), generator), generator.get_state()
+
+        def decode(latents: torch.Tensor) -> list[np.ndarray[Any, Any]]:
+            images = family.decode(latents.to(device), lambda scaled: pipe.vae.decode(scaled, return_dict=False)[0])
+            return [np.asarray(image) for image in images]
+
+        functions = {"ready": lambda: None, "condition": family.condition, "encode": encode, "decode": decode}
+    with suppress(OSError, EOFError), torch.inference_mode():
+        while True:
+            name, arguments = channel.receive()
+            try:
+                answer = functions[name](*arguments) if functions else _Failed(failure)
+            except Exception as error:  # noqa: BLE001  it is told, and the next request may be fine
+                answer = _Failed(describe(name, error))
+            channel.send(answer)
+    return 0

@@ -1,0 +1,76 @@
+"""`--stages` as users have it: a server whose processes are killed, and files that a command draws with them."""
+
+import os
+import signal
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+
+from ..conftest import RunPsctl
+from ..support.http_server import HttpServer, small_model
+from ..support.waits import is_alive, until
+
+GENERATIONS = "/v1/images/generations"
+ASK = {"prompt": "a cat", "num_inference_steps": 3, "seed": 5, "slo": 60}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def stages_of(server: HttpServer) -> dict[str, int]:
+    """Process ids of a server's stages, by what they are for."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            command = (folder / "cmdline").read_text()
+        except OSError:  # it has ended meanwhile
+            continue
+        if parent == server.process.pid and "serving.models.stage" in command:
+            found["prepare" if '"prepare"' in command else "postprocess"] = int(folder.name)
+    return found
+
+
+def test_a_server_outlives_its_stages(model: Path, tmp_path: Path) -> None:
+    with HttpServer(model, tmp_path, "--stages", "processes", start_s=120) as server:
+        before = stages_of(server)
+        assert before.keys() == {"prepare", "postprocess"}
+        first = httpx.post(f"{server.url}{GENERATIONS}", json=ASK, timeout=60).raise_for_status().json()
+        for part, process in before.items():
+            os.kill(process, signal.SIGKILL)
+            until(lambda process=process: process not in stages_of(server).values() or not is_alive(process))
+            failed = httpx.post(f"{server.url}{GENERATIONS}", json=ASK, timeout=60)
+            assert failed.status_code == 500
+            assert "has died (SIGKILL)" in failed.json()["error"]["message"], part
+            again = httpx.post(f"{server.url}{GENERATIONS}", json=ASK, timeout=60).raise_for_status().json()
+            assert again["data"] == first["data"]
+        after = stages_of(server)
+        assert after.keys() == before.keys()
+        assert not set(after.values()) & set(before.values())
+        assert server.stop() == 0
+    until(lambda: not any(map(is_alive, after.values())), timeout_s=5)
+
+
+def test_no_stage_outlives_a_server_that_is_killed(model: Path, tmp_path: Path) -> None:
+    with HttpServer(model, tmp_path, "--stages", "processes", start_s=120) as server:
+        stages = stages_of(server)
+        assert len(stages) == 2
+        server.process.kill()
+    until(lambda: not any(map(is_alive, stages.values())), timeout_s=5)
+
+
+def test_images_are_the_same(model: Path, run_psctl: RunPsctl, tmp_path: Path) -> None:
+    common = ("generate", "a cat", "--model", model, "--seed", "3", "--resolution", "64x32", "--dtype", "float32")
+    for stages in ("threads", "processes", "inline"):
+        done = run_psctl(*common, "--stages", stages, "--output", tmp_path / f"{stages}.png")
+        assert done.returncode == 0, done.stderr
+    images = [np.asarray(Image.open(tmp_path / f"{stages}.png")) for stages in ("threads", "processes", "inline")]
+    assert all(np.array_equal(images[0], image) for image in images[1:])
+    refused = run_psctl(*common, "--stages", "processes", "--offload", "text")
+    assert refused.returncode == 2
+    assert "--stages processes does not work with --offload text yet" in refused.stderr

@@ -1,0 +1,282 @@
+"""`--stages processes`: the same images to the bit, from processes that may really die."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from patchedserve.data.errors import RunError, UsageError
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.serving.engine.collectors import InMemory
+from patchedserve.serving.engine.engine import Engine
+from patchedserve.serving.families import build_family
+from patchedserve.serving.models.build import as_plain, with_engine
+from patchedserve.serving.models.channel import Channel
+from patchedserve.serving.models.loading import load_model
+from patchedserve.serving.models.parts import load_stage
+from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.models.stage_process import StageProcess, StageSettings
+from patchedserve.serving.options import EngineOptions, ModelOptions
+from patchedserve.serving.parallel.options import ParallelOptions
+from patchedserve.serving.scheduling.policies import get_policy
+
+from ...support.edits import edit_request
+from ...support.tiny_families import (
+    tiny_aura,
+    tiny_chroma,
+    tiny_flux,
+    tiny_flux2,
+    tiny_klein,
+    tiny_lumina2,
+    tiny_pixart,
+    tiny_qwen,
+    tiny_z_image,
+)
+from ...support.tiny_models import save_tiny, tiny_sd, tiny_sd3, tiny_sdxl
+from ...support.waits import is_alive, until
+
+BUILDS = (
+    tiny_sd,
+    tiny_sdxl,
+    tiny_sd3,
+    tiny_flux,
+    tiny_flux2,
+    tiny_klein,
+    tiny_aura,
+    tiny_chroma,
+    tiny_pixart,
+    tiny_lumina2,
+    tiny_qwen,
+    tiny_z_image,
+)
+REQUEST = Request(0, "a car", Resolution(64, 64), 2, guidance_scale=3.0, seed=1, negative_prompt="b")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("model"), tiny_sdxl())
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Iterator[ServedModel]:
+    with closing(load_model(str(folder), "cpu", "float32", EngineOptions(stages="processes"))) as found:
+        yield found
+
+
+def drawn(model: ServedModel, requests: list[Request]) -> InMemory:
+    collector = InMemory(keep_images=True)
+    engine = Engine(model, get_policy("continuous"), collector=collector)
+    for request in requests:
+        engine.submit(request)
+    engine.close()
+    engine.run()
+    return collector
+
+
+def mixed() -> list[Request]:
+    sizes = (Resolution(32, 32), Resolution(64, 32), Resolution(32, 64))
+    new = [Request(number, f"hat {number}", size, 3, 3.0, seed=number) for number, size in enumerate(sizes)]
+    return [*new, edit_request(3, sizes[1], seed=7), edit_request(4, sizes[2])]
+
+
+def same_images(one: InMemory, other: InMemory) -> bool:
+    """But for the last bit, as requests may share other batches."""
+    assert {record.status for record in (*one.records, *other.records)} == {"completed"}
+    assert one.images.keys() == other.images.keys()
+    pairs = [(np.asarray(image, int), np.asarray(other.images[key], int)) for key, image in one.images.items()]
+    return all(np.abs(ours - theirs).max() <= 1 for ours, theirs in pairs)
+
+
+def test_processes_prepare_and_decode_the_same_to_the_bit(model: ServedModel) -> None:
+    threads = with_engine(model, replace(model.options, stages="threads"))
+    assert threads.stages is None
+    for request in mixed():
+        found, expected = model.prepare(request), threads.prepare(request)
+        assert found.conditioning.keys() == expected.conditioning.keys()
+        assert all(torch.equal(found.conditioning[name], tensor) for name, tensor in expected.conditioning.items())
+        assert torch.equal(found.latents, expected.latents)
+        assert (found.known is None) is (request.edit is None)
+        assert np.array_equal(np.asarray(model.decode(found.latents)), np.asarray(threads.decode(found.latents)))
+
+
+def test_images_of_all_stages_are_the_same(model: ServedModel) -> None:
+    usual = drawn(with_engine(model, replace(model.options, stages="threads")), mixed())
+    assert same_images(drawn(model, mixed()), usual)
+    assert same_images(drawn(with_engine(model, replace(model.options, stages="inline")), mixed()), usual)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_a_part_of_a_pipeline_does_what_the_whole_does(build: Callable[[], Any], tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, build())
+    whole = load_model(str(folder), "cpu", "float32")
+    family = build_family(whole.pipe)
+    settings = StageSettings(str(folder), "cpu", "float32")
+    with torch.inference_mode():
+        pipe, prepare = load_stage(settings)
+        expected, found = (each.condition(REQUEST, not each.is_distilled) for each in (family, prepare))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        pixels = torch.linspace(-1, 1, 3 * 64 * 64).reshape(1, 3, 64, 64)
+        encoded = [each.encode(pixels, torch.Generator("cpu").manual_seed(3)) for each in (family, prepare)]
+        assert torch.equal(*encoded)
+        other, postprocess = load_stage(replace(settings, part="postprocess"))
+        latents = whole.prepare(REQUEST).latents
+        images = [
+            each.decode(latents, lambda scaled, pipe=pipe: pipe.vae.decode(scaled, return_dict=False)[0])[0]
+            for each, pipe in ((family, whole.pipe), (postprocess, other))
+        ]
+        usual, ours = map(np.asarray, images)
+        assert np.array_equal(usual, ours)
+    for part, is_there in ((pipe, True), (other, False)):
+        weights = [
+            weight
+            for name, each in part.components.items()
+            if name in ("unet", "transformer")
+            for weight in each.parameters()
+        ]
+        assert weights
+        assert all(weight.numel() == 0 for weight in weights)
+        assert (part.text_encoder is not None) is is_there
+
+
+def test_others_of_the_same_weights_share_the_processes_or_have_none(model: ServedModel) -> None:
+    assert as_plain(model).stages is None
+    assert with_engine(model, replace(model.options, order="patch")).stages is model.stages
+
+
+@pytest.mark.parametrize(("part", "stage"), [("prepare", "preparing"), ("postprocess", "postprocessing")])
+def test_a_killed_process_fails_its_request_and_another_takes_over(model: ServedModel, part: Any, stage: str) -> None:
+    assert model.stages is not None
+    process = model.stages.of[part]
+    before = process.process_id
+    os.kill(before, signal.SIGKILL)
+    found = drawn(model, mixed())
+    failed = [record for record in found.records if record.status != "completed"]
+    assert [record.status for record in failed] == ["failed"]
+    assert failed[0].reason is not None
+    assert failed[0].reason.startswith(f"{stage}: RunError: the process that ")
+    assert "has died (SIGKILL)" in failed[0].reason
+    assert process.process_id != before
+    assert same_images(
+        drawn(model, mixed()), drawn(with_engine(model, replace(model.options, stages="threads")), mixed())
+    )
+
+
+def test_what_fails_is_told_and_the_process_goes_on(model: ServedModel) -> None:
+    assert model.stages is not None
+    process = model.stages.of["prepare"]
+    before = process.process_id
+    with pytest.raises(RunError, match="condition: TypeError"):
+        process.call("condition")
+    assert process.call("condition", REQUEST, True)["text"].shape[0] == 2
+    assert process.process_id == before
+
+
+def test_what_cannot_be_loaded_is_told(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, tiny_sdxl())
+    weights = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    process = StageProcess(StageSettings(str(folder), "cpu", "float32", "postprocess"))
+    with closing(process), pytest.raises(RunError, match=r"vae.*cannot be loaded"):
+        process.wait()
+
+
+_ENGINE = """
+import sys, time
+from patchedserve.serving.models.loading import load_model
+from patchedserve.serving.options import EngineOptions
+
+model = load_model(sys.argv[1], "cpu", "float32", EngineOptions(stages="processes"))
+print(*(each.process_id for each in model.stages.of.values()), flush=True)
+time.sleep(600)
+"""
+
+
+def test_no_process_outlives_the_engine(folder: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", _ENGINE, str(folder)], stdout=subprocess.PIPE, text=True) as engine:
+        assert engine.stdout is not None
+        others = [int(number) for number in engine.stdout.readline().split()]
+        assert len(others) == 2
+        assert all(map(is_alive, others))
+        engine.kill()
+    until(lambda: not any(map(is_alive, others)), timeout_s=5)
+
+
+@pytest.mark.parametrize(("stages", "is_main"), [("threads", False), ("inline", True)])
+def test_who_prepares_and_decodes(folder: Path, stages: Any, is_main: bool) -> None:
+    model = load_model(str(folder), "cpu", "float32", EngineOptions(stages=stages))
+    threads = []
+
+    def note(*_: Any) -> None:
+        threads.append(threading.current_thread() is threading.main_thread())
+
+    model.pipe.text_encoder.register_forward_hook(note)
+    engine = Engine(model, get_policy("continuous"), on_image=note)
+    engine.submit(REQUEST)
+    engine.close()
+    engine.run()
+    assert len(threads) == 3  # the prompt, the negative prompt, the image
+    assert set(threads) == {is_main}
+
+
+def test_values_arrive_as_they_were() -> None:
+    here, there = map(Channel, socket.socketpair())
+    values = {
+        "half": torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).bfloat16(),
+        "turned": torch.arange(6).reshape(2, 3).T,
+        "nothing": torch.empty(0, 4),
+        "one": torch.tensor(True),
+        "array": np.arange(7, dtype=np.uint8),
+    }
+    with closing(here), closing(there):
+        here.send((values, "text", REQUEST))
+        found, text, request = there.receive()
+        assert (text, request) == ("text", REQUEST)
+        assert found.keys() == values.keys()
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                assert found[name].dtype == value.dtype
+                assert torch.equal(found[name], value)
+            else:
+                assert np.array_equal(found[name], value)
+        found["half"][0] = 1  # it is the receiver's own
+        there.send(None)
+        assert here.receive() is None
+        there.close()
+        with pytest.raises((EOFError, OSError)):
+            here.receive()
+        with pytest.raises(OSError, match="Broken pipe"):
+            here.send(1)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"model": ModelOptions(lora=["a.safetensors"])}, "--lora"),
+        ({"model": ModelOptions(adapter=["a=a.safetensors"])}, "--adapter"),
+        ({"offload": "text"}, "--offload text"),
+        ({"engine": "parallel", "parallel": ParallelOptions("2", decode="strips")}, "--parallel-decode strips"),
+    ],
+)
+def test_what_it_does_not_go_with_is_refused(options: Any, named: str) -> None:
+    with pytest.raises(UsageError, match=f"--stages processes does not work with {named} yet"):
+        EngineOptions(stages="processes", **options)
+
+
+def test_a_single_file_is_refused(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes((folder / "unet" / "diffusion_pytorch_model.safetensors").read_bytes())
+    with pytest.raises(UsageError, match="--stages processes: processes load a diffusers directory"):
+        load_model(f"{file}@{folder}", "cpu", "float32", EngineOptions(stages="processes"))
