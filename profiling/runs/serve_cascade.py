@@ -47,7 +47,8 @@ class CascadeFiles:
         """Raise UsageError unless a profile is of these models' files, this processor and this discriminator: plans
         made from the times of others would be wrong.
         """
-        from ...serving.models.loading import fingerprint_of, resolve_device
+        from ...serving.models.loading import fingerprint_of
+        from ...serving.models.placement import resolve_device
 
         is_cpu = resolve_device(self.device).type == "cpu"
         for leg in LEGS:
@@ -62,7 +63,7 @@ class CascadeFiles:
 
     def worker(self, parts: CascadeParts, image_dir: Path) -> WorkerSettings:
         """Settings of one, which writes images to a folder."""
-        from ...serving.models.loading import resolve_device
+        from ...serving.models.placement import resolve_device
 
         resolved = str(resolve_device(self.device))
         return WorkerSettings(

@@ -100,7 +100,8 @@ def edit(
     """
     from ...data.datasets.decode import read_content
     from ...data.edits import EditSpec, TemplateSpec, read_image, read_mask
-    from ...serving.models.loading import model_geometry, resolve_device
+    from ...serving.models.loading import model_geometry
+    from ...serving.models.placement import resolve_device
 
     loads = None
     if reuse:

@@ -81,7 +81,7 @@ def _command(metric: str) -> Callable[..., None]:
             open_folders(drawing.metrics, generated, reference)
         with out.status("Loading ..."):
             from ...eval.run import evaluate_folders, evaluate_model
-            from ...serving.models.loading import resolve_device
+            from ...serving.models.placement import resolve_device
 
             device = resolve_device(target.device)
             judges = judging.to_judges(device)
@@ -141,7 +141,7 @@ def _drawer(
 ) -> "Drawer":
     """What draws: the engine of this process, or replicas."""
     from ...eval.sets.drawers import EngineDrawer, ReplicaDrawer
-    from ...serving.models.loading import resolve_device
+    from ...serving.models.placement import resolve_device
     from ...serving.scheduling.systems import System
 
     takes_gpu = resolve_device(target.device).type == "cuda"

@@ -66,7 +66,7 @@ def eval_compare(
     with out.status("Loading ..."):
         from ...eval.compare.run import COMPARE_METRICS, USUAL_METRICS, check_metrics, compare
         from ...eval.result_files import COMPARE_FILE
-        from ...serving.models.loading import resolve_device
+        from ...serving.models.placement import resolve_device
 
         judges = judging.to_judges(resolve_device(target.device))
     wanted = USUAL_METRICS if metrics is None else tuple(name.strip() for name in metrics.split(","))

@@ -70,7 +70,7 @@ def eval_discriminators(
         from ...eval.cascade.score_page import score_tables, write_scores
         from ...eval.cascade.scores import ScoreSettings, allocations, compare_scores, mean_latency_s
         from ...profiling.report.table import to_rich
-        from ...serving.models.loading import resolve_device
+        from ...serving.models.placement import resolve_device
 
         settings = ScoreSettings(tested=tested, num_draws=num_draws, num_resamples=num_resamples, seed=seed)
         judges = judging.to_judges(resolve_device(target.device))

@@ -156,7 +156,7 @@ def recipe_of(
 ) -> "EngineRecipe":
     """What the engine is made of. Raises UsageError: there is no such model or device."""
     from ...profiling.http.engine import EngineRecipe
-    from ...serving.models.loading import resolve_device
+    from ...serving.models.placement import resolve_device
 
     cache = target.with_predictor(engine.cache)
     if cache.predictor is not None:
@@ -192,7 +192,7 @@ def make_parts(
 ) -> "ServerParts":
     """The server's parts: an engine in this process, or replicas. Raises as `make_server`."""
     from ...profiling.http.server import make_server
-    from ...serving.models.loading import resolve_device
+    from ...serving.models.placement import resolve_device
 
     takes_gpu = resolve_device(recipe.device).type == "cuda"
     plan = replicas.plan(takes_gpu=takes_gpu, max_ongoing=max_open, drain_s=drain_s)

@@ -89,7 +89,8 @@ def models_card(
     with out.status("Loading ..."):
         from ...eval.cards.cards import CardOptions, measure_generator, measure_judge, sample_grid, write_card
         from ...eval.metrics.clip import load_clip
-        from ...serving.models.loading import load_model, resolve_device
+        from ...serving.models.loading import load_model
+        from ...serving.models.placement import resolve_device
 
     options = CardOptions(num_pairs, num_images, num_fid, num_inference_steps=num_inference_steps, seed=seed)
     folder = models_dir / name
@@ -154,7 +155,7 @@ def models_train(
         psctl models train all --output my-models
         psctl models train emoji-xl --from-models my-models --steps 10000 --seed 1
     """
-    from ...serving.models.loading import quiet_libraries, resolve_device
+    from ...serving.models.placement import quiet_libraries, resolve_device
 
     quiet_libraries()
     from ...training.bundled.recipe import PARTS, Part, Reporter, train_part

@@ -94,7 +94,7 @@ def profile_cascade(
     with out.status("Loading ..."):
         from ...profiling.cascade.batches import profile_leg
         from ...serving.cascade.profile import CascadeProfile, LegProfile, read_profile
-        from ...serving.models.loading import resolve_device
+        from ...serving.models.placement import resolve_device
 
         device = resolve_device(target.device)
         place = place_of(target.root, specs, str(device))

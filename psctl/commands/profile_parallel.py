@@ -57,7 +57,7 @@ def profile_parallel(
     from ...profiling.parallel.accounting import ELEMENT_BYTES, NUM_STEPS, RESULT_KIND, account, figures_tables
     from ...profiling.parallel.counting import counted_macs, meta_model
     from ...profiling.report.table import to_rich
-    from ...serving.models.loading import quiet_libraries
+    from ...serving.models.placement import quiet_libraries
     from ...serving.parallel.cost import Cost
 
     quiet_libraries()

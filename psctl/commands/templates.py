@@ -143,7 +143,7 @@ def templates_remove(*, ids: _Ids = None, target: Target, out: Output) -> None:
 
 def _store(target: Target) -> Any:
     from ...serving.editing.templates import TemplateStore
-    from ...serving.models.loading import resolve_device
+    from ...serving.models.placement import resolve_device
 
     target.defaults()  # refuses what is no model
     return TemplateStore(target.root.for_model(target.model, str(resolve_device(target.device))).templates)

@@ -100,7 +100,7 @@ def train_predictor_latency(
 
 def _device_name(device: str) -> str:
     """The device as loaded models name it, which names its part of the workspace."""
-    from ...serving.models.loading import resolve_device
+    from ...serving.models.placement import resolve_device
 
     return str(resolve_device(device))
 
@@ -186,7 +186,7 @@ def train_predictor_cache(
     # What was given is looked at before anything is read, and torch is imported for the first time here.
     from ...eval.cache.target import TargetSettings, train_to_target
     from ...serving.cache.options import CACHE_PREDICTOR_FILE
-    from ...serving.models.loading import resolve_device
+    from ...serving.models.placement import resolve_device
     from ...training.cache.fitting import FitSettings, fit_cache_predictor, require_backend
     from ...training.cache.samples import load_samples
 

@@ -85,7 +85,8 @@ class Target:
 
     def with_predictor(self, options: "CacheOptions") -> "CacheOptions":
         """The cache's options with the predictor of workspace or model. Raises UsageError: no such device or model."""
-        from ...serving.models.loading import resolve_device, resolve_model
+        from ...serving.models.loading import resolve_model
+        from ...serving.models.placement import resolve_device
 
         place = self.root.for_model(self.model, str(resolve_device(self.device)))
         return options.with_predictor_of(place.root / "predictors", resolve_model(self.model))

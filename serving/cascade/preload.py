@@ -3,7 +3,7 @@
 from importlib import import_module
 
 from ..core.garbage import imports_are_no_garbage
-from ..models.loading import quiet_libraries
+from ..models.placement import quiet_libraries
 
 _MODULES = ("..models.build", "..engine.engine", "...training.cascade.discriminator")
 

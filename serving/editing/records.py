@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from ...data.templates import unit_of
+from ..core.threads import LoneThread
 
 Seen = Mapping[str, Tensor]
 LATENTS, END = "latents", "end"
@@ -43,7 +43,7 @@ class Link:
         self._asked: SimpleQueue[_Asked | None] = SimpleQueue()
         is_over = threading.Event()
         # A pool's thread would be waited for when the process ends, however slow the link is.
-        Thread(target=_read_what_is_asked, args=(self._asked, is_over, mbps), name="records", daemon=True).start()
+        LoneThread(target=_read_what_is_asked, args=(self._asked, is_over, mbps), name="records").start()
         weakref.finalize(self, _end, self._asked, is_over)
 
     def submit(self, read: Callable[[], Loaded]) -> "Future[Loaded]":

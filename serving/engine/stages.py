@@ -3,12 +3,13 @@
 import contextlib
 import functools
 import queue
-import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 import torch
+
+from ..core.threads import LoneThread
 
 Item = TypeVar("Item")
 Taken = TypeVar("Taken", contravariant=True)
@@ -106,18 +107,12 @@ class StageThread(Generic[Item]):
         self._queue: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._device = device
         self._is_discarding = False
-        self._is_ready = threading.Event()
         self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread = LoneThread(target=self._serve, name=name)
 
     def start(self) -> None:
-        """Start the thread, leaving the caller's own number of CPU threads as it was."""
-        num_threads = torch.get_num_threads()
+        """See `Stage`."""
         self._thread.start()
-        self._is_ready.wait()
-        # `set_num_threads` is per thread with OpenMP, but threads started later inherit the last value that any
-        # thread has set. Set ours again so that nobody else inherits the stage's.
-        torch.set_num_threads(num_threads)
 
     def put(self, item: Item) -> None:
         """See `Stage`."""
@@ -134,12 +129,6 @@ class StageThread(Generic[Item]):
             self._thread.join()
 
     def _serve(self) -> None:
-        # A thread's first query or operator sets its number to the process's; ours must come after that, or it is lost.
-        # One thread for the operators of a stage: with more, OpenMP has more threads than there are cores and lets
-        # those of the denoise loop sleep at every barrier; a step then took 52 ms instead of 18 ms on 2 cores.
-        torch.get_num_threads()
-        torch.set_num_threads(1)
-        self._is_ready.set()
         try:
             stream = _stream_of(self._thread.name, self._device) if self._device.type == "cuda" else None
             while (item := self._queue.get()) is not None:

@@ -75,7 +75,7 @@ class _Pickler(pickle.Pickler):
         if not isinstance(value, torch.Tensor):
             return NotImplemented
         elements = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return _tensor, (pickle.PickleBuffer(memoryview(elements.numpy())), value.dtype, tuple(value.shape))
+        return _tensor, (pickle.PickleBuffer(elements.numpy().data), value.dtype, tuple(value.shape))
 
 
 def _tensor(buffer: Any, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

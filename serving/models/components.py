@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...data.errors import RunError
 from .checkpoint import variants_for, weight_components, weight_files
+from .placement import name_of
 from .single_file import load_file
 
 if TYPE_CHECKING:
@@ -110,11 +111,6 @@ def hollow(folder: Path, class_name: str, dtype: "torch.dtype") -> Any:
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.new_empty(0, device="cpu"))
     return model
-
-
-def name_of(dtype: "torch.dtype") -> str:
-    """Of a dtype, as options have it."""
-    return str(dtype).removeprefix("torch.")
 
 
 def first_line(error: BaseException) -> str:

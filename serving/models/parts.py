@@ -7,10 +7,10 @@ from ..core.allocator import keep_freed_memory
 from ..families import Family, build_family
 from ..parallel.worker import RankModels, RankSettings
 from .checkpoint import INDEX_FILE, check_directory, fingerprint, read_index, variants_for, weight_components
-from .components import hollow, load_component, load_pipeline, name_of
+from .components import hollow, load_component, load_pipeline
 from .defaults import read_defaults
-from .loading import quiet_libraries, resolve_device, resolve_dtype
 from .offload import TEXT_ENCODER
+from .placement import name_of, quiet_libraries, resolve_device, resolve_dtype
 from .stage_process import StageSettings
 
 

@@ -6,7 +6,7 @@ import sys
 from ..core.garbage import imports_are_no_garbage
 
 with imports_are_no_garbage():
-    from .loading import quiet_libraries
+    from .placement import quiet_libraries
 
     quiet_libraries()
     from .channel import Channel

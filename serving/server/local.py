@@ -18,6 +18,7 @@ from ...data.requests import Request
 from ...data.resolution import parse
 from ..core.request_state import RequestRecord
 from ..core.step_row import StepRow
+from ..core.threads import compute_alone
 from ..engine.collectors import Collector
 from ..engine.engine import Engine
 from ..engine.preview import Preview
@@ -104,7 +105,7 @@ class LocalBackend:
         self._last_step_s = time.monotonic()
         self._last_duration_s = 0.0
         # `check_request` may run torch: not on the event loop.
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="psctl-submit", initializer=_compute_alone)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="psctl-submit", initializer=compute_alone)
         self._has_begun = threading.Event()
         self._followers: dict[int, Follower] = {}
         # Filled by the engine's thread, emptied by the event loop: see `_look`.
@@ -302,15 +303,6 @@ class LocalBackend:
         pixels = sum(parse(name).pixels * count for name, count in row.resolutions.items())
         self._rate.note(pixels, row.duration_s + row.schedule_s)
         self.on_row(row)
-
-
-def _compute_alone() -> None:
-    """Let a thread have no workers of OpenMP: see `engine_thread`."""
-    import torch
-
-    # A thread's first query sets its number to the process's; ours must come after that, or it is lost.
-    torch.get_num_threads()
-    torch.set_num_threads(1)
 
 
 class _Posts(Collector):

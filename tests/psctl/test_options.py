@@ -41,7 +41,7 @@ def test_defaults_are_those_of_the_dataclass(kind: Flags) -> None:
     ("kind", "fields"),
     [
         (CACHE, {"full_above"}),
-        (ENGINE, {"parallel", "model", "prompt_cache_mb", "offload"}),
+        (ENGINE, {"parallel", "model", "prompt_cache_mb", "offload", "stages"}),
         (PARALLEL, {"may_use_fewer"}),
         (TRACE, {"edits"}),
         (EDITED_TRACE, set()),

@@ -218,3 +218,18 @@ def test_what_cannot_be_written_is_used_from_memory(tmp_path: Path) -> None:
         assert model.reuse.use_template(request, tmp_path / "full", lambda count: None)
     assert model.prepare(request).template is not None
     assert not model.reuse.use_template(request, tmp_path / "full", lambda count: None)
+
+
+def test_who_reads_computes_alone() -> None:
+    """With a team of its own, OpenMP would let the denoise loop's threads sleep at every barrier."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        link = Link()
+        found = link.submit(
+            lambda: {0: {"threads": torch.ones(2048, 2048).add_(1).sum() * 0 + torch.get_num_threads()}}
+        )
+        assert found.result(60)[0]["threads"] == 1
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
