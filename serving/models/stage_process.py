@@ -26,7 +26,8 @@ from ..families import Decode, Family
 from .channel import Channel
 
 _MODULE = "patchedserve.serving.models.stage"
-_END_S = 5.0
+_END_S, _DEAD_S = 5.0, 1.0
+"""How long a process may take to end: one whose channel was closed, and one that has closed its own."""
 Part = Literal["prepare", "postprocess"]
 _DOES: dict[Part, str] = {"prepare": "prepares requests", "postprocess": "decodes images"}
 
@@ -94,7 +95,7 @@ class StageProcess:
                 self._channel.send((name, arguments))
                 answer = self._channel.receive()
             except (OSError, EOFError) as error:
-                how = self._end()
+                how = self._end(_DEAD_S)
                 self._start()
                 raise RunError(f"the process that {_DOES[self._settings.part]} has died ({how})") from error
             except BaseException:
