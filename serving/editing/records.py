@@ -4,12 +4,14 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -211,6 +213,28 @@ class TemplateRecord:
             assert staged is not None, f"the record has no step {step}"
             fetches = [partial(staged.wait_for, row) for row in range(self.staged.num_rows)]
         return [_WhenAsked(lambda operator, fetch=fetch: fetch(operator).to(self.device)) for fetch in fetches]
+
+
+@contextmanager
+def in_files(
+    device: torch.device, folder: Path, rows: Sequence[Seen], count: int, num_steps: int
+) -> Iterator[list[TemplateRecord]]:
+    """Records of steps that are all alike, in files of this folder as long as the context lasts.
+
+    Args:
+        device: of the model.
+        folder: for them; there is one file, however many records and steps read it.
+        rows: of a step, what operators have seen.
+        count: of records.
+        num_steps: of each.
+    """
+    with TemporaryDirectory(dir=folder, prefix=".record-") as name:
+        place = Path(name)
+        (place / file_of(0)).write_bytes(content_of(rows))
+        for step in range(1, num_steps):
+            (place / file_of(step)).symlink_to(file_of(0))
+        link = Link()
+        yield [TemplateRecord(device, 0, None, StagedSteps(place, num_steps, len(rows), link)) for _ in range(count)]
 
 
 def file_of(step: int) -> str:

@@ -4,6 +4,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ..core.prepared import PreparedRequest
 from ..core.stepper import Stepper, Tuning
 from ..core.timing import finish_stream
 from ..editing.planner import LoadPlanner
-from ..editing.records import TemplateRecord
+from ..editing.records import TemplateRecord, in_files
 from ..editing.start import noised_steps
 from ..editing.templates import TemplateKey, TemplateStore, facts_of, no_generation
 from ..editing.trajectory import Trajectory
@@ -95,7 +96,7 @@ class TemplateReuse:
         """
         if self._stepper is None or self._unbatched is not None:
             return
-        if measured := self._stepper.part_times(target):
+        if measured := self._stepper.part_times(target, partial(in_files, self._device, target.folder)):
             returns = self._stepper.masked.returns
             self._stepper.planner = LoadPlanner(measured, loads.plan, loads.link_mbps, returns=returns)
 

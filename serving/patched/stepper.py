@@ -27,7 +27,7 @@ from ..samplers.batched import BatchedSampler
 from ..samplers.single import PerRequestSampler, SamplerState
 from .masked import MaskedPasses
 from .masked_batch import MaskedBatch, Plan, Planner, RecordedBatch, record
-from .part_times import MeasuredPass, part_times
+from .part_times import MeasuredPass, Stage, part_times
 from .patched_model import PatchedModel
 from .text import conditions_of
 from .tuning import strategy_table
@@ -77,9 +77,9 @@ class PatchedStepper:
         """Say what records hold that are made and read from now on. Raises UsageError: as `spans_of`."""
         self.masked, self.planner = MaskedPasses(self.model, keep), None
 
-    def part_times(self, target: Tuning) -> list[MeasuredPass]:
+    def part_times(self, target: Tuning, stage: Stage) -> list[MeasuredPass]:
         """What the parts of masked passes take, see `part_times`."""
-        return part_times(self.masked, self.conditions, self._batched, target)
+        return part_times(self.masked, self.conditions, self._batched, target, stage)
 
     @property
     def plan(self) -> Plan | None:
