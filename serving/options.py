@@ -241,23 +241,27 @@ class EngineOptions:
             raise UsageError(
                 "--sampler, --lora and --quantize do not work with --parallel yet: ranks load the model's own files"
             )
-        against = {
-            "--parallel": self.engine == "parallel",
-            "--cache": self.cache.is_on,
-            "--compile": self.compile,
-            "--cuda-graphs": self.cuda_graphs,
-            "--quantize": self.model.quantize is not None,
-        }
-        if self.model.adapter and (those := [name for name, is_given in against.items() if is_given]):
-            raise UsageError(f"--adapter does not work with {those[0]} yet: leave one of them out")
-        alike = {
-            "--lora": bool(self.model.lora),
-            "--adapter": bool(self.model.adapter),
-            "--offload text": self.offload == "text",
-            "--parallel-decode strips": self.engine == "parallel" and self.parallel.decode == "strips",
-        }
-        if self.stages == "processes" and (those := [name for name, is_given in alike.items() if is_given]):
-            raise UsageError(f"--stages processes does not work with {those[0]} yet: leave one of them out")
+        if self.model.adapter:
+            _refuse_with(
+                "--adapter",
+                {
+                    "--parallel": self.engine == "parallel",
+                    "--cache": self.cache.is_on,
+                    "--compile": self.compile,
+                    "--cuda-graphs": self.cuda_graphs,
+                    "--quantize": self.model.quantize is not None,
+                },
+            )
+        if self.stages == "processes":
+            _refuse_with(
+                "--stages processes",
+                {
+                    "--lora": bool(self.model.lora),
+                    "--adapter": bool(self.model.adapter),
+                    "--offload text": self.offload == "text",
+                    "--parallel-decode strips": self.engine == "parallel" and self.parallel.decode == "strips",
+                },
+            )
         if self.compile and self.model.quantize is not None:
             raise UsageError("--compile does not work with --quantize yet: leave one of them out")
         if self.compile and self.cache.is_on:
@@ -269,3 +273,9 @@ class EngineOptions:
     def patch_options(self) -> dict[str, Any]:
         """All but the engine and the cache, by name."""
         return {name: getattr(self, name) for name in PATCH_OPTIONS}
+
+
+def _refuse_with(option: str, given: dict[str, bool]) -> None:
+    """Raise UsageError if one of these options is given beside another one, which does not go with it."""
+    if those := [name for name, is_given in given.items() if is_given]:
+        raise UsageError(f"{option} does not work with {those[0]} yet: leave one of them out")

@@ -68,12 +68,13 @@ def load_model(
     source = locate_model(spec)
     model_dir = source.folder
     index = read_index(model_dir / INDEX_FILE, source=spec)
-    changes = (options or EngineOptions()).model
-    check_options(index["_class_name"], options or EngineOptions())
+    options = options or EngineOptions()
+    changes = options.model
+    check_options(index["_class_name"], options)
     check_changes(changes, model_dir)
-    if source.file is not None and options is not None and options.parallel.is_on:
+    if source.file is not None and options.parallel.is_on:
         raise UsageError(f"--parallel: ranks load a diffusers directory, and {source.file} is a single file")
-    if source.file is not None and options is not None and options.stages == "processes":
+    if source.file is not None and options.stages == "processes":
         raise UsageError(
             f"--stages processes: processes load a diffusers directory, and {source.file} is a single file"
         )
@@ -92,7 +93,7 @@ def load_model(
     model_dir = source.with_weights(index, variants)
     inside = set() if source.file is None else components_inside(source.file, weight_components(index))
     check_directory(model_dir, index, variants, elsewhere=inside)
-    if options is not None and options.parallel.is_on:
+    if options.parallel.is_on:
         from ..parallel.torchrun import TorchRun
         from .parts import load_rank
 
@@ -101,11 +102,11 @@ def load_model(
             # Of this command, a rank that torchrun has started has no other part.
             sys.exit(run.follow(lambda own: load_rank(replace(own, model=str(model_dir)))))
     keep_freed_memory()
-    if options is not None and workspace is not None:
+    if workspace is not None:
         predictors = workspace.for_model(spec, str(torch_device)).root / "predictors"
         options = replace(options, cache=options.cache.with_predictor_of(predictors, model_dir))
     stages = None
-    if options is not None and options.stages == "processes":
+    if options.stages == "processes":
         # They load meanwhile.
         stages = StageProcesses(StageSettings(str(model_dir), str(torch_device), name_of(torch_dtype)))
     offload = _offload(options, torch_device, source.file)
@@ -162,11 +163,11 @@ def check_keep_of(spec: str, keep: Keep) -> None:
     check_keep(read_index(path, source=spec)["_class_name"], keep)
 
 
-def _offload(options: EngineOptions | None, device: "torch.device", file: Path | None) -> "TextOffload | None":
+def _offload(options: EngineOptions, device: "torch.device", file: Path | None) -> "TextOffload | None":
     """What keeps text encoders off the device, if that is asked for. Raises UsageError: they cannot be read again."""
     from .offload import TextOffload
 
-    if options is None or options.offload == "none":
+    if options.offload == "none":
         return None
     if device.type != "cpu":
         return TextOffload()

@@ -22,6 +22,7 @@ from PIL import Image
 from ...data.errors import PsctlError, RunError
 from ...data.requests import Request
 from ..core.prepared import describe
+from ..core.threads import compute_alone
 from ..families import Decode, Family
 from .channel import Channel
 
@@ -180,31 +181,36 @@ def serve_stage(channel: Channel, load: Callable[[], tuple[Any, Family]]) -> int
         load: the pipeline, with the parts that are needed here, and its family.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # As the threads of an engine; see `engine.stages`.
-    torch.set_num_threads(1)
+    compute_alone()
     try:
         pipe, family = load()
     except PsctlError as error:
-        functions: dict[str, Callable[..., Any]] = {}
-        failure = str(error)
-    else:
-        device, failure = pipe.vae.device, ""
+        with suppress(OSError, EOFError):
+            channel.receive()
+            channel.send(_Failed(str(error)))
+        return error.exit_code
+    device = pipe.vae.device
 
-        def encode(pixels: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            generator = torch.Generator("cpu")
-            generator.set_state(state)
-            return family.encode(pixels.to(device), generator), generator.get_state()
+    def encode(pixels: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator("cpu")
+        generator.set_state(state)
+        return family.encode(pixels.to(device), generator), generator.get_state()
 
-        def decode(latents: torch.Tensor) -> list[np.ndarray[Any, Any]]:
-            images = family.decode(latents.to(device), lambda scaled: pipe.vae.decode(scaled, return_dict=False)[0])
-            return [np.asarray(image) for image in images]
+    def decode(latents: torch.Tensor) -> list[np.ndarray[Any, Any]]:
+        images = family.decode(latents.to(device), lambda scaled: pipe.vae.decode(scaled, return_dict=False)[0])
+        return [np.asarray(image) for image in images]
 
-        functions = {"ready": lambda: None, "condition": family.condition, "encode": encode, "decode": decode}
+    functions: dict[str, Callable[..., Any]] = {
+        "ready": lambda: None,
+        "condition": family.condition,
+        "encode": encode,
+        "decode": decode,
+    }
     with suppress(OSError, EOFError), torch.inference_mode():
         while True:
             name, arguments = channel.receive()
             try:
-                answer = functions[name](*arguments) if functions else _Failed(failure)
+                answer = functions[name](*arguments)
             except Exception as error:  # noqa: BLE001  it is told, and the next request may be fine
                 answer = _Failed(describe(name, error))
             channel.send(answer)

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -23,6 +25,20 @@ def is_alive(process: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def killed_with_others(code: str, *arguments: str) -> list[int]:
+    """Run Python code that prints the numbers of processes that it has started, and kill it; returns these. Raises
+    AssertionError: one of them is not there before that, or outlives it by 5 s.
+    """
+    command = [sys.executable, "-c", code, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        others = [int(number) for number in process.stdout.readline().split()]
+        assert all(map(is_alive, others))
+        process.kill()
+    until(lambda: not any(map(is_alive, others)), timeout_s=5)
+    return others
 
 
 def interrupted_when(

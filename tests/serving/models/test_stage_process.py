@@ -3,8 +3,6 @@
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -45,7 +43,7 @@ from ...support.tiny_families import (
     tiny_z_image,
 )
 from ...support.tiny_models import save_tiny, tiny_sd, tiny_sd3, tiny_sdxl
-from ...support.waits import is_alive, until
+from ...support.waits import killed_with_others
 
 BUILDS = (
     tiny_sd,
@@ -205,13 +203,7 @@ time.sleep(600)
 
 
 def test_no_process_outlives_the_engine(folder: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", _ENGINE, str(folder)], stdout=subprocess.PIPE, text=True) as engine:
-        assert engine.stdout is not None
-        others = [int(number) for number in engine.stdout.readline().split()]
-        assert len(others) == 2
-        assert all(map(is_alive, others))
-        engine.kill()
-    until(lambda: not any(map(is_alive, others)), timeout_s=5)
+    assert len(killed_with_others(_ENGINE, str(folder))) == 2
 
 
 @pytest.mark.parametrize(("stages", "is_main"), [("threads", False), ("inline", True)])

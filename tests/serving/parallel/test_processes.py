@@ -35,7 +35,7 @@ from patchedserve.serving.parallel.worker import RankModels, RankSettings
 from ...support.patched_models import Row, draw_rows, run_plain, stack_conditions
 from ...support.tiny_models import save_tiny, tiny_sd3, tiny_sdxl
 from ...support.virtual_ranks import relative
-from ...support.waits import is_alive, until
+from ...support.waits import is_alive, killed_with_others
 
 pytestmark = pytest.mark.slow
 MODELS = {"sdxl": tiny_sdxl, "sd3": tiny_sd3}
@@ -215,13 +215,7 @@ time.sleep(600)
 
 def test_no_rank_outlives_rank_0(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", tiny_sdxl())
-    with subprocess.Popen([sys.executable, "-c", _RANK_0, str(folder)], stdout=subprocess.PIPE, text=True) as rank_0:
-        assert rank_0.stdout is not None
-        others = [int(number) for number in rank_0.stdout.readline().split()]
-        assert len(others) == 2
-        assert all(map(is_alive, others))
-        rank_0.kill()
-    until(lambda: not any(map(is_alive, others)), timeout_s=5)
+    assert len(killed_with_others(_RANK_0, str(folder))) == 2
 
 
 def test_what_differs_is_named(tmp_path: Path) -> None:
