@@ -1,155 +1,17 @@
-"""The command line itself: exit codes, the error table, and what goes to stdout and what to stderr."""
+"""The command line itself: commands, their help, threads, and what the machine is."""
 
-import errno
-import io
 import json
-import math
-import os
-import re
-import signal
 import subprocess
 import sys
-import time
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
-from rich.console import Console
-from rich.progress import Progress
 
 import patchedserve
-from patchedserve.data.errors import MissingExtraError, RunError, UsageError
+from patchedserve.data.errors import UsageError
 from patchedserve.psctl.app import COMMANDS, apply_thread_settings
-from patchedserve.psctl.errors import describe_error
-from patchedserve.psctl.output import Output
-from patchedserve.psctl.progress import Phases
 
 from ..conftest import RunPsctl
-
-# Adds a command to the application that runs the lines put in for BODY, then starts it as the console script does.
-PROGRAM = """
-import sys
-from patchedserve.data.errors import RunError, UsageError
-from patchedserve.psctl.app import app, main
-from patchedserve.psctl.output import Json, Output, Quiet
-
-@app.command("try")
-def try_it(json: Json = False, quiet: Quiet = False) -> None:
-    out = Output(json=json, quiet=quiet)
-    BODY
-
-sys.exit(main(["try", *sys.argv[1:]]))
-"""
-
-
-def run_body(
-    body: str, *arguments: str, stdout: int = subprocess.PIPE, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM.replace("BODY", body.replace("\n", "\n    ")), *arguments],
-        env=os.environ | environment,
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("body", "code", "message"),
-    [
-        ("raise UsageError('rate is -1; it must be above 0')", 2, "Error: rate is -1; it must be above 0\n"),
-        ("raise RunError('request 3 failed\\nout of luck')", 1, "Error: request 3 failed out of luck\n"),
-        ("raise KeyboardInterrupt", 130, "Error: interrupted\n"),
-        ("raise MemoryError", 1, "Error: out of memory"),
-        ("open('/nowhere/trace.csv')", 1, "Error: no such file or folder: /nowhere/trace.csv\n"),
-        ("open('/dev/full', 'w').write('x' * 10**6)", 1, "Error: disk full\n"),
-        ("import typer; raise typer.BadParameter('no')", 2, "Error: Invalid value: no"),
-        ("import torch; torch.empty(2**60, dtype=torch.uint8)", 1, "Error: out of memory; use smaller resolutions"),
-        ("import typer; raise typer.Exit(1)", 1, ""),
-        ("pass", 0, ""),
-    ],
-)
-def test_error_is_one_line_and_an_exit_code(body: str, code: int, message: str) -> None:
-    done = run_body(body)
-    assert (done.returncode, done.stdout) == (code, "")
-    assert done.stderr.startswith(message)
-    assert done.stderr.count("\n") == (1 if message else 0)
-
-
-def test_a_bug_shows_where_it_is() -> None:
-    done = run_body("raise TypeError('oops')")
-    assert done.returncode == 1
-    assert "Traceback" in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("Error: TypeError: oops (this is a bug")
-
-
-@pytest.mark.slow
-def test_debug_shows_the_traceback_of_any_error() -> None:
-    assert "Traceback" in run_body("raise UsageError('no')", PSCTL_DEBUG="1").stderr
-    assert "Traceback" not in run_body("raise UsageError('no')", PSCTL_DEBUG="0").stderr
-
-
-def test_full_disk_behind_stdout_is_reported_once() -> None:
-    full = os.open("/dev/full", os.O_WRONLY)
-    try:
-        done = run_body("out.data({'a': 1})", stdout=full)
-    finally:
-        os.close(full)
-    assert (done.returncode, done.stderr) == (1, "Error: disk full\n")
-
-
-def test_reader_that_leaves_is_no_traceback() -> None:
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    try:
-        done = run_body("out.data({'a': 1})", stdout=write_end)
-    finally:
-        os.close(write_end)
-    assert (done.returncode, done.stderr) == (1, "")
-
-
-def test_interrupt_signal_ends_with_130() -> None:
-    body = "print('ready', flush=True)\nimport time\ntime.sleep(60)"
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.replace("BODY", body.replace("\n", "\n    "))],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=30)
-    assert (process.returncode, stderr) == (130, "Error: interrupted\n")
-
-
-@pytest.mark.parametrize(
-    ("code", "line"),
-    [
-        (errno.ENOSPC, "disk full: a.png"),
-        (errno.EACCES, "no permission: a.png"),
-        (errno.EROFS, "the file system is read-only: a.png"),
-        (errno.ENOENT, "no such file or folder: a.png"),
-        (errno.ENOTDIR, "is not a folder: a.png"),
-        (errno.EIO, "input/output error: a.png"),
-    ],
-)
-def test_os_errors_name_the_file(code: int, line: str) -> None:
-    assert describe_error(OSError(code, os.strerror(code), "a.png")) == (line, 1)
-
-
-def test_only_our_own_bugs_are_unknown() -> None:
-    assert describe_error(KeyError("a")) is None
-    assert describe_error(ValueError("a")) is None
-    assert describe_error(MissingExtraError("torchmetrics", "eval")) == (
-        "torchmetrics is not installed; install it with: pip install 'psctl[eval]'",
-        1,
-    )
-    assert isinstance(UsageError("a"), ValueError)
-    assert not isinstance(RunError("a"), ValueError)
 
 
 @pytest.mark.parametrize(
@@ -189,95 +51,6 @@ def test_every_command_has_examples_and_the_common_options(run_psctl: RunPsctl, 
     assert f"  psctl {name}" in done.stdout
     for word in ("--json", "--quiet", "PSCTL_JSON"):
         assert word in done.stdout
-
-
-@pytest.mark.slow
-def test_data_goes_to_stdout_and_the_rest_to_stderr() -> None:
-    body = "out.note('starting')\nout.warn('slow')\nout.data({'images': 3})"
-    done = run_body(body)
-    assert (done.stdout, done.stderr) == ("images: 3\n", "starting\nWarning: slow\n")
-    done = run_body(body, "--quiet", "--json")
-    assert (json.loads(done.stdout), done.stderr) == ({"images": 3}, "Warning: slow\n")
-    done = run_body(body, PSCTL_TRY_QUIET="1", PSCTL_JSON="true")
-    assert (json.loads(done.stdout), done.stderr) == ({"images": 3}, "Warning: slow\n")
-
-
-@pytest.mark.slow
-def test_in_a_pipe_a_phase_is_one_line_when_it_starts_and_one_when_it_ends() -> None:
-    body = "with out.phases() as start:\n    advance = start('images', total=40)\n    [advance() for _ in range(40)]"
-    done = run_body(body)
-    assert (done.returncode, done.stdout) == (0, "")
-    first, last = done.stderr.splitlines()
-    assert first == "images: 40 to do, less than a minute ..."
-    assert re.fullmatch(r"images: 40 done in \d+ s", last)
-    assert run_body(body, "--quiet").stderr == ""
-
-
-def phases_of(told: list[str], *, width: int = 80) -> Phases:
-    return Phases(Console(file=io.StringIO(), force_terminal=False, width=width), told.append, is_quiet=False)
-
-
-def test_the_start_of_a_phase_tells_how_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    clock = [0.0]
-    # rich keeps the clock that it finds when it is first imported, which must not be this one.
-    assert Progress.__module__ == "rich.progress"
-    monkeypatch.setattr("patchedserve.psctl.progress.time.monotonic", lambda: clock[0])
-    with phases_of(told) as start:
-        # What is known beforehand is told at once.
-        start("runs", 4, expected_s=600)
-        assert told == ["runs: 4 to do, about 10 min ..."]
-        # Otherwise the first units tell: a twentieth of them, here 3 of the 60 that an earlier run has left; but not
-        # the very first, which sets everything up.
-        advance = start("visits", 100, done=40)
-        for seconds in (90, 6, 6):
-            assert len(told) == 1
-            clock[0] += seconds
-            advance()
-        assert told[1:] == ["visits: 60 to do, about 6 min ..."]
-        clock[0] += 102
-        advance(20)
-        start("features", 0)
-    # Ctrl-C may end work early; what has nothing to do is not told.
-    assert told[2:] == ["runs: 0 of 4 done in 3.4 min", "visits: 23 of 60 done in 3.4 min"]
-
-
-def test_units_of_an_earlier_run_are_not_counted() -> None:
-    told: list[str] = []
-    with phases_of(told) as start:
-        start("steps", 50)
-        for number in (46, 47, 50):
-            start.last().reach(number)
-    assert told[0].startswith("steps: 5 to do, ")
-    assert told[1].startswith("steps: 5 done in ")
-    assert len(told) == 2
-
-
-def test_a_phase_that_fails_has_no_end() -> None:
-    done = run_body("with out.phases() as start:\n    start('images', 2)()\n    raise RunError('no')")
-    assert done.stderr.splitlines() == ["images: 2 to do, less than a minute ...", "Error: no"]
-
-
-@pytest.mark.slow
-def test_on_a_terminal_there_are_bars_with_the_time_left() -> None:
-    screen, told = io.StringIO(), list[str]()
-    console = Console(file=screen, force_terminal=True, width=100)
-    with Phases(console, told.append, is_quiet=False) as start:
-        advance = start("requests", 8, expected_s=3)
-        advance(3)
-        time.sleep(0.1)
-        advance(1)
-        time.sleep(0.6)  # rich draws the time left anew twice a second
-    text = screen.getvalue()
-    assert "requests" in text
-    assert "4/8" in text
-    # The bar's clock runs: a bar that was never started shows no time.
-    assert re.search(r"\d:\d\d:\d\d", text)
-    assert told == []
-    quiet = io.StringIO()
-    with Phases(Console(file=quiet, force_terminal=True), told.append, is_quiet=True) as start:
-        start("requests", 8)(8)
-    assert quiet.getvalue() == ""
 
 
 @pytest.mark.slow
@@ -329,45 +102,6 @@ def test_bundled_models_are_listed(run_psctl: RunPsctl) -> None:
     assert models["emoji-xl"]["resolutions"] == ["128x128", "192x192", "256x256"]
     lines = run_psctl("models", "list").stdout.splitlines()
     assert [line.partition(":")[0] for line in lines] == list(models)
-
-
-@dataclass
-class Row:
-    path: Path
-    latency_s: float
-
-
-def test_json_takes_what_commands_have(capsys: pytest.CaptureFixture[str]) -> None:
-    payload = {
-        "row": Row(Path("a/b.png"), math.nan),
-        "mean": np.float32(0.5),
-        "count": np.int64(3),
-        "all": np.array([1.0, math.inf]),
-        192: (True, None, "é"),
-    }
-    Output(json=True).data(payload, table="not shown")
-    assert json.loads(capsys.readouterr().out) == {
-        "row": {"path": "a/b.png", "latency_s": None},
-        "mean": 0.5,
-        "count": 3,
-        "all": [1.0, None],
-        "192": [True, None, "é"],
-    }
-    with pytest.raises(TypeError, match="cannot print object as JSON"):
-        Output(json=True).data(object())
-
-
-def test_table_is_made_only_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    made: list[str] = []
-
-    def table() -> str:
-        made.append("table")
-        return "a table"
-
-    Output(json=True).data({}, table=table)
-    assert made == []
-    Output().data({}, table=table)
-    assert capsys.readouterr().out == "{}\na table\n"
 
 
 def test_threads_are_set_before_libraries_load() -> None:
