@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import safe_open
@@ -21,16 +21,12 @@ from torch import Tensor
 
 from ...data.templates import unit_of
 from ..core.threads import LoneThread
+from .uploads import Loaded, Packed, Seen, Uploads
 
-Seen = Mapping[str, Tensor]
 LATENTS, END = "latents", "end"
 """Of the first row of a record of a generation: its latents (1, channels, h, w) before each step; those at the end."""
 _MOST_STAGED = 4
 """Steps of one record in memory; edits at one step need two."""
-
-
-Loaded = Mapping[int, Seen]
-"""What was read of a step: by the number of the row, what operators have seen."""
 
 
 class Link:
@@ -43,10 +39,17 @@ class Link:
 
     def __init__(self, mbps: float | None = None) -> None:
         self._asked: SimpleQueue[_Asked | None] = SimpleQueue()
+        self._uploads: dict[torch.device, Uploads] = {}
         is_over = threading.Event()
         # A pool's thread would be waited for when the process ends, however slow the link is.
         LoneThread(target=_read_what_is_asked, args=(self._asked, is_over, mbps), name="records").start()
         weakref.finalize(self, _end, self._asked, is_over)
+
+    def uploads(self, device: torch.device) -> Uploads | None:
+        """What copies to a device; None for the processor, which reads where things are."""
+        if device.type == "cpu":
+            return None
+        return self._uploads.get(device) or self._uploads.setdefault(device, Uploads(device))
 
     def submit(self, read: Callable[[], Loaded]) -> "Future[Loaded]":
         """Have something read."""
@@ -77,7 +80,7 @@ def _answer(asked: _Asked, is_over: threading.Event, mbps: float | None, free_s:
         asked.future.set_exception(error)
         return free_s
     if mbps is not None:
-        num_bytes = sum(tensor.nbytes for row in found.values() for tensor in row.values())
+        num_bytes = sum(tensor.nbytes for row in found.rows.values() for tensor in row.values())
         # From when the link was free, not from now: a thread that sleeps wakes up late.
         free_s = max(free_s, asked.at_s) + num_bytes / (mbps * 1e6)
         is_over.wait(max(0.0, free_s - time.perf_counter()))
@@ -90,14 +93,92 @@ def _end(queue: "SimpleQueue[_Asked | None]", is_over: threading.Event) -> None:
     queue.put(None)
 
 
-class _StagedStep:
-    """A step of a record in its file, unit by unit."""
+class StepSource(Protocol):
+    """Where the steps of a record are read from."""
 
-    def __init__(self, path: Path, link: Link) -> None:
-        self._path, self._link = path, link
+    def unit(self, step: int, name: str) -> Loaded:
+        """What all rows hold of one unit at a step; the same step's units are asked for by one thread at a time.
+
+        Raises OSError, SafetensorError or KeyError: the file is gone, or damaged.
+        """
+        ...
+
+
+class FileSteps:
+    """Steps in files, which are mapped; see `StepSource`.
+
+    Args:
+        folder: with the files.
+        uploads: to the model's device; None: it is the processor.
+    """
+
+    def __init__(self, folder: Path, uploads: Uploads | None) -> None:
+        self.folder, self._uploads = folder, uploads
+        # The keys of each unit in the files that were read last.
+        self._files: OrderedDict[int, tuple[Any, Mapping[str, Sequence[str]]]] = OrderedDict()
+
+    def unit(self, step: int, name: str) -> Loaded:
+        """See `StepSource`."""
+        file, keys = self._files.get(step) or self._open(step)
+        rows: dict[int, dict[str, Tensor]] = defaultdict(dict)
+        for key in keys.get(name, ()):
+            row, _, operator = key.partition(".")
+            rows[int(row)][operator] = file.get_tensor(key)
+        # The file is mapped: it is read here, not where a tensor is first used.
+        if self._uploads is not None:
+            return self._uploads.send(Packed(rows, is_pinned=True))
+        return Loaded({row: {name: tensor.clone() for name, tensor in seen.items()} for row, seen in rows.items()})
+
+    def _open(self, step: int) -> tuple[Any, Mapping[str, Sequence[str]]]:
+        file, keys = safe_open(self.folder / file_of(step), "pt"), defaultdict[str, list[str]](list)
+        for key in file.keys():  # noqa: SIM118  it is no dictionary
+            keys[unit_of(key.partition(".")[2])].append(key)
+        self._files[step] = file, keys
+        while len(self._files) > _MOST_STAGED:
+            self._files.popitem(last=False)
+        return file, keys
+
+
+class HostSteps:
+    """Steps in memory from which a CUDA device copies by itself; see `StepSource`.
+
+    Args:
+        steps: of every step and row, what operators have seen.
+        uploads: to the device.
+
+    Attributes:
+        steps: the same, in that memory.
+    """
+
+    def __init__(self, steps: Sequence[Sequence[Seen]], uploads: Uploads) -> None:
+        self._uploads = uploads
+        self._packed: list[dict[str, Packed]] = []
+        for rows in steps:
+            units: dict[str, dict[int, dict[str, Tensor]]] = defaultdict(lambda: defaultdict(dict))
+            for row, seen in enumerate(rows):
+                for operator, tensor in seen.items():
+                    units[unit_of(operator)][row][operator] = tensor
+            self._packed.append({unit: Packed(each, is_pinned=True) for unit, each in units.items()})
+        self.steps = [
+            [
+                {name: tensor for each in units.values() for name, tensor in each.rows().get(row, {}).items()}
+                for row in range(len(steps[0]))
+            ]
+            for units in self._packed
+        ]
+
+    def unit(self, step: int, name: str) -> Loaded:
+        """See `StepSource`."""
+        packed = self._packed[step].get(name)
+        return Loaded({}) if packed is None else self._uploads.send(packed)
+
+
+class _StagedStep:
+    """A step of a record, unit by unit."""
+
+    def __init__(self, read: Callable[[str], Loaded], link: Link) -> None:
+        self._read, self._link = read, link
         self._loads: dict[str, Future[Loaded]] = {}
-        self._keys: dict[str, list[str]] | None = None
-        self._file: Any = None
         self._lock = threading.Lock()
 
     def expect(self, units: Sequence[str]) -> None:
@@ -109,40 +190,27 @@ class _StagedStep:
             for unit in units:
                 load = self._loads.get(unit)
                 if load is None or (load.done() and load.exception() is not None):
-                    self._loads[unit] = self._link.submit(lambda unit=unit: self._read(unit))
+                    self._loads[unit] = self._link.submit(partial(self._read, unit))
 
     def wait_for(self, row: int, operator: str) -> Tensor:
-        """Raises OSError, SafetensorError or KeyError: the file is gone, or damaged."""
-        return self._loads[unit_of(operator)].result()[row][operator]
-
-    def _read(self, unit: str) -> Loaded:
-        if self._keys is None:
-            self._file, keys = safe_open(self._path, "pt"), defaultdict[str, list[str]](list)
-            for key in self._file.keys():  # noqa: SIM118  it is no dictionary
-                keys[unit_of(key.partition(".")[2])].append(key)
-            self._keys = keys
-        rows: dict[int, dict[str, Tensor]] = defaultdict(dict)
-        for key in self._keys.get(unit, ()):
-            row, _, operator = key.partition(".")
-            # The file is mapped: it is read here, not where the tensor is first used.
-            rows[int(row)][operator] = self._file.get_tensor(key).clone()
-        return rows
+        """Raises as `StepSource.unit`."""
+        return self._loads[unit_of(operator)].result().take(row, operator)
 
 
 class StagedSteps:
-    """The steps of a record in its files, of which units are read while others are computed. Any thread may use it.
+    """The steps of a record, of which units are read while others are computed. Any thread may use it.
 
     Args:
-        folder: with the files.
+        source: where they are.
         num_steps, num_rows: of the record.
         link: reads them.
 
     Attributes:
-        folder, num_rows: see above.
+        source, num_rows: see above.
     """
 
-    def __init__(self, folder: Path, num_steps: int, num_rows: int, link: Link) -> None:
-        self.folder, self.num_rows, self._num_steps, self._link = folder, num_rows, num_steps, link
+    def __init__(self, source: StepSource, num_steps: int, num_rows: int, link: Link) -> None:
+        self.source, self.num_rows, self._num_steps, self._link = source, num_rows, num_steps, link
         self._staged: OrderedDict[int, _StagedStep] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -151,7 +219,7 @@ class StagedSteps:
         if step >= self._num_steps:
             return None
         with self._lock:
-            staged = self._staged.pop(step, None) or _StagedStep(self.folder / file_of(step), self._link)
+            staged = self._staged.pop(step, None) or _StagedStep(partial(self.source.unit, step), self._link)
             self._staged[step] = staged
             while len(self._staged) > _MOST_STAGED:
                 self._staged.popitem(last=False)
@@ -179,8 +247,8 @@ class TemplateRecord:
         device: of the model.
         num_bytes: of all steps.
         steps: of every step and row, what operators have seen, by name: [cells, entries of a cell, ...]. None: they
-            are `staged`.
-        staged: reads them from files.
+            are in files.
+        staged: reads them from files, or from memory for another device. None: the model reads `steps`.
     """
 
     device: torch.device
@@ -190,12 +258,13 @@ class TemplateRecord:
 
     def latents(self, first: int) -> Tensor:
         """Of a generation, before each step from `first` on, and at the end: (steps + 1, channels, h, w)."""
-        if self.staged is not None:
-            files = [str(path) for path in sorted(self.staged.folder.glob("step-*.safetensors"))[first:]]
-            found = [_read_one(path, LATENTS) for path in files] + [_read_one(files[-1], END)]
-        else:
-            assert self.steps is not None
+        if self.steps is not None:
             found = [rows[0][LATENTS] for rows in self.steps[first:]] + [self.steps[-1][0][END]]
+        else:
+            assert self.staged is not None
+            assert isinstance(self.staged.source, FileSteps)
+            files = [str(path) for path in sorted(self.staged.source.folder.glob("step-*.safetensors"))[first:]]
+            found = [_read_one(path, LATENTS) for path in files] + [_read_one(files[-1], END)]
         return torch.cat(found).to(self.device)
 
     def expect(self, step: int, units: Sequence[str]) -> None:
@@ -212,7 +281,23 @@ class TemplateRecord:
             staged = self.staged.expect(step, units)
             assert staged is not None, f"the record has no step {step}"
             fetches = [partial(staged.wait_for, row) for row in range(self.staged.num_rows)]
-        return [_WhenAsked(lambda operator, fetch=fetch: fetch(operator).to(self.device)) for fetch in fetches]
+        return [_WhenAsked(fetch) for fetch in fetches]
+
+
+def in_memory(device: torch.device, num_bytes: int, steps: Sequence[Sequence[Seen]], link: Link) -> TemplateRecord:
+    """A record in memory; for another device in memory that it copies from by itself, while the link asks it to."""
+    if (uploads := link.uploads(device)) is None:
+        return TemplateRecord(device, num_bytes, steps)
+    host = HostSteps(steps, uploads)
+    return TemplateRecord(device, num_bytes, host.steps, StagedSteps(host, len(steps), len(steps[0]), link))
+
+
+def from_files(
+    device: torch.device, num_bytes: int, folder: Path, num_steps: int, num_rows: int, link: Link
+) -> TemplateRecord:
+    """A record that is read from its files at every step."""
+    source = FileSteps(folder, link.uploads(device))
+    return TemplateRecord(device, num_bytes, None, StagedSteps(source, num_steps, num_rows, link))
 
 
 @contextmanager
@@ -234,7 +319,7 @@ def in_files(
         for step in range(1, num_steps):
             (place / file_of(step)).symlink_to(file_of(0))
         link = Link()
-        yield [TemplateRecord(device, 0, None, StagedSteps(place, num_steps, len(rows), link)) for _ in range(count)]
+        yield [from_files(device, 0, place, num_steps, len(rows), link) for _ in range(count)]
 
 
 def file_of(step: int) -> str:

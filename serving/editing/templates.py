@@ -26,7 +26,8 @@ from ...data.errors import RunError, UsageError
 from ...data.files import atomic_folder, sha256_of, write_json
 from ...data.requests import Request
 from ...data.templates import Keep
-from .records import Link, Seen, StagedSteps, TemplateRecord, content_of, file_of, read_step
+from .records import Link, TemplateRecord, content_of, file_of, from_files, in_memory, read_step
+from .uploads import Seen
 
 VERSION = 2
 MEMORY_MB, DISK_MB = 2_000.0, 20_000.0
@@ -160,7 +161,7 @@ class TemplateStore:
             pass
         if kept.steps is not None:
             with self._lock:
-                self._hold(digest, TemplateRecord(device, kept.num_bytes, kept.steps))
+                self._hold(digest, in_memory(device, kept.num_bytes, kept.steps, self._link))
         if failure is not None:
             raise failure
         self.num_added += 1
@@ -260,11 +261,13 @@ class TemplateStore:
         place = self.folder / digest
         content = _manifest_of(place)
         if content["bytes"] > self._most_bytes:
-            staged = StagedSteps(place, len(content["files"]), content["about"]["rows"], self._link)
-            found = self._streamed[digest] = TemplateRecord(device, content["bytes"], None, staged)
+            found = from_files(
+                device, content["bytes"], place, len(content["files"]), content["about"]["rows"], self._link
+            )
+            self._streamed[digest] = found
             return found
         steps = [read_step(place / name) for name in sorted(content["files"])]
-        return TemplateRecord(device, content["bytes"], steps)
+        return in_memory(device, content["bytes"], steps, self._link)
 
     def _hold(self, digest: str, record: TemplateRecord) -> None:
         if record.steps is None or record.num_bytes > self._most_bytes:

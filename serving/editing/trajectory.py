@@ -10,7 +10,8 @@ from torch import Tensor
 from ...data.edits import EditSpec, latent_mask
 from ..core.prepared import KnownArea
 from ..samplers.single import SamplerState
-from .records import END, LATENTS, Seen, content_of, file_of, read_step
+from .records import END, LATENTS, content_of, file_of, read_step
+from .uploads import Seen
 
 
 class Trajectory:

@@ -1,0 +1,83 @@
+"""Copies what records hold to a CUDA device while it computes: from pinned memory, on a stream of its own, unit by unit
+(InstGenIE section 4.2).
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Seen = Mapping[str, Tensor]
+"""What operators have seen of a row, by their names."""
+_ALIGNED = 16
+"""Bytes at a multiple of which each tensor begins, as kernels like to read them."""
+
+
+class Loaded(NamedTuple):
+    """What was read of a unit.
+
+    Attributes:
+        rows: by the number of the row, what operators have seen.
+        ready: happens when the copies to the device have been made; None: they are there.
+    """
+
+    rows: Mapping[int, Seen]
+    ready: torch.cuda.Event | None = None
+
+    def take(self, row: int, operator: str) -> Tensor:
+        """A tensor that may be used by whatever is launched from now on. Raises KeyError: it was not recorded."""
+        found = self.rows[row][operator]
+        if self.ready is not None:
+            stream = torch.cuda.current_stream(found.device)
+            stream.wait_event(self.ready)
+            # Its memory is not handed out again before what this stream has been told until then has been done.
+            found.record_stream(stream)
+        return found
+
+
+class Packed:
+    """Tensors one behind the other in one piece of memory.
+
+    Args:
+        rows: the tensors, by row and name.
+        is_pinned: whether a CUDA device can copy from it by itself.
+    """
+
+    def __init__(self, rows: Mapping[int, Seen], *, is_pinned: bool) -> None:
+        self._places: dict[tuple[int, str], tuple[int, torch.Size, torch.dtype]] = {}
+        tensors = {(row, name): tensor for row, seen in rows.items() for name, tensor in seen.items()}
+        end = 0
+        for key, tensor in tensors.items():
+            self._places[key] = end, tensor.shape, tensor.dtype
+            end += math.ceil(tensor.nbytes / _ALIGNED) * _ALIGNED
+        self.memory = torch.empty(end, dtype=torch.uint8, pin_memory=is_pinned)
+        own = self.rows()
+        for (row, name), tensor in tensors.items():
+            own[row][name].copy_(tensor)
+
+    def rows(self, memory: Tensor | None = None) -> Mapping[int, Seen]:
+        """The tensors in this memory, or in a copy of it."""
+        memory = self.memory if memory is None else memory
+        found: dict[int, dict[str, Tensor]] = defaultdict(dict)
+        for (row, name), (start, shape, dtype) in self._places.items():
+            part = memory[start : start + shape.numel() * dtype.itemsize]
+            found[row][name] = part.view(dtype).view(shape)
+        return found
+
+
+class Uploads:
+    """Copies to one CUDA device. One thread at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def send(self, packed: Packed) -> Loaded:
+        """Have the device copy it from pinned memory; it may do so later."""
+        with torch.cuda.stream(self._stream):
+            memory = packed.memory.to(self._device, non_blocking=True)
+            ready = torch.cuda.Event()
+            ready.record(self._stream)
+        return Loaded(packed.rows(memory), ready)

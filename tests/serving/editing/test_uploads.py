@@ -1,0 +1,25 @@
+"""serving/editing/uploads.py: what records hold in one piece of memory; tests/gpu has what copies it."""
+
+import torch
+
+from patchedserve.serving.editing.uploads import Loaded, Packed
+
+
+def test_packed_tensors_are_the_same() -> None:
+    rows = {
+        0: {"a": torch.randn(3, 5), "b": torch.randn(2, 7, dtype=torch.float64).to(torch.bfloat16)},
+        1: {"a": torch.randn(1, 5)[:, ::2], "c": torch.arange(4), "d": torch.empty(0, 3)},
+    }
+    packed = Packed(rows, is_pinned=False)
+    copied = Loaded(packed.rows(packed.memory.clone()))
+    packed.memory.zero_()
+    for row, seen in rows.items():
+        for name, tensor in seen.items():
+            found = copied.take(row, name)
+            assert found.dtype == tensor.dtype
+            assert torch.equal(found, tensor)
+            assert found.data_ptr() % 16 == copied.rows[0]["a"].data_ptr() % 16
+
+
+def test_nothing_can_be_packed() -> None:
+    assert Packed({}, is_pinned=False).rows() == {}
