@@ -94,6 +94,34 @@ def evaluate_parallel(
         RunError, KeyboardInterrupt: as `draw_set`; images that are drawn are kept.
     """
     judges.check(METRICS)
+    folders = draw_sets(model, wanted, plan, options, workspace, start_phase=start_phase, on_failed=on_failed)
+    settings = {
+        "model": model.name,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "sampler": type(model.pipe.scheduler).__name__,
+        "num_inference_steps": plan.num_inference_steps,
+        "guidance_scale": plan.guidance_scale,
+        "num_prompts": len(plan.items),
+        "resolutions": sorted({f"{item.width}x{item.height}" for item in plan.items}),
+        "warmup": wanted.warmup,
+        "seed": options.seed,
+    }
+    return judge_sets(folders, settings, wanted, options, judges, shared_root=shared_root, start_phase=start_phase)
+
+
+def draw_sets(
+    model: ServedModel,
+    wanted: ParallelPlan,
+    plan: EvalPlan,
+    options: EvalOptions,
+    workspace: ModelWorkspace,
+    *,
+    start_phase: StartPhase,
+    on_failed: Callable[[str], None],
+) -> dict[str, Path]:
+    """Draw what is missing; returns the folder of each set by its name. Arguments and errors as of
+    `evaluate_parallel`.
+    """
     for setting in wanted.settings():
         check(model, setting, plan)
     folders: dict[str, Path] = {}
@@ -106,6 +134,20 @@ def evaluate_parallel(
         folders[setting.name] = drawn.folder
         for reason in drawn.failed:
             on_failed(f"{setting.name}: {reason}")
+    return folders
+
+
+def judge_sets(
+    folders: Mapping[str, Path],
+    settings: Mapping[str, Any],
+    wanted: ParallelPlan,
+    options: EvalOptions,
+    judges: Judges,
+    *,
+    shared_root: Path,
+    start_phase: StartPhase,
+) -> ParallelQuality:
+    """Compare the sets in these folders, which were drawn with these settings. Errors as of `compare`."""
     comparisons = {
         setting.name: compare(
             folders[setting.original],
@@ -122,17 +164,6 @@ def evaluate_parallel(
         if setting.options is not None
     }
     judge = _Judge(comparisons, folders, judges, options, shared_root / FEATURES_DIR)
-    settings = {
-        "model": model.name,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "sampler": type(model.pipe.scheduler).__name__,
-        "num_inference_steps": plan.num_inference_steps,
-        "guidance_scale": plan.guidance_scale,
-        "num_prompts": len(plan.items),
-        "resolutions": sorted({f"{item.width}x{item.height}" for item in plan.items}),
-        "warmup": wanted.warmup,
-        "seed": options.seed,
-    }
     return ParallelQuality(comparisons, [judge.verdict(claim) for claim in wanted.claims()], settings)
 
 

@@ -1,0 +1,107 @@
+"""`psctl eval parallel` in two halves: draw on a machine that has a GPU and no judges, judge on one that has both.
+
+    python tests/benchmarks/parallel_sets.py draw --model emoji-3 --num-ranks 2,4,8 --device cuda --folder sets
+    python tests/benchmarks/parallel_sets.py judge --model emoji-3 --num-ranks 2,4,8 --folder sets
+
+A set travels as one archive of lossless WebP, `sets/NAME.zip`. All computes in float32, without TF32.
+"""
+
+import argparse
+import io
+import json
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from patchedserve.data.files import write_json
+from patchedserve.data.workspace import Workspace
+from patchedserve.eval.metrics.judges import Judges
+from patchedserve.eval.options import EvalOptions, plan_eval
+from patchedserve.eval.parallel.plan import ParallelPlan, parse_parts, parse_ranks
+from patchedserve.eval.parallel.run import draw_sets, judge_sets
+from patchedserve.eval.sets.generate import MANIFEST_FILE
+from patchedserve.profiling.machine import run_facts
+from patchedserve.serving.models.loading import load_model, model_defaults
+from patchedserve.serving.options import EngineOptions
+
+_SETTINGS = "settings.json"
+
+
+def phase(what: str, total: int) -> Any:
+    """Say what begins."""
+    print(f"{what}: {total:,}", file=sys.stderr, flush=True)
+    return lambda count: None
+
+
+def archive_of(folder: Path, name: str) -> Path:
+    """Where a set travels."""
+    return folder / f"{name.replace(' ', '_').replace(',', '').replace('=', '')}.zip"
+
+
+def draw(model_name: str, device: str, wanted: ParallelPlan, options: EvalOptions, folder: Path) -> None:
+    """Draw all sets, and pack each."""
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    plan = plan_eval(options, model_defaults(model_name), folder)
+    model = load_model(model_name, device, "float32", EngineOptions("plain"))
+    place = Workspace(folder / "workspace").for_model(model_name, str(model.device))
+    found = draw_sets(model, wanted, plan, options, place, start_phase=phase, on_failed=sys.exit)
+    facts = run_facts(model).to_json()
+    settings = {"num_inference_steps": plan.num_inference_steps, "guidance_scale": plan.guidance_scale}
+    write_json(folder / _SETTINGS, facts | settings | {"warmup": wanted.warmup, "num_prompts": len(plan.items)})
+    for name, own in found.items():
+        with zipfile.ZipFile(archive_of(folder, name), "w", zipfile.ZIP_STORED) as archive:
+            archive.write(own / MANIFEST_FILE, MANIFEST_FILE)
+            for item in plan.items:
+                packed = io.BytesIO()
+                Image.open(own / item.file).save(packed, "webp", lossless=True, quality=75)
+                archive.writestr(f"{Path(item.file).stem}.webp", packed.getvalue())
+
+
+def unpacked(archive: Path) -> Path:
+    """The folder of a set that has travelled."""
+    folder = archive.with_suffix("")
+    with zipfile.ZipFile(archive) as content:
+        for name in content.namelist():
+            place = folder / name
+            folder.mkdir(exist_ok=True)
+            if place.suffix == ".webp":
+                Image.open(io.BytesIO(content.read(name))).save(place.with_suffix(".png"))
+            else:
+                place.write_bytes(content.read(name))
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("half", choices=("draw", "judge"))
+    parser.add_argument("--model", default="emoji-3")
+    parser.add_argument("--num-ranks", default="2,4,8")
+    parser.add_argument("--parts", default="table1")
+    parser.add_argument("--num-prompts", type=int, default=256)
+    parser.add_argument("--resolutions", default="256")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--output-file", type=Path)
+    given = parser.parse_args()
+    wanted = ParallelPlan(parse_ranks(given.num_ranks), parse_parts(given.parts))
+    options = EvalOptions(metrics=("fid",), num_prompts=given.num_prompts, resolutions=given.resolutions)
+    if given.half == "draw":
+        draw(given.model, given.device, wanted, options, given.folder)
+        return
+    settings = json.loads((given.folder / _SETTINGS).read_text(encoding="utf-8"))
+    folders = {each.name: unpacked(archive_of(given.folder, each.name)) for each in wanted.settings()}
+    judges = Judges("emoji-clip", None, None, torch.device("cpu"))
+    root = given.folder
+    found = judge_sets(folders, settings, wanted, options, judges, shared_root=root, start_phase=phase).to_json()
+    for claim in found["claims"]:
+        print(claim["text"], claim["metric"], claim["worse"], claim["better"], claim["holds"], sep=" | ")
+    if given.output_file is not None:
+        write_json(given.output_file, found)
+
+
+if __name__ == "__main__":
+    main()
