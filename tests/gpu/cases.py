@@ -10,6 +10,7 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.engine.collectors import InMemory
 from patchedserve.serving.engine.engine import Engine
+from patchedserve.serving.engine.replay import replay
 from patchedserve.serving.engine.run_result import RunResult
 from patchedserve.serving.models.build import with_engine
 from patchedserve.serving.models.loading import load_model
@@ -60,10 +61,7 @@ def served_together(model: ServedModel, requests: Sequence[Request], max_batch_s
     """Serve requests as they arrive, with stages beside the denoise loop."""
     collector = InMemory(keep_images=True, keep_latents=True)
     engine = Engine(model, get_policy("continuous"), max_batch_size=max_batch_size, collector=collector)
-    for request in requests:
-        engine.submit(request)
-    engine.close()
-    result = engine.run()
+    result = replay(engine, requests)
     assert [record.reason for record in result.records] == [None] * len(requests)
     return result
 

@@ -1,7 +1,7 @@
 """Where the tests of this folder run: on a CUDA device, or on the CPU to try the tests themselves.
 
-They ask of a device what the other tests ask of a CPU. Without a GPU they are skipped; `GPU_TESTS_DEVICE=cpu` runs those
-that need none of its own.
+They ask of a device what the other tests ask of a CPU. Without a GPU they are skipped; `GPU_TESTS_DEVICE=cpu` runs
+those that a CPU can run.
 """
 
 import os

@@ -77,6 +77,8 @@ def test_float32_images_are_those_of_the_pipeline(name: str, device: str) -> Non
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", BUNDLED)
 def test_images_in_half_precision_are_near_those_alone(name: str, dtype: str, device: str) -> None:
+    if device == "cpu" and dtype == "float16":
+        pytest.skip("convolutions in float16 take a CPU minutes")
     model = served(name, device, dtype=dtype)
     exact, requests = loaded(name, device), mixed((6, 6, 6, 6))
     result = served_together(model, requests)

@@ -1,4 +1,4 @@
-"""`--cuda-graphs` and `--compile` on a device: what is played back and what is compiled gives what eager passes give."""
+"""`--cuda-graphs` and `--compile` on a device: passes that are played back or compiled give what eager ones give."""
 
 import logging
 from collections.abc import Iterator, Sequence
