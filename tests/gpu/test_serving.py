@@ -50,8 +50,8 @@ def poisson(count: int, seed: int) -> list[Request]:
 @pytest.mark.parametrize("name", BUNDLED)
 def test_requests_of_a_trace_are_those_alone(name: str, options: EngineOptions, device: str) -> None:
     model = served(name, device, options)
-    for repeat in range(1 if device == "cpu" else 5):
-        requests = poisson(8 if device == "cpu" else 40, seed=repeat)
+    for repeat in range(1 if device == "cpu" else 3):
+        requests = poisson(8 if device == "cpu" else 30, seed=repeat)
         expected = alone(model, requests)
         result = served_together(model, requests)
         assert error_of(result, requests, expected) <= EXACT
