@@ -16,6 +16,7 @@ from ...data.requests import Request
 from ..core.failures import Failures
 from ..core.prepared import PreparedRequest, describe
 from ..core.request_state import RequestRecord, RequestState
+from ..core.timing import finish_stream
 from ..editing.paste import pasted
 from ..models.served import ServedModel
 from ..scheduling.scheduler import Scheduler
@@ -185,6 +186,8 @@ class SideStages:
             self.collect(partial(self.call, partial(watch.on_step, steps_done)), may_lag=watch.may_lag)
             if watch.is_due(steps_done, prepared.state.num_steps) and (latents := peek(prepared)) is not None:
                 watch.taken()
+                # The thread that draws them works on another stream.
+                finish_stream(latents.device)
                 self._postprocess.put(
                     partial(self._draw_partial, self.open[prepared.request.request_id], watch, latents)
                 )

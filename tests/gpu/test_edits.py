@@ -1,0 +1,114 @@
+"""Edits on a device: exact ones equal the plain engine, and those that read records are those alone."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from patchedserve.data.edits import TemplateSpec
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.data.templates import KEEPS, Keep
+from patchedserve.serving.editing.templates import TemplateStore
+from patchedserve.serving.models.build import build_model, with_engine
+from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.options import EngineOptions
+
+from ..serving.editing.test_exact import mixed as tiny_edits
+from ..serving.editing.test_exact import pipeline
+from ..support.edits import edit_request, plain_edit
+from ..support.patched_models import relative_error
+from ..support.template_records import LARGE as TINY
+from ..support.template_records import TEMPLATE, edits, model_with, serve
+from ..support.tiny_models import plain_latents
+from .cases import BUNDLED, EXACT, alone, loaded, served
+
+SMALL, WIDE, LARGE = Resolution(128, 128), Resolution(256, 128), Resolution(256, 256)
+FAMILIES = ("sd", "sdxl", "sd3", "flux", "flux2", "aura", "chroma", "pixart", "lumina2", "qwen", "z-image")
+
+
+def _mixed(template: TemplateSpec | None = None) -> list[Request]:
+    given = {} if template is None else {"template": template}
+    return [
+        edit_request(0, LARGE, "line", **given),
+        edit_request(1, SMALL, "box", num_steps=4, seed=1, **given),
+        edit_request(2, WIDE, "ellipse", 0.5, num_steps=9, guidance_scale=1.0, seed=2, **given),
+        Request(3, "a car", LARGE, 5, 4.0, seed=3),
+    ]
+
+
+def _recorded(
+    name: str, device: str, folder: Path, keep: Keep, requests: Sequence[Request], **kept: Any
+) -> ServedModel:
+    """A model with the records of these edits' templates, in this folder and, unless `kept` forbids it, in memory."""
+    model = served(name, device)
+    model.reuse.use_keep(keep)
+    model.reuse.store, model.reuse.masked_up_to = TemplateStore(folder, **kept), 1.0
+    for request in requests:
+        key = model.reuse.key_of(request)
+        if key is not None and model.reuse.store.find(key, model.device) is None:
+            model.reuse.store.add(key, model.reuse.recorded(request), model.device)
+    return model
+
+
+@pytest.mark.parametrize(
+    "options", [EngineOptions(order="image"), EngineOptions(order="patch"), EngineOptions("plain")]
+)
+@pytest.mark.parametrize("name", BUNDLED)
+def test_edits_beside_new_images_are_those_alone(name: str, options: EngineOptions, device: str) -> None:
+    result = serve(served(name, device, options), _mixed())
+    for request, expected in zip(_mixed(), alone(loaded(name, device), _mixed()), strict=True):
+        assert relative_error([result.latents[request.request_id][0]], [expected]) <= EXACT
+        assert request.edit is None or result.images[request.request_id].size == tuple(request.resolution)
+
+
+@pytest.mark.parametrize("family", ["sd", "sdxl", "sd3", "flux"])
+def test_edits_equal_diffusers_inpainting(family: str, device: str) -> None:
+    pipe = pipeline(family).to(device)
+    result = serve(build_model(pipe, name="tiny"), tiny_edits())
+    for request in tiny_edits():
+        expected = plain_latents(pipe, request) if request.edit is None else plain_edit(pipe, request)
+        assert relative_error([result.latents[request.request_id][0]], [expected]) <= 1e-3
+
+
+@pytest.mark.parametrize("memory_mb", [2000.0, 0.0])
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("name", BUNDLED)
+def test_an_edit_of_the_whole_image_is_its_twin(
+    name: str, keep: Keep, memory_mb: float, device: str, tmp_path: Path
+) -> None:
+    """Nothing is read for what is in the mask. Without memory for them, records are read from files, step by step."""
+    requests = [edit_request(0, SMALL, "all", template=TEMPLATE, num_steps=5)]
+    model = _recorded(name, device, tmp_path, keep, requests, memory_mb=memory_mb)
+    assert model.prepare(requests[0]).template is not None
+    twin = serve(with_engine(model, EngineOptions()), requests)
+    assert relative_error([serve(model, requests).latents[0]], [twin.latents[0]]) <= 1e-3
+
+
+@pytest.mark.parametrize("memory_mb", [2000.0, 0.0])
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("name", BUNDLED)
+def test_edits_that_read_records_in_a_mixed_batch_are_those_alone(
+    name: str, keep: Keep, memory_mb: float, device: str, tmp_path: Path
+) -> None:
+    requests = _mixed(TEMPLATE)
+    model = _recorded(name, device, tmp_path, keep, requests[:3], memory_mb=memory_mb)
+    together = serve(model, requests)
+    again = serve(_recorded(name, device, tmp_path, keep, (), memory_mb=memory_mb), requests)  # what others have made
+    for request in requests:
+        own = serve(model, [replace(request, request_id=0)]).latents[0]
+        for found in (together, again):
+            assert relative_error([found.latents[request.request_id]], [own]) <= EXACT
+    assert relative_error([together.latents[3][0]], alone(model, requests[3:])) <= EXACT
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_read_records_in_a_mixed_batch_as_alone(family: str, device: str, tmp_path: Path) -> None:
+    pipe = pipeline(family).to(device)
+    model = model_with(pipe, tmp_path, edits())
+    together = serve(model, [*edits(), Request(3, "a car", TINY, 5, 4.0, seed=2)])
+    for request in edits():
+        alone = serve(model, [replace(request, request_id=0)])
+        assert relative_error([together.latents[request.request_id]], [alone.latents[0]]) <= EXACT

@@ -1,0 +1,92 @@
+"""`--cuda-graphs` and `--compile` on a device: passes that are played back or compiled give what eager ones give."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from patchedserve.data.requests import Request
+from patchedserve.profiling.steps.sides import patched_stepper
+from patchedserve.serving.models.loading import load_model
+from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.options import EngineOptions
+
+from ..support.family_kit import BUILDS, denoised
+from ..support.family_kit import mixed as tiny_requests
+from ..support.family_kit import served as tiny
+from ..support.patched_models import relative_error
+from .cases import BUNDLED, EXACT, alone, mixed, served, served_together
+
+PLAYED = 1e-5
+"""A recorded pass launches the kernels of the eager one; only those that add up in no fixed order may differ."""
+
+
+def _recorded(model: ServedModel, *batches: Sequence[Request]) -> list[list[Tensor]]:
+    """What batches give, one after the other, where each pass but the first is recorded or played back."""
+    passes = patched_stepper(model).model.captured
+    assert passes is not None
+    passes._patience = 1
+    found = [denoised(model, batch) for batch in batches]
+    assert passes.failure is None
+    assert passes._recorded
+    return found
+
+
+@pytest.mark.parametrize("order", ["image", "patch"])
+@pytest.mark.parametrize("name", BUNDLED)
+def test_played_back_passes_are_the_eager_ones(name: str, order: Any, cuda: str) -> None:
+    """Batches that requests leave one by one, and that come back with other requests."""
+    first, second = mixed(), mixed((3, 5, 2, 6))
+    eager = served(name, cuda, EngineOptions(order=order))
+    recorded = served(name, cuda, EngineOptions(order=order, cuda_graphs=True))
+    batches = (first, second, first, first[1:], second)
+    for found, batch in zip(_recorded(recorded, *batches), batches, strict=True):
+        assert relative_error(found, denoised(eager, batch)) <= PLAYED
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_passes_of_all_families_can_be_recorded(name: str, cuda: str) -> None:
+    pipe, requests = BUILDS[name]().to(cuda), tiny_requests([6, 2, 3, 4])
+    expected = denoised(tiny(pipe), requests)
+    for found in _recorded(tiny(pipe, EngineOptions(cuda_graphs=True)), requests, requests):
+        assert relative_error(found, expected) <= PLAYED
+
+
+def test_passes_are_recorded_while_other_threads_encode_and_decode(cuda: str) -> None:
+    model = served("emoji-xl", cuda, EngineOptions(cuda_graphs=True))
+    passes = patched_stepper(model).model.captured
+    assert passes is not None
+    passes._patience = 1
+    requests = [Request(n, f"a hat {n}", each.resolution, 4, 3.0, seed=n) for n, each in enumerate(mixed() * 6)]
+    result = served_together(model, requests)
+    assert passes.failure is None
+    found = [result.latents[request.request_id][0] for request in requests]
+    assert relative_error(found, alone(model, requests)) <= EXACT
+
+
+@pytest.fixture
+def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No graphs of other tests, and none left behind."""
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+@pytest.mark.parametrize("name", BUNDLED)
+def test_compiled_blocks_give_what_eager_ones_give(name: str, cuda_graphs: bool, device: str) -> None:
+    if cuda_graphs and device == "cpu":
+        pytest.skip("CUDA graphs need a CUDA device")
+    # Of its own: compiling changes the model.
+    model = load_model(name, device, "float32", EngineOptions(compile=True, cuda_graphs=cuda_graphs))
+    requests = mixed((3, 3, 3, 3))
+    found = [denoised(model, requests) for _ in range(3)][-1]
+    passes = patched_stepper(model).model.captured
+    assert passes is None or passes.failure is None
+    assert relative_error(found, alone(served(name, device), requests)) <= 1e-3
