@@ -7,15 +7,15 @@
 #     tests/benchmarks/gpu_steps.sh OUT_DIR [MODEL_DIR]
 #
 # Needs psctl installed with the extra `gpu`, or the repository on PYTHONPATH. About 20 minutes on one H100-class GPU, most
-# of it compilation; what is there already is not measured again. ONLY='steps-.*' leaves out all parts that it does not
-# match. TINY=1 DEVICE=cpu tries the commands on small models (without CUDA graphs).
+# of it compilation; what is there already is not measured again. ONLY='make-.*|steps-.*' leaves out all parts that it
+# does not match. TINY=1 DEVICE=cpu tries the commands on small models (without CUDA graphs).
 set -euo pipefail
 out=${1:?usage: $0 OUT_DIR [MODEL_DIR]}
 models=${2:-/tmp/psctl-random-models}
 device=${DEVICE:-cuda}
 sizes=${TINY:+64,128,192}
 sizes=${sizes:-512,768,1024}
-strip_sizes=${TINY:+64,128}
+strip_sizes=${TINY:+256}
 strip_sizes=${strip_sizes:-1024,2048,3840}
 cache_patch=${TINY:+8}
 cache_patch=${cache_patch:-32}
@@ -39,7 +39,7 @@ plan() {
     part '&engines' 240 python3 -m pytest -q -n 4 -p no:cacheprovider tests/gpu
     for model in sdxl sd3; do
         [ -f "$models/$model/model_index.json" ] ||
-            echo "&make-$model 200 $here/make_random_model.py $model $models/$model ${TINY:+--tiny}"
+            part "&make-$model" 200 "$here/make_random_model.py" "$model" "$models/$model" ${TINY:+--tiny}
     done
     echo wait
     local few=(--repeats 5 --combinations "'1,0,0;0,0,1;1,1,1;2,2,2;4,4,4'") dtype=float16

@@ -9,6 +9,7 @@ A set travels as one archive of lossless WebP, `sets/NAME.zip`. All computes in 
 import argparse
 import io
 import json
+import re
 import sys
 import zipfile
 from pathlib import Path
@@ -39,7 +40,7 @@ def phase(what: str, total: int) -> Any:
 
 def archive_of(folder: Path, name: str) -> Path:
     """Where a set travels."""
-    return folder / f"{name.replace(' ', '_').replace(',', '').replace('=', '')}.zip"
+    return folder / (re.sub(r"\W+", "-", name) + ".zip")
 
 
 def draw(model_name: str, device: str, wanted: ParallelPlan, options: EvalOptions, folder: Path) -> None:

@@ -84,6 +84,8 @@ def _run(command: list[str]) -> int:
 def main() -> None:
     out = Path(sys.argv[1])
     out.mkdir(parents=True, exist_ok=True)
+    # Whether there is a device is asked in a way after which forks can use it.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import diffusers  # noqa: F401
     from diffusers import StableDiffusion3Pipeline, StableDiffusionXLPipeline  # noqa: F401
     from transformers import CLIPTextModelWithProjection  # noqa: F401
