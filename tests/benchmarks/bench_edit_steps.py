@@ -1,7 +1,7 @@
 """Steps of edits that read a template's record, beside the same edits computed whole, by turns.
 
     python tests/benchmarks/bench_edit_steps.py [--model emoji-xl] [--side 256] [--batch 8] [--device auto]
-        [--dtype auto] [--output-file edit.json]
+        [--dtype auto] [--memory-mb 16000] [--output-file edit.json]
 
 The masks are boxes that cover more and more of the image. Nothing else may run.
 """
@@ -24,6 +24,7 @@ from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.profiling.machine import cpu_name
 from patchedserve.serving.core.prepared import PreparedRequest
+from patchedserve.serving.editing.templates import TemplateStore
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
 
@@ -79,12 +80,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--memory-mb", type=float, default=16_000.0, help="a larger record is read from its files")
     parser.add_argument("--output-file", type=Path)
     given = parser.parse_args()
     model = load_model(given.model, given.device, given.dtype)
     model.reuse.masked_up_to = 1.0
     points: list[Point] = []
     with tempfile.TemporaryDirectory() as folder:
+        model.reuse.store = TemplateStore(Path(folder) / "templates", memory_mb=given.memory_mb)
         model.tune([Resolution(given.side, given.side)], Path(folder))
         geometry = model.family.geometry
         most = given.side // (geometry.cell * geometry.latent_factor)
@@ -104,6 +107,7 @@ def main() -> None:
         "model": given.model,
         "side": given.side,
         "batch": given.batch,
+        "memory_mb": given.memory_mb,
     }
     result = {**about, "points": [asdict(point) for point in points], "r2_linear": float(np.corrcoef(x, y)[0, 1] ** 2)}
     print(json.dumps(result, indent=1))
