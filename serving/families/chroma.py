@@ -29,6 +29,8 @@ TRANSFORMER = Transformer(
     embed=flux.embed,
     image_ids=flux.image_ids,
     norm_out="norm_out",
+    # Of the guidance, which is 0.
+    constant="time_text_embed.guidance_proj",
     mask="attention_mask",
     adds_mask=True,
     attention={"FluxAttention": "FluxAttnProcessor"},

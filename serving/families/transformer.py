@@ -73,6 +73,8 @@ class Transformer:
             both together row by row, as Lumina 2's; None where blocks do. Its `joint` blocks then see the image alone.
         pads_to: number to whose multiples the forward of a model with `text_refiner` pads text and image by tokens that
             count, as Z-Image's; None where it does not.
+        constant: name of a module whose results depend on the number of rows alone, and which the model gives numbers
+            that lie on the CPU; None where there is none.
         mask: the condition, as the model's forward names it, that says which text tokens of each row are valid, (rows,
             length); None where all are. With `pads_to` it says `PAD` of tokens that are to be made pads.
         adds_mask: whether the pipeline adds the mask to the scores of attention, as numbers and only between valid
@@ -97,6 +99,7 @@ class Transformer:
     text_embedder: str | None = None
     text_refiner: str | None = None
     pads_to: int | None = None
+    constant: str | None = None
     mask: str | None = None
     adds_mask: bool = False
     attention: Mapping[str, str] = field(default_factory=dict)

@@ -106,8 +106,9 @@ class StripGroupNorm(nn.Module):
 def statistics(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     """Mean and biased variance [rows, groups] of [rows, channels, height, width], in float32."""
     rows, channels, height, width = x.shape
-    # What it makes of `x` is not needed; its moments are stable, and take a quarter of the time of `torch.var_mean`.
-    x = x.float() if is_channels_last(x) else x.float().contiguous()
+    # What it makes of `x` is not needed; its moments are stable, and take a quarter of the time of `torch.var_mean`. On
+    # a GPU it reads one format only.
+    x = x.float() if x.device.type == "cpu" and is_channels_last(x) else x.float().contiguous()
     _, mean, rstd = torch.native_group_norm(x, None, None, rows, channels, height * width, num_groups, 0.0)
     return mean, rstd.pow(-2)
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -43,6 +44,23 @@ class ResultsToPatches(nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> tuple[Tensor, ...]:
         rows = self.context.row_of_patch
         return tuple(result.index_select(0, rows) for result in self.module(*inputs, **named))
+
+
+class KeptConstant(nn.Module):
+    """A module whose results depend on the number of rows alone. They are kept on the model's device: what the model
+    gives the module lies on the CPU, and a copy from there would wait for the device in every pass.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.module, self._device = module, device
+        self._kept: dict[int, Tensor] = {}
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        rows = len(numbers)
+        if rows not in self._kept:
+            self._kept[rows] = self.module(numbers).to(self._device)
+        return self._kept[rows]
 
 
 class CaptionForReaders(nn.Module):

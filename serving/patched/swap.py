@@ -22,6 +22,7 @@ from .padded import AllBegin, AllEnd, ImagesBegin, ImagesEnd, PaddedStream, Padd
 from .row_leaves import (
     CaptionForReaders,
     EmbToPatches,
+    KeptConstant,
     PatchedPatchEmbed,
     ResultsToPatches,
     RowsToPatches,
@@ -116,6 +117,10 @@ class PatchSwap(Swap):
         if transformer.modulation is not None:
             shared = getattr(model, transformer.modulation)
             self.put(model, transformer.modulation, ResultsToPatches(shared, context))
+        if transformer.constant is not None:
+            where, _, attribute = transformer.constant.rpartition(".")
+            parent = model.get_submodule(where)
+            self.put(parent, attribute, KeptConstant(getattr(parent, attribute), model.device))
         if transformer.text_embedder is not None:
             embed = getattr(model, transformer.text_embedder)
             self.put(model, transformer.text_embedder, KeptText(embed, context))

@@ -84,12 +84,18 @@ def main() -> None:
     parser.add_argument("--parts", default="table1")
     parser.add_argument("--num-prompts", type=int, default=256)
     parser.add_argument("--resolutions", default="256")
+    parser.add_argument("--max-batch-size", type=int, default=16)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--output-file", type=Path)
     given = parser.parse_args()
     wanted = ParallelPlan(parse_ranks(given.num_ranks), parse_parts(given.parts))
-    options = EvalOptions(metrics=("fid",), num_prompts=given.num_prompts, resolutions=given.resolutions)
+    options = EvalOptions(
+        metrics=("fid",),
+        num_prompts=given.num_prompts,
+        resolutions=given.resolutions,
+        max_batch_size=given.max_batch_size,
+    )
     if given.half == "draw":
         draw(given.model, given.device, wanted, options, given.folder)
         return

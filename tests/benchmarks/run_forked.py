@@ -26,18 +26,25 @@ class Started:
     start_s: float
     limit_s: float
 
-    def wait(self, out: Path) -> None:
-        """Wait for its end, or bring it about; note it."""
-        while (status := os.waitpid(self.pid, os.WNOHANG))[0] == 0:
-            if time.monotonic() - self.start_s > self.limit_s:
-                os.killpg(self.pid, signal.SIGKILL)
-                status = os.waitpid(self.pid, 0)
-                break
-            time.sleep(0.05)
-        took = f"{self.name}: exit {os.waitstatus_to_exitcode(status[1])} after {time.monotonic() - self.start_s:.1f} s"
-        print(took, flush=True)
-        with (out / "times.txt").open("a") as file:
-            print(took, file=file)
+    def has_ended(self, out: Path) -> bool:
+        """Whether it has; its end is brought about where it is time, and noted."""
+        took_s = time.monotonic() - self.start_s
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        if pid == 0 and took_s > self.limit_s:
+            os.killpg(self.pid, signal.SIGKILL)
+            pid, status = os.waitpid(self.pid, 0)
+        if pid:
+            took = f"{self.name}: exit {os.waitstatus_to_exitcode(status)} after {took_s:.1f} s"
+            print(took, flush=True)
+            with (out / "times.txt").open("a") as file:
+                print(took, file=file)
+        return pid != 0
+
+
+def wait_for(running: list[Started], out: Path) -> None:
+    """Wait until all have ended."""
+    while running := [each for each in running if not each.has_ended(out)]:
+        time.sleep(0.05)
 
 
 def started(line: str, out: Path) -> Started:
@@ -98,14 +105,13 @@ def main() -> None:
     beside: list[Started] = []
     for line in map(str.strip, sys.stdin):
         if line == "wait":
-            while beside:
-                beside.pop(0).wait(out)
+            wait_for(beside, out)
+            beside = []
         elif line.startswith("&"):
             beside.append(started(line[1:], out))
         elif line:
-            started(line, out).wait(out)
-    for each in beside:
-        each.wait(out)
+            wait_for([started(line, out)], out)
+    wait_for(beside, out)
 
 
 if __name__ == "__main__":

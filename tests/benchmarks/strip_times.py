@@ -1,0 +1,112 @@
+"""How long one rank takes for its own strip of an image, with nothing sent, against the whole image on one device
+(DistriFusion's "No Comm.", table 2); and what two virtual ranks draw, against one.
+
+    python tests/benchmarks/make_random_model.py sdxl /tmp/sdxl
+    python tests/benchmarks/strip_times.py --model /tmp/sdxl --device cuda --dtype float16 --output-file strips.json
+
+One device is enough: ranks of a real group compute the same. Steps are guided (two rows), and guidance is not split.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from patchedserve.data.files import write_json
+from patchedserve.data.resolution import parse_list
+from patchedserve.profiling.machine import run_facts
+from patchedserve.profiling.parallel.bench import OneRank
+from patchedserve.profiling.steps.bench import BenchSettings, Lane, time_lanes
+from patchedserve.profiling.steps.combinations import Combination
+from patchedserve.profiling.steps.sides import EngineSide, RequestPool, plain_side
+from patchedserve.serving.models.build import build_plain, with_engine
+from patchedserve.serving.models.loading import load_model
+from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.options import EngineOptions
+from patchedserve.serving.parallel.options import ParallelOptions
+from patchedserve.serving.parallel.stepper import ParallelStepper
+from patchedserve.serving.plain.formats import PlainModels
+from patchedserve.tests.support.kernel_time import kernel_s
+
+_SETTLED = 4
+
+
+def parallel(model: ServedModel, count: int) -> tuple[ServedModel, ParallelStepper]:
+    """The model on so many virtual ranks, and rank 0 of as many that are not there."""
+    options = ParallelOptions(f"virtual:{count}", mode="sync", cfg_split="off")
+    plain = build_plain(model.pipe, model.family, PlainModels(model.denoiser))
+    group = OneRank(model.denoiser, options)
+    alone = ParallelStepper(group, options, plain.models, plain.conditions, plain.sampler, plain.alone)
+    return with_engine(model, EngineOptions("parallel", parallel=options)), alone
+
+
+def measure(model: ServedModel, size: Any, counts: list[int], repeats: int) -> list[dict[str, Any]]:
+    """The rows of one resolution."""
+    combination, lanes = Combination((size,), (1,)), {}
+    requests = RequestPool(model).take(combination)
+    for form in PlainModels(model.denoiser).formats:
+        side = plain_side(model, PlainModels(model.denoiser, always=form), requests)
+        lanes[f"1, {form}"] = Lane(side, model.device)
+    served = {}
+    for count in counts:
+        served[count], alone = parallel(model, count)
+        lanes[str(count)] = Lane(EngineSide(alone, RequestPool(served[count]).take(combination)), model.device)
+    time_lanes(lanes.values(), BenchSettings(repeats, 1))
+    kernels = {}
+    for name, lane in lanes.items():
+        lane.make_room()
+        kernels[name] = kernel_s(lane.side.step, model.device)
+    one = min((name for name in lanes if name.startswith("1,")), key=lambda name: lanes[name].median_ms)
+    rows = []
+    for name in (one, *map(str, counts)):
+        lane, of_kernels = lanes[name], kernels[name]
+        row = {"resolution": str(size), "ranks": int(name.partition(",")[0]), "ms": lane.median_ms}
+        row |= {"speedup": lanes[one].median_ms / lane.median_ms, "samples_ms": lane.samples_ms}
+        if of_kernels is not None:
+            row |= {"kernels_ms": of_kernels * 1e3, "kernels_speedup": kernels[one] / of_kernels}
+        rows.append(row)
+        print({name: value for name, value in row.items() if name != "samples_ms"}, file=sys.stderr, flush=True)
+    for each in served.values():
+        each.close()
+    return rows
+
+
+def difference(model: ServedModel, size: Any, count: int) -> float:
+    """Of the clean latents that virtual ranks and one predict after some steps: the largest, over the largest value."""
+    served, _ = parallel(model, count)
+    found = []
+    for each in (model, served):
+        side = EngineSide(each.stepper, RequestPool(each).take(Combination((size,), (1,))))
+        side.begin()
+        for _ in range(_SETTLED):
+            side.step()
+        found.append(each.stepper.peek(side.active[0]))
+    served.close()
+    one, other = found
+    assert one is not None
+    assert other is not None
+    return float((other - one).abs().max() / one.abs().max())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="emoji-xl")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--resolutions", default="1024,2048,3840")
+    parser.add_argument("--num-ranks", default="2,3,4,5,6,7,8")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--output-file", type=Path)
+    given = parser.parse_args()
+    model = load_model(given.model, given.device, given.dtype, EngineOptions("plain"))
+    sizes, counts = parse_list(given.resolutions), [int(each) for each in given.num_ranks.split(",")]
+    result = run_facts(model).to_json() | {"virtual_2_difference": difference(model, sizes[0], 2), "rows": []}
+    print(f"two virtual ranks: {result['virtual_2_difference']:.2e}", file=sys.stderr)
+    for size in sizes:
+        result["rows"] += measure(model, size, counts, given.repeats)
+        if given.output_file is not None:
+            write_json(given.output_file, result)
+
+
+if __name__ == "__main__":
+    main()
