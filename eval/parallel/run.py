@@ -94,7 +94,9 @@ def evaluate_parallel(
         RunError, KeyboardInterrupt: as `draw_set`; images that are drawn are kept.
     """
     judges.check(METRICS)
-    folders = draw_sets(model, wanted, plan, options, workspace, start_phase=start_phase, on_failed=on_failed)
+    folders = draw_sets(
+        model, wanted.settings(), plan, options, workspace, start_phase=start_phase, on_failed=on_failed
+    )
     settings = {
         "model": model.name,
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -111,7 +113,7 @@ def evaluate_parallel(
 
 def draw_sets(
     model: ServedModel,
-    wanted: ParallelPlan,
+    settings: Sequence[Setting],
     plan: EvalPlan,
     options: EvalOptions,
     workspace: ModelWorkspace,
@@ -119,13 +121,13 @@ def draw_sets(
     start_phase: StartPhase,
     on_failed: Callable[[str], None],
 ) -> dict[str, Path]:
-    """Draw what is missing; returns the folder of each set by its name. Arguments and errors as of
+    """Draw what is missing of these sets; returns the folder of each by its name. Other arguments, and errors, as of
     `evaluate_parallel`.
     """
-    for setting in wanted.settings():
+    for setting in settings:
         check(model, setting, plan)
     folders: dict[str, Path] = {}
-    for setting in wanted.settings():
+    for setting in settings:
         with closing(served_with(model, setting)) as served:
             few = replace(plan, num_inference_steps=FEW_STEPS) if setting.few_steps else plan
             drawn = draw_set(

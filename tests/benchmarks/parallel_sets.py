@@ -3,7 +3,8 @@
     python tests/benchmarks/parallel_sets.py draw --model emoji-3 --num-ranks 2,4,8 --device cuda --folder sets
     python tests/benchmarks/parallel_sets.py judge --model emoji-3 --num-ranks 2,4,8 --folder sets
 
-A set travels as one archive of lossless WebP, `sets/NAME.zip`. All computes in float32, without TF32.
+A set travels as one archive of lossless WebP, `sets/NAME.zip`; one that is there is not drawn again. All computes in
+float32, without TF32.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from patchedserve.data.files import write_json
+from patchedserve.data.files import atomic_write, write_json
 from patchedserve.data.workspace import Workspace
 from patchedserve.eval.metrics.judges import Judges
 from patchedserve.eval.options import EvalOptions, plan_eval
@@ -44,17 +45,21 @@ def archive_of(folder: Path, name: str) -> Path:
 
 
 def draw(model_name: str, device: str, wanted: ParallelPlan, options: EvalOptions, folder: Path) -> None:
-    """Draw all sets, and pack each."""
+    """Draw the sets that are missing, and pack each."""
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     plan = plan_eval(options, model_defaults(model_name), folder)
     model = load_model(model_name, device, "float32", EngineOptions("plain"))
     place = Workspace(folder / "workspace").for_model(model_name, str(model.device))
-    found = draw_sets(model, wanted, plan, options, place, start_phase=phase, on_failed=sys.exit)
+    missing = [each for each in wanted.settings() if not archive_of(folder, each.name).exists()]
+    found = draw_sets(model, missing, plan, options, place, start_phase=phase, on_failed=sys.exit)
     facts = run_facts(model).to_json()
     settings = {"num_inference_steps": plan.num_inference_steps, "guidance_scale": plan.guidance_scale}
     write_json(folder / _SETTINGS, facts | settings | {"warmup": wanted.warmup, "num_prompts": len(plan.items)})
     for name, own in found.items():
-        with zipfile.ZipFile(archive_of(folder, name), "w", zipfile.ZIP_STORED) as archive:
+        with (
+            atomic_write(archive_of(folder, name)) as temporary,
+            zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive,
+        ):
             archive.write(own / MANIFEST_FILE, MANIFEST_FILE)
             for item in plan.items:
                 packed = io.BytesIO()
