@@ -107,7 +107,7 @@ def edit(
     if reuse:
         require_masked(engine)
         require_keep(target.model, keep)
-        loads = loads_of(edit_link_mbps, plan)
+        loads = loads_of(edit_link_mbps, plan, engine)
     elif template_prompt or template_seed:
         raise UsageError("--template-prompt and --template-seed are of the record, which only --reuse reads")
     elif edit_full_steps or edit_dilate or keep != "all" or template_kind != "noised":

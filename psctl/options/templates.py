@@ -90,7 +90,7 @@ class TemplateFlags:
             return None
         require_masked(engine, "--reuse-templates")
         require_keep(model, self.keep)
-        return TemplateOptions(self.record, self.keep, loads_of(self.edit_link_mbps, self.plan))
+        return TemplateOptions(self.record, self.keep, loads_of(self.edit_link_mbps, self.plan, engine))
 
 
 def require_keep(model: str, keep: Keep) -> None:
@@ -100,14 +100,20 @@ def require_keep(model: str, keep: Keep) -> None:
     check_keep_of(model, keep)
 
 
-def loads_of(link_mbps: float | None, plan: LoadPlan) -> LoadOptions | None:
-    """How records are read. Raises UsageError: no record can be at this speed, or there is nothing to plan."""
+def loads_of(link_mbps: float | None, plan: LoadPlan, engine: EngineOptions) -> LoadOptions | None:
+    """How records are read. Raises UsageError: no record can be at this speed, there is nothing to plan, or parts of
+    passes cannot be timed.
+    """
     if link_mbps is None:
         if plan != "optimal":
             raise UsageError(f"--plan {plan} is of loads over a link: say with --edit-link-mbps how fast it is")
         return None
     if not 0 < link_mbps < math.inf:
         raise UsageError(f"--edit-link-mbps is {link_mbps:g}, but it must be above 0, and finite")
+    if engine.cuda_graphs:
+        raise UsageError(
+            "--edit-link-mbps plans by the times of parts of passes, and --cuda-graphs plays back whole ones"
+        )
     return LoadOptions(link_mbps, plan)
 
 
@@ -126,7 +132,6 @@ def require_masked(options: EngineOptions, wanted: str = "--reuse") -> None:
         f"--engine {options.engine}": options.engine != "patched",
         "--cache": options.cache.is_on,
         "--compile": options.compile,
-        "--cuda-graphs": options.cuda_graphs,
     }
     if refused := [name for name, is_given in given.items() if is_given]:
         raise UsageError(f"{wanted} computes parts of an image, which does not go with {' and '.join(refused)}")

@@ -21,6 +21,7 @@ from ..cache.cells import CellTables
 from ..cache.rules import Booleans
 from ..cache.slots import NormSlots, TokenSlots
 from ..layout.packing import Packing, pack_rows
+from .captured import CapturedPasses
 from .leaves import PatchedConv, PatchedGroupNorm
 from .patched_model import PatchedModel
 from .spans import place_of, spans_of
@@ -28,6 +29,8 @@ from .text import Shorten
 
 Seen = Mapping[str, Tensor]
 """What operators have seen of one row, by the operator's name: [cells, entries of a cell, ...]."""
+_PATIENCE = 1
+"""Passes of a batch that run eagerly before one is recorded, behind the first two: batches of edits stay for long."""
 
 
 class MaskedPasses:
@@ -73,6 +76,15 @@ class MaskedPasses:
         self.starts = [span.first for span in self._spans]
         self.returns = not all(span.is_open for span in self._spans)
         self._buffers = [buffer for _, buffer in read.values()] + [span.outputs for span in self._spans]
+        # Of one batch at a time, as they hold what is read of its records: a bound of 0 leaves the last one.
+        self._captured = None if model.recorder is None else CapturedPasses(model.recorder, _PATIENCE, 0)
+        self._last: MaskedRows | None = None
+        self._names: tuple[str, ...] = ()
+
+    @property
+    def failure(self) -> str | None:
+        """Why passes are not recorded and played back, though that is asked for, see `CapturedPasses`."""
+        return None if self._captured is None else self._captured.failure
 
     def pack(self, sizes: list[tuple[int, int]]) -> Packing:
         """Where rows with these latent sizes, sorted by resolution, lie: token by token, whatever the model's order."""
@@ -154,6 +166,39 @@ class MaskedPasses:
             seen: of each row, what was recorded of its step, on the model's device; asked for when it is needed.
             tokens, timesteps, conditions: as of `record`.
         """
+        if (captured := self._captured) is None:
+            return self._run(rows, seen, tokens, timesteps, conditions, rows.kept)
+        if self._last is not rows:
+            captured.clear()
+            captured.begin()
+            predicted = self._run(rows, seen, tokens, timesteps, conditions, rows.kept)
+            # What was asked for is what a recorded pass reads.
+            self._last, self._names = rows, tuple(seen[0])
+            return predicted
+        distinct = {id(each): each for each in seen}
+        places = tuple(list(distinct).index(id(each)) for each in seen)
+        inputs = {
+            "seen": tuple({name: each[name] for name in self._names} for each in distinct.values()),
+            "tokens": tokens,
+            "timesteps": timesteps,
+            "conditions": conditions,
+        }
+
+        def forward(inputs: dict[str, Any], kept: dict[Any, Any]) -> Tensor:
+            read = [inputs["seen"][place] for place in places]
+            return self._run(rows, read, inputs["tokens"], inputs["timesteps"], inputs["conditions"], kept)
+
+        return captured.run(places, rows.kept, forward, inputs, held=rows)
+
+    def _run(
+        self,
+        rows: "MaskedRows",
+        seen: Sequence[Seen],
+        tokens: Tensor,
+        timesteps: Tensor,
+        conditions: dict[str, Any],
+        kept: dict[Any, Any],
+    ) -> Tensor:
         context, active = self._model.context, rows.active
         assert active is not None, "rows without active cells are only recorded"
         for name, buffer in self._kept.items():
@@ -161,7 +206,7 @@ class MaskedPasses:
         places = active.tokens(0)
         try:
             with ExitStack() as meanwhile:
-                meanwhile.enter_context(context.elsewhere(rows.tables.packing, rows.kept))
+                meanwhile.enter_context(context.elsewhere(rows.tables.packing, kept))
                 entered = [span for span, is_reused in zip(self._spans, rows.reuses, strict=False) if is_reused]
                 if rows.reuses[0] and not self.returns:
                     context.active = active
@@ -169,7 +214,7 @@ class MaskedPasses:
                 else:
                     for span in entered if self.returns else entered[:1]:
                         meanwhile.enter_context(span.masked(active))
-                predicted = self._model.forward(tokens, timesteps, conditions, rows.kept)
+                predicted = self._model.forward(tokens, timesteps, conditions, kept)
                 own = predicted if context.active is not None else predicted.index_select(0, places)
         finally:
             context.active = None

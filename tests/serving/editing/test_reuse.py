@@ -11,9 +11,12 @@ from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.templates import KEEPS, Keep
 from patchedserve.serving.models.build import build_model
+from patchedserve.serving.patched.stepper import PatchedStepper
 
 from ...support.edits import edit_request
+from ...support.family_kit import denoised
 from ...support.patched_models import relative_error
+from ...support.rerun import Rerun
 from ...support.template_records import LARGE, SMALL, TEMPLATE, edits, model_with, serve, some
 from ...support.tiny_models import SAMPLERS, plain_latents
 from .test_exact import pipeline
@@ -184,3 +187,29 @@ def test_cells_around_the_mask_are_computed_and_do_not_change(tmp_path: Path) ->
     assert shares[-1] == 1
     assert errors[0] > errors[-1]
     assert errors[-1] <= 1e-3
+
+
+@pytest.mark.parametrize(
+    ("family", "keep"),
+    [
+        *((each, "all") for each in ("sd", "sdxl", "sd3", "flux", "flux2", "chroma", "pixart", "lumina2", "z-image")),
+        *((family, keep) for family in ("sdxl", "sd3") for keep in ("outputs", "kv")),
+    ],
+)
+def test_masked_passes_that_are_played_back_are_the_same(family: str, keep: Keep, tmp_path: Path) -> None:
+    requests = [replace(each, num_inference_steps=each.num_inference_steps + 6) for each in edits()]
+    model = model_with(pipeline(family), tmp_path, requests, keep)
+    # Two edits of one image at one step; another batch whenever one of all has joined or left.
+    requests.append(replace(requests[1], request_id=3, seed=9))
+    joins = [0, 5, 0, 5]
+    expected = denoised(model, requests, joins)
+    stepper, recorder = model.stepper, Rerun()
+    assert isinstance(stepper, PatchedStepper)
+    stepper.model.use_graphs(recorder)
+    stepper.use_keep(keep)
+    found = denoised(model, requests, joins)
+    for own, other in zip(found, expected, strict=True):
+        assert relative_error([own], [other]) <= 1e-5
+    assert stepper.masked.failure is None
+    assert recorder.recorded >= 2
+    assert recorder.played > recorder.recorded

@@ -27,6 +27,7 @@ from patchedserve.serving.patched.stepper import PatchedStepper
 
 from ...support.patched_cases import IMAGE, PATCH_STITCH, TOLERANCE, model_of
 from ...support.patched_models import Way, call_patched, draw_rows, relative_error, run_patched, run_plain
+from ...support.rerun import Rerun
 from ...support.tiny_models import tiny_sd3, tiny_sdxl
 
 TWO = [[(16, 16), (8, 16)], [(8, 8), (8, 8), (16, 24)], [(8, 16)] * 3 + [(24, 16)] * 2]
@@ -129,23 +130,6 @@ def _alone(pipe: Any, requests: list[Request]) -> list[Tensor]:
 
 
 # Recorded passes
-
-
-class Rerun:
-    """A recorder for any device: playing back runs the work again, into the memory of the first result."""
-
-    def __init__(self) -> None:
-        self.recorded = self.played = 0
-
-    def __call__(self, work: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-        self.recorded += 1
-        result = torch.full_like(work(), float("nan"))
-
-        def play() -> None:
-            self.played += 1
-            result.copy_(work())
-
-        return play, result
 
 
 @pytest.mark.slow
