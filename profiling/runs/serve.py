@@ -185,8 +185,9 @@ def what_was_learnt(
     if isinstance(model.stepper, PatchedStepper):
         failures, patched = model.stepper.batch_failures, model.stepper.model
         cache, captured = patched.cache, patched.captured
-        if captured is not None and captured.failure is not None:
-            found["recording_failure"] = captured.failure
+        failure = captured and (captured.failure or model.stepper.masked.failure)
+        if failure:
+            found["recording_failure"] = failure
         if failures.count:
             found["batch_failures"] = asdict(failures)
         if cache is not None:
