@@ -55,7 +55,7 @@ class Flags:
                 name: option
                 for name, hint in get_type_hints(kind, include_extras=True).items()
                 for option in get_args(hint)[1:]
-                if isinstance(option, OptionInfo)
+                if isinstance(option, OptionInfo | Flags)
             },
         )
 

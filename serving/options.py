@@ -43,6 +43,31 @@ class LoadOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class TemplateTiers:
+    """What records of templates may take, in megabytes (10^6 bytes).
+
+    Attributes:
+        memory_mb: of whole records in memory; where a GPU reads them, in memory that it copies from by itself.
+        staging_mb: of steps on the device that a pass reads, or the next one will.
+        disk_mb: of the folder.
+
+    Raises:
+        UsageError: one of them is negative, or steps or the folder may take nothing.
+    """
+
+    memory_mb: float = 2_000.0
+    staging_mb: float = 4_000.0
+    disk_mb: float = 20_000.0
+
+    def __post_init__(self) -> None:
+        for name in ("memory", "staging", "disk"):
+            value = getattr(self, f"{name}_mb")
+            if not (value > 0 or (name == "memory" and value == 0)):
+                least = "0 or more" if name == "memory" else "above 0"
+                raise UsageError(f"--template-{name}-mb is {value:g}, but it must be {least}")
+
+
+@dataclass(frozen=True, slots=True)
 class TemplateOptions:
     """How a server's edits come to records of templates.
 
@@ -50,11 +75,13 @@ class TemplateOptions:
         record: see `RecordTemplates`.
         keep: what records hold, see `Keep`.
         loads: how they are read; None: as fast as they can be, and all that a pass can use of them.
+        tiers: what they may take.
     """
 
     record: RecordTemplates = "first"
     keep: Keep = "all"
     loads: LoadOptions | None = None
+    tiers: TemplateTiers = TemplateTiers()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from ...data.workspace import ModelWorkspace
 if TYPE_CHECKING:
     from ...serving.engine.run_result import RunResult
     from ...serving.models.served import ServedModel
-    from ...serving.options import LoadOptions
+    from ...serving.options import LoadOptions, TemplateTiers
 
 
 def draw_images(
@@ -25,6 +25,7 @@ def draw_images(
     *,
     max_batch_size: int,
     loads: "LoadOptions | None" = None,
+    tiers: "TemplateTiers | None" = None,
     start_phase: Callable[[str, int], Callable[[int], None]],
     on_note: Callable[[str], None],
 ) -> "RunResult":
@@ -38,6 +39,7 @@ def draw_images(
         place: of the model, with its templates.
         max_batch_size: requests denoised together.
         loads: how records are read.
+        tiers: what they may take.
         start_phase: begins a phase of so many parts, and gives what counts them.
         on_note: told in one line what is done in another way than was asked for.
     """
@@ -47,7 +49,7 @@ def draw_images(
 
     if (edit := requests[0].edit) is not None and edit.template is not None:
         if model.reuse.is_worth_masking(edit):
-            model.reuse.open_store(place.templates, loads)
+            model.reuse.open_store(place.templates, loads, tiers)
             advance = start_phase("template", requests[0].num_inference_steps)
             model.reuse.use_template(requests[0], place.templates, advance)
             if loads is not None:

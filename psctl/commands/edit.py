@@ -9,11 +9,13 @@ import typer
 from ...data.adapters import read_adapters
 from ...data.errors import UsageError
 from ...data.requests import Request
+from ...serving.options import TemplateTiers
 from ..flags import flag
 from ..options.common import GuidanceScale, MaxBatchSize, NumInferenceSteps, Seed, require_seeds
 from ..options.groups import ParallelEngineFlags
 from ..options.target import Target
 from ..options.templates import (
+    TIERS,
     EditLinkMbps,
     KeepFlag,
     PlanFlag,
@@ -60,6 +62,7 @@ def edit(
     keep: KeepFlag = "all",
     edit_link_mbps: EditLinkMbps = None,
     plan: PlanFlag = "optimal",
+    tiers: Annotated[TemplateTiers, TIERS],
     edit_full_steps: Annotated[
         int, flag("--edit-full-steps", "With --reuse: so many first steps compute all of the image.", min=0)
     ] = 0,
@@ -116,6 +119,8 @@ def edit(
         )
     elif edit_link_mbps is not None or plan != "optimal":
         raise UsageError("--edit-link-mbps and --plan are of reading records: add --reuse")
+    elif tiers != TemplateTiers():
+        raise UsageError(f"{', '.join(sorted(TIERS.names()))} are of records: add --reuse")
     adapters = read_adapters(use_adapter)
     check_adapters_used(engine, [adapters])
     if reuse and adapters:
@@ -163,5 +168,6 @@ def edit(
         max_batch_size=max_batch_size,
         keep=keep,
         loads=loads,
+        tiers=tiers,
         facts={"mask_ratio": spec.mask_ratio, "active_share": share},
     )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ...data.templates import Keep
-    from ...serving.options import EngineOptions, LoadOptions
+    from ...serving.options import EngineOptions, LoadOptions, TemplateTiers
 
 Value = TypeVar("Value")
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
@@ -144,13 +144,14 @@ def draw(
     max_batch_size: int,
     keep: "Keep" = "all",
     loads: "LoadOptions | None" = None,
+    tiers: "TemplateTiers | None" = None,
     save_templates: bool = False,
     facts: dict[str, Any] | None = None,
 ) -> None:
     """Draw requests in one batch, write their images and print what came of them.
 
-    Records that edits read hold what `keep` says, and are read as `loads` says; with `save_templates` the images leave
-    some. `facts` stand in JSON.
+    Records that edits read hold what `keep` says, are read as `loads` says, and take what `tiers` say; with
+    `save_templates` the images leave some. `facts` stand in JSON.
     """
     from ...profiling.runs.draw import draw_images, draw_with_records
 
@@ -174,6 +175,7 @@ def draw(
                 place,
                 max_batch_size=max_batch_size,
                 loads=loads,
+                tiers=tiers,
                 start_phase=start,
                 on_note=out.note,
             )

@@ -7,9 +7,10 @@ import typer
 
 from ...data.errors import RunError, UsageError
 from ...data.requests import Request
+from ...serving.options import TemplateTiers
 from ..options.common import GuidanceScale, NumInferenceSteps
 from ..options.target import Target
-from ..options.templates import KeepFlag, TemplatePrompt, TemplateSeed, require_keep
+from ..options.templates import TIERS, KeepFlag, TemplatePrompt, TemplateSeed, require_keep
 from ..output import Output
 
 _Ids = Annotated[
@@ -25,6 +26,7 @@ def templates_add(
     template_prompt: TemplatePrompt = "",
     template_seed: TemplateSeed = 0,
     keep: KeepFlag = "all",
+    tiers: Annotated[TemplateTiers, TIERS.only("disk_mb")],
     target: Target,
     out: Output,
 ) -> None:
@@ -62,6 +64,7 @@ def templates_add(
     served, place = target.load(out)
     served.check_request(request)
     served.reuse.use_keep(keep)
+    served.reuse.open_store(place.templates, tiers=tiers)
     with out.phases() as start:
         is_new = served.reuse.use_template(request, place.templates, start("template", request.num_inference_steps))
     key = served.reuse.key_of(request)

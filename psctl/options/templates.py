@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Container, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from ...data.errors import UsageError
 from ...data.resolution import Resolution
 from ...data.templates import Keep, LoadPlan, TemplateKind
-from ...serving.options import EngineOptions, LoadOptions, RecordTemplates, TemplateOptions
-from ..flags import flag
+from ...serving.options import EngineOptions, LoadOptions, RecordTemplates, TemplateOptions, TemplateTiers
+from ..flags import Flags, flag
 
 TemplatePrompt = Annotated[
     str, flag("--template-prompt", "Of the record: what the whole image shows. Edits of one record share it.")
@@ -52,6 +52,21 @@ PlanFlag = Annotated[
     ),
 ]
 
+TIERS = Flags(
+    TemplateTiers,
+    {
+        "memory_mb": flag(
+            "--template-memory-mb",
+            "Records that are kept in memory, in megabytes (10^6 bytes), those read last longest; what is larger is "
+            "read from its files at every step.",
+        ),
+        "staging_mb": flag(
+            "--template-staging-mb", "Steps of records that lie on a GPU, or were read from files ahead, in megabytes."
+        ),
+        "disk_mb": flag("--template-disk-mb", "Records in the workspace, in megabytes."),
+    },
+)
+
 
 @dataclass(frozen=True, slots=True)
 class TemplateFlags:
@@ -72,6 +87,7 @@ class TemplateFlags:
     keep: KeepFlag = "all"
     edit_link_mbps: EditLinkMbps = None
     plan: PlanFlag = "optimal"
+    tiers: Annotated[TemplateTiers, TIERS] = field(default_factory=TemplateTiers)
 
     def chosen(self, engine: EngineOptions, model: str, given: Container[str]) -> TemplateOptions | None:
         """How edits come to records of templates; None: they read none.
@@ -85,12 +101,14 @@ class TemplateFlags:
             UsageError: the engine or the model cannot, or nothing is reused.
         """
         if not self.reuse_templates:
-            if refused := [name for name in ("--record", "--keep", "--edit-link-mbps", "--plan") if name in given]:
+            of_records = ("--record", "--keep", "--edit-link-mbps", "--plan", *sorted(TIERS.names()))
+            if refused := [name for name in of_records if name in given]:
                 raise UsageError(f"{refused[0]} is of records that edits read: add --reuse-templates, or leave it out")
             return None
         require_masked(engine, "--reuse-templates")
         require_keep(model, self.keep)
-        return TemplateOptions(self.record, self.keep, loads_of(self.edit_link_mbps, self.plan, engine))
+        loads = loads_of(self.edit_link_mbps, self.plan, engine)
+        return TemplateOptions(self.record, self.keep, loads, self.tiers)
 
 
 def require_keep(model: str, keep: Keep) -> None:

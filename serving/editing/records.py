@@ -1,5 +1,7 @@
 """A record of a template in files, one for every step, or in memory (InstGenIE section 4.2)."""
 
+import itertools
+import math
 import threading
 import time
 import weakref
@@ -25,8 +27,8 @@ from .uploads import Loaded, Packed, Seen, Uploads
 
 LATENTS, END = "latents", "end"
 """Of the first row of a record of a generation: its latents (1, channels, h, w) before each step; those at the end."""
-_MOST_STAGED = 4
-"""Steps of one record in memory; edits at one step need two."""
+_MOST_OPEN = 4
+"""Files of one record; edits at one step need two."""
 
 
 class Link:
@@ -134,7 +136,7 @@ class FileSteps:
         for key in file.keys():  # noqa: SIM118  it is no dictionary
             keys[unit_of(key.partition(".")[2])].append(key)
         self._files[step] = file, keys
-        while len(self._files) > _MOST_STAGED:
+        while len(self._files) > _MOST_OPEN:
             self._files.popitem(last=False)
         return file, keys
 
@@ -197,34 +199,112 @@ class _StagedStep:
         return self._loads[unit_of(operator)].result().take(row, operator)
 
 
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A step that is staged: what it takes, and whether a pass reads it at present, or will."""
+
+    staged: _StagedStep
+    num_bytes: float
+    is_read: bool = False
+    is_awaited: bool = True
+
+
+class Staging:
+    """The steps of records that are read ahead or in use, on the model's device: within a bound. Any thread may use it.
+
+    What a pass reads is there whatever the bound is; beside it only what fits is read ahead.
+
+    Args:
+        most_bytes: of all steps together.
+    """
+
+    def __init__(self, most_bytes: float) -> None:
+        self._most_bytes = most_bytes
+        self._held: OrderedDict[tuple[int, int], _Held] = OrderedDict()
+        self._lock = threading.RLock()  # a record may be let go of meanwhile
+
+    @property
+    def num_bytes(self) -> float:
+        """Of all steps that are staged."""
+        return sum(each.num_bytes for each in self._held.values())
+
+    def read(self, record: int, step: int, num_bytes: float, make: Callable[[], _StagedStep]) -> _StagedStep:
+        """Stage a step of a record (a number of its own) that a pass reads now, if it is not there yet."""
+        with self._lock:
+            for (owner, _), held in self._held.items():
+                if owner == record:
+                    held.is_read = False
+            held = self._held.pop((record, step), None) or _Held(make(), num_bytes)
+            self._make_room(held.num_bytes, lambda each: not each.is_read)
+            held.is_read, held.is_awaited = True, False
+            self._held[record, step] = held
+            return held.staged
+
+    def ahead(self, record: int, step: int, num_bytes: float, make: Callable[[], _StagedStep]) -> _StagedStep | None:
+        """Stage a step that a pass will read; None: there is no room for it beside what others read."""
+        with self._lock:
+            held = self._held.pop((record, step), None)
+            if held is None:
+                if not self._make_room(num_bytes, lambda each: not (each.is_read or each.is_awaited)):
+                    return None
+                held = _Held(make(), num_bytes)
+            held.is_awaited = True
+            self._held[record, step] = held
+            return held.staged
+
+    def forget(self, record: int) -> None:
+        """Let go of all steps of a record."""
+        with self._lock:
+            for key in [key for key in self._held if key[0] == record]:
+                del self._held[key]
+
+    def _make_room(self, num_bytes: float, may_go: Callable[[_Held], bool]) -> bool:
+        """Let go of what was asked for longest ago; whether so many bytes fit then."""
+        for key in list(self._held):
+            if self.num_bytes + num_bytes <= self._most_bytes:
+                return True
+            if may_go(self._held[key]):
+                del self._held[key]
+        return self.num_bytes + num_bytes <= self._most_bytes
+
+
 class StagedSteps:
     """The steps of a record, of which units are read while others are computed. Any thread may use it.
 
     Args:
         source: where they are.
-        num_steps, num_rows: of the record.
+        num_steps, num_rows, num_bytes: of the record.
         link: reads them.
+        staging: holds them.
 
     Attributes:
         source, num_rows: see above.
     """
 
-    def __init__(self, source: StepSource, num_steps: int, num_rows: int, link: Link) -> None:
-        self.source, self.num_rows, self._num_steps, self._link = source, num_rows, num_steps, link
-        self._staged: OrderedDict[int, _StagedStep] = OrderedDict()
-        self._lock = threading.Lock()
+    _numbers = itertools.count()
 
-    def expect(self, step: int, units: Sequence[str]) -> _StagedStep | None:
-        """Have units of a step read in this order, and no others of it; None: there is no such step."""
-        if step >= self._num_steps:
-            return None
-        with self._lock:
-            staged = self._staged.pop(step, None) or _StagedStep(partial(self.source.unit, step), self._link)
-            self._staged[step] = staged
-            while len(self._staged) > _MOST_STAGED:
-                self._staged.popitem(last=False)
+    def __init__(
+        self, source: StepSource, num_steps: int, num_rows: int, num_bytes: float, link: Link, staging: Staging
+    ) -> None:
+        self.source, self.num_rows, self._num_steps, self._link = source, num_rows, num_steps, link
+        self._step_bytes, self._staging, self._number = num_bytes / num_steps, staging, next(self._numbers)
+        weakref.finalize(self, staging.forget, self._number)
+
+    def expect(self, step: int, units: Sequence[str]) -> None:
+        """Have units of a step read in this order, and no others of it, if there is such a step, and room for it."""
+        if step < self._num_steps:
+            staged = self._staging.ahead(self._number, step, self._step_bytes, partial(self._step, step))
+            if staged is not None:
+                staged.expect(units)
+
+    def read(self, step: int, units: Sequence[str]) -> Callable[[int, str], Tensor]:
+        """The same for a pass that reads them now; gives what an operator has seen of a row, see `StepSource.unit`."""
+        staged = self._staging.read(self._number, step, self._step_bytes, partial(self._step, step))
         staged.expect(units)
-        return staged
+        return staged.wait_for
+
+    def _step(self, step: int) -> _StagedStep:
+        return _StagedStep(partial(self.source.unit, step), self._link)
 
 
 class _WhenAsked(dict[str, Tensor]):
@@ -278,26 +358,29 @@ class TemplateRecord:
             assert self.steps is not None
             fetches = [row.__getitem__ for row in self.steps[step]]
         else:
-            staged = self.staged.expect(step, units)
-            assert staged is not None, f"the record has no step {step}"
-            fetches = [partial(staged.wait_for, row) for row in range(self.staged.num_rows)]
+            wait_for = self.staged.read(step, units)
+            fetches = [partial(wait_for, row) for row in range(self.staged.num_rows)]
         return [_WhenAsked(fetch) for fetch in fetches]
 
 
-def in_memory(device: torch.device, num_bytes: int, steps: Sequence[Sequence[Seen]], link: Link) -> TemplateRecord:
+def in_memory(
+    device: torch.device, num_bytes: int, steps: Sequence[Sequence[Seen]], link: Link, staging: Staging
+) -> TemplateRecord:
     """A record in memory; for another device in memory that it copies from by itself, while the link asks it to."""
     if (uploads := link.uploads(device)) is None:
         return TemplateRecord(device, num_bytes, steps)
     host = HostSteps(steps, uploads)
-    return TemplateRecord(device, num_bytes, host.steps, StagedSteps(host, len(steps), len(steps[0]), link))
+    staged = StagedSteps(host, len(steps), len(steps[0]), num_bytes, link, staging)
+    return TemplateRecord(device, num_bytes, host.steps, staged)
 
 
 def from_files(
-    device: torch.device, num_bytes: int, folder: Path, num_steps: int, num_rows: int, link: Link
+    device: torch.device, num_bytes: int, folder: Path, num_steps: int, num_rows: int, link: Link, staging: Staging
 ) -> TemplateRecord:
     """A record that is read from its files at every step."""
     source = FileSteps(folder, link.uploads(device))
-    return TemplateRecord(device, num_bytes, None, StagedSteps(source, num_steps, num_rows, link))
+    staged = StagedSteps(source, num_steps, num_rows, num_bytes, link, staging)
+    return TemplateRecord(device, num_bytes, None, staged)
 
 
 @contextmanager
@@ -318,8 +401,9 @@ def in_files(
         (place / file_of(0)).write_bytes(content_of(rows))
         for step in range(1, num_steps):
             (place / file_of(step)).symlink_to(file_of(0))
-        link = Link()
-        yield [from_files(device, 0, place, num_steps, len(rows), link) for _ in range(count)]
+        link, staging = Link(), Staging(math.inf)
+        num_bytes = num_steps * sum(tensor.nbytes for row in rows for tensor in row.values())
+        yield [from_files(device, num_bytes, place, num_steps, len(rows), link, staging) for _ in range(count)]
 
 
 def file_of(step: int) -> str:

@@ -26,11 +26,11 @@ from ...data.errors import RunError, UsageError
 from ...data.files import atomic_folder, sha256_of, write_json
 from ...data.requests import Request
 from ...data.templates import Keep
-from .records import Link, TemplateRecord, content_of, file_of, from_files, in_memory, read_step
+from ..options import TemplateTiers
+from .records import Link, Staging, TemplateRecord, content_of, file_of, from_files, in_memory, read_step
 from .uploads import Seen
 
 VERSION = 2
-MEMORY_MB, DISK_MB = 2_000.0, 20_000.0
 MANIFEST = "manifest.json"
 _DAMAGE = (FileNotFoundError, ValueError, KeyError, TypeError, SafetensorError)
 
@@ -85,27 +85,23 @@ class TemplateStore:
 
     Args:
         folder: of the workspace.
-        memory_mb: most that is kept in memory; a record that is larger is read from its files at every step.
-        disk_mb: most that is kept in the folder; the records that were read longest ago make room for a new one, but
-            none whose files are read at the time.
+        tiers: what they may take. A record that is larger than the memory is read from its files at every step. In the
+            folder the records that were read longest ago make room for a new one, but none whose files are read at
+            the time.
         link_mbps: reading a step from its file is throttled to so many megabytes per second, and every record is read
-            so, whatever `memory_mb` is: none is kept in memory. None: it is as fast as the disk.
+            so, whatever the memory is: none is kept there. None: it is as fast as the disk.
 
     Attributes:
         folder: see above.
+        staging: steps that are read ahead, or in use.
         num_added: records that were taken over.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        memory_mb: float = MEMORY_MB,
-        disk_mb: float = DISK_MB,
-        link_mbps: float | None = None,
-    ) -> None:
-        self.folder, self._most_disk_bytes = folder, disk_mb * 1e6
-        self._most_bytes = memory_mb * 1e6 if link_mbps is None else 0.0
+    def __init__(self, folder: Path, tiers: TemplateTiers | None = None, *, link_mbps: float | None = None) -> None:
+        tiers = tiers or TemplateTiers()
+        self.folder, self._most_disk_bytes = folder, tiers.disk_mb * 1e6
+        self._most_bytes = tiers.memory_mb * 1e6 if link_mbps is None else 0.0
+        self.staging, self._most_step_bytes = Staging(tiers.staging_mb * 1e6), tiers.staging_mb * 1e6
         self.num_added = 0
         self._lock = threading.Lock()
         self._link = Link(link_mbps)
@@ -161,7 +157,7 @@ class TemplateStore:
             pass
         if kept.steps is not None:
             with self._lock:
-                self._hold(digest, in_memory(device, kept.num_bytes, kept.steps, self._link))
+                self._hold(digest, in_memory(device, kept.num_bytes, kept.steps, self._link, self.staging))
         if failure is not None:
             raise failure
         self.num_added += 1
@@ -257,17 +253,33 @@ class TemplateStore:
                 raise ValueError(f"{name} has another checksum than its manifest says")
         self._checked.add(digest)
 
+    def _check_step(self, num_bytes: float) -> None:
+        """Raise RunError where what is read of a record for one step is more than may be staged."""
+        if num_bytes > self._most_step_bytes:
+            raise RunError(
+                f"a step of the template's record is {num_bytes / 1e6:,.1f} MB, and --template-staging-mb is "
+                f"{self._most_step_bytes / 1e6:g}"
+            )
+
     def _read(self, digest: str, device: torch.device) -> TemplateRecord:
         place = self.folder / digest
         content = _manifest_of(place)
+        if content["bytes"] > self._most_bytes or device.type != "cpu":
+            self._check_step(content["bytes"] / len(content["files"]))
         if content["bytes"] > self._most_bytes:
             found = from_files(
-                device, content["bytes"], place, len(content["files"]), content["about"]["rows"], self._link
+                device,
+                content["bytes"],
+                place,
+                len(content["files"]),
+                content["about"]["rows"],
+                self._link,
+                self.staging,
             )
             self._streamed[digest] = found
             return found
         steps = [read_step(place / name) for name in sorted(content["files"])]
-        return in_memory(device, content["bytes"], steps, self._link)
+        return in_memory(device, content["bytes"], steps, self._link, self.staging)
 
     def _hold(self, digest: str, record: TemplateRecord) -> None:
         if record.steps is None or record.num_bytes > self._most_bytes:

@@ -25,7 +25,7 @@ from ..editing.start import noised_steps
 from ..editing.templates import TemplateKey, TemplateStore, facts_of, no_generation
 from ..editing.trajectory import Trajectory
 from ..families import Family
-from ..options import LoadOptions
+from ..options import LoadOptions, TemplateTiers
 from ..patched.stepper import PatchedStepper
 from .identity import ModelIdentity
 
@@ -84,9 +84,9 @@ class TemplateReuse:
         if self._stepper is not None:
             self._stepper.use_keep(keep)
 
-    def open_store(self, folder: Path, loads: LoadOptions | None = None) -> None:
+    def open_store(self, folder: Path, loads: LoadOptions | None = None, tiers: TemplateTiers | None = None) -> None:
         """Let edits read the records in this folder from now on."""
-        self.store = TemplateStore(folder, link_mbps=None if loads is None else loads.link_mbps)
+        self.store = TemplateStore(folder, tiers, link_mbps=None if loads is None else loads.link_mbps)
 
     def plan_loads(self, loads: LoadOptions, target: Tuning) -> None:
         """Let plans decide from now on which parts of passes read records of what `use_keep` says; what parts take is

@@ -29,6 +29,7 @@ from patchedserve.serving.core.timing import synchronize
 from patchedserve.serving.editing.templates import TemplateStore
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.options import TemplateTiers
 from patchedserve.tests.support.kernel_time import kernel_s
 
 _STEPS, _WARM_UP, _REPEATS = 4, 1, 5
@@ -103,7 +104,7 @@ def main() -> None:
     model.reuse.masked_up_to = 1.0
     points: list[Point] = []
     with tempfile.TemporaryDirectory() as folder:
-        model.reuse.store = TemplateStore(Path(folder) / "templates", memory_mb=given.memory_mb)
+        model.reuse.store = TemplateStore(Path(folder) / "templates", TemplateTiers(memory_mb=given.memory_mb))
         model.tune([Resolution(given.side, given.side)], Path(folder))
         geometry = model.family.geometry
         most = given.side // (geometry.cell * geometry.latent_factor)

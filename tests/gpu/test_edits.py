@@ -14,7 +14,7 @@ from patchedserve.data.templates import KEEPS, Keep
 from patchedserve.serving.editing.templates import TemplateStore
 from patchedserve.serving.models.build import build_model, with_engine
 from patchedserve.serving.models.served import ServedModel
-from patchedserve.serving.options import EngineOptions
+from patchedserve.serving.options import EngineOptions, TemplateTiers
 
 from ..serving.editing.test_exact import mixed as tiny_edits
 from ..serving.editing.test_exact import pipeline
@@ -30,7 +30,7 @@ FAMILIES = ("sd", "sdxl", "sd3", "flux", "flux2", "aura", "chroma", "pixart", "l
 
 
 def _mixed(template: TemplateSpec | None = None) -> list[Request]:
-    given = {} if template is None else {"template": template}
+    given: dict[str, Any] = {} if template is None else {"template": template}
     return [
         edit_request(0, LARGE, "line", **given),
         edit_request(1, SMALL, "box", num_steps=4, seed=1, **given),
@@ -45,7 +45,7 @@ def _recorded(
     """A model with the records of these edits' templates, in this folder and, unless `kept` forbids it, in memory."""
     model = served(name, device)
     model.reuse.use_keep(keep)
-    model.reuse.store, model.reuse.masked_up_to = TemplateStore(folder, **kept), 1.0
+    model.reuse.store, model.reuse.masked_up_to = TemplateStore(folder, TemplateTiers(**kept)), 1.0
     for request in requests:
         key = model.reuse.key_of(request)
         if key is not None and model.reuse.store.find(key, model.device) is None:

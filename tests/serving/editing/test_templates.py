@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from patchedserve.data.edits import TemplateSpec
 from patchedserve.data.errors import RunError, UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.templates import unit_of
 from patchedserve.serving.editing.records import Link
 from patchedserve.serving.editing.templates import MANIFEST, TemplateStore
+from patchedserve.serving.editing.uploads import Loaded
 from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.options import TemplateTiers
 from patchedserve.serving.patched.stepper import PatchedStepper
 
 from ...support.edits import edit_request
@@ -70,7 +73,7 @@ def test_memory_is_bounded_and_what_was_read_last_stays(tmp_path: Path) -> None:
     records = [model.reuse.store.find(key, model.device) for key in keys if key is not None]
     assert all(record is not None for record in records)
     each = records[0].num_bytes if records[0] is not None else 0
-    store = TemplateStore(tmp_path, memory_mb=2.5 * each / 1e6)
+    store = TemplateStore(tmp_path, TemplateTiers(memory_mb=2.5 * each / 1e6))
     for index in (0, 1, 0, 2):
         key = keys[index]
         assert key is not None
@@ -84,7 +87,7 @@ def test_the_folder_is_bounded_and_what_was_read_longest_ago_makes_room(tmp_path
     keys = [key for request in requests if (key := model.reuse.key_of(request)) is not None]
     assert model.reuse.store is not None
     records = [record for key in keys if (record := model.reuse.store.find(key, model.device)) is not None]
-    store = TemplateStore(tmp_path / "some", memory_mb=0.0, disk_mb=2.5 * records[0].num_bytes / 1e6)
+    store = TemplateStore(tmp_path / "some", TemplateTiers(memory_mb=0.0, disk_mb=2.5 * records[0].num_bytes / 1e6))
     for place, key in enumerate(keys[:2]):
         store.add(key, records[place].steps or (), model.device)
         os.utime(tmp_path / "some" / key.digest / MANIFEST, (place, place))
@@ -99,7 +102,7 @@ def test_a_record_that_does_not_fit_into_memory_is_read_step_by_step(tmp_path: P
     pipe, request = pipeline("sdxl"), edit_request(0, LARGE, template=TEMPLATE)
     held = model_with(pipe, tmp_path, [request])
     streamed = model_with(pipe, tmp_path)
-    streamed.reuse.store = TemplateStore(tmp_path, memory_mb=0.01)
+    streamed.reuse.store = TemplateStore(tmp_path, TemplateTiers(memory_mb=0.01))
     key = held.reuse.key_of(request)
     assert key is not None
     found = streamed.reuse.store.find(key, held.device)
@@ -111,10 +114,10 @@ def test_a_record_that_does_not_fit_into_memory_is_read_step_by_step(tmp_path: P
 def test_the_next_step_of_a_record_is_read_while_one_is_computed(tmp_path: Path) -> None:
     request = edit_request(0, SMALL, num_steps=6, template=TEMPLATE)
     model = model_with(pipeline("sdxl"), tmp_path, [request])
-    key, store = model.reuse.key_of(request), TemplateStore(tmp_path, memory_mb=0.01)
-    assert key is not None
-    record, folder = store.find(key, model.device), tmp_path / key.digest
-    assert record is not None
+    key = some(model.reuse.key_of(request))
+    step_mb = some(some(model.reuse.store).find(key, model.device)).num_bytes / 6e6
+    store = TemplateStore(tmp_path, TemplateTiers(memory_mb=0, staging_mb=3.5 * step_mb))
+    record, folder = some(store.find(key, model.device)), tmp_path / key.digest
     names, units = names_of(model, request), units_of(model)
 
     def read(step: int) -> list[torch.Tensor]:
@@ -133,6 +136,45 @@ def test_the_next_step_of_a_record_is_read_while_one_is_computed(tmp_path: Path)
     read(1)
 
 
+def test_steps_that_are_staged_stay_within_their_bound(tmp_path: Path) -> None:
+    requests = [edit_request(number, SMALL, num_steps=6, template=TemplateSpec("", number)) for number in range(3)]
+    model = model_with(pipeline("sdxl"), tmp_path, requests)
+    units, device = units_of(model), model.device
+    step_mb = some(some(model.reuse.store).find(some(model.reuse.key_of(requests[0])), device)).num_bytes / 6e6
+    store = TemplateStore(tmp_path, TemplateTiers(memory_mb=0, staging_mb=4.5 * step_mb))
+    records = [some(store.find(some(model.reuse.key_of(request)), device)) for request in requests]
+
+    def staged() -> set[tuple[int, int]]:
+        assert store.staging.num_bytes <= 4.5e6 * step_mb
+        places = {(each.staged._number, step): (index, step) for index, each in enumerate(records) for step in range(6)}
+        return {places[key] for key in store.staging._held}
+
+    for step in range(3):
+        for record in records:
+            record.seen(step, units)
+        for record in records:
+            record.expect(step + 1, units)
+        # What a pass reads, and of the next steps the one that fits beside them.
+        assert staged() == {(0, step), (1, step), (2, step), (0, step + 1)}
+    # Pairs of edits of one record, at two steps each.
+    for step in (3, 4):
+        records[0].seen(step, units)
+    assert (0, 4) in staged()
+    del records[1:], record
+    gc.collect()
+    assert {index for index, _ in staged()} == {0}
+
+
+def test_a_record_whose_steps_cannot_be_staged_is_not_read(tmp_path: Path) -> None:
+    request = edit_request(0, SMALL, num_steps=2, template=TEMPLATE)
+    model = model_with(pipeline("sdxl"), tmp_path, [request])
+    model.reuse.store = TemplateStore(tmp_path, TemplateTiers(memory_mb=0, staging_mb=0.001))
+    with pytest.raises(RunError, match=r"a step of the template's record is .* MB, and --template-staging-mb is 0.001"):
+        model.reuse.use_template(request, tmp_path, lambda count: None)
+    with pytest.warns(UserWarning, match="template-staging-mb"):
+        assert model.prepare(request).template is None
+
+
 def test_a_pass_waits_for_what_it_needs_and_no_longer(tmp_path: Path) -> None:
     request = edit_request(0, SMALL, num_steps=2, template=TEMPLATE)
     model = model_with(pipeline("sdxl"), tmp_path, [request])
@@ -146,7 +188,8 @@ def test_a_pass_waits_for_what_it_needs_and_no_longer(tmp_path: Path) -> None:
     start_s = time.perf_counter()
     rows = record.seen(0, units)
     assert rows[0][in_units[units[0]][0]].isfinite().all()
-    loads = [record.staged._staged[0]._loads[unit] for unit in units]
+    first = store.staging._held[record.staged._number, 0].staged
+    loads = [first._loads[unit] for unit in units]
     assert not loads[-1].done()
     assert rows[1][in_units[units[-1]][-1]].isfinite().all()
     assert time.perf_counter() - start_s >= 0.99
@@ -154,7 +197,7 @@ def test_a_pass_waits_for_what_it_needs_and_no_longer(tmp_path: Path) -> None:
     # What is no longer expected is not read, unless that has begun.
     record.expect(1, units)
     record.expect(1, units[-1:])
-    assert len(record.staged._staged[1]._loads) <= 2
+    assert len(store.staging._held[record.staged._number, 1].staged._loads) <= 2
 
 
 @pytest.mark.parametrize("mbps", [None, 1e-9])
@@ -165,11 +208,11 @@ def test_the_thread_of_a_link_ends_with_it(mbps: float | None) -> None:
     assert thread.daemon
     if mbps is None:
         # What is read knows the link, as steps of records do.
-        read = partial(lambda link: {0: {"operator": torch.zeros(8)}}, link)
-        assert len(link.submit(read).result()[0]["operator"]) == 8
+        read = partial(lambda link: Loaded({0: {"operator": torch.zeros(8)}}), link)
+        assert len(link.submit(read).result().take(0, "operator")) == 8
         del read
     else:
-        loads = [link.submit(lambda: {0: {"operator": torch.zeros(8)}}) for _ in range(2)]
+        loads = [link.submit(lambda: Loaded({0: {"operator": torch.zeros(8)}})) for _ in range(2)]
         assert not loads[0].done()  # that takes hours
     del link
     gc.collect()
@@ -182,7 +225,7 @@ def test_a_record_larger_than_the_folder_may_be_is_refused_and_others_stay(tmp_p
     model = model_with(pipeline("sdxl"), tmp_path, [small])
     assert model.reuse.store is not None
     (kept,) = model.reuse.store.list()
-    model.reuse.store = TemplateStore(tmp_path, disk_mb=1.5 * kept["bytes"] / 1e6)
+    model.reuse.store = TemplateStore(tmp_path, TemplateTiers(disk_mb=1.5 * kept["bytes"] / 1e6))
     with pytest.raises(RunError, match="is larger than"):
         model.reuse.use_template(large, tmp_path, lambda count: None)
     assert [each["id"] for each in model.reuse.store.list()] == [kept["id"]]
@@ -227,9 +270,9 @@ def test_who_reads_computes_alone() -> None:
     try:
         link = Link()
         found = link.submit(
-            lambda: {0: {"threads": torch.ones(2048, 2048).add_(1).sum() * 0 + torch.get_num_threads()}}
+            lambda: Loaded({0: {"threads": torch.ones(2048, 2048).add_(1).sum() * 0 + torch.get_num_threads()}})
         )
-        assert found.result(60)[0]["threads"] == 1
+        assert found.result(60).take(0, "threads") == 1
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

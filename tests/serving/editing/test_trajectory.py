@@ -18,6 +18,7 @@ from patchedserve.serving.engine.collectors import InMemory
 from patchedserve.serving.engine.engine import Engine
 from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.options import TemplateTiers
 from patchedserve.serving.scheduling.policies import get_policy
 
 from ...support.edits import mask_of
@@ -66,7 +67,7 @@ def test_an_edit_that_asks_for_what_was_drawn_is_the_image_itself(
     whole, latents = drawn_and_recorded(model, tmp_path, request)
     assert relative_error([latents], [plain_latents(pipe, request)[None]]) <= 1e-3
     # Another process, which reads the files, step by step.
-    model.reuse.store = TemplateStore(tmp_path / "records", memory_mb=0)
+    model.reuse.store = TemplateStore(tmp_path / "records", TemplateTiers(memory_mb=0))
     masks = [mask_of(LARGE, kind) for kind in ("box", "line", "speckles", "all")]
     edits = [replace(whole, request_id=index, edit=replace(some(whole.edit), mask=m)) for index, m in enumerate(masks)]
     tail = replace(edits[0], request_id=9, prompt="a dog", edit=replace(some(edits[0].edit), strength=0.5))

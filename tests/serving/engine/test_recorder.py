@@ -19,6 +19,7 @@ from patchedserve.serving.engine.collectors import InMemory
 from patchedserve.serving.engine.engine import Engine
 from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.options import TemplateTiers
 from patchedserve.serving.scheduling.policies import get_policy
 
 from ...support.edits import edit_request
@@ -32,7 +33,7 @@ TEMPLATE = TemplateSpec("a picture", 5)
 
 def model_in(folder: Path, **bounds: float) -> ServedModel:
     model = build_model(tiny_sdxl(), name="tiny")
-    model.reuse.store, model.reuse.masked_up_to = TemplateStore(folder, **bounds), 1.0
+    model.reuse.store, model.reuse.masked_up_to = TemplateStore(folder, TemplateTiers(**bounds)), 1.0
     return model
 
 
