@@ -1,12 +1,15 @@
 """Files and folders that are either complete or absent: written under a temporary name, synced, then renamed."""
 
+import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,7 +75,11 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     token = secrets.token_hex(4)
     temporary, old = (target.with_name(f".{target.name[:100]}.{token}.{mark}") for mark in ("tmp", "old"))
     temporary.mkdir()
+    held = os.open(temporary, os.O_RDONLY)
     try:
+        # Until this process ends, however it does; see `remove_leftovers`. Some network file systems cannot.
+        with contextlib.suppress(OSError):
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield temporary
         for current, _, names in os.walk(temporary):
             for name in names:
@@ -86,9 +93,27 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
             old.rename(target)
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    finally:
+        os.close(held)
     _sync(target.parent)
     if old.exists():
         shutil.rmtree(old)
+
+
+def remove_leftovers(parent: Path, least_age_s: float = 60.0) -> None:
+    """Delete what processes that were killed have left of folders in `parent`: hidden ones that no process holds (see
+    `atomic_folder`), and that are so old that they are not about to be held. What cannot be deleted stays.
+    """
+    for folder in parent.glob(".*"):
+        # Another process may hold it, or delete it meanwhile; or it is no folder.
+        with contextlib.suppress(OSError):
+            if time.time() - folder.stat().st_mtime >= least_age_s:
+                held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+                try:
+                    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder)
+                finally:
+                    os.close(held)
 
 
 def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:

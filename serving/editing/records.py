@@ -201,11 +201,11 @@ class _StagedStep:
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """A step that is staged: what it takes, and whether a pass reads it at present, or will."""
+    """A step that is staged: what it takes, the pass that has read it last, and whether one is to read it yet."""
 
     staged: _StagedStep
     num_bytes: float
-    is_read: bool = False
+    read_by: int = -1
     is_awaited: bool = True
 
 
@@ -221,6 +221,8 @@ class Staging:
     def __init__(self, most_bytes: float) -> None:
         self._most_bytes = most_bytes
         self._held: OrderedDict[tuple[int, int], _Held] = OrderedDict()
+        # Passes are told apart by what they read ahead, behind what they read.
+        self._pass, self._has_read_ahead = 0, False
         self._lock = threading.RLock()  # a record may be let go of meanwhile
 
     @property
@@ -231,26 +233,31 @@ class Staging:
     def read(self, record: int, step: int, num_bytes: float, make: Callable[[], _StagedStep]) -> _StagedStep:
         """Stage a step of a record (a number of its own) that a pass reads now, if it is not there yet."""
         with self._lock:
-            for (owner, _), held in self._held.items():
-                if owner == record:
-                    held.is_read = False
+            self._pass += self._has_read_ahead
+            self._has_read_ahead = False
             held = self._held.pop((record, step), None) or _Held(make(), num_bytes)
-            self._make_room(held.num_bytes, lambda each: not each.is_read)
-            held.is_read, held.is_awaited = True, False
+            self._make_room(held.num_bytes, lambda each: each.read_by != self._pass)
+            held.read_by, held.is_awaited = self._pass, False
             self._held[record, step] = held
             return held.staged
 
     def ahead(self, record: int, step: int, num_bytes: float, make: Callable[[], _StagedStep]) -> _StagedStep | None:
         """Stage a step that a pass will read; None: there is no room for it beside what others read."""
         with self._lock:
+            self._has_read_ahead = True
             held = self._held.pop((record, step), None)
             if held is None:
-                if not self._make_room(num_bytes, lambda each: not (each.is_read or each.is_awaited)):
+                if not self._make_room(num_bytes, lambda each: not each.is_awaited and each.read_by != self._pass):
                     return None
                 held = _Held(make(), num_bytes)
             held.is_awaited = True
             self._held[record, step] = held
             return held.staged
+
+    def read_all(self) -> None:
+        """Say that a pass reads no more, and nothing ahead."""
+        with self._lock:
+            self._has_read_ahead = True
 
     def forget(self, record: int) -> None:
         """Let go of all steps of a record."""
@@ -292,7 +299,9 @@ class StagedSteps:
 
     def expect(self, step: int, units: Sequence[str]) -> None:
         """Have units of a step read in this order, and no others of it, if there is such a step, and room for it."""
-        if step < self._num_steps:
+        if step >= self._num_steps:
+            self._staging.read_all()
+        else:
             staged = self._staging.ahead(self._number, step, self._step_bytes, partial(self._step, step))
             if staged is not None:
                 staged.expect(units)

@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError
 
 from ...data.errors import RunError, UsageError
-from ...data.files import atomic_folder, sha256_of, write_json
+from ...data.files import atomic_folder, remove_leftovers, sha256_of, write_json
 from ...data.requests import Request
 from ...data.templates import Keep
 from ..options import TemplateTiers
@@ -110,6 +110,11 @@ class TemplateStore:
         self._held: OrderedDict[str, TemplateRecord] = OrderedDict()
         self._checked: set[str] = set()
 
+    @property
+    def num_held_bytes(self) -> int:
+        """Of the records in memory."""
+        return sum(each.num_bytes for each in self._held.values())
+
     def find(self, key: TemplateKey, device: torch.device) -> TemplateRecord | None:
         """The record for a key; None: there is none, or it is damaged, which is warned of, and put aside.
 
@@ -172,6 +177,9 @@ class TemplateStore:
                     f"{self.folder} may hold"
                 )
             content = content_of(rows)
+            if step == 0:
+                # About as large as all of them will be.
+                self._make_room(key.digest, len(content) * int(key.about["num_inference_steps"]))
             (folder / file_of(step)).write_bytes(content)
             files[file_of(step)] = hashlib.sha256(content).hexdigest()
         manifest = {"version": VERSION, "about": key.about, "bytes": kept.num_bytes, "files": files}
@@ -216,14 +224,17 @@ class TemplateStore:
             self._held.pop(template_id, None)
         self._delete(template_id)
 
-    def _make_room(self, kept: str) -> None:
-        """Delete the records that were read longest ago, but not this one, until the others fit into the folder."""
+    def _make_room(self, kept: str, num_bytes: float = 0.0) -> None:
+        """Delete what killed processes have left, and the records that were read longest ago, but not this one, until
+        so much more fits into the folder.
+        """
+        remove_leftovers(self.folder)
         found = []
         for each in self.list():
             with contextlib.suppress(OSError):  # another process has deleted it
                 read_s = (self.folder / each["id"] / MANIFEST).stat().st_mtime
-                found.append((read_s, each["id"], each.get("bytes", 0)))
-        total = sum(size for _, _, size in found)
+                found.append((read_s, each["id"], _size_of(self.folder / each["id"])))
+        total = num_bytes + sum(size for _, _, size in found)
         for _, template_id, size in sorted(found):
             if total <= self._most_disk_bytes:
                 return
@@ -285,7 +296,7 @@ class TemplateStore:
         if record.steps is None or record.num_bytes > self._most_bytes:
             return
         self._held[digest] = record
-        while sum(each.num_bytes for each in self._held.values()) > self._most_bytes:
+        while self.num_held_bytes > self._most_bytes:
             self._held.popitem(last=False)
 
     def _put_aside(self, digest: str, error: Exception) -> None:
@@ -324,6 +335,11 @@ class _Kept:
             elif self.steps is not None:
                 self.steps.append(rows)
             yield rows
+
+
+def _size_of(place: Path) -> int:
+    """Bytes of a folder's files, be it a record or what was put aside."""
+    return sum(file.stat().st_size for file in place.iterdir())
 
 
 def _on_cpu(rows: Sequence[Seen]) -> Sequence[Seen]:

@@ -5,11 +5,21 @@ import hashlib
 import json
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from patchedserve.data.files import atomic_folder, atomic_write, sha256_of, write_bytes, write_json, write_text
+from patchedserve.data.files import (
+    atomic_folder,
+    atomic_write,
+    remove_leftovers,
+    sha256_of,
+    write_bytes,
+    write_json,
+    write_text,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -155,3 +165,25 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(NotADirectoryError), atomic_folder(tmp_path / "file"):
         pass
+
+
+def test_what_a_killed_process_has_left_is_removed_and_what_another_writes_is_not(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from patchedserve.data.files import atomic_folder\n"
+        "with atomic_folder(Path(sys.argv[1]) / 'record') as folder:\n"
+        "    (folder / 'file').write_text('half'); print(folder, flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        left = Path(process.stdout.readline().strip())
+        with atomic_folder(tmp_path / "own") as own:
+            remove_leftovers(tmp_path, 0.0)
+            assert sorted(path.name for path in tmp_path.iterdir()) == sorted([left.name, own.name])
+            process.kill()
+            process.wait()
+            remove_leftovers(tmp_path)  # it is too young
+            assert left.is_dir()
+            (tmp_path / ".file").touch()
+            remove_leftovers(tmp_path, 0.0)
+            assert sorted(path.name for path in tmp_path.iterdir()) == sorted([".file", own.name])

@@ -1,0 +1,198 @@
+"""Edits that read records, while processes are killed, records damaged, and more recorded than there is room for.
+
+    python tests/benchmarks/edit_reliability.py [--kills 100] [--damages 20] [--edits 2000] [--output-file found.json]
+
+A tiny model: what is asked is which image comes out, and what is held, not how long it takes (some ten minutes).
+"""
+
+import argparse
+import json
+import os
+import random
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from patchedserve.data.edits import TemplateSpec
+from patchedserve.data.files import write_json
+from patchedserve.data.requests import Request
+from patchedserve.data.resolution import Resolution
+from patchedserve.serving.editing.templates import TemplateStore
+from patchedserve.serving.engine.collectors import InMemory
+from patchedserve.serving.engine.engine import Engine
+from patchedserve.serving.models.build import build_model
+from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.options import TemplateTiers
+from patchedserve.serving.scheduling.policies import get_policy
+from patchedserve.tests.support.edits import edit_request
+from patchedserve.tests.support.killed_edits import edit_and_kill
+from patchedserve.tests.support.template_records import serve
+from patchedserve.tests.support.tiny_models import save_tiny, tiny_sdxl
+
+_SIZES = (Resolution(64, 64), Resolution(96, 64), Resolution(128, 128))
+_STEPS, _ROOM = 4, 10
+"""Steps of an edit, and how many of the largest records there is room for on disk; in memory it is half of that."""
+
+
+def of_kills(folder: Path, kills: int) -> dict[str, Any]:
+    """See `edit_and_kill`."""
+    save_tiny(folder / "sdxl", tiny_sdxl(), num_inference_steps=8, guidance_scale=4.0)
+    found = edit_and_kill(folder, folder / "sdxl", kills)
+    return {each.name: getattr(found, each.name) for each in fields(found)}
+
+
+def damage(file: Path, other: Path, draws: random.Random) -> str:
+    """Do something to a file of a record; returns what."""
+    content = bytearray(file.read_bytes())
+    kinds: dict[str, Callable[[], object]] = {
+        "truncated": lambda: file.write_bytes(content[: draws.randrange(len(content))]),
+        "one byte": lambda: file.write_bytes(_flipped(content, draws.randrange(len(content)))),
+        "missing": file.unlink,
+        "empty": lambda: file.write_bytes(b""),
+        "of another step": lambda: file.write_bytes(other.read_bytes()),
+        "longer": lambda: file.write_bytes(content + os.urandom(100)),
+    }
+    kind = draws.choice(list(kinds))
+    kinds[kind]()
+    return f"{file.suffix.removeprefix('.')} {kind}"
+
+
+def _flipped(content: bytearray, place: int) -> bytes:
+    content[place] ^= 0xFF
+    return bytes(content)
+
+
+def of_damages(folder: Path, damages: int, seed: int = 0) -> dict[str, Any]:
+    """After each of them the edit is the exact one, and the record is put aside and can be made anew."""
+    draws, kinds, exact, again = random.Random(seed), list[str](), 0, 0
+    edit = edit_request(0, _SIZES[2], num_steps=_STEPS, template=TemplateSpec("a picture", 5))
+    pipe = tiny_sdxl()
+    assert edit.edit is not None
+    exact_edit = replace(edit, edit=replace(edit.edit, template=None))
+    expected = serve(build_model(pipe, name="tiny"), [exact_edit]).latents[0]
+    reused: torch.Tensor | None = None
+    for _ in range(damages):
+        model = _model(pipe, TemplateStore(folder))
+        assert model.reuse.use_template(edit, folder, lambda count: None)
+        found = serve(model, [edit]).latents[0]
+        reused = found if reused is None else reused
+        again += bool(torch.equal(found, reused)) and not torch.equal(found, expected)
+        (record,) = folder.glob("[!.]*[!d]")
+        files = sorted(record.iterdir())
+        file = draws.choice(files)
+        kinds.append(damage(file, draws.choice([each for each in files if each != file]), draws))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exact += bool(torch.equal(serve(_model(pipe, TemplateStore(folder)), [edit]).latents[0], expected))
+    return {"damages": kinds, "exact_after": exact, "as_before_when_recorded_again": again}
+
+
+def _model(pipe: Any, store: TemplateStore) -> ServedModel:
+    model = build_model(pipe, name="tiny")
+    model.reuse.store, model.reuse.masked_up_to = store, 1.0
+    return model
+
+
+def of_bounds(folder: Path, edits: int, templates: int, seed: int = 0) -> dict[str, Any]:
+    """The largest share of each bound that was ever in use, while edits miss, record and read."""
+    draws, pipe = random.Random(seed), tiny_sdxl()
+    all_of_them = [
+        edit_request(0, _SIZES[number % 3], "box", num_steps=_STEPS, template=TemplateSpec("", number))
+        for number in range(templates)
+    ]
+    probe = _model(pipe, TemplateStore(folder / "probe"))
+    largest = max(all_of_them, key=lambda each: each.resolution.pixels)
+    probe.reuse.use_template(largest, folder / "probe", lambda count: None)
+    assert probe.reuse.store is not None
+    record_mb = probe.reuse.store.list()[0]["bytes"] / 1e6
+    # Four edits share a batch; two steps of each at the most are staged, of records that memory has no room for.
+    tiers = TemplateTiers(0.4 * record_mb, 8.5 * record_mb / _STEPS, _ROOM * record_mb)
+    store = TemplateStore(folder / "records", tiers)
+    model = _model(pipe, store)
+    most = dict.fromkeys(("memory", "staging", "disk"), 0.0)
+    limits = {"memory": tiers.memory_mb, "staging": tiers.staging_mb, "disk": tiers.disk_mb}
+
+    def look(*_: object) -> None:
+        on_disk = sum(_size(Path(place, name)) for place, _, names in os.walk(store.folder) for name in names)
+        used = {"memory": store.num_held_bytes, "staging": store.staging.num_bytes, "disk": on_disk}
+        for name, value in used.items():
+            most[name] = max(most[name], value / 1e6 / limits[name])
+
+    waiting = iter(_skewed(all_of_them, edits, draws))
+
+    def follow(*_: object) -> None:
+        """Three edits at a time, so that there is a free place in the batch, in which templates are recorded."""
+        if (following := next(waiting, None)) is None:
+            engine.close()
+        else:
+            engine.submit(following)
+
+    engine = Engine(
+        model,
+        get_policy("continuous"),
+        max_batch_size=4,
+        collector=InMemory(),
+        records_templates=True,
+        on_step=look,
+        on_finish=follow,
+    )
+    for _ in range(3):
+        follow()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = engine.run()
+    reused = sum(bool(record.reused) for record in result.records)
+    failed = sum(record.status != "completed" for record in result.records)
+    return {
+        "edits": len(result.records),
+        "failed": failed,
+        "read_a_record": reused,
+        "recorded": store.num_added,
+        "bounds_mb": limits,
+        "largest_share_of_bound": most,
+    }
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size if file.is_file() else 0
+    except FileNotFoundError:
+        return 0
+
+
+def _skewed(templates: list[Request], count: int, draws: random.Random) -> list[Request]:
+    weights = [1 / (rank + 1) for rank in range(len(templates))]
+    chosen = draws.choices(templates, weights, k=count)
+    return [replace(each, request_id=number, seed=number) for number, each in enumerate(chosen)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--damages", type=int, default=20)
+    parser.add_argument("--edits", type=int, default=2000)
+    parser.add_argument("--templates", type=int, default=50)
+    parser.add_argument("--output-file", type=Path)
+    given = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for part in ("kills", "damages", "bounds"):
+            (folder / part).mkdir()
+        found = {
+            "bounds": of_bounds(folder / "bounds", given.edits, given.templates),
+            "damages": of_damages(folder / "damages", given.damages),
+            "kills": of_kills(folder / "kills", given.kills),
+        }
+    print(json.dumps(found, indent=1))
+    if given.output_file is not None:
+        write_json(given.output_file, found)
+
+
+if __name__ == "__main__":
+    main()

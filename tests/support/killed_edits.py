@@ -1,0 +1,100 @@
+"""Edits that record their template and read it, in processes that are killed at any moment."""
+
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from patchedserve.data.resolution import Resolution
+from patchedserve.serving.editing.templates import TemplateStore
+
+from .edits import image_of
+from .psctl_process import start_psctl
+
+SIZE = Resolution(64, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class KilledEdits:
+    """What was found after each kill.
+
+    Attributes:
+        moments: how often it was killed before it wrote anything, while the record was written, with the record there,
+            with some of the images, and how often it had ended before.
+        wrong_images: files that differ from those of a command that nobody kills.
+        half_records: records in the folder that are not whole.
+        failed: commands that did not end well after a kill.
+    """
+
+    moments: Counter[str]
+    wrong_images: int
+    half_records: int
+    failed: int
+
+
+def edit_and_kill(folder: Path, model: Path, kills: int, num_images: int = 6, seed: int = 0) -> KilledEdits:
+    """`psctl edit --reuse`, killed so many times: every other time it has to record the template before."""
+    draws, moments = random.Random(seed), Counter[str]()
+    wrong_images = half_records = failed = 0
+    mask = np.zeros((SIZE.height, SIZE.width), bool)
+    mask[:32, :32] = True
+    Image.fromarray(image_of(SIZE)).save(folder / "room.png")
+    Image.fromarray(mask).save(folder / "mask.png")
+    command = ["edit", folder / "room.png", "a hat", "--mask", folder / "mask.png", "--reuse", "--model", model]
+    command += ["-n", num_images, "--workspace", folder / "workspace", "--dtype", "float32", "--overwrite"]
+
+    def start(output: str) -> "tuple[subprocess.Popen[str], Path]":
+        process = start_psctl(
+            *map(str, command), "-o", str(folder / output), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        return process, folder / output  # type: ignore[return-value]
+
+    def records() -> Iterator[Path]:
+        return (folder / "workspace").glob("*/*/templates/[!.]*")
+
+    def finish(output: str) -> float:
+        started_s = time.monotonic()
+        process, _ = start(output)
+        assert process.wait() == 0
+        return time.monotonic() - started_s
+
+    finish("expected")  # what is measured once
+    expected = {path.name: path.read_bytes() for path in (folder / "expected").iterdir()}
+    assert len(expected) == num_images
+    shutil.rmtree(next(records()))
+    left = set[Path]()
+    longest_s = {True: finish("expected"), False: finish("expected")}
+    for number in range(kills):
+        has_to_record = number % 2 == 0
+        for record in records() if has_to_record else ():
+            shutil.rmtree(record)
+        shutil.rmtree(folder / "drawn", ignore_errors=True)
+        process, output = start("drawn")
+        time.sleep(draws.uniform(0.2, 1.0) * longest_s[has_to_record])
+        process.send_signal(signal.SIGKILL)
+        has_ended = process.wait() == 0
+        drawn = {path.name: path.read_bytes() for path in output.glob("[!.]*.png")} if output.exists() else {}
+        wrong_images += sum(content != expected[name] for name, content in drawn.items())
+        half_written = set((folder / "workspace").glob("*/*/templates/.*")) - left
+        left |= half_written
+        names = {"over": has_ended, "with images": bool(drawn), "while recording": bool(half_written)}
+        names |= {"with the record": any(records()), "before": True}
+        moments[next(name for name, is_so in names.items() if is_so)] += 1
+        for record in records():
+            try:
+                TemplateStore(record.parent).check(record.name)
+            except Exception:  # noqa: BLE001  whatever is wrong with it
+                half_records += 1
+        if number % 10 == 9:
+            process, output = start("after")
+            failed += process.wait() != 0
+            wrong_images += sum(path.read_bytes() != expected[path.name] for path in output.iterdir())
+    return KilledEdits(moments, wrong_images, half_records, failed)
