@@ -114,7 +114,7 @@ def of_bounds(folder: Path, edits: int, templates: int, seed: int = 0) -> dict[s
     tiers = TemplateTiers(0.4 * record_mb, 8.5 * record_mb / _STEPS, _ROOM * record_mb)
     store = TemplateStore(folder / "records", tiers)
     model = _model(pipe, store)
-    most = dict.fromkeys(("memory", "staging", "disk"), 0.0)
+    most: dict[str, float] = dict.fromkeys(("memory", "staging", "disk"), 0.0)
     limits = {"memory": tiers.memory_mb, "staging": tiers.staging_mb, "disk": tiers.disk_mb}
 
     def look(*_: object) -> None:

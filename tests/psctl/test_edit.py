@@ -13,6 +13,7 @@ from patchedserve.serving.models.defaults import read_geometry
 
 from ..conftest import RunPsctl
 from ..support.edits import edit_request, image_of, mask_of, plain_edit
+from ..support.killed_edits import edit_and_kill
 from ..support.tiny_families import tiny_flux
 from ..support.tiny_models import save_tiny, tiny_sd, tiny_sd3, tiny_sdxl
 
@@ -75,6 +76,14 @@ def test_a_template_is_recorded_once_and_edits_read_it(run_psctl: RunPsctl, fold
     slow = run_psctl(*edit, "-o", folder / "slow.png", "--edit-link-mbps", "20", "--plan", "strawman", **where)
     assert slow.returncode == 0, slow.stderr
     assert (folder / "slow.png").read_bytes() == (folder / "one.png").read_bytes()
+    from_files = run_psctl(*edit, "-o", folder / "files.png", "--template-memory-mb", "0", **where)
+    assert from_files.returncode == 0, from_files.stderr
+    assert (folder / "files.png").read_bytes() == (folder / "one.png").read_bytes()
+    none = run_psctl(
+        *edit, "-o", folder / "none.png", "--template-memory-mb", "0", "--template-staging-mb", "1e-3", **where
+    )
+    assert (none.returncode, len(none.stderr.splitlines()[-1:])) == (1, 1)
+    assert "MB, and --template-staging-mb is 0.001" in none.stderr
     less = run_psctl(*edit, "-o", folder / "three.png", "--keep", "outputs", **where)
     assert less.returncode == 0, less.stderr
     assert "template:" in less.stderr
@@ -137,6 +146,14 @@ def test_an_image_leaves_a_record_for_edits_of_it(run_psctl: RunPsctl, folder: P
         assert message in run.stderr
 
 
+@pytest.mark.slow
+def test_edits_that_are_killed_leave_whole_images_and_whole_records(folder: Path) -> None:
+    save_tiny(folder / "longer", tiny_sdxl(), num_inference_steps=8, guidance_scale=4.0)
+    found = edit_and_kill(folder, folder / "longer", 5)
+    assert (found.wrong_images, found.half_records, found.failed) == (0, 0, 0)
+    assert sum(found.moments.values()) == 5
+
+
 @pytest.mark.parametrize("option", [["--engine", "plain"], ["--cache", "interval"], ["--compile"]])
 def test_reuse_is_refused_where_nothing_can_be_masked(run_psctl: RunPsctl, folder: Path, option: list[str]) -> None:
     run = run_psctl(
@@ -168,6 +185,10 @@ def test_what_cannot_be_edited_is_said_in_one_line_before_anything_is_loaded(run
         ("room.png", "mask.png", ["--edit-dilate", "1"], "add --reuse"),
         ("room.png", "mask.png", ["--edit-link-mbps", "1"], "add --reuse"),
         ("room.png", "mask.png", ["--plan", "none"], "add --reuse"),
+        ("room.png", "mask.png", ["--template-disk-mb", "1"], "are of records: add --reuse"),
+        ("room.png", "mask.png", ["--reuse", "--template-staging-mb", "0"], "-staging-mb is 0, but it must be above 0"),
+        ("room.png", "mask.png", ["--reuse", "--template-memory-mb", "-1"], "it must be 0 or more"),
+        ("room.png", "mask.png", ["--reuse", "--edit-link-mbps", "9", "--cuda-graphs"], "plays back whole ones"),
         ("room.png", "mask.png", ["--reuse", "--plan", "none"], "say with --edit-link-mbps how fast it is"),
         ("room.png", "mask.png", ["--reuse", "--edit-link-mbps", "0"], "--edit-link-mbps is 0, but it must be above 0"),
         ("room.png", "mask.png", ["--reuse", "--edit-full-steps", "3"], "full_steps is 3, but the edit takes 2 steps"),

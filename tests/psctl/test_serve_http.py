@@ -303,6 +303,8 @@ def test_wrong_use(run_psctl: RunPsctl, model: Path, server: HttpServer) -> None
         (("--predictor", "missing"), "--predictor belongs to traces"),
         (("--remeasure",), "--remeasure belongs to traces"),
         (("--record", "never"), "add --reuse-templates, or leave it out"),
+        (("--template-memory-mb", "9"), "add --reuse-templates, or leave it out"),
+        (("--reuse-templates", "--template-disk-mb", "0"), "--template-disk-mb is 0, but it must be above 0"),
         (("--reuse-templates", "--engine", "plain"), "which does not go with --engine plain"),
         (("--reuse-templates", "--parallel", "virtual:2"), "which does not go with --engine parallel"),
         (("--reuse-templates", "--cache", "interval"), "which does not go with --cache"),
