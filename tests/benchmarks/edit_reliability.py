@@ -41,7 +41,7 @@ _STEPS, _ROOM = 4, 10
 
 def of_kills(folder: Path, kills: int) -> dict[str, Any]:
     """See `edit_and_kill`."""
-    save_tiny(folder / "sdxl", tiny_sdxl(), num_inference_steps=8, guidance_scale=4.0)
+    save_tiny(folder / "sdxl", tiny_sdxl(), num_inference_steps=40, guidance_scale=4.0)
     found = edit_and_kill(folder, folder / "sdxl", kills)
     return {each.name: getattr(found, each.name) for each in fields(found)}
 

@@ -11,6 +11,7 @@ from patchedserve.data.edits import TemplateSpec
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.data.templates import KEEPS, Keep
+from patchedserve.profiling.steps.sides import patched_stepper
 from patchedserve.serving.editing.templates import TemplateStore
 from patchedserve.serving.models.build import build_model, with_engine
 from patchedserve.serving.models.served import ServedModel
@@ -19,6 +20,7 @@ from patchedserve.serving.options import EngineOptions, TemplateTiers
 from ..serving.editing.test_exact import mixed as tiny_edits
 from ..serving.editing.test_exact import pipeline
 from ..support.edits import edit_request, plain_edit
+from ..support.family_kit import denoised
 from ..support.patched_models import relative_error
 from ..support.template_records import LARGE as TINY
 from ..support.template_records import TEMPLATE, edits, model_with, serve
@@ -112,3 +114,18 @@ def test_families_read_records_in_a_mixed_batch_as_alone(family: str, device: st
     for request in edits():
         alone = serve(model, [replace(request, request_id=0)])
         assert relative_error([together.latents[request.request_id]], [alone.latents[0]]) <= EXACT
+
+
+@pytest.mark.parametrize("memory_mb", [2000.0, 0.0])
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("name", BUNDLED)
+def test_masked_passes_that_are_played_back_are_the_eager_ones(
+    name: str, keep: Keep, memory_mb: float, cuda: str, tmp_path: Path
+) -> None:
+    requests = [replace(each, num_inference_steps=each.num_inference_steps + 6) for each in _mixed(TEMPLATE)[:3]]
+    eager = _recorded(name, cuda, tmp_path, keep, requests, memory_mb=memory_mb)
+    played = with_engine(eager, EngineOptions(cuda_graphs=True))
+    played.reuse.use_keep(keep)
+    played.reuse.store, played.reuse.masked_up_to = eager.reuse.store, 1.0
+    assert relative_error(denoised(played, requests, [0, 5, 0]), denoised(eager, requests, [0, 5, 0])) <= 1e-5
+    assert patched_stepper(played).masked.failure is None
