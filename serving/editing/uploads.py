@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...data.errors import RunError
+
 Seen = Mapping[str, Tensor]
 """What operators have seen of a row, by their names."""
 _ALIGNED = 16
@@ -44,6 +46,9 @@ class Packed:
     Args:
         rows: the tensors, by row and name.
         is_pinned: whether a CUDA device can copy from it by itself.
+
+    Raises:
+        RunError: there is not so much memory.
     """
 
     def __init__(self, rows: Mapping[int, Seen], *, is_pinned: bool) -> None:
@@ -53,7 +58,13 @@ class Packed:
         for key, tensor in tensors.items():
             self._places[key] = end, tensor.shape, tensor.dtype
             end += math.ceil(tensor.nbytes / _ALIGNED) * _ALIGNED
-        self.memory = torch.empty(end, dtype=torch.uint8, pin_memory=is_pinned)
+        try:
+            self.memory = torch.empty(end, dtype=torch.uint8, pin_memory=is_pinned)
+        except RuntimeError as error:
+            what = str(error).splitlines()[0]
+            raise RunError(
+                f"{end / 1e6:,.1f} MB of a template's record find no memory that a GPU reads: {what}"
+            ) from error
         own = self.rows()
         for (row, name), tensor in tensors.items():
             own[row][name].copy_(tensor)

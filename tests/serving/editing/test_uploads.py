@@ -1,7 +1,9 @@
 """serving/editing/uploads.py: what records hold in one piece of memory; tests/gpu has what copies it."""
 
+import pytest
 import torch
 
+from patchedserve.data.errors import RunError
 from patchedserve.serving.editing.uploads import Loaded, Packed
 
 
@@ -23,3 +25,9 @@ def test_packed_tensors_are_the_same() -> None:
 
 def test_nothing_can_be_packed() -> None:
     assert Packed({}, is_pinned=False).rows() == {}
+
+
+def test_memory_that_cannot_be_had_is_told_in_one_line() -> None:
+    huge = torch.zeros(1).expand(1 << 50)
+    with pytest.raises(RunError, match=r"MB of a template's record find no memory that a GPU reads: .*"):
+        Packed({0: {"a": huge}}, is_pinned=False)
