@@ -35,6 +35,7 @@ from ..report.table import Table
 from ..report.words import DASH
 from ..steps.bench import ratios_of
 from ..steps.rows import BenchOutcome, Row, measure_rows, median_interval
+from ..steps.sides import patched_stepper
 
 RUN_KIND = "bench-edit"
 WAYS = {
@@ -42,6 +43,7 @@ WAYS = {
     "exact": "batches of the patch engine, the whole image",
     "accumulated": "the same with the accumulated cache (TeaCache)",
     "crop": "batches of the patch engine, each a crop around its mask, stitched into the image",
+    "frozen": "one by one over records of the images, with their statistics of GroupNorm (SIGE)",
     "reuse": "batches of the patch engine over records of the images, the masked cells only",
 }
 """What is compared, `reuse` with each of the others."""
@@ -167,7 +169,9 @@ class EditBench:
         self._models = {
             "diffusers": as_plain(model),
             "accumulated": with_engine(model, replace(model.options, cache=cached)),
+            "frozen": with_engine(model, model.options),
         }
+        patched_stepper(self._models["frozen"]).masked.freezes_norms = True
 
     def measure(self, ratio: float, records: Path) -> Row:
         """All ways of drawing edits of one ratio; returns the row. Records are made in this folder where they miss.
@@ -190,12 +194,13 @@ class EditBench:
             model.tune(settings.resolutions, self._workspace.tables)
         for request in over_records:
             if self.model.reuse.is_worth_masking(_edit_of(request)):
-                self.model.reuse.use_template(request, records, lambda count: None)
-        of_each = {"crop": list(cropped), "reuse": over_records}
+                for model in (self.model, self._models["frozen"]):
+                    model.reuse.use_template(request, records, lambda count: None)
+        of_each = {"crop": list(cropped), "frozen": over_records, "reuse": over_records}
         ways = {
             name: _Way(
                 self._models.get(name, self.model),
-                1 if name == "diffusers" else settings.max_batch_size,
+                1 if name in ("diffusers", "frozen") else settings.max_batch_size,
                 of_each.get(name, plain),
             )
             for name in WAYS
@@ -211,7 +216,7 @@ class EditBench:
                 "edits_per_minute": 60 * len(plain) / statistics.median(way.seconds),
                 "seconds": way.seconds,
                 **_ratios(way.seconds, ways),
-                "difference": _difference(plain, way.images, twin if name == "reuse" else exact),
+                "difference": _difference(plain, way.images, twin if name in ("frozen", "reuse") else exact),
             }
             for name, way in ways.items()
         }
@@ -327,8 +332,8 @@ def edit_table(result: Mapping[str, Any]) -> Table:
     columns = ("mask, cells", "way", "edits a minute", "vs diffusers", "reuse is as fast", "difference")
     ways = "; ".join(f"{name}: {text}" for name, text in WAYS.items())
     note = (
-        f"{ways}. Difference: of pixels inside the masks, of 255, from diffusers' images; of reuse from the same "
-        "edits computed whole with the same noise."
+        f"{ways}. Difference: of pixels inside the masks, of 255, from diffusers' images; of frozen and reuse from the "
+        "same edits computed whole with the same noise."
     )
     return Table("", columns, rows, num_words=2, note=note)
 

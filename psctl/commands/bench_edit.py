@@ -36,9 +36,10 @@ def bench_edit(
     """Draw the same edits over records of their images, exactly, and in other ways, by turns.
 
     Beside edits that compute the masked part only (reuse) stand diffusers one by one, the patch engine that computes
-    all of the image (exact), the same with a cache as TeaCache's (accumulated), and crops around the masks that are
-    stitched in (crop). Everything counts, from text to pasted image. Results go to the workspace; Ctrl-C keeps the mask
-    ratios that are measured.
+    all of the image (exact), the same with a cache as TeaCache's (accumulated), crops around the masks that are
+    stitched in (crop), and edits one by one with the image's own statistics of GroupNorm, as SIGE's (frozen).
+    Everything counts, from text to pasted image. Results go to the workspace; Ctrl-C keeps the mask ratios that are
+    measured.
 
     Examples:
 

@@ -82,10 +82,16 @@ class ActiveRows:
 
 
 class ActiveSet:
-    """Some cells of a batch: (n,) numbers, ascending, at least one."""
+    """Some cells of a batch.
 
-    def __init__(self, tables: CellTables, cells: Integers) -> None:
-        self.tables, self._cells = tables, cells
+    Args:
+        tables: of the batch.
+        cells: (n,) their numbers, ascending, at least one.
+        freezes_norms: GroupNorm counts what was kept of these cells, too, instead of what is computed.
+    """
+
+    def __init__(self, tables: CellTables, cells: Integers, *, freezes_norms: bool = False) -> None:
+        self.tables, self._cells, self.freezes_norms = tables, cells, freezes_norms
         self.cells = self._tensor(cells)
         self._rows, self._local = np.unique(tables.row_of_cell[cells], return_inverse=True)
         self._kept: dict[tuple[str | int, ...], Tensor] = {}

@@ -135,7 +135,8 @@ class NormSlots:
             values: float32 [active cells, tokens of a cell, channels].
         """
         sums = self.buffer.rows(active.tables, 1)
-        sums.index_copy_(0, active.slots, self._sum(values))
+        if not active.freezes_norms:
+            sums.index_copy_(0, active.slots, self._sum(values))
         slots, local = active.context
         # Doubles, because the mean of squares less the square of the mean loses digits.
         total = sums.new_zeros(len(active.rows), 2, self.num_groups, dtype=torch.float64)

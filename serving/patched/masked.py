@@ -42,6 +42,8 @@ class MaskedPasses:
 
     Attributes:
         keep: see above.
+        freezes_norms: GroupNorm has the statistics of the recorded pass, as in SIGE (Li et al. 2022), in batches that
+            begin from now on.
         units: of records (`data.templates.unit_of`), in the order in which passes read them.
         parts: of a pass, in their order, each of which reads these units or computes all tokens, as a plan has it.
             Without `Span`s there is one part, the whole pass.
@@ -54,6 +56,7 @@ class MaskedPasses:
     def __init__(self, model: PatchedModel, keep: Keep = "all") -> None:
         self._model = model
         self.keep: Keep = keep
+        self.freezes_norms = False
         self.shorten: Shorten = model.shorten
         self.dtype, self.device = model.dtype, model.device
         self.cell = model.unit << (model.num_levels - 1)
@@ -117,7 +120,9 @@ class MaskedPasses:
         """
         slots = np.arange(1, 1 + sum(height * width // self.cell**2 for height, width in packing.sizes))
         tables = CellTables(packing, self.cell, self._model.unit, slots, range(packing.num_rows))
-        chosen = None if active is None else ActiveSet(tables, np.flatnonzero(np.concatenate(active)))
+        chosen = None
+        if active is not None:
+            chosen = ActiveSet(tables, np.flatnonzero(np.concatenate(active)), freezes_norms=self.freezes_norms)
         reuses = [True] * len(self.parts) if reuses is None else reuses
         assert self.returns or list(reuses) == sorted(reuses), "what computing all tokens again needs is not recorded"
         units = tuple(unit for part, is_reused in zip(self.parts, reuses, strict=True) if is_reused for unit in part)

@@ -91,6 +91,21 @@ def test_with_all_cells_computed_the_record_does_not_matter(name: str, keep: Kee
         assert error(found, wanted, where) <= TOLERANCE
 
 
+@pytest.mark.parametrize(("name", "matters"), [("sdxl", True), ("sd3", False)])
+def test_norms_that_are_frozen_have_the_statistics_of_the_record(name: str, matters: bool) -> None:
+    model = model_of(name)
+    passes = MaskedPasses(WAY.build(model))
+    rows, others = (draw_rows(model, [(16, 16), (32, 16)], seed=seed) for seed in (4, 5))
+    masks, seen = masks_for(passes, rows, 1.0), record(passes, others)
+    usual = run_masked(passes, rows, seen, masks)
+    passes.freezes_norms = True
+    frozen, expected = run_masked(passes, rows, seen, masks), run_plain(model, others)
+    for (found, where), (other, _) in zip(frozen, usual, strict=True):
+        assert (error(found, other, where) > 1e-3) is matters, "SD3 has no GroupNorm"
+    for (found, where), wanted in zip(run_masked(passes, others, seen, masks), expected, strict=True):
+        assert error(found, wanted, where) <= TOLERANCE
+
+
 def plans_of(passes: MaskedPasses) -> list[list[bool]]:
     """Some of the plans that passes can follow, with all and none at the ends."""
     count = len(passes.parts)
