@@ -30,10 +30,14 @@ class KnownArea:
     trajectory: torch.Tensor | None = None
 
 
+Seen = Mapping[str, torch.Tensor]
+"""What operators have seen of one row, by the operator's name: [cells, entries of a cell, ...]."""
+
+
 class Template(Protocol):
     """The record of a template: what masked passes read in place of what they do not compute."""
 
-    def seen(self, step: int, units: Sequence[str]) -> Sequence[Mapping[str, torch.Tensor]]:
+    def seen(self, step: int, units: Sequence[str]) -> Sequence[Seen]:
         """At a step of the whole schedule, of each row of a request, by the operator's name; on the model's device.
         Only operators of these units (`data.templates.unit_of`) are asked for, in this order; each is waited for then.
         """
@@ -44,7 +48,7 @@ class Template(Protocol):
         ...
 
 
-OnPass = Callable[[int, torch.Tensor, Sequence[Mapping[str, torch.Tensor]]], None]
+OnPass = Callable[[int, torch.Tensor, Sequence[Seen]], None]
 """Told of a step: its number, the latents before it (1, channels, h, w), and of each row what operators have seen."""
 
 

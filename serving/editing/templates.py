@@ -14,8 +14,7 @@ import time
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,58 +25,15 @@ from ...data.errors import RunError, UsageError
 from ...data.files import atomic_folder, remove_leftovers, sha256_of, write_json
 from ...data.requests import Request
 from ...data.templates import Keep
+from ..core.prepared import Seen
 from ..options import TemplateTiers
-from .records import Link, Staging, TemplateRecord, content_of, file_of, from_files, in_memory, read_step
-from .uploads import Seen
+from .keys import VERSION, TemplateKey, facts_of, no_generation
+from .link import Link
+from .records import TemplateRecord, content_of, file_of, from_files, in_memory, read_step
+from .staging import Staging
 
-VERSION = 2
 MANIFEST = "manifest.json"
 _DAMAGE = (FileNotFoundError, ValueError, KeyError, TypeError, SafetensorError)
-
-
-@dataclass(frozen=True, slots=True)
-class TemplateKey:
-    """Which record suits an edit.
-
-    Attributes:
-        about: all that a record depends on: the model and its files, dtype, schedule, image, size, prompt, seed,
-            rows, and what it keeps.
-    """
-
-    about: Mapping[str, Any]
-
-    @property
-    def digest(self) -> str:
-        """Names the folder."""
-        return hashlib.sha256(json.dumps([VERSION, self.about], sort_keys=True).encode()).hexdigest()[:24]
-
-
-def facts_of(request: Request, keep: Keep) -> dict[str, Any]:
-    """What an edit itself says of the record that it reads, whatever the model."""
-    edit = request.edit
-    assert edit is not None
-    assert edit.template is not None
-    template = edit.template
-    # Any generation has a prompt and a seed of its own, and is of one guidance scale; a noised image knows of none.
-    is_noised = template.kind == "noised"
-    return {
-        "num_inference_steps": request.num_inference_steps,
-        "size": str(request.resolution),
-        "image": hashlib.sha256(edit.image.tobytes()).hexdigest(),
-        "kind": template.kind,
-        "prompt": template.prompt if is_noised else None,
-        "seed": template.seed if is_noised else None,
-        "guidance": None if is_noised else request.guidance_scale,
-        "keep": keep,
-    }
-
-
-def no_generation(request: Request, keep: Keep) -> UsageError:
-    """To raise where there is no record of the generation of an edit's image."""
-    return UsageError(
-        f"there is no record of the image's generation with {request.num_inference_steps} steps, guidance scale "
-        f"{request.guidance_scale:g} and --keep {keep}: psctl generate --save-template makes it"
-    )
 
 
 class TemplateStore:
@@ -101,7 +57,7 @@ class TemplateStore:
         tiers = tiers or TemplateTiers()
         self.folder, self._most_disk_bytes = folder, tiers.disk_mb * 1e6
         self._most_bytes = tiers.memory_mb * 1e6 if link_mbps is None else 0.0
-        self.staging, self._most_step_bytes = Staging(tiers.staging_mb * 1e6), tiers.staging_mb * 1e6
+        self.staging = Staging(tiers.staging_mb * 1e6)
         self.num_added = 0
         self._lock = threading.Lock()
         self._link = Link(link_mbps)
@@ -232,8 +188,10 @@ class TemplateStore:
         found = []
         for each in self.list():
             with contextlib.suppress(OSError):  # another process has deleted it
-                read_s = (self.folder / each["id"] / MANIFEST).stat().st_mtime
-                found.append((read_s, each["id"], _size_of(self.folder / each["id"])))
+                place = self.folder / each["id"]
+                manifest = place / MANIFEST
+                read_s = (manifest if manifest.exists() else place).stat().st_mtime
+                found.append((read_s, each["id"], sum(file.stat().st_size for file in place.iterdir())))
         total = num_bytes + sum(size for _, _, size in found)
         for _, template_id, size in sorted(found):
             if total <= self._most_disk_bytes:
@@ -264,19 +222,9 @@ class TemplateStore:
                 raise ValueError(f"{name} has another checksum than its manifest says")
         self._checked.add(digest)
 
-    def _check_step(self, num_bytes: float) -> None:
-        """Raise RunError where what is read of a record for one step is more than may be staged."""
-        if num_bytes > self._most_step_bytes:
-            raise RunError(
-                f"a step of the template's record is {num_bytes / 1e6:,.1f} MB, and --template-staging-mb is "
-                f"{self._most_step_bytes / 1e6:g}"
-            )
-
     def _read(self, digest: str, device: torch.device) -> TemplateRecord:
         place = self.folder / digest
         content = _manifest_of(place)
-        if content["bytes"] > self._most_bytes or device.type != "cpu":
-            self._check_step(content["bytes"] / len(content["files"]))
         if content["bytes"] > self._most_bytes:
             found = from_files(
                 device,
@@ -335,11 +283,6 @@ class _Kept:
             elif self.steps is not None:
                 self.steps.append(rows)
             yield rows
-
-
-def _size_of(place: Path) -> int:
-    """Bytes of a folder's files, be it a record or what was put aside."""
-    return sum(file.stat().st_size for file in place.iterdir())
 
 
 def _on_cpu(rows: Sequence[Seen]) -> Sequence[Seen]:

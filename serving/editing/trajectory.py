@@ -8,10 +8,9 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from ...data.edits import EditSpec, latent_mask
-from ..core.prepared import KnownArea
+from ..core.prepared import KnownArea, Seen
 from ..samplers.single import SamplerState
 from .records import END, LATENTS, content_of, file_of, read_step
-from .uploads import Seen
 
 
 class Trajectory:

@@ -2,6 +2,7 @@
 (InstGenIE section 4.2).
 """
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Mapping
@@ -11,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ...data.errors import RunError
+from ..core.prepared import Seen
 
-Seen = Mapping[str, Tensor]
-"""What operators have seen of a row, by their names."""
 _ALIGNED = 16
 """Bytes at a multiple of which each tensor begins, as kernels like to read them."""
 
@@ -80,7 +80,7 @@ class Packed:
 
 
 class Uploads:
-    """Copies to one CUDA device. One thread at a time."""
+    """Copies to one CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
@@ -92,3 +92,9 @@ class Uploads:
             ready = torch.cuda.Event()
             ready.record(self._stream)
         return Loaded(packed.rows(memory), ready)
+
+
+@functools.cache
+def uploads_to(device: torch.device) -> Uploads | None:
+    """What copies to a device; None for the processor, which reads where things are."""
+    return None if device.type == "cpu" else Uploads(device)

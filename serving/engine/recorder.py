@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...data.requests import Request
 from ..core.prepared import PreparedRequest
-from ..editing.templates import TemplateKey
+from ..editing.keys import TemplateKey
 from ..models.reuse import PASSES_TOGETHER
 from ..models.served import ServedModel
 from .stages import StageThread

@@ -19,10 +19,11 @@ from ...data.templates import Keep
 from ..core.prepared import PreparedRequest
 from ..core.stepper import Stepper, Tuning
 from ..core.timing import finish_stream
+from ..editing.keys import TemplateKey, facts_of, no_generation
 from ..editing.planner import LoadPlanner
 from ..editing.records import TemplateRecord, in_files
 from ..editing.start import noised_steps
-from ..editing.templates import TemplateKey, TemplateStore, facts_of, no_generation
+from ..editing.templates import TemplateStore
 from ..editing.trajectory import Trajectory
 from ..families import Family
 from ..options import LoadOptions, TemplateTiers

@@ -6,7 +6,7 @@ cells of other requests for the same image, and reads the rest from the record o
 tokens. Records that hold less leave more to compute: see `spans`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,6 +20,7 @@ from ..cache.active import ActiveSet
 from ..cache.cells import CellTables
 from ..cache.rules import Booleans
 from ..cache.slots import NormSlots, TokenSlots
+from ..core.prepared import Seen
 from ..layout.packing import Packing, pack_rows
 from .captured import CapturedPasses
 from .leaves import PatchedConv, PatchedGroupNorm
@@ -27,8 +28,6 @@ from .patched_model import PatchedModel
 from .spans import place_of, spans_of
 from .text import Shorten
 
-Seen = Mapping[str, Tensor]
-"""What operators have seen of one row, by the operator's name: [cells, entries of a cell, ...]."""
 _PATIENCE = 1
 """Passes of a batch that run eagerly before one is recorded, behind the first two: batches of edits stay for long."""
 

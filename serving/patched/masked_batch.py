@@ -11,11 +11,11 @@ from ...data.work import Work
 from ..cache.rules import Booleans
 from ..core.denoise_batch import DenoiseBatch
 from ..core.denoiser import Conditions
-from ..core.prepared import PreparedRequest, Template
+from ..core.prepared import PreparedRequest, Seen, Template
 from ..layout.packing import Packing
 from ..layout.patch_layout import by_size
 from ..samplers.batched import BatchedSampler
-from .masked import MaskedPasses, MaskedRows, Seen
+from .masked import MaskedPasses, MaskedRows
 from .text import conditions_of
 
 

@@ -13,11 +13,11 @@ import torch
 from ...data.templates import unit_of
 from ..core.denoiser import Conditions
 from ..core.kept import load_or_measure
-from ..core.prepared import PreparedRequest, Template
+from ..core.prepared import PreparedRequest, Seen, Template
 from ..core.stepper import Tuning
 from ..core.timing import synchronize
 from ..samplers.batched import BatchedSampler
-from .masked import MaskedPasses, MaskedRows, Seen
+from .masked import MaskedPasses, MaskedRows
 from .masked_batch import PassInputs, inputs_of
 
 _EDITS, _SHARES = (1, 4), (0.1, 0.4)

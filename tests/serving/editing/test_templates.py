@@ -1,10 +1,6 @@
 """Records in their folder and in memory: damage, bounds, and what cannot be written or read."""
 
-import gc
 import os
-import threading
-import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,30 +8,13 @@ import torch
 
 from patchedserve.data.edits import TemplateSpec
 from patchedserve.data.errors import RunError, UsageError
-from patchedserve.data.requests import Request
-from patchedserve.data.templates import unit_of
-from patchedserve.serving.editing.records import Link
 from patchedserve.serving.editing.templates import MANIFEST, TemplateStore
-from patchedserve.serving.editing.uploads import Loaded
 from patchedserve.serving.models.build import build_model
-from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import TemplateTiers
-from patchedserve.serving.patched.stepper import PatchedStepper
 
 from ...support.edits import edit_request
 from ...support.template_records import LARGE, SMALL, TEMPLATE, model_with, serve, some
 from .test_exact import pipeline
-
-
-def names_of(model: ServedModel, request: Request) -> list[str]:
-    """Operators of the record of an edit, which is in memory."""
-    store = some(model.reuse.store)
-    return list(some(store.find(some(model.reuse.key_of(request)), model.device)).steps[0][0])
-
-
-def units_of(model: ServedModel) -> tuple[str, ...]:
-    assert isinstance(model.stepper, PatchedStepper)
-    return model.stepper.masked.units
 
 
 @pytest.mark.parametrize("damage", ["truncated", "changed", "missing", "foreign", "manifest"])
@@ -111,61 +90,6 @@ def test_a_record_that_does_not_fit_into_memory_is_read_step_by_step(tmp_path: P
     assert torch.equal(serve(held, [request]).latents[0], serve(streamed, [request]).latents[0])
 
 
-def test_the_next_step_of_a_record_is_read_while_one_is_computed(tmp_path: Path) -> None:
-    request = edit_request(0, SMALL, num_steps=6, template=TEMPLATE)
-    model = model_with(pipeline("sdxl"), tmp_path, [request])
-    key = some(model.reuse.key_of(request))
-    step_mb = some(some(model.reuse.store).find(key, model.device)).num_bytes / 6e6
-    store = TemplateStore(tmp_path, TemplateTiers(memory_mb=0, staging_mb=3.5 * step_mb))
-    record, folder = some(store.find(key, model.device)), tmp_path / key.digest
-    names, units = names_of(model, request), units_of(model)
-
-    def read(step: int) -> list[torch.Tensor]:
-        return [row[name] for row in record.seen(step, units) for name in names]
-
-    first = read(0)
-    record.expect(1, units)
-    read(5)  # units are read one after the other, so that by now the second step was, too
-    (folder / "step-0001.safetensors").unlink()
-    assert [each.shape for each in read(1)] == [each.shape for each in first]
-    for step in (2, 3, 4, 5):
-        record.expect(step, units)
-        read(step)
-    with pytest.raises(FileNotFoundError):
-        read(1)  # no longer among the steps in memory
-    (folder / "step-0003.safetensors").rename(folder / "step-0001.safetensors")
-    read(1)
-
-
-def test_steps_that_are_staged_stay_within_their_bound(tmp_path: Path) -> None:
-    requests = [edit_request(number, SMALL, num_steps=6, template=TemplateSpec("", number)) for number in range(3)]
-    model = model_with(pipeline("sdxl"), tmp_path, requests)
-    units, device = units_of(model), model.device
-    step_mb = some(some(model.reuse.store).find(some(model.reuse.key_of(requests[0])), device)).num_bytes / 6e6
-    store = TemplateStore(tmp_path, TemplateTiers(memory_mb=0, staging_mb=4.5 * step_mb))
-    records = [some(store.find(some(model.reuse.key_of(request)), device)) for request in requests]
-
-    def staged() -> set[tuple[int, int]]:
-        assert store.staging.num_bytes <= 4.5e6 * step_mb
-        places = {(each.staged._number, step): (index, step) for index, each in enumerate(records) for step in range(6)}
-        return {places[key] for key in store.staging._held}
-
-    for step in range(3):
-        for record in records:
-            record.seen(step, units)
-        for record in records:
-            record.expect(step + 1, units)
-        # What a pass reads, and of the next steps the one that fits beside them.
-        assert staged() == {(0, step), (1, step), (2, step), (0, step + 1)}
-    # Pairs of edits of one record, at two steps each.
-    for step in (3, 4):
-        records[0].seen(step, units)
-    assert (0, 4) in staged()
-    del records[1:], record
-    gc.collect()
-    assert {index for index, _ in staged()} == {0}
-
-
 def test_a_record_whose_steps_cannot_be_staged_is_not_read(tmp_path: Path) -> None:
     request = edit_request(0, SMALL, num_steps=2, template=TEMPLATE)
     model = model_with(pipeline("sdxl"), tmp_path, [request])
@@ -174,51 +98,6 @@ def test_a_record_whose_steps_cannot_be_staged_is_not_read(tmp_path: Path) -> No
         model.reuse.use_template(request, tmp_path, lambda count: None)
     with pytest.warns(UserWarning, match="template-staging-mb"):
         assert model.prepare(request).template is None
-
-
-def test_a_pass_waits_for_what_it_needs_and_no_longer(tmp_path: Path) -> None:
-    request = edit_request(0, SMALL, num_steps=2, template=TEMPLATE)
-    model = model_with(pipeline("sdxl"), tmp_path, [request])
-    names, units = names_of(model, request), units_of(model)
-    key = some(model.reuse.key_of(request))
-    in_units = {unit: [name for name in names if unit_of(name) == unit] for unit in units}
-    step_mb = some(some(model.reuse.store).find(key, model.device)).num_bytes / 2e6
-    # A step takes a second; memory that would be enough is not used.
-    store = TemplateStore(tmp_path, link_mbps=step_mb)
-    record = some(store.find(key, model.device))
-    start_s = time.perf_counter()
-    rows = record.seen(0, units)
-    assert rows[0][in_units[units[0]][0]].isfinite().all()
-    first = store.staging._held[record.staged._number, 0].staged
-    loads = [first._loads[unit] for unit in units]
-    assert not loads[-1].done()
-    assert rows[1][in_units[units[-1]][-1]].isfinite().all()
-    assert time.perf_counter() - start_s >= 0.99
-    assert all(load.done() for load in loads)  # they are read in the order of the units
-    # What is no longer expected is not read, unless that has begun.
-    record.expect(1, units)
-    record.expect(1, units[-1:])
-    assert len(store.staging._held[record.staged._number, 1].staged._loads) <= 2
-
-
-@pytest.mark.parametrize("mbps", [None, 1e-9])
-def test_the_thread_of_a_link_ends_with_it(mbps: float | None) -> None:
-    before = set(threading.enumerate())
-    link = Link(mbps)
-    (thread,) = set(threading.enumerate()) - before
-    assert thread.daemon
-    if mbps is None:
-        # What is read knows the link, as steps of records do.
-        read = partial(lambda link: Loaded({0: {"operator": torch.zeros(8)}}), link)
-        assert len(link.submit(read).result().take(0, "operator")) == 8
-        del read
-    else:
-        loads = [link.submit(lambda: Loaded({0: {"operator": torch.zeros(8)}})) for _ in range(2)]
-        assert not loads[0].done()  # that takes hours
-    del link
-    gc.collect()
-    thread.join(timeout=60)
-    assert not thread.is_alive()
 
 
 def test_a_record_larger_than_the_folder_may_be_is_refused_and_others_stay(tmp_path: Path) -> None:
@@ -264,16 +143,15 @@ def test_what_cannot_be_written_is_used_from_memory(tmp_path: Path) -> None:
     assert not model.reuse.use_template(request, tmp_path / "full", lambda count: None)
 
 
-def test_who_reads_computes_alone() -> None:
-    """With a team of its own, OpenMP would let the denoise loop's threads sleep at every barrier."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        link = Link()
-        found = link.submit(
-            lambda: Loaded({0: {"threads": torch.ones(2048, 2048).add_(1).sum() * 0 + torch.get_num_threads()}})
-        )
-        assert found.result(60).take(0, "threads") == 1
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
+def test_what_was_put_aside_counts_and_goes_first(tmp_path: Path) -> None:
+    requests = [edit_request(0, SMALL, num_steps=2, template=TemplateSpec("", seed)) for seed in range(3)]
+    model = model_with(pipeline("sdxl"), tmp_path, requests[:1])
+    (kept,) = some(model.reuse.store).list()
+    aside = (tmp_path / kept["id"]).rename(tmp_path / f"{kept['id']}-1.bad")
+    (aside / MANIFEST).unlink()
+    os.utime(aside, (1, 1))
+    model.reuse.store = TemplateStore(tmp_path, TemplateTiers(disk_mb=2.5 * kept["bytes"] / 1e6))
+    for request in requests[:2]:
+        model.reuse.use_template(request, tmp_path, lambda count: None)
+    assert not aside.exists()
+    assert len(model.reuse.store.list()) == 2

@@ -1,0 +1,59 @@
+"""Which record of a template suits an edit."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...data.errors import UsageError
+from ...data.requests import Request
+from ...data.templates import Keep
+
+VERSION = 2
+"""Of records; it changes with what is in them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateKey:
+    """Which record suits an edit.
+
+    Attributes:
+        about: all that a record depends on: the model and its files, dtype, schedule, image, size, prompt, seed,
+            rows, and what it keeps.
+    """
+
+    about: Mapping[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """Names the folder."""
+        return hashlib.sha256(json.dumps([VERSION, self.about], sort_keys=True).encode()).hexdigest()[:24]
+
+
+def facts_of(request: Request, keep: Keep) -> dict[str, Any]:
+    """What an edit itself says of the record that it reads, whatever the model."""
+    edit = request.edit
+    assert edit is not None
+    assert edit.template is not None
+    template = edit.template
+    # Any generation has a prompt and a seed of its own, and is of one guidance scale; a noised image knows of none.
+    is_noised = template.kind == "noised"
+    return {
+        "num_inference_steps": request.num_inference_steps,
+        "size": str(request.resolution),
+        "image": hashlib.sha256(edit.image.tobytes()).hexdigest(),
+        "kind": template.kind,
+        "prompt": template.prompt if is_noised else None,
+        "seed": template.seed if is_noised else None,
+        "guidance": None if is_noised else request.guidance_scale,
+        "keep": keep,
+    }
+
+
+def no_generation(request: Request, keep: Keep) -> UsageError:
+    """To raise where there is no record of the generation of an edit's image."""
+    return UsageError(
+        f"there is no record of the image's generation with {request.num_inference_steps} steps, guidance scale "
+        f"{request.guidance_scale:g} and --keep {keep}: psctl generate --save-template makes it"
+    )

@@ -1,0 +1,46 @@
+"""What records are read through, in a thread of its own."""
+
+import gc
+import threading
+from functools import partial
+
+import pytest
+import torch
+
+from patchedserve.serving.editing.link import Link
+from patchedserve.serving.editing.uploads import Loaded
+
+
+@pytest.mark.parametrize("mbps", [None, 1e-9])
+def test_the_thread_of_a_link_ends_with_it(mbps: float | None) -> None:
+    before = set(threading.enumerate())
+    link = Link(mbps)
+    (thread,) = set(threading.enumerate()) - before
+    assert thread.daemon
+    if mbps is None:
+        # What is read knows the link, as steps of records do.
+        read = partial(lambda link: Loaded({0: {"operator": torch.zeros(8)}}), link)
+        assert len(link.submit(read).result().take(0, "operator")) == 8
+        del read
+    else:
+        loads = [link.submit(lambda: Loaded({0: {"operator": torch.zeros(8)}})) for _ in range(2)]
+        assert not loads[0].done()  # that takes hours
+    del link
+    gc.collect()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+
+
+def test_who_reads_computes_alone() -> None:
+    """With a team of its own, OpenMP would let the denoise loop's threads sleep at every barrier."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        link = Link()
+        found = link.submit(
+            lambda: Loaded({0: {"threads": torch.ones(2048, 2048).add_(1).sum() * 0 + torch.get_num_threads()}})
+        )
+        assert found.result(60).take(0, "threads") == 1
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
