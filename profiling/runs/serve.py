@@ -183,11 +183,9 @@ def what_was_learnt(
     if outside is not None:
         found["predictions_outside"] = outside
     if isinstance(model.stepper, PatchedStepper):
-        failures, patched = model.stepper.batch_failures, model.stepper.model
-        cache, captured = patched.cache, patched.captured
-        failure = captured and (captured.failure or model.stepper.masked.failure)
-        if failure:
-            found["recording_failure"] = failure
+        failures, cache = model.stepper.batch_failures, model.stepper.model.cache
+        if model.stepper.recording_failure is not None:
+            found["recording_failure"] = model.stepper.recording_failure
         if failures.count:
             found["batch_failures"] = asdict(failures)
         if cache is not None:

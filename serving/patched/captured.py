@@ -73,12 +73,13 @@ class CapturedPasses:
     that have not been used for longest are dropped, and have to wait as long again.
 
     Attributes:
+        recorder: records them.
         failure: why a pass could not be recorded: the device or a kernel does not allow it. From then on all run
             eagerly, and what has been recorded is played back.
     """
 
     def __init__(self, recorder: Recorder, patience: int = PATIENCE, memory_bytes: int = MEMORY_BYTES) -> None:
-        self._recorder, self._patience, self._memory_bytes = recorder, patience, memory_bytes
+        self.recorder, self._patience, self._memory_bytes = recorder, patience, memory_bytes
         self._recorded: OrderedDict[Hashable, _Recorded] = OrderedDict()
         self._num_bytes = 0
         self._num_eager: OrderedDict[Hashable, int] = OrderedDict()
@@ -134,7 +135,7 @@ class CapturedPasses:
     def _record(self, forward: Forward, inputs: dict[str, Any], kept: dict[Any, Any], held: object) -> _Recorded | None:
         own_inputs, own_kept = _cloned(inputs), _cloned(kept)
         try:
-            play, result = self._recorder(lambda: forward(own_inputs, own_kept))
+            play, result = self.recorder(lambda: forward(own_inputs, own_kept))
         except Exception as error:  # noqa: BLE001  whatever it was, the pass itself may well run
             self.failure = describe("recording a pass", error)
             return None

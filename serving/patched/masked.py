@@ -6,9 +6,10 @@ cells of other requests for the same image, and reads the rest from the record o
 tokens. Records that hold less leave more to compute: see `spans`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -22,14 +23,16 @@ from ..cache.rules import Booleans
 from ..cache.slots import NormSlots, TokenSlots
 from ..core.prepared import Seen
 from ..layout.packing import Packing, pack_rows
-from .captured import CapturedPasses
+from .captured import CapturedPasses, Recorder
 from .leaves import PatchedConv, PatchedGroupNorm
 from .patched_model import PatchedModel
 from .spans import place_of, spans_of
 from .text import Shorten
 
+PassInputs = tuple[Tensor, Tensor, dict[str, Any]]
+"""Tokens, timesteps and conditions, see `MaskedPasses.record`."""
 _PATIENCE = 1
-"""Passes of a batch that run eagerly before one is recorded, behind the first two: batches of edits stay for long."""
+"""Passes of a batch that run eagerly before one is recorded, behind the first: batches of edits stay for long."""
 
 
 class MaskedPasses:
@@ -50,6 +53,7 @@ class MaskedPasses:
         cell: side of a cell in latent pixels: the smallest that keeps its shape on all levels.
         starts: the blocks that `parts` begin with; none where that is the pass itself.
         shorten, dtype, device: of the model.
+        failure: why passes are not recorded and played back, though that is asked for, see `CapturedPasses`.
     """
 
     def __init__(self, model: PatchedModel, keep: Keep = "all") -> None:
@@ -78,15 +82,7 @@ class MaskedPasses:
         self.starts = [span.first for span in self._spans]
         self.returns = not all(span.is_open for span in self._spans)
         self._buffers = [buffer for _, buffer in read.values()] + [span.outputs for span in self._spans]
-        # Of one batch at a time, as they hold what is read of its records: a bound of 0 leaves the last one.
-        self._captured = None if model.recorder is None else CapturedPasses(model.recorder, _PATIENCE, 0)
-        self._last: MaskedRows | None = None
-        self._names: tuple[str, ...] = ()
-
-    @property
-    def failure(self) -> str | None:
-        """Why passes are not recorded and played back, though that is asked for, see `CapturedPasses`."""
-        return None if self._captured is None else self._captured.failure
+        self.failure: str | None = None
 
     def pack(self, sizes: list[tuple[int, int]]) -> Packing:
         """Where rows with these latent sizes, sorted by resolution, lie: token by token, whatever the model's order."""
@@ -125,7 +121,9 @@ class MaskedPasses:
         reuses = [True] * len(self.parts) if reuses is None else reuses
         assert self.returns or list(reuses) == sorted(reuses), "what computing all tokens again needs is not recorded"
         units = tuple(unit for part, is_reused in zip(self.parts, reuses, strict=True) if is_reused for unit in part)
-        return MaskedRows(tables, chosen, tuple(reuses), units, {"repeats": repeats})
+        graphs = None if chosen is None or self.failure is not None else self._model.captured
+        played = None if graphs is None else _Playback(graphs.recorder)
+        return MaskedRows(tables, chosen, tuple(reuses), units, {"repeats": repeats}, played)
 
     def record(
         self, rows: "MaskedRows", tokens: Tensor, timesteps: Tensor, conditions: dict[str, Any]
@@ -170,39 +168,15 @@ class MaskedPasses:
             seen: of each row, what was recorded of its step, on the model's device; asked for when it is needed.
             tokens, timesteps, conditions: as of `record`.
         """
-        if (captured := self._captured) is None:
-            return self._run(rows, seen, tokens, timesteps, conditions, rows.kept)
-        if self._last is not rows:
-            captured.clear()
-            captured.begin()
-            predicted = self._run(rows, seen, tokens, timesteps, conditions, rows.kept)
-            # What was asked for is what a recorded pass reads.
-            self._last, self._names = rows, tuple(seen[0])
-            return predicted
-        distinct = {id(each): each for each in seen}
-        places = tuple(list(distinct).index(id(each)) for each in seen)
-        inputs = {
-            "seen": tuple({name: each[name] for name in self._names} for each in distinct.values()),
-            "tokens": tokens,
-            "timesteps": timesteps,
-            "conditions": conditions,
-        }
+        inputs = tokens, timesteps, conditions
+        if rows.played is None:
+            return self._run(rows, seen, inputs, rows.kept)
+        predicted = rows.played.run(partial(self._run, rows), seen, inputs, rows.kept)
+        self.failure = self.failure or rows.played.captured.failure
+        return predicted
 
-        def forward(inputs: dict[str, Any], kept: dict[Any, Any]) -> Tensor:
-            read = [inputs["seen"][place] for place in places]
-            return self._run(rows, read, inputs["tokens"], inputs["timesteps"], inputs["conditions"], kept)
-
-        return captured.run(places, rows.kept, forward, inputs, held=rows)
-
-    def _run(
-        self,
-        rows: "MaskedRows",
-        seen: Sequence[Seen],
-        tokens: Tensor,
-        timesteps: Tensor,
-        conditions: dict[str, Any],
-        kept: dict[Any, Any],
-    ) -> Tensor:
+    def _run(self, rows: "MaskedRows", seen: Sequence[Seen], inputs: PassInputs, kept: dict[Any, Any]) -> Tensor:
+        tokens, timesteps, conditions = inputs
         context, active = self._model.context, rows.active
         assert active is not None, "rows without active cells are only recorded"
         for name, buffer in self._kept.items():
@@ -230,6 +204,41 @@ class MaskedPasses:
             buffer.clear()
 
 
+class _Playback:
+    """Passes over one batch, the first of which run eagerly; then one is recorded, and played back.
+
+    Attributes:
+        captured: the recorded passes. They hold what is read of records, and go with the batch, whose tables they read.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.captured = CapturedPasses(recorder, _PATIENCE)
+        self._names: tuple[str, ...] | None = None
+
+    def run(
+        self,
+        run: Callable[[Sequence[Seen], PassInputs, dict[Any, Any]], Tensor],
+        seen: Sequence[Seen],
+        inputs: PassInputs,
+        kept: dict[Any, Any],
+    ) -> Tensor:
+        """Do a pass; `run` does one, given what it reads, its inputs and what the batch keeps."""
+        # Edits of one image at one step read the same, and go on doing so.
+        distinct = list({id(each): each for each in seen}.values())
+        places = tuple(next(place for place, own in enumerate(distinct) if own is each) for each in seen)
+        if self._names is not None:
+            distinct = [{name: each[name] for name in self._names} for each in distinct]
+        predicted = self.captured.run(
+            places,
+            kept,
+            lambda given, kept: run([given["seen"][place] for place in places], given["inputs"], kept),
+            {"seen": tuple(distinct), "inputs": inputs},
+        )
+        # What the first pass has asked for is what all of them read.
+        self._names = self._names or tuple(seen[0])
+        return predicted
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class MaskedRows:
     """Rows of a batch between two changes of it.
@@ -240,6 +249,7 @@ class MaskedRows:
         reuses: see `MaskedPasses.batch`.
         units: of records that are read.
         kept: what stays the same while the batch does.
+        played: records its passes and plays them back; None: all run eagerly.
     """
 
     tables: CellTables
@@ -247,3 +257,4 @@ class MaskedRows:
     reuses: tuple[bool, ...]
     units: tuple[str, ...]
     kept: dict[Any, Any]
+    played: _Playback | None

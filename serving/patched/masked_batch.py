@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from ..core.prepared import PreparedRequest, Seen, Template
 from ..layout.packing import Packing
 from ..layout.patch_layout import by_size
 from ..samplers.batched import BatchedSampler
-from .masked import MaskedPasses, MaskedRows
+from .masked import MaskedPasses, MaskedRows, PassInputs
 from .text import conditions_of
 
 
@@ -166,10 +166,6 @@ def record(
     row_packing, repeats, inputs = inputs_of(passes, conditions, sampler, steps)
     seen = iter(passes.record(passes.batch(row_packing, repeats=repeats), *inputs)[1])
     return [[next(seen) for _ in range(each.num_rows)] for each in steps]
-
-
-PassInputs = tuple[Tensor, Tensor, dict[str, Any]]
-"""Tokens, timesteps and conditions, see `MaskedPasses.record`."""
 
 
 def inputs_of(

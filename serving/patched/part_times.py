@@ -17,8 +17,8 @@ from ..core.prepared import PreparedRequest, Seen, Template
 from ..core.stepper import Tuning
 from ..core.timing import synchronize
 from ..samplers.batched import BatchedSampler
-from .masked import MaskedPasses, MaskedRows
-from .masked_batch import PassInputs, inputs_of
+from .masked import MaskedPasses, MaskedRows, PassInputs
+from .masked_batch import inputs_of
 
 _EDITS, _SHARES = (1, 4), (0.1, 0.4)
 """Of the batches that are measured, for each size."""

@@ -85,7 +85,6 @@ class PatchedModel:
         self.dtype: torch.dtype = self.model.dtype
         self.cache: PatchCache | None = None
         self.captured: CapturedPasses | None = None
-        self.recorder: Recorder | None = None
         self.is_compiled = False
 
     @property
@@ -99,7 +98,7 @@ class PatchedModel:
     def use_graphs(self, recorder: Recorder, patience: int = PATIENCE) -> None:
         """Record whole passes and play them back from now on (`CapturedPasses`). Not together with the patch cache."""
         assert self.cache is None, "what a pass with the cache runs differs from step to step"
-        self.captured, self.recorder = CapturedPasses(recorder, patience), recorder
+        self.captured = CapturedPasses(recorder, patience)
 
     def compile(self, *, backend: str = "inductor") -> int:
         """Let the transformer blocks compile when they first run; returns how many there are."""

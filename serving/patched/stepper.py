@@ -73,6 +73,12 @@ class PatchedStepper:
         assert isinstance(self.sampler, BatchedSampler), "records are read and made by batched samplers only"
         return self.sampler
 
+    @property
+    def recording_failure(self) -> str | None:
+        """Why passes are not recorded and played back, though that is asked for, see `CapturedPasses`."""
+        captured = self.model.captured
+        return self.masked.failure if captured is None else captured.failure or self.masked.failure
+
     def use_keep(self, keep: Keep) -> None:
         """Say what records hold that are made and read from now on. Raises UsageError: as `spans_of`."""
         self.masked, self.planner = MaskedPasses(self.model, keep), None

@@ -128,4 +128,4 @@ def test_masked_passes_that_are_played_back_are_the_eager_ones(
     played.reuse.use_keep(keep)
     played.reuse.store, played.reuse.masked_up_to = eager.reuse.store, 1.0
     assert relative_error(denoised(played, requests, [0, 5, 0]), denoised(eager, requests, [0, 5, 0])) <= 1e-5
-    assert patched_stepper(played).masked.failure is None
+    assert patched_stepper(played).recording_failure is None

@@ -206,10 +206,9 @@ def test_masked_passes_that_are_played_back_are_the_same(family: str, keep: Keep
     stepper, recorder = model.stepper, Rerun()
     assert isinstance(stepper, PatchedStepper)
     stepper.model.use_graphs(recorder)
-    stepper.use_keep(keep)
     found = denoised(model, requests, joins)
     for own, other in zip(found, expected, strict=True):
         assert relative_error([own], [other]) <= 1e-5
-    assert stepper.masked.failure is None
+    assert stepper.recording_failure is None
     assert recorder.recorded >= 2
     assert recorder.played > recorder.recorded
