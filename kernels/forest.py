@@ -90,7 +90,7 @@ def forest_proba_torch(features: torch.Tensor, forest: FlatForest) -> torch.Tens
     total = first.clone()
     for part in others:
         total.add_(part)
-    return torch.view_as_real(total).div_(_on(forest.device, forest.num_trees))
+    return torch.view_as_real(total).div_(forest.divisor)
 
 
 @TritonKernel
@@ -150,11 +150,4 @@ def _forest_proba_triton(features: torch.Tensor, forest: FlatForest) -> torch.Te
         block_rows=block_rows,
         block_trees=block_trees,
     )
-    return out.div_(_on(forest.device, forest.num_trees))
-
-
-def _on(device: torch.device, number: int) -> torch.Tensor:
-    """A number as a divisor. By one that lies on the CPU, torch's CUDA division multiplies with its reciprocal, which
-    rounds once more.
-    """
-    return torch.full((), number, dtype=torch.float64, device=device)
+    return out.div_(forest.divisor)

@@ -41,6 +41,8 @@ class FlatForest:
         places: (segments, 1) int32, where a segment's part of `leaf_proba` begins.
         leaf_proba: (segments * places,) complex128; class 0 is the real part, class 1 the imaginary one, so that one
             addition adds both.
+        divisor: () float64, the number of trees. By a number that is no tensor, torch's CUDA division multiplies with
+            the reciprocal, which rounds once more.
     """
 
     feature: torch.Tensor
@@ -54,6 +56,7 @@ class FlatForest:
     masks: tuple[torch.Tensor, ...]
     places: torch.Tensor
     leaf_proba: torch.Tensor
+    divisor: torch.Tensor
 
     @classmethod
     def of(
@@ -83,6 +86,7 @@ class FlatForest:
             masks=tuple(map(torch.from_numpy, masks)),
             places=(torch.arange(len(leaves), dtype=torch.int32) * _PLACES)[:, None],
             leaf_proba=torch.view_as_complex(torch.from_numpy(table)).flatten(),
+            divisor=torch.tensor(len(roots), dtype=torch.float64),
         )
 
     @classmethod

@@ -60,11 +60,11 @@ class TemplateTiers:
     disk_mb: float = 20_000.0
 
     def __post_init__(self) -> None:
-        for name in ("memory", "staging", "disk"):
-            value = getattr(self, f"{name}_mb")
-            if not (value > 0 or (name == "memory" and value == 0)):
-                least = "0 or more" if name == "memory" else "above 0"
-                raise UsageError(f"--template-{name}-mb is {value:g}, but it must be {least}")
+        if not self.memory_mb >= 0:
+            raise UsageError(f"--template-memory-mb is {self.memory_mb:g}, but it must be 0 or more")
+        for name, value in (("staging", self.staging_mb), ("disk", self.disk_mb)):
+            if not value > 0:
+                raise UsageError(f"--template-{name}-mb is {value:g}, but it must be above 0")
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,7 @@ def build_engine(
         model = load_model(recipe.model, recipe.device, recipe.dtype, recipe.options)
     if recipe.templates is not None:
         model.reuse.use_keep(recipe.templates.keep)
-        model.reuse.open_store(recipe.workspace.templates, recipe.templates.loads, recipe.templates.tiers)
+        model.reuse.open_store(recipe.workspace.templates, recipe.templates)
     defaults, place, system = model.defaults, recipe.workspace, recipe.system
     prompts = itertools.cycle(load_prompts())
 

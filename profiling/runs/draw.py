@@ -14,7 +14,7 @@ from ...data.workspace import ModelWorkspace
 if TYPE_CHECKING:
     from ...serving.engine.run_result import RunResult
     from ...serving.models.served import ServedModel
-    from ...serving.options import LoadOptions, TemplateTiers
+    from ...serving.options import TemplateOptions
 
 
 def draw_images(
@@ -24,8 +24,7 @@ def draw_images(
     place: ModelWorkspace,
     *,
     max_batch_size: int,
-    loads: "LoadOptions | None" = None,
-    tiers: "TemplateTiers | None" = None,
+    templates: "TemplateOptions | None" = None,
     start_phase: Callable[[str, int], Callable[[int], None]],
     on_note: Callable[[str], None],
 ) -> "RunResult":
@@ -38,8 +37,7 @@ def draw_images(
         paths: of their images.
         place: of the model, with its templates.
         max_batch_size: requests denoised together.
-        loads: how records are read.
-        tiers: what they may take.
+        templates: how edits read records; None: these have none.
         start_phase: begins a phase of so many parts, and gives what counts them.
         on_note: told in one line what is done in another way than was asked for.
     """
@@ -49,11 +47,12 @@ def draw_images(
 
     if (edit := requests[0].edit) is not None and edit.template is not None:
         if model.reuse.is_worth_masking(edit):
-            model.reuse.open_store(place.templates, loads, tiers)
+            assert templates is not None, "edits with templates read records"
+            model.reuse.open_store(place.templates, templates)
             advance = start_phase("template", requests[0].num_inference_steps)
             model.reuse.use_template(requests[0], place.templates, advance)
-            if loads is not None:
-                model.reuse.plan_loads(loads, model.tuning([edit.resolution], place.tables))
+            if templates.loads is not None:
+                model.reuse.plan_loads(templates.loads, model.tuning([edit.resolution], place.tables))
         else:
             share = model.family.geometry.active_share(edit)
             on_note(f"The mask touches {share:.0%} of the image's cells: it is faster to compute all of them.")

@@ -9,7 +9,7 @@ import typer
 from ...data.adapters import read_adapters
 from ...data.errors import UsageError
 from ...data.requests import Request
-from ...serving.options import TemplateTiers
+from ...serving.options import TemplateOptions, TemplateTiers
 from ..flags import flag
 from ..options.common import GuidanceScale, MaxBatchSize, NumInferenceSteps, Seed, require_seeds
 from ..options.groups import ParallelEngineFlags
@@ -106,11 +106,11 @@ def edit(
     from ...serving.models.loading import model_geometry
     from ...serving.models.placement import resolve_device
 
-    loads = None
+    templates = None
     if reuse:
         require_masked(engine)
         require_keep(target.model, keep)
-        loads = loads_of(edit_link_mbps, plan, engine)
+        templates = TemplateOptions(keep=keep, loads=loads_of(edit_link_mbps, plan, engine), tiers=tiers)
     elif template_prompt or template_seed:
         raise UsageError("--template-prompt and --template-seed are of the record, which only --reuse reads")
     elif edit_full_steps or edit_dilate or keep != "all" or template_kind != "noised":
@@ -166,8 +166,6 @@ def edit(
         engine,
         out,
         max_batch_size=max_batch_size,
-        keep=keep,
-        loads=loads,
-        tiers=tiers,
+        templates=templates,
         facts={"mask_ratio": spec.mask_ratio, "active_share": share},
     )

@@ -11,6 +11,7 @@ from ...data.errors import RunError, UsageError
 from ...data.files import require_folder
 from ...data.requests import Request
 from ...data.resolution import parse
+from ...serving.options import TemplateOptions
 from ..flags import flag
 from ..options.common import GuidanceScale, MaxBatchSize, NumInferenceSteps, Seed, require_seeds
 from ..options.groups import ParallelEngineFlags
@@ -21,8 +22,7 @@ from ..output import Output
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ...data.templates import Keep
-    from ...serving.options import EngineOptions, LoadOptions, TemplateTiers
+    from ...serving.options import EngineOptions
 
 Value = TypeVar("Value")
 _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
@@ -129,7 +129,7 @@ def generate(
         engine,
         out,
         max_batch_size=max_batch_size,
-        keep=keep,
+        templates=TemplateOptions(keep=keep) if save_template else None,
         save_templates=save_template,
     )
 
@@ -142,29 +142,27 @@ def draw(
     out: Output,
     *,
     max_batch_size: int,
-    keep: "Keep" = "all",
-    loads: "LoadOptions | None" = None,
-    tiers: "TemplateTiers | None" = None,
+    templates: "TemplateOptions | None" = None,
     save_templates: bool = False,
     facts: dict[str, Any] | None = None,
 ) -> None:
     """Draw requests in one batch, write their images and print what came of them.
 
-    Records that edits read hold what `keep` says, are read as `loads` says, and take what `tiers` say; with
-    `save_templates` the images leave some. `facts` stand in JSON.
+    Edits read records as `templates` say; with `save_templates` images leave some. `facts` stand in JSON.
     """
     from ...profiling.runs.draw import draw_images, draw_with_records
 
     served, place = target.load(out, engine)
-    served.reuse.use_keep(keep)
+    if templates is not None:
+        served.reuse.use_keep(templates.keep)
     for request in requests:
         served.check_request(request)
     with out.status("Measuring which way of convolving is faster ..."):
         served.tune([request.resolution for request in requests], place.tables)
-    templates: dict[int, str] = {}
+    saved: dict[int, str] = {}
     with out.phases() as start:
         if save_templates:
-            result, templates = draw_with_records(
+            result, saved = draw_with_records(
                 served, requests, paths, place, max_batch_size=max_batch_size, start_phase=start
             )
         else:
@@ -174,8 +172,7 @@ def draw(
                 paths,
                 place,
                 max_batch_size=max_batch_size,
-                loads=loads,
-                tiers=tiers,
+                templates=templates,
                 start_phase=start,
                 on_note=out.note,
             )
@@ -183,7 +180,7 @@ def draw(
     images = [_describe(record) for record in result.records]
     if save_templates:
         for image in images:
-            image["template"] = templates.get(image["id"])
+            image["template"] = saved.get(image["id"])
     served.close()
     payload = {"model": target.model, "device": str(served.device), "duration_s": result.duration_s, "images": images}
     if served.offload is not None:

@@ -7,7 +7,7 @@ import typer
 
 from ...data.errors import RunError, UsageError
 from ...data.requests import Request
-from ...serving.options import TemplateTiers
+from ...serving.options import TemplateOptions, TemplateTiers
 from ..options.common import GuidanceScale, NumInferenceSteps
 from ..options.target import Target
 from ..options.templates import TIERS, KeepFlag, TemplatePrompt, TemplateSeed, require_keep
@@ -64,7 +64,7 @@ def templates_add(
     served, place = target.load(out)
     served.check_request(request)
     served.reuse.use_keep(keep)
-    served.reuse.open_store(place.templates, tiers=tiers)
+    served.reuse.open_store(place.templates, TemplateOptions(keep=keep, tiers=tiers))
     with out.phases() as start:
         is_new = served.reuse.use_template(request, place.templates, start("template", request.num_inference_steps))
     key = served.reuse.key_of(request)

@@ -26,7 +26,7 @@ from ..editing.start import noised_steps
 from ..editing.templates import TemplateStore
 from ..editing.trajectory import Trajectory
 from ..families import Family
-from ..options import LoadOptions, TemplateTiers
+from ..options import LoadOptions, TemplateOptions
 from ..patched.stepper import PatchedStepper
 from .identity import ModelIdentity
 
@@ -85,9 +85,10 @@ class TemplateReuse:
         if self._stepper is not None:
             self._stepper.use_keep(keep)
 
-    def open_store(self, folder: Path, loads: LoadOptions | None = None, tiers: TemplateTiers | None = None) -> None:
-        """Let edits read the records in this folder from now on."""
-        self.store = TemplateStore(folder, tiers, link_mbps=None if loads is None else loads.link_mbps)
+    def open_store(self, folder: Path, options: TemplateOptions) -> None:
+        """Let edits read the records in this folder from now on, as options say how, and how much they may take."""
+        loads = options.loads
+        self.store = TemplateStore(folder, options.tiers, link_mbps=None if loads is None else loads.link_mbps)
 
     def plan_loads(self, loads: LoadOptions, target: Tuning) -> None:
         """Let plans decide from now on which parts of passes read records of what `use_keep` says; what parts take is

@@ -14,7 +14,7 @@ from patchedserve.data.work import Work
 from patchedserve.serving.editing.planner import LoadPlanner
 from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
-from patchedserve.serving.options import LoadOptions
+from patchedserve.serving.options import LoadOptions, TemplateOptions
 from patchedserve.serving.patched.part_times import MeasuredPass
 from patchedserve.serving.patched.stepper import PatchedStepper
 
@@ -32,7 +32,7 @@ def planned(family: str, folder: Path, loads: LoadOptions, keep: Keep = "all") -
     """With the record of `request`, which is read as said."""
     model = model_with(pipeline(family), folder / "records", [request()], keep)
     (folder / "tables").mkdir(exist_ok=True)
-    model.reuse.open_store(folder / "records", loads)
+    model.reuse.open_store(folder / "records", TemplateOptions(loads=loads))
     model.reuse.plan_loads(loads, model.tuning([LARGE], folder / "tables"))
     return model
 
