@@ -75,12 +75,9 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     token = secrets.token_hex(4)
     temporary, old = (target.with_name(f".{target.name[:100]}.{token}.{mark}") for mark in ("tmp", "old"))
     temporary.mkdir()
-    held = os.open(temporary, os.O_RDONLY)
     try:
-        # Until this process ends, however it does; see `remove_leftovers`. Some network file systems cannot.
-        with contextlib.suppress(OSError):
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield temporary
+        with _held(temporary):
+            yield temporary
         for current, _, names in os.walk(temporary):
             for name in names:
                 _sync(Path(current, name))
@@ -93,11 +90,25 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
             old.rename(target)
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    finally:
-        os.close(held)
     _sync(target.parent)
     if old.exists():
         shutil.rmtree(old)
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[bool]:
+    """Hold a folder, or until this process ends, however it does; tells whether it could be had. Some network file
+    systems cannot hold any. Raises OSError: it is no folder.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    is_held = False
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_held = True
+    try:
+        yield is_held
+    finally:
+        os.close(descriptor)
 
 
 def remove_leftovers(parent: Path, least_age_s: float = 60.0) -> None:
@@ -108,12 +119,9 @@ def remove_leftovers(parent: Path, least_age_s: float = 60.0) -> None:
         # Another process may hold it, or delete it meanwhile; or it is no folder.
         with contextlib.suppress(OSError):
             if time.time() - folder.stat().st_mtime >= least_age_s:
-                held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-                try:
-                    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(folder)
-                finally:
-                    os.close(held)
+                with _held(folder) as is_free:
+                    if is_free:
+                        shutil.rmtree(folder)
 
 
 def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:

@@ -97,7 +97,13 @@ def evaluate_parallel(
     folders = draw_sets(
         model, wanted.settings(), plan, options, workspace, start_phase=start_phase, on_failed=on_failed
     )
-    settings = {
+    settings = facts_of(model, wanted, plan, options)
+    return judge_sets(folders, settings, wanted, options, judges, shared_root=shared_root, start_phase=start_phase)
+
+
+def facts_of(model: ServedModel, wanted: ParallelPlan, plan: EvalPlan, options: EvalOptions) -> dict[str, Any]:
+    """How the sets are drawn, as results say it."""
+    return {
         "model": model.name,
         "dtype": str(model.dtype).removeprefix("torch."),
         "sampler": type(model.pipe.scheduler).__name__,
@@ -108,7 +114,6 @@ def evaluate_parallel(
         "warmup": wanted.warmup,
         "seed": options.seed,
     }
-    return judge_sets(folders, settings, wanted, options, judges, shared_root=shared_root, start_phase=start_phase)
 
 
 def draw_sets(
@@ -149,7 +154,7 @@ def judge_sets(
     shared_root: Path,
     start_phase: StartPhase,
 ) -> ParallelQuality:
-    """Compare the sets in these folders, which were drawn with these settings. Errors as of `compare`."""
+    """Compare the sets in these folders; `settings` say how they were drawn. Errors as of `compare`."""
     comparisons = {
         setting.name: compare(
             folders[setting.original],

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from ...data.resolution import Resolution
 from ...data.workspace import ModelWorkspace
+from ...serving.core.prepared import PreparedRequest
+from ...serving.core.stepper import Stepper
 from ...serving.models.build import build_plain, with_engine
 from ...serving.models.served import ServedModel
 from ...serving.options import EngineOptions
@@ -164,11 +166,8 @@ class ParallelBench:
         self._stack = ExitStack()
         self._pool = RequestPool(model, settings.seed)
         self._plain = {form: PlainModels(model.denoiser, always=form) for form in PlainModels(model.denoiser).formats}
-        only = replace(options, mode="sync", cfg_split="off")
-        self._reference = plain = build_plain(model.pipe, model.family, self._plain["default"])
-        self._alone = ParallelStepper(
-            OneRank(model.denoiser, only), only, plain.models, plain.conditions, plain.sampler, plain.alone
-        )
+        self._reference = build_plain(model.pipe, model.family, self._plain["default"])
+        self._alone = alone_of(model, options)
         self._served: dict[str, tuple[ServedModel, RequestPool]] = {}
         try:
             for name in ways:
@@ -229,22 +228,35 @@ class ParallelBench:
         }
 
     def _differences(self, combination: Combination) -> dict[str, dict[str, float]]:
-        """How far what each side predicts of the clean latents is from what one rank predicts, after so many steps:
-        the largest difference over the largest value."""
-        found: dict[str, dict[str, float]] = {}
-        for name, (served, pool) in self._served.items():
-            requests, parts = pool.take(combination), []
-            for stepper in (self._reference, served.stepper):
-                side = EngineSide(stepper, requests)
-                side.begin()
-                for _ in range(_SETTLED):
-                    side.step()
-                parts.append(stepper.peek(side.active[0]))
-            one, other = parts
-            assert one is not None
-            assert other is not None
-            found[name] = {"difference": float((other - one).abs().max() / one.abs().max())}
-        return found
+        return {
+            name: {"difference": difference(self._reference, served.stepper, pool.take(combination))}
+            for name, (served, pool) in self._served.items()
+        }
+
+
+def alone_of(model: ServedModel, options: ParallelOptions) -> ParallelStepper:
+    """Rank 0 of as many as options say, of which the others are not there."""
+    only = replace(options, mode="sync", cfg_split="off")
+    plain = build_plain(model.pipe, model.family, PlainModels(model.denoiser))
+    group = OneRank(model.denoiser, only)
+    return ParallelStepper(group, only, plain.models, plain.conditions, plain.sampler, plain.alone)
+
+
+def difference(one: Stepper, other: Stepper, requests: Sequence[PreparedRequest]) -> float:
+    """How far what a side predicts of the first request's clean latents is from what one rank predicts, after some
+    steps: the largest difference over the largest value.
+    """
+    found = []
+    for stepper in (one, other):
+        side = EngineSide(stepper, requests)
+        side.begin()
+        for _ in range(_SETTLED):
+            side.step()
+        latents = stepper.peek(side.active[0])
+        assert latents is not None
+        found.append(latents)
+    expected, drawn = found
+    return float((drawn - expected).abs().max() / expected.abs().max())
 
 
 def _process_end(served: ServedModel) -> ProcessEnd | None:

@@ -24,7 +24,7 @@ from patchedserve.data.workspace import Workspace
 from patchedserve.eval.metrics.judges import Judges
 from patchedserve.eval.options import EvalOptions, plan_eval
 from patchedserve.eval.parallel.plan import ParallelPlan, parse_parts, parse_ranks
-from patchedserve.eval.parallel.run import draw_sets, judge_sets
+from patchedserve.eval.parallel.run import draw_sets, facts_of, judge_sets
 from patchedserve.eval.sets.generate import MANIFEST_FILE
 from patchedserve.profiling.machine import run_facts
 from patchedserve.serving.models.loading import load_model, model_defaults
@@ -52,9 +52,8 @@ def draw(model_name: str, device: str, wanted: ParallelPlan, options: EvalOption
     place = Workspace(folder / "workspace").for_model(model_name, str(model.device))
     missing = [each for each in wanted.settings() if not archive_of(folder, each.name).exists()]
     found = draw_sets(model, missing, plan, options, place, start_phase=phase, on_failed=sys.exit)
-    facts = run_facts(model).to_json()
-    settings = {"num_inference_steps": plan.num_inference_steps, "guidance_scale": plan.guidance_scale}
-    write_json(folder / _SETTINGS, facts | settings | {"warmup": wanted.warmup, "num_prompts": len(plan.items)})
+    if not (folder / _SETTINGS).exists():  # of the machine that has drawn the first of them
+        write_json(folder / _SETTINGS, run_facts(model).to_json() | facts_of(model, wanted, plan, options))
     for name, own in found.items():
         with (
             atomic_write(archive_of(folder, name)) as temporary,

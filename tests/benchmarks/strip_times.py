@@ -9,35 +9,34 @@ One device is enough: ranks of a real group compute the same. Steps are guided (
 
 import argparse
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from patchedserve.data.files import write_json
 from patchedserve.data.resolution import parse_list
 from patchedserve.profiling.machine import run_facts
-from patchedserve.profiling.parallel.bench import OneRank
+from patchedserve.profiling.parallel.bench import alone_of, difference
 from patchedserve.profiling.steps.bench import BenchSettings, Lane, time_lanes
 from patchedserve.profiling.steps.combinations import Combination
 from patchedserve.profiling.steps.sides import EngineSide, RequestPool, plain_side
-from patchedserve.serving.models.build import build_plain, with_engine
+from patchedserve.serving.models.build import with_engine
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.parallel.options import ParallelOptions
-from patchedserve.serving.parallel.stepper import ParallelStepper
 from patchedserve.serving.plain.formats import PlainModels
 from patchedserve.tests.support.kernel_time import kernel_s
 
-_SETTLED = 4
+
+def on_ranks(model: ServedModel, count: int) -> ServedModel:
+    """The model on virtual ranks."""
+    return with_engine(model, EngineOptions("parallel", parallel=options_of(count)))
 
 
-def parallel(model: ServedModel, count: int) -> tuple[ServedModel, ParallelStepper]:
-    """The model on so many virtual ranks, and rank 0 of as many that are not there."""
-    options = ParallelOptions(f"virtual:{count}", mode="sync", cfg_split="off")
-    plain = build_plain(model.pipe, model.family, PlainModels(model.denoiser))
-    group = OneRank(model.denoiser, options)
-    alone = ParallelStepper(group, options, plain.models, plain.conditions, plain.sampler, plain.alone)
-    return with_engine(model, EngineOptions("parallel", parallel=options)), alone
+def options_of(count: int) -> ParallelOptions:
+    """Of so many virtual ranks, none of which is spent on guidance."""
+    return ParallelOptions(f"virtual:{count}", mode="sync", cfg_split="off")
 
 
 def measure(model: ServedModel, size: Any, counts: list[int], repeats: int) -> list[dict[str, Any]]:
@@ -47,10 +46,10 @@ def measure(model: ServedModel, size: Any, counts: list[int], repeats: int) -> l
     for form in PlainModels(model.denoiser).formats:
         side = plain_side(model, PlainModels(model.denoiser, always=form), requests)
         lanes[f"1, {form}"] = Lane(side, model.device)
-    served = {}
+    with closing(on_ranks(model, counts[0])) as served:
+        own = RequestPool(served).take(combination)  # of any number of ranks
     for count in counts:
-        served[count], alone = parallel(model, count)
-        lanes[str(count)] = Lane(EngineSide(alone, RequestPool(served[count]).take(combination)), model.device)
+        lanes[str(count)] = Lane(EngineSide(alone_of(model, options_of(count)), own), model.device)
     time_lanes(lanes.values(), BenchSettings(repeats, 1))
     kernels = {}
     for name, lane in lanes.items():
@@ -66,26 +65,7 @@ def measure(model: ServedModel, size: Any, counts: list[int], repeats: int) -> l
             row |= {"kernels_ms": of_kernels * 1e3, "kernels_speedup": kernels[one] / of_kernels}
         rows.append(row)
         print({name: value for name, value in row.items() if name != "samples_ms"}, file=sys.stderr, flush=True)
-    for each in served.values():
-        each.close()
     return rows
-
-
-def difference(model: ServedModel, size: Any, count: int) -> float:
-    """Of the clean latents that virtual ranks and one predict after some steps: the largest, over the largest value."""
-    served, _ = parallel(model, count)
-    found = []
-    for each in (model, served):
-        side = EngineSide(each.stepper, RequestPool(each).take(Combination((size,), (1,))))
-        side.begin()
-        for _ in range(_SETTLED):
-            side.step()
-        found.append(each.stepper.peek(side.active[0]))
-    served.close()
-    one, other = found
-    assert one is not None
-    assert other is not None
-    return float((other - one).abs().max() / one.abs().max())
 
 
 def main() -> None:
@@ -100,7 +80,10 @@ def main() -> None:
     given = parser.parse_args()
     model = load_model(given.model, given.device, given.dtype, EngineOptions("plain"))
     sizes, counts = parse_list(given.resolutions), [int(each) for each in given.num_ranks.split(",")]
-    result = run_facts(model).to_json() | {"virtual_2_difference": difference(model, sizes[0], 2), "rows": []}
+    with closing(on_ranks(model, 2)) as served:
+        requests = RequestPool(served).take(Combination((sizes[0],), (1,)))
+        apart = difference(model.stepper, served.stepper, requests)
+    result = run_facts(model).to_json() | {"virtual_2_difference": apart, "rows": []}
     print(f"two virtual ranks: {result['virtual_2_difference']:.2e}", file=sys.stderr)
     for size in sizes:
         result["rows"] += measure(model, size, counts, given.repeats)
