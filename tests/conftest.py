@@ -2,10 +2,11 @@
 
 import contextlib
 import io
+import logging
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -145,3 +146,17 @@ def run_psctl(tmp_path: Path) -> RunPsctl:
         return subprocess.CompletedProcess(["psctl", *map(str, arguments)], code, out.getvalue(), err.getvalue())
 
     return run
+
+
+@pytest.fixture
+def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch.compile without the graphs of other tests, and with none left behind."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    # pytest would take down every line of the compiler's trace.
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()

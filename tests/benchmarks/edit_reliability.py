@@ -26,17 +26,15 @@ from patchedserve.serving.editing.templates import TemplateStore
 from patchedserve.serving.engine.collectors import InMemory
 from patchedserve.serving.engine.engine import Engine
 from patchedserve.serving.models.build import build_model
-from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import TemplateTiers
 from patchedserve.serving.scheduling.policies import get_policy
 from patchedserve.tests.support.edits import edit_request
 from patchedserve.tests.support.killed_edits import edit_and_kill
-from patchedserve.tests.support.template_records import serve
+from patchedserve.tests.support.template_records import serve, with_records
 from patchedserve.tests.support.tiny_models import save_tiny, tiny_sdxl
 
 _SIZES = (Resolution(64, 64), Resolution(96, 64), Resolution(128, 128))
-_STEPS, _ROOM = 4, 10
-"""Steps of an edit, and how many of the largest records there is room for on disk; in memory it is half of that."""
+_STEPS = 4
 
 
 def of_kills(folder: Path, kills: int) -> dict[str, Any]:
@@ -77,25 +75,19 @@ def of_damages(folder: Path, damages: int, seed: int = 0) -> dict[str, Any]:
     expected = serve(build_model(pipe, name="tiny"), [exact_edit]).latents[0]
     reused: torch.Tensor | None = None
     for _ in range(damages):
-        model = _model(pipe, TemplateStore(folder))
-        assert model.reuse.use_template(edit, folder, lambda count: None)
+        model = with_records(build_model(pipe, name="tiny"), TemplateStore(folder), [edit])
         found = serve(model, [edit]).latents[0]
         reused = found if reused is None else reused
         again += bool(torch.equal(found, reused)) and not torch.equal(found, expected)
-        (record,) = folder.glob("[!.]*[!d]")
+        (record,) = (path for path in folder.iterdir() if path.suffix != ".bad")
         files = sorted(record.iterdir())
         file = draws.choice(files)
         kinds.append(damage(file, draws.choice([each for each in files if each != file]), draws))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            exact += bool(torch.equal(serve(_model(pipe, TemplateStore(folder)), [edit]).latents[0], expected))
+            after = with_records(build_model(pipe, name="tiny"), TemplateStore(folder))
+            exact += bool(torch.equal(serve(after, [edit]).latents[0], expected))
     return {"damages": kinds, "exact_after": exact, "as_before_when_recorded_again": again}
-
-
-def _model(pipe: Any, store: TemplateStore) -> ServedModel:
-    model = build_model(pipe, name="tiny")
-    model.reuse.store, model.reuse.masked_up_to = store, 1.0
-    return model
 
 
 def of_bounds(folder: Path, edits: int, templates: int, seed: int = 0) -> dict[str, Any]:
@@ -105,15 +97,15 @@ def of_bounds(folder: Path, edits: int, templates: int, seed: int = 0) -> dict[s
         edit_request(0, _SIZES[number % 3], "box", num_steps=_STEPS, template=TemplateSpec("", number))
         for number in range(templates)
     ]
-    probe = _model(pipe, TemplateStore(folder / "probe"))
     largest = max(all_of_them, key=lambda each: each.resolution.pixels)
-    probe.reuse.use_template(largest, folder / "probe", lambda count: None)
-    assert probe.reuse.store is not None
-    record_mb = probe.reuse.store.list()[0]["bytes"] / 1e6
-    # Four edits share a batch; two steps of each at the most are staged, of records that memory has no room for.
-    tiers = TemplateTiers(0.4 * record_mb, 8.5 * record_mb / _STEPS, _ROOM * record_mb)
+    probe = TemplateStore(folder / "probe")
+    with_records(build_model(pipe, name="tiny"), probe, [largest])
+    record_mb = probe.list()[0]["bytes"] / 1e6
+    # In memory there is room for small records alone, on disk for ten of the largest, beside what four edits read for
+    # a step of each and the next.
+    tiers = TemplateTiers(0.4 * record_mb, 8.5 * record_mb / _STEPS, 10 * record_mb)
     store = TemplateStore(folder / "records", tiers)
-    model = _model(pipe, store)
+    model = with_records(build_model(pipe, name="tiny"), store)
     most: dict[str, float] = dict.fromkeys(("memory", "staging", "disk"), 0.0)
     limits = {"memory": tiers.memory_mb, "staging": tiers.staging_mb, "disk": tiers.disk_mb}
 
@@ -160,8 +152,8 @@ def of_bounds(folder: Path, edits: int, templates: int, seed: int = 0) -> dict[s
 
 def _size(file: Path) -> int:
     try:
-        return file.stat().st_size if file.is_file() else 0
-    except FileNotFoundError:
+        return file.stat().st_size
+    except FileNotFoundError:  # it is gone since it was listed
         return 0
 
 

@@ -57,10 +57,8 @@ plan() {
             --cache-patch-size "$cache_patch"
         measure "steps-$model-$dtype-compiled" 300 "${steps[@]}" "${few[@]}" --compile
     done
-    for ranks in 2 4 8; do
-        measure "strips-sdxl-$ranks" 100 psctl bench parallel --model "$models/sdxl" --device "$device" --dtype $dtype \
-            --resolutions "$strip_sizes" --parallel "virtual:$ranks" --modes sync --repeats 3 --warmup 1 --quiet
-    done
+    measure "strips-sdxl-$dtype" 200 "$here/strip_times.py" --model "$models/sdxl" --device "$device" --dtype "$dtype" \
+        --resolutions "$strip_sizes"
     measure steps-sdxl-bfloat16 300 psctl bench steps --model "$models/sdxl" --device "$device" --dtype bfloat16 \
         --resolutions "$sizes" --quiet --repeats 5
 }

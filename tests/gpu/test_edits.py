@@ -1,6 +1,5 @@
 """Edits on a device: exact ones equal the plain engine, and those that read records are those alone."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from patchedserve.data.templates import KEEPS, Keep
 from patchedserve.profiling.steps.sides import patched_stepper
 from patchedserve.serving.editing.templates import TemplateStore
 from patchedserve.serving.models.build import build_model, with_engine
-from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions, TemplateTiers
 
 from ..serving.editing.test_exact import mixed as tiny_edits
@@ -23,7 +21,7 @@ from ..support.edits import edit_request, plain_edit
 from ..support.family_kit import denoised
 from ..support.patched_models import relative_error
 from ..support.template_records import LARGE as TINY
-from ..support.template_records import TEMPLATE, edits, model_with, serve
+from ..support.template_records import TEMPLATE, edits, model_with, serve, with_records
 from ..support.tiny_models import plain_latents
 from .cases import BUNDLED, EXACT, alone, loaded, served
 
@@ -41,18 +39,10 @@ def _mixed(template: TemplateSpec | None = None) -> list[Request]:
     ]
 
 
-def _recorded(
-    name: str, device: str, folder: Path, keep: Keep, requests: Sequence[Request], **kept: Any
-) -> ServedModel:
-    """A model with the records of these edits' templates, in this folder and, unless `kept` forbids it, in memory."""
-    model = served(name, device)
-    model.reuse.use_keep(keep)
-    model.reuse.store, model.reuse.masked_up_to = TemplateStore(folder, TemplateTiers(**kept)), 1.0
-    for request in requests:
-        key = model.reuse.key_of(request)
-        if key is not None and model.reuse.store.find(key, model.device) is None:
-            model.reuse.store.add(key, model.reuse.recorded(request), model.device)
-    return model
+@pytest.fixture(params=[2000.0, 0.0], ids=["memory", "files"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> TemplateStore:
+    """Whose records are in memory, or read from files, step by step."""
+    return TemplateStore(tmp_path, TemplateTiers(memory_mb=request.param))
 
 
 @pytest.mark.parametrize(
@@ -75,30 +65,27 @@ def test_edits_equal_diffusers_inpainting(family: str, device: str) -> None:
         assert relative_error([result.latents[request.request_id][0]], [expected]) <= 1e-3
 
 
-@pytest.mark.parametrize("memory_mb", [2000.0, 0.0])
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("name", BUNDLED)
-def test_an_edit_of_the_whole_image_is_its_twin(
-    name: str, keep: Keep, memory_mb: float, device: str, tmp_path: Path
-) -> None:
-    """Nothing is read for what is in the mask. Without memory for them, records are read from files, step by step."""
+def test_an_edit_of_the_whole_image_is_its_twin(name: str, keep: Keep, store: TemplateStore, device: str) -> None:
+    """Nothing is read for what is in the mask."""
     requests = [edit_request(0, SMALL, "all", template=TEMPLATE, num_steps=5)]
-    model = _recorded(name, device, tmp_path, keep, requests, memory_mb=memory_mb)
+    model = with_records(served(name, device), store, requests, keep)
     assert model.prepare(requests[0]).template is not None
     twin = serve(with_engine(model, EngineOptions()), requests)
     assert relative_error([serve(model, requests).latents[0]], [twin.latents[0]]) <= 1e-3
 
 
-@pytest.mark.parametrize("memory_mb", [2000.0, 0.0])
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("name", BUNDLED)
 def test_edits_that_read_records_in_a_mixed_batch_are_those_alone(
-    name: str, keep: Keep, memory_mb: float, device: str, tmp_path: Path
+    name: str, keep: Keep, store: TemplateStore, device: str
 ) -> None:
     requests = _mixed(TEMPLATE)
-    model = _recorded(name, device, tmp_path, keep, requests[:3], memory_mb=memory_mb)
+    model = with_records(served(name, device), store, requests[:3], keep)
     together = serve(model, requests)
-    again = serve(_recorded(name, device, tmp_path, keep, (), memory_mb=memory_mb), requests)  # what others have made
+    # What another process has made.
+    again = serve(with_records(served(name, device), TemplateStore(store.folder), (), keep), requests)
     for request in requests:
         own = serve(model, [replace(request, request_id=0)]).latents[0]
         for found in (together, again):
@@ -116,16 +103,13 @@ def test_families_read_records_in_a_mixed_batch_as_alone(family: str, device: st
         assert relative_error([together.latents[request.request_id]], [alone.latents[0]]) <= EXACT
 
 
-@pytest.mark.parametrize("memory_mb", [2000.0, 0.0])
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("name", BUNDLED)
 def test_masked_passes_that_are_played_back_are_the_eager_ones(
-    name: str, keep: Keep, memory_mb: float, cuda: str, tmp_path: Path
+    name: str, keep: Keep, store: TemplateStore, cuda: str
 ) -> None:
     requests = [replace(each, num_inference_steps=each.num_inference_steps + 6) for each in _mixed(TEMPLATE)[:3]]
-    eager = _recorded(name, cuda, tmp_path, keep, requests, memory_mb=memory_mb)
-    played = with_engine(eager, EngineOptions(cuda_graphs=True))
-    played.reuse.use_keep(keep)
-    played.reuse.store, played.reuse.masked_up_to = eager.reuse.store, 1.0
+    eager = with_records(served(name, cuda), store, requests, keep)
+    played = with_records(served(name, cuda, EngineOptions(cuda_graphs=True)), store, (), keep)
     assert relative_error(denoised(played, requests, [0, 5, 0]), denoised(eager, requests, [0, 5, 0])) <= 1e-5
     assert patched_stepper(played).recording_failure is None

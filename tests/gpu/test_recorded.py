@@ -1,11 +1,9 @@
 """`--cuda-graphs` and `--compile` on a device: passes that are played back or compiled give what eager ones give."""
 
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from patchedserve.data.requests import Request
@@ -65,15 +63,6 @@ def test_passes_are_recorded_while_other_threads_encode_and_decode(cuda: str) ->
     assert passes.failure is None
     found = [result.latents[request.request_id][0] for request in requests]
     assert relative_error(found, alone(model, requests)) <= EXACT
-
-
-@pytest.fixture
-def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No graphs of other tests, and none left behind."""
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from patchedserve.data.resolution import Resolution
 from patchedserve.serving.editing.templates import TemplateStore
 
 from .edits import image_of
-from .psctl_process import start_psctl
+from .psctl_process import PsctlProcess, start_psctl
 
 SIZE = Resolution(64, 64)
 
@@ -51,33 +51,31 @@ def edit_and_kill(folder: Path, model: Path, kills: int, num_images: int = 6, se
     command = ["edit", folder / "room.png", "a hat", "--mask", folder / "mask.png", "--reuse", "--model", model]
     command += ["-n", num_images, "--workspace", folder / "workspace", "--dtype", "float32", "--overwrite"]
 
-    def start(output: str) -> "tuple[subprocess.Popen[str], Path]":
-        process = start_psctl(
-            *map(str, command), "-o", str(folder / output), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        return process, folder / output  # type: ignore[return-value]
+    def start(output: Path) -> PsctlProcess:
+        told = subprocess.DEVNULL
+        return start_psctl(*map(str, command), "-o", str(output), stdout=told, stderr=told)
 
     def records() -> Iterator[Path]:
         return (folder / "workspace").glob("*/*/templates/[!.]*")
 
-    def finish(output: str) -> float:
+    def finish() -> float:
         started_s = time.monotonic()
-        process, _ = start(output)
-        assert process.wait() == 0
+        assert start(folder / "expected").wait() == 0
         return time.monotonic() - started_s
 
-    finish("expected")  # what is measured once
+    finish()  # what is measured once
     expected = {path.name: path.read_bytes() for path in (folder / "expected").iterdir()}
     assert len(expected) == num_images
     shutil.rmtree(next(records()))
     left = set[Path]()
-    longest_s = {True: finish("expected"), False: finish("expected")}
+    longest_s = {True: finish(), False: finish()}
     for number in range(kills):
         has_to_record = number % 2 == 0
         for record in records() if has_to_record else ():
             shutil.rmtree(record)
-        shutil.rmtree(folder / "drawn", ignore_errors=True)
-        process, output = start("drawn")
+        output = folder / "drawn"
+        shutil.rmtree(output, ignore_errors=True)
+        process = start(output)
         time.sleep(draws.uniform(0.2, 1.0) * longest_s[has_to_record])
         process.send_signal(signal.SIGKILL)
         has_ended = process.wait() == 0
@@ -94,7 +92,7 @@ def edit_and_kill(folder: Path, model: Path, kills: int, num_images: int = 6, se
             except Exception:  # noqa: BLE001  whatever is wrong with it
                 half_records += 1
         if number % 10 == 9:
-            process, output = start("after")
-            failed += process.wait() != 0
-            wrong_images += sum(path.read_bytes() != expected[path.name] for path in output.iterdir())
+            after = folder / "after"
+            failed += start(after).wait() != 0
+            wrong_images += sum(path.read_bytes() != expected[path.name] for path in after.iterdir())
     return KilledEdits(moments, wrong_images, half_records, failed)

@@ -24,14 +24,19 @@ TEMPLATE = TemplateSpec("a picture", 5)
 
 def model_with(pipe: Any, folder: Path, requests: Sequence[Request] = (), keep: Keep = "all") -> ServedModel:
     """With the records of these edits' templates."""
-    model = build_model(pipe, name="tiny")
+    return with_records(build_model(pipe, name="tiny"), TemplateStore(folder), requests, keep)
+
+
+def with_records(
+    model: ServedModel, store: TemplateStore, requests: Sequence[Request] = (), keep: Keep = "all"
+) -> ServedModel:
+    """The model, which reads these records whatever the mask, and the store with those of these edits' templates."""
     model.reuse.use_keep(keep)
-    model.reuse.store, model.reuse.masked_up_to = TemplateStore(folder), 1.0
+    model.reuse.store, model.reuse.masked_up_to = store, 1.0
     for request in requests:
-        key = model.reuse.key_of(request)
-        assert key is not None
-        if model.reuse.store.find(key, model.device) is None:
-            model.reuse.store.add(key, model.reuse.recorded(request), model.device)
+        key = some(model.reuse.key_of(request))
+        if store.find(key, model.device) is None:
+            store.add(key, model.reuse.recorded(request), model.device)
     return model
 
 

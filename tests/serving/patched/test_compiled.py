@@ -4,8 +4,7 @@ CUDA graphs need a GPU. Elsewhere a recorder that simply runs the work again tak
 only the memory that the pass was recorded with, which is where mistakes can be made.
 """
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,17 +31,6 @@ from ...support.tiny_models import tiny_sd3, tiny_sdxl
 
 TWO = [[(16, 16), (8, 16)], [(8, 8), (8, 8), (16, 24)], [(8, 16)] * 3 + [(24, 16)] * 2]
 THREE = [[(8, 8), (8, 16), (16, 16)], [(8, 8), (16, 16), (16, 16), (24, 16)]]
-
-
-@pytest.fixture
-def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No graphs of other tests, and none left behind."""
-    # pytest would take down every line of the compiler's trace.
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 # torch.compile
