@@ -31,7 +31,7 @@ from patchedserve.data.templates import KEEPS, LOAD_PLANS, LoadPlan
 from patchedserve.profiling.machine import cpu_name
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
-from patchedserve.serving.options import LoadOptions
+from patchedserve.serving.options import LoadOptions, TemplateOptions
 from patchedserve.serving.patched.stepper import PatchedStepper
 
 RESULTS = Path(__file__).with_name("results")
@@ -59,7 +59,7 @@ def turn(model: ServedModel, requests: list[Request], folder: Path, loads: LoadO
     stepper = model.stepper
     assert isinstance(stepper, PatchedStepper), "records are read by the patch engine"
     # A store of its own: nothing is loaded yet.
-    model.reuse.open_store(folder / "templates", loads)
+    model.reuse.open_store(folder / "templates", TemplateOptions(loads=loads))
     model.reuse.plan_loads(loads, model.tuning([requests[0].resolution], folder))
     active = [model.prepare(replace(request)) for request in requests]
     assert all(each.template is not None for each in active)
