@@ -6,7 +6,7 @@ No torch.
 import io
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,6 +103,11 @@ class EditSpec:
             )
         if self.feather_px and not self.paste:
             raise UsageError("feather_px fades the new image into the old one, so it needs paste")
+
+    @classmethod
+    def of_all(cls, image: NDArray[np.uint8], strength: float) -> Self:
+        """An image drawn anew as a whole, from what is left of it when it is noised so far."""
+        return cls(image, np.ones(image.shape[:2], dtype=bool), strength, paste=False)
 
     @property
     def resolution(self) -> Resolution:

@@ -114,12 +114,14 @@ def draw_set(
     images_dir: Path | None = None,
     start_phase: StartPhase = _silent,
     what: str = "denoising steps",
+    more: Mapping[str, Any] | None = None,
 ) -> DrawnSet:
     """Draw what is missing of the plan's images, through the engine as it serves.
 
     Args:
         drawer, plan, options, workspace, images_dir, start_phase: as in `evaluate_model`.
         what: name of the phase.
+        more: settings that the drawer adds.
 
     Raises:
         UsageError, RunError, KeyboardInterrupt: as `generate_set`.
@@ -131,6 +133,7 @@ def draw_set(
         guidance_scale=plan.guidance_scale,
         dataset=options.dataset,
         **({"max_batch_size": options.max_batch_size} if drawer.identity.options.cache.is_on else {}),
+        **(more or {}),
     )
     manifest = Manifest(plan.items, settings)
     folder = images_dir or workspace.runs / f"images-{manifest.digest[:16]}"

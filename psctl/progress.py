@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 _SAMPLE_SHARE, _MAX_SAMPLE = 20, 20
-"""The time of a phase is estimated from a twentieth of its units, but no more than 20; not from the first, which sets
-everything up, unless it is the only one."""
+"""The time of a phase is estimated from a twentieth of its units, but no more than 20; not from those that are done
+first, which set everything up, unless they are all there are."""
 
 
 class Phase:
@@ -50,11 +50,12 @@ class Phase:
     def __call__(self, count: int = 1) -> None:
         self._done += count
         self._bars.advance(self._bar, count)
-        if not self._is_announced and self._done >= self._sample:
+        is_first = self._done == count
+        if is_first and self._sample > 1 and self._done < self._left:
+            self._first, self._first_s = self._done, time.monotonic()
+        elif not self._is_announced and self._done >= self._sample:
             passed_s = time.monotonic() - self._first_s
             self._announce(passed_s / (self._done - self._first) * self._left)
-        elif self._done == count:
-            self._first, self._first_s = self._done, time.monotonic()
         if self._done >= self._left:
             self.end()
 

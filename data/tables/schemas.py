@@ -92,7 +92,7 @@ RECORDS = TableSchema(
         column("served_by", _S, "", True, "of a cascade: light or heavy, whose image it is"),
         column("confidence", _F, "", True, "of the light image, where it was judged"),
         column("threshold", _F, "", True, "that the confidence was compared with"),
-        column("strength", _F, "", True, "of an edit: share of the steps that are taken"),
+        column("strength", _F, "", True, "of an image that starts from another one: share of the steps that are taken"),
         column("mask_ratio", _F, "", True, "of an edit: share of the pixels in its mask"),
         column("active_share", _F, "", True, "of an edit: share of the cells with a latent in its mask"),
         column("reused", _B, "", True, "of an edit: whether the other cells were read from its template's record"),

@@ -16,12 +16,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ...data.datasets.loading import ImageSource, iter_images
+from ...data.edits import EditSpec
 from ...data.errors import UsageError
 from ...data.files import atomic_write
+from ...data.requests import Request
 from ...data.resolution import Resolution
 from ...data.workspace import ModelWorkspace
-from ...profiling.cascade.bank import FEATURES_FILE, Bank, BankEntry
-from ...serving.cascade.legs import LEGS, Leg
+from ...profiling.cascade.bank import FEATURES_FILE, Bank, BankEntry, bank_name
+from ...serving.cascade.legs import LEGS, SIDES, Leg, Side
 from ...serving.models.served import ServedModel
 from ...training.cascade.discriminator import Discriminator, RealImages, load_discriminator, thumbnail
 from ...training.cascade.fitting import Examples
@@ -35,7 +37,7 @@ from ..sets.drawers import EngineDrawer
 from ..sets.generate import read_manifest
 from ..sets.image_sets import fitted_sample, set_of
 
-_SIDES = (*LEGS, "reference")
+_ALWAYS = frozenset({*LEGS, "reference"})
 _SHRINKAGE = 0.05
 """Of covariances of some thousand images in 2,048 dimensions."""
 
@@ -49,6 +51,7 @@ def draw_bank(
     places: Mapping[Leg, ModelWorkspace],
     folder: Path,
     *,
+    reuse: float | None = None,
     shared_root: Path,
     start_phase: StartPhase,
 ) -> tuple[Bank, Path]:
@@ -62,6 +65,7 @@ def draw_bank(
         judges: for Inception features.
         places: of both models in the workspace, where their images go.
         folder: the bank gets one below it, named by what decides its images and confidences.
+        reuse: of which strength heavy images are that start from light ones; None: none are drawn.
         shared_root: root of the workspace, for features.
         start_phase: shows progress.
 
@@ -79,11 +83,19 @@ def draw_bank(
         "prompts": drawn["light"].manifest.prompts_digest,
     }
     key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
-    place = folder / f"bank-{len(plans['light'].items)}-{key}"
+    place = folder / bank_name(f"{len(plans['light'].items)}-{key}", reuse)
+    sources: dict[Side, ImageSource] = {leg: set_of(drawn[leg].folder, drawn[leg].manifest) for leg in LEGS}
+    images: dict[Side, Path] = {leg: drawn[leg].folder for leg in LEGS}
+    if reuse is not None:
+        reused = _draw_reused(
+            models["heavy"], plans["heavy"], options, drawn["light"], reuse, places["heavy"], start_phase
+        )
+        about["reused"] = dict(reused.manifest.settings)
+        sources["reused"], images["reused"] = set_of(reused.folder, reused.manifest), reused.folder
     items = plans["light"].items
     score = start_phase("confidences", len(items))
     confidences = []
-    for small in thumbnails(set_of(drawn["light"].folder, drawn["light"].manifest)):
+    for small in thumbnails(sources["light"]):
         confidences += discriminator.confidences(small[None]).tolist()
         score(1)
     entries = tuple(
@@ -91,17 +103,43 @@ def draw_bank(
         for item, confidence in zip(items, confidences, strict=True)
     )
     sizes = {item.id: Resolution(item.width, item.height) for item in items}
-    sources: dict[str, ImageSource] = {leg: set_of(drawn[leg].folder, drawn[leg].manifest) for leg in LEGS}
-    sources["reference"] = fitted_sample(plans["light"].sample, sizes)
+    measured = {**sources, "reference": fitted_sample(plans["light"].sample, sizes)}
     features = {
-        name: each.half() for name, each in _features_of(sources, judges, shared_root, len(items), start_phase).items()
+        name: each.half() for name, each in _features_of(measured, judges, shared_root, len(items), start_phase).items()
     }
-    bank = Bank(entries, about | {f"{leg}_images": str(drawn[leg].folder.resolve()) for leg in LEGS})
+    bank = Bank(entries, about | {f"{side}_images": str(folder.resolve()) for side, folder in images.items()})
     with atomic_write(place / FEATURES_FILE) as temporary:
         save_file(features, temporary)
     # Last: a folder with this file holds a whole bank.
     bank.save(place)
     return bank, place
+
+
+def _draw_reused(
+    model: ServedModel,
+    plan: EvalPlan,
+    options: EvalOptions,
+    light: DrawnSet,
+    strength: float,
+    place: ModelWorkspace,
+    start_phase: StartPhase,
+) -> DrawnSet:
+    """Images of the heavy model, each from the light one of its prompt. Raises as `draw_set`."""
+    drawn_light = set_of(light.folder, light.manifest)
+
+    def from_light(request: Request) -> Request:
+        image = drawn_light.open_image(plan.items[request.request_id].id)
+        return replace(request, edit=EditSpec.of_all(np.asarray(image.convert("RGB")), strength))
+
+    return draw_set(
+        EngineDrawer(model, from_light),
+        plan,
+        options,
+        place,
+        start_phase=start_phase,
+        what="denoising steps from light images",
+        more={"strength": strength, "starts_from": light.manifest.digest},
+    )
 
 
 def _features_of(
@@ -137,7 +175,8 @@ def draw_legs(
 
 
 def load_features(folder: Path, num_entries: int) -> dict[str, torch.Tensor]:
-    """Inception features of a bank in float32, (n, 2048) each: light, heavy, and the real images of the same captions.
+    """Inception features of a bank in float32, (n, 2048) each: light, heavy, and the real images of the same captions;
+    also those of heavy images that start from light ones (`reused`), where the bank has them.
 
     Raises UsageError: the file is missing or damaged.
     """
@@ -148,7 +187,8 @@ def load_features(folder: Path, num_entries: int) -> dict[str, torch.Tensor]:
         raise UsageError(
             f"{path}: cannot be read as the features of a bank; psctl profile cascade makes one"
         ) from error
-    if set(features) != set(_SIDES) or any(len(features[leg]) != num_entries for leg in LEGS):
+    drawn = [side for side in SIDES if side in features]
+    if not _ALWAYS <= features.keys() <= _ALWAYS | {*SIDES} or any(len(features[s]) != num_entries for s in drawn):
         raise UsageError(f"{path}: does not belong to its bank of {num_entries} prompts")
     return features
 

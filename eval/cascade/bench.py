@@ -22,7 +22,7 @@ from ...profiling.report.page import image_tag, page
 from ...profiling.report.table import Table
 from ...profiling.runs.cascade import CascadeDeployment, CascadeRun
 from ...profiling.runs.trace_settings import TraceSettings, draw_requests
-from ...serving.cascade.legs import Leg
+from ...serving.cascade.legs import Side
 from ...serving.cascade.systems import get_cascade_system
 from ...serving.core.metrics import slo_attainment_rate
 from ...serving.models.defaults import ModelDefaults
@@ -33,6 +33,7 @@ from .quality import compare_served, quality_curve, served_quality
 RESULT_FILE, REPORT_FILE = "result.json", "report.html"
 BASE = "diffserve"
 """What the others are compared with."""
+REUSED = f"{BASE} --reuse-light"
 Quality = tuple[tuple[float, float], ...]
 OURS: Mapping[str, Callable[[CascadeDeployment, Bank, Quality], CascadeDeployment]] = {
     f"{BASE} --objective quality": lambda deployment, bank, quality: replace(
@@ -40,7 +41,8 @@ OURS: Mapping[str, Callable[[CascadeDeployment, Bank, Quality], CascadeDeploymen
     ),
     f"{BASE} --on-late light": lambda deployment, bank, quality: replace(deployment, on_late="light"),
     f"{BASE} --replan-on-burst": lambda deployment, bank, quality: replace(deployment, replan_on_burst=True),
-    f"{BASE} --skip-light": lambda deployment, bank, quality: replace(deployment, skip_light=True),
+    f"{BASE} --skip-light": lambda deployment, bank, quality: replace(deployment, skip_light=True, reuse_light=False),
+    REUSED: lambda deployment, bank, quality: replace(deployment, reuse_light=True),
     f"{BASE} --threshold-per-resolution": lambda deployment, bank, quality: replace(
         deployment, sizes=[str(entry.resolution) for entry in bank.entries]
     ),
@@ -90,11 +92,11 @@ class CascadeBenchSettings:
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """The runs of a point, and of all their requests the entries of the bank and who served them."""
+    """The runs of a point, and of all their requests the entries of the bank and whose images they have."""
 
     runs: list[CascadeRun]
     places: list[int]
-    served: list[Leg | None]
+    served: list[Side | None]
 
     @property
     def violations(self) -> list[float]:
@@ -129,14 +131,16 @@ def run_cascade_bench(
     for seed in settings.seeds:
         traces[seed] = bank.dealt(draw_requests(replace(trace, seed=seed), defaults), seed)
     points, done = settings.points(), dict[tuple[str, float, float], _Point]()
-    quality = quality_curve(features, bank.confidences) if OURS.keys() & set(settings.systems) else ()
+    quality: Quality = ()
+    if OURS.keys() & set(settings.systems):
+        quality = quality_curve(features, bank.confidences, heavy="reused" if deployment.reuse_light else "heavy")
     advance = start_phase("simulated traces", len(points) * len(settings.seeds))
     for name, scale, overprovision in points:
         point = _Point([], [], [])
+        system = get_cascade_system(BASE if name in OURS else name)
         for seed in settings.seeds:
             own = replace(
-                OURS[name](deployment, bank, quality) if name in OURS else deployment,
-                system=get_cascade_system(BASE if name in OURS else name),
+                OURS[name](deployment, bank, quality) if name in OURS else deployment.of_system(system),
                 slo_scale=scale,
                 overprovision=overprovision,
                 seed=seed,
@@ -145,8 +149,8 @@ def run_cascade_bench(
             run = own.run(own.promised(requests), places)
             point.runs.append(run)
             point.places.extend(places)
-            served_by = run.result.served_by()
-            point.served.extend(served_by.get(request.request_id) for request in requests)
+            sides = run.result.sides()
+            point.served.extend(sides.get(request.request_id) for request in requests)
             advance(1)
         done[name, scale, overprovision] = point
     compared = start_phase("comparisons of images", len(points))
@@ -191,7 +195,7 @@ def _row(
     num_resamples: int,
 ) -> dict[str, Any]:
     figures = [run.figures() for run in point.runs]
-    served = Counter(leg for leg in point.served if leg is not None)
+    served = Counter(side for side in point.served if side is not None)
 
     def mean(name: str) -> float | None:
         known = [each[name] for each in figures if each[name] is not None]
@@ -203,7 +207,7 @@ def _row(
         "overprovision": key[2],
         "violation_rate": Estimate.of_mean(point.violations).to_json(),
         "quality": served_quality(features, point.places, point.served),
-        "heavy_share": served["heavy"] / served.total() if served else None,
+        "heavy_share": 1 - served["light"] / served.total() if served else None,
         **{name: mean(name) for name in ("deferred_share", "threshold_mean", "switches", "wasted_light_s")},
         "plans_replaced": mean("plans_replaced"),
         "plans_by_status": dict(sum((Counter(each["plans_by_status"]) for each in figures), Counter[str]())),

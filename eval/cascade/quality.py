@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from ...data.errors import UsageError
-from ...serving.cascade.legs import LEGS, Leg
+from ...serving.cascade.legs import SIDES, Side
 from ..compare.paired import FidOfCounts, PairedResult, compare_fids
 from ..metrics.fid import counts_of, frechet_distance
 from ..metrics.kid import kid
@@ -18,23 +18,23 @@ _CURVE_POINTS = 21
 
 
 def served_features(
-    features: Mapping[str, torch.Tensor], places: Sequence[int], served_by: Sequence[Leg | None]
+    features: Mapping[str, torch.Tensor], places: Sequence[int], served_by: Sequence[Side | None]
 ) -> torch.Tensor:
     """Features of the images that were served, in the order of the requests; who got none has no row.
 
     Args:
         features: of a bank, by model.
         places: of each request's entry in the bank.
-        served_by: the model whose image each request has.
+        served_by: whose image each request has.
     """
     rows = [features[leg][place] for place, leg in zip(places, served_by, strict=True) if leg is not None]
     return torch.stack(rows) if rows else torch.zeros(0, features["light"].shape[1])
 
 
 def served_quality(
-    features: Mapping[str, torch.Tensor], places: Sequence[int], served_by: Sequence[Leg | None]
+    features: Mapping[str, torch.Tensor], places: Sequence[int], served_by: Sequence[Side | None]
 ) -> dict[str, Any]:
-    """FID of the served images, and beside it of light and of heavy images alone for the same prompts.
+    """FID of the served images, and beside it of the images of each side alone for the same prompts.
 
     None stands for what cannot be measured with fewer than two images.
     """
@@ -42,12 +42,12 @@ def served_quality(
     served = _served_counts(features, places, served_by)
     prompts = sum(served.values(), start=torch.zeros(len(features["light"]), dtype=torch.int64))
 
-    def fid(counts: Mapping[Leg, torch.Tensor]) -> float | None:
+    def fid(counts: Mapping[Side, torch.Tensor]) -> float | None:
         return None if int(prompts.sum()) < LEAST_IMAGES else _fid(features, counts)
 
     return {
         "fid": fid(served),
-        **{f"fid_{leg}": fid({leg: prompts}) for leg in LEGS},
+        **{f"fid_{side}": fid({side: prompts}) for side in SIDES if side in features},
         "num_images": int(prompts.sum()),
         "num_prompts": int((prompts > 0).sum()),
         "num_reference": len(reference),
@@ -57,7 +57,7 @@ def served_quality(
 def quality_over_time(
     features: Mapping[str, torch.Tensor],
     places: Sequence[int],
-    served_by: Sequence[Leg | None],
+    served_by: Sequence[Side | None],
     arrivals_s: Sequence[float],
     window: int = KID_WINDOW,
 ) -> list[dict[str, float | None]]:
@@ -92,7 +92,10 @@ def quality_over_time(
 
 
 def quality_curve(
-    features: Mapping[str, torch.Tensor], confidences: Sequence[float], num_points: int = _CURVE_POINTS
+    features: Mapping[str, torch.Tensor],
+    confidences: Sequence[float],
+    num_points: int = _CURVE_POINTS,
+    heavy: Side = "heavy",
 ) -> tuple[tuple[float, float], ...]:
     """FID of a bank's images by threshold: heavy ones where the light image's confidence is below it.
 
@@ -100,6 +103,7 @@ def quality_curve(
         features: of the bank, by model.
         confidences: of its light images; what is no number is deferred by any threshold but 0.
         num_points: thresholds, at which the shares of deferred images are evenly spread from 0 to 1.
+        heavy: which images deferred requests have.
 
     Returns:
         Pairs (threshold, FID) with ascending thresholds from 0 to 1.
@@ -115,7 +119,7 @@ def quality_curve(
     curve = []
     for threshold in thresholds.tolist():
         is_heavy = (known < threshold) & (threshold > 0)
-        images = torch.where(is_heavy[:, None], features["heavy"], features["light"])
+        images = torch.where(is_heavy[:, None], features[heavy], features["light"])
         curve.append((threshold, frechet_distance(features["reference"], images)))
     return tuple(curve)
 
@@ -123,8 +127,8 @@ def quality_curve(
 def compare_served(
     features: Mapping[str, torch.Tensor],
     places: Sequence[int],
-    first: Sequence[Leg | None],
-    second: Sequence[Leg | None],
+    first: Sequence[Side | None],
+    second: Sequence[Side | None],
     *,
     seed: int = 0,
     num_resamples: int = 100,
@@ -139,12 +143,12 @@ def compare_served(
     known = [places[index] for index in both]
     prompts, size = torch.tensor(sorted(set(known))), len(features["light"])
 
-    def fid_of(served: Sequence[Leg | None]) -> FidOfCounts:
+    def fid_of(served: Sequence[Side | None]) -> FidOfCounts:
         counts = _served_counts(features, known, [served[index] for index in both])
 
         def fid(times: torch.Tensor, reference: torch.Tensor) -> float:
             each = torch.zeros(size, dtype=torch.int64).index_copy(0, prompts, times)
-            return _fid(features, {leg: counts[leg] * each for leg in LEGS}, reference)
+            return _fid(features, {side: own * each for side, own in counts.items()}, reference)
 
         return fid
 
@@ -153,18 +157,20 @@ def compare_served(
 
 
 def _served_counts(
-    features: Mapping[str, torch.Tensor], places: Sequence[int], served_by: Sequence[Leg | None]
-) -> dict[Leg, torch.Tensor]:
-    """How often each image of the bank was served, by model (n,): a bank is smaller than the requests of a trace."""
+    features: Mapping[str, torch.Tensor], places: Sequence[int], served_by: Sequence[Side | None]
+) -> dict[Side, torch.Tensor]:
+    """How often each image of the bank was served (n,): a bank is smaller than the requests of a trace."""
     given = list(zip(places, served_by, strict=True))
+    assert {each for _, each in given} <= {*features, None}, "a bank has features of all that is served"
     return {
-        leg: counts_of(np.array([place for place, each in given if each == leg], dtype=int), len(features[leg]))
-        for leg in LEGS
+        side: counts_of(np.array([place for place, each in given if each == side], dtype=int), len(features[side]))
+        for side in SIDES
+        if side in features
     }
 
 
 def _fid(
-    features: Mapping[str, torch.Tensor], counts: Mapping[Leg, torch.Tensor], reference: torch.Tensor | None = None
+    features: Mapping[str, torch.Tensor], counts: Mapping[Side, torch.Tensor], reference: torch.Tensor | None = None
 ) -> float:
     images = torch.cat([features[leg] for leg in counts])
     return frechet_distance(features["reference"], images, reference, torch.cat(list(counts.values())))

@@ -68,10 +68,12 @@ class EngineDrawer:
 
     Args:
         model: loaded.
+        prepared: what a request becomes right before it is drawn, as the image that it starts from need not be in
+            memory before.
     """
 
-    def __init__(self, model: "ServedModel") -> None:
-        self._model = model
+    def __init__(self, model: "ServedModel", prepared: Callable[[Request], Request] = lambda request: request) -> None:
+        self._model, self._prepared = model, prepared
         self.identity = model.identity
 
     def prepare(self, sizes: Sequence[Resolution], tables: Path) -> None:
@@ -104,7 +106,7 @@ class EngineDrawer:
                 on_step=None if on_step is None else lambda row: on_step(row.active),
             )
             for request in waiting[first : first + _CHUNK]:
-                engine.submit(request)
+                engine.submit(self._prepared(request))
             engine.close()
             result = engine.run()
             yield Drawing(result.records, result.was_interrupted)

@@ -15,7 +15,7 @@ from typing import Any
 from ... import __version__
 from ...data.errors import RunError, UsageError
 from ...data.files import require_folder, write_json
-from ...data.requests import MAX_SEED, Request
+from ...data.requests import MAX_SEED, Request, steps_taken
 from ...data.resolution import Resolution
 from ...serving.models.identity import ModelIdentity
 from ..result_files import read_json
@@ -242,7 +242,7 @@ def generate_set(
 def num_steps_missing(folder: Path, manifest: Manifest) -> int:
     """Denoising steps that `generate_set` would take."""
     missing = sum(not (folder / item.file).exists() for item in manifest.items)
-    return missing * manifest.settings["num_inference_steps"]
+    return missing * steps_taken(manifest.settings["num_inference_steps"], manifest.settings.get("strength", 1.0))
 
 
 def _request(index: int, item: ImageItem, settings: Mapping[str, Any]) -> Request:

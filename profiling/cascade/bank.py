@@ -20,6 +20,11 @@ from ...data.tables.schemas import about_of, read_table, write_table
 BANK_FILE, FEATURES_FILE = "bank.parquet", "features.safetensors"
 
 
+def bank_name(key: str, reuse: float | None) -> str:
+    """Of a bank's folder; that of one with heavy images which start from light ones of this strength says so."""
+    return f"bank-{key}" if reuse is None else f"bank-{key}-reuse-{reuse:g}"
+
+
 @dataclass(frozen=True, slots=True)
 class BankEntry:
     """One prompt.

@@ -8,6 +8,7 @@ as the median of these.
 On a CPU, the model is measured as workers have it: on one processor, with one thread.
 """
 
+import math
 import os
 import statistics
 import time
@@ -17,12 +18,14 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 
+import numpy as np
 import torch
 from PIL import Image
 
+from ...data.edits import EditSpec
 from ...data.errors import RunError
 from ...data.prompts.captions import load_prompts
-from ...data.requests import Request
+from ...data.requests import Request, steps_taken
 from ...data.resolution import Resolution
 from ...data.run_facts import RunFacts
 from ...serving.cascade.policy import CascadePolicy
@@ -70,6 +73,7 @@ def profile_leg(
     batch_sizes: Sequence[int] = BATCH_SIZES,
     load_s: float = 0.0,
     score: Score | None = None,
+    strength: float = 1.0,
     on_batch: Callable[[], None] = lambda: None,
 ) -> LegProfile:
     """Measure a model.
@@ -82,6 +86,7 @@ def profile_leg(
         batch_sizes: ascending, from 1.
         load_s: what loading the model took.
         score: for the light model: each image is scored as a worker does, before its record closes.
+        strength: of the heavy model: below 1, images start from others that are noised so far.
         on_batch: called after each batch size of each resolution.
 
     Raises:
@@ -92,7 +97,7 @@ def profile_leg(
     for size in resolutions:
         model.check_resolution(size)
     with _as_a_worker(model):
-        return _measured(model, num_steps, resolutions, tables, batch_sizes, load_s, score, on_batch)
+        return _measured(model, num_steps, resolutions, tables, batch_sizes, load_s, score, strength, on_batch)
 
 
 def worker_facts(model: ServedModel) -> RunFacts:
@@ -127,17 +132,18 @@ def _measured(
     batch_sizes: Sequence[int],
     load_s: float,
     score: Score | None,
+    strength: float,
     on_batch: Callable[[], None],
 ) -> LegProfile:
     model.tune(resolutions, tables)
     start_s = time.perf_counter()
-    _batches(model, max(resolutions, key=lambda size: size.pixels), 1, _WARM_UP_STEPS, 1, None)
+    _batches(model, _example(model, max(resolutions, key=lambda size: size.pixels), _WARM_UP_STEPS), 1, 1, None)
     warm_up_s = time.perf_counter() - start_s
     sizes: dict[str, SizeTimes] = {}
     for size in resolutions:
         found = []
         for count in batch_sizes:
-            found.append(measure_batches(model, size, count, num_steps, score))
+            found.append(measure_batches(model, size, count, num_steps, score, strength))
             on_batch()
         sizes[str(size)] = SizeTimes(
             tuple(each.latency_s for each in found),
@@ -155,21 +161,29 @@ def _measured(
         load_s + warm_up_s,
         0.0 if score is None else _score_s(resolutions[-1], score),
         worker_facts(model),
+        strength,
     )
 
 
 def measure_batches(
-    model: ServedModel, size: Resolution, count: int, num_steps: int, score: Score | None = None
+    model: ServedModel,
+    size: Resolution,
+    count: int,
+    num_steps: int,
+    score: Score | None = None,
+    strength: float = 1.0,
 ) -> BatchTimes:
-    """Batches of so many requests of one resolution and so many steps. Raises as `profile_leg`."""
-    taken = min(num_steps, MOST_STEPS)
+    """Batches of so many requests of one resolution, steps and strength. Raises as `profile_leg`."""
+    wanted = steps_taken(num_steps, strength)
+    example = _example(model, size, min(num_steps, math.ceil(MOST_STEPS / strength)), strength)
+    taken = example.num_steps
     # These go first, as their first batch, of which nothing is told, is also a warm-up.
-    loop = _batches(model, size, count, taken, max(_LEAST_FOLLOWING, _MOST_FOLLOWING // count), score)
-    alone = [_batches(model, size, count, taken, 1, score) for _ in range(max(1, _MOST_ALONE // count))]
+    loop = _batches(model, example, count, max(_LEAST_FOLLOWING, _MOST_FOLLOWING // count), score)
+    alone = [_batches(model, example, count, 1, score) for _ in range(max(1, _MOST_ALONE // count))]
     ends = _ends(loop, count)
     # The last batch was prepared before it began, and nobody came while it was drawn.
     step_s = statistics.median(row.duration_s for row in loop.steps if row.active == count and row.start_s >= ends[-2])
-    rest_s = (num_steps - taken) * step_s
+    rest_s = (wanted - taken) * step_s
     each_s = (ends[-2] - ends[0]) / (len(ends) - 2)
     latency_s = statistics.median(_ends(each, count)[0] for each in alone)
     stages = [StageTimes.measured(each.records) for each in alone]
@@ -188,11 +202,17 @@ def _ends(batches: InMemory, count: int) -> list[float]:
     return ended[count - 1 :: count]
 
 
-def _batches(
-    model: ServedModel, size: Resolution, count: int, num_steps: int, num_batches: int, score: Score | None
-) -> InMemory:
+def _example(model: ServedModel, size: Resolution, num_steps: int, strength: float = 1.0) -> Request:
+    """A request; of a strength below 1 it starts from a gray image, which takes as long as any other."""
+    edit = None
+    if strength < 1:
+        edit = EditSpec.of_all(np.full((size.height, size.width, 3), 128, np.uint8), strength)
+    return Request(0, "", size, num_steps, model.defaults.guidance_scale, edit=edit)
+
+
+def _batches(model: ServedModel, example: Request, count: int, num_batches: int, score: Score | None) -> InMemory:
     """Serve some batches: for every request that ends another one comes, so that one batch always waits."""
-    collector, scale = InMemory(), model.defaults.guidance_scale
+    collector = InMemory()
     prompts = list(islice(cycle(load_prompts(None)), count * num_batches))
     numbers = iter(range(len(prompts)))
 
@@ -201,7 +221,9 @@ def _batches(
         if number is None:
             engine.close()
             return
-        engine.submit(Request(number, prompts[number], size, num_steps, scale, seed=number, arrival_s=engine.now_s()))
+        engine.submit(
+            replace(example, request_id=number, prompt=prompts[number], seed=number, arrival_s=engine.now_s())
+        )
 
     engine = Engine(
         model,
@@ -218,7 +240,7 @@ def _batches(
         raise KeyboardInterrupt
     failed = [record for record in collector.records if record.status != "completed"]
     if failed:
-        raise RunError(f"measuring {count} of {size} failed: {failed[0].reason}")
+        raise RunError(f"measuring {count} of {example.resolution} failed: {failed[0].reason}")
     return collector
 
 

@@ -5,14 +5,14 @@ import random
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...data.checks import require_counts
 from ...data.errors import UsageError
 from ...data.files import write_json
-from ...data.requests import Request
+from ...data.requests import Request, steps_taken
 from ...data.resolution import parse
 from ...data.tables.cascade import LEGS as LEGS_TABLE
 from ...data.tables.cascade import PLANS
@@ -26,7 +26,7 @@ from ...serving.cascade.dispatcher import Dispatcher, OnLate
 from ...serving.cascade.legs import LEGS, Leg, LegSpec, cascade_name
 from ...serving.cascade.milp import Milp
 from ...serving.cascade.problem import OVERPROVISION
-from ...serving.cascade.profile import CascadeProfile
+from ...serving.cascade.profile import CascadeProfile, LegProfile
 from ...serving.cascade.result import CascadeResult
 from ...serving.cascade.simulation import CascadeModel, simulate_cascade
 from ...serving.cascade.systems import CascadeKnobs, CascadeSystem
@@ -55,6 +55,7 @@ class CascadeDeployment:
         on_late: what a deferred request gets that the heavy model cannot finish in time.
         replan_on_burst: whether a second with half as many requests again as were planned for is answered at once.
         skip_light: whether requests go to the heavy model at once where the plan defers nearly all of them.
+        reuse_light: whether heavy images start from light ones.
         sizes: resolutions of the light images of the bank, so that each has a threshold of its own; None for one that
             is for all.
         seed: of random choices.
@@ -74,18 +75,27 @@ class CascadeDeployment:
     on_late: OnLate = "discard"
     replan_on_burst: bool = False
     skip_light: bool = False
+    reuse_light: bool = False
     sizes: Sequence[str] | None = None
     seed: int = 0
+
+    @property
+    def legs(self) -> Mapping[Leg, LegProfile]:
+        """Both models as they serve."""
+        return self.profile.serving(reuses_light=self.reuse_light)
 
     def __post_init__(self) -> None:
         require_counts({"number of workers": self.num_workers})
         check_slo_scale(self.slo_scale)
         if not 0 < self.overprovision < math.inf:
             raise UsageError(f"--overprovision is {self.overprovision:g}, but it must be a positive number")
-        light, heavy = (self.profile.legs[leg] for leg in LEGS)
+        if self.reuse_light and (self.skip_light or not self.system.has_thresholds):
+            what = "--skip-light" if self.skip_light else f"--system {self.system.name}"
+            raise UsageError(f"--reuse-light starts from light images, which {what} does not draw before heavy ones")
+        light, heavy = (self.legs[leg] for leg in LEGS)
         if self.system.is_shared and (
             light.facts.fingerprint != heavy.facts.fingerprint
-            or light.num_steps == heavy.num_steps
+            or light.num_steps in (heavy.num_steps, steps_taken(heavy.num_steps, heavy.strength))
             or light.batch_sizes != heavy.batch_sizes
         ):
             raise UsageError(
@@ -94,6 +104,10 @@ class CascadeDeployment:
                 f"{heavy.facts.model} with {heavy.num_steps}"
             )
 
+    def of_system(self, system: CascadeSystem) -> "CascadeDeployment":
+        """The same with another system, which starts from light images only where it has some."""
+        return replace(self, system=system, reuse_light=self.reuse_light and system.has_thresholds)
+
     def promised(self, requests: Sequence[Request]) -> list[Request]:
         """The requests with their SLOs. Raises UsageError: a resolution was not profiled."""
         return assign_slos(requests, lambda request: self.profile.standalone_s(request.resolution), self.slo_scale)
@@ -101,7 +115,7 @@ class CascadeDeployment:
     def models(self, requests: Sequence[Request]) -> dict[Leg, CascadeModel]:
         """Both models for the mix of these requests. Raises as `promised`."""
         weights = {name: float(count) for name, count in _mix(requests).items()}
-        return {leg: self.profile.legs[leg].model(weights) for leg in LEGS}
+        return self._models_for(weights)
 
     def run(self, requests: Sequence[Request], places: Sequence[int]) -> "CascadeRun":
         """Serve a trace.
@@ -161,10 +175,13 @@ class CascadeDeployment:
                 "diffserve, proteus, clipper-light or clipper-heavy"
             )
         weights = dict.fromkeys(sizes, 1.0)
-        models: dict[Leg, CascadeModel] = {leg: self.profile.legs[leg].model(weights) for leg in LEGS}
+        models = self._models_for(weights)
         slos_s = {name: self.slo_scale * self.profile.standalone_s(parse(name)) for name in sizes}
         chance = random.Random(self.seed)
         return self._parts(models, slos_s, 0.0, 0.0, lambda request_id: chance.random())
+
+    def _models_for(self, weights: Mapping[str, float]) -> dict[Leg, CascadeModel]:
+        return {leg: profile.model(weights) for leg, profile in self.legs.items()}
 
     def _parts(
         self,
@@ -179,7 +196,7 @@ class CascadeDeployment:
         )
         by_size = costs = None
         if self.sizes is not None:
-            heavy = self.profile.legs["heavy"]
+            heavy = self.legs["heavy"]
             by_size, costs = heavy.costs(), heavy.costs_of(self.sizes)
         curve = deferral_curve(self.confidences, costs=costs)
         allocator = self.system.allocator(cluster, curve, peak, self.knobs)

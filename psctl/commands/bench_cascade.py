@@ -59,11 +59,12 @@ def bench_cascade(
     """
     parse_cascade(cascade)
     require_places(target.workspace, file=output_file)
-    images = found_images(cascade, options, target)
+    images = found_images(cascade, options, target, wants_reused=ours)
     with out.status("Loading ..."):
         from ...eval.cascade.bank import load_features
         from ...eval.cascade.bench import (
             OURS,
+            REUSED,
             CascadeBenchSettings,
             bench_table,
             run_cascade_bench,
@@ -73,7 +74,9 @@ def bench_cascade(
     if ablations:
         names += [name for name in _ABLATIONS if name not in names]
     if ours:
-        names += OURS
+        if not images.has_reused:
+            out.note(f"{REUSED} is left out: psctl profile cascade --reuse-light STRENGTH measures and draws for it.")
+        names += [name for name in OURS if name != REUSED or images.has_reused]
     settings = CascadeBenchSettings(
         tuple(names),
         tuple(numbers_of("--slo-scales", slo_scales)),

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ...data.errors import UsageError
 from ...data.files import require_places
+from ...data.requests import steps_taken
 from ...data.resolution import parse_list
 from ...eval.options import EvalOptions
-from ...serving.cascade.legs import LEGS, Leg, LegSpec, parse_cascade
+from ...serving.cascade.legs import LEGS, SIDES, Leg, LegSpec, Side, parse_cascade
 from ..flags import flag, preset_flag
 from ..options.cascade import DEFAULT_CASCADE, PROFILE_FILE, Cascade, place_of
 from ..options.common import OutputFile, Resolutions, Seed, numbers_of
@@ -21,9 +22,12 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from ...data.workspace import ModelWorkspace
-    from ...serving.cascade.profile import CascadeProfile
+    from ...serving.cascade.profile import CascadeProfile, LegProfile
     from ...serving.models.served import ServedModel
     from ...training.cascade.discriminator import Discriminator
+
+
+_FROM_LIGHT: dict[Side, str] = {"light": "", "heavy": "", "reused": " from light images"}
 
 
 def profile_cascade(
@@ -58,6 +62,15 @@ def profile_cascade(
     ] = 5000,
     resolutions: Resolutions = None,
     max_batch_size: Annotated[int, flag("--max-batch-size", "Requests of the bank drawn together.", min=1)] = 16,
+    reuse_light: Annotated[
+        float | None,
+        flag(
+            "--reuse-light",
+            "Also measure and draw heavy images that start from light ones, noised so far that this share of the steps "
+            "is left.",
+            metavar="STRENGTH",
+        ),
+    ] = None,
     remeasure: Annotated[bool, flag("--remeasure", "Measure times again that the workspace holds.")] = False,
     seed: Seed = 0,
     judging: JudgeFlags,
@@ -75,10 +88,13 @@ def profile_cascade(
 
         psctl profile cascade --quick
         psctl profile cascade --cascade emoji-xl:4,emoji-xl:50 --num-prompts 0 --json
+        psctl profile cascade --reuse-light 0.6
         psctl profile cascade --cascade stabilityai/sdxl-turbo:2,org/sdxl --device cuda --dataset coco:coco2017
     """
     specs = parse_cascade(cascade)
     counts = _batch_sizes(batch_sizes)
+    if reuse_light is not None and not 0 < reuse_light < 1:
+        raise UsageError(f"--reuse-light is {reuse_light:g}, but it must be a share of the steps between 0 and 1")
     options = EvalOptions(
         metrics=("fid",),
         dataset=dataset,
@@ -93,7 +109,7 @@ def profile_cascade(
     plans = plans_of(specs, options, target) if num_prompts else None
     with out.status("Loading ..."):
         from ...profiling.cascade.batches import profile_leg
-        from ...serving.cascade.profile import CascadeProfile, LegProfile, read_profile
+        from ...serving.cascade.profile import CascadeProfile, read_profile
         from ...serving.models.placement import resolve_device
 
         device = resolve_device(target.device)
@@ -103,36 +119,39 @@ def profile_cascade(
     models = loaded.models
     scorer.to(models["light"].device).require_models(*facts_of(models, specs))
     file = place.tables / PROFILE_FILE
-    known = None if remeasure or not file.is_file() else read_profile(file)
-    if known is not None and not _still_holds(
-        known, models, specs, scorer.digest, counts, [str(size) for size in sizes]
-    ):
-        known = None
-    if known is None:
-        legs: dict[Leg, LegProfile] = {}
-        with out.phases() as start:
-            for leg in LEGS:
-                model = models[leg]
-                advance = start(f"batches of the {leg} model", len(sizes) * len(counts))
-                legs[leg] = profile_leg(
-                    model,
-                    specs[leg].steps_of(model.defaults),
-                    sizes,
-                    loaded.places[leg].tables,
-                    batch_sizes=counts,
-                    load_s=loaded.load_s[leg],
-                    score=scorer.confidence if leg == "light" else None,
-                    on_batch=lambda advance=advance: advance(1),
-                )
-        known = CascadeProfile(legs, scorer.digest)
-        known.save(file)
-    else:
+    known = {} if remeasure or not file.is_file() else _still_holds(
+        read_profile(file), models, specs, scorer.digest, counts, [str(size) for size in sizes]
+    )  # fmt: skip
+    strengths: dict[Side, float] = {"light": 1.0, "heavy": 1.0}
+    if reuse_light is not None:
+        strengths["reused"] = reuse_light
+    missing: dict[Side, float] = {
+        side: each for side, each in strengths.items() if side not in known or known[side].strength != each
+    }
+    if not missing:
         out.note("Times were measured before; --remeasure measures again.")
+    with out.phases() as start:
+        for side, strength in missing.items():
+            leg: Leg = "light" if side == "light" else "heavy"
+            advance = start(f"batches of the {leg} model{_FROM_LIGHT[side]}", len(sizes) * len(counts))
+            known[side] = profile_leg(
+                models[leg],
+                specs[leg].steps_of(models[leg].defaults),
+                sizes,
+                loaded.places[leg].tables,
+                batch_sizes=counts,
+                load_s=loaded.load_s[leg],
+                score=scorer.confidence if leg == "light" else None,
+                strength=strength,
+                on_batch=lambda advance=advance: advance(1),
+            )
+    profile = CascadeProfile({leg: known[leg] for leg in LEGS}, scorer.digest, known.get("reused"))
+    profile.save(file)
     result: dict[str, Any] = {
         "cascade": cascade,
         "profile": str(file),
         "discriminator": scorer.digest,
-        **{leg: known.legs[leg].to_json() for leg in LEGS},
+        **{side: each.to_json() for side, each in known.items()},
         "bank": None,
     }
     if plans is not None:
@@ -142,18 +161,17 @@ def profile_cascade(
         with out.phases() as start:
             judges = judging.to_judges(device)
             bank, folder = draw_bank(
-                models, plans, options, scorer, judges, loaded.places, place.tables, shared_root=target.root.root,
-                start_phase=start,
+                models, plans, options, scorer, judges, loaded.places, place.tables, reuse=reuse_light,
+                shared_root=target.root.root, start_phase=start,
             )  # fmt: skip
         features = load_features(folder, len(bank.entries))
-        all_light: list[Leg | None] = ["light" for _ in bank.entries]
+        all_light: list[Side | None] = ["light" for _ in bank.entries]
         quality = served_quality(features, range(len(bank.entries)), all_light)
         result["bank"] = {
             "folder": str(folder),
             "num_prompts": len(bank.entries),
             "quantiles": _quantiles(bank.confidences),
-            "fid_light": quality["fid_light"],
-            "fid_heavy": quality["fid_heavy"],
+            **{name: value for name, value in quality.items() if name.startswith("fid_")},
         }
     out.data(result, table=lambda: _profile_table(result), file=output_file)
     out.note(f"Profile: {file}")
@@ -179,17 +197,24 @@ def _still_holds(
     digest: str,
     batch_sizes: tuple[int, ...],
     sizes: list[str],
-) -> bool:
-    """Whether times that were measured before are of these models, here, with this discriminator."""
+) -> "dict[Side, LegProfile]":
+    """What was measured before of these models, here; of the light one with this discriminator."""
     from ...profiling.cascade.batches import worker_facts
 
-    return known.discriminator == digest and all(
-        each.facts == worker_facts(models[leg])
-        and each.num_steps == specs[leg].steps_of(models[leg].defaults)
-        and each.batch_sizes == batch_sizes
-        and set(sizes) <= set(each.sizes)
-        for leg, each in known.legs.items()
-    )
+    def holds(leg: Leg, each: "LegProfile") -> bool:
+        return (
+            each.facts == worker_facts(models[leg])
+            and each.num_steps == specs[leg].steps_of(models[leg].defaults)
+            and each.batch_sizes == batch_sizes
+            and set(sizes) <= set(each.sizes)
+        )
+
+    found: dict[Side, LegProfile] = {leg: each for leg, each in known.legs.items() if holds(leg, each)}
+    if known.discriminator != digest:
+        found.pop("light", None)
+    if known.reused is not None and holds("heavy", known.reused):
+        found["reused"] = known.reused
+    return found
 
 
 def _batch_sizes(text: str) -> tuple[int, ...]:
@@ -213,14 +238,16 @@ def _profile_table(result: dict[str, Any]) -> "RenderableType":
     from ...profiling.report.table import Table
 
     rows = []
-    for leg in LEGS:
-        about = result[leg]
+    for side in SIDES:
+        about = result.get(side)
+        if about is None:
+            continue
+        name = f"{'light' if side == 'light' else 'heavy'}{_FROM_LIGHT[side]}"
+        steps = steps_taken(about["num_steps"], about["strength"])
         for size, times in about["sizes"].items():
             for index, count in enumerate(about["batch_sizes"]):
                 latency_s, throughput = times["latency_s"][index], times["throughput"][index]
-                rows.append(
-                    (f"{leg}, {about['num_steps']} steps", size, str(count), f"{latency_s:.3g}", f"{throughput:.3g}")
-                )
+                rows.append((f"{name}, {steps} steps", size, str(count), f"{latency_s:.3g}", f"{throughput:.3g}"))
     columns = ("model", "resolution", "batch", "latency (s)", "images a second")
     parts: list[RenderableType] = [Table(f"Cascade {result['cascade']}", columns, rows).to_rich()]
     light, heavy = result["light"], result["heavy"]
@@ -232,10 +259,12 @@ def _profile_table(result: dict[str, Any]) -> "RenderableType":
         )
     )
     if (bank := result["bank"]) is not None:
+        reused = f", {bank['fid_reused']:.4g} heavy from light" if "fid_reused" in bank else ""
+        quantiles = ", ".join(f"{share:.0%}: {value:.2f}" for share, value in bank["quantiles"])
         parts.append(
             Text(
                 f"Bank of {bank['num_prompts']} prompts: FID {bank['fid_light']:.4g} light, {bank['fid_heavy']:.4g} "
-                f"heavy; confidences {', '.join(f'{share:.0%}: {value:.2f}' for share, value in bank['quantiles'])}"
+                f"heavy{reused}; confidences {quantiles}"
             )
         )
         parts.append(Text(str(bank["folder"])))

@@ -10,7 +10,7 @@ import typer
 from ...data.errors import UsageError
 from ...data.files import require_places
 from ...profiling.runs.trace_settings import TraceSettings
-from ...serving.cascade.legs import CASCADE_SYSTEM_NAMES, Leg, parse_cascade
+from ...serving.cascade.legs import CASCADE_SYSTEM_NAMES, Side, parse_cascade
 from ..flags import Flags, given_flags
 from ..options.cascade import CASCADE, PROFILE_FILE, CascadeOptions, found_place
 from ..options.http import HttpFlags
@@ -70,6 +70,12 @@ class CascadeImages:
     bank: "Bank"
     defaults: "ModelDefaults"
 
+    @property
+    def has_reused(self) -> bool:
+        """Whether times and images are known of heavy images that start from light ones."""
+        reused = self.profile.reused
+        return reused is not None and self.bank.about.get("reused", {}).get("strength") == reused.strength
+
     def place(self, target: Target) -> "ModelWorkspace":
         """Where runs go."""
         return self.found or target.root.for_model(self.cascade, "simulated")
@@ -84,7 +90,7 @@ class CascadeImages:
         sizes = None
         if options.threshold_per_resolution:
             sizes = [str(entry.resolution) for entry in self.bank.entries]
-        quality = self.quality(sizes) if options.objective == "quality" else ()
+        quality = self.quality(sizes, options.reuse_light) if options.objective == "quality" else ()
         return CascadeDeployment(
             self.profile,
             self.bank.confidences,
@@ -97,6 +103,7 @@ class CascadeImages:
             options.on_late,
             options.replan_on_burst,
             options.skip_light,
+            options.reuse_light,
             sizes,
             seed,
         )
@@ -111,13 +118,13 @@ class CascadeImages:
         from ...eval.cascade.bank import load_features
         from ...eval.cascade.quality import quality_over_time, served_quality
 
-        features, served_by = load_features(self.bank_folder, len(self.bank.entries)), result.served_by()
-        served: list[Leg | None] = [served_by.get(request.request_id) for request in requests]
+        features, sides = load_features(self.bank_folder, len(self.bank.entries)), result.sides()
+        served: list[Side | None] = [sides.get(request.request_id) for request in requests]
         arrivals_s = [request.arrival_s for request in requests]
         over_time = quality_over_time(features, places, served, arrivals_s)
         return {**served_quality(features, places, served), "over_time": over_time}
 
-    def quality(self, sizes: Sequence[str] | None) -> tuple[tuple[float, float], ...]:
+    def quality(self, sizes: Sequence[str] | None, reuses_light: bool) -> tuple[tuple[float, float], ...]:
         """FID of the bank's images at thresholds of confidence. Raises UsageError: the bank is damaged."""
         from ...eval.cascade.bank import load_features
         from ...eval.cascade.quality import quality_curve
@@ -125,39 +132,52 @@ class CascadeImages:
 
         confidences = self.bank.confidences
         if sizes is not None:
-            costs = self.profile.legs["heavy"].costs_of(sizes)
+            costs = self.profile.serving(reuses_light=reuses_light)["heavy"].costs_of(sizes)
             confidences = list(map(score, confidences, costs))
-        return quality_curve(load_features(self.bank_folder, len(self.bank.entries)), confidences)
+        features = load_features(self.bank_folder, len(self.bank.entries))
+        return quality_curve(features, confidences, heavy="reused" if reuses_light else "heavy")
 
 
-def found_images(cascade: str, options: CascadeOptions, target: Target) -> CascadeImages:
-    """The profile and the bank that were named, or the workspace's newest.
+def found_images(cascade: str, options: CascadeOptions, target: Target, *, wants_reused: bool = False) -> CascadeImages:
+    """The profile and the bank that were named, or the workspace's newest; if it is wanted, the newest that has heavy
+    images which start from light ones as they were profiled, if there is one.
 
     Raises UsageError: there are none, they are damaged, or do not belong together.
     """
-    from ...profiling.cascade.bank import BANK_FILE, Bank
+    from ...profiling.cascade.bank import BANK_FILE, Bank, bank_name
     from ...serving.cascade.profile import read_profile
 
     specs = parse_cascade(cascade)
     found = None if options.cascade_profile is not None else found_place(target.root, specs)
     file = options.cascade_profile or (found.tables / PROFILE_FILE if found is not None else Path())
     profile = read_profile(file)
+    if options.reuse_light:
+        profile.serving(reuses_light=True)
     folder = options.bank
     if folder is None:
-        newest = None if found is None else found.newest_table(f"bank-*/{BANK_FILE}")
-        if newest is None:
+        names = ["bank-*"]
+        if profile.reused is not None and (wants_reused or options.reuse_light):
+            names.insert(0, bank_name("*", profile.reused.strength))
+        banks = [] if found is None else [bank for name in names for bank in found.newest_tables(f"{name}/{BANK_FILE}")]
+        if not banks:
             raise UsageError(
                 f"no bank of {cascade} is beside {file}: psctl profile cascade --cascade {cascade}, or name one "
                 "(--bank)"
             )
-        folder = newest.parent
+        folder = banks[0].parent
     bank = Bank.load(folder)
     if bank.about.get("discriminator") != profile.discriminator:
         raise UsageError(f"{folder} was scored by another discriminator than {file}: psctl profile cascade makes both")
     defaults = replace(target, model=specs["heavy"].model).defaults()
-    return CascadeImages(
+    images = CascadeImages(
         cascade, found, file, profile, folder, bank, replace(defaults, resolutions=profile.resolutions)
     )
+    if options.reuse_light and not images.has_reused:
+        raise UsageError(
+            f"{folder} has no heavy images that start from light ones as {file} does: psctl profile cascade "
+            "--reuse-light STRENGTH draws them"
+        )
+    return images
 
 
 def simulate_cascade(

@@ -110,6 +110,13 @@ class CascadeOptions:
         bool,
         flag("--skip-light", "Send requests to the heavy model at once where 98 % of them would be deferred anyway."),
     ] = False
+    reuse_light: Annotated[
+        bool,
+        flag(
+            "--reuse-light",
+            "Heavy images start from the light ones, noised as far as psctl profile cascade --reuse-light was told.",
+        ),
+    ] = False
 
 
 CASCADE = Flags.of(CascadeOptions)

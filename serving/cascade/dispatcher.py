@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Literal
 
 from ...data.errors import UsageError
-from ...data.requests import Request
+from ...data.requests import Request, TracedEdit
 from ..core.request_state import RequestRecord, Status
 from .aimd import Aimd
 from .balancer import Balancer
@@ -255,9 +255,7 @@ class Dispatcher:
         slot, model = self._balancer.choose(slots), self._models[leg]
         self._controller.sent(leg)
         self._attempts[request.request_id, leg] += 1
-        slot.give(request.request_id, Given(leg, now_s, request.resolution.pixels * model.num_steps))
         left_s = None if request.deadline_s is None else max(request.deadline_s - now_s, 1e-9)
-        assert slot.worker is not None
         own = replace(
             request,
             num_inference_steps=model.num_steps,
@@ -265,7 +263,15 @@ class Dispatcher:
             arrival_s=now_s,
             slo_s=left_s,
         )
+        if leg == "heavy" and self._reuses_light(request.request_id):
+            own = replace(own, traced=TracedEdit("light", "all", 1.0, model.strength))
+        slot.give(request.request_id, Given(leg, now_s, request.resolution.pixels * own.num_steps))
+        assert slot.worker is not None
         slot.worker.take(own, now_s)
+
+    def _reuses_light(self, request_id: int) -> bool:
+        """Whether the heavy model starts from the light image of a request."""
+        return self._models["heavy"].strength < 1 and request_id in self._has_light
 
     def _serve_queue(self, now_s: float) -> None:
         for leg in LEGS:
@@ -305,6 +311,8 @@ class Dispatcher:
         if leg is not None:
             record.num_inference_steps = self._models[leg].num_steps
             record.guidance_scale = self._models[leg].guidance_scale
+        if leg == "heavy" and self._reuses_light(request.request_id):
+            record.strength = self._models[leg].strength
         confidence, record.threshold = self._scores.pop(request.request_id, (None, None))
         record.confidence = None if confidence is None or math.isnan(confidence) else confidence
         record.served_by = leg if status == "completed" else None

@@ -10,6 +10,9 @@ from ..models.defaults import ModelDefaults
 
 Leg = Literal["light", "heavy"]
 LEGS: tuple[Leg, Leg] = ("light", "heavy")
+Side = Literal["light", "heavy", "reused"]
+"""Whose image: a heavy one that starts from the light one is another image than one that starts from noise."""
+SIDES: tuple[Side, ...] = get_args(Side)
 CascadeSystemName = Literal[
     "diffserve",
     "diffserve-shared",

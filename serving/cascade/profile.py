@@ -19,7 +19,7 @@ from ...data.run_facts import RunFacts
 from ..scheduling.step_latency import TableLatency
 from ..simulator.stage_times import StageTimes
 from ..simulator.step_durations import SHARED, UNDISTURBED, ProfiledSteps, StepDurations
-from .legs import LEGS, Leg
+from .legs import LEGS, SIDES, Leg, Side
 from .problem import ModelTimes
 from .simulation import CascadeModel
 
@@ -57,6 +57,7 @@ class LegProfile:
         load_s: how long it takes where the model has to be loaded first, warm-up included.
         score_s: what the discriminator takes for one image; 0 of the heavy model.
         facts: what it was measured on.
+        strength: below 1, images start from others that are noised so far; see `LegModel`.
 
     Raises:
         UsageError: a number is missing, or is not positive.
@@ -70,6 +71,7 @@ class LegProfile:
     load_s: float
     score_s: float
     facts: RunFacts
+    strength: float = 1.0
 
     def __post_init__(self) -> None:
         for name, times in self.sizes.items():
@@ -120,7 +122,9 @@ class LegProfile:
         # A worker on a CPU has one core for all stages.
         slowdown = SHARED if self.facts.device == "cpu" else UNDISTURBED
         durations = StepDurations(ProfiledSteps(steps), slowdown=slowdown)
-        return CascadeModel(self.num_steps, self.guidance_scale, batches, durations, stages, self.switch_s)
+        return CascadeModel(
+            self.num_steps, self.guidance_scale, batches, durations, stages, self.switch_s, strength=self.strength
+        )
 
     def require(self, names: Mapping[str, float] | Sequence[str]) -> None:
         """Raise UsageError unless all of these resolutions were profiled."""
@@ -150,6 +154,7 @@ class LegProfile:
             "load_s": self.load_s,
             "score_s": self.score_s,
             "facts": self.facts.to_json(),
+            "strength": self.strength,
         }
 
     @classmethod
@@ -174,11 +179,14 @@ class LegProfile:
             data["load_s"],
             data["score_s"],
             RunFacts.from_json(data["facts"]),
+            data.get("strength", 1.0),
         )
         numbers = [number for each in sizes.values() for number in (each.prepare_s, each.postprocess_s)]
         numbers += [found.switch_s, found.load_s, found.score_s]
         if not all(0 <= number < math.inf for number in numbers):
             raise ValueError("a time is negative, or no number")
+        if not 0 < found.strength <= 1:
+            raise ValueError(f"strength is {found.strength!r}")
         return found
 
 
@@ -189,10 +197,23 @@ class CascadeProfile:
     Attributes:
         legs: light and heavy.
         discriminator: checksum of the discriminator's file, whose time is in the light model's.
+        reused: the heavy model where it starts from light images; None where that was not measured.
     """
 
     legs: Mapping[Leg, LegProfile]
     discriminator: str
+    reused: LegProfile | None = None
+
+    def serving(self, *, reuses_light: bool) -> Mapping[Leg, LegProfile]:
+        """Both models as they serve. Raises UsageError: reuse was not measured."""
+        if not reuses_light:
+            return self.legs
+        if self.reused is None:
+            raise UsageError(
+                "--reuse-light: heavy images that start from light ones were not profiled: psctl profile cascade "
+                "--reuse-light STRENGTH"
+            )
+        return {**self.legs, "heavy": self.reused}
 
     @property
     def resolutions(self) -> tuple[Resolution, ...]:
@@ -209,7 +230,8 @@ class CascadeProfile:
     def save(self, path: Path) -> None:
         """Write it, atomically. Raises OSError."""
         content = {"kind": KIND, "version": VERSION, "discriminator": self.discriminator}
-        write_json(path, content | {leg: self.legs[leg].to_json() for leg in LEGS})
+        known: Mapping[Side, LegProfile | None] = {**self.legs, "reused": self.reused}
+        write_json(path, content | {side: each.to_json() for side, each in known.items() if each is not None})
 
 
 def read_profile(path: Path) -> CascadeProfile:
@@ -226,9 +248,11 @@ def read_profile(path: Path) -> CascadeProfile:
     if not isinstance(content, dict) or content.get("kind") != KIND or content.get("version") != VERSION:
         raise UsageError(f"{path}: is not the profile of a cascade, version {VERSION}")
     try:
-        legs: dict[Leg, LegProfile] = {leg: LegProfile.from_json(content[leg]) for leg in LEGS}
-        if any(leg.batch_sizes[0] != 1 for leg in legs.values()):
+        found: dict[Side, LegProfile] = {
+            side: LegProfile.from_json(content[side]) for side in SIDES if side in LEGS or side in content
+        }
+        if any(each.batch_sizes[0] != 1 for each in found.values()):
             raise ValueError("batches of one request are missing")
-        return CascadeProfile(legs, content["discriminator"])
+        return CascadeProfile({leg: found[leg] for leg in LEGS}, content["discriminator"], found.get("reused"))
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{path}: the profile of a cascade is damaged ({error}); measure it again") from error

@@ -7,7 +7,7 @@ from typing import cast
 
 from ..core.request_state import RequestRecord
 from .allocators import Seen
-from .legs import Leg
+from .legs import Leg, Side
 from .problem import Plan
 
 
@@ -78,3 +78,8 @@ class CascadeResult:
     def served_by(self) -> dict[int, Leg]:
         """The model whose image a completed request has, by id: made from all records at every call."""
         return {record.request_id: cast(Leg, record.served_by) for record in self.records if record.served_by}
+
+    def sides(self) -> dict[int, Side]:
+        """The same, but heavy images that start from light ones are told apart."""
+        started = {record.request_id for record in self.records if record.strength is not None}
+        return {number: "reused" if number in started else leg for number, leg in self.served_by().items()}

@@ -43,7 +43,7 @@ class CascadeModel(LegModel):
 
     def for_workers(self) -> LegModel:
         """What processes need to know of it."""
-        return LegModel(self.num_steps, self.guidance_scale, self.batches)
+        return LegModel(self.num_steps, self.guidance_scale, self.batches, strength=self.strength)
 
 
 class _Worker:

@@ -18,7 +18,9 @@ class Worker(Protocol):
     def num_waiting(self) -> int: ...
 
     def take(self, request: Request, now_s: float) -> None:
-        """Serve a request with the steps that it names. `Dispatcher.ended` is told how it went."""
+        """Serve a request with the steps that it names; one that is an edit starts from its light image.
+        `Dispatcher.ended` is told how it went.
+        """
 
     def cancel(self, request_id: int, reason: str) -> None:
         """Draw a request no further. What is told of it afterwards is not listened to."""

@@ -70,6 +70,7 @@ class CascadeSystem:
         batching: whether plans say how large batches are, or `Aimd`.
         needs_peak: whether, with what the user has set, something of it is planned for the peak of the trace.
         is_shared: whether workers serve both models at once.
+        has_thresholds: whether each request has a light image first.
     """
 
     name: str
@@ -78,6 +79,7 @@ class CascadeSystem:
     batching: Batching = "plan"
     needs_peak: Callable[[CascadeKnobs], bool] = lambda knobs: False
     is_shared: bool = False
+    has_thresholds: bool = True
 
     def allocator(self, cluster: Cluster, curve: DeferralCurve, peak: float, knobs: CascadeKnobs) -> Allocator:
         """What makes its plans. Raises UsageError: not even one light image is in time."""
@@ -122,18 +124,21 @@ CASCADE_SYSTEMS: Mapping[str, CascadeSystem] = {
             "proteus",
             "each request to one of the models at random, as many to the heavy one as there is room for (Proteus)",
             lambda cluster, curve, peak, knobs, solve: Proteus(cluster),
+            has_thresholds=False,
         ),
         CascadeSystem(
             "clipper-light",
             "all workers have the light model (Clipper)",
             lambda cluster, curve, peak, knobs, solve: clipper(cluster, "light"),
             "aimd",
+            has_thresholds=False,
         ),
         CascadeSystem(
             "clipper-heavy",
             "all workers have the heavy model (Clipper)",
             lambda cluster, curve, peak, knobs, solve: clipper(cluster, "heavy"),
             "aimd",
+            has_thresholds=False,
         ),
         CascadeSystem(
             "diffserve-static-threshold",

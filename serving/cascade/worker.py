@@ -236,11 +236,25 @@ class _WorkerProcess:
         if request.deadline_s is not None:
             slo_s = max(request.deadline_s - self._offset_s - arrival_s, 1e-9)
         try:
-            engine.submit(replace(request, arrival_s=arrival_s, slo_s=slo_s), watch=self._watch(request))
+            own = self._from_light(request) if request.traced is not None else request
+            engine.submit(replace(own, arrival_s=arrival_s, slo_s=slo_s), watch=self._watch(request))
         except PsctlError as error:
             record = RequestRecord.of(request)
             record.close("failed", time.perf_counter() - self._zero_s, str(error))
             self._tell("ended", record, None)
+
+    def _from_light(self, request: Request) -> Request:
+        """A request that starts from its light image, which a worker of this machine has written.
+
+        Raises UsageError: the image cannot be read.
+        """
+        from ...data.datasets.decode import read_content
+        from ...data.edits import EditSpec, read_image
+
+        assert request.traced is not None
+        file = image_file(self._settings, request.request_id, "light")
+        image = read_image(read_content(file), file.name)
+        return replace(request, traced=None, edit=EditSpec.of_all(image, request.traced.strength))
 
     def _watch(self, request: Request) -> "Watch | None":
         if not self._settings.tells_steps:

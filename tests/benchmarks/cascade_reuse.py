@@ -65,7 +65,7 @@ def draw(
         for place in missing[first : first + _AT_ONCE]:
             entry = bank.entries[place]
             image = np.asarray(light.open_image(light.ids[place]).convert("RGB"))
-            edit = EditSpec(image, np.ones(image.shape[:2], dtype=bool), strength=strength, paste=False)
+            edit = EditSpec.of_all(image, strength)
             engine.submit(
                 Request(
                     place, entry.prompt, entry.resolution, settings["num_inference_steps"], settings["guidance_scale"],

@@ -66,6 +66,19 @@ def test_from_the_discriminator_to_the_comparison_of_systems(run_psctl: RunPsctl
     assert result_of(again)["bank"] == profiled["bank"]
 
     serve = ("simulate", "--cascade", CASCADE, "--gpus", "3", "--request-rate", "20", "--slo-scale", "3")
+    unknown = run_psctl(*serve, "--reuse-light")
+    assert unknown.returncode == 2
+    assert "psctl profile cascade --reuse-light STRENGTH" in unknown.stderr
+    # Heavy images that start from light ones: two of three steps.
+    started = result_of(run_psctl(*measure, "--reuse-light", "0.7"))
+    assert [started[side]["strength"] for side in ("light", "heavy", "reused")] == [1, 1, 0.7]
+    assert started["heavy"] == profiled["heavy"], "what was measured before stays"
+    assert started["bank"]["folder"] == profiled["bank"]["folder"] + "-reuse-0.7"
+    assert started["bank"]["fid_heavy"] == profiled["bank"]["fid_heavy"] != started["bank"]["fid_reused"]
+    reusing = result_of(run_psctl(*serve, "--num-prompts", "80", "--reuse-light", "--json"))
+    assert reusing["config"]["bank"] == started["bank"]["folder"]
+    assert reusing["quality"]["fid_reused"] is not None
+    assert reusing["heavy_share"] > 0
     summary = result_of(run_psctl(*serve, "--num-prompts", "80", "--json"))
     assert summary["total_requests"] == 80
     assert summary["config"]["system"] == "diffserve"
@@ -99,9 +112,9 @@ def test_from_the_discriminator_to_the_comparison_of_systems(run_psctl: RunPsctl
     assert compared["rows"][0]["against_base"] is None
     assert compared["rows"][1]["against_base"]["fid_difference"]["low"] is not None
     assert compared["rows"][2]["heavy_share"] == 0
-    ours = {row["system"]: row for row in compared["rows"][3:8]}
-    flags = ("objective quality", "on-late light", "replan-on-burst", "skip-light", "threshold-per-resolution")
-    assert list(ours) == [f"diffserve --{flag}" for flag in flags]
+    ours = {row["system"]: row for row in compared["rows"][3:9]}
+    flags = ("objective quality", "on-late light", "replan-on-burst", "skip-light", "reuse-light")
+    assert list(ours) == [f"diffserve --{flag}" for flag in (*flags, "threshold-per-resolution")]
     assert all(row["against_base"]["violation_difference"]["low"] is not None for row in ours.values())
     found = {
         (row["slo_scale"], row["system"]): (row["violation_rate"]["value"], row["quality"]["fid"])
@@ -274,6 +287,7 @@ def drawn_alone(steps: int, seed: int) -> Image.Image:
         (("simulate", "--cascade", CASCADE, "--cascade-profile", "none.json"), "none.json"),
         (("bench", "cascade", "--systems", "diffserve,other"), "no profile of the cascade"),
         (("profile", "cascade", "--batch-sizes", "2,4"), "begin with 1"),
+        (("profile", "cascade", "--reuse-light", "1"), "a share of the steps between 0 and 1"),
         (("profile", "cascade", "--cascade", "emoji-xl:4,nobody"), "unknown model 'nobody'"),
         (("train-predictor", "discriminator", "--cascade", "emoji-xl,emoji-xl"), "must differ"),
         (("bench", "slo", "--trace", "shape"), "has rates of its own"),

@@ -70,6 +70,21 @@ def test_the_start_of_a_phase_tells_how_long_it_takes(monkeypatch: pytest.Monkey
     assert told[2:] == ["runs: 0 of 4 done in 3.4 min", "visits: 23 of 60 done in 3.4 min"]
 
 
+@pytest.mark.parametrize(("seconds", "expected"), [((90, 3.2), "about 1 min"), ((90,), None)])
+def test_a_first_batch_tells_as_little_as_a_first_unit(
+    monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, ...], expected: str | None
+) -> None:
+    told: list[str] = []
+    clock = [0.0]
+    monkeypatch.setattr("patchedserve.psctl.progress.time.monotonic", lambda: clock[0])
+    with phases_of(told) as start:
+        advance = start("features", 640)
+        for passed in seconds:
+            clock[0] += passed
+            advance(32)
+        assert told == ([] if expected is None else [f"features: 640 to do, {expected} ..."])
+
+
 def test_units_of_an_earlier_run_are_not_counted() -> None:
     told: list[str] = []
     with phases_of(told) as start:

@@ -27,3 +27,16 @@ def test_batches_alone_and_in_a_closed_loop(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(prepared) == 12 + 4
     assert long.latency_s > 9 * MOST_STEPS * long.step_s
     assert long.throughput < 1 / (9 * MOST_STEPS * long.step_s)
+
+
+def test_batches_that_start_from_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, size = served(tiny_sd()), Resolution(64, 64)
+    prepared = []
+    prepare = model.prepare
+    monkeypatch.setattr(model, "prepare", lambda request: (prepared.append(request), prepare(request))[1])
+    times = measure_batches(model, size, 1, 10 * MOST_STEPS, strength=0.5)
+    assert {request.num_steps for request in prepared} == {MOST_STEPS}
+    assert {request.edit.strength for request in prepared if request.edit is not None} == {0.5}
+    assert len(prepared) == 12 + 4
+    # Half of the steps, of which all but the first are as long as these.
+    assert 4 * MOST_STEPS * times.step_s < times.latency_s < 8 * MOST_STEPS * times.step_s

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,9 @@ import pytest
 import torch
 from PIL import Image
 
+from patchedserve.data.edits import EditSpec
 from patchedserve.data.errors import RunError
-from patchedserve.data.requests import Request
+from patchedserve.data.requests import Request, TracedEdit
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.cascade.allocators import Seen
 from patchedserve.serving.cascade.balancer import Balancer
@@ -63,7 +65,7 @@ def trace(count: int, over_s: float) -> list[Request]:
     ]
 
 
-def dispatcher(plans: list[Plan]) -> Dispatcher:
+def dispatcher(plans: list[Plan], models: Mapping[Leg, LegModel] = MODELS) -> Dispatcher:
     """Each plan holds for a period, the last one from then on; with a worker less the first."""
     made: list[Plan] = []
 
@@ -73,7 +75,7 @@ def dispatcher(plans: list[Plan]) -> Dispatcher:
         made.append(plans[min(len(made), len(plans) - 1)])
         return made[-1]
 
-    return Dispatcher(MODELS, Controller(allocate, [0.5]), Balancer(), lambda number: 0.0, "discard", "plan")
+    return Dispatcher(models, Controller(allocate, [0.5]), Balancer(), lambda number: 0.0, "discard", "plan")
 
 
 def median_threshold(template: WorkerSettings, requests: list[Request]) -> tuple[float, dict[int, float]]:
@@ -178,6 +180,29 @@ def test_a_worker_that_shares_batches_draws_light_and_heavy_images_at_once(templ
     for leg in LEGS:
         mine = [request for request in requests if served_by[request.request_id] == leg][:3]
         check_images(template, mine, leg)
+
+
+@pytest.mark.slow
+def test_heavy_images_start_from_light_ones(template: WorkerSettings) -> None:
+    models: dict[Leg, LegModel] = {**MODELS, "heavy": replace(MODELS["heavy"], strength=0.5)}
+    template = replace(template, models=models)
+    requests = trace(8, 2.0)
+    all_deferred = dispatcher([Plan(1, 1, 4, 2, 1.0, 1.0)], models)
+    result = CascadeCluster(settings_for(template, 2, 2), all_deferred).run(TraceSource(requests))
+    assert result.sides() == dict.fromkeys(range(8), "reused")
+    edits = []
+    for request in requests:
+        with Image.open(image_file(template, request.request_id, "light")) as file:
+            edits.append(replace(request, edit=EditSpec.of_all(np.asarray(file), 0.5)))
+    check_images(template, edits, "heavy")
+    alone, again = (drawn(template, each[:1], "heavy")[0] for each in (requests, edits))
+    assert np.abs(np.asarray(alone, dtype=int) - np.asarray(again, dtype=int)).max() > 10, "noise alone gives another"
+    # An image that is gone fails its request alone.
+    lost = replace(requests[0], traced=TracedEdit("light", "all", 1.0, 0.5))
+    image_file(template, 0, "light").unlink()
+    told = CascadeCluster(settings_for(template, 1, 2), dispatcher([LIGHT_ONLY])).run(TraceSource([lost, requests[1]]))
+    assert [record.status for record in told.records] == ["failed", "completed"]
+    assert "the image file is missing" in (told.records[0].reason or "")
 
 
 @pytest.mark.slow

@@ -47,7 +47,14 @@ class Idle:
 class House:
     """A dispatcher over idle workers, with plans by the number of workers that live."""
 
-    def __init__(self, plans: Sequence[Plan], *, skip_light: bool = False, result: CascadeResult | None = None) -> None:
+    def __init__(
+        self,
+        plans: Sequence[Plan],
+        *,
+        models: dict[Leg, LegModel] = MODELS,
+        skip_light: bool = False,
+        result: CascadeResult | None = None,
+    ) -> None:
         self.seen: list[Seen] = []
         self.workers: dict[int, Idle] = {}
         by_number = {plan.num_light + plan.num_heavy: plan for plan in plans}
@@ -58,7 +65,7 @@ class House:
             return by_number[seen.num_workers or most]
 
         self.dispatcher = Dispatcher(
-            MODELS,
+            models,
             Controller(allocate, [0.5]),
             Balancer(),
             lambda request_id: 0.0,
@@ -108,6 +115,25 @@ def test_a_deferred_request_keeps_its_deadline_and_workers_are_told_how_large_ba
     assert (records[0].served_by, records[0].confidence, records[0].threshold) == ("heavy", 0.4, 0.5)
     assert (records[1].served_by, records[1].confidence, records[1].threshold) == ("light", 0.5, 0.5)
     assert [records[number].guidance_scale for number in (0, 1)] == [4.0, 0.0]
+
+
+def test_a_deferred_request_may_start_from_its_light_image() -> None:
+    models: dict[Leg, LegModel] = {**MODELS, "heavy": LegModel(20, 4.0, TIMES, strength=0.6)}
+    house = House([THREE], models=models)
+    house.ask(0)
+    house.ask(1, fallback="never")
+    house.end(0, 0, 1.0, 0.4)
+    alone, deferred = house.workers[2].taken
+    # Whose light image nobody has drawn starts from noise.
+    assert (alone.request_id, alone.traced, alone.num_steps) == (1, None, 20)
+    assert deferred.traced is not None
+    assert (deferred.traced.strength, deferred.num_inference_steps, deferred.num_steps) == (0.6, 20, 12)
+    assert house.dispatcher.slots[2].pending == (20 + 12) * SIZE.pixels
+    house.end(2, 0, 2.0, None)
+    house.end(2, 1, 2.0, None)
+    assert house.dispatcher.result.sides() == {0: "reused", 1: "heavy"}
+    assert house.dispatcher.result.served_by() == {0: "heavy", 1: "heavy"}
+    assert [record.strength for record in house.dispatcher.result.records] == [0.6, None]
 
 
 def test_a_request_that_wants_no_light_image_waits_for_the_heavy_model() -> None:

@@ -14,7 +14,7 @@ from patchedserve.serving.cascade.policy import CascadePolicy
 from patchedserve.serving.cascade.profile import CascadeProfile, LegProfile, SizeTimes, read_profile
 from patchedserve.serving.simulator.simulator import simulate
 
-from ...support.cascades import profile
+from ...support.cascades import leg, profile
 from ...support.latency_tables import CIRCUMSTANCES
 
 
@@ -24,6 +24,23 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_profile(tmp_path / "cascade.json") == written
     assert written.resolutions == (Resolution(64, 64), Resolution(128, 128))
     assert written.standalone_s(Resolution(64, 64)) == pytest.approx(2.0)
+
+
+def test_heavy_images_that_start_from_light_ones_have_times_of_their_own(tmp_path: Path) -> None:
+    whole = profile()
+    with pytest.raises(UsageError, match="psctl profile cascade --reuse-light STRENGTH"):
+        whole.serving(reuses_light=True)
+    reused = replace(leg(24), num_steps=40, strength=0.6)
+    both = replace(whole, reused=reused)
+    both.save(tmp_path / "cascade.json")
+    assert read_profile(tmp_path / "cascade.json") == both
+    assert both.serving(reuses_light=False) == whole.legs
+    assert both.serving(reuses_light=True) == {"light": whole.legs["light"], "heavy": reused}
+    # What users are promised does not depend on it.
+    assert both.standalone_s(Resolution(64, 64)) == whole.standalone_s(Resolution(64, 64))
+    model = reused.model({"64x64": 1.0})
+    assert (model.num_steps, model.strength, model.num_taken) == (40, 0.6, 24)
+    assert (model.for_workers().num_steps, model.for_workers().strength) == (40, 0.6)
 
 
 def test_a_mix_draws_as_many_a_second_as_its_batches_take() -> None:
@@ -87,6 +104,8 @@ def test_a_resolution_that_only_one_model_has_is_told() -> None:
         (lambda content: content["light"]["sizes"]["64x64"].update(latency_s=[1.0, -2.0]), "damaged"),
         (lambda content: content["light"]["sizes"]["64x64"].update(prepare_s=-1.0), "damaged"),
         (lambda content: content["heavy"].update(batch_sizes=[2, 4, 8, 16]), "batches of one request are missing"),
+        (lambda content: content["heavy"].update(strength=1.5), "strength is 1.5"),
+        (lambda content: content.update(reused={}), "damaged"),
     ],
 )
 def test_what_is_damaged_is_told(tmp_path: Path, change: Any, reason: str) -> None:
