@@ -118,7 +118,7 @@ def to_dtype(row: Row, dtype: torch.dtype) -> Row:
     return replace(row, latents=row.latents.to(dtype), conditions=cast(row.conditions))
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def run_plain(model: Any, rows: Sequence[Row]) -> list[Tensor]:
     """What unmodified diffusers gives, one row at a time."""
     name = "sample" if isinstance(model, UNet2DConditionModel) else "hidden_states"
@@ -179,7 +179,7 @@ def _run_qwen(model: Any, given: dict[str, Any], size: Size) -> Tensor:
     return QwenImagePipeline._unpack_latents(out, 8 * height, 8 * width, 8)[0, :, 0]
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def run_patched(patched: PatchedModel, rows: Sequence[Row], *, repeats: int = 1) -> list[Tensor]:
     """What the patch engine gives for all rows as one batch."""
     packing = patched.pack([row.size for row in rows])
@@ -187,7 +187,7 @@ def run_patched(patched: PatchedModel, rows: Sequence[Row], *, repeats: int = 1)
     return call_patched(patched, rows)
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def call_patched(patched: PatchedModel, rows: Sequence[Row]) -> list[Tensor]:
     """One more call for a batch that has begun."""
     packing = patched.context.packing

@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -19,17 +19,22 @@ from ...support.tiny_models import save_tiny, tiny_sd, tiny_sdxl
 ID = "someone/tiny"
 
 
-def load(spec: str, *dtypes: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Load a model in a process of its own, as the hub's client reads its environment once; print its fingerprint."""
+def load(*specs: str, dtypes: Sequence[str] = ("float32",), **environment: str) -> subprocess.CompletedProcess[str]:
+    """Load models in a process of their own, as the hub's client reads its environment once; each in the format of its
+    place, or in the only one; print their fingerprints.
+    """
     code = (
         "import sys\n"
         "from patchedserve.data.errors import PsctlError\n"
         "from patchedserve.serving.models.loading import load_model\n"
-        "try: print(*(load_model(sys.argv[1], 'cpu', dtype).fingerprint for dtype in sys.argv[2:] or ['float32']))\n"
-        "except PsctlError as error: print(type(error).__name__, error)\n"
+        "for pair in sys.argv[1:]:\n"
+        "    spec, _, dtype = pair.rpartition(' ')\n"
+        "    try: print(load_model(spec, 'cpu', dtype).fingerprint)\n"
+        "    except PsctlError as error: print(type(error).__name__, error)\n"
     )
+    formats = [*dtypes] if len(dtypes) > 1 else [*dtypes] * len(specs)
     return subprocess.run(
-        [sys.executable, "-c", code, spec, *dtypes],
+        [sys.executable, "-c", code, *(f"{spec} {dtype}" for spec, dtype in zip(specs, formats, strict=True))],
         capture_output=True,
         text=True,
         check=False,
@@ -52,9 +57,10 @@ def hub_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_revisions_come_from_the_cache_while_offline(hub_cache: Path) -> None:
     offline = {"HF_HOME": str(hub_cache), "HF_HUB_OFFLINE": "1"}
-    marks = {name: load(name, **offline).stdout.strip() for name in (ID, f"{ID}@main", f"{ID}@v2", f"{ID}@{'b' * 40}")}
-    assert all(len(mark) == 16 for mark in marks.values()), marks
-    assert marks[ID] == marks[f"{ID}@main"] != marks[f"{ID}@v2"] == marks[f"{ID}@{'b' * 40}"]
+    run = load(ID, f"{ID}@main", f"{ID}@v2", f"{ID}@{'b' * 40}", **offline)
+    marks = run.stdout.split()
+    assert [len(mark) for mark in marks] == [16] * 4, run.stdout + run.stderr
+    assert marks[0] == marks[1] != marks[2] == marks[3]
 
 
 def test_half_a_download_is_named(hub_cache: Path, tmp_path: Path) -> None:
@@ -120,27 +126,26 @@ def repositories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "dtype", "mark"),
-    [
-        ("both", "bfloat16", ""),
-        ("both", "float16", ".fp16"),
-        ("half", "float32", ".fp16"),
-    ],
-)
-def test_the_variant_that_is_wanted_is_downloaded(
-    repositories: dict[str, Path], name: str, dtype: str, mark: str, tmp_path: Path
-) -> None:
-    spec = f"someone/{name}"
-    with serving_hub(repositories) as hub:
-        online = load(spec, dtype, HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="0")
+def test_the_variant_that_is_wanted_is_downloaded(repositories: dict[str, Path], tmp_path: Path) -> None:
+    both, half = repositories["someone/both"], repositories["someone/half"]
+    wanted = {
+        "someone/whole": (both, "bfloat16", ""),
+        "someone/halved": (both, "float16", ".fp16"),
+        "someone/half": (half, "float32", ".fp16"),
+    }
+    dtypes = [dtype for _, dtype, _ in wanted.values()]
+    with serving_hub({spec: folder for spec, (folder, _, _) in wanted.items()}) as hub:
+        online = load(*wanted, dtypes=dtypes, HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="0")
         weights = {file for file in hub.fetched if file.endswith(".safetensors")}
-    assert len(online.stdout.strip()) == 16, online.stdout + online.stderr
-    assert len(weights) == 4
-    assert f"{spec}/unet/diffusion_pytorch_model{mark}.safetensors" in weights
-    # What was downloaded serves offline, and in another format, too.
-    again = load(spec, "float32", "float16", HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1").stdout.split()
-    assert again == online.stdout.split() * 2
+    marks = online.stdout.split()
+    assert [len(mark) for mark in marks] == [16] * 3, online.stdout + online.stderr
+    assert len(weights) == 4 * 3
+    for spec, (_, _, variant) in wanted.items():
+        assert f"{spec}/unet/diffusion_pytorch_model{variant}.safetensors" in weights
+    # What was downloaded serves offline, and in other formats, too.
+    others = ["float32"] * 3 + ["float16"] * 3
+    again = load(*wanted, *wanted, dtypes=others, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1")
+    assert again.stdout.split() == marks * 2, again.stderr
 
 
 def test_settings_are_known_before_weights_are_downloaded(repositories: dict[str, Path], tmp_path: Path) -> None:
