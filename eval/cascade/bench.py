@@ -33,7 +33,6 @@ from .quality import compare_served, quality_curve, served_quality
 RESULT_FILE, REPORT_FILE = "result.json", "report.html"
 BASE = "diffserve"
 """What the others are compared with."""
-REUSED = f"{BASE} --reuse-light"
 Quality = tuple[tuple[float, float], ...]
 OURS: Mapping[str, Callable[[CascadeDeployment, Bank, Quality], CascadeDeployment]] = {
     f"{BASE} --objective quality": lambda deployment, bank, quality: replace(
@@ -42,7 +41,7 @@ OURS: Mapping[str, Callable[[CascadeDeployment, Bank, Quality], CascadeDeploymen
     f"{BASE} --on-late light": lambda deployment, bank, quality: replace(deployment, on_late="light"),
     f"{BASE} --replan-on-burst": lambda deployment, bank, quality: replace(deployment, replan_on_burst=True),
     f"{BASE} --skip-light": lambda deployment, bank, quality: replace(deployment, skip_light=True, reuse_light=False),
-    REUSED: lambda deployment, bank, quality: replace(deployment, reuse_light=True),
+    f"{BASE} --reuse-light": lambda deployment, bank, quality: replace(deployment, reuse_light=True),
     f"{BASE} --threshold-per-resolution": lambda deployment, bank, quality: replace(
         deployment, sizes=[str(entry.resolution) for entry in bank.entries]
     ),

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Annotated
 
+from ...data.errors import UsageError
 from ...data.files import require_places
 from ...profiling.runs.trace_settings import TraceSettings
 from ...serving.cascade.legs import parse_cascade
@@ -16,6 +17,8 @@ from .simulate_cascade import found_images
 
 _SYSTEMS = "diffserve,diffserve-static,proteus,clipper-light,clipper-heavy"
 _ABLATIONS = ("diffserve-static-threshold", "diffserve-aimd", "diffserve-no-queue")
+_BASE, _REUSED = "diffserve", "diffserve --reuse-light"
+_HOW_TO_REUSE = "needs times and images of psctl profile cascade --reuse-light STRENGTH"
 
 
 def bench_cascade(
@@ -59,24 +62,25 @@ def bench_cascade(
     """
     parse_cascade(cascade)
     require_places(target.workspace, file=output_file)
-    images = found_images(cascade, options, target, wants_reused=ours)
+    names = [name.strip() for name in systems.split(",") if name.strip()]
+    if ablations:
+        names += [name for name in _ABLATIONS if name not in names]
+    images = found_images(cascade, options, target, wants_reused=ours or _REUSED in names)
+    if _REUSED in names and not images.has_reused:
+        raise UsageError(f"--systems has {_REUSED}, which {_HOW_TO_REUSE}")
     with out.status("Loading ..."):
         from ...eval.cascade.bank import load_features
         from ...eval.cascade.bench import (
             OURS,
-            REUSED,
             CascadeBenchSettings,
             bench_table,
             run_cascade_bench,
             write_cascade_bench,
         )
-    names = [name.strip() for name in systems.split(",") if name.strip()]
-    if ablations:
-        names += [name for name in _ABLATIONS if name not in names]
     if ours:
         if not images.has_reused:
-            out.note(f"{REUSED} is left out: psctl profile cascade --reuse-light STRENGTH measures and draws for it.")
-        names += [name for name in OURS if name != REUSED or images.has_reused]
+            out.note(f"{_REUSED} is left out; it {_HOW_TO_REUSE}")
+        names += [name for name in OURS if name not in names and (name != _REUSED or images.has_reused)]
     settings = CascadeBenchSettings(
         tuple(names),
         tuple(numbers_of("--slo-scales", slo_scales)),
@@ -85,7 +89,7 @@ def bench_cascade(
         num_resamples,
     )
     features = load_features(images.bank_folder, len(images.bank.entries))
-    deployment = images.deployment(options, names[0], gpus, settings.slo_scales[0], seed)
+    deployment = images.deployment(options, _BASE, gpus, settings.slo_scales[0], seed)
     with out.phases() as start:
         result = run_cascade_bench(
             deployment, images.bank, features, replace(trace, seed=seed), images.defaults, settings, start_phase=start

@@ -69,6 +69,9 @@ def test_from_the_discriminator_to_the_comparison_of_systems(run_psctl: RunPsctl
     unknown = run_psctl(*serve, "--reuse-light")
     assert unknown.returncode == 2
     assert "psctl profile cascade --reuse-light STRENGTH" in unknown.stderr
+    left_out = run_psctl("bench", "cascade", "--cascade", CASCADE, "--systems", "diffserve,diffserve --reuse-light")
+    assert left_out.returncode == 2
+    assert "--systems has diffserve --reuse-light, which needs times and images of psctl" in left_out.stderr
     # Heavy images that start from light ones: two of three steps.
     started = result_of(run_psctl(*measure, "--reuse-light", "0.7"))
     assert [started[side]["strength"] for side in ("light", "heavy", "reused")] == [1, 1, 0.7]
