@@ -24,7 +24,7 @@ def plot_over_lateness(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes
     A panel for each SLO scale. Down and to the left is better.
     """
     scales = result["settings"]["slo_scales"]
-    figure = new_figure(max(6.6, 5.4 * len(scales)), 4.4, theme)
+    figure = new_figure(max(8.4, 5.4 * len(scales)), 4.8, theme)
     panels = figure.subplots(1, len(scales), squeeze=False, sharey=True)[0]
     systems = result["settings"]["systems"]
     for ax, scale in zip(panels, scales, strict=True):

@@ -14,6 +14,8 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 DOTS_PER_INCH = 150
+_LETTER_PT, _MARKER_PT = 4.9, 24.0
+"""What a letter of a legend takes at the most on average, and what is before and behind its text."""
 _LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 8.5, "handlelength": 1.1, "columnspacing": 1.1}
 
 
@@ -103,9 +105,12 @@ def add_legend(ax: Axes, theme: Theme, *, handles: Sequence[Artist] | None = Non
 
 
 def add_wide_legend(figure: Figure, ax: Axes, theme: Theme) -> None:
-    """A legend over the whole width, above the title."""
-    entries = ax.get_legend_handles_labels()
-    figure.legend(*entries, loc="outside upper left", ncols=4, labelcolor=theme.ink, **_LEGEND)
+    """A legend over the whole width, above the title, in as many columns as there is room for."""
+    handles, labels = ax.get_legend_handles_labels()
+    room_pt = figure.get_figwidth() * 72
+    most = int(room_pt // (_LETTER_PT * max(map(len, labels), default=0) + _MARKER_PT))
+    columns = max(1, min(4, most))
+    figure.legend(handles, labels, loc="outside upper left", ncols=columns, labelcolor=theme.ink, **_LEGEND)
 
 
 def to_png(figure: Figure) -> bytes:
