@@ -107,6 +107,11 @@ CASCADES = {"train-predictor discriminator", "profile cascade", "bench cascade",
 """Commands of two models, which are a tiny one with one step and with two."""
 THRESHOLDS = {"train-predictor cache": "--threshold", "bench cache": "--thresholds"}
 """Options that get the median change of the profile: random weights change by other amounts than trained ones."""
+PREDICTORS = {
+    "cache.safetensors": ({"--trained"}, ("profile blocks", "train-predictor cache")),
+    "latency.safetensors": ({"patchedserve"}, ("profile latency", "train-predictor latency")),
+}
+"""Files that pages take for granted, which other pages make: the words that need them, and what makes them."""
 SCRIPTS = {
     "tests/benchmarks/bench_adapters.py": ["--repeats", "1", "--model", "emoji-xl"],
     "tests/benchmarks/bench_cache_shapes.py": ["--widths", "1", "--sides", "64", "--repeats", "1"],
@@ -205,6 +210,10 @@ def run_psctl(house: House, words: list[str]) -> int:
     if "--model" in words:
         place = words.index("--model") + 1
         words[place] = model = house.models.get(words[place], words[place])
+    for file, (needing, commands) in PREDICTORS.items():
+        if needing & {*words} and Workspace().for_model(model, "cpu").find_predictor(file) is None:
+            for command in commands:
+                assert run_psctl(house, command.split()) == 0
     own = dict(TINY[name])
     if "requests.jsonl" in words:  # the file says what is requested
         own = {"--num-inference-steps": "2"}
