@@ -132,7 +132,7 @@ def run_cascade_bench(
     points, done = settings.points(), dict[tuple[str, float, float], _Point]()
     quality: Quality = ()
     if OURS.keys() & set(settings.systems):
-        quality = quality_curve(features, bank.confidences, heavy="reused" if deployment.reuse_light else "heavy")
+        quality = quality_curve(features, bank.confidences, reuses_light=deployment.reuse_light)
     advance = start_phase("simulated traces", len(points) * len(settings.seeds))
     for name, scale, overprovision in points:
         point = _Point([], [], [])

@@ -95,7 +95,8 @@ def quality_curve(
     features: Mapping[str, torch.Tensor],
     confidences: Sequence[float],
     num_points: int = _CURVE_POINTS,
-    heavy: Side = "heavy",
+    *,
+    reuses_light: bool = False,
 ) -> tuple[tuple[float, float], ...]:
     """FID of a bank's images by threshold: heavy ones where the light image's confidence is below it.
 
@@ -103,7 +104,7 @@ def quality_curve(
         features: of the bank, by model.
         confidences: of its light images; what is no number is deferred by any threshold but 0.
         num_points: thresholds, at which the shares of deferred images are evenly spread from 0 to 1.
-        heavy: which images deferred requests have.
+        reuses_light: whether heavy images are those that start from light ones.
 
     Returns:
         Pairs (threshold, FID) with ascending thresholds from 0 to 1.
@@ -116,6 +117,7 @@ def quality_curve(
     between = torch.quantile(known, shares).clamp(0, 1)
     # At 1 every image that is less than sure is deferred, at 0 none is.
     thresholds = torch.cat([torch.zeros(1), between, torch.ones(1)]).unique()
+    heavy: Side = "reused" if reuses_light else "heavy"
     curve = []
     for threshold in thresholds.tolist():
         is_heavy = (known < threshold) & (threshold > 0)

@@ -1,4 +1,4 @@
-"""A cascade that serves a trace on the virtual clock: systems, SLOs, figures and the folder of a run. No torch."""
+"""A cascade that serves a trace on the virtual clock: systems, SLOs and figures. No torch."""
 
 import math
 import random
@@ -6,31 +6,25 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...data.checks import require_counts
 from ...data.errors import UsageError
-from ...data.files import write_json
 from ...data.requests import Request, steps_taken
 from ...data.resolution import parse
-from ...data.tables.cascade import LEGS as LEGS_TABLE
-from ...data.tables.cascade import PLANS
-from ...data.tables.schemas import RECORDS, write_table
 from ...data.traces.traces import assign_slos
 from ...serving.cascade.allocators import Allocator, Cluster
 from ...serving.cascade.balancer import Balance, Balancer
 from ...serving.cascade.controller import Controller
 from ...serving.cascade.deferral import deferral_curve
 from ...serving.cascade.dispatcher import Dispatcher, OnLate
-from ...serving.cascade.legs import LEGS, Leg, LegSpec, cascade_name
+from ...serving.cascade.legs import LEGS, Leg
 from ...serving.cascade.milp import Milp
 from ...serving.cascade.problem import OVERPROVISION
 from ...serving.cascade.profile import CascadeProfile, LegProfile
 from ...serving.cascade.result import CascadeResult
 from ...serving.cascade.simulation import CascadeModel, simulate_cascade
 from ...serving.cascade.systems import CascadeKnobs, CascadeSystem
-from ...serving.core.metrics import summarize
 from ...serving.core.request_state import RequestRecord
 from .trace_settings import check_slo_scale
 
@@ -284,81 +278,6 @@ def peak_rate(arrivals_s: Sequence[float], window_s: float = _PEAK_WINDOW_S) -> 
         return len(arrivals_s) / max(duration_s, 1.0)
     most = max(bisect_right(arrivals_s, start_s + window_s) - index for index, start_s in enumerate(arrivals_s))
     return most / window_s
-
-
-def cascade_summary(
-    run: CascadeRun,
-    deployment: CascadeDeployment,
-    specs: Mapping[Leg, LegSpec],
-    *,
-    dataset: str,
-    config: Mapping[str, Any],
-    quality: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    """The figures of a run: those of any served one, and the cascade's."""
-    records = run.result.records
-    duration_s = max(record.finish_s or 0.0 for record in records)
-    return {
-        **summarize(records, duration_s, slo_scale=deployment.slo_scale, model=cascade_name(specs), dataset=dataset),
-        **run.figures(),
-        "quality": None if quality is None else dict(quality),
-        "num_workers": deployment.num_workers,
-        "was_interrupted": False,
-        "config": dict(config),
-    }
-
-
-def write_cascade_run(run_dir: Path, run: CascadeRun, specs: Mapping[Leg, LegSpec], summary: dict[str, Any]) -> Path:
-    """Write records, legs, plans, summary and report into a run's folder; returns the report. Raises OSError."""
-    from ..report.cascade_page import write_cascade_report
-
-    result = run.result
-    summary["run_dir"] = str(run_dir)
-    write_table(run_dir / "records.parquet", RECORDS, (record.to_row() for record in result.records))
-    write_table(run_dir / "legs.parquet", LEGS_TABLE, leg_rows(result, specs))
-    write_table(run_dir / "plans.parquet", PLANS, plan_rows(result))
-    write_json(run_dir / "summary.json", summary)
-    return write_cascade_report(run_dir, summary, result)
-
-
-def leg_rows(result: CascadeResult, specs: Mapping[Leg, LegSpec]) -> list[dict[str, Any]]:
-    """Rows of the table LEGS."""
-    return [
-        {
-            "request_id": row.request_id,
-            "leg": row.leg,
-            "model": str(specs[row.leg]),
-            "worker": row.worker,
-            "start_s": row.start_s,
-            "end_s": row.end_s,
-            "status": row.status,
-            "confidence": None if row.confidence is None or math.isnan(row.confidence) else row.confidence,
-            "threshold": row.threshold,
-            "is_deferred": row.is_deferred,
-        }
-        for row in result.legs
-    ]
-
-
-def plan_rows(result: CascadeResult) -> list[dict[str, Any]]:
-    """Rows of the table PLANS."""
-    return [
-        {
-            "start_s": row.start_s,
-            "demand": row.seen.demand,
-            "light_queue": row.seen.light_queue,
-            "heavy_queue": row.seen.heavy_queue,
-            "light_workers": row.plan.num_light,
-            "heavy_workers": row.plan.num_heavy,
-            "light_batch": row.plan.light_batch,
-            "heavy_batch": row.plan.heavy_batch,
-            "threshold": row.plan.threshold,
-            "share": row.plan.share,
-            "status": row.plan.status,
-            "solve_s": row.solve_s,
-        }
-        for row in result.plans
-    ]
 
 
 def _mix(requests: Sequence[Request]) -> Counter[str]:

@@ -27,7 +27,11 @@ if TYPE_CHECKING:
     from ...training.cascade.discriminator import Discriminator
 
 
-_FROM_LIGHT: dict[Side, str] = {"light": "", "heavy": "", "reused": " from light images"}
+_MODELS: dict[Side, str] = {
+    "light": "light model",
+    "heavy": "heavy model",
+    "reused": "heavy model from light images",
+}
 
 
 def profile_cascade(
@@ -133,7 +137,7 @@ def profile_cascade(
     with out.phases() as start:
         for side, strength in missing.items():
             leg: Leg = "light" if side == "light" else "heavy"
-            advance = start(f"batches of the {leg} model{_FROM_LIGHT[side]}", len(sizes) * len(counts))
+            advance = start(f"batches of the {_MODELS[side]}", len(sizes) * len(counts))
             known[side] = profile_leg(
                 models[leg],
                 specs[leg].steps_of(models[leg].defaults),
@@ -242,12 +246,11 @@ def _profile_table(result: dict[str, Any]) -> "RenderableType":
         about = result.get(side)
         if about is None:
             continue
-        name = f"{'light' if side == 'light' else 'heavy'}{_FROM_LIGHT[side]}"
-        steps = steps_taken(about["num_steps"], about["strength"])
+        name = f"{_MODELS[side]}, {steps_taken(about['num_steps'], about['strength'])} steps"
         for size, times in about["sizes"].items():
             for index, count in enumerate(about["batch_sizes"]):
                 latency_s, throughput = times["latency_s"][index], times["throughput"][index]
-                rows.append((f"{name}, {steps} steps", size, str(count), f"{latency_s:.3g}", f"{throughput:.3g}"))
+                rows.append((name, size, str(count), f"{latency_s:.3g}", f"{throughput:.3g}"))
     columns = ("model", "resolution", "batch", "latency (s)", "images a second")
     parts: list[RenderableType] = [Table(f"Cascade {result['cascade']}", columns, rows).to_rich()]
     light, heavy = result["light"], result["heavy"]

@@ -56,7 +56,7 @@ def serve_cascade(
 ) -> None:
     """Serve, write the run, and print its figures. Arguments as of `serve`."""
     from ...data.traces.traces import TRACE_KINDS
-    from ...profiling.runs.cascade import cascade_summary, write_cascade_run
+    from ...profiling.runs.cascade_folder import cascade_summary, write_cascade_run
     from ...profiling.runs.serve_cascade import serve_cascade as run_serve
     from ...profiling.runs.trace_settings import draw_requests
     from ...serving.cascade.systems import get_cascade_system

@@ -135,7 +135,7 @@ class CascadeImages:
             costs = self.profile.serving(reuses_light=reuses_light)["heavy"].costs_of(sizes)
             confidences = list(map(score, confidences, costs))
         features = load_features(self.bank_folder, len(self.bank.entries))
-        return quality_curve(features, confidences, heavy="reused" if reuses_light else "heavy")
+        return quality_curve(features, confidences, reuses_light=reuses_light)
 
 
 def found_images(cascade: str, options: CascadeOptions, target: Target, *, wants_reused: bool = False) -> CascadeImages:
@@ -194,7 +194,7 @@ def simulate_cascade(
     out: Output,
 ) -> None:
     """Simulate, write the run, and print its figures. Arguments as of `simulate`."""
-    from ...profiling.runs.cascade import cascade_summary, write_cascade_run
+    from ...profiling.runs.cascade_folder import cascade_summary, write_cascade_run
     from ...profiling.runs.trace_settings import draw_requests
     from ...serving.cascade.systems import get_cascade_system
 

@@ -31,18 +31,16 @@ from patchedserve.eval.compare.paired import compare_fid
 from patchedserve.eval.metrics.features import features_of
 from patchedserve.eval.metrics.fid import frechet_distance
 from patchedserve.eval.metrics.judges import Judges
+from patchedserve.eval.sets.drawers import EngineDrawer
 from patchedserve.eval.sets.generate import read_manifest
-from patchedserve.eval.sets.image_sets import GivenImages, set_of
+from patchedserve.eval.sets.image_sets import GivenImages, named_files, set_of
 from patchedserve.profiling.cascade.bank import Bank
 from patchedserve.profiling.machine import cpu_name
-from patchedserve.serving.engine.engine import Engine
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
-from patchedserve.serving.scheduling.policies import get_policy
 
 SHARES = (0.2, 0.4, 0.6, 1.0)
 """Of light images that are deferred."""
-_AT_ONCE = 64
 _SHOWN = 8
 
 
@@ -55,35 +53,26 @@ def draw(
     missing = [place for place, image_id in enumerate(light.ids) if not (folder / files[image_id]).exists()]
     # Images of one size after another, as batches of one size are the fastest.
     missing.sort(key=lambda place: bank.entries[place].resolution)
-    for first in range(0, len(missing), _AT_ONCE):
-        engine = Engine(
-            model,
-            get_policy("continuous"),
-            max_batch_size=16,
-            image_path=lambda request: folder / files[light.ids[request.request_id]],
+    requests = {
+        folder / files[light.ids[place]]: Request(
+            place, entry.prompt, entry.resolution, settings["num_inference_steps"], settings["guidance_scale"],
+            entry.seed,
         )
-        for place in missing[first : first + _AT_ONCE]:
-            entry = bank.entries[place]
-            image = np.asarray(light.open_image(light.ids[place]).convert("RGB"))
-            edit = EditSpec.of_all(image, strength)
-            engine.submit(
-                Request(
-                    place, entry.prompt, entry.resolution, settings["num_inference_steps"], settings["guidance_scale"],
-                    seed=entry.seed, edit=edit,
-                )
-            )  # fmt: skip
-        engine.close()
-        if engine.run().was_interrupted:
+        for place in missing
+        for entry in [bank.entries[place]]
+    }  # fmt: skip
+
+    def from_light(request: Request) -> Request:
+        image = np.asarray(light.open_image(light.ids[request.request_id]).convert("RGB"))
+        return replace(request, edit=EditSpec.of_all(image, strength))
+
+    drawn = 0
+    for drawing in EngineDrawer(model, from_light).draw(requests, "continuous", 16, None):
+        if drawing.was_interrupted:
             raise KeyboardInterrupt
-        print(f"strength {strength:g}: {min(first + _AT_ONCE, len(missing))} of {len(missing)}", flush=True)
-    root = ImageFolder(folder, tuple(files.values()))
-    return GivenImages(
-        root.name,
-        light.ids,
-        light.ids,
-        lambda image_id: root.open_image(files[image_id]),
-        lambda image_id: root.content(files[image_id]),
-    )
+        drawn += len(drawing.records)
+        print(f"strength {strength:g}: {drawn} of {len(missing)}", flush=True)
+    return named_files(ImageFolder(folder, tuple(files.values())), files)
 
 
 def rows_of(
