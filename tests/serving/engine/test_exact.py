@@ -150,7 +150,7 @@ def test_sd3_mixed_batch_equals_plain(scheduler: dict[str, Any]) -> None:
 def test_requests_that_join_and_leave_mid_flight(policy: str) -> None:
     # The first request takes many steps; with 2 places, all the others come and go one after another beside it.
     pipe = tiny_sdxl()
-    long = Request(7, "a long way", MEDIUM, 100, seed=16, arrival_s=0.0)
+    long = Request(7, "a long way", MEDIUM, 200, seed=16, arrival_s=0.0)
     requests = [replace(long, request_id=0), *(replace(r, request_id=r.request_id + 1) for r in mixed_requests())]
     result = serve(pipe, requests, policy, max_batch_size=2)
     assert_equal_to_plain(pipe, requests, result)
