@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from patchedserve.data.datasets.folders import ImageFolder
 from patchedserve.data.edits import EditSpec
@@ -102,15 +102,16 @@ def rows_of(
     return rows
 
 
-def sheet(columns: Sequence[GivenImages], path: Path) -> None:
-    """A row for each of some prompts: light, from noise, and reused with rising strength."""
-    side = 128
-    page = Image.new("RGB", (side * len(columns), side * _SHOWN), "white")
-    for row, image_id in enumerate(columns[0].ids[:_SHOWN]):
-        for column, source in enumerate(columns):
+def sheet(columns: Mapping[str, GivenImages], path: Path) -> None:
+    """A row for each of some prompts, a column for each kind of image under its name."""
+    side, head = 128, 20
+    page = Image.new("RGB", (side * len(columns), head + side * _SHOWN), "white")
+    for column, (name, source) in enumerate(columns.items()):
+        ImageDraw.Draw(page).text((column * side + side / 2, head / 2), name, "black", anchor="mm", font_size=14)
+        for row, image_id in enumerate(source.ids[:_SHOWN]):
             image = source.open_image(image_id).convert("RGB")
             image.thumbnail((side, side))
-            page.paste(image, (column * side, row * side))
+            page.paste(image, (column * side, head + row * side))
     page.save(path)
 
 
@@ -136,10 +137,10 @@ def main() -> None:
     settings = bank.about["heavy"]
     model = load_model(given.model or settings["model"], "auto", "auto")
     model.tune(sorted({entry.resolution for entry in bank.entries}), given.bank / "tables")
-    judges, rows, columns = Judges(device=model.device), [], [sets["light"], sets["heavy"]]
+    judges, rows, columns = Judges(device=model.device), [], {"light": sets["light"], "from noise": sets["heavy"]}
     for strength in map(float, given.strengths.split(",")):
         drawn = draw(model, bank, sets["light"], settings, strength, given.bank / f"reuse-{strength:g}")
-        columns.append(drawn)
+        columns[f"strength {strength:g}"] = drawn
         again = features_of(drawn, judges.inception, judges.inception_sha256)
         rows += rows_of(bank, features, again, strength, settings["num_inference_steps"])
         print(json.dumps(rows[-len(SHARES) :], indent=1), flush=True)
