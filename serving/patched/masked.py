@@ -3,7 +3,8 @@
 A whole pass over a template is recorded: what every operator with context has read of each cell (inputs of 3 x 3
 convolutions, sums for GroupNorm, keys and values of attention to the image). A masked pass then computes only some
 cells of other requests for the same image, and reads the rest from the record of the same step: no operator runs on all
-tokens. Records that hold less leave more to compute: see `spans`.
+tokens. Records that hold less leave more to compute, and where loads are slow a pass may compute all tokens for a while:
+see `spans`.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,8 +27,9 @@ from ..layout.packing import Packing, pack_rows
 from .captured import CapturedPasses, Recorder
 from .leaves import PatchedConv, PatchedGroupNorm
 from .patched_model import PatchedModel
-from .spans import place_of, spans_of
+from .spans import spans_of
 from .text import Shorten
+from .unet_layers import place_of
 
 PassInputs = tuple[Tensor, Tensor, dict[str, Any]]
 """Tokens, timesteps and conditions, see `MaskedPasses.record`."""
@@ -69,7 +71,7 @@ class MaskedPasses:
             for name, (module, slots) in found.items()
             if isinstance(slots, TokenSlots | NormSlots) and not getattr(module, "is_pointwise", False)
         }
-        self._spans = spans_of(model, keep)
+        self._spans = spans_of(model, keep, sorted(read, key=place_of))
         kept = {
             name: buffer
             for name, (module, buffer) in read.items()

@@ -4,7 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
 import numpy as np
@@ -61,7 +61,7 @@ def part_times(
         sized = [each for each in target.examples() if not any(side % passes.cell for side in each.size)]
         return [found for each in sized for found in _measured(passes, conditions, sampler, each, stage)]
 
-    circumstances = target.circumstances(passes) | {"keep": passes.keep, "reads": True}
+    circumstances = target.circumstances(passes) | {"keep": passes.keep, "parts": len(passes.parts), "reads": True}
     return load_or_measure(target.folder, "parts", circumstances, MeasuredPass, measure)
 
 
@@ -76,9 +76,13 @@ def _measured(
         num_cells = len(next(iter(seen[0].values())))
         active = np.arange(num_cells) < max(1, round(share * num_cells))
         samples: dict[bool, list[list[float]]] = {True: [], False: []}
+        # Parts of a pass that is played back as a whole have no times.
         batches = {
-            is_reused: passes.batch(
-                packing, repeats=repeats, active=[active] * len(seen), reuses=[is_reused] * len(passes.parts)
+            is_reused: replace(
+                passes.batch(
+                    packing, repeats=repeats, active=[active] * len(seen), reuses=[is_reused] * len(passes.parts)
+                ),
+                played=None,
             )
             for is_reused in samples
         }

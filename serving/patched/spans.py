@@ -3,22 +3,26 @@
 
 Records hold what the last block of a span has given for the other cells. What stands before and behind spans runs on
 all tokens: convolutions and norms of a U-Net. A span is one block where nothing else is recorded, and then keys and
-values of all tokens are computed in front of it; or it is all blocks of a stack, where records hold these, too.
+values of all tokens are computed in front of it; or it is all blocks of a stack, where records hold these, too. Where
+they hold all that is read, a pass that has begun with all tokens may go on with the active ones from some block or layer
+to its end: an open span.
 """
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from ...data.errors import UsageError
-from ...data.templates import Keep
+from ...data.templates import Keep, unit_of
 from ..cache.active import ActiveSet
 from ..cache.slots import TokenSlots
 from .attention import PatchedCrossAttention, keep_keys_values
 from .context import PatchContext
 from .patched_model import PatchedModel
+from .unet_layers import UNetLayer, layers_of, place_of
 
 _STACKS, _OF_SD3 = "transformer_blocks", "JointTransformerBlock"
 
@@ -117,16 +121,56 @@ class Span:
         return (out[0], everything) if isinstance(out, tuple) else everything
 
 
-def spans_of(model: PatchedModel, keep: Keep) -> list[Span]:
-    """The spans of a model, in the order of passes: its stacks for `kv`, its blocks for `outputs`; for `all` none.
+class _FromLayer(Span):
+    """An open one from a layer of a U-Net; `units` are those up to the next layer."""
+
+    def __init__(self, layer: UNetLayer, units: Sequence[str], context: PatchContext) -> None:
+        super().__init__({layer.name: layer.module}, context, keeps_inputs=True, is_open=True)
+        self.units, self._bridging = tuple(units), layer.bridging
+
+    @contextmanager
+    def masked(self, active: ActiveSet) -> Iterator[None]:
+        """See `Span`. What layers in front have handed to those behind is of all tokens, too."""
+        handles = [
+            block.register_forward_pre_hook(
+                lambda block, given, named: self._narrow(block, active, given, named), with_kwargs=True
+            )
+            for block in self._bridging
+        ]
+        try:
+            with super().masked(active):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _narrow(
+        self, block: nn.Module, active: ActiveSet, given: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        own = active.tokens(self._context.level.index)
+        residuals = zip(named["res_hidden_states_tuple"], self._bridging[block], strict=True)
+        narrowed = tuple(each.index_select(0, own) if is_whole else each for each, is_whole in residuals)
+        return given, named | {"res_hidden_states_tuple": narrowed}
+
+
+def spans_of(model: PatchedModel, keep: Keep, operators: Sequence[str]) -> list[Span]:
+    """The spans of a model, in the order of passes: its stacks for `kv`, its blocks for `outputs`.
 
     A transformer computes token by token beside its attention: with keys and values, it has no use for anything else.
-    Of SD3's, open spans may begin at any block then.
+    Of SD3's, open spans may begin at any block then, as of a U-Net at any layer for `all`; of other models there are
+    none.
+
+    Args:
+        model: whose passes they are.
+        keep: what records hold.
+        operators: by their names, in the order of passes, those that read the record for `all`.
 
     Raises:
         UsageError: the model has no stacks, or for `outputs` other blocks than those of U-Nets and of SD3, whose
             attention to the image reads what their first norm gives.
     """
+    if keep == "all" and model.is_unet:
+        return _layer_spans(model, operators)
     if keep == "all" or (keep == "kv" and not model.is_unet):
         stack = getattr(model.model, _STACKS, None)
         if stack is None or any(type(block).__name__ != _OF_SD3 for block in stack.children()):
@@ -153,6 +197,17 @@ def spans_of(model: PatchedModel, keep: Keep) -> list[Span]:
     return sorted(found, key=lambda span: place_of(span.name))
 
 
+def _layer_spans(model: PatchedModel, operators: Sequence[str]) -> list[Span]:
+    """Of layers that read the record; what stands in front of the first one, and behind each, is read with it."""
+    layers = {layer.name: layer for layer in layers_of(model.model)}
+    places = [place_of(name) for name in layers]
+    units: dict[str, dict[str, None]] = {name: {} for name in layers}
+    for operator in operators:
+        place = max(0, bisect_right(places, place_of(operator)) - 1)
+        units[list(layers)[place]][unit_of(operator)] = None
+    return [_FromLayer(layers[name], tuple(own), model.context) for name, own in units.items() if own]
+
+
 def _is_known(block: nn.Module) -> bool:
     kind, second = type(block).__name__, getattr(block, "attn2", None)
     if kind == "BasicTransformerBlock":
@@ -164,20 +219,3 @@ def _is_known(block: nn.Module) -> bool:
 def _image_of(out: Any) -> Tensor:
     """The image's tokens [tokens, 1, channels] among what a block gives: alone, or behind its text."""
     return out[1] if isinstance(out, tuple) else out
-
-
-_STAGES = {"conv_in": 0, "down_blocks": 1, "mid_block": 2, "up_blocks": 3}
-_LAYERS = {"resnets": 0, "attentions": 1}
-
-
-def place_of(name: str) -> tuple[int, ...]:
-    """Where a module of a U-Net comes in a pass: modules list their attentions before their resnets, and the last
-    blocks before the middle. What has the same place, and all of a transformer, comes in the order of modules.
-    """
-    stage, *parts = name.split(".")
-    if stage not in _STAGES or len(parts) < 2:
-        return (_STAGES.get(stage, 4),)
-    block = 0 if stage == "mid_block" else int(parts.pop(0))
-    kind, layer = parts[:2]
-    # Resamplers come behind all layers.
-    return (_STAGES[stage], block, kind not in _LAYERS, int(layer), _LAYERS.get(kind, 2))

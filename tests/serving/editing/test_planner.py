@@ -78,10 +78,11 @@ def test_a_plan_is_made_for_each_batch(plan: LoadPlan, tmp_path: Path) -> None:
         assert all(both.reuses)
 
 
-def test_the_link_decides_how_many_parts_are_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keep", ["outputs", "all"])
+def test_the_link_decides_how_many_parts_are_read(keep: Keep, tmp_path: Path) -> None:
     counts = []
     for mbps in (1e-6, 1e6):
-        model = planned("sdxl", tmp_path, LoadOptions(mbps), "outputs")
+        model = planned("sdxl", tmp_path, LoadOptions(mbps), keep)
         assert not model.stepper.step([model.prepare(request())])
         counts.append(sum(some(stepper_of(model).plan).reuses))
     assert counts[0] == 0

@@ -202,6 +202,15 @@ def test_units_of_a_record_are_in_the_order_in_which_a_pass_reads_them(name: str
     assert set(asked) == set(map(unit_of, seen[0]))
 
 
+def test_a_plan_may_begin_to_read_at_any_layer_of_a_unet() -> None:
+    model = model_of("sdxl")
+    kinds = [type(module).__name__ for module in model.modules()]
+    layers = sum(map(kinds.count, ("ResnetBlock2D", "Transformer2DModel", "Downsample2D", "Upsample2D")))
+    passes = MaskedPasses(WAY.build(model))
+    assert len(passes.parts) == layers > 10
+    assert not passes.returns
+
+
 def tokens_at(name: str, row: Row) -> int:
     """Tokens of a row in a part of a U-Net of three levels."""
     part, number = name.split(".")[:2]
