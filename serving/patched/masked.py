@@ -3,8 +3,8 @@
 A whole pass over a template is recorded: what every operator with context has read of each cell (inputs of 3 x 3
 convolutions, sums for GroupNorm, keys and values of attention to the image). A masked pass then computes only some
 cells of other requests for the same image, and reads the rest from the record of the same step: no operator runs on all
-tokens. Records that hold less leave more to compute, and where loads are slow a pass may compute all tokens for a while:
-see `spans`.
+tokens. Records that hold less leave more to compute, and where loads are slow passes may begin with all tokens: see
+`spans`.
 """
 
 from collections.abc import Callable, Sequence

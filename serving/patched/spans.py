@@ -4,8 +4,8 @@
 Records hold what the last block of a span has given for the other cells. What stands before and behind spans runs on
 all tokens: convolutions and norms of a U-Net. A span is one block where nothing else is recorded, and then keys and
 values of all tokens are computed in front of it; or it is all blocks of a stack, where records hold these, too. Where
-they hold all that is read, a pass that has begun with all tokens may go on with the active ones from some block or layer
-to its end: an open span.
+they hold all that is read, a pass that has begun with all tokens may go on with the active ones to its end, from some
+block or layer on: an open span.
 """
 
 from bisect import bisect_right

@@ -1,4 +1,4 @@
-"""In which order a pass of a U-Net of diffusers goes through its modules, and what its later blocks get of earlier ones."""
+"""The order in which passes of a U-Net of diffusers go through its modules, and what later blocks get of earlier ones."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,11 +44,10 @@ def layers_of(unet: nn.Module) -> list[UNetLayer]:
     modules = {name: module for name, module in unet.named_modules() if _is_layer(name)}
     names = sorted(modules, key=place_of)
     place = {name: number for number, name in enumerate(names)}
-    # The first convolution makes a residual, then each resnet with the attention behind it, and each down-sampler.
-    made = [-1]
-    for name in names:
-        if name.startswith("down_blocks.") and name.replace(".resnets.", ".attentions.") not in modules.keys() - {name}:
-            made.append(place[name])
+    down = [name for name in names if name.startswith("down_blocks.")]
+    before_attention = {name.replace(".attentions.", ".resnets.") for name in down if ".attentions." in name}
+    # The first convolution makes a residual, then each resnet or the attention behind it, and each down-sampler.
+    made = [-1, *(place[name] for name in down if name not in before_attention)]
     spans: dict[nn.Module, list[tuple[int, int]]] = {}
     for number, block in enumerate(unet.get_submodule("up_blocks").children()):
         used = [at for name, at in place.items() if name.startswith(f"up_blocks.{number}.resnets.")]

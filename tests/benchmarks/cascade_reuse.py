@@ -13,7 +13,7 @@ folder of the bank, so that a run goes on where it stopped.
 import argparse
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
