@@ -35,12 +35,15 @@ def test_layers_come_in_the_order_of_a_pass_and_know_what_passes_them_by(name: s
         tensors = named["res_hidden_states_tuple"]
         residuals[block] = [(made[id(each)][0], at) for each, at in zip(tensors, reversed(used), strict=True)]
 
-    handles = [unet.get_submodule("conv_in").register_forward_hook(note_made)]
-    for layer in layers:
-        handles.append(layer.module.register_forward_pre_hook(lambda module, given: called.append(place[module])))
-        handles.append(layer.module.register_forward_hook(note_made))
-    for block in unet.get_submodule("up_blocks").children():
-        handles.append(block.register_forward_pre_hook(note_given, with_kwargs=True))
+    def note_called(module: nn.Module, given: Any) -> None:
+        called.append(place[module])
+
+    blocks = list(unet.get_submodule("up_blocks").children())
+    handles = [
+        *(each.register_forward_hook(note_made) for each in (unet.get_submodule("conv_in"), *place)),
+        *(each.register_forward_pre_hook(note_called) for each in place),
+        *(each.register_forward_pre_hook(note_given, with_kwargs=True) for each in blocks),
+    ]
     try:
         run_plain(unet, draw_rows(unet, [(16, 16)], seed=1))
     finally:
