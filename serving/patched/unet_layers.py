@@ -1,4 +1,4 @@
-"""The order in which passes of a U-Net of diffusers go through its modules, and what later blocks get of earlier ones."""
+"""The order of the modules of a U-Net of diffusers in a pass, and what later blocks get of earlier ones."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
