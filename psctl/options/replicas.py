@@ -35,6 +35,15 @@ class ReplicaFlags:
             metavar="SECONDS",
         ),
     ] = 10.0
+    scale_down_delay: Annotated[
+        float,
+        flag(
+            "--scale-down-delay",
+            "Scale with the load: replicas that were not needed for so long are stopped.",
+            min=1,
+            metavar="SECONDS",
+        ),
+    ] = 30.0
 
     @property
     def is_any(self) -> bool:
@@ -59,7 +68,8 @@ class ReplicaFlags:
             if least is not None:
                 raise UsageError("--min-replicas needs --max-replicas")
             return None
-        return ReplicaPlan(least or 1, most, takes_gpu, max_ongoing, self.target_queue_time, drain_s)
+        times_s = self.target_queue_time, drain_s, self.scale_down_delay
+        return ReplicaPlan(least or 1, most, takes_gpu, max_ongoing, *times_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ _DEPLOYMENT = "engine"
 _STATUS_WITHIN_S = 10.0
 _HEALTH_EVERY_S = 2.0
 _LONGEST_START_S = 1800.0
-_LOADED_S, _CALM_S = 2.0, 30.0
-"""So long more replicas must have been needed before one is started, and fewer before one is stopped."""
+_LOADED_S = 2.0
+"""So long more replicas must have been needed before one is started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ class ReplicaPlan:
         max_ongoing: requests that a replica may have open, above what its queue and its batch can hold.
         target_s: what is pending shall be done within so long, where the number is not fixed.
         drain_s: how long a replica that is stopped may still take.
+        calm_s: so long fewer replicas must have been needed before one is stopped.
 
     Raises:
         UsageError: there is no such number.
@@ -46,6 +47,7 @@ class ReplicaPlan:
     max_ongoing: int
     target_s: float = 10.0
     drain_s: float = 600.0
+    calm_s: float = 30.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
@@ -110,7 +112,7 @@ class Deployment:
                     metrics_interval_s=1.0,
                     look_back_period_s=2.0,
                     upscale_delay_s=_LOADED_S,
-                    downscale_delay_s=_CALM_S,
+                    downscale_delay_s=plan.calm_s,
                     policy=policy,
                 )
             }

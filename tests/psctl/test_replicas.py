@@ -225,8 +225,8 @@ def test_sets_of_images_are_drawn_by_replicas(model: Path, run_psctl: RunPsctl, 
 
 def test_replicas_come_and_go_with_the_load(model: Path, tmp_path: Path) -> None:
     options = ("--min-replicas", "1", "--max-replicas", "2", "--target-queue-time", "0.5", "--system", "patched-fcfs")
-    options += ("--max-queue-time", "600")
-    with HttpServer(model, tmp_path, *options, "--max-queue", "400", start_s=_START_S) as server:
+    options += ("--max-queue-time", "600", "--scale-down-delay", "5", "--max-queue", "400")
+    with HttpServer(model, tmp_path, *options, start_s=_START_S) as server:
         until(lambda: len(replicas_of(server)) == 1, 60)
         is_enough = threading.Event()
 
