@@ -6,7 +6,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from ...data.run_facts import describe
-from ...profiling.report.theme import LIGHT, Theme, add_wide_legend, new_figure, series_colours, style_axes, to_png
+from ...profiling.report.theme import THEME, add_wide_legend, new_figure, series_colours, style_axes, to_png
 
 _KINDS = {
     "patch": "each for itself, predicted",
@@ -16,7 +16,7 @@ _KINDS = {
 }
 
 
-def plot_quality(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes:
+def plot_quality(result: Mapping[str, Any]) -> bytes:
     """What was measured of quality against the speed-up, for the first batch; a line for every kind; a PNG."""
     first = result["rows"][0]
     rows = first["sides"]
@@ -28,40 +28,38 @@ def plot_quality(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes:
     }
     shown = [name for name in names if any(name in row for row in rows)]
     lines = (len(shown) + 1) // 2
-    figure = new_figure(5.6 * min(len(shown), 2), 4.2 * lines, theme)
+    figure = new_figure(5.6 * min(len(shown), 2), 4.2 * lines)
     panels = figure.subplots(lines, min(len(shown), 2), squeeze=False).flatten()
     for ax in panels[len(shown) :]:
         ax.set_visible(False)
     for ax, key in zip(panels, shown, strict=False):
-        _draw(ax, theme, rows, "speedup", key)
+        _draw(ax, rows, "speedup", key)
         if key in rows[0]:
-            ax.axhline(rows[0][key], color=theme.muted, linewidth=1, linestyle="--")
+            ax.axhline(rows[0][key], color=THEME.muted, linewidth=1, linestyle="--")
         style_axes(
             ax,
-            theme,
             title=names[key],
             x_label=f"times as fast per image as without cache\n{first['label']}, {describe(dict(result))}",
             y_label="",
             grid_axis="both",
         )
-    add_wide_legend(figure, panels[0], theme)
+    add_wide_legend(figure, panels[0])
     return to_png(figure)
 
 
-def plot_saved(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes:
+def plot_saved(result: Mapping[str, Any]) -> bytes:
     """Saved computation and speed-up against the threshold, each for itself and whole batches; a PNG.
 
     A column for every batch, as in figure 15 of PatchedServe.
     """
-    figure = new_figure(max(5.0, 3.4 * len(result["rows"])), 6.2, theme)
+    figure = new_figure(max(5.0, 3.4 * len(result["rows"])), 6.2)
     columns = figure.subplots(2, len(result["rows"]), squeeze=False, sharex=True, sharey="row")
     for column, row in enumerate(result["rows"]):
         for line, (key, name) in enumerate((("saved_computation", "saved computation"), ("speedup", "times as fast"))):
             ax = columns[line, column]
-            _draw(ax, theme, row["sides"], "threshold", key, kinds=("patch", "image"))
+            _draw(ax, row["sides"], "threshold", key, kinds=("patch", "image"))
             style_axes(
                 ax,
-                theme,
                 title=row["label"] if line == 0 else "",
                 x_label="threshold (log scale)" if line else "",
                 y_label="" if column else name,
@@ -72,15 +70,13 @@ def plot_saved(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes:
     for ax in columns.flat:
         # Only now: it also sets the upper end, which the panels of a line share.
         ax.set_ylim(bottom=0)
-    add_wide_legend(figure, columns[0, 0], theme)
+    add_wide_legend(figure, columns[0, 0])
     return to_png(figure)
 
 
-def _draw(
-    ax: Axes, theme: Theme, rows: Sequence[Mapping[str, Any]], x: str, y: str, kinds: Sequence[str] = tuple(_KINDS)
-) -> None:
+def _draw(ax: Axes, rows: Sequence[Mapping[str, Any]], x: str, y: str, kinds: Sequence[str] = tuple(_KINDS)) -> None:
     """One figure against another: a line for each kind that was measured."""
-    colours = series_colours(list(_KINDS), theme)
+    colours = series_colours(list(_KINDS))
     for kind, marker in zip(kinds, "osD^", strict=False):
         if points := sorted((row[x], row[y]) for row in rows if row["kind"] == kind and row[x] is not None):
             line = {"color": colours[kind], "marker": marker, "markersize": 5, "label": _KINDS[kind]}

@@ -6,29 +6,20 @@ from typing import Any
 
 from matplotlib.ticker import PercentFormatter
 
-from ...profiling.report.theme import (
-    LIGHT,
-    MARKERS,
-    Theme,
-    add_wide_legend,
-    new_figure,
-    series_colours,
-    style_axes,
-    to_png,
-)
+from ...profiling.report.theme import MARKERS, THEME, add_wide_legend, new_figure, series_colours, style_axes, to_png
 
 
-def plot_over_lateness(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes:
+def plot_over_lateness(result: Mapping[str, Any]) -> bytes:
     """FID of served images over the share of requests that were late, a line over lambda for each system; a PNG.
 
     A panel for each SLO scale. Down and to the left is better.
     """
     scales = result["settings"]["slo_scales"]
-    figure = new_figure(max(8.4, 5.4 * len(scales)), 4.8, theme)
+    figure = new_figure(max(8.4, 5.4 * len(scales)), 4.8)
     panels = figure.subplots(1, len(scales), squeeze=False, sharey=True)[0]
     systems = result["settings"]["systems"]
     for ax, scale in zip(panels, scales, strict=True):
-        for marker, (name, colour) in zip(cycle(MARKERS), series_colours(systems, theme).items(), strict=False):
+        for marker, (name, colour) in zip(cycle(MARKERS), series_colours(systems).items(), strict=False):
             mine = [row for row in result["rows"] if row["system"] == name and row["slo_scale"] == scale]
             mine = sorted(
                 (row for row in mine if row["quality"]["fid"] is not None), key=lambda row: row["overprovision"]
@@ -36,13 +27,13 @@ def plot_over_lateness(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes
             points = [(row["violation_rate"]["value"], row["quality"]["fid"]) for row in mine]
             if points:
                 ax.plot(*zip(*points, strict=True), marker=marker, color=colour, label=name, linewidth=1.2, alpha=0.9)
-        style_axes(ax, theme, f"SLO scale {scale:g}", "requests that were late or refused", "FID", grid_axis="both")
+        style_axes(ax, f"SLO scale {scale:g}", "requests that were late or refused", "FID", grid_axis="both")
         ax.xaxis.set_major_formatter(PercentFormatter(1.0))
-    add_wide_legend(figure, panels[0], theme)
+    add_wide_legend(figure, panels[0])
     return to_png(figure)
 
 
-def plot_side_by_side(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes:
+def plot_side_by_side(result: Mapping[str, Any]) -> bytes:
     """FID and lateness of each system as points, at the first SLO scale and lambda; a PNG.
 
     What is drawn of lateness is its 95 % interval over seeds, of FID that of the difference to the system that all are
@@ -55,8 +46,8 @@ def plot_side_by_side(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes:
         if (row["slo_scale"], row["overprovision"]) == first and row["quality"]["fid"] is not None
     ][::-1]
     names = [row["system"] for row in rows]
-    colours = series_colours(names[::-1], theme)
-    figure = new_figure(11.0, 1.2 + 0.36 * len(rows), theme)
+    colours = series_colours(names[::-1])
+    figure = new_figure(11.0, 1.2 + 0.36 * len(rows))
     quality, late = figure.subplots(1, 2, sharey=True)
     for ax, title, values, ranges in (
         (
@@ -80,25 +71,25 @@ def plot_side_by_side(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes:
                 xerr=half or None,
                 fmt="o",
                 color=colours[name],
-                ecolor=theme.muted,
+                ecolor=THEME.muted,
                 capsize=2,
                 clip_on=False,
             )
         ax.set_yticks(range(len(names)), names)
         ax.set_ylim(-0.6, len(names) - 0.4)
-        style_axes(ax, theme, title, "", grid_axis="x")
+        style_axes(ax, title, "", grid_axis="x")
     late.xaxis.set_major_formatter(PercentFormatter(1.0))
     late.set_xlim(left=0)
     return to_png(figure)
 
 
-def plot_over_slo_scales(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes:
+def plot_over_slo_scales(result: Mapping[str, Any]) -> bytes:
     """Lateness and FID over the SLO scale, a line for each system at the first lambda; a PNG."""
-    figure = new_figure(11.0, 4.2, theme)
+    figure = new_figure(11.0, 4.2)
     late, quality = figure.subplots(1, 2)
     first = result["settings"]["overprovisions"][0]
     systems = result["settings"]["systems"]
-    for marker, (name, colour) in zip(cycle(MARKERS), series_colours(systems, theme).items(), strict=False):
+    for marker, (name, colour) in zip(cycle(MARKERS), series_colours(systems).items(), strict=False):
         mine = [row for row in result["rows"] if row["system"] == name and row["overprovision"] == first]
         scales = [row["slo_scale"] for row in mine]
         late.plot(scales, [row["violation_rate"]["value"] for row in mine], marker=marker, color=colour, label=name)
@@ -106,9 +97,9 @@ def plot_over_slo_scales(result: Mapping[str, Any], theme: Theme = LIGHT) -> byt
         if known:
             quality.plot(*zip(*known, strict=True), marker=marker, color=colour, label=name)
     label = "SLO as a multiple of the heavy model's own latency"
-    style_axes(late, theme, "Late or refused", label, "share of requests", grid_axis="both")
+    style_axes(late, "Late or refused", label, "share of requests", grid_axis="both")
     late.yaxis.set_major_formatter(PercentFormatter(1.0))
     late.set_ylim(bottom=0)
-    style_axes(quality, theme, "FID of the images served", label, "FID", grid_axis="both")
-    add_wide_legend(figure, late, theme)
+    style_axes(quality, "FID of the images served", label, "FID", grid_axis="both")
+    add_wide_legend(figure, late)
     return to_png(figure)

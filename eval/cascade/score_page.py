@@ -11,16 +11,7 @@ from matplotlib.ticker import PercentFormatter
 from ...data.files import write_bytes, write_json, write_text
 from ...profiling.report.page import image_tag, page
 from ...profiling.report.table import Table
-from ...profiling.report.theme import (
-    LIGHT,
-    MARKERS,
-    Theme,
-    add_wide_legend,
-    new_figure,
-    series_colours,
-    style_axes,
-    to_png,
-)
+from ...profiling.report.theme import MARKERS, THEME, add_wide_legend, new_figure, series_colours, style_axes, to_png
 from .scores import RANDOM
 
 RESULT_FILE, REPORT_FILE = "result.json", "report.html"
@@ -72,9 +63,9 @@ def score_tables(result: Mapping[str, Any]) -> list[Table]:
     return [against, Table("The light image scores at least as well as the heavy one", columns, easy)]
 
 
-def plot_over_latency(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes:
+def plot_over_latency(result: Mapping[str, Any]) -> bytes:
     """FID over the mean latency of a request alone, from all light to all heavy, a line for each scorer; a PNG."""
-    figure = new_figure(7.4, 4.6, theme)
+    figure = new_figure(7.4, 4.6)
     ax = figure.subplots()
     latency_s = result["mean_latency_s"]
 
@@ -83,48 +74,48 @@ def plot_over_latency(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes:
 
     band = result["random"]
     ax.fill_between(
-        at(band), [each["low"] for each in band], [each["high"] for each in band], color=theme.muted, alpha=0.25, lw=0
+        at(band), [each["low"] for each in band], [each["high"] for each in band], color=THEME.muted, alpha=0.25, lw=0
     )
-    ax.plot(at(band), [each["fid"] for each in band], color=theme.muted, linestyle="--", label=RANDOM)
+    ax.plot(at(band), [each["fid"] for each in band], color=THEME.muted, linestyle="--", label=RANDOM)
     names = [row["scorer"] for row in result["rows"]]
     for marker, row in zip(cycle(MARKERS), result["rows"], strict=False):
-        colour = series_colours(names, theme)[row["scorer"]]
+        colour = series_colours(names)[row["scorer"]]
         ax.plot(
             at(row["curve"]), [each["fid"] for each in row["curve"]], marker=marker, markersize=4, color=colour,
             label=row["scorer"], linewidth=1.3,
         )  # fmt: skip
-    style_axes(ax, theme, "Images that score lowest are heavy", "mean latency of a request alone (s)", "FID")
-    add_wide_legend(figure, ax, theme)
+    style_axes(ax, "Images that score lowest are heavy", "mean latency of a request alone (s)", "FID")
+    add_wide_legend(figure, ax)
     return to_png(figure)
 
 
-def plot_easy(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes:
+def plot_easy(result: Mapping[str, Any]) -> bytes:
     """How the scores of light and heavy images of a prompt differ, a panel for each scorer; a PNG."""
     rows = [row for row in result["rows"] if row["easy"]["share"] is not None]
-    figure = new_figure(max(4.2, 3.4 * len(rows)), 3.4, theme)
+    figure = new_figure(max(4.2, 3.4 * len(rows)), 3.4)
     for ax, row in zip(figure.subplots(1, len(rows), squeeze=False)[0], rows, strict=True):
         differences = np.array(row["easy"]["differences"])
         edges = np.histogram_bin_edges(differences, 40)
-        ax.hist(differences[differences < 0], edges, color=theme.muted)
-        ax.hist(differences[differences >= 0], edges, color=theme.series[2])
+        ax.hist(differences[differences < 0], edges, color=THEME.muted)
+        ax.hist(differences[differences >= 0], edges, color=THEME.series[2])
         title = f"{row['scorer']}: {row['easy']['share']:.0%} easy"
-        style_axes(ax, theme, title, "score of the light image - of the heavy one", "prompts")
+        style_axes(ax, title, "score of the light image - of the heavy one", "prompts")
     return to_png(figure)
 
 
-def plot_allocations(result: Mapping[str, Any], theme: Theme = LIGHT) -> bytes:
+def plot_allocations(result: Mapping[str, Any]) -> bytes:
     """Requests a second over FID of allocations, and the best of them; a PNG."""
-    figure = new_figure(6.6, 4.4, theme)
+    figure = new_figure(6.6, 4.4)
     ax = figure.subplots()
     points = result["allocations"]["rows"]
     rates, fids = (np.array([row[name] for row in points]) for name in ("requests_per_s", "fid"))
     coloured = ax.scatter(fids, rates, c=[row["share"] for row in points], s=7, cmap="viridis", linewidths=0)
     bar = figure.colorbar(coloured, ax=ax, format=PercentFormatter(1.0))
-    bar.set_label("deferred", color=theme.ink)
+    bar.set_label("deferred", color=THEME.ink)
     order = np.argsort(fids, kind="stable")
     best = np.maximum.accumulate(rates[order])
-    ax.step(fids[order], best, where="post", color=theme.series[3], linewidth=1.2, label="best")
+    ax.step(fids[order], best, where="post", color=THEME.series[3], linewidth=1.2, label="best")
     workers = result["allocations"]["num_workers"]
-    style_axes(ax, theme, f"Allocations of {workers} workers", "FID", "requests per second", grid_axis="both")
-    add_wide_legend(figure, ax, theme)
+    style_axes(ax, f"Allocations of {workers} workers", "FID", "requests per second", grid_axis="both")
+    add_wide_legend(figure, ax)
     return to_png(figure)

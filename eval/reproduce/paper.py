@@ -1,7 +1,7 @@
 """A paper is a list of exhibits: figures and tables that are measured once, drawn, and kept beside the paper's numbers.
 
 An exhibit leaves in the folder of its model `figure-5.json` (settings, what was measured, what the paper says of it)
-and the pictures `figure-5.png` and `figure-5-dark.png`, of a table `table-1.md`. The JSON is written last: an exhibit
+and the picture `figure-5.png`, of a table `table-1.md`. The JSON is written last: an exhibit
 that has one is finished, and is not measured again. No torch.
 """
 
@@ -15,7 +15,7 @@ from ...data.errors import UsageError
 from ...data.files import write_bytes, write_json, write_text
 from ...profiling.report.page import plots_of, render
 from ...profiling.report.table import Table
-from ...profiling.report.theme import DARK, LIGHT, Theme, to_png
+from ...profiling.report.theme import to_png
 from ...profiling.report.words import DASH, seconds
 from ..result_files import read_json, require_kind
 
@@ -97,7 +97,7 @@ class Exhibit:
     title: str
     about: str
     measure: Measure
-    draw: "Callable[[Mapping[str, Any], Theme], Figure] | Callable[[Mapping[str, Any]], Table]"
+    draw: "Callable[[Mapping[str, Any]], Figure] | Callable[[Mapping[str, Any]], Table]"
     full: Mapping[str, Any]
     quick: Mapping[str, Any]
     paper: Mapping[str, Any] = field(default_factory=dict)
@@ -113,9 +113,9 @@ class Exhibit:
         """Whether it is of models with this class of pipeline."""
         return not self.pipelines or pipeline in self.pipelines
 
-    def picture(self, result: Mapping[str, Any], theme: Theme) -> bytes:
+    def picture(self, result: Mapping[str, Any]) -> bytes:
         """The PNG of a figure."""
-        return to_png(self.draw(result, theme))  # type: ignore[call-arg, arg-type]
+        return to_png(self.draw(result))  # type: ignore[call-arg, arg-type]
 
     def table(self, result: Mapping[str, Any]) -> Table:
         """What a table shows."""
@@ -246,8 +246,7 @@ def _measure(paper: Paper, exhibit: Exhibit, settings: Mapping[str, Any], lab: "
 
 def _write(exhibit: Exhibit, result: Mapping[str, Any], folder: Path) -> None:
     if exhibit.kind == "figure":
-        for name, theme in ((f"{exhibit.key}.png", LIGHT), (f"{exhibit.key}-dark.png", DARK)):
-            write_bytes(folder / name, exhibit.picture(result, theme))
+        write_bytes(folder / f"{exhibit.key}.png", exhibit.picture(result))
     else:
         text = "\n\n".join(table.to_markdown() for table in (exhibit.table(result), statements_table(result)))
         write_text(folder / f"{exhibit.key}.md", text + "\n")
@@ -272,8 +271,8 @@ def write_index(paper: Paper, folder: Path) -> Path:
             result, model = _read(path), path.parent.name
             plots, table = [], None
             if exhibit.kind == "figure":
-                light, dark = ((path.parent / f"{exhibit.key}{end}").read_bytes() for end in (".png", "-dark.png"))
-                plots = plots_of({"": (light, dark)}, {"": f"{exhibit.title}, {model}"}, ("",))
+                plot = (path.parent / f"{exhibit.key}.png").read_bytes()
+                plots = plots_of({"": plot}, {"": f"{exhibit.title}, {model}"}, ("",))
             else:
                 table = exhibit.table(result)
             facts = result["circumstances"]["described"], f"measured in {seconds(result['wall_s'])}"

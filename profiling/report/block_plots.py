@@ -8,7 +8,7 @@ import numpy as np
 from ...data.tables.block_facts import BlockFacts
 from ...data.tables.schemas import BLOCKS
 from ...data.tables.streams import read_batches, read_facts
-from .theme import LIGHT, add_wide_legend, new_figure, series_colours, style_axes, to_png
+from .theme import add_wide_legend, new_figure, series_colours, style_axes, to_png
 
 WHOLE_THRESHOLD = 0.1
 """Of whole blocks, as in the paper's figure 4."""
@@ -83,14 +83,13 @@ def _mean_of_blocks(sums: np.ndarray) -> np.ndarray:
 
 def plot_block_changes(result: dict[str, Any]) -> bytes:
     """The summary as a PNG: shares by threshold, and by block at one threshold."""
-    figure = new_figure(10.5, 4.0, LIGHT)
+    figure = new_figure(10.5, 4.0)
     left, right = figure.subplots(1, 2, width_ratios=(5, 6))
-    colours = series_colours(list(result["by_resolution"]), LIGHT)
+    colours = series_colours(list(result["by_resolution"]))
     for name, shares in result["by_resolution"].items():
         left.plot(result["thresholds"], shares, label=name, color=colours[name])
     style_axes(
         left,
-        LIGHT,
         "Patches that hardly change in a step",
         "threshold of the relative mean squared change (log scale)",
         "share below it, all blocks",
@@ -98,13 +97,13 @@ def plot_block_changes(result: dict[str, Any]) -> bytes:
     )
     left.set_xscale("log")
     left.set_ylim(0, 1)
-    add_wide_legend(figure, left, LIGHT)
+    add_wide_legend(figure, left)
     width = 0.8 / len(result["by_block"])
     for index, (name, shares) in enumerate(result["by_block"].items()):
         places = np.arange(len(shares)) + (index - (len(result["by_block"]) - 1) / 2) * width
         right.bar(places, list(shares.values()), width * 0.92, color=colours[name])
     title = f"The same by block, at {result['table_threshold']:g}"
-    style_axes(right, LIGHT, title, "block, in the order of a step")
+    style_axes(right, title, "block, in the order of a step")
     right.set_xticks(np.arange(len(result["blocks"])), result["blocks"], rotation=30, ha="right")
     right.set_ylim(0, 1)
     return to_png(figure)

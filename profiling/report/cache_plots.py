@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .theme import LIGHT, new_figure, style_axes, to_png
+from .theme import THEME, new_figure, style_axes, to_png
 
 _NAMES = {
     "log10_input_mse_normalised": "change of the input",
@@ -17,13 +17,13 @@ def plot_cache_training(report: dict[str, Any], model: str) -> bytes:
     """Precision against recall on held-out requests, and what each feature is worth, from the report of
     `fit_cache_predictor`; returns a PNG.
     """
-    figure = new_figure(10.5, 4.2, LIGHT)
+    figure = new_figure(10.5, 4.2)
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     sides = {
         "predictor": ("random forest", report),
         "baseline": ("threshold on the input's change", report["baseline"]),
     }
-    for (name, (label, figures)), colour in zip(sides.items(), LIGHT.series, strict=False):
+    for (name, (label, figures)), colour in zip(sides.items(), THEME.series, strict=False):
         curve = report["curve"][name]
         left.plot(*zip(*curve, strict=True) if curve else ((), ()), color=colour, linewidth=1.8, label=label)
         if figures["recall"] is not None and figures["precision"] is not None:
@@ -31,7 +31,6 @@ def plot_cache_training(report: dict[str, Any], model: str) -> bytes:
     test = report["test"]
     style_axes(
         left,
-        LIGHT,
         "Reuses that stay within the threshold",
         f"recall\n{model}, threshold {report['threshold']:g}; {test['rows']:,} rows of {test['requests']} "
         "held-out requests",
@@ -40,9 +39,9 @@ def plot_cache_training(report: dict[str, Any], model: str) -> bytes:
     )
     left.set_xlim(0, 1.01)
     left.set_ylim(top=1.005)
-    left.legend(loc="lower left", frameon=False, fontsize=8.5, labelcolor=LIGHT.ink)
+    left.legend(loc="lower left", frameon=False, fontsize=8.5, labelcolor=THEME.ink)
     importance = report["importance"]
-    right.barh([_NAMES.get(name, name) for name in importance], list(importance.values()), color=LIGHT.series[0])
+    right.barh([_NAMES.get(name, name) for name in importance], list(importance.values()), color=THEME.series[0])
     right.invert_yaxis()
-    style_axes(right, LIGHT, "What each feature is worth", "fall of F1 when it is shuffled", grid_axis="x")
+    style_axes(right, "What each feature is worth", "fall of F1 when it is shuffled", grid_axis="x")
     return to_png(figure)

@@ -13,7 +13,7 @@ from ...data.files import write_bytes, write_text
 from .page import plots_of, render
 from .run_data import RunData
 from .table import Table
-from .theme import DARK, LIGHT, Theme, add_legend, new_figure, series_colours, style_axes, to_png
+from .theme import THEME, add_legend, new_figure, series_colours, style_axes, to_png
 from .words import number, seconds, share
 
 OVERVIEW_FILE, PAGE_FILE = "overview.png", "comparison.html"
@@ -82,8 +82,8 @@ def write_comparison(folder: Path, runs: Sequence[ComparedRun], facts: Sequence[
     Raises:
         OSError: a file cannot be written.
     """
-    pictures = {"overview": (to_png(overview(runs, LIGHT)), to_png(overview(runs, DARK)))}
-    write_bytes(folder / OVERVIEW_FILE, pictures["overview"][0])
+    png = to_png(overview(runs))
+    write_bytes(folder / OVERVIEW_FILE, png)
     alt = "SLO attainment, latency over SLO, and requests in the batch by resolution over time, for each system."
     drawn_by_all = [
         record.request_id for record in runs[-1].data.records if all(record.request_id in run.images for run in runs)
@@ -94,7 +94,7 @@ def write_comparison(folder: Path, runs: Sequence[ComparedRun], facts: Sequence[
         title="The same requests, served by " + " and by ".join(run.name for run in runs),
         facts=facts,
         headline=headline(runs),
-        plots=plots_of(pictures, {"overview": alt}, {"overview"}),
+        plots=plots_of({"overview": png}, {"overview": alt}, {"overview"}),
         table=figures_table(runs),
         runs=runs,
         prompts=prompts,
@@ -120,32 +120,32 @@ def figures_table(runs: Sequence[ComparedRun]) -> Table:
     return Table("Figures", ("", *(run.name for run in runs)), rows)
 
 
-def overview(runs: Sequence[ComparedRun], theme: Theme) -> Figure:
+def overview(runs: Sequence[ComparedRun]) -> Figure:
     """Attainment and latency of all runs above, the batch of each over time below."""
-    figure = new_figure(11, 3.1 + 1.9 * len(runs), theme)
+    figure = new_figure(11, 3.1 + 1.9 * len(runs))
     grid = figure.add_gridspec(1 + len(runs), 2, height_ratios=[1.5, *(1 for _ in runs)], width_ratios=[1, 1.7])
-    colours = dict(zip((run.name for run in runs), (theme.muted, *theme.series), strict=False))
-    _draw_attainment(figure.add_subplot(grid[0, 0]), runs, colours, theme)
-    _draw_latency(figure.add_subplot(grid[0, 1]), runs, colours, theme)
+    colours = dict(zip((run.name for run in runs), (THEME.muted, *THEME.series), strict=False))
+    _draw_attainment(figure.add_subplot(grid[0, 0]), runs, colours)
+    _draw_latency(figure.add_subplot(grid[0, 1]), runs, colours)
     end_s = max(run.data.duration_s for run in runs)
     for index, run in enumerate(runs):
-        _draw_batch(figure.add_subplot(grid[1 + index, :]), run, end_s, theme, is_last=index == len(runs) - 1)
+        _draw_batch(figure.add_subplot(grid[1 + index, :]), run, end_s, is_last=index == len(runs) - 1)
     return figure
 
 
-def _draw_attainment(ax: Any, runs: Sequence[ComparedRun], colours: Mapping[str, str], theme: Theme) -> None:
+def _draw_attainment(ax: Any, runs: Sequence[ComparedRun], colours: Mapping[str, str]) -> None:
     for place, run in enumerate(runs):
-        ax.bar(place, 1, 0.6, color=theme.grid)
+        ax.bar(place, 1, 0.6, color=THEME.grid)
         ax.bar(place, run.attainment, 0.6, color=colours[run.name])
-        ax.text(place, 1.04, f"{run.attainment:.0%}", ha="center", fontsize=13, fontweight="bold", color=theme.ink)
-    style_axes(ax, theme, title="Images within their deadline", x_label="", y_label="share of requests")
+        ax.text(place, 1.04, f"{run.attainment:.0%}", ha="center", fontsize=13, fontweight="bold", color=THEME.ink)
+    style_axes(ax, title="Images within their deadline", x_label="", y_label="share of requests")
     ax.set_xticks(range(len(runs)), [run.name for run in runs])
     ax.set_ylim(0, 1.2)
     ax.set_yticks([0, 0.5, 1])
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
 
 
-def _draw_latency(ax: Any, runs: Sequence[ComparedRun], colours: Mapping[str, str], theme: Theme) -> None:
+def _draw_latency(ax: Any, runs: Sequence[ComparedRun], colours: Mapping[str, str]) -> None:
     for run in runs:
         judged = run.data.judged
         slower = [each.latency_s / each.slo_s for each in judged if each.latency_s is not None and each.slo_s]
@@ -153,26 +153,26 @@ def _draw_latency(ax: Any, runs: Sequence[ComparedRun], colours: Mapping[str, st
         shares = np.arange(1, len(times) + 1) / len(judged)
         end = shares[-1] if len(shares) else 0.0
         ax.step([0, *times, _FARTHEST], [0, *shares, end], where="post", color=colours[run.name], lw=2, label=run.name)
-    ax.axvline(1, color=theme.ink, linewidth=1, linestyle=(0, (2, 2)))
+    ax.axvline(1, color=THEME.ink, linewidth=1, linestyle=(0, (2, 2)))
     label = "latency from arrival to image, in deadlines (dotted: the deadline)"
-    style_axes(ax, theme, title="Share finished within", x_label=label, y_label="share of requests")
+    style_axes(ax, title="Share finished within", x_label=label, y_label="share of requests")
     ax.set_xlim(0, _FARTHEST)
     ax.set_ylim(0, 1.03)
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
-    add_legend(ax, theme)
+    add_legend(ax)
 
 
-def _draw_batch(ax: Any, run: ComparedRun, end_s: float, theme: Theme, *, is_last: bool) -> None:
+def _draw_batch(ax: Any, run: ComparedRun, end_s: float, *, is_last: bool) -> None:
     times, curves = run.data.composition()
     base = np.zeros(len(times))
-    for resolution, colour in series_colours(run.data.resolutions, theme).items():
+    for resolution, colour in series_colours(run.data.resolutions).items():
         if resolution in curves:
             top = base + curves[resolution]
             ax.fill_between(times, base, top, step="post", color=colour, lw=0, label=resolution)
             base = top
     when = "time since the start of the trace (s)" if is_last else ""
-    style_axes(ax, theme, title=f"What {run.name} has in its batch", x_label=when, y_label="requests in the batch")
+    style_axes(ax, title=f"What {run.name} has in its batch", x_label=when, y_label="requests in the batch")
     ax.set_xlim(0, end_s)
     ax.set_ylim(bottom=0)
     ax.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=2))
-    add_legend(ax, theme)
+    add_legend(ax)

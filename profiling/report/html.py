@@ -27,9 +27,9 @@ def write_report(
     steps: Sequence[StepRow],
     *,
     images: Sequence[tuple[Path | Image.Image, str]] = (),
-    more: Mapping[str, tuple[bytes, bytes, str]] | None = None,
+    more: Mapping[str, tuple[bytes, str]] | None = None,
 ) -> Path:
-    """Write `report.html` and `plots/*.png` (light colours) into the folder of a run.
+    """Write `report.html` and `plots/*.png` into the folder of a run.
 
     Args:
         run_dir: the run's folder; made if it does not exist. Existing files are replaced, each atomically.
@@ -38,8 +38,7 @@ def write_report(
         records, steps: one per request, and one per denoising iteration.
         images: image or its file, with a caption; the first 96 are put into the page, at most 256 px wide and high.
             A file that cannot be read is named in its place.
-        more: further plots over the whole width, which come first: PNG in light and in dark colours, and what they
-            show, by name.
+        more: further plots over the whole width, which come first: PNG, and what they show, by name.
 
     Returns:
         The path of `report.html`.
@@ -49,9 +48,9 @@ def write_report(
     """
     data = RunData.of(summary.get("duration"), records, steps)
     further = more or {}
-    plots = {name: (light, dark) for name, (light, dark, _) in further.items()} | draw_all(data)
-    for name, (light, _) in plots.items():
-        write_bytes(run_dir / "plots" / f"{name}.png", light)
+    plots = {name: png for name, (png, _) in further.items()} | draw_all(data)
+    for name, png in plots.items():
+        write_bytes(run_dir / "plots" / f"{name}.png", png)
     config = summary.get("config") or {}
     problems = [record for record in data.records if record.status != "completed"]
     counts = Counter(record.status for record in problems)
@@ -63,7 +62,7 @@ def write_report(
         tiles=_tiles(summary, data),
         plots=plots_of(
             plots,
-            {name: alt for name, (_, alt) in PLOTS.items()} | {name: alt for name, (_, _, alt) in further.items()},
+            {name: alt for name, (_, alt) in PLOTS.items()} | {name: alt for name, (_, alt) in further.items()},
             WIDE_PLOTS | set(further),
         ),
         per_resolution=resolution_table(summary.get("per_resolution") or {}),

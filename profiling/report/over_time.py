@@ -1,7 +1,12 @@
 """Plots over the time of a run: arrivals, queue and batch, batch composition, and one bar per request."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_rgba_array
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -9,25 +14,25 @@ from matplotlib.ticker import MaxNLocator
 
 from ...serving.core.request_state import RequestRecord
 from .run_data import RunData, count_open, of_resolution, phases_s
-from .theme import Theme, add_legend, new_figure, series_colours, style_axes
+from .theme import THEME, add_legend, new_figure, series_colours, style_axes
 
 WIDTH_IN, HEIGHT_IN = 6.6, 3.3
 TIMELINE_MAX_REQUESTS = 200
 _TIME = "time since the start of the trace (s)"
 
 
-def arrivals(data: RunData, theme: Theme) -> Figure | None:
+def arrivals(data: RunData) -> Figure | None:
     """Arrivals per second in equal intervals, stacked by resolution."""
     if not data.records:
         return None
-    figure = new_figure(WIDTH_IN, HEIGHT_IN, theme)
+    figure = new_figure(WIDTH_IN, HEIGHT_IN)
     ax = figure.subplots()
     # About four arrivals an interval, so that bursts show and single arrivals do not look like bursts.
     num_bins = int(np.clip(len(data.records) / 4, 8, 60))
     edges = np.linspace(0, data.duration_s, num_bins + 1)
     width_s = edges[1] - edges[0]
     base = np.zeros(num_bins)
-    for resolution, colour in series_colours(data.resolutions, theme).items():
+    for resolution, colour in series_colours(data.resolutions).items():
         times = [record.arrival_s for record in of_resolution(data.records, resolution)]
         rate = np.histogram(times, edges)[0] / width_s
         ax.bar(edges[:-1], rate, width_s * 0.9, bottom=base, align="edge", color=colour, label=resolution)
@@ -36,92 +41,105 @@ def arrivals(data: RunData, theme: Theme) -> Figure | None:
     if last_s > 0:
         mean = len(data.records) / last_s
         label += f" (dashed: mean {mean:.3g})"
-        ax.axhline(mean, color=theme.ink, linewidth=1, linestyle=(0, (4, 3)), alpha=0.75)
-    style_axes(ax, theme, "Arrivals", _TIME, label)
+        ax.axhline(mean, color=THEME.ink, linewidth=1, linestyle=(0, (4, 3)), alpha=0.75)
+    style_axes(ax, "Arrivals", _TIME, label)
     ax.set_xlim(0, data.duration_s)
-    add_legend(ax, theme)
+    add_legend(ax)
     return figure
 
 
-def queue(data: RunData, theme: Theme) -> Figure | None:
+def queue(data: RunData) -> Figure | None:
     """Requests that wait and requests in the denoise batch, exact from the events of the records."""
     if not data.records:
         return None
     spans = [phases_s(record) for record in data.records]
-    figure = new_figure(WIDTH_IN, HEIGHT_IN, theme)
+    figure = new_figure(WIDTH_IN, HEIGHT_IN)
     ax = figure.subplots()
     for label, colour, each in (
-        ("active (denoising)", theme.series[0], [(admitted, denoised) for _, admitted, denoised, _ in spans]),
-        ("waiting (or being prepared)", theme.series[1], [(arrival, admitted) for arrival, admitted, _, _ in spans]),
+        ("active (denoising)", THEME.series[0], [(admitted, denoised) for _, admitted, denoised, _ in spans]),
+        ("waiting (or being prepared)", THEME.series[1], [(arrival, admitted) for arrival, admitted, _, _ in spans]),
     ):
         times, counts = count_open(each)
         ax.fill_between(times, counts, step="post", color=colour, alpha=0.18, linewidth=0)
         ax.step(times, counts, where="post", color=colour, linewidth=1.5, label=label)
-    style_axes(ax, theme, "Queue and batch", _TIME, "requests")
+    style_axes(ax, "Queue and batch", _TIME, "requests")
     _count_axis(ax, data)
-    add_legend(ax, theme)
+    add_legend(ax)
     return figure
 
 
-def composition(data: RunData, theme: Theme) -> Figure | None:
+def composition(data: RunData) -> Figure | None:
     """Requests in the denoise batch, stacked by resolution, one value per iteration."""
     times, curves = data.composition()
     if not len(times):
         return None
-    figure = new_figure(2 * WIDTH_IN, HEIGHT_IN, theme)
+    figure = new_figure(2 * WIDTH_IN, HEIGHT_IN)
     ax = figure.subplots()
-    colours = series_colours(data.resolutions, theme)
+    colours = series_colours(data.resolutions)
     base = np.zeros(len(times))
     for resolution, counts in curves.items():
         ax.fill_between(times, base, base + counts, step="post", color=colours[resolution], lw=0, label=resolution)
         base = base + counts
-    style_axes(ax, theme, "Batch composition", _TIME, "requests in the batch")
+    style_axes(ax, "Batch composition", _TIME, "requests in the batch")
     _count_axis(ax, data)
-    add_legend(ax, theme)
+    add_legend(ax)
     return figure
 
 
-def timeline(data: RunData, theme: Theme) -> Figure | None:
+def timeline(data: RunData) -> Figure | None:
     """One bar per request: waiting, denoising, decoding and saving. None if there are too many to tell apart."""
     records = data.records
     if not records or len(records) > TIMELINE_MAX_REQUESTS:
         return None
     row_in = float(np.clip(8.0 / len(records), 0.055, 0.16))
-    figure = new_figure(2 * WIDTH_IN, max(2.4, 1.1 + row_in * len(records)), theme)
+    figure = new_figure(2 * WIDTH_IN, max(2.4, 1.1 + row_in * len(records)))
     ax = figure.subplots()
-    colours = series_colours(data.resolutions, theme)
-    for row, record in enumerate(records):
-        _draw_request(ax, row, record, colours[str(record.resolution)], theme)
-    style_axes(ax, theme, "Requests", _TIME, "request, by arrival", grid_axis="x")
+    colours = series_colours(data.resolutions)
+    _draw_requests(ax, records, colours)
+    style_axes(ax, "Requests", _TIME, "request, by arrival", grid_axis="x")
     ax.set_xlim(0, data.duration_s)
     ax.set_ylim(len(records) - 0.4, -0.6)
     ax.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=10, steps=[1, 2, 5, 10]))
     phases: list[Patch | Line2D] = [
-        Patch(color=theme.muted, alpha=0.35, label="waiting"),
+        Patch(color=THEME.muted, alpha=0.35, label="waiting"),
         *(Patch(color=colour, label=f"denoising {name}") for name, colour in colours.items()),
-        Patch(color=theme.ink, alpha=0.8, label="decoding and saving"),
+        Patch(color=THEME.ink, alpha=0.8, label="decoding and saving"),
     ]
     if any(record.slo_met is False and record.status == "completed" for record in records):
-        phases.append(Line2D([], [], color=theme.bad, marker="|", markersize=8, lw=0, mew=2, label="missed deadline"))
+        phases.append(Line2D([], [], color=THEME.bad, marker="|", markersize=8, lw=0, mew=2, label="missed deadline"))
     if any(record.status != "completed" for record in records):
-        phases.append(Line2D([], [], color=theme.bad, marker="x", markersize=6, lw=0, mew=1.6, label="no image"))
-    add_legend(ax, theme, handles=phases, ncols=len(phases))
+        phases.append(Line2D([], [], color=THEME.bad, marker="x", markersize=6, lw=0, mew=1.6, label="no image"))
+    add_legend(ax, handles=phases, ncols=len(phases))
     return figure
 
 
-def _draw_request(ax: Axes, row: int, record: RequestRecord, colour: str, theme: Theme) -> None:
-    arrival, admitted, denoised, finish = phases_s(record)
-    for begin, end, shade, alpha in (
-        (arrival, admitted, theme.muted, 0.35),
-        (admitted, denoised, colour, 1.0),
-        (denoised, finish, theme.ink, 0.8),
-    ):
-        if end > begin:
-            ax.barh(row, end - begin, 0.72, left=begin, color=shade, alpha=alpha, linewidth=0)
-    if record.status != "completed":
-        ax.plot(finish, row, "x", color=theme.bad, markersize=5, markeredgewidth=1.6, clip_on=False)
-    elif record.slo_met is False and record.deadline_s is not None:
-        ax.plot(record.deadline_s, row, "|", color=theme.bad, markersize=7, markeredgewidth=2.2)
+def _draw_requests(ax: Axes, records: Sequence[RequestRecord], colours: Mapping[str, str]) -> None:
+    """All bars at once, and all marks of a kind: hundreds of artists would take seconds."""
+    bars, shades = [], []
+    ended, missed = list[tuple[float, int]](), list[tuple[float, int]]()
+    for row, record in enumerate(records):
+        arrival, admitted, denoised, finish = phases_s(record)
+        for begin, end, shade in (
+            (arrival, admitted, (THEME.muted, 0.35)),
+            (admitted, denoised, (colours[str(record.resolution)], 1.0)),
+            (denoised, finish, (THEME.ink, 0.8)),
+        ):
+            if end > begin:
+                low, high = row - 0.36, row + 0.36
+                bars.append([(begin, low), (begin, high), (end, high), (end, low)])
+                shades.append(shade)
+        if record.status != "completed":
+            ended.append((finish, row))
+        elif record.slo_met is False and record.deadline_s is not None:
+            missed.append((record.deadline_s, row))
+    ax.add_collection(PolyCollection(bars, facecolors=to_rgba_array(shades), linewidths=0))
+    looks: tuple[tuple[list[tuple[float, int]], dict[str, Any]], ...] = (
+        (ended, {"marker": "x", "markersize": 5, "markeredgewidth": 1.6, "clip_on": False}),
+        (missed, {"marker": "|", "markersize": 7, "markeredgewidth": 2.2}),
+    )
+    for points, look in looks:
+        if points:
+            ax.plot(*zip(*points, strict=True), color=THEME.bad, linestyle="", **look)
 
 
 def _count_axis(ax: Axes, data: RunData) -> None:

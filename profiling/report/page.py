@@ -49,9 +49,9 @@ def page(title: str, parts: Iterable[str], *, css: str = "") -> str:
     return render("parts.html", title=title, css=Markup(css), parts=[Markup(part) for part in parts if part])
 
 
-def plots_of(drawn: Mapping[str, tuple[bytes, bytes]], alt: Mapping[str, str], wide: Iterable[str] = ()) -> list[Any]:
-    """Plots (PNG in light and in dark colours) as the macro `plots` of the templates takes them."""
-    return [(light, dark, alt[name], name in wide) for name, (light, dark) in drawn.items()]
+def plots_of(drawn: Mapping[str, bytes], alt: Mapping[str, str], wide: Iterable[str] = ()) -> list[Any]:
+    """Plots (PNG) as the macro `plots` of the templates takes them."""
+    return [(png, alt[name], name in wide) for name, png in drawn.items()]
 
 
 def image_tag(source: Path | Image.Image, alt: str = "") -> str:

@@ -9,22 +9,22 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from . import over_time
 from .over_time import HEIGHT_IN, WIDTH_IN
 from .run_data import RunData, latencies_of, of_resolution
-from .theme import DARK, LIGHT, Theme, add_legend, new_figure, series_colours, style_axes, to_png
+from .theme import THEME, add_legend, new_figure, series_colours, style_axes, to_png
 
 MAX_STEP_POINTS = 4000
 
 
-def latency(data: RunData, theme: Theme) -> Figure | None:
+def latency(data: RunData) -> Figure | None:
     """Histogram and cumulative distribution of the latency of completed requests, by resolution."""
     latencies = latencies_of(data.records)
     if not len(latencies):
         return None
-    figure = new_figure(2 * WIDTH_IN, HEIGHT_IN, theme)
+    figure = new_figure(2 * WIDTH_IN, HEIGHT_IN)
     left, right = figure.subplots(1, 2)
     top_s = max(float(latencies[-1]), 1e-3)
     edges = np.linspace(0, top_s, int(np.clip(np.sqrt(len(latencies)) * 2.5, 8, 50)) + 1)
     base = np.zeros(len(edges) - 1)
-    for resolution, colour in series_colours(data.resolutions, theme).items():
+    for resolution, colour in series_colours(data.resolutions).items():
         mine = latencies_of(of_resolution(data.records, resolution))
         if not len(mine):
             continue
@@ -38,44 +38,44 @@ def latency(data: RunData, theme: Theme) -> Figure | None:
             right.axvline(slo_s, color=colour, linewidth=1.2, linestyle=(0, (2, 2)))
     for percent, side in ((50, -1), (95, 1)):  # the labels stand on the outer sides, so that they never collide
         value = float(np.percentile(latencies, percent))
-        left.axvline(value, color=theme.ink, linewidth=1, linestyle=(0, (4, 3)), alpha=0.75)
+        left.axvline(value, color=THEME.ink, linewidth=1, linestyle=(0, (4, 3)), alpha=0.75)
         ha = "left" if side > 0 else "right"
         place = {"xycoords": ("data", "axes fraction"), "xytext": (3 * side, 0), "textcoords": "offset points"}
         text = f"p{percent} {value:.3g} s"
-        left.annotate(text, (value, 0.98), va="top", ha=ha, fontsize=8.5, color=theme.ink, **place)
+        left.annotate(text, (value, 0.98), va="top", ha=ha, fontsize=8.5, color=THEME.ink, **place)
     label = "latency from arrival to image (s)"
-    style_axes(left, theme, "Latency of completed requests", label, "requests")
-    style_axes(right, theme, "Share finished within", f"{label}; dotted: SLO", "share of requests")
+    style_axes(left, "Latency of completed requests", label, "requests")
+    style_axes(right, "Share finished within", f"{label}; dotted: SLO", "share of requests")
     left.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=2))
     left.set_ylim(0, float(base.max()) * 1.15)
     right.yaxis.set_major_formatter(PercentFormatter(1.0))
     right.set_ylim(0, 1.03)
     for ax in (left, right):
         ax.set_xlim(0, top_s * 1.12)
-        add_legend(ax, theme)
+        add_legend(ax)
     return figure
 
 
-def attainment(data: RunData, theme: Theme) -> Figure | None:
+def attainment(data: RunData) -> Figure | None:
     """Share of the requests within their SLO, by resolution and of all, with the numbers behind it."""
     judged = data.judged
     if not judged:
         return None
-    colours = series_colours(data.resolutions, theme)
+    colours = series_colours(data.resolutions)
     groups = [(name, colours[name], of_resolution(judged, name)) for name in data.resolutions]
     groups = [group for group in groups if len(group[2])]
     if len(groups) > 1:
-        groups.append(("all", theme.muted, judged))
-    figure = new_figure(WIDTH_IN, HEIGHT_IN, theme)
+        groups.append(("all", THEME.muted, judged))
+    figure = new_figure(WIDTH_IN, HEIGHT_IN)
     ax = figure.subplots()
     for i, (_, colour, rows) in enumerate(groups):
         met = sum(record.slo_met is True for record in rows)
         share = met / len(rows)
-        ax.bar(i, 1, 0.62, color=theme.grid)
+        ax.bar(i, 1, 0.62, color=THEME.grid)
         ax.bar(i, share, 0.62, color=colour)
-        ax.text(i, 1.09, f"{share:.1%}", ha="center", va="bottom", fontsize=11, fontweight="bold", color=theme.ink)
-        ax.text(i, 1.02, f"{met} of {len(rows)}", ha="center", va="bottom", fontsize=8.5, color=theme.muted)
-    style_axes(ax, theme, "SLO attainment", "resolution (px)", "share within the SLO")
+        ax.text(i, 1.09, f"{share:.1%}", ha="center", va="bottom", fontsize=11, fontweight="bold", color=THEME.ink)
+        ax.text(i, 1.02, f"{met} of {len(rows)}", ha="center", va="bottom", fontsize=8.5, color=THEME.muted)
+    style_axes(ax, "SLO attainment", "resolution (px)", "share within the SLO")
     ax.set_xticks(range(len(groups)), [name for name, _, _ in groups])
     ax.set_xlim(-0.7, len(groups) - 0.3)
     ax.set_ylim(0, 1.22)
@@ -84,15 +84,15 @@ def attainment(data: RunData, theme: Theme) -> Figure | None:
     return figure
 
 
-def step_latency(data: RunData, theme: Theme) -> Figure | None:
+def step_latency(data: RunData) -> Figure | None:
     """Duration of a denoising iteration against the batch: one point a step, lines through the medians."""
     if not len(data.step_active):
         return None
     active, step_ms = data.step_active, data.step_duration_s * 1e3
     mixes = np.array(["mixed" if len(counts) != 1 else next(iter(counts)) for counts in data.step_counts])
-    figure = new_figure(WIDTH_IN, HEIGHT_IN, theme)
+    figure = new_figure(WIDTH_IN, HEIGHT_IN)
     ax = figure.subplots()
-    colours = series_colours(data.resolutions, theme) | {"mixed": theme.muted}
+    colours = series_colours(data.resolutions) | {"mixed": THEME.muted}
     spread = np.random.default_rng(0).uniform(-0.16, 0.16, len(active))
     for name, colour in colours.items():
         mine = np.flatnonzero(mixes == name)
@@ -104,21 +104,21 @@ def step_latency(data: RunData, theme: Theme) -> Figure | None:
         sizes = np.unique(active[mine])
         medians = [float(np.median(step_ms[mine][active[mine] == size])) for size in sizes]
         ax.plot(sizes, medians, "o-", color=colour, linewidth=1.6, markersize=4, label=name, zorder=3)
-    style_axes(ax, theme, "Step latency", "requests in the batch (line: median)", "duration of a step (ms)")
+    style_axes(ax, "Step latency", "requests in the batch (line: median)", "duration of a step (ms)")
     # The slowest steps of a run are warm-up; they would flatten all the others.
     high = float(np.percentile(step_ms, 99)) * 1.25
     num_above = int((step_ms > high).sum())
     ax.set_ylim(0, max(high, 1e-3))
     if num_above:
         text = f"{num_above} of {len(step_ms)} steps above"
-        ax.text(0.99, 0.97, text, transform=ax.transAxes, ha="right", va="top", fontsize=8.5, color=theme.muted)
+        ax.text(0.99, 0.97, text, transform=ax.transAxes, ha="right", va="top", fontsize=8.5, color=THEME.muted)
     ax.set_xlim(0.5, int(active.max()) + 0.5)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    add_legend(ax, theme)
+    add_legend(ax)
     return figure
 
 
-Plot = Callable[[RunData, Theme], Figure | None]
+Plot = Callable[[RunData], Figure | None]
 
 PLOTS: dict[str, tuple[Plot, str]] = {
     "arrivals": (over_time.arrivals, "Requests that arrived per second, by resolution."),
@@ -134,11 +134,7 @@ PLOTS: dict[str, tuple[Plot, str]] = {
 WIDE_PLOTS = frozenset({"composition", "latency", "timeline"})
 
 
-def draw_all(data: RunData) -> dict[str, tuple[bytes, bytes]]:
-    """All plots that have something to show, as PNG in light and in dark colours."""
-    drawn = {}
-    for name, (plot, _) in PLOTS.items():
-        light, dark = plot(data, LIGHT), plot(data, DARK)
-        if light is not None and dark is not None:
-            drawn[name] = to_png(light), to_png(dark)
-    return drawn
+def draw_all(data: RunData) -> dict[str, bytes]:
+    """All plots that have something to show, as PNG."""
+    figures = {name: plot(data) for name, (plot, _) in PLOTS.items()}
+    return {name: to_png(figure) for name, figure in figures.items() if figure is not None}

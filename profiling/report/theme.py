@@ -1,4 +1,4 @@
-"""Colours and the look of all axes. Each plot is drawn once in light and once in dark colours."""
+"""Colours and the look of all axes. Pages turn the colours of plots around for readers of dark ones."""
 
 import io
 import warnings
@@ -21,7 +21,7 @@ _LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 8.5, "handlelength": 1.
 
 @dataclass(frozen=True, slots=True)
 class Theme:
-    """Colours of one scheme; `series` is handed out to resolutions from the smallest to the largest."""
+    """Colours; `series` is handed out to resolutions from the smallest to the largest."""
 
     background: str
     ink: str
@@ -33,7 +33,7 @@ class Theme:
 
 
 # Neighbours differ in lightness as well as in hue, so that they stay apart for colour-blind eyes and in grey print.
-LIGHT = Theme(
+THEME = Theme(
     background="#ffffff",
     ink="#1c2230",
     muted="#667085",
@@ -42,52 +42,42 @@ LIGHT = Theme(
     bad="#d1495b",
     series=("#2f6fde", "#f0913a", "#1f9e89", "#8e5bd0", "#d1495b", "#7fb800", "#0fb5d6", "#a0703c"),
 )
-DARK = Theme(
-    background="#161b26",
-    ink="#e7ebf3",
-    muted="#98a2b5",
-    grid="#2b3345",
-    good="#4cc596",
-    bad="#f07184",
-    series=("#6ea2ff", "#ffb066", "#4fd0b8", "#b891f2", "#f07184", "#b2dc4a", "#5cd6f0", "#d3a877"),
-)
-
 
 MARKERS = "osD^vPXh"
 """Of the points of series, in order."""
 
 
-def series_colours(labels: Sequence[str], theme: Theme) -> dict[str, str]:
+def series_colours(labels: Sequence[str]) -> dict[str, str]:
     """One colour per label, in order; past the fixed ones, evenly spaced colours of a map."""
-    if len(labels) <= len(theme.series):
-        return dict(zip(labels, theme.series, strict=False))
+    if len(labels) <= len(THEME.series):
+        return dict(zip(labels, THEME.series, strict=False))
     colours = colormaps["turbo"]
     return {label: to_hex(colours((i + 0.5) / len(labels))) for i, label in enumerate(labels)}
 
 
-def new_figure(width_in: float, height_in: float, theme: Theme) -> Figure:
-    """An empty figure in the theme's background colour; no pyplot, so nobody has to close it."""
-    return Figure(figsize=(width_in, height_in), dpi=DOTS_PER_INCH, layout="constrained", facecolor=theme.background)
+def new_figure(width_in: float, height_in: float) -> Figure:
+    """An empty figure in the background colour; no pyplot, so nobody has to close it."""
+    return Figure(figsize=(width_in, height_in), dpi=DOTS_PER_INCH, layout="constrained", facecolor=THEME.background)
 
 
 def style_axes(
-    ax: Axes, theme: Theme, title: str, x_label: str, y_label: str = "", *, grid_axis: Literal["x", "y", "both"] = "y"
+    ax: Axes, title: str, x_label: str, y_label: str = "", *, grid_axis: Literal["x", "y", "both"] = "y"
 ) -> None:
     """Title, labels and the common look: no box, light grid behind the data, room between ticks and labels."""
-    ax.set_facecolor(theme.background)
-    ax.set_title(title, loc="left", color=theme.ink, fontsize=11, fontweight="bold", pad=10)
-    ax.set_xlabel(x_label, color=theme.muted, fontsize=9)
-    ax.set_ylabel(y_label, color=theme.muted, fontsize=9)
-    ax.tick_params(colors=theme.muted, labelsize=8.5, length=0, pad=5)
+    ax.set_facecolor(THEME.background)
+    ax.set_title(title, loc="left", color=THEME.ink, fontsize=11, fontweight="bold", pad=10)
+    ax.set_xlabel(x_label, color=THEME.muted, fontsize=9)
+    ax.set_ylabel(y_label, color=THEME.muted, fontsize=9)
+    ax.tick_params(colors=THEME.muted, labelsize=8.5, length=0, pad=5)
     for side, spine in ax.spines.items():
         spine.set_visible(side == "bottom")
-        spine.set_color(theme.muted)
+        spine.set_color(THEME.muted)
         spine.set_linewidth(0.8)
     ax.set_axisbelow(True)
-    ax.grid(visible=True, axis=grid_axis, color=theme.grid, linewidth=0.8)
+    ax.grid(visible=True, axis=grid_axis, color=THEME.grid, linewidth=0.8)
 
 
-def add_legend(ax: Axes, theme: Theme, *, handles: Sequence[Artist] | None = None, ncols: int = 4) -> None:
+def add_legend(ax: Axes, *, handles: Sequence[Artist] | None = None, ncols: int = 4) -> None:
     """A legend without a box above the right end of the axes; of the labelled artists, if none are given."""
     handles = ax.get_legend_handles_labels()[0] if handles is None else handles
     if not handles:
@@ -99,18 +89,18 @@ def add_legend(ax: Axes, theme: Theme, *, handles: Sequence[Artist] | None = Non
         borderaxespad=0.35,
         ncols=min(len(handles), ncols),
         handletextpad=0.5,
-        labelcolor=theme.ink,
+        labelcolor=THEME.ink,
         **_LEGEND,
     )
 
 
-def add_wide_legend(figure: Figure, ax: Axes, theme: Theme) -> None:
+def add_wide_legend(figure: Figure, ax: Axes) -> None:
     """A legend over the whole width, above the title, in as many columns as there is room for."""
     handles, labels = ax.get_legend_handles_labels()
     room_pt = figure.get_figwidth() * 72
     most = int(room_pt // (_LETTER_PT * max(map(len, labels), default=0) + _MARKER_PT))
     columns = max(1, min(4, most))
-    figure.legend(handles, labels, loc="outside upper left", ncols=columns, labelcolor=theme.ink, **_LEGEND)
+    figure.legend(handles, labels, loc="outside upper left", ncols=columns, labelcolor=THEME.ink, **_LEGEND)
 
 
 def to_png(figure: Figure) -> bytes:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ...data.run_facts import describe
-from ..report.theme import LIGHT, add_wide_legend, new_figure, style_axes, to_png
+from ..report.theme import THEME, add_wide_legend, new_figure, style_axes, to_png
 from .attribution import CATEGORIES
 
 _WIDTH_IN = 8.0
@@ -16,21 +16,20 @@ def plot_steps(result: dict[str, Any]) -> bytes:
     """How many times as fast as plain diffusers the patched step is, a line for every combination."""
     rows = result["rows"]
     labels = [row["label"] for row in rows]
-    figure = new_figure(_width_in(labels), 1.9 + _ROW_IN * len(rows), LIGHT)
+    figure = new_figure(_width_in(labels), 1.9 + _ROW_IN * len(rows))
     ax = figure.subplots()
     places = range(len(rows))
     both = [[row[f"ratio_{side}"] for row in rows] for side in _SIDES]
     lows, highs = zip(*((min(pair), max(pair)) for pair in zip(*both, strict=True)), strict=True)
-    ax.hlines(places, lows, highs, color=LIGHT.grid, linewidth=3, zorder=1)
+    ax.hlines(places, lows, highs, color=THEME.grid, linewidth=3, zorder=1)
     for (name, label), ratios, marker in zip(_SIDES.items(), both, "os", strict=True):
-        colour = LIGHT.series[list(_SIDES).index(name)]
+        colour = THEME.series[list(_SIDES).index(name)]
         mean = result[f"mean_ratio_{name}_mixed"]
         shown = label if mean is None else f"{label} (mean of mixed batches {mean:.2f})"
         ax.scatter(ratios, places, 34, color=colour, marker=marker, label=shown, zorder=3, linewidths=0)
-    ax.axvline(1, color=LIGHT.ink, linewidth=1, zorder=2)
+    ax.axvline(1, color=THEME.ink, linewidth=1, zorder=2)
     style_axes(
         ax,
-        LIGHT,
         "How many times as fast a patched denoising step is as plain diffusers",
         f"times as fast (log scale)\n{_circumstances(result)}",
         "requests in the batch",
@@ -45,7 +44,7 @@ def plot_steps(result: dict[str, Any]) -> bytes:
     ticks = [ratio for ratio in _RATIOS if left <= ratio <= right]
     ax.set_xticks(ticks, [f"{ratio:g}" for ratio in ticks])
     ax.set_xticks([], minor=True)
-    add_wide_legend(figure, ax, LIGHT)
+    add_wide_legend(figure, ax)
     return to_png(figure)
 
 
@@ -57,24 +56,24 @@ def plot_breakdown(result: dict[str, Any]) -> bytes:
         for side in ("patched", "same_resolution")
     ]
     names = [name for name, _ in bars]
-    figure = new_figure(_width_in(names), 2.0 + 0.36 * len(bars), LIGHT)
+    figure = new_figure(_width_in(names), 2.0 + 0.36 * len(bars))
     ax = figure.subplots()
     # The two bars of a combination stand together.
     places = [index + 0.35 * (index // 2) for index in range(len(bars))]
     lefts = [0.0] * len(bars)
-    colours = dict(zip(CATEGORIES, LIGHT.series, strict=True)) | {"host": LIGHT.grid}
+    colours = dict(zip(CATEGORIES, THEME.series, strict=True)) | {"host": THEME.grid}
     for category, colour in colours.items():
         widths = [side["ms"][category] for _, side in bars]
         ax.barh(places, widths, 0.78, lefts, color=colour, label=category.replace("_", "-"), zorder=2)
         lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
     for place, total in zip(places, lefts, strict=True):
-        ax.text(total, place, f" {total:.3g} ms", va="center", fontsize=8.5, color=LIGHT.ink)
+        ax.text(total, place, f" {total:.3g} ms", va="center", fontsize=8.5, color=THEME.ink)
     x_label = f"time of a denoising step (ms)\n{_circumstances(result)}"
-    style_axes(ax, LIGHT, "Where the time of a denoising step goes", x_label, grid_axis="x")
+    style_axes(ax, "Where the time of a denoising step goes", x_label, grid_axis="x")
     ax.set_yticks(places, names)
     ax.invert_yaxis()
     ax.set_xlim(0, max(lefts) * 1.13)
-    add_wide_legend(figure, ax, LIGHT)
+    add_wide_legend(figure, ax)
     return to_png(figure)
 
 

@@ -11,7 +11,7 @@ from ...data.files import write_bytes, write_json, write_text
 from ...data.run_facts import describe
 from ..report.page import plots_of, render
 from ..report.table import Table
-from ..report.theme import DARK, LIGHT, MARKERS, Theme, add_wide_legend, new_figure, series_colours, style_axes, to_png
+from ..report.theme import MARKERS, THEME, add_wide_legend, new_figure, series_colours, style_axes, to_png
 from ..report.words import DASH, plain, seconds, share
 from .figures import NEAR_SATURATION, FinishedRun, agreement, estimates, sweep_figures
 from .held import RATIO_TARGET, TARGETS
@@ -71,11 +71,11 @@ def sweep_result(
 
 
 def write_sweep(result: Mapping[str, Any], run_dir: Path) -> Path:
-    """Write result, plots (light colours) and page into the sweep's folder; returns the page. Raises OSError."""
+    """Write result, plots and page into the sweep's folder; returns the page. Raises OSError."""
     write_json(run_dir / RESULT_FILE, dict(result))
-    drawn = {name: (_plot(result, name, LIGHT), _plot(result, name, DARK)) for name in _PLOTS}
-    for name, (light, _) in drawn.items():
-        write_bytes(run_dir / f"{name}.png", light)
+    drawn = {name: _plot(result, name) for name in _PLOTS}
+    for name, png in drawn.items():
+        write_bytes(run_dir / f"{name}.png", png)
     settings = {name: value for name, value in result["settings"].items() if name != "policies"}
     standalone = ", ".join(f"{size}: {time_s:.3g} s" for size, time_s in result["standalone_s"].items())
     text = render(
@@ -91,15 +91,15 @@ def write_sweep(result: Mapping[str, Any], run_dir: Path) -> Path:
     return run_dir / REPORT_FILE
 
 
-def _plot(result: Mapping[str, Any], name: Literal["attainment", "goodput"] | str, theme: Theme) -> bytes:
+def _plot(result: Mapping[str, Any], name: Literal["attainment", "goodput"] | str) -> bytes:
     """SLO attainment with its intervals, or goodput; the second engine is dotted."""
     is_share = name == "attainment"
     key = "slo_attainment_rate" if is_share else "goodput_qps"
-    figure = new_figure(7.2, 4.6, theme)
+    figure = new_figure(7.2, 4.6)
     ax = figure.subplots()
     first = next(iter(result["engines"].values()))
     names = [system["policy"] for system in first["policies"]]
-    colours = series_colours(names, theme)
+    colours = series_colours(names)
     top = right = 0.0
     for figures in result["engines"].values():
         is_first = figures is first
@@ -125,19 +125,19 @@ def _plot(result: Mapping[str, Any], name: Literal["attainment", "goodput"] | st
                 ax.fill_between(rates, low, high, color=colours[system], alpha=0.10, linewidth=0)
     x_label = f"requests per second\n{result['described']}" + "; dotted: simulator" * (len(result["engines"]) > 1)
     if is_share:
-        ax.axhline(RATIO_TARGET, color=theme.muted, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+        ax.axhline(RATIO_TARGET, color=THEME.muted, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
         ax.set_ylim(-0.02, 1.03)
         ax.yaxis.set_major_formatter(PercentFormatter(1.0))
         x_label += f"\n{band_of(result)}"
         title, y_label = "SLO attainment", "share of requests in time"
     else:
         # The grey line is every request in time.
-        ax.plot([0, right], [0, right], color=theme.muted, linewidth=1, zorder=1)
+        ax.plot([0, right], [0, right], color=THEME.muted, linewidth=1, zorder=1)
         ax.set_xlim(left=0)
         ax.set_ylim(0, top * 1.12 or 1.0)
         title, y_label = "Goodput", "requests in time per second"
-    style_axes(ax, theme, title, x_label, y_label, grid_axis="both")
-    add_wide_legend(figure, ax, theme)
+    style_axes(ax, title, x_label, y_label, grid_axis="both")
+    add_wide_legend(figure, ax)
     return to_png(figure)
 
 

@@ -62,7 +62,7 @@ TINY: dict[str, dict[str, str]] = {
     "train-predictor": {},
     "train-predictor latency": {},
     "train-predictor cache": {"--trees": "4", "--depth": "4"},
-    "train-predictor discriminator": {"--num-prompts": "40", "--steps": "2", "--resolutions": SIZES},
+    "train-predictor discriminator": {"--num-prompts": "20", "--steps": "2", "--resolutions": SIZES},
     "profile cascade": {"--num-prompts": "4", "--batch-sizes": "1,2", "--resolutions": SIZES},
     "eval discriminators": {"--num-resamples": "2", "--num-draws": "2"},
     "bench cascade": {"--rate-range": "20:40", "--duration": "1", "--num-resamples": "2"},
@@ -219,6 +219,8 @@ def run_psctl(house: House, words: list[str]) -> int:
         own = {"--num-inference-steps": "2"}
     if name == "bench slo" and "both" not in words:
         del own["--combinations"]
+    if name == "serve" and "flux-dev" in words:  # whose texts of 512 tokens make large batches slow
+        own["--max-batch-size"] = "2"
     if "--target-ssim" in words:  # random weights may change by more than is allowed on the page
         own |= {"--target-ssim": "0.05", "--target-prompts": "2"}
     if "--generated" in words:  # nothing is drawn

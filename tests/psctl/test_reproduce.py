@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from patchedserve.profiling.report.theme import LIGHT
+from patchedserve.profiling.report.theme import THEME
 
 from ..conftest import RunPsctl
 from ..support.tiny_models import save_tiny, tiny_sd3, tiny_sdxl
@@ -42,7 +42,7 @@ def check_files(folder: Path, results: list[dict[str, Any]]) -> None:
             assert picture.width > 1000
             pixels = np.array(picture.convert("RGB"))
         # Bars, lines or markers of the first series, and the statements' text below.
-        assert (pixels == [int(LIGHT.series[0][place : place + 2], 16) for place in (1, 3, 5)]).all(2).sum() > 100
+        assert (pixels == [int(THEME.series[0][place : place + 2], 16) for place in (1, 3, 5)]).all(2).sum() > 100
         assert (pixels[-200:] < 128).any()
 
 
@@ -76,7 +76,7 @@ def test_what_batches_cost_and_how_images_look(run_psctl: RunPsctl, tmp_path: Pa
     for key in ("table-1", "table-2"):
         assert set(found[key]["datasets"]["emoji"]["sides"]) == {"Original", "PatchedServe"}
     assert result["exhibits"][-1]["paper_numbers"]["Original"]["SDXL, COCO"] == 31.92
-    assert Path(tmp_path, result["page"]).read_text().count("<picture>") == 3
+    assert Path(tmp_path, result["page"]).read_text().count("<img") == 3
     # A smoke run leaves nothing that other commands would take for a measurement.
     assert {path.name for path in (tmp_path / "psctl-workspace").iterdir()} == {"reproduce"}
 

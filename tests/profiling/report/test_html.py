@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from selenium.webdriver.common.by import By
 
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
@@ -21,10 +22,12 @@ from patchedserve.profiling.report.grid import CAPTION_LINES, GAP_PX, _font, ima
 from patchedserve.profiling.report.html import write_report
 from patchedserve.profiling.report.plots import PLOTS
 from patchedserve.profiling.report.run_data import RunData, count_open
-from patchedserve.profiling.report.theme import LIGHT, series_colours
+from patchedserve.profiling.report.theme import series_colours
 from patchedserve.serving.core.metrics import summarize
 from patchedserve.serving.core.request_state import RequestRecord
 from patchedserve.serving.core.step_row import StepRow
+
+from ...support.browser import opened_browser
 
 SIZES = (Resolution(128, 128), Resolution(192, 192), Resolution(256, 256))
 STANDALONE_S = {SIZES[0]: 0.55, SIZES[1]: 0.8, SIZES[2]: 1.1}
@@ -109,10 +112,10 @@ def test_report_is_one_file_without_scripts_and_network(tmp_path: Path) -> None:
     assert page.tags["link"] == 0
     assert page.links
     assert all(link.startswith("data:image/png;base64,") for link in page.links)
-    # Every plot stands there in light and in dark colours, and as a file.
-    assert page.tags["picture"] == len(PLOTS)
+    # Every plot stands there, and as a file.
+    assert page.tags["img"] == len(PLOTS) + 2
     assert sorted(path.stem for path in (tmp_path / "run" / "plots").iterdir()) == sorted(PLOTS)
-    light = base64.b64decode(page.links[1].removeprefix("data:image/png;base64,"))
+    light = base64.b64decode(page.links[0].removeprefix("data:image/png;base64,"))
     assert (tmp_path / "run" / "plots" / "arrivals.png").read_bytes() == light
 
     assert "&lt;b&gt;&#34;quoted&#34; &amp; bold&lt;/b&gt;" in text
@@ -139,10 +142,28 @@ def test_report_of_tables_read_from_parquet_is_the_same(tmp_path: Path) -> None:
     assert first == again
 
 
+@pytest.mark.slow
+def test_plots_are_dark_for_who_reads_dark_pages(tmp_path: Path) -> None:
+    report_of(tmp_path, *simulate(12)[:2])
+    with opened_browser() as browser:
+        shown = {}
+        for scheme in ("light", "dark"):
+            wanted = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+            browser.execute_cdp_cmd("Emulation.setEmulatedMedia", wanted)
+            browser.get((tmp_path / "report.html").as_uri())
+            plot = browser.find_element(By.CSS_SELECTOR, ".plots img")
+            shown[scheme] = np.array(Image.open(io.BytesIO(plot.screenshot_as_png)).convert("RGB"))
+    ground = {scheme: np.median(pixels, (0, 1)) for scheme, pixels in shown.items()}
+    assert ground["light"].tolist() == [255, 255, 255]
+    # The ground is that of the card, and what is drawn is brighter.
+    assert ground["dark"].tolist() == [0x16, 0x1B, 0x26]
+    assert shown["dark"].min() >= 0x16
+
+
 def test_report_of_an_empty_run_says_so(tmp_path: Path) -> None:
     text = report_of(tmp_path, [], [])
     assert "no requests" in text
-    assert _Page(text).tags["picture"] == 0
+    assert _Page(text).tags["img"] == 0
 
 
 @pytest.mark.slow
@@ -165,25 +186,25 @@ def test_one_request_at_time_zero(tmp_path: Path) -> None:
     record.admitted_s, record.denoise_end_s = 0.0, 0.0
     record.close("completed", 0.0)
     step = StepRow(0, 0.0, 0.0, 1, 0, {"128x128": 1})
-    assert _Page(report_of(tmp_path, [record], [step])).tags["picture"] == len(PLOTS) - 1  # no SLO, no attainment
+    assert _Page(report_of(tmp_path, [record], [step])).tags["img"] == len(PLOTS) - 1  # no SLO, no attainment
 
 
 def test_timeline_is_left_out_when_there_are_too_many_requests_for_it() -> None:
     records, steps, duration = simulate(201, steps=2)
     data = RunData.of(duration, records, steps)
-    assert PLOTS["timeline"][0](data, LIGHT) is None
+    assert PLOTS["timeline"][0](data) is None
 
 
 def test_plots_show_the_numbers_of_the_tables() -> None:
     records, steps, duration = simulate(60)
     data = RunData.of(duration, records, steps)
 
-    arrivals = PLOTS["arrivals"][0](data, LIGHT)
+    arrivals = PLOTS["arrivals"][0](data)
     assert arrivals is not None
     heights = [bar.get_height() * bar.get_width() / 0.9 for bar in arrivals.axes[0].patches]  # type: ignore[attr-defined]
     assert sum(heights) == pytest.approx(60)
 
-    attainment = PLOTS["attainment"][0](data, LIGHT)
+    attainment = PLOTS["attainment"][0](data)
     assert attainment is not None
     texts = [text.get_text() for text in attainment.axes[0].texts]
     met = sum(record.slo_met is True for record in records)
@@ -219,7 +240,7 @@ def test_count_open_counts_half_open_spans() -> None:
 @pytest.mark.parametrize("count", [1, 8, 30])
 def test_every_resolution_has_its_own_colour(count: int) -> None:
     names = [str(i) for i in range(count)]
-    colours = series_colours(names, LIGHT)
+    colours = series_colours(names)
     assert list(colours) == names
     assert len(set(colours.values())) == count
 
