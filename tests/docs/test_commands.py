@@ -62,7 +62,7 @@ TINY: dict[str, dict[str, str]] = {
     "train-predictor": {},
     "train-predictor latency": {},
     "train-predictor cache": {"--trees": "4", "--depth": "4"},
-    "train-predictor discriminator": {"--num-prompts": "20", "--steps": "2", "--resolutions": SIZES},
+    "train-predictor discriminator": {"--num-prompts": "40", "--steps": "2", "--resolutions": "64"},
     "profile cascade": {"--num-prompts": "4", "--batch-sizes": "1,2", "--resolutions": SIZES},
     "eval discriminators": {"--num-resamples": "2", "--num-draws": "2"},
     "bench cascade": {"--rate-range": "20:40", "--duration": "1", "--num-resamples": "2"},

@@ -135,10 +135,10 @@ def test_from_the_discriminator_to_the_comparison_of_systems(run_psctl: RunPsctl
     other_models = run_psctl("simulate", "--cascade", "emoji-xl:1,emoji-3:3", "--system", "diffserve-shared")
     assert other_models.returncode == 2
 
-    near = ("--real", "near", "--num-prompts", "20", "--steps", "4", "--output-file", "near.safetensors", "--json")
+    near = ("--real", "near", "--num-prompts", "40", "--steps", "4", "--output-file", "near.safetensors", "--json")
     half = result_of(run_psctl("train-predictor", "discriminator", *SMALL, *near))
     # Of both sizes the better half of the light images counts as real, and a fifth of all is held out.
-    assert (half["real"], half["fit"]["num_real"], half["fit"]["num_drawn"]) == ("near", 8, 8)
+    assert (half["real"], half["fit"]["num_real"], half["fit"]["num_drawn"]) == ("near", 16, 16)
     files = trained["file"], half["file"]
     scored = result_of(
         run_psctl("eval", "discriminators", *files, "--cascade", CASCADE, "--num-resamples", "2", "--json")
