@@ -1,5 +1,6 @@
 """A process of `--stages processes`: `python -m patchedserve.serving.models.stage SETTINGS SOCKET`."""
 
+import os
 import socket
 import sys
 
@@ -16,4 +17,7 @@ with imports_are_no_garbage():
 if __name__ == "__main__":
     given = StageSettings.from_json(sys.argv[1])
     end = socket.socket(fileno=int(sys.argv[2]))
-    sys.exit(serve_stage(Channel(end), lambda: load_stage(given)))
+    code = serve_stage(Channel(end), lambda: load_stage(given))
+    sys.stderr.flush()
+    # Taking torch down would take a second or more on a busy machine, in which the process outlives its server.
+    os._exit(code)
