@@ -115,11 +115,11 @@ class Exhibit:
 
     def picture(self, result: Mapping[str, Any]) -> bytes:
         """The PNG of a figure."""
-        return to_png(self.draw(result))  # type: ignore[call-arg, arg-type]
+        return to_png(self.draw(result))  # type: ignore[arg-type]
 
     def table(self, result: Mapping[str, Any]) -> Table:
         """What a table shows."""
-        return self.draw(result)  # type: ignore[call-arg, return-value]
+        return self.draw(result)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,8 +68,15 @@ class ReplicaFlags:
             if least is not None:
                 raise UsageError("--min-replicas needs --max-replicas")
             return None
-        times_s = self.target_queue_time, drain_s, self.scale_down_delay
-        return ReplicaPlan(least or 1, most, takes_gpu, max_ongoing, *times_s)
+        return ReplicaPlan(
+            least or 1,
+            most,
+            takes_gpu,
+            max_ongoing,
+            target_s=self.target_queue_time,
+            drain_s=drain_s,
+            calm_s=self.scale_down_delay,
+        )
 
 
 @dataclass(frozen=True, slots=True)

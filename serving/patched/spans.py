@@ -199,13 +199,12 @@ def spans_of(model: PatchedModel, keep: Keep, operators: Sequence[str]) -> list[
 
 def _layer_spans(model: PatchedModel, operators: Sequence[str]) -> list[Span]:
     """Of layers that read the record; what stands in front of the first one, and behind each, is read with it."""
-    layers = {layer.name: layer for layer in layers_of(model.model)}
-    places = [place_of(name) for name in layers]
-    units: dict[str, dict[str, None]] = {name: {} for name in layers}
+    layers = layers_of(model.model)
+    places = [place_of(layer.name) for layer in layers]
+    units = [dict[str, None]() for _ in layers]
     for operator in operators:
-        place = max(0, bisect_right(places, place_of(operator)) - 1)
-        units[list(layers)[place]][unit_of(operator)] = None
-    return [_FromLayer(layers[name], tuple(own), model.context) for name, own in units.items() if own]
+        units[max(0, bisect_right(places, place_of(operator)) - 1)][unit_of(operator)] = None
+    return [_FromLayer(layer, tuple(own), model.context) for layer, own in zip(layers, units, strict=True) if own]
 
 
 def _is_known(block: nn.Module) -> bool:
