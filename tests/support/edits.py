@@ -78,8 +78,10 @@ def edit_request(
     return Request(request_id, "a red hat", size, num_steps, guidance_scale, seed, edit=edit)
 
 
-def plain_edit(pipe: Any, request: Request, output_type: str = "latent") -> Any:
-    """What diffusers' inpainting pipeline gives for one edit alone: final latents, or the PIL image."""
+def plain_edit(pipe: Any, request: Request, output_type: str = "latent", **options: Any) -> Any:
+    """What diffusers' inpainting pipeline, called with these options, gives for one edit alone: final latents, or the
+    PIL image.
+    """
     edit = request.edit
     assert edit is not None
     inpaint = _INPAINT[type(pipe).__name__](**pipe.components)
@@ -90,6 +92,7 @@ def plain_edit(pipe: Any, request: Request, output_type: str = "latent") -> Any:
         # diffusers' inpainting looks for it, and Chroma's configuration has no such thing.
         pipe.transformer.register_to_config(guidance_embeds=False)
         own["max_sequence_length"] = 512  # as of `ChromaPipeline`
+    own |= options
     drawn = inpaint(
         prompt=request.prompt,
         **own,

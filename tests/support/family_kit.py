@@ -45,7 +45,7 @@ from .tiny_families import (
     tiny_schnell,
     tiny_z_image,
 )
-from .tiny_models import plain_image, plain_latents, save_tiny, tiny_sd, tiny_sd3, tiny_sdxl
+from .tiny_models import plain_image, plain_latents, save_tiny, short_texts, tiny_sd, tiny_sd3, tiny_sdxl
 
 Build = Callable[[], Any]
 PASS, STEPS = 1e-5, 1e-3
@@ -102,13 +102,6 @@ def denoised(model: ServedModel, requests: Sequence[Request], joins: Sequence[in
 
 def served(pipe: Any, options: EngineOptions | None = None, **defaults: Any) -> ServedModel:
     return build_model(pipe, name="tiny", options=options, defaults=ModelDefaults(**defaults))
-
-
-def short_texts(pipe: Any) -> dict[str, int]:
-    """Options of a pipeline, and defaults of a model, with which texts are cut or padded to a few tokens. Some families
-    have 512 otherwise, more than these images have: promises of many steps do without.
-    """
-    return {"max_sequence_length": 40} if hasattr(pipe, "transformer") else {}
 
 
 def one_pass_is_exact(build: Build) -> None:

@@ -11,7 +11,7 @@ from peft.utils import get_peft_model_state_dict
 
 from patchedserve.data.requests import Request
 
-from .tiny_models import plain_latents
+from .tiny_models import plain_latents, short_texts
 
 _LAYERS = {"unet": "to_k to_q to_v to_out.0", "transformer": "to_k to_q to_v to_out.0", "text_encoder": "q_proj v_proj"}
 
@@ -48,7 +48,7 @@ def fused(pipe: Any, loras: Sequence[tuple[Path, float]]) -> Any:
 
 
 def alone(pipe: Any, loras: Mapping[str, Path], requests: Sequence[Request]) -> list[torch.Tensor]:
-    """What the pipeline gives for each request by itself with its adapters set, as final latents."""
+    """What the pipeline gives for each request by itself with its adapters set and short texts, as final latents."""
     for name, path in loras.items():
         pipe.load_lora_weights(str(path.parent), weight_name=path.name, adapter_name=name)
     found = []
@@ -59,5 +59,5 @@ def alone(pipe: Any, loras: Mapping[str, Path], requests: Sequence[Request]) -> 
             pipe.set_adapters(list(names), adapter_weights=list(scales))
         else:
             pipe.disable_lora()
-        found.append(plain_latents(pipe, request))
+        found.append(plain_latents(pipe, request, **short_texts(pipe)))
     return found

@@ -13,18 +13,26 @@ from patchedserve.serving.engine.collectors import InMemory
 from patchedserve.serving.engine.engine import Engine
 from patchedserve.serving.engine.run_result import RunResult
 from patchedserve.serving.models.build import build_model
+from patchedserve.serving.models.defaults import ModelDefaults
 from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.scheduling.policies import get_policy
 
 from .edits import edit_request
+from .tiny_models import short_texts
 
 SMALL, LARGE, WIDE = Resolution(64, 64), Resolution(128, 128), Resolution(96, 64)
 TEMPLATE = TemplateSpec("a picture", 5)
 
 
+def build_tiny(pipe: Any, options: EngineOptions | None = None) -> ServedModel:
+    """A model whose texts are short."""
+    return build_model(pipe, name="tiny", options=options, defaults=ModelDefaults(**short_texts(pipe)))
+
+
 def model_with(pipe: Any, folder: Path, requests: Sequence[Request] = (), keep: Keep = "all") -> ServedModel:
     """With the records of these edits' templates."""
-    return with_records(build_model(pipe, name="tiny"), TemplateStore(folder), requests, keep)
+    return with_records(build_tiny(pipe), TemplateStore(folder), requests, keep)
 
 
 def with_records(

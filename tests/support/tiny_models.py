@@ -227,6 +227,13 @@ def save_tiny(directory: Path, pipe: Any, **defaults: Any) -> Path:
     return directory
 
 
+def short_texts(pipe: Any) -> dict[str, int]:
+    """Options of a pipeline, and defaults of a model, with which texts are cut or padded to a few tokens. Some families
+    have 512 otherwise, more than tiny images have, and most of what a step takes.
+    """
+    return {"max_sequence_length": 40} if hasattr(pipe, "transformer") else {}
+
+
 def plain_latents(pipe: Any, request: Any, **options: Any) -> torch.Tensor:
     """Return what the plain pipeline, called with these options, gives for one request alone: its final latents."""
     return _plain(pipe, request, "latent", **options)

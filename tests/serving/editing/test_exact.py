@@ -12,12 +12,11 @@ from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.engine.run_result import RunResult
-from patchedserve.serving.models.build import build_model
 from patchedserve.serving.options import EngineOptions
 
 from ...support.edits import MASKS, edit_request, plain_edit
 from ...support.patched_models import relative_error
-from ...support.template_records import serve
+from ...support.template_records import build_tiny, serve
 from ...support.tiny_families import (
     tiny_aura,
     tiny_chroma,
@@ -28,7 +27,7 @@ from ...support.tiny_families import (
     tiny_qwen,
     tiny_z_image,
 )
-from ...support.tiny_models import OWN_SCHEDULERS, SAMPLERS, plain_latents, tiny_sd, tiny_sd3, tiny_sdxl
+from ...support.tiny_models import OWN_SCHEDULERS, SAMPLERS, plain_latents, short_texts, tiny_sd, tiny_sd3, tiny_sdxl
 
 TOLERANCE = 1e-3
 SMALL, LARGE, WIDE, ODD = Resolution(32, 32), Resolution(64, 64), Resolution(96, 32), Resolution(96, 48)
@@ -55,12 +54,13 @@ def pipeline(family: str, sampler: str | None = None) -> Any:
 
 
 def drawn(pipe: Any, requests: Sequence[Request], options: EngineOptions | None = None) -> RunResult:
-    return serve(build_model(pipe, name="tiny", options=options), requests)
+    return serve(build_tiny(pipe, options), requests)
 
 
 def assert_equal_to_plain(pipe: Any, requests: Sequence[Request], result: RunResult) -> None:
     for request in requests:
-        expected = plain_latents(pipe, request) if request.edit is None else plain_edit(pipe, request)
+        plain = plain_latents if request.edit is None else plain_edit
+        expected = plain(pipe, request, **short_texts(pipe))
         assert relative_error([result.latents[request.request_id][0]], [expected]) <= TOLERANCE, request.request_id
 
 
@@ -137,7 +137,7 @@ def test_a_batch_whose_requests_call_their_own_schedulers_equals_plain(sampler: 
 def test_edits_with_a_scheduler_that_cannot_noise_images_are_refused() -> None:
     pipe = pipeline("sd")
     pipe.scheduler = IPNDMScheduler()
-    model = build_model(pipe, name="tiny")
+    model = build_tiny(pipe)
     with pytest.raises(UsageError, match="IPNDMScheduler cannot noise images, as edits need it"):
         model.check_request(edit_request(0, SMALL))
     model.check_request(Request(0, "a car", SMALL, 5))
@@ -165,7 +165,7 @@ def test_pixels_outside_the_mask_are_the_images_own() -> None:
 def test_latents_outside_the_mask_end_as_the_images_own() -> None:
     pipe = pipeline("sd3")
     request = edit_request(0, LARGE)
-    result, model = drawn(pipe, [request]), build_model(pipe, name="tiny")
+    result, model = drawn(pipe, [request]), build_tiny(pipe)
     known = model.prepare(request).known
     assert known is not None
     outside = ~known.mask.expand_as(known.clean)
@@ -180,7 +180,7 @@ def test_an_edit_takes_its_share_of_the_steps() -> None:
 
 
 def test_what_cannot_be_edited_is_refused() -> None:
-    model = build_model(pipeline("sdxl"), name="tiny")
+    model = build_tiny(pipeline("sdxl"))
     with pytest.raises(UsageError, match=r"strength is 0.1, but with 5 steps it must be at least 0.2"):
         model.check_request(edit_request(0, SMALL, strength=0.1, num_steps=5))
     thin = edit_request(0, SMALL)

@@ -12,7 +12,6 @@ from patchedserve.data.requests import Request
 from patchedserve.data.templates import KEEPS, LOAD_PLANS, Keep, LoadPlan
 from patchedserve.data.work import Work
 from patchedserve.serving.editing.planner import LoadPlanner
-from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import LoadOptions, TemplateOptions
 from patchedserve.serving.patched.part_times import MeasuredPass
@@ -20,7 +19,7 @@ from patchedserve.serving.patched.stepper import PatchedStepper
 
 from ...support.edits import edit_request
 from ...support.patched_models import relative_error
-from ...support.template_records import LARGE, TEMPLATE, model_with, serve, some
+from ...support.template_records import LARGE, TEMPLATE, build_tiny, model_with, serve, some
 from .test_exact import pipeline
 
 
@@ -50,7 +49,7 @@ def test_with_all_parts_an_edit_is_that_of_a_fast_link_and_with_none_it_is_the_t
     fast = serve(model_with(pipeline(family), tmp_path / "records", [request()], keep), [request()]).latents[0]
     strawman = serve(planned(family, tmp_path, LoadOptions(1e6, "strawman"), keep), [request()]).latents[0]
     assert torch.equal(strawman, fast)
-    twin = serve(build_model(pipeline(family), name="tiny"), [request()]).latents[0]
+    twin = serve(build_tiny(pipeline(family)), [request()]).latents[0]
     start_s = time.perf_counter()
     # At this speed a single part would take hours.
     none = serve(planned(family, tmp_path, LoadOptions(1e-6, "none"), keep), [replace(request(), request_id=0)])

@@ -10,15 +10,14 @@ from patchedserve.data.edits import TemplateSpec
 from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.templates import KEEPS, Keep
-from patchedserve.serving.models.build import build_model
 from patchedserve.serving.patched.stepper import PatchedStepper
 
 from ...support.edits import edit_request
 from ...support.family_kit import denoised
 from ...support.patched_models import relative_error
 from ...support.rerun import Rerun
-from ...support.template_records import LARGE, SMALL, TEMPLATE, edits, model_with, serve, some
-from ...support.tiny_models import SAMPLERS, plain_latents
+from ...support.template_records import LARGE, SMALL, TEMPLATE, build_tiny, edits, model_with, serve, some
+from ...support.tiny_models import SAMPLERS, plain_latents, short_texts
 from .test_exact import pipeline
 
 
@@ -36,7 +35,7 @@ from .test_exact import pipeline
 def test_an_edit_of_the_whole_image_is_its_twin(family: str, sampler: str | None, keep: Keep, tmp_path: Path) -> None:
     pipe, requests = pipeline(family, sampler), [edit_request(0, LARGE, "all", template=TEMPLATE, num_steps=5)]
     reused = serve(model_with(pipe, tmp_path, requests, keep), requests)
-    twin = serve(build_model(pipe, name="tiny"), requests)
+    twin = serve(build_tiny(pipe), requests)
     assert relative_error([reused.latents[0]], [twin.latents[0]]) <= 1e-3
 
 
@@ -61,7 +60,7 @@ def test_edits_in_a_mixed_batch_are_those_alone(family: str, keep: Keep, tmp_pat
     for request in edits():
         alone = serve(model, [replace(request, request_id=0)])
         assert relative_error([together.latents[request.request_id]], [alone.latents[0]]) <= 1e-5
-    assert relative_error([together.latents[3][0]], [plain_latents(pipe, new)]) <= 1e-3
+    assert relative_error([together.latents[3][0]], [plain_latents(pipe, new, **short_texts(pipe))]) <= 1e-3
 
 
 @pytest.mark.parametrize("family", ["sdxl", "sd3", "flux"])
@@ -73,7 +72,7 @@ def test_outside_the_mask_latents_end_as_the_images_and_inside_near_the_twins(fa
     known = prepared.known
     assert known is not None
     reused = serve(model, [request]).latents[0]
-    twin = serve(build_model(pipe, name="tiny"), [request]).latents[0]
+    twin = serve(build_tiny(pipe), [request]).latents[0]
     outside = ~known.mask.expand_as(known.clean)
     assert torch.equal(reused[outside], known.clean[outside])
     # Random weights; what trained ones make of it is measured elsewhere.
@@ -145,7 +144,7 @@ def test_records_that_keep_something_else_are_others(tmp_path: Path) -> None:
 def test_what_is_computed_of_all_pixels_is_nearer_to_the_twin(keep: Keep, tmp_path: Path) -> None:
     """Convolutions then see what an edit sends outwards."""
     pipe, request = pipeline("sdxl"), edit_request(0, LARGE, template=TEMPLATE)
-    twin = serve(build_model(pipe, name="tiny"), [request]).latents[0]
+    twin = serve(build_tiny(pipe), [request]).latents[0]
     errors = {
         kept: relative_error([serve(model_with(pipe, tmp_path, [request], kept), [request]).latents[0]], [twin])
         for kept in (keep, "all")
@@ -156,7 +155,7 @@ def test_what_is_computed_of_all_pixels_is_nearer_to_the_twin(keep: Keep, tmp_pa
 @pytest.mark.parametrize(("family", "sampler"), [("sdxl", "dpm++"), ("sd3", None)])
 def test_steps_that_are_computed_whole_are_the_twins(family: str, sampler: str | None, tmp_path: Path) -> None:
     pipe, request = pipeline(family, sampler), edit_request(0, LARGE, template=TEMPLATE)
-    twin = serve(build_model(pipe, name="tiny"), [request]).latents[0]
+    twin = serve(build_tiny(pipe), [request]).latents[0]
     model, errors = model_with(pipe, tmp_path, [request]), []
     for count in (0, 2, 4, 6):
         edit = replace(some(request.edit), full_steps=count)
@@ -173,7 +172,7 @@ def test_steps_that_are_computed_whole_are_the_twins(family: str, sampler: str |
 
 def test_cells_around_the_mask_are_computed_and_do_not_change(tmp_path: Path) -> None:
     pipe, request = pipeline("sd3"), edit_request(0, LARGE, "line", template=TEMPLATE)
-    twin = serve(build_model(pipe, name="tiny"), [request]).latents[0]
+    twin = serve(build_tiny(pipe), [request]).latents[0]
     model, shares, errors = model_with(pipe, tmp_path, [request]), [], []
     known = some(model.prepare(request).known)
     outside = ~known.mask.expand_as(known.clean)

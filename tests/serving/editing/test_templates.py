@@ -9,11 +9,10 @@ import torch
 from patchedserve.data.edits import TemplateSpec
 from patchedserve.data.errors import RunError, UsageError
 from patchedserve.serving.editing.templates import MANIFEST, TemplateStore
-from patchedserve.serving.models.build import build_model
 from patchedserve.serving.options import TemplateTiers
 
 from ...support.edits import edit_request
-from ...support.template_records import LARGE, SMALL, TEMPLATE, model_with, serve, some
+from ...support.template_records import LARGE, SMALL, TEMPLATE, build_tiny, model_with, serve, some
 from .test_exact import pipeline
 
 
@@ -127,14 +126,14 @@ def test_what_is_no_record_is_listed_as_damaged(tmp_path: Path) -> None:
 
 
 def test_reuse_is_refused_where_records_have_no_such_step(tmp_path: Path) -> None:
-    model = build_model(pipeline("sd3"), name="tiny")
+    model = build_tiny(pipeline("sd3"))
     with pytest.raises(UsageError, match="which leaves out none of 6 steps"):
         model.reuse.use_template(edit_request(0, LARGE, strength=0.99, template=TEMPLATE), tmp_path, lambda count: None)
 
 
 def test_what_cannot_be_written_is_used_from_memory(tmp_path: Path) -> None:
     request = edit_request(0, SMALL, num_steps=2, template=TEMPLATE)
-    model = build_model(pipeline("sdxl"), name="tiny")
+    model = build_tiny(pipeline("sdxl"))
     model.reuse.masked_up_to = 1.0
     (tmp_path / "full").touch()
     with pytest.warns(UserWarning, match="cannot be written"):

@@ -16,15 +16,14 @@ from patchedserve.data.templates import Keep
 from patchedserve.serving.editing.templates import TemplateStore
 from patchedserve.serving.engine.collectors import InMemory
 from patchedserve.serving.engine.engine import Engine
-from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import TemplateTiers
 from patchedserve.serving.scheduling.policies import get_policy
 
 from ...support.edits import mask_of
 from ...support.patched_models import relative_error
-from ...support.template_records import LARGE, WIDE, serve, some
-from ...support.tiny_models import plain_latents
+from ...support.template_records import LARGE, WIDE, build_tiny, serve, some
+from ...support.tiny_models import plain_latents, short_texts
 from .test_exact import pipeline
 
 
@@ -61,11 +60,11 @@ def test_an_edit_that_asks_for_what_was_drawn_is_the_image_itself(
     family: str, sampler: str | None, keep: Keep, tmp_path: Path
 ) -> None:
     pipe, request = pipeline(family, sampler), Request(0, "a red hat", LARGE, 20, 4.0, seed=3)
-    model = build_model(pipe, name="tiny")
+    model = build_tiny(pipe)
     model.reuse.use_keep(keep)
     model.reuse.masked_up_to = 1.0
     whole, latents = drawn_and_recorded(model, tmp_path, request)
-    assert relative_error([latents], [plain_latents(pipe, request)[None]]) <= 1e-3
+    assert relative_error([latents], [plain_latents(pipe, request, **short_texts(pipe))[None]]) <= 1e-3
     # Another process, which reads the files, step by step.
     model.reuse.store = TemplateStore(tmp_path / "records", TemplateTiers(memory_mb=0))
     masks = [mask_of(LARGE, kind) for kind in ("box", "line", "speckles", "all")]
@@ -84,7 +83,7 @@ def test_an_edit_that_asks_for_what_was_drawn_is_the_image_itself(
 
 
 def test_a_generations_record_is_for_its_image_steps_and_guidance(tmp_path: Path) -> None:
-    model = build_model(pipeline("sdxl"), name="tiny")
+    model = build_tiny(pipeline("sdxl"))
     whole, _ = drawn_and_recorded(model, tmp_path, Request(0, "a red hat", LARGE, 4, 4.0, seed=3))
     edit = replace(some(whole.edit), mask=mask_of(LARGE))
     model.reuse.masked_up_to = 1.0

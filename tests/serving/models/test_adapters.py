@@ -20,7 +20,7 @@ from patchedserve.serving.parallel.options import ParallelOptions
 
 from ...support.family_kit import BUILDS, PASS, STEPS, denoised, mixed
 from ...support.patched_models import relative_error
-from ...support.tiny_models import save_tiny
+from ...support.tiny_models import save_tiny, short_texts
 
 pytest.importorskip("peft", reason="the extra lora is not installed")
 from ...support.loras import alone, save_lora
@@ -41,7 +41,7 @@ def saved(name: str, folder: Path) -> tuple[Any, dict[str, Path], Path]:
         "pixel": save_lora(folder / "pixel.safetensors", pipe, part, *texts, layers=LAYERS[part]),
         "toy": save_lora(folder / "toy.safetensors", pipe, part, seed=1),
     }
-    return pipe, loras, save_tiny(folder / "model", pipe)
+    return pipe, loras, save_tiny(folder / "model", pipe, **short_texts(pipe))
 
 
 def serving(folder: Path, loras: dict[str, Path], **options: Any) -> ServedModel:

@@ -19,7 +19,7 @@ from patchedserve.serving.samplers.names import SCHEDULERS
 from ...support.joining import run_joining
 from ...support.patched_models import relative_error
 from ...support.tiny_families import tiny_flux
-from ...support.tiny_models import plain_latents, save_tiny, tiny_sd, tiny_sd3, tiny_sdxl
+from ...support.tiny_models import plain_latents, save_tiny, short_texts, tiny_sd, tiny_sd3, tiny_sdxl
 
 REQUESTS = [
     Request(0, "a red apple", Resolution(32, 32), 4, guidance_scale=4.0, seed=10),
@@ -32,10 +32,14 @@ def changed(folder: Path, engine: Any = "patched", **options: Any) -> Any:
     return load_model(str(folder), "cpu", "float32", EngineOptions(engine, model=ModelOptions(**options)))
 
 
+def alone(pipe: Any) -> list[torch.Tensor]:
+    return [plain_latents(pipe, request, **short_texts(pipe)) for request in REQUESTS]
+
+
 def errors(model: Any, pipe: Any) -> float:
     found, failures = run_joining(model, REQUESTS)
     assert failures == {}
-    return relative_error([found[each.request_id] for each in REQUESTS], [plain_latents(pipe, r) for r in REQUESTS])
+    return relative_error([found[each.request_id] for each in REQUESTS], alone(pipe))
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +83,7 @@ def test_adapters_equal_the_fused_pipeline(
     from ...support.loras import fused, save_lora
 
     pipe = build()
-    folder = save_tiny(tmp_path / "model", pipe)
+    folder = save_tiny(tmp_path / "model", pipe, **short_texts(pipe))
     first = save_lora(tmp_path / "first.safetensors", pipe, *parts)
     second = save_lora(tmp_path / "second.safetensors", pipe, parts[0], seed=1)
     model = changed(folder, engine, lora=[f"{first}:0.5", str(second)])
@@ -150,8 +154,9 @@ def test_weights_in_eight_bits_are_those_of_diffusers(
     torchao = pytest.importorskip("torchao.quantization", reason="the extra quantize is not installed")
     import diffusers
 
-    pipe, folder = build(), save_tiny(tmp_path / "its", build())
-    exact, exact_latents = getattr(pipe, part), [plain_latents(pipe, request) for request in REQUESTS]
+    pipe = build()
+    folder = save_tiny(tmp_path / "its", pipe, **short_texts(pipe))
+    exact, exact_latents = getattr(pipe, part), alone(pipe)
     config = torchao.Int8WeightOnlyConfig() if name == "int8" else torchao.Float8WeightOnlyConfig()
     quantised = type(exact).from_pretrained(
         folder, subfolder=part, quantization_config=diffusers.TorchAoConfig(config), dtype=torch.float32
@@ -164,7 +169,7 @@ def test_weights_in_eight_bits_are_those_of_diffusers(
         assert all(torch.equal(found[key].dequantize(), expected[key].dequantize()) for key in quantised_keys(expected))
         assert len(quantised_keys(found)) == len(quantised_keys(expected)) > 10
     # It is told as inexact, and it is.
-    assert relative_error([plain_latents(pipe, request) for request in REQUESTS], exact_latents) > TOLERANCE
+    assert relative_error(alone(pipe), exact_latents) > TOLERANCE
     assert model.fingerprint != load_model(str(folder)).fingerprint
 
 
