@@ -7,40 +7,27 @@ less, and it is started anew, three times at most.
 
 import contextlib
 import math
-import multiprocessing
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, SpawnContext
-from multiprocessing.process import BaseProcess
 from typing import Protocol
 
 from ...data.errors import RunError
 from ...data.requests import Request
+from ..core.processes import start_process
 from .controller import SAMPLE_S
 from .dispatcher import Dispatcher
 from .legs import Leg
 from .result import CascadeResult
-from .worker import WorkerSettings, run_worker
+from .worker import WorkerSettings
 
+_ENTRY = f"{__package__}.worker:run_worker"
 MOST_RESTARTS = 3
 _LOAD_TIMEOUT_S = 600.0
 _STOP_TIMEOUT_S = 10.0
 _MOST_WAIT_S = 0.5
-
-
-def _context_for(device: str) -> ForkServerContext | SpawnContext:
-    """How workers are begun: never as forks of this process, whose threads of torch they would have in no usable state.
-
-    On a CPU they are forks of one that has done nothing but import: the first worker takes as long as ever, and those
-    beside it and after it take 4 CPU seconds less. A fork has no use of CUDA if any package has asked for devices.
-    """
-    if device != "cpu":
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([f"{__package__}.preload"])
-    return context
 
 
 class ProcessWorker:
@@ -53,14 +40,11 @@ class ProcessWorker:
     """
 
     def __init__(self, settings: WorkerSettings, leg: Leg | None) -> None:
-        context = _context_for(settings.device)
-        self.connection, other = context.Pipe()
+        self.connection, other = Pipe()
         self.num_waiting = 0
         self.is_ready = False
-        self.process: BaseProcess = context.Process(
-            target=run_worker, args=(settings, leg, other), name=f"psctl-worker-{settings.index}", daemon=True
-        )
-        self.process.start()
+        name = f"psctl-worker-{settings.index}"
+        self.process = start_process(_ENTRY, settings, leg, other, device=settings.device, name=name)
         other.close()
 
     def take(self, request: Request, now_s: float) -> None:

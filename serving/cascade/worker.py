@@ -8,7 +8,6 @@ and what belongs to it. Times are those of the trace, on the clock that all proc
 import contextlib
 import math
 import os
-import signal
 import threading
 import time
 from collections.abc import Mapping
@@ -77,8 +76,6 @@ def run_worker(settings: WorkerSettings, leg: Leg | None, connection: Connection
     """The process: load, say `ready`, and serve a model, or both (None), until it is told to stop or the other side is
     gone.
     """
-    # Ctrl-C is the parent's; workers end when it says so, or is gone.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if settings.core is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {settings.core})
     try:

@@ -1,16 +1,13 @@
-"""A rank of `--parallel N`, as a process: `python -m patchedserve.serving.models.rank SETTINGS`."""
+"""A rank of `--parallel N`, as a process."""
 
-import sys
+from ..core.processes import parent_lives
+from ..parallel.worker import RankSettings, serve_rank
+from .parts import load_rank
+from .placement import quiet_libraries
 
-from ..core.garbage import imports_are_no_garbage
 
-with imports_are_no_garbage():
-    from .placement import quiet_libraries
-
+def run(given: str) -> int:
+    """Be the rank with these settings, as `RankSettings.to_json` gives them; returns the exit code."""
     quiet_libraries()
-    from ..parallel.worker import RankSettings, serve_rank
-    from .parts import load_rank
-
-if __name__ == "__main__":
-    given = RankSettings.from_json(sys.argv[1])
-    sys.exit(serve_rank(given, lambda: load_rank(given)))
+    settings = RankSettings.from_json(given)
+    return serve_rank(settings, lambda: load_rank(settings), parent_lives)

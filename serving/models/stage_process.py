@@ -7,8 +7,6 @@ what the threads of an engine compute; these wait for it, without Python's lock 
 import json
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,11 +20,12 @@ from PIL import Image
 from ...data.errors import PsctlError, RunError
 from ...data.requests import Request
 from ..core.prepared import describe
+from ..core.processes import start_process
 from ..core.threads import compute_alone
 from ..families import Decode, Family
 from .channel import Channel
 
-_MODULE = "patchedserve.serving.models.stage"
+_ENTRY = f"{__package__}.stage:run"
 _END_S, _DEAD_S = 5.0, 1.0
 """How long a process may take to end: one whose channel was closed, and one that has closed its own."""
 Part = Literal["prepare", "postprocess"]
@@ -76,7 +75,7 @@ class StageProcess:
     @property
     def process_id(self) -> int:
         """Of the one that is there now."""
-        return self._process.pid
+        return self._process.pid or 0
 
     def wait(self) -> None:
         """Return when it is ready. Raises RunError: it cannot load the model, or has died."""
@@ -115,9 +114,9 @@ class StageProcess:
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", _MODULE, self._settings.to_json(), str(theirs.fileno())]
-            # In a session of its own, so that Ctrl-C is the engine's to handle.
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+            own = self._settings
+            name = f"psctl-{own.part}"
+            self._process = start_process(_ENTRY, own.to_json(), theirs, device=own.device, name=name)
         self._channel: Channel | None = Channel(ours)
 
     def _end(self, patience_s: float = 0.0) -> str:
@@ -125,11 +124,11 @@ class StageProcess:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-        try:
-            code = self._process.wait(patience_s)
-        except subprocess.TimeoutExpired:
+        self._process.join(patience_s)
+        if self._process.exitcode is None:
             self._process.kill()
-            code = self._process.wait()
+            self._process.join()
+        code = self._process.exitcode or 0
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
@@ -180,7 +179,6 @@ def serve_stage(channel: Channel, load: Callable[[], tuple[Any, Family]]) -> int
         channel: to the process that asks.
         load: the pipeline, with the parts that are needed here, and its family.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     compute_alone()
     try:
         pipe, family = load()

@@ -1,8 +1,6 @@
 """Starts the ranks of `--parallel N` as processes on this machine, and forms them into groups, again if one fails."""
 
 import json
-import os
-import subprocess
 import sys
 import time
 import weakref
@@ -10,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from torch import nn
 
 from ...data.errors import RunError, UsageError
 from ...data.run_facts import usable_cores
+from ..core.processes import start_process
 from .decoder import SharedDecoder, StripDecoder
 from .group import GroupError, RankError, VirtualGroup
 from .options import ParallelOptions
@@ -27,13 +27,13 @@ from .torchrun import RemoteProcess, TorchRun
 from .transport import LOOPBACK, meet
 from .worker import RankSettings, facts_of, key_of
 
-_MODULE = "patchedserve.serving.models.rank"
+_ENTRY = "patchedserve.serving.models.rank:run"
 _START_S = 300.0
 _MOST_PER_CORE = 4
 _END_S = 5.0
 _LOOK_EVERY_S = 0.02
 
-Process = subprocess.Popen[bytes] | RemoteProcess
+Process = BaseProcess | RemoteProcess
 """A rank other than this one."""
 
 
@@ -46,11 +46,10 @@ class Children:
         self._own = dist.TCPStore(self.host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         self.store: dist.Store = self._own
 
-    def start(self, settings: RankSettings) -> "subprocess.Popen[bytes]":
+    def start(self, settings: RankSettings) -> BaseProcess:
         """Start a rank."""
-        own = replace(settings, port=self._own.port, parent=os.getpid())
-        # In a session of its own, so that Ctrl-C is rank 0's to handle.
-        return subprocess.Popen([sys.executable, "-m", _MODULE, own.to_json()], start_new_session=True)
+        own = replace(settings, port=self._own.port).to_json()
+        return start_process(_ENTRY, own, device=settings.device, name=f"psctl-rank-{settings.rank}")
 
 
 class ProcessRanks:
@@ -164,7 +163,7 @@ class ProcessRanks:
         for rank, process in self.processes.items():
             told = self._wait_for(key_of("has", rank), process, until)
             if told is None:
-                code = process.poll()
+                code = process.exitcode
                 what = (
                     f"is not ready after {_START_S:g} s"
                     if code is None
@@ -201,7 +200,7 @@ class ProcessRanks:
     def _wait_for(self, key: str, process: Process, until: float) -> str | None:
         """What a rank puts in the store; None if its process ends before, or it does not until then."""
         while not self._store.check([key]):
-            if process.poll() is not None or time.monotonic() > until:
+            if process.exitcode is not None or time.monotonic() > until:
                 return None
             # The store's own waiting writes to stderr when time is up.
             time.sleep(_LOOK_EVERY_S)
@@ -234,6 +233,6 @@ def devices_of(device: torch.device, options: ParallelOptions) -> list[str]:
 
 def _end(processes: Mapping[int, Process]) -> None:
     for process in processes.values():
-        if process.poll() is None:
+        if process.exitcode is None:
             process.kill()
-        process.wait()
+        process.join()

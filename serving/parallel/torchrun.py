@@ -53,8 +53,9 @@ class TorchRun:
         self.store.wait([_key_of(self.rank)], FOR_EVER)
         settings = RankSettings.from_json(self.store.get(_key_of(self.rank)).decode())
         device = f"cuda:{self._local_rank}" if settings.device.startswith("cuda") else settings.device
-        own = replace(settings, device=device, host=self.host, parent=os.getppid())
-        return serve_rank(own, lambda: load(own), connect)
+        own = replace(settings, device=device, host=self.host)
+        starter = os.getppid()
+        return serve_rank(own, lambda: load(own), lambda: os.getppid() == starter, connect)
 
 
 def connect() -> dist.Store:
@@ -69,13 +70,16 @@ def _key_of(rank: int) -> str:
 
 
 class RemoteProcess:
-    """A process that torchrun looks after; as much of `subprocess.Popen` as a rank needs."""
+    """A process that torchrun looks after; as much of `multiprocessing.Process` as a rank needs.
 
-    def poll(self) -> None:
-        """Not known."""
+    Attributes:
+        exitcode: not known.
+    """
+
+    exitcode: int | None = None
 
     def kill(self) -> None:
         """torchrun's to do."""
 
-    def wait(self) -> None:
+    def join(self) -> None:
         """torchrun's to do."""

@@ -52,7 +52,6 @@ class RankSettings:
         threads: that it computes with.
         timeout_s: how long ranks may keep each other waiting in a call.
         port: of the store on this machine where the ranks meet.
-        parent: the process without which it ends.
         host: this machine, as other ranks reach it.
         decoder: the number format of its autoencoder, if it is to decode.
     """
@@ -64,7 +63,6 @@ class RankSettings:
     threads: int
     timeout_s: float
     port: int = 0
-    parent: int = 0
     host: str = LOOPBACK
     decoder: str | None = None
 
@@ -101,6 +99,7 @@ def key_of(what: str, *of: int) -> str:
 def serve_rank(
     settings: RankSettings,
     load: Callable[[], RankModels],
+    is_wanted: Callable[[], bool],
     connect: Callable[[], dist.Store] | None = None,
 ) -> int:
     """Be a rank; returns the exit code.
@@ -108,10 +107,11 @@ def serve_rank(
     Args:
         settings: of the rank.
         load: gives what the rank needs of the model.
+        is_wanted: whether the process is there without which this one ends.
         connect: gives connections to the store where the ranks meet; None for that of rank 0.
     """
     connect = connect or (lambda: _store_of(settings))
-    watch = _Watch(settings, connect)
+    watch = _Watch(is_wanted, connect)
     torch.set_num_threads(settings.threads)
     store = connect()
     try:
@@ -188,8 +188,8 @@ def _members_of(store: dist.Store, number: int) -> list[int]:
 class _Watch:
     """Ends this process when rank 0's has gone, and breaks off the group that rank 0 says is over."""
 
-    def __init__(self, settings: RankSettings, connect: Callable[[], dist.Store]) -> None:
-        self._settings, self._connect = settings, connect
+    def __init__(self, is_wanted: Callable[[], bool], connect: Callable[[], dist.Store]) -> None:
+        self._is_wanted, self._connect = is_wanted, connect
         self._lock = threading.Lock()
         self._now: tuple[int, Sequence[ProcessEnd]] | None = None
         threading.Thread(target=self._look, daemon=True).start()
@@ -209,7 +209,7 @@ class _Watch:
     def _look(self) -> None:
         try:
             store = self._connect()
-            while os.getppid() == self._settings.parent:
+            while self._is_wanted():
                 now = self._now
                 if now is not None and store.check([key_of("over", now[0])]):
                     self.leave()

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -14,6 +15,8 @@ from ..support.http_server import HttpServer, small_model
 from ..support.waits import is_alive, until
 
 GENERATIONS = "/v1/images/generations"
+STAGES = {"psctl-prepare": "prepare", "psctl-postproce": "postprocess"}
+"""What they are for by their names, of which the system keeps 15 letters."""
 ASK = {"prompt": "a cat", "num_inference_steps": 3, "seed": 5, "slo": 60}
 
 
@@ -24,15 +27,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def stages_of(server: HttpServer) -> dict[str, int]:
     """Process ids of a server's stages, by what they are for."""
-    found = {}
+    found, parents, names = {}, {}, {}
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            command = (folder / "cmdline").read_text()
-        except OSError:  # it has ended meanwhile
-            continue
-        if parent == server.process.pid and "serving.models.stage" in command:
-            found["prepare" if '"prepare"' in command else "postprocess"] = int(folder.name)
+        with suppress(OSError):  # it has ended meanwhile
+            name, (_, parent, *_) = (
+                (folder / "comm").read_text(),
+                (folder / "stat").read_text().rpartition(")")[2].split(),
+            )
+            parents[int(folder.name)], names[int(folder.name)] = int(parent), name.strip()
+    for number, name in names.items():
+        # Its parent is the one that processes are forked from.
+        if name in STAGES and parents.get(parents[number]) == server.process.pid:
+            found[STAGES[name]] = number
     return found
 
 

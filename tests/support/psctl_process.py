@@ -41,7 +41,7 @@ from patchedserve.serving.core.quiet import quiet_imports
 
 _MODULE = "patchedserve.tests.support.psctl_process"
 _PRELOADED = (
-    "patchedserve.serving.cascade.preload",
+    "patchedserve.serving.preload",
     "patchedserve.serving.families.sdxl",
     "diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl",
     "patchedserve.profiling.runs.draw",

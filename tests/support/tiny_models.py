@@ -227,7 +227,7 @@ def save_tiny(directory: Path, pipe: Any, **defaults: Any) -> Path:
     return directory
 
 
-def short_texts(pipe: Any) -> dict[str, int]:
+def short_texts(pipe: Any) -> dict[str, Any]:
     """Options of a pipeline, and defaults of a model, with which texts are cut or padded to a few tokens. Some families
     have 512 otherwise, more than tiny images have, and most of what a step takes.
     """

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -93,8 +94,8 @@ def draw_together(group: VirtualRanks | ProcessRanks, rows: list[Row]) -> list[T
 
 def pid_of(group: ProcessRanks, rank: int) -> int:
     process = group.processes[rank]
-    assert isinstance(process, subprocess.Popen)
-    return process.pid
+    assert isinstance(process, BaseProcess)
+    return process.pid or 0
 
 
 DISPLACED: dict[str, Any] = {"mode": "displaced", "warmup": 0, "cfg_split": "off"}

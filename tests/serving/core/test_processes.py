@@ -1,0 +1,58 @@
+"""Processes beside psctl's own: begun from a script without a guard, named, and gone with whoever has started them."""
+
+import os
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from patchedserve.serving.core.processes import parent_lives, start_process
+
+from ...support.waits import is_alive, until
+
+_SCRIPT = """
+import multiprocessing, sys
+print("once", flush=True)
+from patchedserve.serving.core.processes import start_process
+
+ours, theirs = multiprocessing.Pipe()
+entry = "patchedserve.tests.serving.core.test_processes:tell"
+process = start_process(entry, theirs, device=sys.argv[1], name="psctl-one")
+print(process.pid, *ours.recv(), flush=True)
+process.join()
+"""
+
+
+def tell(connection: Connection) -> int:
+    """What a process does here: it says what it is called and whether it has a session of its own, and waits."""
+    connection.send((Path("/proc/self/comm").read_text().strip(), os.getsid(0) == os.getpid(), parent_lives()))
+    until(lambda: not parent_lives())
+    return 3
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.slow)])
+def test_from_a_script_without_a_guard(device: str, tmp_path: Path) -> None:
+    """On a GPU it is begun anew and not as a fork, which needs no GPU."""
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    with subprocess.Popen([sys.executable, script, device], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "once\n"
+        number, *said = parent.stdout.readline().split()
+        assert said == ["psctl-one", "True", "True"]
+        assert is_alive(int(number))
+        parent.kill()
+        assert parent.stdout.read() == ""
+    until(lambda: not is_alive(int(number)), timeout_s=5)
+
+
+def test_the_exit_code_is_what_it_returns() -> None:
+    process = start_process(f"{__name__}:code_of", 7, device="cpu", name="psctl-seven")
+    process.join(60)
+    assert process.exitcode == 7
+
+
+def code_of(number: int) -> int:
+    return number
