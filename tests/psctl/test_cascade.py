@@ -52,7 +52,7 @@ def test_from_the_discriminator_to_the_comparison_of_systems(run_psctl: RunPsctl
     assert trained["fit"]["num_real"] + trained["fit"]["num_drawn"] + trained["fit"]["num_held_out"] == 80
     assert Path(tmp_path, trained["file"]).is_file()
 
-    measure = ("profile", "cascade", *SMALL, "--num-prompts", "24", "--batch-sizes", "1,2", "--json")
+    measure = ("profile", "cascade", *SMALL, "--num-prompts", "16", "--batch-sizes", "1,2", "--json")
     profiled = result_of(run_psctl(*measure))
     for leg, steps in (("light", 1), ("heavy", 3)):
         assert profiled[leg]["num_steps"] == steps
