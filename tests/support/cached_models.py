@@ -14,8 +14,8 @@ from patchedserve.serving.cache.rules import Booleans, PatchView, ReuseRule
 from patchedserve.serving.patched.patched_model import PatchedModel
 
 from .imposed_reuse import Imposed
+from .patched_cases import model_of
 from .patched_models import Row, stack_conditions
-from .random_models import MODELS
 
 SIZES = [(16, 16), (16, 16), (24, 16), (24, 24), (32, 32)]
 OPTIONS = CacheOptions("patch", threshold=0.0, patch_size=8, warmup_steps=1, max_reuse=3, full_above=1)
@@ -60,10 +60,12 @@ class Switch(ReuseRule):
 
 
 def cached_model(
-    name: str, order: Any, rule: Any, options: CacheOptions = OPTIONS, **changes: Any
+    name: str, order: Any, rule: Any, options: CacheOptions = OPTIONS
 ) -> tuple[Any, PatchedModel, PatchCache]:
-    """A small model with random weights, the same patched, and its cache, whose blocks keep what masks need."""
-    model = MODELS[name](**changes)
+    """A small model with random weights, which tests must leave as it is, the same patched, and its cache, whose blocks
+    keep what masks need.
+    """
+    model = model_of(name)
     patched = PatchedModel(model, order=order, patch_size=8 if order == "patch" else None, strategy="regroup")
     cache = patched.use_cache(options, rule)
     # Else the first step that wants a mask is computed in full.

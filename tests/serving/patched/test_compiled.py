@@ -44,7 +44,6 @@ THREE = [[(8, 8), (8, 16), (16, 16)], [(8, 8), (16, 16), (16, 16), (24, 16)]]
         ("sdxl", IMAGE),
         ("sd3", PATCH_STITCH),
         ("flux", IMAGE),
-        ("aura", IMAGE),
         ("pixart", IMAGE),
     ],
     ids=str,
@@ -61,6 +60,7 @@ def test_a_graph_serves_all_batches_of_as_many_resolutions(name: str, way: Way) 
 @pytest.mark.parametrize(
     ("name", "way"),
     [
+        ("aura", IMAGE),
         ("chroma", IMAGE),
         ("flux2", PATCH_STITCH),
         ("lumina2", IMAGE),
