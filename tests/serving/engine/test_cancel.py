@@ -26,11 +26,6 @@ SMALL, LARGE = Resolution(32, 32), Resolution(64, 32)
 REASON = "the client has left"
 
 
-@pytest.fixture(scope="module")
-def pipe() -> Any:
-    return tiny_sdxl()
-
-
 @pytest.fixture(params=["patched", "plain"])
 def model(pipe: Any, request: pytest.FixtureRequest) -> ServedModel:
     return build_model(pipe, name="tiny", options=EngineOptions(request.param))
