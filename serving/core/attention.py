@@ -1,5 +1,6 @@
 """What attention has in common wherever tokens lie: projections as one, heads, norms of queries and keys."""
 
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -30,8 +31,8 @@ class FusedLinear(nn.Module):
 
     def _fuse(self) -> tuple[Tensor, Tensor | None]:
         has_bias = self._layers[0].bias is not None
-        bias = torch.cat(tuple(layer.bias for layer in self._layers)) if has_bias else None
-        return torch.cat(tuple(layer.weight for layer in self._layers)), bias
+        bias = _together([layer.bias for layer in self._layers]) if has_bias else None
+        return _together([layer.weight for layer in self._layers]), bias
 
     def fuse(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of all layers, put together where that has not been done for this dtype and device."""
@@ -44,6 +45,22 @@ class FusedLinear(nn.Module):
         for adapted, start, end in self._adapted:
             adapted.add(x, out[..., start:end])
         return out
+
+
+def _together(parts: list[Tensor]) -> Tensor:
+    # A parameter, as sizes of other tensors are symbols to the compiler.
+    return nn.Parameter(torch.cat(parts), requires_grad=False)
+
+
+def constant(number: int) -> Callable[[], int]:
+    """A function that returns the number: a default value is a constant to the compiler, an integer of a module would
+    be a symbol (`patched.compiled`).
+    """
+
+    def given(number: int = number) -> int:
+        return number
+
+    return given
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, bias: Tensor | None = None) -> Tensor:

@@ -61,6 +61,7 @@ class Level:
         row_index: (P,) row of each patch.
         neighbours: (P, 8), see `PatchLayout`; None in image order.
         row_tokens: (rows, 1) number of tokens of each row, float32.
+        num_tokens: of all rows.
     """
 
     index: int
@@ -71,15 +72,13 @@ class Level:
     row_index: Tensor
     neighbours: Tensor | None
     row_tokens: Tensor = field(init=False)
+    num_tokens: int = field(init=False)
     _tables: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         counts = [float(group.height * group.width) for group in self.groups for _ in range(group.rows)]
         self.row_tokens = torch.tensor(counts, device=self.row_index.device)[:, None]
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_patches * self.grain**2
+        self.num_tokens = self.num_patches * self.grain**2
 
     def windows(self, stride: int) -> Tensor:
         """Image order: for each output of a 3 x 3 convolution with padding 1, the 9 tokens it reads, (outputs * 9,).

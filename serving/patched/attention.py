@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..cache.cells import CellTables
 from ..cache.slots import TokenSlots
-from ..core.attention import FusedLinear, Rotary, attend, check_unused, heads_of, normed
+from ..core.attention import FusedLinear, Rotary, attend, check_unused, constant, heads_of, normed
 from .context import PatchContext, joined
 from .queries import kept_of, resolutions_of
 
@@ -23,7 +23,7 @@ class PatchedSelfAttention(nn.Module):
 
     def __init__(self, attention: Any, context: PatchContext) -> None:
         super().__init__()
-        self.attention, self.context = attention, context
+        self.attention, self.context, self.heads = attention, context, constant(attention.heads)
         self.qkv = FusedLinear(attention.to_q, attention.to_k, attention.to_v)
         self.slots = TokenSlots()
 
@@ -32,7 +32,7 @@ class PatchedSelfAttention(nn.Module):
         attention, context = self.attention, self.context
         assert encoder_hidden_states is None
         check_unused(unused)
-        qkv = heads_of(self.qkv(hidden_states.flatten(0, 1)), 3, attention.heads)
+        qkv = heads_of(self.qkv(hidden_states.flatten(0, 1)), 3, self.heads())
         qkv = normed(qkv, attention.norm_q, attention.norm_k)
         kept, parts = kept_of(self.slots, qkv[:, 1:], context), []
         for images in resolutions_of(context):
@@ -46,14 +46,14 @@ class PatchedCrossAttention(nn.Module):
 
     def __init__(self, attention: Any, context: PatchContext) -> None:
         super().__init__()
-        self.attention, self.context = attention, context
+        self.attention, self.context, self.heads = attention, context, constant(attention.heads)
         self.keys_values = FusedLinear(attention.to_k, attention.to_v)
         self.text: tuple[Tensor, Tensor] | None = None
 
     def read(self, text: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [rows, heads, length, width each] of text [rows, length, width]; `text` takes them."""
         attention = self.attention
-        key, value = heads_of(self.keys_values(text), 2, attention.heads).transpose(1, 3).unbind(2)
+        key, value = heads_of(self.keys_values(text), 2, self.heads()).transpose(1, 3).unbind(2)
         if attention.norm_k is not None:
             key = attention.norm_k(key)
         return key.contiguous(), value.contiguous()
@@ -64,7 +64,7 @@ class PatchedCrossAttention(nn.Module):
         assert self.text is not None
         check_unused(unused)
         text = self.text if rows is None else tuple(each.index_select(0, rows.rows) for each in self.text)
-        query = heads_of(attention.to_q(hidden_states.flatten(0, 1)), 1, attention.heads)[:, 0]
+        query = heads_of(attention.to_q(hidden_states.flatten(0, 1)), 1, self.heads())[:, 0]
         if attention.norm_q is not None:
             query = attention.norm_q(query)
         for images in resolutions_of(self.context):
@@ -83,7 +83,7 @@ class PatchedJointAttention(nn.Module):
 
     def __init__(self, attention: Any, context: PatchContext) -> None:
         super().__init__()
-        self.attention, self.context = attention, context
+        self.attention, self.context, self.heads = attention, context, constant(attention.heads)
         self.image_qkv = FusedLinear(attention.to_q, attention.to_k, attention.to_v)
         self.text_qkv = FusedLinear(attention.add_q_proj, attention.add_k_proj, attention.add_v_proj)
         self.slots = TokenSlots()
@@ -102,10 +102,10 @@ class PatchedJointAttention(nn.Module):
         """
         attention, context = self.attention, self.context
         check_unused(unused)
-        image = heads_of(self.image_qkv(hidden_states.flatten(0, 1)), 3, attention.heads)
+        image = heads_of(self.image_qkv(hidden_states.flatten(0, 1)), 3, self.heads())
         text_turns, turns = _parted(image_rotary_emb, len(image))
         image = normed(image, attention.norm_q, attention.norm_k, turns)
-        text = heads_of(self.text_qkv(encoder_hidden_states).flatten(0, 1), 3, attention.heads)
+        text = heads_of(self.text_qkv(encoder_hidden_states).flatten(0, 1), 3, self.heads())
         text = normed(text, attention.norm_added_q, attention.norm_added_k, text_turns)
         text = text.unflatten(0, encoder_hidden_states.shape[:2])
         ends_text = getattr(attention, "context_pre_only", False)
@@ -121,8 +121,9 @@ class PatchedStreamAttention(nn.Module):
 
     def __init__(self, attention: Any, context: PatchContext) -> None:
         super().__init__()
-        self.attention, self.context = attention, context
+        self.attention, self.context, self.heads = attention, context, constant(attention.heads)
         self.qkv = FusedLinear(attention.to_q, attention.to_k, attention.to_v)
+        self.sharing = constant(attention.to_q.out_features // attention.to_k.out_features)
         self.slots = TokenSlots()
 
     def forward(
@@ -142,8 +143,7 @@ class PatchedStreamAttention(nn.Module):
 
     def _heads(self, tokens: Tensor) -> Tensor:
         """[tokens, channels] -> queries, keys and values [tokens, 3, heads, width]."""
-        packed, heads = self.qkv(tokens), self.attention.heads
-        shared = self.attention.to_q.out_features // self.attention.to_k.out_features
+        packed, heads, shared = self.qkv(tokens), self.heads(), self.sharing()
         if shared == 1:
             return heads_of(packed, 3, heads)
         parts = packed.unflatten(1, (heads + 2 * heads // shared, -1))
@@ -158,15 +158,16 @@ class PatchedParallelAttention(nn.Module):
 
     def __init__(self, attention: Any, context: PatchContext) -> None:
         super().__init__()
-        self.attention, self.context = attention, context
+        self.attention, self.context, self.heads = attention, context, constant(attention.heads)
+        self.width = constant(3 * attention.inner_dim)
         self.slots = TokenSlots()
 
     def forward(self, hidden_states: Tensor, image_rotary_emb: Rotary | None = None, **unused: object) -> Tensor:
         """As of `PatchedStreamAttention`."""
         attention = self.attention
         check_unused(unused)
-        packed, width = attention.to_qkv_mlp_proj(hidden_states[:, 0]), 3 * attention.inner_dim
-        attended = _attend_in_stream(self, heads_of(packed[:, :width], 3, attention.heads), image_rotary_emb)
+        packed, width = attention.to_qkv_mlp_proj(hidden_states[:, 0]), self.width()
+        attended = _attend_in_stream(self, heads_of(packed[:, :width], 3, self.heads()), image_rotary_emb)
         return attention.to_out(torch.cat([attended, attention.mlp_act_fn(packed[:, width:])], 1))[:, None]
 
 
