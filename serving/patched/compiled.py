@@ -1,8 +1,9 @@
 """`--compile`: runs the transformer blocks of a patched model through torch.compile.
 
 A compiled graph serves every batch with as many resolutions as it was made for: sizes and numbers of requests are
-symbols in it. Blocks of one kind share it. The whole model is not compiled: its convolutions choose by the layout how
-they run, and torch's own GroupNorm and convolution kernels have little left to fuse.
+symbols in it. What the model fixes must be none, or tracing takes twice as long (`core.attention.constant`). Blocks of
+one kind share it. The whole model is not compiled: its convolutions choose by the layout how they run, and torch's own
+GroupNorm and convolution kernels have little left to fuse.
 """
 
 from collections.abc import Iterator
