@@ -30,6 +30,9 @@ from .run_result import RunResult
 from .side_stages import ImagePath, OnImage, SideStages
 from .watch import Watch
 
+_CTRL_C_S = 0.5
+"""How often an engine that has nothing to do wakes, as Ctrl-C wakes only the thread that the system hands it to."""
+
 
 class Engine:
     """Serves requests with one model under one policy. An engine runs once.
@@ -240,7 +243,7 @@ class Engine:
                 while not (self._has_work or self._is_aborted or self._cancelled or stages.error):
                     if self._is_closed and scheduler.is_idle:
                         return
-                    self._changed.wait()
+                    self._changed.wait(_CTRL_C_S)
                 if self._is_aborted or stages.error is not None:
                     return
                 ended = self._end_cancelled()

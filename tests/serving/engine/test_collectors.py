@@ -226,14 +226,15 @@ def test_every_request_is_told_once_wherever_ctrl_c_comes(
     assert status[0] == ("cancelled" if is_open else "discarded")
 
 
-def test_what_had_not_arrived_is_told_as_well(model: ServedModel) -> None:
+@pytest.mark.parametrize(
+    "interrupt",
+    [lambda: os.kill(os.getpid(), signal.SIGINT), lambda: signal.pthread_kill(threading.get_ident(), signal.SIGINT)],
+    ids=["process", "another thread"],
+)
+def test_what_had_not_arrived_is_told_as_well(model: ServedModel, interrupt: Callable[[], None]) -> None:
+    """The system may hand a Ctrl-C to any thread, and the one that waits sleeps on."""
     counters = Counters()
-    engine = Engine(
-        model,
-        get_policy("fcfs"),
-        collector=counters,
-        on_finish=lambda record: os.kill(os.getpid(), signal.SIGINT),
-    )
+    engine = Engine(model, get_policy("fcfs"), collector=counters, on_finish=lambda record: interrupt())
     result = replay(engine, [Request(0, "a", SMALL, 1), Request(1, "b", SMALL, 1, arrival_s=600.0)])
     assert result.was_interrupted
     assert counters.ended == {"completed": 1, "cancelled": 1}
