@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from importlib import import_module
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -17,6 +18,7 @@ from .garbage import imports_are_no_garbage
 _PRELOADED = "patchedserve.serving.preload"
 _MOST_LETTERS = 15
 """Of a process's name, as Linux has it."""
+_starting = threading.Lock()
 
 
 def start_process(entry: str, *arguments: Any, device: str, name: str) -> BaseProcess:
@@ -32,7 +34,8 @@ def start_process(entry: str, *arguments: Any, device: str, name: str) -> BasePr
         name: what it is called, also by the system's tools.
     """
     process = _context_for(device).Process(target=_begin, args=(entry, name, *arguments), name=name, daemon=True)
-    with _without_script():
+    # Of two threads at once, one would take the other's stand-in for the script.
+    with _starting, _without_script():
         process.start()
     return process
 

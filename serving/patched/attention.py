@@ -257,6 +257,6 @@ def keep_keys_values(
 ) -> None:
     """Keep keys and values of all image tokens [P, tokens, channels] of a level, for a pass over some of the cells."""
     attention, tokens = leaf.attention, hidden_states.flatten(0, 1)
-    key, value = (heads_of(layer(tokens), 1, attention.heads) for layer in (attention.to_k, attention.to_v))
+    key, value = (heads_of(layer(tokens), 1, leaf.heads()) for layer in (attention.to_k, attention.to_v))
     key = key if attention.norm_k is None else attention.norm_k(key)
     leaf.slots.buffer.keep(torch.cat([key, value], 1), tables, level)

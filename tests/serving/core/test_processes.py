@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -23,6 +24,9 @@ process = start_process(entry, theirs, device=sys.argv[1], name="psctl-one")
 print(process.pid, *ours.recv(), flush=True)
 process.join()
 """
+
+
+_ANY = {"device": "cpu", "name": "psctl-code"}
 
 
 def tell(connection: Connection) -> int:
@@ -49,9 +53,19 @@ def test_from_a_script_without_a_guard(device: str, tmp_path: Path) -> None:
 
 
 def test_the_exit_code_is_what_it_returns() -> None:
-    process = start_process(f"{__name__}:code_of", 7, device="cpu", name="psctl-seven")
+    process = start_process(f"{__name__}:code_of", 7, **_ANY)
     process.join(60)
     assert process.exitcode == 7
+
+
+def test_the_script_is_back_after_threads_have_started_some_at_once() -> None:
+    script = sys.modules["__main__"]
+    with ThreadPoolExecutor(8) as pool:
+        processes = [*pool.map(lambda number: start_process(f"{__name__}:code_of", number, **_ANY), range(8))]
+    assert sys.modules["__main__"] is script
+    for number, process in enumerate(processes):
+        process.join(60)
+        assert process.exitcode == number
 
 
 def code_of(number: int) -> int:
