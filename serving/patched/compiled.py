@@ -6,7 +6,7 @@ one kind share it. The whole model is not compiled: its convolutions choose by t
 GroupNorm and convolution kernels have little left to fuse.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,7 +38,7 @@ def compiler_settings() -> Iterator[None]:
         yield
 
 
-def compile_blocks(model: nn.Module, *, backend: str = "inductor") -> int:
+def compile_blocks(model: nn.Module, *, backend: str | Callable[..., Any] = "inductor") -> int:
     """Let the blocks of a patched model compile when they first run, within `compiler_settings`; returns how many."""
     transformer = transformer_of(model)
     kinds = {"BasicTransformerBlock"} if transformer is None else {each.kind for each in transformer.lists}

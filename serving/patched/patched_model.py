@@ -1,6 +1,6 @@
 """A diffusers model that runs on packed batches of mixed resolutions, beside the unmodified one and on its weights."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, Literal
@@ -100,7 +100,7 @@ class PatchedModel:
         assert self.cache is None, "what a pass with the cache runs differs from step to step"
         self.captured = CapturedPasses(recorder, patience)
 
-    def compile(self, *, backend: str = "inductor") -> int:
+    def compile(self, *, backend: str | Callable[..., Any] = "inductor") -> int:
         """Let the transformer blocks compile when they first run; returns how many there are."""
         self.is_compiled = True
         return compile_blocks(self.model, backend=backend)

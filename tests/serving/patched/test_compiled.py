@@ -76,15 +76,25 @@ def test_a_graph_serves_all_batches_of_two_resolutions(name: str, way: Way) -> N
 
 def graphs_after(name: str, way: Way, batches: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
     """How many graphs there are after each of some batches, whose results are compared with plain diffusers."""
-    model = model_of(name)
+    model, symbols = model_of(name), set[str]()
+
+    def note_symbols(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        given = [node.meta for node in graph.graph.find_nodes(op="placeholder")]
+        numbers = [each for each in given if isinstance(each["example_value"], torch.SymInt)]
+        symbols.update(each["grapharg"].source.name for each in numbers)
+        return graph.forward
+
     patched = way.build(model)
-    assert patched.compile(backend="eager") > 1
+    assert patched.compile(backend=note_symbols) > 1
     graphs = []
     for sizes in batches:
         rows = draw_rows(model, [*sizes] * 2, seed=len(graphs))  # as with guidance, two or more of each size
         assert relative_error(run_patched(patched, rows), run_plain(model, rows)) <= TOLERANCE
         graphs.append(counters["stats"]["unique_graphs"])
     assert not counters["graph_break"]
+    of_blocks = [symbol for symbol in symbols if symbol.startswith("L['self']")]
+    assert of_blocks
+    assert all(".context." in symbol or ".text[" in symbol for symbol in of_blocks), "what a model fixes is no symbol"
     return graphs
 
 
