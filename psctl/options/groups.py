@@ -131,6 +131,12 @@ PARALLEL = Flags(
             is_shared=True,
             metavar="DEVICES",
         ),
+        "backend": flag(
+            "--parallel-backend",
+            "What carries tensors between ranks; auto: memory that they share, and between machines gloo; nccl: from "
+            "GPU to GPU.",
+            is_shared=True,
+        ),
         "timeout_s": flag(
             "--parallel-timeout",
             "How long ranks may keep each other waiting; who does so for longer is done without.",

@@ -12,7 +12,8 @@ from .latency_model import Link, ParallelLatency
 
 LEAST_SAVED = 0.1
 """Share of a synchronous step that displaced calls must save."""
-_ROUNDS = 5
+_ROUNDS = 7
+"""The first of which waits for the other rank to begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ def choose(latency: ParallelLatency, num_ranks: int, num_bytes: int) -> Choice:
 
 
 def measure_link(end: Communicator, num_exchanges: int, large: Tensor, displaced_share: float) -> Link:
-    """How long messages to another rank and back take, small and large.
+    """How long two ranks take to swap tensors, small and large, as leaves do.
 
     Args:
         end: of rank 0, while the others follow.
@@ -40,15 +41,20 @@ def measure_link(end: Communicator, num_exchanges: int, large: Tensor, displaced
         large: a tensor that takes much longer than nothing.
         displaced_share: see `Link`.
     """
-    small_s, large_s = (_there_and_back(end, tensor) / 2 for tensor in (large[:1], large))
+    small_s, large_s = (_swap_s(end, tensor) for tensor in (large[:1], large))
     return Link(num_exchanges * small_s, large.nbytes / max(large_s - small_s, 1e-9), displaced_share)
 
 
-def _there_and_back(end: Communicator, tensor: Tensor) -> float:
+def swap_often(end: Communicator, rank: int, tensor: Tensor) -> list[float]:
+    """Give a rank that does the same a tensor, and get one like it, some times; returns the seconds of each."""
     taken = []
     for _ in range(_ROUNDS):
         start_s = time.perf_counter()
-        end.tell(1, Message("echo", {}, {"tensor": tensor}))
-        end.hear(1)
+        end.swap({rank: tensor}, {rank: tensor.shape}, tensor.dtype).wait()
         taken.append(time.perf_counter() - start_s)
-    return statistics.median(taken)
+    return taken
+
+
+def _swap_s(end: Communicator, tensor: Tensor) -> float:
+    end.tell(1, Message("swap", {}, {"tensor": tensor}))
+    return statistics.median(swap_often(end, 1, tensor))

@@ -28,7 +28,7 @@ class Gloo:
         try:
             self._group = gloo(store, rank, size, options)
         except RuntimeError as error:
-            raise GroupError(f"ranks do not meet: {_in_short(error)}") from error
+            raise GroupError(f"ranks do not meet: {in_short(error)}") from error
 
     def send(self, rank: int, tensor: Tensor, tag: int) -> "GlooTransfer":
         """See `Transport`."""
@@ -46,12 +46,15 @@ class Gloo:
         with contextlib.suppress(GroupError):
             self.receive((self._rank + 1) % self._size, (1,), torch.uint8, _NEVER).wait(timedelta(milliseconds=1))
 
+    def look(self, rank: int) -> None:
+        """See `Transport`: gloo says so of what is sent only."""
+
     @staticmethod
     def _begin(what: Any, rank: int, tensor: Tensor, tag: int) -> Any:
         try:
             return what([tensor], rank, tag)
         except RuntimeError as error:
-            raise GroupError(f"rank {rank} cannot be reached: {_in_short(error)}") from error
+            raise GroupError(f"rank {rank} cannot be reached: {in_short(error)}") from error
 
 
 class GlooTransfer:
@@ -65,10 +68,10 @@ class GlooTransfer:
         try:
             self._work.wait(timeout)
         except RuntimeError as error:
-            raise GroupError(f"rank {self._rank} does not answer: {_in_short(error)}") from error
+            raise GroupError(f"rank {self._rank} does not answer: {in_short(error)}") from error
         return self._tensor
 
 
-def _in_short(error: RuntimeError) -> str:
+def in_short(error: RuntimeError) -> str:
     """What torch says has failed, without the place in its sources before it and the advice behind."""
     return re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0]).split(". ")[0]

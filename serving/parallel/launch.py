@@ -19,13 +19,14 @@ from ...data.run_facts import usable_cores
 from ..core.processes import start_process
 from .decoder import SharedDecoder, StripDecoder
 from .group import GroupError, RankError, VirtualGroup
+from .nccl import is_available
 from .options import ParallelOptions
 from .processes import ProcessEnd
 from .ranks import Ranks
 from .strip_model import StripModel
 from .torchrun import RemoteProcess, TorchRun
-from .transport import LOOPBACK, meet
-from .worker import RankSettings, facts_of, key_of
+from .transport import LOOPBACK
+from .worker import GroupKind, RankSettings, end_of, facts_of, key_of
 
 _ENTRY = "patchedserve.serving.models.rank:run"
 _START_S = 300.0
@@ -87,19 +88,20 @@ class ProcessRanks:
         self._launcher = TorchRun.of_environment(options) or Children()
         self._store = self._launcher.store
         facts = facts_of(fingerprint, model)
-        devices = devices_of(next(model.parameters()).device, options)
-        # The ranks share the processors of the machine.
-        self._threads = max(1, torch.get_num_threads() // options.count)
-        settings = RankSettings(
+        # Other machines have their own devices.
+        is_here = isinstance(self._launcher, Children)
+        devices = devices_of(next(model.parameters()).device, options, is_here=is_here)
+        self._settings = settings = RankSettings(
             rank=0,
             model=folder,
             device=devices[0],
             dtype=facts["dtype"],
-            threads=self._threads,
+            threads=max(1, torch.get_num_threads() // options.count),  # all share the processors of the machine
             timeout_s=options.timeout_s,
+            host=self._launcher.host,
+            backend=options.backend,
             decoder=None if autoencoder is None else str(next(autoencoder.parameters()).dtype).removeprefix("torch."),
         )
-        self._device = devices[0]
         self.processes: dict[int, Process] = {
             rank: self._launcher.start(replace(settings, rank=rank, device=devices[rank]))
             for rank in range(1, options.count)
@@ -156,6 +158,8 @@ class ProcessRanks:
             with suppress(GroupError):
                 self.ranks.stop()
         self._end_all()
+        if isinstance(self.end, ProcessEnd):
+            self.end.close()
 
     def _meet(self, facts: dict[str, object]) -> None:
         """Wait until every rank is ready, and compare what it has."""
@@ -191,11 +195,10 @@ class ProcessRanks:
             self.decoder.use(self._decoding if len(members) > 1 else None)
         self.ranks = Ranks(self.end, self.model, self._options, members)
 
-    def _end_of(self, what: str, size: int) -> ProcessEnd:
-        """Rank 0's end of a group in which this is done, as soon as the others come."""
-        own, timeout_s = dist.PrefixStore(key_of(what, self._number), self._store), self._options.timeout_s
-        transport = meet(own, 0, size, timedelta(seconds=timeout_s), self._launcher.host)
-        return ProcessEnd(transport, 0, size, timeout_s, self._device, self._threads)
+    def _end_of(self, what: GroupKind, size: int) -> ProcessEnd:
+        """Rank 0's end of a group, as soon as the others come."""
+        settings = replace(self._settings, timeout_s=self._options.timeout_s)
+        return end_of(what, self._number, settings, self._store, 0, size)
 
     def _wait_for(self, key: str, process: Process, until: float) -> str | None:
         """What a rank puts in the store; None if its process ends before, or it does not until then."""
@@ -207,13 +210,37 @@ class ProcessRanks:
         return self._store.get(key).decode()
 
 
-def devices_of(device: torch.device, options: ParallelOptions) -> list[str]:
-    """The device of every rank. Raises UsageError: there are not so many, or the first is not the model's."""
+def devices_of(device: torch.device, options: ParallelOptions, *, is_here: bool = True) -> list[str]:
+    """The device of every rank.
+
+    Args:
+        device: of rank 0's model.
+        options: of the ranks.
+        is_here: whether all of them are on this machine, where their devices are known.
+
+    Raises:
+        UsageError: there are not so many, the first is not the model's, or NCCL cannot go between them.
+    """
+    devices = _devices_of(device, options, is_here)
+    if options.backend == "nccl":
+        different = {(each.type, each.index or 0) for each in map(torch.device, devices)}
+        if device.type != "cuda" or (is_here and len(different) < len(devices)):
+            raise UsageError(
+                f"--parallel-backend nccl takes a GPU of its own for each rank, but they are on {', '.join(devices)}"
+            )
+        if not is_available():
+            raise UsageError("--parallel-backend is nccl, but this torch has been built without NCCL: try auto")
+    return devices
+
+
+def _devices_of(device: torch.device, options: ParallelOptions, is_here: bool) -> list[str]:
     if (named := options.device_names) is not None:
         first = torch.device(named[0])
         if (first.type, first.index or 0) != (device.type, device.index or 0):
             raise UsageError(f"--parallel-devices begins with {first}, but the model is on {device} (--device)")
         return named
+    if not is_here:
+        return [str(device)] * options.count
     if device.type == "cpu":
         most = _MOST_PER_CORE * usable_cores()
         if options.count > most:

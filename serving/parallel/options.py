@@ -11,6 +11,7 @@ NormMode = Literal["corrected", "sync", "stale", "separate"]
 Choice = Literal["auto", "on", "off"]
 TextMode = Literal["auto", "replicate", "split"]
 DecodeMode = Literal["whole", "strips"]
+Backend = Literal["auto", "gloo", "nccl"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ class ParallelOptions:
             with the others of the step, as measured at the start.
         may_use_fewer: whether images that are too low for all ranks are drawn by fewer, instead of being refused.
         decode: whether rank 0 turns latents into images, or all ranks do so in strips.
+        backend: what carries tensors between processes: `auto`: memory that they share on one machine, else gloo;
+            `nccl`: as auto, but those of leaves go from GPU to GPU.
         devices: of the ranks, separated by commas; None for the model's, and on GPUs one each.
         timeout_s: how long ranks may keep each other waiting in a call.
         memory_mb: most that a rank keeps of the others for displaced calls; beyond it calls are synchronous.
@@ -72,6 +75,7 @@ class ParallelOptions:
     from_pixels: str = "0"
     may_use_fewer: bool = False
     decode: DecodeMode = "whole"
+    backend: Backend = "auto"
     devices: str | None = None
     timeout_s: float = 60.0
     memory_mb: int = 8192
@@ -86,6 +90,7 @@ class ParallelOptions:
                 "cfg_split": ("--cfg-split", Choice),
                 "text": ("--parallel-text", TextMode),
                 "decode": ("--parallel-decode", DecodeMode),
+                "backend": ("--parallel-backend", Backend),
             },
         )
         for name, value, least in (
@@ -96,6 +101,8 @@ class ParallelOptions:
                 raise UsageError(f"--parallel-{name} is {value}, but it must be {least} or more")
         if not re.fullmatch(r"auto|\d{1,12}", self.from_pixels):
             raise UsageError(f"--parallel-from is {self.from_pixels!r}, but it must be a number of pixels, or auto")
+        if self.is_virtual and self.backend != "auto":
+            raise UsageError(f"--parallel-backend {self.backend} is for processes, but --parallel is {self.ranks}")
         if self.divides_by_time and self.mode not in ("auto", "sync"):
             raise UsageError(
                 "--parallel-from auto draws an image now in strips, now whole, which is exact with --parallel-mode "

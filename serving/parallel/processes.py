@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .group import GroupError, Message
+from .nccl import Nccl
 from .transport import Transfer, Transport
 
 FOR_EVER = timedelta(days=365)
@@ -30,6 +31,7 @@ class ProcessEnd:
         timeout_s: how long the ranks of a call may keep each other waiting.
         device: of the tensors that are received.
         threads: that torch computes with while the end is held (`with end:`); None for as many as before.
+        nccl: carries tensors of leaves, if the transport is not to.
 
     Attributes:
         timeout, device: as given.
@@ -45,11 +47,12 @@ class ProcessEnd:
         timeout_s: float,
         device: torch.device | str = "cpu",
         threads: int | None = None,
+        nccl: Nccl | None = None,
     ) -> None:
         self.rank, self.size, self.device = rank, size, torch.device(device)
         self._threads, self._threads_before = threads, 0
         self.timeout = timedelta(seconds=timeout_s)
-        self._transport = transport
+        self._transport, self._nccl = transport, nccl
         self._numbers: Counter[tuple[Any, ...]] = Counter()
         self.told_s = time.monotonic()
         self.waited_s = 0.0
@@ -94,6 +97,8 @@ class ProcessEnd:
         self, sends: Mapping[int, Tensor], shapes: Mapping[int, Sequence[int]], dtype: torch.dtype
     ) -> "ProcessPending":
         """See `Communicator`."""
+        if self._nccl is not None:
+            return ProcessPending(self, *self._nccl.swap(sends, shapes, dtype))
         begin = self._transport
         sent = [begin.send(rank, each.cpu(), self._tag(self.rank, rank)) for rank, each in sends.items()]
         awaited = {rank: begin.receive(rank, each, dtype, self._tag(rank, self.rank)) for rank, each in shapes.items()}
@@ -102,6 +107,12 @@ class ProcessEnd:
     def break_off(self) -> None:
         """See `Transport`."""
         self._transport.break_off()
+        self.close()
+
+    def close(self) -> None:
+        """Swap nothing any more: the others have been told that it is over, or have gone."""
+        if self._nccl is not None:
+            self._nccl.break_off()
 
     def _tag(self, source: int, target: int) -> int:
         """Of the next tensor between two ranks."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...data.errors import UsageError
 from ...data.resolution import RESOLUTION_MULTIPLE
-from .choice import measure_link
+from .choice import measure_link, swap_often
 from .context import Pass, Team
 from .cost import Call
 from .exchange import RowName
@@ -286,8 +286,8 @@ def follow(end: Communicator, model: StripModel) -> None:
             return
         if message.kind == "learn":
             model.learn(rows, message.tensors)
-        elif message.kind == "echo":
-            end.tell(0, message)
+        elif message.kind == "swap":
+            swap_often(end, 0, message.tensors["tensor"])
         elif message.kind == "keep":
             model.keep(rows)
         elif message.kind == "draw":

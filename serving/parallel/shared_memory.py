@@ -243,6 +243,12 @@ class SharedMemory:
         peer = self._peers[rank]
         self._wait_until(lambda: not peer.unsaid, peer, timeout_s)
 
+    def look(self, rank: int) -> None:
+        """See `Transport`."""
+        peer = self._peers[rank]
+        peer.read_all()
+        self._check(peer)
+
     def break_off(self) -> None:
         """See `Transport`."""
         for peer in self._peers.values():

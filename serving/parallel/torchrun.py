@@ -52,8 +52,9 @@ class TorchRun:
         # Without rank 0, torchrun ends this process.
         self.store.wait([_key_of(self.rank)], FOR_EVER)
         settings = RankSettings.from_json(self.store.get(_key_of(self.rank)).decode())
-        device = f"cuda:{self._local_rank}" if settings.device.startswith("cuda") else settings.device
-        own = replace(settings, device=device, host=self.host)
+        own = replace(settings, host=self.host)
+        if settings.device.startswith("cuda") and self._options.devices is None:
+            own = replace(own, device=f"cuda:{self._local_rank}")
         starter = os.getppid()
         return serve_rank(own, lambda: load(own), lambda: os.getppid() == starter, connect)
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .gloo import Gloo
+from .options import Backend
 from .shared_memory import SharedMemory, is_available
 
 LOOPBACK = "127.0.0.1"
@@ -34,12 +35,18 @@ class Transport(Protocol):
         """Begin to receive. Raises GroupError."""
         ...
 
+    def look(self, rank: int) -> None:
+        """Raises GroupError: a rank is known to have gone. Does not wait."""
+        ...
+
     def break_off(self) -> None:
         """Close all connections: whoever waits for this rank, or on it, gets a GroupError; any thread may."""
         ...
 
 
-def meet(store: dist.Store, rank: int, size: int, timeout: timedelta, host: str) -> Transport:
+def meet(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, host: str, backend: Backend = "auto"
+) -> Transport:
     """Connect a rank with the others of its group, in the fastest way that all of them have.
 
     Args:
@@ -47,10 +54,11 @@ def meet(store: dist.Store, rank: int, size: int, timeout: timedelta, host: str)
         rank, size: of the group.
         timeout: for each of them to come.
         host: this machine, as the others reach it.
+        backend: see `ParallelOptions`; of NCCL, which carries tensors of GPUs only, the rest.
 
     Raises:
         GroupError: a rank does not come.
     """
-    if host == LOOPBACK and is_available():
+    if backend != "gloo" and host == LOOPBACK and is_available():
         return SharedMemory(store, rank, size, timeout)
     return Gloo(store, rank, size, timeout, host)

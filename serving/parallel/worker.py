@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import diffusers
 import torch
@@ -18,10 +18,15 @@ from torch import nn
 from ... import __version__
 from .decoder import StripDecoder, follow_decoding
 from .group import GroupError
+from .nccl import Nccl
+from .options import Backend
 from .processes import FOR_EVER, ProcessEnd
 from .ranks import follow
 from .strip_model import StripModel
 from .transport import LOOPBACK, meet
+
+GroupKind = Literal["meet", "decode"]
+"""What ranks do in a group: they call the model, or beside that decode images."""
 
 _LOOK_EVERY_S = 0.2
 
@@ -53,6 +58,7 @@ class RankSettings:
         timeout_s: how long ranks may keep each other waiting in a call.
         port: of the store on this machine where the ranks meet.
         host: this machine, as other ranks reach it.
+        backend: see `ParallelOptions`.
         decoder: the number format of its autoencoder, if it is to decode.
     """
 
@@ -64,6 +70,7 @@ class RankSettings:
     timeout_s: float
     port: int = 0
     host: str = LOOPBACK
+    backend: Backend = "auto"
     decoder: str | None = None
 
     def to_json(self) -> str:
@@ -94,6 +101,31 @@ def key_of(what: str, *of: int) -> str:
     """Where the store has something: what a rank `has` that is ready or has failed, the members of a `group` by its
     number, that this is `over`, and that a rank has `left` it."""
     return "/".join([what, *map(str, of)])
+
+
+def end_of(what: GroupKind, number: int, settings: RankSettings, store: dist.Store, rank: int, size: int) -> ProcessEnd:
+    """A rank's end of a group, as soon as the others come.
+
+    Args:
+        what: is done in the group.
+        number: of the group.
+        settings: of the rank.
+        store: where the ranks find each other.
+        rank, size: of the group.
+
+    Raises:
+        GroupError: a rank does not come.
+    """
+    own, timeout = dist.PrefixStore(key_of(what, number), store), timedelta(seconds=settings.timeout_s)
+    transport = meet(own, rank, size, timeout, settings.host, settings.backend)
+    nccl = None
+    # Images are decoded beside the model's calls, and two groups of NCCL that do not take turns may wait for ever.
+    if settings.backend == "nccl" and what == "meet":
+        device = torch.device(settings.device)
+        nccl = Nccl(dist.PrefixStore("nccl", own), rank, size, timeout, device, transport.look)
+    # Only rank 0 has other work between calls.
+    threads = settings.threads if settings.rank == 0 else None
+    return ProcessEnd(transport, rank, size, settings.timeout_s, settings.device, threads, nccl)
 
 
 def serve_rank(
@@ -138,9 +170,9 @@ def _serve_groups(
         reason = ""
         try:
             rank, size = members.index(settings.rank), len(members)
-            ends = [_end_of(settings, dist.PrefixStore(key_of("meet", number), store), rank, size)]
+            ends = [end_of("meet", number, settings, store, rank, size)]
             if decoder is not None:
-                ends.append(_end_of(settings, dist.PrefixStore(key_of("decode", number), store), rank, size))
+                ends.append(end_of("decode", number, settings, store, rank, size))
                 threading.Thread(target=_decode_beside, args=(ends[1], decoder), daemon=True).start()
             watch.follow(number, ends)
             follow(ends[0], model)
@@ -149,17 +181,12 @@ def _serve_groups(
         except Exception as error:  # noqa: BLE001  told to rank 0, which blames the request
             reason = f"rank {settings.rank}: {type(error).__name__}: {error}"
         else:
+            ends[0].close()
             return
         watch.leave()
         model.clear()
         store.set(key_of("left", number, settings.rank), reason)
         number += 1
-
-
-def _end_of(settings: RankSettings, store: dist.Store, rank: int, size: int) -> ProcessEnd:
-    """This rank's end of a group, as soon as the others come."""
-    transport = meet(store, rank, size, timedelta(seconds=settings.timeout_s), settings.host)
-    return ProcessEnd(transport, rank, size, settings.timeout_s, settings.device)
 
 
 def _decode_beside(end: ProcessEnd, decoder: StripDecoder) -> None:

@@ -182,6 +182,10 @@ def test_ranks_in_processes_draw_what_virtual_ranks_draw(
         ("--parallel 2 --compile", "--compile makes graphs of whole models"),
         ("--parallel 3 --parallel-shares 2,1", "--parallel-shares are 2, but there are 3 ranks"),
         ("--parallel 2 --parallel-shares 2,x", "--parallel-shares are '2,x', but they must be positive numbers"),
+        (
+            "--parallel 2 --parallel-backend nccl",
+            "--parallel-backend nccl takes a GPU of its own for each rank, but they",
+        ),
         ("--parallel 2 --parallel-devices cpu", "--parallel-devices names 1, but there are 2 ranks"),
         ("--parallel 2 --parallel-devices cpu,tpu", "--parallel-devices is 'cpu,tpu', but each must be cpu, cuda or"),
         ("--parallel 2 --parallel-timeout 0", "--parallel-timeout is 0.0, but it must be a positive number"),

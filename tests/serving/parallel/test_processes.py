@@ -263,7 +263,7 @@ def test_images_are_decoded_by_those_that_are_there(tmp_path: Path, capfd: pytes
 
 
 def test_ranks_of_torchrun(tmp_path: Path) -> None:
-    """The same command on all of them: images once, and all processes end well."""
+    """The same command on all of them: images once, over gloo as between machines, and all processes end well."""
     folder = save_tiny(tmp_path / "model", tiny_sdxl(), num_inference_steps=2, guidance_scale=3.0)
     psctl = str(Path(sys.executable).with_name("psctl"))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", psctl]
@@ -275,7 +275,7 @@ def test_ranks_of_torchrun(tmp_path: Path) -> None:
             [*start, *drawing, *more], cwd=tmp_path, capture_output=True, text=True, check=False, env=env
         )
 
-    done = draw(command, "--parallel", "2", "-o", "two.png")
+    done = draw(command, "--parallel", "2", "--parallel-backend", "gloo", "-o", "two.png")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("two.png") == 1
     alone = draw([psctl], "--parallel", "virtual:2", "-o", "one.png", OMP_NUM_THREADS="1")

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from patchedserve.serving.parallel.gloo import Gloo
 from patchedserve.serving.parallel.group import GroupError
+from patchedserve.serving.parallel.options import Backend
 from patchedserve.serving.parallel.shared_memory import SharedMemory
 from patchedserve.serving.parallel.transport import LOOPBACK, Transport, meet
 
@@ -165,11 +166,30 @@ def test_memory_is_used_again() -> None:
     assert not other._peers[0].arrived
 
 
-def test_ranks_of_one_machine_share_memory_and_others_do_not() -> None:
-    for host, kind in ((LOOPBACK, SharedMemory), ("localhost", Gloo)):
-        come = partial(meet, dist.HashStore(), size=2, timeout=SOON, host=host)
-        ends = together(partial(come, rank=0), partial(come, rank=1))
-        assert all(isinstance(end, kind) for end in ends)
+def test_who_has_gone_is_seen_without_waiting() -> None:
+    store = dist.HashStore()
+    one, other = together(lambda: shared_memory(store, 0, 2), lambda: shared_memory(store, 1, 2))
+    one.send(1, torch.arange(3), 1)
+    other.look(0)
+    one.break_off()
+    with pytest.raises(GroupError, match="rank 0 has gone"):
+        other.look(0)
+    assert other.receive(0, (3,), torch.int64, 1).wait(SOON).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("host", "backend", "kind"),
+    [
+        (LOOPBACK, "auto", SharedMemory),
+        (LOOPBACK, "nccl", SharedMemory),
+        (LOOPBACK, "gloo", Gloo),
+        ("localhost", "auto", Gloo),
+    ],
+)
+def test_ranks_of_one_machine_share_memory_and_others_do_not(host: str, backend: Backend, kind: type) -> None:
+    come = partial(meet, dist.HashStore(), size=2, timeout=SOON, host=host, backend=backend)
+    ends = together(partial(come, rank=0), partial(come, rank=1))
+    assert all(isinstance(end, kind) for end in ends)
 
 
 def test_a_rank_that_does_not_come_is_told() -> None:
