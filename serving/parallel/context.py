@@ -4,6 +4,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .exchange import Exchange, RowName, Swapped
@@ -57,6 +58,11 @@ class Pass:
     def __post_init__(self) -> None:
         self.is_displaced = self.is_displaced or (False,) * len(self.rows)
         self.is_last = self.is_last or (True,) * len(self.rows)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether ranks wait for each other, and keep nothing."""
+        return not any(self.is_displaced) and all(self.is_last)
 
     def to_facts(self) -> dict[str, Any]:
         """As `of_facts` reads it on another rank."""
@@ -150,6 +156,31 @@ class StripContext:
         # A rank's number differs from every other's, so that None is nobody's.
         return others.get(above), others.get(below)  # type: ignore[arg-type]
 
+    def gather_with_halos(
+        self, key: Hashable, own: Tensor, x: Tensor
+    ) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
+        """`gather` of what all ranks have alike, and `halos` of `x`, in one go; of an exact call."""
+        team, place = self.now.team, self.place
+        edges = {place - 1: x[:, :, :1], place + 1: x[:, :, -1:]}
+        common = _bytes(own)
+        given = {
+            rank: torch.cat([common, _bytes(_rows_last(edges[index]))], 1) if index in edges else common
+            for index, rank in enumerate(team.members)
+            if index != place
+        }
+        found = self._swap(key, common, given, {rank: each.shape for rank, each in given.items()}).others
+        parts, halos = list[Tensor](), dict[int, Tensor]()
+        for index, rank in enumerate(team.members):
+            if index == place:
+                parts.append(own)
+                continue
+            shared, edge = found[rank].split([common.shape[1], given[rank].shape[1] - common.shape[1]], 1)
+            parts.append(shared.contiguous().view(own.dtype).view(own.shape))
+            if index in edges:
+                row = edge.contiguous().view(x.dtype).view(x.shape[0], 1, x.shape[3], x.shape[1])
+                halos[index - place] = row.permute(0, 3, 1, 2)
+        return parts, halos.get(-1), halos.get(1)
+
     def _swap(
         self,
         key: Hashable,
@@ -163,3 +194,13 @@ class StripContext:
         is_displaced = (False,) * len(now.rows) if at_once else now.is_displaced
         is_last = (True,) * len(now.rows) if at_once else now.is_last
         return self.exchange.swap(now.team.end, now.rows, is_displaced, is_last, key, own, sends, shapes)
+
+
+def _rows_last(x: Tensor) -> Tensor:
+    """[rows, channels, height, width] as [rows, height, width, channels], which is how channels-last lies in memory."""
+    return x.permute(0, 2, 3, 1)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """[rows, ...] as bytes [rows, bytes of a row]."""
+    return tensor.flatten(1).contiguous().view(torch.uint8)

@@ -19,7 +19,7 @@ from ..core.swap import parent_of
 from .attention import keys_values_of_all
 from .context import Pass, StripContext, Team
 from .group import Communicator, GroupError, Message, VirtualEnd
-from .leaves import StripConv, StripGroupNorm
+from .leaves import StripConv, StripGroupNorm, feed_convolutions
 from .processes import ProcessEnd
 from .strips import Strips
 
@@ -83,6 +83,7 @@ class StripDecoder:
             if (leaf := self._leaf_of(name, module)) is not None:
                 parent, attribute = parent_of(modules, name)
                 setattr(parent, attribute, leaf)
+        feed_convolutions(self._strip.decoder)
 
     def _leaf_of(self, name: str, module: nn.Module) -> nn.Module | None:
         """What takes the place of a module."""

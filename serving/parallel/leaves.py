@@ -4,6 +4,7 @@ Each leaf holds the module that it replaces, with its weights. Source: DistriFus
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,38 +22,65 @@ class StripConv(nn.Module):
     Args:
         conv: what it replaces.
         has_halo: whether its input comes with the neighbours' rows, as that of a model's first layer does.
+
+    Attributes:
+        is_fed: whether its input does in exact calls; see `feed_convolutions`.
     """
 
     def __init__(self, conv: nn.Conv2d, context: StripContext, *, has_halo: bool = False) -> None:
         super().__init__()
         self.conv, self.context, self._has_halo = conv, context, has_halo
+        self.is_fed = False
 
     def forward(self, x: Tensor) -> Tensor:
         """[rows, channels, height, width] -> [rows, out channels, height or half of it, width or half of it]."""
-        conv, context = self.conv, self.context
-        is_first, is_last = context.place == 0, context.place + 1 == context.now.strips.count
-        if self._has_halo:
-            x = F.pad(x, (0, 0, int(is_first), int(is_last)))
-        else:
-            # With stride 2, the last row that is read is the strip's own, as strips end after an even row; but for the
-            # last strip, behind which the image ends.
-            above, below = context.halos(self, x, with_lower=conv.stride[0] == 1)
-            x = _between(x, above, below, with_lower=conv.stride[0] == 1 or is_last)
+        conv = self.conv
+        if not (self.is_fed and self.context.now.is_exact):
+            x = self._with_halos(x)
         return F.conv2d(x, conv.weight, conv.bias, conv.stride, (0, 1))
 
+    def _with_halos(self, x: Tensor) -> Tensor:
+        """With the rows around it that are read, or zeros beyond the image."""
+        context, is_whole = self.context, self.conv.stride[0] == 1
+        is_first, is_last = context.place == 0, context.place + 1 == context.now.strips.count
+        if self._has_halo:
+            return F.pad(x, (0, 0, int(is_first), int(is_last)))
+        # With stride 2, the last row that is read is the strip's own, as strips end after an even row; but for the last
+        # strip, behind which the image ends.
+        above, below = context.halos(self, x, with_lower=is_whole)
+        return _between(x, above, below, with_lower=is_whole or is_last)
 
-def _between(x: Tensor, above: Tensor | None, below: Tensor | None, *, with_lower: bool) -> Tensor:
+
+def _between(
+    x: Tensor,
+    above: Tensor | None,
+    below: Tensor | None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    *,
+    with_lower: bool = True,
+) -> Tensor:
     """A strip [rows, channels, height, width] with a row on either side, or above it only; of zeros where there is
     none. It has the memory format of `x`.
+
+    Args:
+        x: the strip.
+        above, below: the rows.
+        scale, shift: of all that is there, [rows, channels, 1, 1], in float32; None for as it is.
+        with_lower: whether there is a row below.
     """
     rows, channels, height, width = x.shape
     memory_format = torch.channels_last if is_channels_last(x) else torch.contiguous_format
     shape = (rows, channels, height + 1 + with_lower, width)
     padded = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format)
-    padded[:, :, 1 : height + 1] = x
-    padded[:, :, :1] = 0 if above is None else above
-    if with_lower:
-        padded[:, :, -1:] = 0 if below is None else below
+    for start, part in ((0, above), (1, x), *([(height + 1, below)] if with_lower else [])):
+        place = padded[:, :, start : start + (height if part is x else 1)]
+        if part is None:
+            place.zero_()
+        elif scale is None or shift is None:
+            place.copy_(part)
+        else:
+            torch.addcmul(shift, part, scale, out=place)
     return padded
 
 
@@ -70,37 +98,75 @@ class StripGroupNorm(nn.Module):
 
     Ranks tell each other mean and biased variance of their strips in float32, and combine them in float64 in the order
     of strips. How displaced rows do it says `NormOptions`; the others wait for all ranks.
+
+    Attributes:
+        feeds: whether only a convolution reads what comes out, and behind an activation; see `feed_convolutions`.
     """
 
     def __init__(self, norm: nn.GroupNorm, context: StripContext, factor: int) -> None:
         super().__init__()
         self.norm, self.context, self._factor = norm, context, factor
+        self.feeds = False
         self._affine = Derived(lambda: [part.float().view(1, norm.num_groups, -1) for part in (norm.weight, norm.bias)])
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, channels, height, width] -> the same."""
+        """[rows, channels, height, width] -> the same, or in an exact call with the neighbours' rows if it `feeds`."""
         context, num_groups = self.context, self.norm.num_groups
         now = context.now
         options = now.norms
         # Rows come first, as in all that ranks send each other.
         own = torch.stack(statistics(x, num_groups), 1)
+        if self.feeds and now.is_exact:
+            parts, above, below = context.gather_with_halos(self, own, x)
+            scale, shift = self._scale_shift(*combined(parts, now.strips.weights(self._factor)))
+            return _between(x, above, below, scale, shift)
         parts, before = context.gather(self, own, [own.shape] * now.strips.count, at_once=options.mode == "sync")
         weights = now.strips.weights(self._factor)
-        mean, variance = combined(parts, weights)
         if any(now.is_displaced) and options.mode not in ("sync", "stale"):
             pixels = x.shape[1] // num_groups * x.shape[2] * x.shape[3]
-            others = displaced(own, parts, before, context.place, weights, options, pixels)
-            displaced_rows = torch.tensor(now.is_displaced, device=x.device)[:, None]
-            mean, variance = (torch.where(displaced_rows, *both) for both in zip(others, (mean, variance), strict=True))
-        return self._normalized(x, mean, variance)
+            found = displaced(own, parts, before, context.place, weights, options, pixels)
+            if not all(now.is_displaced):
+                rows = torch.tensor(now.is_displaced, device=x.device)[:, None]
+                found = tuple(torch.where(rows, *both) for both in zip(found, combined(parts, weights), strict=True))
+        else:
+            found = combined(parts, weights)
+        scale, shift = self._scale_shift(*found)
+        return torch.addcmul(shift, x, scale).to(x.dtype)
 
-    def _normalized(self, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-        """With mean and variance [rows, groups], in float32 whatever the dtype of `x`."""
+    def _scale_shift(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        """[rows, channels, 1, 1] in float32, from mean and variance [rows, groups]."""
         weight, bias = self._affine.of(self.norm.weight)
         scale = weight * (variance + self.norm.eps).rsqrt().float()[:, :, None]
         shift = bias - scale * mean.float()[:, :, None]
-        shape = (x.shape[0], x.shape[1], 1, 1)
-        return torch.addcmul(shift.view(shape), x, scale.view(shape)).to(x.dtype)
+        return scale.flatten(1)[:, :, None, None], shift.flatten(1)[:, :, None, None]
+
+
+def feed_convolutions(model: nn.Module) -> int:
+    """Let norms whose result only a convolution reads, behind an activation, ask for its halos with their statistics,
+    so that in exact calls ranks wait for each other once and not twice. Returns how many convolutions are fed.
+
+    Args:
+        model: with leaves of strips.
+    """
+    fed = 0
+    for module in model.modules():
+        for norm, act, conv in _chains(module):
+            # Beyond the image there are zeros, which stay zeros behind the activation.
+            if isinstance(norm, StripGroupNorm) and isinstance(conv, StripConv) and not act(torch.zeros(1)).any():
+                norm.feeds = conv.is_fed = True
+                fed += 1
+    return fed
+
+
+def _chains(module: Any) -> list[tuple[Any, Any, Any]]:
+    """Norm, activation and convolution that diffusers' forward of a module calls one after the other."""
+    if type(module).__name__ == "ResnetBlock2D":
+        act = module.nonlinearity
+        first = [(module.norm1, act, module.conv1)] if module.upsample is None and module.downsample is None else []
+        return first if module.time_embedding_norm != "default" else [*first, (module.norm2, act, module.conv2)]
+    if hasattr(module, "conv_norm_out"):
+        return [(module.conv_norm_out, module.conv_act, module.conv_out)]
+    return []
 
 
 def statistics(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
@@ -118,7 +184,7 @@ def combined(parts: Sequence[Tensor], weights: Sequence[float]) -> tuple[Tensor,
     m = sum w_j m_j, var = sum w_j (v_j + (m_j - m)^2).
     """
     means, variances = torch.stack(list(parts)).double().unbind(2)
-    shares = _shares(weights, means)
+    shares = _shares(tuple(weights), means.device)
     mean = (shares * means).sum(0)
     return mean, (shares * (variances + (means - mean).square())).sum(0)
 
@@ -152,7 +218,7 @@ def displaced(
         return own_mean, own_variance
     primed = torch.stack([*parts[:place], before, *parts[place + 1 :]]).double()
     means, variances = primed.unbind(2)
-    shares = _shares(weights, means)
+    shares = _shares(tuple(weights), means.device)
     squares = variances + means.square()
     mean = (shares * means).sum(0) + (own_mean - means[place])
     square = (shares * squares).sum(0) + (own_variance + own_mean.square() - squares[place])
@@ -162,8 +228,9 @@ def displaced(
     return mean, torch.where(variance < options.guard * own_variance, own_variance, variance)
 
 
-def _shares(weights: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(weights, dtype=torch.float64, device=like.device)[:, None, None]
+@lru_cache(256)
+def _shares(weights: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(weights, dtype=torch.float64, device=device)[:, None, None]
 
 
 class StripPatchEmbed(nn.Module):

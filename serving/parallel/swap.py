@@ -9,7 +9,7 @@ from ..core.swap import Swap, parent_of
 from ..families.transformer import Transformer
 from .attention import StripCrossAttention, StripJointAttention, StripSelfAttention
 from .context import StripContext
-from .leaves import StripConv, StripGroupNorm, StripPatchEmbed
+from .leaves import StripConv, StripGroupNorm, StripPatchEmbed, feed_convolutions
 
 MODELS = ("UNet2DConditionModel", "SD3Transformer2DModel")
 """Classes of models that run on strips."""
@@ -28,13 +28,14 @@ class StripSwap(Swap):
     def __init__(self, model: nn.Module, context: StripContext) -> None:
         self._context = context
         self.text_readers: list[StripCrossAttention] = []
+        self._num_fed = 0
         super().__init__(model, "--parallel", "leave it out", MODELS)
 
     @property
     def num_exchanges(self) -> int:
-        """How often ranks tell each other something in a call."""
+        """How often ranks wait for each other in an exact call."""
         # The first layer gets its halo with the latents, or has none.
-        return len(self._undo) - len(self.text_readers) - 1
+        return len(self._undo) - len(self.text_readers) - 1 - self._num_fed
 
     def swap_unet(self, model: UNet2DConditionModel) -> None:
         context, num_blocks = self._context, len(model.down_blocks)
@@ -51,6 +52,7 @@ class StripSwap(Swap):
                 self.put(parent, attribute, leaf)
             elif kind == "Attention":
                 self.put(parent, attribute, StripSelfAttention(module, context, factor))
+        self._num_fed = feed_convolutions(model)
 
     def swap_transformer(self, model: Any, transformer: Transformer) -> None:
         context, factor = self._context, model.config["patch_size"]

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from patchedserve.data.errors import UsageError
 from patchedserve.serving.core.denoiser import denoise
-from patchedserve.serving.parallel.group import Message, RankError
+from patchedserve.serving.parallel.group import Message, RankError, VirtualEnd, VirtualPending
 from patchedserve.serving.parallel.options import ParallelOptions
 from patchedserve.serving.parallel.ranks import Ranks
 from patchedserve.serving.parallel.recovery import persist
-from patchedserve.serving.parallel.strip_model import flat
+from patchedserve.serving.parallel.strip_model import StripModel, flat
 from patchedserve.serving.parallel.virtual import VirtualRanks
 
 from ...support.patched_models import Row, draw_rows, run_plain, stack_conditions
@@ -53,6 +53,31 @@ def test_any_number_of_ranks_gives_what_one_gives(name: str, count: int) -> None
     assert error(predict(model, rows, count), wanted) <= EXACT
     if name.startswith("sd3"):
         assert error(predict(model, rows, count, text="split"), wanted) <= EXACT
+
+
+@pytest.mark.parametrize(("name", "fed_per_resnet"), [("sdxl", 2), ("scale-shift", 1), ("gelu", 2)])
+def test_ranks_wait_for_each_other_as_often_as_the_latency_model_takes(
+    name: str, fed_per_resnet: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms before convolutions bring these the rows around a strip, too."""
+    swaps, swap = [0, 0], VirtualEnd.swap
+
+    def counted(end: VirtualEnd, *given: Any) -> VirtualPending:
+        swaps[end.rank] += 1
+        return swap(end, *given)
+
+    monkeypatch.setattr(VirtualEnd, "swap", counted)
+    model = MODELS[name]()
+    predict(model, draw_rows(model, [(16, 16)], num_each=2), 2, cfg_split="off", mode="sync")
+    exchanges = StripModel(model).num_exchanges
+    assert swaps == [exchanges, exchanges]
+    modules = list(model.modules())
+    norms = sum(isinstance(each, nn.GroupNorm) for each in modules)
+    convolutions = sum(isinstance(each, nn.Conv2d) and each.kernel_size == (3, 3) for each in modules)
+    attentions = sum(type(each).__name__ == "BasicTransformerBlock" for each in modules)
+    resnets = sum(type(each).__name__ == "ResnetBlock2D" for each in modules)
+    # The first layer gets its rows with the latents; the last norm feeds the last layer.
+    assert exchanges == norms + convolutions - 1 + attentions - (fed_per_resnet * resnets + 1)
 
 
 def test_one_rank_is_plain_diffusers_bit_by_bit() -> None:
