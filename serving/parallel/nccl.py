@@ -79,7 +79,7 @@ class Nccl:
                 work = self._group._end_coalescing()
         except RuntimeError as error:
             raise GroupError(f"GPUs of other ranks cannot be reached: {in_short(error)}") from error
-        swap = Swap(work, sent.keys() | received.keys(), self._look, self._over)
+        swap = NcclSwap(work, sent.keys() | received.keys(), self._look, self._over)
         awaited = {rank: NcclTransfer(swap, tensor) for rank, tensor in received.items()}
         return awaited, [NcclTransfer(swap, tensor) for tensor in sent.values()]
 
@@ -90,7 +90,7 @@ class Nccl:
             self._group.abort()
 
 
-class Swap:
+class NcclSwap:
     """What is sent and received in one go.
 
     Args:
@@ -132,7 +132,7 @@ class Swap:
 class NcclTransfer:
     """See `Transfer`; the tensor is kept until it is there."""
 
-    def __init__(self, swap: Swap, tensor: Tensor) -> None:
+    def __init__(self, swap: NcclSwap, tensor: Tensor) -> None:
         self._swap, self._tensor = swap, tensor
 
     def wait(self, timeout: timedelta) -> Tensor:

@@ -121,7 +121,7 @@ def end_of(what: GroupKind, number: int, settings: RankSettings, store: dist.Sto
     nccl = None
     # Images are decoded beside the model's calls, and two groups of NCCL that do not take turns may wait for ever.
     if settings.backend == "nccl" and what == "meet":
-        device = torch.device(settings.device)
+        device = torch.device("cuda", torch.device(settings.device).index or 0)
         nccl = Nccl(dist.PrefixStore("nccl", own), rank, size, timeout, device, transport.look)
     # Only rank 0 has other work between calls.
     threads = settings.threads if settings.rank == 0 else None

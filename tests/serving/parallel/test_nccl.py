@@ -17,7 +17,7 @@ import torch.distributed as dist
 from patchedserve.data.errors import UsageError
 from patchedserve.serving.parallel.group import GroupError
 from patchedserve.serving.parallel.launch import devices_of
-from patchedserve.serving.parallel.nccl import NcclTransfer, Swap, is_available
+from patchedserve.serving.parallel.nccl import NcclSwap, NcclTransfer, is_available
 from patchedserve.serving.parallel.options import ParallelOptions
 
 SOON, LATE = timedelta(seconds=0.3), timedelta(seconds=20)
@@ -30,20 +30,20 @@ def _gloo(store: dist.Store, rank: int) -> Any:
 
 
 @pytest.fixture
-def pending() -> Callable[..., tuple[Swap, threading.Event]]:
+def pending() -> Callable[..., tuple[NcclSwap, threading.Event]]:
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
         groups = list(pool.map(lambda rank: _gloo(store, rank), range(2)))
 
-    def begin(look: Callable[[int], None] = lambda _: None) -> tuple[Swap, threading.Event]:
+    def begin(look: Callable[[int], None] = lambda _: None) -> tuple[NcclSwap, threading.Event]:
         over = threading.Event()
         work = groups[0].recv([torch.zeros(3)], 1, 0)
-        return Swap(work, {3, 1}, look, over), over
+        return NcclSwap(work, {3, 1}, look, over), over
 
     return begin
 
 
-def test_who_does_not_answer_in_time_is_named(pending: Callable[..., tuple[Swap, threading.Event]]) -> None:
+def test_who_does_not_answer_in_time_is_named(pending: Callable[..., tuple[NcclSwap, threading.Event]]) -> None:
     swap, _ = pending()
     start_s = time.monotonic()
     with pytest.raises(GroupError, match=r"GPUs of ranks 1, 3 do not answer within 0\.3 s"):
@@ -51,7 +51,9 @@ def test_who_does_not_answer_in_time_is_named(pending: Callable[..., tuple[Swap,
     assert 0.3 <= time.monotonic() - start_s < 5
 
 
-def test_a_rank_that_has_gone_is_noticed_while_waiting(pending: Callable[..., tuple[Swap, threading.Event]]) -> None:
+def test_a_rank_that_has_gone_is_noticed_while_waiting(
+    pending: Callable[..., tuple[NcclSwap, threading.Event]],
+) -> None:
     until_s, seen = time.monotonic() + 0.1, set[int]()
 
     def look(rank: int) -> None:
@@ -66,7 +68,7 @@ def test_a_rank_that_has_gone_is_noticed_while_waiting(pending: Callable[..., tu
     assert time.monotonic() - until_s < 5
 
 
-def test_whoever_waits_learns_that_it_is_over(pending: Callable[..., tuple[Swap, threading.Event]]) -> None:
+def test_whoever_waits_learns_that_it_is_over(pending: Callable[..., tuple[NcclSwap, threading.Event]]) -> None:
     swap, over = pending()
     timer = threading.Timer(0.1, over.set)
     timer.start()
