@@ -43,13 +43,6 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
 
 
-def pytest_xdist_auto_num_workers() -> int:
-    """Three workers for two cores: a quarter of their time is spent waiting for processes."""
-    from patchedserve.data.run_facts import usable_cores
-
-    return 3 * usable_cores() // 2
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let `make check` leave out what takes long and has nothing to do with the change at hand."""
     parser.addoption("--changed-since", metavar="COMMIT", help="run slow tests only of what has changed since then")

@@ -242,11 +242,13 @@ def test_what_takes_too_long_is_given_up(model: Path, workspace: Path) -> None:
 
 
 def test_what_is_open_after_draining_is_told_so(model: Path, workspace: Path) -> None:
-    with HttpServer(model, workspace, "--drain-timeout", "0.5", *MAX_STEPS) as server, ThreadPoolExecutor() as pool:
+    # Whoever asks ends with the server, also where the test fails.
+    with ThreadPoolExecutor() as pool, HttpServer(model, workspace, "--drain-timeout", "0.5", *MAX_STEPS) as server:
         long = {**LONG, "n": 4}
         told = pool.submit(_errors_of, server, long)
         watching = pool.submit(lambda: httpx.get(f"{server.url}/v1/state/stream", timeout=30).text)
-        until(lambda: server.metric("psctl_num_requests_running") == 4)
+        # The scheduler may let some of the four wait.
+        until(lambda: server.metric("psctl_num_requests_running") >= 1)
         start = time.monotonic()
         assert server.stop() == 0
         assert time.monotonic() - start < 10
@@ -255,7 +257,7 @@ def test_what_is_open_after_draining_is_told_so(model: Path, workspace: Path) ->
 
 
 def test_a_second_signal_ends_it_at_once(model: Path, workspace: Path) -> None:
-    with HttpServer(model, workspace, *MAX_STEPS) as server, ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor() as pool, HttpServer(model, workspace, *MAX_STEPS) as server:
         long = {**LONG, "n": 8}
         pool.submit(lambda: httpx.post(f"{server.url}{GENERATIONS}", json=long, timeout=30))
         until(lambda: server.metric("psctl_num_requests_running") >= 1)

@@ -27,7 +27,8 @@ def faults():
 if sys.argv[1] == "keep":
     keep_freed_memory()
 faults()
-print(faults())
+# The least: the system may take away what nobody has touched for a while.
+print(min(faults() for _ in range(3)))
 """
 
 
