@@ -164,7 +164,7 @@ class StripContext:
         edges = {place - 1: x[:, :, :1], place + 1: x[:, :, -1:]}
         common = _bytes(own)
         given = {
-            rank: torch.cat([common, _bytes(_rows_last(edges[index]))], 1) if index in edges else common
+            rank: torch.cat([common, _bytes(_channels_last(edges[index]))], 1) if index in edges else common
             for index, rank in enumerate(team.members)
             if index != place
         }
@@ -196,7 +196,7 @@ class StripContext:
         return self.exchange.swap(now.team.end, now.rows, is_displaced, is_last, key, own, sends, shapes)
 
 
-def _rows_last(x: Tensor) -> Tensor:
+def _channels_last(x: Tensor) -> Tensor:
     """[rows, channels, height, width] as [rows, height, width, channels], which is how channels-last lies in memory."""
     return x.permute(0, 2, 3, 1)
 

@@ -19,7 +19,6 @@ from ...data.run_facts import usable_cores
 from ..core.processes import start_process
 from .decoder import SharedDecoder, StripDecoder
 from .group import GroupError, RankError, VirtualGroup
-from .nccl import is_available
 from .options import ParallelOptions
 from .processes import ProcessEnd
 from .ranks import Ranks
@@ -228,7 +227,7 @@ def devices_of(device: torch.device, options: ParallelOptions, *, is_here: bool 
             raise UsageError(
                 f"--parallel-backend nccl takes a GPU of its own for each rank, but they are on {', '.join(devices)}"
             )
-        if not is_available():
+        if not dist.is_nccl_available():
             raise UsageError("--parallel-backend is nccl, but this torch has been built without NCCL: try auto")
     return devices
 

@@ -18,11 +18,6 @@ from .group import GroupError
 _LOOK_EVERY_S = 1e-3
 
 
-def is_available() -> bool:
-    """Whether this torch has NCCL."""
-    return dist.is_nccl_available()
-
-
 class Nccl:
     """One rank's GPU among those of its group, each of which is another one.
 

@@ -13,7 +13,7 @@ from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.parallel.group import GroupError
 from patchedserve.serving.parallel.launch import ProcessRanks
-from patchedserve.serving.parallel.nccl import Nccl, is_available
+from patchedserve.serving.parallel.nccl import Nccl
 from patchedserve.serving.parallel.options import ParallelOptions
 from patchedserve.serving.parallel.stepper import ParallelStepper
 
@@ -27,7 +27,7 @@ SOON = timedelta(seconds=20)
 @pytest.fixture
 def itself(cuda: str) -> Iterator[Nccl]:
     """A group of one."""
-    if not is_available():
+    if not dist.is_nccl_available():
         pytest.skip("this torch has no NCCL")
     nccl = Nccl(dist.HashStore(), 0, 1, SOON, torch.device(cuda, 0), lambda _: None)
     yield nccl
@@ -60,7 +60,7 @@ def test_nothing_is_swapped_after_the_end(itself: Nccl) -> None:
 
 @pytest.mark.parametrize("mode", ["sync", "displaced"])
 def test_two_gpus_draw_what_one_draws_also_without_one_of_them(mode: Any, cuda: str) -> None:
-    if torch.cuda.device_count() < 2 or not is_available():
+    if torch.cuda.device_count() < 2 or not dist.is_nccl_available():
         pytest.skip("it needs two GPUs, and NCCL")
     found = {}
     for backend in ("nccl", "gloo"):

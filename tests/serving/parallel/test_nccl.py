@@ -17,7 +17,7 @@ import torch.distributed as dist
 from patchedserve.data.errors import UsageError
 from patchedserve.serving.parallel.group import GroupError
 from patchedserve.serving.parallel.launch import devices_of
-from patchedserve.serving.parallel.nccl import NcclSwap, NcclTransfer, is_available
+from patchedserve.serving.parallel.nccl import NcclSwap, NcclTransfer
 from patchedserve.serving.parallel.options import ParallelOptions
 
 SOON, LATE = timedelta(seconds=0.3), timedelta(seconds=20)
@@ -95,7 +95,7 @@ def test_devices_of_other_machines_are_not_known() -> None:
     same = ParallelOptions("2", backend="nccl", devices="cuda:0,cuda:0")
     different = ParallelOptions("2", backend="nccl", devices="cuda:0,cuda:1")
     for options, is_here in ((different, True), (same, False)):
-        if is_available():
+        if dist.is_nccl_available():
             assert devices_of(GPU, options, is_here=is_here) == options.device_names
         else:
             with pytest.raises(UsageError, match="this torch has been built without NCCL: try auto"):
