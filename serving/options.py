@@ -190,7 +190,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How a served model denoises; all but `engine`, `compile` and `parallel` are for the patch engine only.
+    """How a served model denoises; order, patch size, strategy, kernels and cache are for the patch engine only.
 
     Attributes:
         engine: `patched`, or `plain`: one forward pass of unmodified diffusers per resolution; or `parallel`: several
@@ -199,7 +199,7 @@ class EngineOptions:
         patch_size: side of a patch in latent pixels; None for the largest common divisor of the sizes in a batch.
         strategy: how convolutions see beyond a patch; auto uses what was measured, and else regroups.
         kernels: one of `kernels.launch.KERNELS`.
-        compile: run transformer blocks through torch.compile; the plain engine, the whole model.
+        compile: run transformer blocks through torch.compile.
         cuda_graphs: record the launches of a pass for each batch composition, and play them back.
         cache: whether patches reuse what blocks gave at earlier steps, and how.
         parallel: how several devices share an image; given with more than one rank, the engine is `parallel`.
@@ -249,7 +249,6 @@ class EngineOptions:
             "--patch-size": self.patch_size is not None,
             "--strategy": self.strategy != "auto",
             "--kernels": self.kernels != "auto",
-            "--cuda-graphs": self.cuda_graphs,
             "--cache": self.cache.is_on,
         }
         if self.engine != "patched" and any(given.values()):
@@ -263,7 +262,9 @@ class EngineOptions:
                 f"--parallel {self.parallel.ranks} is not for --engine {self.engine}: leave one of them out"
             )
         if self.engine == "parallel" and self.compile:
-            raise UsageError("--compile makes graphs of whole models, but with --parallel ranks talk within them")
+            raise UsageError("--compile makes graphs of whole blocks, but with --parallel ranks talk within them")
+        if self.engine == "parallel" and self.cuda_graphs:
+            raise UsageError("--cuda-graphs records whole passes, but with --parallel ranks talk within them")
         if self.engine == "parallel" and self.model.is_any:
             raise UsageError(
                 "--sampler, --lora and --quantize do not work with --parallel yet: ranks load the model's own files"

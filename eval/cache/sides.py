@@ -123,7 +123,7 @@ def make_side(
     """
     options = replace(model.options, cache=CacheOptions() if setting.rule is not None else setting.options)
     if setting.engine == "plain":
-        options = EngineOptions("plain", compile=model.options.compile)
+        options = EngineOptions("plain", compile=model.options.compile, cuda_graphs=model.options.cuda_graphs)
     stepper = build_stepper(model.pipe, model.family, options, model.block_facts)
     if setting.rule is not None:
         assert isinstance(stepper, PatchedStepper), "only the patch engine has a cache"

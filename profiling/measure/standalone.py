@@ -4,7 +4,8 @@ There is one definition for all systems of every command that serves: it is meas
 denoising, decoding) through the plain engine, whatever engine is to serve, one request at a time on the idle machine,
 and kept in the workspace's table `standalone.json`. (`psctl simulate` serves nothing: it adds up the stages by a table
 of step latencies of the plain engine.) A measurement is used again only for the same model files, dtype, device, number
-of CPU threads, torch version and `--compile`, and the same resolution, steps and kind of guidance.
+of CPU threads and torch version, and the same resolution, steps and kind of guidance. It is eager whatever is served:
+a deadline says what a user waits for, not how the server was started.
 """
 
 import json
@@ -68,7 +69,7 @@ def standalone_latencies(
     """
     from ...serving.models.build import as_plain
 
-    model = as_plain(model)
+    model = as_plain(model, is_eager=True)
     examples: dict[RequestShape, Request] = {}
     for request in requests:
         shape = shape_of(model, request)

@@ -18,7 +18,7 @@ _SUMMARY_ROWS = (
     ("queueing mean", "queueing_mean", "s"),
     ("mean batch size", "batch_size_mean", ""),
 )
-_SIDES = ("one_by_one", "same_resolution")
+_STEP_SIDES = {"one_by_one": "one by one", "same_resolution": "same resolution", "patched": "patched"}
 
 
 def run_tables(summary: Mapping[str, Any]) -> list[Table]:
@@ -85,18 +85,25 @@ def _ends(found: Mapping[str, Any], name: str) -> str:
 
 
 def step_tables(result: Mapping[str, Any]) -> list[Table]:
-    """`steps.json`: a row for every combination, and what they say together."""
+    """`steps.json`: a row for every combination, what they say together, and where there are several efforts all
+    medians.
+    """
+    has_efforts = len(result["efforts"]) > 1
+
+    def cell(row: Mapping[str, Any], side: str) -> str:
+        effort = row[f"{side}_effort"]
+        # In the default memory format unless it says otherwise.
+        is_cl = side == "same_resolution" and row["same_resolution_format"] == "channels-last"
+        return number(row[f"{side}_ms"], "ms") + " cl" * is_cl + f" {effort}" * (has_efforts and effort != "eager")
+
     rows = [
         (
             row["label"],
-            number(row["one_by_one_ms"], "ms"),
-            # In the default memory format unless it says otherwise.
-            number(row["same_resolution_ms"], "ms") + " cl" * (row["same_resolution_format"] == "channels-last"),
-            number(row["patched_ms"], "ms"),
+            *(cell(row, side) for side in _STEP_SIDES),
             f"{number(row['patched_p10_ms'])} to {number(row['patched_p90_ms'], 'ms')}",
             share(row["patched_share_of_peak"], 0),
-            f"{row['ratio_one_by_one']:.2f}x",
-            f"{row['ratio_same_resolution']:.2f}x",
+            f"{row['ratio']:.2f}x",
+            _STEP_SIDES[row["baseline"]],
         )
         for row in result["rows"]
     ]
@@ -106,16 +113,30 @@ def step_tables(result: Mapping[str, Any]) -> list[Table]:
     notes.append(f"of peak: share of {result['matrix_peak_gflops']:.0f} GFLOP/s, measured in large products")
     if result["is_plain_for_one_resolution"]:
         notes.append("patched hands batches of one resolution to plain diffusers")
-    columns = ("requests", "one by one", "same resolution", "patched", "p10 to p90", "of peak")
-    columns += ("vs one by one", "vs same resolution")
+    columns = ("requests", *_STEP_SIDES.values(), "p10 to p90", "of peak", "times as fast", "as the best baseline")
     means = [
-        (label, *(_times(result[key.format(side)]) for side in _SIDES))
-        for label, key in (("mixed, geometric mean", "mean_ratio_{}_mixed"), ("all, minimum", "min_ratio_{}"))
+        ("mixed, geometric mean", _times(result["mean_ratio_mixed"])),
+        ("all, minimum", _times(result["min_ratio"])),
     ]
-    return [
+    tables = [
         Table(describe(result), columns, rows, note="; ".join(filter(None, notes))),
-        Table("patched is so many times as fast as", ("", "one by one", "same resolution"), means),
+        Table("patched is so many times as fast as the best baseline", ("", ""), means),
     ]
+    return tables + [_effort_table(result)] * has_efforts
+
+
+def _effort_table(result: Mapping[str, Any]) -> Table:
+    """Median times of each side with each effort, in the faster memory format."""
+    places = [(side, effort) for side in _STEP_SIDES for effort in result["efforts"]]
+    rows = []
+    for row in result["rows"]:
+        best: dict[tuple[str, str], float] = {}
+        for each in row["times"]:
+            place = each["side"], each["effort"]
+            best[place] = min(each["ms"], best.get(place, each["ms"]))
+        rows.append((row["label"], *(number(best[place]) for place in places)))
+    columns = ("requests", *(f"{_STEP_SIDES[side]}, {effort}" for side, effort in places))
+    return Table("Milliseconds a step, by effort", columns, rows)
 
 
 def breakdown_tables(result: Mapping[str, Any]) -> list[Table]:

@@ -171,6 +171,7 @@ def what_was_learnt(
     """
     from ...serving.parallel.stepper import ParallelStepper
     from ...serving.patched.stepper import PatchedStepper
+    from ...serving.plain.stepper import PlainStepper
 
     found: dict[str, Any] = {}
     if model.prompts is not None:
@@ -182,10 +183,10 @@ def what_was_learnt(
     outside = predictions_outside(predictor, outside_before)
     if outside is not None:
         found["predictions_outside"] = outside
+    if isinstance(model.stepper, PatchedStepper | PlainStepper) and model.stepper.recording_failure is not None:
+        found["recording_failure"] = model.stepper.recording_failure
     if isinstance(model.stepper, PatchedStepper):
         failures, cache = model.stepper.batch_failures, model.stepper.model.cache
-        if model.stepper.recording_failure is not None:
-            found["recording_failure"] = model.stepper.recording_failure
         if failures.count:
             found["batch_failures"] = asdict(failures)
         if cache is not None:

@@ -1,25 +1,32 @@
 """How long one denoising step takes: the patch engine against plain diffusers, interleaved in one run.
 
-A time is the median over repeats; in every repeat each side takes its steps in turn, so that whatever else the machine
-does meets all of them. A ratio is the median of the repeats' ratios. What is measured is the steady state, a batch
-whose requests stay; `patched_repack_ms` is the patched step after a request has joined or left, which packs the batch
-anew (PatchedServe section 4.1).
+Every side runs with every effort that is asked for (eager, recorded, compiled, both), and plain diffusers one by one
+and in batches of one resolution, in each of its memory formats. A time is the median over repeats; in every repeat each
+contender takes its steps in turn, so that whatever else the machine does meets all of them. The one ratio of a row is
+that of the fastest plain contender to the fastest patched one: the median of the repeats' ratios. What is measured is
+the steady state, a batch whose requests stay; `patched_repack_ms` is the patched step after a request has joined or
+left, which packs the batch anew (PatchedServe section 4.1).
 """
 
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 
+from ...data.errors import RunError
 from ...data.files import write_bytes
+from ...data.resolution import Resolution
 from ...data.workspace import ModelWorkspace
+from ...serving.core.captured import CudaRecorder
 from ...serving.core.timing import synchronize
+from ...serving.models.build import check_graphs
 from ...serving.models.served import ServedModel
 from ...serving.plain.formats import Format
 from ..machine import run_facts
@@ -27,12 +34,25 @@ from .combinations import Combination, letters_of
 from .matrix_peak import count_operations, matrix_peak
 from .plots import plot_steps
 from .rows import BenchOutcome, Row, measure_rows, median_interval, name_of
-from .sides import EngineSide, OneByOne, RequestPool, Side, patched_stepper, plain_models, plain_side
+from .sides import (
+    EAGER,
+    Effort,
+    EngineSide,
+    MakeRecorder,
+    OneByOne,
+    RequestPool,
+    Side,
+    patched_stepper,
+    plain_models,
+    plain_side,
+    with_effort,
+)
 
 RUN_KIND = "bench-steps"
 SHORTEST_TIMING_S = 0.005
 """Steps that are shorter are repeated within one timing until it takes this long."""
 _MOST_STEPS = 100
+SideName = Literal["one_by_one", "same_resolution", "patched"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,59 +138,138 @@ def time_lanes(lanes: Iterable[Lane], settings: BenchSettings) -> None:
             lane.measure()
 
 
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """What takes the steps of a combination.
+
+    Attributes:
+        side: how requests are batched, and which engine denoises them.
+        effort: what is done to make it fast.
+        format: of the plain model; None for the patched one, and one by one, where tuning has chosen.
+    """
+
+    side: SideName
+    effort: Effort = EAGER
+    format: Format | None = None
+
+
 class StepBench:
-    """Measures combinations on one model, which the patch engine serves."""
+    """Measures combinations on one model, which the patch engine serves eagerly.
 
-    def __init__(self, model: ServedModel, settings: BenchSettings) -> None:
-        self.model, self.settings = model, settings
+    Args:
+        model: shares its weights with all contenders.
+        settings: how much is measured.
+        efforts: with which every side runs.
+        make_recorder: of a device; what records passes.
+
+    Raises:
+        UsageError: passes are to be recorded on a device that cannot.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        settings: BenchSettings,
+        *,
+        efforts: Sequence[Effort] = (EAGER,),
+        make_recorder: MakeRecorder = CudaRecorder,
+    ) -> None:
+        is_recorded = any(effort.is_recorded for effort in efforts)
+        if is_recorded and make_recorder is CudaRecorder:
+            check_graphs(model.device)
+        recorder = make_recorder(model.device) if is_recorded else None
+        self.model, self.settings, self.efforts = model, settings, tuple(efforts)
         self.pool = RequestPool(model, settings.seed)
-        self.plain = plain_models(model)
-
-    def lanes(self, combination: Combination) -> tuple[dict[Format, Lane], Lane]:
-        """Return the same-resolution lane of every memory format, and the patched lane."""
-        requests, device = self.pool.take(combination), self.model.device
-        plain: dict[Format, Lane] = {
-            name: Lane(plain_side(self.model, models, requests), device) for name, models in self.plain.items()
+        self.patched = {
+            effort: model if effort == EAGER else with_effort(model, effort, recorder) for effort in self.efforts
         }
-        return plain, Lane(EngineSide(self.model.stepper, requests), device)
+        self.plain = {effort: plain_models(model, effort, recorder) for effort in self.efforts}
+
+    def tune(self, resolutions: Sequence[Resolution], folder: Path) -> None:
+        """Let every contender choose what is faster, see `ServedModel.tune`."""
+        for effort in self.efforts:
+            self.patched[effort].tune(resolutions, folder)
+            self.plain[effort][None].tune(self.model.tuning(resolutions, folder), self.model.family.conditions)
+
+    def lanes(self, combination: Combination, sides: Sequence[SideName] = get_args(SideName)) -> dict[Contender, Lane]:
+        """Return the lanes of these sides, with every effort and in every memory format."""
+        requests, model, found = self.pool.take(combination), self.model, dict[Contender, Side]()
+        for effort in self.efforts:
+            plain = self.plain[effort]
+            found[Contender("one_by_one", effort)] = OneByOne(model, plain[None], requests)
+            for form, models in plain.items():
+                if form is not None:
+                    found[Contender("same_resolution", effort, form)] = plain_side(model, models, requests)
+            found[Contender("patched", effort)] = EngineSide(self.patched[effort].stepper, requests)
+        return {each: Lane(side, model.device) for each, side in found.items() if each.side in sides}
 
     def measure(self, combination: Combination) -> Row:
-        """Measure one combination; returns its row."""
-        plain, patched = self.lanes(combination)
-        alone = Lane(OneByOne(self.model, self.plain["default"], self.pool.take(combination)), self.model.device)
-        # Whether the patch engine hands this batch to the unmodified model.
-        patched.side.begin()
-        patched.side.step()
-        batch = patched_stepper(self.model).batch
-        assert batch is not None, "requests of a benchmark do not finish in their first step"
-        is_plain = batch.is_plain
-        time_lanes([alone, *plain.values(), patched], self.settings)
-        best: Format = min(plain, key=lambda name: plain[name].median_ms)
-        ratios = {
-            "ratio_one_by_one": ratios_of(alone.samples_ms, patched.samples_ms),
-            "ratio_same_resolution": ratios_of(plain[best].samples_ms, patched.samples_ms),
-        }
-        low, high = np.percentile(patched.samples_ms, [10, 90])
+        """Measure one combination; returns its row. Raises RunError: a pass could not be recorded."""
+        lanes = self.lanes(combination)
+        time_lanes(lanes.values(), self.settings)
+        self._check_recorded()
+        best = {side: fastest(lanes, side) for side in get_args(SideName)}
+        plain = min((best["one_by_one"], best["same_resolution"]), key=lambda each: lanes[each].median_ms)
+        patched = best["patched"]
+        ratios = ratios_of(lanes[plain].samples_ms, lanes[patched].samples_ms)
         peak = matrix_peak(self.model.device, self.model.dtype)
         shares = {
-            name: operations_of(lane.side) / (lane.median_ms / 1e3) / peak
-            for name, lane in (("same_resolution", plain[best]), ("patched", patched))
+            side: operations_of(lanes[best[side]].side) / (lanes[best[side]].median_ms / 1e3) / peak
+            for side in ("same_resolution", "patched")
         }
+        low, high = np.percentile(lanes[patched].samples_ms, [10, 90])
         return {
             **name_of(combination),
-            "one_by_one_ms": alone.median_ms,
-            "same_resolution_ms": plain[best].median_ms,
-            "same_resolution_format": best,
-            "patched_ms": patched.median_ms,
+            **{f"{side}_ms": lanes[each].median_ms for side, each in best.items()},
+            **{f"{side}_effort": each.effort.name for side, each in best.items()},
+            "same_resolution_format": best["same_resolution"].format,
             "patched_p10_ms": float(low),
             "patched_p90_ms": float(high),
-            "patched_repack_ms": statistics.median(patched.first_ms),
-            **{name: statistics.median(values) for name, values in ratios.items()},
-            "patched_is_plain": is_plain,
-            **{f"{name}_share_of_peak": share for name, share in shares.items()},
-            "intervals": {name: median_interval(values) for name, values in ratios.items()},
+            "patched_repack_ms": statistics.median(lanes[patched].first_ms),
+            "baseline": plain.side,
+            "ratio": statistics.median(ratios),
+            "patched_is_plain": self._is_plain(combination, patched.effort),
+            **{f"{side}_share_of_peak": share for side, share in shares.items()},
+            "times": [_times_of(each, lane) for each, lane in lanes.items()],
+            "intervals": {"ratio": median_interval(ratios)},
             "repeats": self.settings.repeats,
         }
+
+    def _is_plain(self, combination: Combination, effort: Effort) -> bool:
+        """Whether the patch engine hands this batch to the unmodified model."""
+        stepper = patched_stepper(self.patched[effort])
+        side = EngineSide(stepper, self.pool.take(combination))
+        side.begin()
+        side.step()
+        assert stepper.batch is not None, "requests of a benchmark do not finish in their first step"
+        return stepper.batch.is_plain
+
+    def _check_recorded(self) -> None:
+        """A side that ran eagerly must not stand in a column of recorded ones."""
+        for effort in self.efforts:
+            passes = [patched_stepper(self.patched[effort]).model.captured]
+            passes += [models.captured for models in self.plain[effort].values()]
+            for each in passes:
+                if each is not None and each.failure is not None:
+                    raise RunError(f"--cuda-graphs: {each.failure}")
+
+
+def fastest(lanes: Mapping[Contender, Lane], side: SideName) -> Contender:
+    """The contender of a side whose median is the smallest."""
+    return min((each for each in lanes if each.side == side), key=lambda each: lanes[each].median_ms)
+
+
+def _times_of(contender: Contender, lane: Lane) -> Row:
+    low, high = np.percentile(lane.samples_ms, [10, 90])
+    return {
+        "side": contender.side,
+        "effort": contender.effort.name,
+        "format": contender.format,
+        "ms": lane.median_ms,
+        "p10_ms": float(low),
+        "p90_ms": float(high),
+        "first_ms": statistics.median(lane.first_ms),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +291,7 @@ def run_bench(
     workspace: ModelWorkspace,
     settings: BenchSettings,
     *,
+    efforts: Sequence[Effort] = (EAGER,),
     on_start: Callable[[Combination], None] | None = None,
     on_row: Callable[[], None] | None = None,
 ) -> BenchOutcome:
@@ -199,23 +299,24 @@ def run_bench(
 
     Args:
         kind: `STEPS`, or `breakdown.BREAKDOWN`.
-        model: on the patch engine; its strategies are measured first where the workspace has none.
+        model: on the patch engine, eager; its strategies are measured first where the workspace has none.
         combinations: at least one, all of the same resolutions.
         workspace: of the model.
         settings: how much is measured.
+        efforts: with which every side runs.
         on_start, on_row: called before each combination, and after it.
 
     Raises:
         UsageError: if the model or the engine's options do not fit a resolution; nothing has run then.
-        RunError: if a request fails.
+        RunError: if a request fails, or a pass cannot be recorded.
         KeyboardInterrupt: on Ctrl-C before the first row is finished; later the outcome says so.
         OSError: if results cannot be written.
     """
-    bench = StepBench(model, settings)
+    bench = StepBench(model, settings, efforts=efforts)
     resolutions = combinations[0].resolutions
     for resolution in resolutions:
         bench.pool.check(resolution)
-    model.tune(resolutions, workspace.tables)
+    bench.tune(resolutions, workspace.tables)
     run_dir = workspace.new_run(RUN_KIND)
     patched = patched_stepper(model).model
     head = run_facts(model).to_json() | {
@@ -223,6 +324,7 @@ def run_bench(
         "resolutions": list(map(str, resolutions)),
         "letters": {letter: str(resolution) for resolution, letter in letters_of(resolutions).items()},
         "matrix_peak_gflops": matrix_peak(model.device, model.dtype) / 1e9,
+        "efforts": [effort.name for effort in efforts],
         "seed": settings.seed,
         "warmup": settings.warmup,
         "run_dir": str(run_dir),
@@ -243,13 +345,11 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
     """Return what the rows say together: geometric means over mixed combinations, and the smallest ratio of all."""
     mixed = [row for row in rows if row["is_mixed"]]
     single = [row["patched_is_plain"] for row in rows if not row["is_mixed"]]
-    summary: dict[str, Any] = {}
-    for side in ("one_by_one", "same_resolution"):
-        key = f"ratio_{side}"
-        summary[f"mean_{key}_mixed"] = statistics.geometric_mean(row[key] for row in mixed) if mixed else None
-        summary[f"min_{key}"] = min(row[key] for row in rows)
-    summary["is_plain_for_one_resolution"] = all(single) if single else None
-    return summary
+    return {
+        "mean_ratio_mixed": statistics.geometric_mean(row["ratio"] for row in mixed) if mixed else None,
+        "min_ratio": min(row["ratio"] for row in rows),
+        "is_plain_for_one_resolution": all(single) if single else None,
+    }
 
 
 STEPS = BenchKind("steps", StepBench.measure, summarize, plot_steps)

@@ -18,13 +18,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ...data.errors import RunError
 from ...serving.core.timing import synchronize
-from ...serving.plain.formats import Format
 from .attribution import CATEGORIES, MODEL_SCOPE, SCOPE_PREFIX, STEP_SCOPE, Kernel, Span, attribute
-from .bench import BenchKind, Lane, StepBench, time_lanes
+from .bench import BenchKind, Lane, StepBench, fastest, time_lanes
 from .combinations import Combination
 from .plots import plot_breakdown
 from .rows import Row, name_of
-from .sides import patched_stepper
+from .sides import EAGER, patched_stepper
 
 # Parts of module class names: the leaves of diffusers and those of the patch engine.
 _MODULES = {
@@ -161,12 +160,12 @@ def divide(wall_ms: float, steps: Sequence[Row], *, is_cuda: bool) -> Row:
 
 def measure_breakdown(bench: StepBench, combination: Combination) -> Row:
     """Time and profile, in turn, the patched and the faster same-resolution side of one combination."""
-    plain, patched = bench.lanes(combination)
-    time_lanes([*plain.values(), patched], bench.settings)
-    best: Format = min(plain, key=lambda name: plain[name].median_ms)
-    lanes = {"patched": patched, "same_resolution": plain[best]}
+    found = bench.lanes(combination, ("same_resolution", "patched"))
+    time_lanes(found.values(), bench.settings)
+    best = {side: fastest(found, side) for side in ("patched", "same_resolution")}
+    lanes = {side: found[each] for side, each in best.items()}
     stepper = patched_stepper(bench.model)
-    copies = [models.channels_last for models in (stepper.plain, *bench.plain.values())]
+    copies = [models.channels_last for models in (stepper.plain, *bench.plain[EAGER].values())]
     models = [stepper.model.model, bench.model.denoiser, *(copy for copy in copies if copy is not None)]
     steps: dict[str, list[Row]] = {name: [] for name in lanes}
     for lane in lanes.values():
@@ -184,7 +183,12 @@ def measure_breakdown(bench: StepBench, combination: Combination) -> Row:
         name: divide(lane.median_ms, steps[name], is_cuda=bench.model.device.type == "cuda")
         for name, lane in lanes.items()
     }
-    return {**name_of(combination), "same_resolution_format": best, "sides": sides, "repeats": bench.settings.repeats}
+    return {
+        **name_of(combination),
+        "same_resolution_format": best["same_resolution"].format,
+        "sides": sides,
+        "repeats": bench.settings.repeats,
+    }
 
 
 BREAKDOWN = BenchKind("breakdown", measure_breakdown, lambda rows: {"categories": CATEGORIES}, plot_breakdown)

@@ -8,30 +8,33 @@ from .attribution import CATEGORIES
 
 _WIDTH_IN = 8.0
 _ROW_IN = 0.27
-_SIDES = {"one_by_one": "one by one", "same_resolution": "same-resolution batches"}
+_BASELINES = {"same_resolution": "against same-resolution batches", "one_by_one": "against one by one"}
 _RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 12, 16, 20, 25, 32)
 
 
 def plot_steps(result: dict[str, Any]) -> bytes:
-    """How many times as fast as plain diffusers the patched step is, a line for every combination."""
+    """How many times as fast as the best baseline the best patched step is, a line for every combination."""
     rows = result["rows"]
     labels = [row["label"] for row in rows]
     figure = new_figure(_width_in(labels), 1.9 + _ROW_IN * len(rows))
     ax = figure.subplots()
-    places = range(len(rows))
-    both = [[row[f"ratio_{side}"] for row in rows] for side in _SIDES]
-    lows, highs = zip(*((min(pair), max(pair)) for pair in zip(*both, strict=True)), strict=True)
-    ax.hlines(places, lows, highs, color=THEME.grid, linewidth=3, zorder=1)
-    for (name, label), ratios, marker in zip(_SIDES.items(), both, "os", strict=True):
-        colour = THEME.series[list(_SIDES).index(name)]
-        mean = result[f"mean_ratio_{name}_mixed"]
-        shown = label if mean is None else f"{label} (mean of mixed batches {mean:.2f})"
-        ax.scatter(ratios, places, 34, color=colour, marker=marker, label=shown, zorder=3, linewidths=0)
+    ends = [row["intervals"]["ratio"] or (row["ratio"], row["ratio"]) for row in rows]
+    lows, highs = zip(*ends, strict=True)
+    ax.hlines(range(len(rows)), lows, highs, color=THEME.grid, linewidth=3, zorder=1)
+    for (name, label), marker in zip(_BASELINES.items(), "os", strict=True):
+        own = [(row["ratio"], place) for place, row in enumerate(rows) if row["baseline"] == name]
+        if own:
+            colour = THEME.series[list(_BASELINES).index(name)]
+            ratios, places = zip(*own, strict=True)
+            ax.scatter(ratios, places, 34, color=colour, marker=marker, label=label, zorder=3, linewidths=0)
     ax.axvline(1, color=THEME.ink, linewidth=1, zorder=2)
+    mean = result["mean_ratio_mixed"]
     style_axes(
         ax,
-        "How many times as fast a patched denoising step is as plain diffusers",
-        f"times as fast (log scale)\n{_circumstances(result)}",
+        "Speed of a patched denoising step, relative to the fastest plain diffusers",
+        "times as fast (log scale)"
+        + ("" if mean is None else f"; mean of mixed batches {mean:.2f}")
+        + f"\n{_circumstances(result)}; {', '.join(result['efforts'])}",
         "requests in the batch",
         grid_axis="x",
     )

@@ -104,11 +104,11 @@ def _with_figures(head: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any
 def row_figures(head: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Estimate]:
     """The numbers above the rows, and those of every row behind its label.
 
-    They are called `SML.ratio_same_resolution`, or `SML.interval 3.speedup` where a row has sides. Intervals are those
+    They are called `SML.ratio`, or `SML.interval 3.speedup` where a row has sides. Intervals are those
     of `intervals` in the row or side; a number that was measured and has none there is no evidence to gates.
     """
     # Above the rows only the means and minima of their ratios are measured; the rest are settings.
-    found = {name: Estimate(each.value) if "ratio_" in name else each for name, each in numbers_of(head).items()}
+    found = {name: Estimate(each.value) if "ratio" in name else each for name, each in numbers_of(head).items()}
     for row in rows:
         if "sides" not in row:
             found |= _of_row(f"{row['label']}.", row, row.get("repeats"))

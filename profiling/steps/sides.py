@@ -6,25 +6,55 @@ schedule, so that they do not finish while they are measured, and are put back t
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from ...data.errors import RunError
 from ...data.prompts.captions import load_prompts
 from ...data.requests import Request
 from ...data.resolution import Resolution
+from ...serving.core.captured import CapturedPasses, Recorder
 from ...serving.core.prepared import PreparedRequest
 from ...serving.core.stepper import Stepper
-from ...serving.models.build import build_plain
+from ...serving.models.build import build_plain, with_engine
 from ...serving.models.served import ServedModel
 from ...serving.patched.stepper import PatchedStepper
 from ...serving.plain.formats import Format, PlainModels
 from .combinations import Combination
 
 _NUM_STEPS = 500
+MakeRecorder = Callable[[torch.device], Recorder]
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """What is done to make a side fast: to the plain model and to the patched one the same, by the same code.
+
+    Attributes:
+        is_compiled: transformer blocks run through torch.compile.
+        is_recorded: passes are recorded once and played back.
+    """
+
+    is_compiled: bool = False
+    is_recorded: bool = False
+
+    @property
+    def name(self) -> str:
+        """For tables and files."""
+        return " + ".join(["compiled"] * self.is_compiled + ["graphs"] * self.is_recorded) or "eager"
+
+
+EAGER, GRAPHS, COMPILED, BOTH = Effort(), Effort(is_recorded=True), Effort(is_compiled=True), Effort(True, True)
+
+
+def efforts_of(*, compiled: bool, recorded: bool) -> tuple[Effort, ...]:
+    """All that a run compares: without each of the two, and with it where it is asked for."""
+    chosen = [Effort(is_compiled, is_recorded) for is_compiled in (False, True) for is_recorded in (False, True)]
+    return tuple(each for each in chosen if each.is_compiled <= compiled and each.is_recorded <= recorded)
 
 
 class Side(Protocol):
@@ -145,11 +175,28 @@ def patched_stepper(model: ServedModel) -> PatchedStepper:
     return model.stepper
 
 
-def plain_models(model: ServedModel) -> dict[Format, PlainModels]:
-    """Return the unmodified model in each of its memory formats."""
-    weights, is_compiled = patched_stepper(model).model.channels_last_weights, model.options.compile
-    formats = PlainModels(model.denoiser).formats
-    return {each: PlainModels(model.denoiser, weights, is_compiled=is_compiled, always=each) for each in formats}
+def with_effort(model: ServedModel, effort: Effort, recorder: Recorder | None) -> ServedModel:
+    """The same loaded model on a patch engine of its own; `recorder` records its passes where they are."""
+    served = with_engine(model, replace(model.options, compile=effort.is_compiled, cuda_graphs=False))
+    if effort.is_recorded:
+        assert recorder is not None
+        patched_stepper(served).model.use_graphs(recorder, patience=1)
+    return served
+
+
+def plain_models(
+    model: ServedModel, effort: Effort = EAGER, recorder: Recorder | None = None
+) -> dict[Format | None, PlainModels]:
+    """Return the unmodified model in each of its memory formats, and (None) in the one that tuning finds faster."""
+    weights = patched_stepper(model).model.channels_last_weights
+    formats: tuple[Format | None, ...] = (None, *PlainModels(model.denoiser).formats)
+
+    def made(always: Format | None) -> PlainModels:
+        assert recorder is not None or not effort.is_recorded
+        captured = CapturedPasses(recorder, patience=1) if effort.is_recorded and recorder is not None else None
+        return PlainModels(model.denoiser, weights, is_compiled=effort.is_compiled, always=always, captured=captured)
+
+    return {each: made(each) for each in formats}
 
 
 def _middle(prepared: PreparedRequest) -> int:

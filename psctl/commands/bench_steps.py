@@ -1,5 +1,6 @@
 """`psctl bench steps`: how long one denoising step takes, and where its time goes."""
 
+from dataclasses import replace
 from typing import Annotated
 
 from ...data.errors import UsageError
@@ -39,13 +40,16 @@ def bench_steps(
 ) -> None:
     """Time one denoising step of mixed batches: patched against plain diffusers.
 
-    Plain diffusers takes the same requests one by one, and in batches of one resolution. The sides take turns, guidance
-    and sampler are included. Result and plot go to the workspace. Ctrl-C ends the run early and keeps what is measured.
+    Plain diffusers takes the same requests one by one, and in batches of one resolution. With --compile, --cuda-graphs
+    or both, each side runs without and with them, and the fastest patched side is compared with the fastest plain one.
+    The sides take turns, guidance and sampler are included. Result and plot go to the workspace. Ctrl-C ends the run
+    early and keeps what is measured.
 
     Examples:
 
         psctl bench steps
         psctl bench steps --resolutions 128,256 --combinations "1,1;4,4;8,1" --repeats 30
+        psctl bench steps --model emoji-3 --compile --combinations "1,1,1;4,4,4"
         psctl bench steps --model stabilityai/stable-diffusion-xl-base-1.0 --device cuda --random 50 --json
         psctl bench steps --breakdown --combinations "1,1,1;4,4,4"
     """
@@ -70,11 +74,12 @@ def bench_steps(
         chosen = (Combination(sizes, (2,) * len(sizes)),) if breakdown else default_combinations(sizes)
     require_places(target.workspace, file=output_file)
 
-    served, place = target.load(out, patched)
+    served, place = target.load(out, replace(patched, compile=False, cuda_graphs=False))
     from ...profiling.report.table import to_rich
     from ...profiling.report.tables import breakdown_tables, step_tables
     from ...profiling.steps.bench import STEPS, BenchSettings, run_bench
     from ...profiling.steps.breakdown import BREAKDOWN
+    from ...profiling.steps.sides import efforts_of
 
     with out.phases() as start:
         advance = start("combinations", len(chosen))
@@ -84,6 +89,7 @@ def bench_steps(
             chosen,
             place,
             BenchSettings(repeats, warmup, seed),
+            efforts=efforts_of(compiled=patched.compile, recorded=patched.cuda_graphs),
             on_start=lambda combination: advance.show(combination.label),
             on_row=advance,
         )

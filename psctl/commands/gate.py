@@ -41,7 +41,7 @@ def gate(
 
     A metric is the name of a figure: fid, clip of eval; throughput, slo_attainment, latency_p95 of serve and simulate;
     patchedserve@2.slo_attainment, patchedserve.rate_at_95, patchedserve.ratio_at_95 of bench slo;
-    SML.ratio_same_resolution of bench steps; SML.interval 3.speedup of bench cache. If the file lacks a name, the error
+    SML.ratio of bench steps; SML.interval 3.speedup of bench cache. If the file lacks a name, the error
     lists those that it has. For example, a gate with file = "slo-run", metric = "patchedserve@2.slo_attainment" and
     min = 0.9.
 

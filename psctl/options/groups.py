@@ -208,7 +208,7 @@ ENGINE = Flags(
         "kernels": flag("--kernels", "auto: Triton on a GPU, torch elsewhere.", is_shared=True),
         "compile": flag(
             "--compile",
-            "torch.compile what does not depend on the requests in the batch; with --engine plain the whole model.",
+            "torch.compile the transformer blocks, which do not depend on the requests in the batch.",
             is_shared=True,
         ),
         "cuda_graphs": flag(

@@ -54,7 +54,7 @@ def _together(parts: list[Tensor]) -> Tensor:
 
 def constant(number: int) -> Callable[[], int]:
     """A function that returns the number: a default value is a constant to the compiler, an integer of a module would
-    be a symbol (`patched.compiled`).
+    be a symbol (`core.compiled`).
     """
 
     def given(number: int = number) -> int:

@@ -13,6 +13,7 @@ from ...data.tables.block_facts import BlockFacts
 from ...kernels.launch import KERNELS, is_triton_installed, use_triton
 from ..cache.options import CacheOptions
 from ..cache.rules import load_rule
+from ..core.captured import CapturedPasses, CudaRecorder
 from ..core.denoiser import denoiser_of
 from ..core.stepper import Stepper
 from ..families import Family, build_family
@@ -23,10 +24,9 @@ from ..parallel.recovery import RankGroup
 from ..parallel.stepper import ParallelStepper
 from ..parallel.virtual import VirtualRanks
 from ..patched.cached_block import block_facts
-from ..patched.captured import CudaRecorder
 from ..patched.patched_model import PatchedModel
 from ..patched.stepper import PatchedStepper
-from ..plain.formats import PlainModels, compile_whole
+from ..plain.formats import PlainModels
 from ..plain.stepper import PlainStepper
 from ..samplers.batched import BatchedSampler, choose_sampler
 from ..samplers.single import PerRequestSampler
@@ -88,13 +88,17 @@ def with_engine(model: ServedModel, options: EngineOptions) -> ServedModel:
     )
 
 
-def as_plain(model: ServedModel) -> ServedModel:
-    """The same loaded model on plain diffusers, the baseline, which encodes every text: itself where it does that."""
+def as_plain(model: ServedModel, *, is_eager: bool = False) -> ServedModel:
+    """The same loaded model on plain diffusers, the baseline, which encodes every text: itself where it does that.
+
+    It is compiled and recorded as the model is, unless it is to be eager.
+    """
     options = model.options
-    if options.engine == "plain" and not options.prompt_cache_mb and options.stages == "threads":
-        return model
-    # Compiling is done to the shared model itself.
-    return with_engine(model, EngineOptions("plain", compile=model.options.compile))
+    is_compiled, is_recorded = options.compile and not is_eager, options.cuda_graphs and not is_eager
+    wanted = EngineOptions("plain", compile=is_compiled, cuda_graphs=is_recorded)
+    has_others = options.prompt_cache_mb or options.stages != "threads"
+    has_efforts = (options.compile, options.cuda_graphs) == (is_compiled, is_recorded)
+    return model if options.engine == "plain" and has_efforts and not has_others else with_engine(model, wanted)
 
 
 def without_cache(model: ServedModel) -> ServedModel:
@@ -120,13 +124,13 @@ def build_stepper(
     """
     denoiser, layers = denoiser_of(pipe), None if adapters is None else adapters.layers
     device = denoiser.device
-    if options.cuda_graphs and device.type != "cuda":
-        raise UsageError(f"--cuda-graphs needs a CUDA device, but the model is on {device}")
-    if options.compile:
-        # The patch engine, too, hands batches of one resolution to it.
-        compile_whole(denoiser)
+    if options.cuda_graphs:
+        check_graphs(device)
+    recorder = CudaRecorder(device) if options.cuda_graphs else None
     if options.engine == "plain":
-        return build_plain(pipe, family, PlainModels(denoiser, is_compiled=options.compile, adapters=layers))
+        captured = None if recorder is None else CapturedPasses(recorder)
+        plain = PlainModels(denoiser, is_compiled=options.compile, adapters=layers, captured=captured)
+        return build_plain(pipe, family, plain)
     if options.engine == "parallel":
         plain = build_plain(pipe, family, PlainModels(denoiser))
         return parallel_stepper(pipe, plain, options.parallel, fingerprint)
@@ -150,8 +154,8 @@ def build_stepper(
         patched.use_cache(replace(cache, patch_size=served.patch_size), rule)
     if options.compile:
         patched.compile()
-    if options.cuda_graphs:
-        patched.use_graphs(CudaRecorder(device))
+    if recorder is not None:
+        patched.use_graphs(recorder)
     sampler = choose_sampler(pipe.scheduler, pass_step_kwargs=family.pass_step_kwargs)[0]
     plain = PlainModels(denoiser, patched.channels_last_weights, is_compiled=options.compile, adapters=layers)
     return PatchedStepper(patched, plain, family.conditions, sampler)
@@ -176,6 +180,12 @@ def build_plain(pipe: Any, family: Family, models: PlainModels) -> PlainStepper:
     sampler = choose_sampler(pipe.scheduler, **options)[0]
     batched = sampler if isinstance(sampler, BatchedSampler) else None
     return PlainStepper(models, family.conditions, batched, PerRequestSampler(pipe.scheduler, **options))
+
+
+def check_graphs(device: torch.device) -> None:
+    """Raise UsageError if passes cannot be recorded on this device."""
+    if device.type != "cuda":
+        raise UsageError(f"--cuda-graphs needs a CUDA device, but the model is on {device}")
 
 
 def check_kernels(kernels: str, device: torch.device) -> None:

@@ -22,9 +22,9 @@ from ..cache.active import ActiveSet
 from ..cache.cells import CellTables
 from ..cache.rules import Booleans
 from ..cache.slots import NormSlots, TokenSlots
+from ..core.captured import CapturedPasses, PassBatch, Recorder
 from ..core.prepared import Seen
 from ..layout.packing import Packing, pack_rows
-from .captured import CapturedPasses, Recorder
 from .leaves import PatchedConv, PatchedGroupNorm
 from .patched_model import PatchedModel
 from .spans import spans_of
@@ -215,6 +215,7 @@ class _Playback:
 
     def __init__(self, recorder: Recorder) -> None:
         self.captured = CapturedPasses(recorder, _PATIENCE)
+        self._batch = PassBatch()
         self._names: tuple[str, ...] | None = None
 
     def run(
@@ -231,6 +232,7 @@ class _Playback:
         if self._names is not None:
             distinct = [{name: each[name] for name in self._names} for each in distinct]
         predicted = self.captured.run(
+            self._batch,
             places,
             kept,
             lambda given, kept: run([given["seen"][place] for place in places], given["inputs"], kept),

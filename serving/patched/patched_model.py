@@ -18,6 +18,8 @@ from ..cache.patch_batch import CachedRequest
 from ..cache.patch_cache import PatchCache
 from ..cache.rules import Booleans, ReuseRule
 from ..core.adapters import AdaptedLayers
+from ..core.captured import PATIENCE, CapturedPasses, PassBatch, Recorder
+from ..core.compiled import compile_blocks, compiler_settings
 from ..core.denoiser import copy_modules, denoise
 from ..families import transformer_of
 from ..families.table import entry_of, token_side
@@ -25,8 +27,6 @@ from ..layout.packing import Order, Packing, check_patch_size, pack_rows
 from ..layout.patch_layout import patch_size_of
 from .attention import PatchedCrossAttention, text_bias_of
 from .cached_block import blocks_of, install
-from .captured import PATIENCE, CapturedPasses, Recorder
-from .compiled import compile_blocks, compiler_settings
 from .context import Choose, PatchContext, Strategy, to_tokens
 from .leaves import PatchedConv
 from .strategy import StrategyTable
@@ -85,6 +85,7 @@ class PatchedModel:
         self.dtype: torch.dtype = self.model.dtype
         self.cache: PatchCache | None = None
         self.captured: CapturedPasses | None = None
+        self._pass_batch = PassBatch()
         self.is_compiled = False
 
     @property
@@ -134,7 +135,7 @@ class PatchedModel:
 
     @property
     def always_packs(self) -> bool:
-        """Whether batches of one resolution need this model, too: the cache and recorded passes work here only."""
+        """Whether batches of one resolution need this model, too: for its cache, or the passes that it has recorded."""
         return self.cache is not None or self.captured is not None
 
     @property
@@ -192,8 +193,7 @@ class PatchedModel:
         self.context.kept["repeats"] = repeats
         if self.cache is not None:
             self.cache.begin(packing, requests)
-        if self.captured is not None:
-            self.captured.begin()
+        self._pass_batch = PassBatch()
 
     def __call__(
         self, patches: Tensor, timesteps: Tensor, *, steps_done: Sequence[int] = (), **conditions: Any
@@ -216,7 +216,12 @@ class PatchedModel:
             return self.forward(patches, timesteps, conditions, context.kept)
         key = context.packing.sizes, context.kept["repeats"]
         return self.captured.run(
-            key, context.kept, lambda inputs, kept: self.forward(**inputs, kept=kept), inputs, held=context.packing
+            self._pass_batch,
+            key,
+            context.kept,
+            lambda inputs, kept: self.forward(**inputs, kept=kept),
+            inputs,
+            held=context.packing,
         )
 
     @property

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.adapters import adapters_of
+from ..core.captured import PassBatch
 from ..core.denoise_batch import DenoiseBatch, Predict
 from ..core.prepared import PreparedRequest
 from ..layout.packing import WholeImages
@@ -27,11 +28,11 @@ def plain_batch(
 ) -> DenoiseBatch:
     """Batch requests of one resolution; `conditions` are those of all their rows, as the model's forward names them."""
 
-    rows = adapters_of(requests, models.device)
+    rows, passes = adapters_of(requests, models.device), PassBatch(is_complete=True)
 
     def predict(latents: Tensor, timesteps: Tensor) -> Tensor:
         with models.adapters.on(rows):
-            return models.predict(latents, timesteps, conditions)
+            return models.predict(passes, latents, timesteps, conditions)
 
     return whole_batch(predict, requests, sampler, models.dtype)
 

@@ -1,10 +1,12 @@
-"""The memory format in which plain diffusers runs a batch of one resolution: whichever is faster.
+"""Plain diffusers in its strongest form: the faster memory format, compiled blocks, recorded passes.
 
 A U-Net has a second form whose convolutions are channels-last in memory. Which form is faster depends on the size of
-the batch, the dtype and the machine, so it is measured, as the strategies of convolutions are.
+the batch, the dtype and the machine, so it is measured, as the strategies of convolutions are. `--compile` and
+`--cuda-graphs` do to the model what they do to the patch engine's, by the same code.
 """
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -14,6 +16,8 @@ from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
 from ..core.adapters import AdaptedLayers
+from ..core.captured import CapturedPasses, PassBatch
+from ..core.compiled import compile_blocks, compiler_settings
 from ..core.denoiser import Conditions, copy_modules, denoise
 from ..core.kept import load_or_measure
 from ..core.prepared import PreparedRequest
@@ -44,11 +48,13 @@ class PlainModels:
     Args:
         model: the unmodified model.
         weights: of convolutions in channels-last format, by the module's name, as far as they exist already.
-        is_compiled: whether the model runs through torch.compile; the other form does then, too.
+        is_compiled: whether the transformer blocks of both forms, which then are copies, are compiled.
         always: the format that is used whatever is faster.
         adapters: the layers that requests may change; None for none.
+        captured: records passes and plays them back; None: all run eagerly.
 
     Attributes:
+        captured: see above.
         channels_last: the channels-last form, once it was needed.
         points: what was measured; where nothing was, the model's own format is used.
     """
@@ -61,9 +67,12 @@ class PlainModels:
         is_compiled: bool = False,
         always: Format | None = None,
         adapters: AdaptedLayers | None = None,
+        captured: CapturedPasses | None = None,
     ) -> None:
         self.adapters = adapters or AdaptedLayers()
-        self._model, self._weights, self._is_compiled, self._always = model, weights, is_compiled, always
+        self._model = _compiled_copy(model) if is_compiled else model
+        self._weights, self._is_compiled, self._always = weights, is_compiled, always
+        self.captured = captured
         self.channels_last: nn.Module | None = None
         self.points: list[Point] = []
 
@@ -82,23 +91,51 @@ class PlainModels:
         """A transformer has next to no convolutions, so that a second form would be the same."""
         return ("default", "channels-last") if isinstance(self._model, UNet2DConditionModel) else ("default",)
 
-    def predict(self, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
-        """Predict for latents [rows, channels, height, width] in the faster format, see `denoise`."""
-        points = [point for point in self.points if point.size == latents.shape[2:]]
-        if self._always == "channels-last":
-            return self._in_channels_last(latents, timesteps, conditions)
-        if points and self._always is None:
-            nearest = min(points, key=lambda point: abs(point.rows - len(latents)))
-            if nearest.channels_last_us < nearest.default_us:
-                return self._in_channels_last(latents, timesteps, conditions)
-        return denoise(self._model, latents, timesteps, conditions)
+    def predict(self, batch: PassBatch, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
+        """Predict for latents [rows, channels, height, width] in the faster format, see `denoise`.
 
-    def _in_channels_last(self, latents: Tensor, timesteps: Tensor, conditions: dict[str, Any]) -> Tensor:
+        `batch` has the same rows and conditions in all of its passes.
+        """
+        return self._predict_in(self._format_for(latents), self.captured, batch, latents, timesteps, conditions)
+
+    def _format_for(self, latents: Tensor) -> Format:
+        points = [point for point in self.points if point.size == latents.shape[2:]]
+        if self._always is not None:
+            return self._always
+        if not points:
+            return "default"
+        nearest = min(points, key=lambda point: abs(point.rows - len(latents)))
+        return "channels-last" if nearest.channels_last_us < nearest.default_us else "default"
+
+    def _predict_in(
+        self,
+        form: Format,
+        captured: CapturedPasses | None,
+        batch: PassBatch,
+        latents: Tensor,
+        timesteps: Tensor,
+        conditions: dict[str, Any],
+    ) -> Tensor:
+        model = self._model
+        if form == "channels-last":
+            model = self._in_channels_last()
+            latents = latents.contiguous(memory_format=torch.channels_last)
+
+        def forward(inputs: dict[str, Any], kept: dict[str, Any]) -> Tensor:
+            with compiler_settings() if self._is_compiled else nullcontext():
+                return denoise(model, inputs["latents"], inputs["timesteps"], kept)
+
+        inputs = {"latents": latents, "timesteps": timesteps}
+        if captured is None:
+            return forward(inputs, conditions)
+        return captured.run(batch, (form, _constants(conditions)), conditions, forward, inputs)
+
+    def _in_channels_last(self) -> nn.Module:
         if self.channels_last is None:
             self.channels_last = channels_last_copy(self._model, self._weights)
             if self._is_compiled:
-                compile_whole(self.channels_last)
-        return denoise(self.channels_last, latents.contiguous(memory_format=torch.channels_last), timesteps, conditions)
+                compile_blocks(self.channels_last)
+        return self.channels_last
 
     def tune(self, target: Tuning, conditions: Conditions) -> None:
         """Measure the formats on batches of one resolution, or read it from the folder, see `load_or_measure`."""
@@ -110,6 +147,8 @@ class PlainModels:
             return [self._measure(example, count, conditions) for example in examples for count in _MEASURED_REQUESTS]
 
         circumstances = target.circumstances(self._model) | {"compile": self._is_compiled}
+        if self.captured is not None:
+            circumstances |= {"cuda_graphs": True}
         found = load_or_measure(target.folder, "plain", circumstances, Point, measure)
         # What is known of other sizes stays: SLOs may be measured for some of those that are served.
         sizes = {point.size for point in found}
@@ -122,16 +161,30 @@ class PlainModels:
         dtype = example.conditioning["text"].dtype
         latents = example.latents.to(dtype).repeat(num_rows, 1, 1, 1)
         timesteps = example.state.timesteps[:1].expand(num_rows)
-        forms = {"default_us": partial(denoise, self._model), "channels_last_us": self._in_channels_last}
-        times = medians_us(
-            {name: partial(run, latents, timesteps, given) for name, run in forms.items()}, latents.device
-        )
-        return Point((latents.shape[2], latents.shape[3]), num_rows, **times)
+        # Recorded in the second pass, which is not timed yet.
+        captured = None if self.captured is None else CapturedPasses(self.captured.recorder, patience=1)
+        forms: dict[str, Format] = {"default_us": "default", "channels_last_us": "channels-last"}
+        runs = {
+            name: partial(self._predict_in, form, captured, PassBatch(is_complete=True), latents, timesteps, given)
+            for name, form in forms.items()
+        }
+        return Point((latents.shape[2], latents.shape[3]), num_rows, **medians_us(runs, latents.device))
 
 
-def compile_whole(model: nn.Module) -> None:
-    """Let an unmodified model compile when it first runs, once for all resolutions and batch sizes."""
-    model.compile(dynamic=True)
+def _compiled_copy(model: nn.Module) -> nn.Module:
+    """A copy whose blocks are compiled: the model itself is shared with whoever wants it eager."""
+    copied = copy_modules(model)
+    compile_blocks(copied)
+    return copied
+
+
+def _constants(value: Any) -> Hashable:
+    """Conditions, with shapes in place of tensors: what a recorded pass cannot read anew."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if isinstance(value, Mapping):
+        return tuple((name, _constants(part)) for name, part in value.items())
+    return tuple(map(_constants, value)) if isinstance(value, list | tuple) else value
 
 
 def channels_last_copy(model: nn.Module, weights: Mapping[str, Tensor] = _NO_WEIGHTS) -> nn.Module:

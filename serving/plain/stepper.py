@@ -43,6 +43,11 @@ class PlainStepper:
         self._batches: list[DenoiseBatch] = []
         self._stepped: list[DenoiseBatch] = []
 
+    @property
+    def recording_failure(self) -> str | None:
+        """Why passes are not recorded and played back, though that is asked for, see `CapturedPasses`."""
+        return None if self.models.captured is None else self.models.captured.failure
+
     def tune(self, target: Tuning) -> None:
         """Measure the memory formats, or read what was measured before."""
         self.models.tune(target, self.conditions)

@@ -38,6 +38,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         (["--resolutions", "32,36"], "multiple of 8"),
         (["--repeats", "0"], "--repeats"),
         (["--model", "emoji-xxl"], "emoji-xl, emoji-3"),
+        (["--cuda-graphs", "--device", "cpu"], "--cuda-graphs needs a CUDA device, but the model is on cpu"),
+        (["--compile", "--breakdown"], "--breakdown times single modules"),
     ],
 )
 def test_bad_usage_is_one_line(
@@ -92,7 +94,7 @@ def test_ctrl_c_keeps_what_is_measured(environment: dict[str, str], tmp_path: Pa
     assert stderr.endswith("Error: interrupted\n")
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["was_interrupted"]
-    for word in ("SML", "S 32x32, M 48x48, L 64x64", "geometric mean", "vs same resolution", "float32"):
+    for word in ("SML", "S 32x32, M 48x48, L 64x64", "geometric mean", "as the best baseline", "float32"):
         assert word in stdout
     assert 1 <= len(result["rows"]) < 200
     assert all(set(row) == ROW for row in result["rows"])

@@ -103,15 +103,15 @@ def test_the_second_engine_has_its_name_in_front(tmp_path: Path) -> None:
 
 STEPS: dict[str, Any] = {
     "seed": 0,
-    "mean_ratio_same_resolution_mixed": 1.5,
+    "mean_ratio_mixed": 1.5,
     "rows": [
         {
             "label": "4S 4M 4L",
             "patched_ms": 100.0,
-            "ratio_same_resolution": 1.4,
+            "ratio": 1.4,
             "patched_is_plain": False,
             "repeats": 15,
-            "intervals": {"ratio_same_resolution": [1.3, 1.5], "ratio_one_by_one": None},
+            "intervals": {"ratio": [1.3, 1.5]},
         }
     ],
 }
@@ -142,10 +142,10 @@ def test_rows_of_steps_and_cache(tmp_path: Path) -> None:
         head = {name: value for name, value in content.items() if name != "rows"}
         write_json(tmp_path / name, write_figures(dict(content), row_figures(head, content["rows"])))
     figures = figures_in(tmp_path)
-    found = figures["4S 4M 4L.ratio_same_resolution"]
+    found = figures["4S 4M 4L.ratio"]
     assert (found.value, found.low, found.high, found.n) == (1.4, 1.3, 1.5, 15)
     assert figures["4S 4M 4L.patched_ms"].low is None
-    assert figures["mean_ratio_same_resolution_mixed"].low is None
+    assert figures["mean_ratio_mixed"].low is None
     assert figures["seed"].is_exact
     found = figures["SML.interval 3.speedup"]
     assert (found.value, found.low, found.high, found.n) == (1.6, 1.5, 1.7, 18)
@@ -154,7 +154,7 @@ def test_rows_of_steps_and_cache(tmp_path: Path) -> None:
     assert figures["SML.off.image_ms"].low is None
     assert "4S 4M 4L.patched_is_plain" not in figures
     assert bounds_of(tmp_path, "SML.interval 3.speedup", min=1.4) == "pass"
-    assert bounds_of(tmp_path, "4S 4M 4L.ratio_same_resolution", min=1.6) == "fail"
+    assert bounds_of(tmp_path, "4S 4M 4L.ratio", min=1.6) == "fail"
 
 
 @pytest.mark.parametrize(

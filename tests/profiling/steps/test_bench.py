@@ -10,21 +10,36 @@ import pytest
 import torch
 from diffusers import DDIMScheduler, DPMSolverMultistepScheduler, EulerAncestralDiscreteScheduler
 from PIL import Image
+from torch._dynamo.utils import counters
 
+from patchedserve.data.errors import RunError
 from patchedserve.data.workspace import ModelWorkspace
 from patchedserve.profiling.steps.bench import STEPS, BenchSettings, StepBench, ratios_of, run_bench, summarize
-from patchedserve.profiling.steps.sides import EngineSide, OneByOne, RequestPool, plain_models, plain_side
+from patchedserve.profiling.steps.sides import (
+    BOTH,
+    COMPILED,
+    EAGER,
+    GRAPHS,
+    EngineSide,
+    OneByOne,
+    RequestPool,
+    efforts_of,
+    plain_models,
+    plain_side,
+)
 from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
 
-from ...support.bench_cases import FAST, ROW, latents_of, squares, steps_by_diffusers
+from ...support.bench_cases import FAST, ROW, SIZES, latents_of, squares, steps_by_diffusers
+from ...support.rerun import Rerun
 from ...support.tiny_models import largest_error, tiny_sd, tiny_sd3, tiny_sdxl
 
 HEAD = {
     *("model", "dtype", "device", "device_name", "cpu", "threads", "torch", "guidance_scale", "is_guided"),
-    *("resolutions", "mean_ratio_one_by_one_mixed", "mean_ratio_same_resolution_mixed", "min_ratio_one_by_one"),
-    *("min_ratio_same_resolution", "is_plain_for_one_resolution", "was_interrupted", "run_dir", "rows"),
+    *("resolutions", "efforts", "mean_ratio_mixed", "min_ratio"),
+    *("is_plain_for_one_resolution", "was_interrupted", "run_dir", "rows"),
 }
+SIDES = ("one_by_one", "same_resolution", "patched")
 
 
 def with_scheduler(pipe: Any, scheduler: Any, **config: Any) -> Any:
@@ -52,7 +67,7 @@ def test_all_sides_take_the_same_steps(make: Callable[[], Any]) -> None:
         OneByOne(model, forms["default"], requests),
         *(plain_side(model, each, requests) for each in forms.values()),
     ]
-    assert len(plain) == (2 if make is tiny_sd3 else 3)
+    assert len(plain) == (3 if make is tiny_sd3 else 4)
     patched = EngineSide(model.stepper, requests)
     for side in (*plain, patched):
         side.begin()
@@ -113,20 +128,72 @@ def test_rows_and_summary(sdxl: ServedModel, tmp_path: Path) -> None:
     for row in result["rows"]:
         assert set(row) == ROW
         assert row["patched_p10_ms"] <= row["patched_ms"] <= row["patched_p90_ms"]
-        for side in ("one_by_one", "same_resolution"):
-            assert row[f"ratio_{side}"] == pytest.approx(row[f"{side}_ms"] / row["patched_ms"], rel=0.5)
+        assert row["baseline"] in ("one_by_one", "same_resolution")
+        best = min(row["one_by_one_ms"], row["same_resolution_ms"])
+        assert row[f"{row['baseline']}_ms"] == best
+        assert row["ratio"] == pytest.approx(best / row["patched_ms"], rel=0.5)
         assert row["same_resolution_format"] in ("default", "channels-last")
     assert (single["patched_is_plain"], single["combination"]) == (True, {"32x32": 2, "48x48": 0, "64x64": 0})
     assert [row["patched_is_plain"] for row in mixed] == [False, False]
-    mean = statistics.geometric_mean(row["ratio_one_by_one"] for row in mixed)
-    assert result["mean_ratio_one_by_one_mixed"] == pytest.approx(mean)
-    assert result["min_ratio_same_resolution"] == min(row["ratio_same_resolution"] for row in result["rows"])
+    assert result["mean_ratio_mixed"] == pytest.approx(statistics.geometric_mean(row["ratio"] for row in mixed))
+    assert result["min_ratio"] == min(row["ratio"] for row in result["rows"])
     assert result["is_plain_for_one_resolution"] is True
     # Without mixed rows there is no mean, without single ones no answer.
-    assert summarize([single])["mean_ratio_one_by_one_mixed"] is None
+    assert summarize([single])["mean_ratio_mixed"] is None
     assert summarize(mixed)["is_plain_for_one_resolution"] is None
     # The convolutions' strategies were measured, and are kept.
     assert list((tmp_path / "tables").glob("convolutions-*.json"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("traced_only")
+def test_every_side_runs_with_every_effort(tmp_path: Path) -> None:
+    model, recorders = build_model(tiny_sdxl(), name="tiny"), list[Rerun]()
+
+    def make_recorder(_: torch.device) -> Rerun:
+        recorders.append(Rerun())
+        return recorders[-1]
+
+    efforts = efforts_of(compiled=True, recorded=True)
+    assert efforts == (EAGER, GRAPHS, COMPILED, BOTH)
+    bench = StepBench(model, BenchSettings(repeats=2, warmup=2), efforts=efforts, make_recorder=make_recorder)
+    bench.tune(SIZES[:2], tmp_path)
+    (recorder,), before = recorders, counters["stats"]["unique_graphs"]
+    row = bench.measure(squares(1, 2, 0))
+    found = {(each["side"], each["effort"], each["format"]) for each in row["times"]}
+    forms = ("default", "channels-last")
+    assert found == {
+        *(("one_by_one", effort.name, None) for effort in efforts),
+        *(("same_resolution", effort.name, form) for effort in efforts for form in forms),
+        *(("patched", effort.name, None) for effort in efforts),
+    }
+    assert recorder.played > 0
+    assert counters["stats"]["unique_graphs"] > 0
+    assert counters["stats"]["unique_graphs"] == before, "tuning had not made all graphs"
+    fastest_ms = {side: min(each["ms"] for each in row["times"] if each["side"] == side) for side in SIDES}
+    assert fastest_ms == {side: row[f"{side}_ms"] for side in SIDES}
+    assert row["baseline"] == min(SIDES[:2], key=fastest_ms.__getitem__)
+    # The sides compute the same, whatever is done to be fast.
+    ends = {}
+    for contender, lane in bench.lanes(squares(1, 2, 0)).items():
+        lane.side.begin()
+        for _ in range(3):
+            lane.side.step()
+        assert isinstance(lane.side, EngineSide | OneByOne)
+        ends[contender] = latents_of(lane.side)
+    expected = [steps_by_diffusers(model, each, 3) for each in RequestPool(model).take(squares(1, 2, 0))]
+    for contender, latents in ends.items():
+        assert largest_error(latents, expected) < 1e-4, contender
+
+
+def test_a_side_that_cannot_be_recorded_is_no_baseline(sdxl: ServedModel, tmp_path: Path) -> None:
+    class Refuses(Rerun):
+        def __call__(self, work: Callable[[], torch.Tensor]) -> Any:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    bench = StepBench(sdxl, FAST, efforts=(EAGER, GRAPHS), make_recorder=lambda _: Refuses())
+    with pytest.raises(RunError, match="--cuda-graphs: recording a pass: RuntimeError: operation not permitted"):
+        bench.measure(squares(1, 1, 0))
 
 
 def test_ratios_do_not_see_the_moods_of_the_machine() -> None:

@@ -18,10 +18,10 @@ from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.profiling.runs.serve import what_was_learnt
+from patchedserve.serving.core.captured import CapturedPasses, CudaRecorder, PassBatch, Recorder
 from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
-from patchedserve.serving.patched.captured import CapturedPasses, CudaRecorder, Recorder
 from patchedserve.serving.patched.stepper import PatchedStepper
 
 from ...support.patched_cases import IMAGE, PATCH_STITCH, TOLERANCE, model_of
@@ -82,6 +82,7 @@ def graphs_after(name: str, way: Way, batches: Sequence[Sequence[tuple[int, int]
         given = [node.meta for node in graph.graph.find_nodes(op="placeholder")]
         numbers = [each for each in given if isinstance(each["example_value"], torch.SymInt)]
         symbols.update(each["grapharg"].source.name for each in numbers)
+        assert not graph.graph.find_nodes(op="call_method", target="item"), "a float of the model is no constant"
         return graph.forward
 
     patched = way.build(model)
@@ -122,9 +123,7 @@ def _denoised(model: ServedModel, requests: list[Request]) -> list[Tensor]:
 
 def _alone(pipe: Any, requests: list[Request]) -> list[Tensor]:
     plain = build_model(pipe, name="tiny", options=EngineOptions("plain"))
-    # The modules are shared with a model that was compiled; here nothing is.
-    with torch.compiler.set_stance("force_eager"):
-        return [latents for request in requests for latents in _denoised(plain, [request])]
+    return [latents for request in requests for latents in _denoised(plain, [request])]
 
 
 # Recorded passes
@@ -165,9 +164,9 @@ def test_other_text_lengths_and_repeats_are_recorded_apart() -> None:
 
 
 def passes_of(passes: CapturedPasses, key: str, count: int) -> float:
-    passes.begin()
+    batch = PassBatch()
     for value in range(count):
-        found = passes.run(key, {}, lambda inputs, _: inputs["x"] + 1, {"x": torch.tensor(float(value))})
+        found = passes.run(batch, key, {}, lambda inputs, _: inputs["x"] + 1, {"x": torch.tensor(float(value))})
     return float(found)
 
 
@@ -252,7 +251,6 @@ def test_served_images_are_those_of_eager_passes(make: Callable[[], Any]) -> Non
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"engine": "plain", "cuda_graphs": True}, "only for --engine patched"),
         ({"compile": True, "cache": "patch"}, "--compile makes graphs of whole blocks"),
         ({"cuda_graphs": True, "cache": "patch"}, "--cuda-graphs records whole passes"),
     ],

@@ -14,6 +14,7 @@ from diffusers import (
 
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
+from patchedserve.serving.core.captured import PassBatch
 from patchedserve.serving.models.build import build_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
@@ -118,10 +119,10 @@ def test_a_failing_batch_is_repeated_in_halves(monkeypatch: pytest.MonkeyPatch) 
     assert isinstance(model.stepper, PlainStepper)
     predict = model.stepper.models.predict
 
-    def failing(latents: torch.Tensor, timesteps: torch.Tensor, conditions: dict[str, Any]) -> torch.Tensor:
-        if any(torch.equal(row, bad) for row in conditions["encoder_hidden_states"]):
+    def failing(batch: PassBatch, latents: torch.Tensor, timesteps: torch.Tensor, given: Any) -> torch.Tensor:
+        if any(torch.equal(row, bad) for row in given["encoder_hidden_states"]):
             raise MemoryError("too much")
-        return predict(latents, timesteps, conditions)
+        return predict(batch, latents, timesteps, given)
 
     bad = model.prepare(REQUESTS[2]).conditioning["text"][1]
     monkeypatch.setattr(model.stepper.models, "predict", failing)

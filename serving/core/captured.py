@@ -1,8 +1,9 @@
 """`--cuda-graphs`: whole forward passes recorded once and played back, so that the host launches one thing per step.
 
 A pass is recorded for each composition of rows: attention runs once per resolution, so a number of patches alone would
-not say which kernels run. The first pass of a batch runs eagerly; it works out what the batch keeps (text keys and
-values), which is then copied to where the recorded pass reads it.
+not say which kernels run. The first pass of a patched batch runs eagerly; it works out what the batch keeps (text keys
+and values), which is then copied to where the recorded pass reads it. The plain model keeps its conditions, and has
+nothing to work out.
 
 Recording stops the device, and there are hundreds of compositions. So a pass is recorded for batches that stay for a
 while, and for those that come back; and what recorded passes hold is bounded.
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.prepared import describe
+from .prepared import describe
 
 Forward = Callable[[dict[str, Any], dict[Any, Any]], Tensor]
 Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
@@ -59,11 +60,22 @@ class _Recorded:
     kept: dict[Any, Any]
     result: Tensor
     held: object
-    filled_by: int
+    filled_by: "PassBatch"
 
     @property
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for part in (self.inputs, self.kept, self.result) for tensor in _tensors(part))
+
+
+@dataclass(slots=True, eq=False)
+class PassBatch:
+    """Rows that stay together for some passes, and keep the same things meanwhile.
+
+    Attributes:
+        is_complete: whether all that is kept is there. If not, the first pass works it out, and runs eagerly.
+    """
+
+    is_complete: bool = False
 
 
 class CapturedPasses:
@@ -83,14 +95,7 @@ class CapturedPasses:
         self._recorded: OrderedDict[Hashable, _Recorded] = OrderedDict()
         self._num_bytes = 0
         self._num_eager: OrderedDict[Hashable, int] = OrderedDict()
-        self._batch = 0
-        self._is_first = True
         self.failure: str | None = None
-
-    def begin(self) -> None:
-        """A new batch: what it keeps has to be worked out."""
-        self._batch += 1
-        self._is_first = True
 
     def clear(self) -> None:
         """Forget all recorded passes, as what they do has changed."""
@@ -98,13 +103,20 @@ class CapturedPasses:
         self._num_bytes = 0
 
     def run(
-        self, key: Hashable, kept: dict[Any, Any], forward: Forward, inputs: dict[str, Any], held: object = None
+        self,
+        batch: PassBatch,
+        key: Hashable,
+        kept: dict[Any, Any],
+        forward: Forward,
+        inputs: dict[str, Any],
+        held: object = None,
     ) -> Tensor:
         """Do one pass.
 
         Args:
+            batch: whose pass it is.
             key: what decides which kernels run, besides the shapes of the inputs.
-            kept: what the batch keeps from pass to pass; the first pass fills it.
+            kept: what the batch keeps from pass to pass; the first pass fills it, unless the batch is complete.
             forward: the pass, of inputs and `kept`. It must not wait for the device.
             inputs: tensors by name, or dicts of such.
             held: what a recorded pass reads and must keep alive itself (index tensors of the layout).
@@ -115,31 +127,34 @@ class CapturedPasses:
         place = key, tuple((tensor.shape, tensor.dtype) for tensor in _tensors(inputs))
         recorded = self._recorded.get(place)
         is_due = recorded is not None or self._is_due(place)
-        if self._is_first or not is_due:
-            self._is_first = False
-            return forward(inputs, kept)
+        if not batch.is_complete or not is_due:
+            found = forward(inputs, kept)
+            batch.is_complete = True
+            return found
         if recorded is None:
-            recorded = self._record(forward, inputs, kept, held)
+            recorded = self._record(batch, forward, inputs, kept, held)
             if recorded is None:
                 return forward(inputs, kept)
             self._keep(place, recorded)
         else:
             self._recorded.move_to_end(place)
             _copy(inputs, recorded.inputs)
-            if recorded.filled_by != self._batch:
+            if recorded.filled_by is not batch:
                 _copy(kept, recorded.kept)
-                recorded.filled_by = self._batch
+                recorded.filled_by = batch
         recorded.play()
         return recorded.result.clone()
 
-    def _record(self, forward: Forward, inputs: dict[str, Any], kept: dict[Any, Any], held: object) -> _Recorded | None:
+    def _record(
+        self, batch: PassBatch, forward: Forward, inputs: dict[str, Any], kept: dict[Any, Any], held: object
+    ) -> _Recorded | None:
         own_inputs, own_kept = _cloned(inputs), _cloned(kept)
         try:
             play, result = self.recorder(lambda: forward(own_inputs, own_kept))
         except Exception as error:  # noqa: BLE001  whatever it was, the pass itself may well run
             self.failure = describe("recording a pass", error)
             return None
-        return _Recorded(play, own_inputs, own_kept, result, held, self._batch)
+        return _Recorded(play, own_inputs, own_kept, result, held, batch)
 
     def _is_due(self, place: Hashable) -> bool:
         """Count one more pass of a composition; whether it has run often enough to be recorded."""

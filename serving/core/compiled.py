@@ -1,9 +1,12 @@
-"""`--compile`: runs the transformer blocks of a patched model through torch.compile.
+"""`--compile`: runs the transformer blocks of a model, patched or plain, through torch.compile.
 
 A compiled graph serves every batch with as many resolutions as it was made for: sizes and numbers of requests are
 symbols in it. What the model fixes must be none, or tracing takes twice as long (`core.attention.constant`). Blocks of
 one kind share it. The whole model is not compiled: its convolutions choose by the layout how they run, and torch's own
 GroupNorm and convolution kernels have little left to fuse.
+
+Calling a compiled block costs the processor about a millisecond on an EPYC core: 0.3 ms for the guards, 0.5 for
+inductor's wrapper, 0.2 around both. So on a CPU it pays where blocks do much: in transformers, not in small U-Nets.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,8 +17,8 @@ import torch._dynamo
 import torch.fx.experimental._config
 from torch import nn
 
-from ..core.attention import FusedLinear
 from ..families import transformer_of
+from .attention import FusedLinear
 
 _MOST_GRAPHS = 64
 """Of a class of blocks: kinds of blocks times numbers of resolutions. More run uncompiled; torch says so."""
@@ -28,10 +31,14 @@ def compiler_settings() -> Iterator[None]:
     The layout is reached through the leaves, and integers there would be constants: a graph for every batch. Sizes that
     are equal in the first batch would have to be equal in all that share its graph. And what the compiler remembers of
     operators that it has traced costs more than it saves where sizes are symbols: without it two kinds of graphs of
-    SD3's blocks take 19 CPU seconds, not 29.
+    SD3's blocks take 19 CPU seconds, not 29. Floats (a norm's epsilon) are constants, or each call would wrap them in
+    tensors and read these back.
     """
     graphs = torch._dynamo.config.patch(
-        allow_unspec_int_on_nn_module=True, recompile_limit=_MOST_GRAPHS, fake_tensor_cache_enabled=False
+        allow_unspec_int_on_nn_module=True,
+        specialize_float=True,
+        recompile_limit=_MOST_GRAPHS,
+        fake_tensor_cache_enabled=False,
     )
     sizes: Any = torch.fx.experimental._config
     with graphs, sizes.patch(use_duck_shape=False):
@@ -39,7 +46,7 @@ def compiler_settings() -> Iterator[None]:
 
 
 def compile_blocks(model: nn.Module, *, backend: str | Callable[..., Any] = "inductor") -> int:
-    """Let the blocks of a patched model compile when they first run, within `compiler_settings`; returns how many."""
+    """Let the blocks of a model compile when they first run, within `compiler_settings`; returns how many."""
     transformer = transformer_of(model)
     kinds = {"BasicTransformerBlock"} if transformer is None else {each.kind for each in transformer.lists}
     blocks = [module for module in model.modules() if type(module).__name__ in kinds]
