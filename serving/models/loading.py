@@ -54,8 +54,8 @@ def load_model(
             the path of a checkpoint, as `FILE.safetensors` or `FILE.safetensors@CONFIG`, where CONFIG names the
             diffusers directory whose configuration it has.
         device: `auto` (CUDA if there is a device), `cpu`, `cuda` or `cuda:N`.
-        dtype: `auto` (float16 on CUDA; on a CPU bfloat16 if it has AMX or AVX512 instructions for it, else float32),
-            `float32`, `bfloat16` or `float16`.
+        dtype: `auto` (on CUDA float16 for U-Nets and bfloat16 for transformers; on a CPU bfloat16 if it has AMX or
+            AVX512 instructions for it, else float32), `float32`, `bfloat16` or `float16`.
         options: which engine denoises, and how.
         workspace: holds the cache's predictor, for options that need one and name no file; it wins over the one beside
             the model.
@@ -88,7 +88,7 @@ def load_model(
         from .stage_process import StageProcesses, StageSettings
 
     torch_device = resolve_device(device)
-    torch_dtype = resolve_dtype(dtype, torch_device)
+    torch_dtype = resolve_dtype(dtype, torch_device, index["_class_name"])
     variants = variants_for(name_of(torch_dtype))
     model_dir = source.with_weights(index, variants)
     inside = set() if source.file is None else components_inside(source.file, weight_components(index))

@@ -19,13 +19,15 @@ def load_rank(settings: RankSettings) -> RankModels:
     folder = Path(settings.model)
     index = read_index(folder / INDEX_FILE, source=settings.model)
     device = resolve_device(settings.device)
-    check_directory(folder, index, variants_for(name_of(resolve_dtype(settings.dtype, device))))
+    check_directory(folder, index, variants_for(name_of(resolve_dtype(settings.dtype, device, index["_class_name"]))))
     keep_freed_memory()
     quiet_libraries()
     components = weight_components(index)
 
     def load(name: str, dtype: str) -> Any:
-        return load_component(folder / name, *components[name], resolve_dtype(dtype, device)).to(device)
+        return load_component(folder / name, *components[name], resolve_dtype(dtype, device, index["_class_name"])).to(
+            device
+        )
 
     denoiser = load(next(name for name in ("unet", "transformer") if name in components), settings.dtype)
     autoencoder = None if settings.decoder is None else load("vae", settings.decoder)
@@ -40,7 +42,7 @@ def load_stage(settings: StageSettings) -> tuple[Any, Family]:
     folder = Path(settings.model)
     index = read_index(folder / INDEX_FILE, source=settings.model)
     device = resolve_device(settings.device)
-    dtype = resolve_dtype(settings.dtype, device)
+    dtype = resolve_dtype(settings.dtype, device, index["_class_name"])
     keep_freed_memory()
     quiet_libraries()
     components = weight_components(index)

@@ -28,10 +28,16 @@ def resolve_device(name: str) -> "torch.device":
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
-def resolve_dtype(name: str, device: "torch.device") -> "torch.dtype":
+def resolve_dtype(name: str, device: "torch.device", pipeline: str) -> "torch.dtype":
+    """The number format of this name for a pipeline of a supported class. Raises UsageError: there is none.
+
+    `auto` on CUDA is float16 for U-Nets, whose weights are published in it, and bfloat16 for transformers: FLUX and
+    Z-Image were trained in bfloat16 and overflow in float16 (diffusers issue 9096, Tongyi-MAI/Z-Image issue 14).
+    """
     import torch
 
     from ...kernels.launch import has_fast_bfloat16
+    from ..families.table import FAMILIES
 
     if name not in _DTYPES:
         raise UsageError(f"unknown dtype {name!r}: allowed are {', '.join(_DTYPES)}")
@@ -41,7 +47,7 @@ def resolve_dtype(name: str, device: "torch.device") -> "torch.dtype":
             # 142 ms against 361, one image of 128 px 16.6 against 15.8. EPYC with AVX512-BF16: a step of 4S 4M 4L
             # 161 ms against 202 (emoji-xl) and 140 against 211 (emoji-3), twelve requests served in 6.4 s against 8.4.
             return torch.bfloat16 if has_fast_bfloat16(device) else torch.float32
-        return torch.float16
+        return torch.float16 if FAMILIES[pipeline].model == "UNet2DConditionModel" else torch.bfloat16
     return getattr(torch, name)
 
 

@@ -8,9 +8,11 @@ from torch import Tensor
 
 from patchedserve.data.requests import Request
 from patchedserve.profiling.steps.sides import patched_stepper
+from patchedserve.serving.core.captured import CapturedPasses
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import EngineOptions
+from patchedserve.serving.plain.stepper import PlainStepper
 
 from ..support.family_kit import BUILDS, denoised
 from ..support.family_kit import mixed as tiny_requests
@@ -22,10 +24,16 @@ PLAYED = 1e-5
 """A recorded pass launches the kernels of the eager one; only those that add up in no fixed order may differ."""
 
 
+def _passes_of(model: ServedModel) -> CapturedPasses:
+    stepper = model.stepper
+    passes = stepper.models.captured if isinstance(stepper, PlainStepper) else patched_stepper(model).model.captured
+    assert passes is not None
+    return passes
+
+
 def _recorded(model: ServedModel, *batches: Sequence[Request]) -> list[list[Tensor]]:
     """What batches give, one after the other, where each pass but the first is recorded or played back."""
-    passes = patched_stepper(model).model.captured
-    assert passes is not None
+    passes = _passes_of(model)
     passes._patience = 1
     found = [denoised(model, batch) for batch in batches]
     assert passes.failure is None
@@ -50,6 +58,15 @@ def test_passes_of_all_families_can_be_recorded(name: str, cuda: str) -> None:
     pipe, requests = BUILDS[name]().to(cuda), tiny_requests([6, 2, 3, 4])
     expected = denoised(tiny(pipe), requests)
     for found in _recorded(tiny(pipe, EngineOptions(cuda_graphs=True)), requests, requests):
+        assert relative_error(found, expected) <= PLAYED
+
+
+@pytest.mark.parametrize("name", [name for name in BUILDS if name not in ("chroma", "lumina2")])
+def test_plain_passes_can_be_recorded(name: str, cuda: str) -> None:
+    """All but those of Chroma, which copies a tensor to the device, and Lumina 2, which reads one on the host."""
+    pipe, requests = BUILDS[name]().to(cuda), tiny_requests([6, 2, 3, 4])
+    expected = denoised(tiny(pipe, EngineOptions("plain")), requests)
+    for found in _recorded(tiny(pipe, EngineOptions("plain", cuda_graphs=True)), requests, requests):
         assert relative_error(found, expected) <= PLAYED
 
 

@@ -1,0 +1,27 @@
+"""serving/models/placement.py: the number format that a model is loaded in."""
+
+import pytest
+import torch
+
+from patchedserve.data.errors import UsageError
+from patchedserve.serving.families.table import FAMILIES
+from patchedserve.serving.models.placement import resolve_dtype
+
+UNETS = {"StableDiffusionPipeline", "StableDiffusionXLPipeline"}
+
+
+@pytest.mark.parametrize("pipeline", FAMILIES)
+def test_transformers_on_a_gpu_are_in_bfloat16(pipeline: str) -> None:
+    found = resolve_dtype("auto", torch.device("cuda", 0), pipeline)
+    assert found == (torch.float16 if pipeline in UNETS else torch.bfloat16)
+
+
+@pytest.mark.parametrize("pipeline", FAMILIES)
+def test_what_was_asked_for_is_taken(pipeline: str) -> None:
+    for device in (torch.device("cpu"), torch.device("cuda", 0)):
+        assert resolve_dtype("float16", device, pipeline) == torch.float16
+
+
+def test_an_unknown_format_is_refused() -> None:
+    with pytest.raises(UsageError, match="unknown dtype 'half': allowed are auto, float32, bfloat16, float16"):
+        resolve_dtype("half", torch.device("cpu"), "FluxPipeline")
