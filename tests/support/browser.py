@@ -1,4 +1,4 @@
-"""A real browser, for pages of the server. Without one its tests are skipped; `PSCTL_TESTS_NEED_BROWSER=1` fails them."""
+"""A real browser, for pages of the server. Without one, tests are skipped; `PSCTL_TESTS_NEED_BROWSER=1` fails them."""
 
 import os
 import shutil
