@@ -31,8 +31,8 @@ def compiler_settings() -> Iterator[None]:
     The layout is reached through the leaves, and integers there would be constants: a graph for every batch. Sizes that
     are equal in the first batch would have to be equal in all that share its graph. And what the compiler remembers of
     operators that it has traced costs more than it saves where sizes are symbols: without it two kinds of graphs of
-    SD3's blocks take 19 CPU seconds, not 29. Floats (a norm's epsilon) are constants, or each call would wrap them in
-    tensors and read these back.
+    SD3's blocks take 19 CPU seconds, not 29. Floats (a norm's epsilon) are constants: as symbols they are tensors that
+    a graph reads back on the host, which cannot be recorded.
     """
     graphs = torch._dynamo.config.patch(
         allow_unspec_int_on_nn_module=True,
