@@ -111,6 +111,8 @@ def step_tables(result: Mapping[str, Any]) -> list[Table]:
     if any(row["same_resolution_format"] == "channels-last" for row in result["rows"]):
         notes.append("cl: faster in channels-last memory format")
     notes.append(f"of peak: share of {result['matrix_peak_gflops']:.0f} GFLOP/s, measured in large products")
+    left_out = {name: reason for row in result["rows"] for name, reason in row["left_out"].items()}
+    notes += [f"left out: {name} ({reason})" for name, reason in left_out.items()]
     if result["is_plain_for_one_resolution"]:
         notes.append("patched hands batches of one resolution to plain diffusers")
     columns = ("requests", *_STEP_SIDES.values(), "p10 to p90", "of peak", "times as fast", "as the best baseline")
@@ -134,7 +136,7 @@ def _effort_table(result: Mapping[str, Any]) -> Table:
         for each in row["times"]:
             place = each["side"], each["effort"]
             best[place] = min(each["ms"], best.get(place, each["ms"]))
-        rows.append((row["label"], *(number(best[place]) for place in places)))
+        rows.append((row["label"], *(number(best[place]) if place in best else DASH for place in places)))
     columns = ("requests", *(f"{_STEP_SIDES[side]}, {effort}" for side, effort in places))
     return Table("Milliseconds a step, by effort", columns, rows)
 

@@ -20,7 +20,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
-from ...data.errors import RunError
 from ...data.files import write_bytes
 from ...data.resolution import Resolution
 from ...data.workspace import ModelWorkspace
@@ -152,6 +151,11 @@ class Contender:
     effort: Effort = EAGER
     format: Format | None = None
 
+    @property
+    def name(self) -> str:
+        """For tables and files."""
+        return ", ".join(filter(None, (self.side.replace("_", " "), self.effort.name, self.format)))
+
 
 class StepBench:
     """Measures combinations on one model, which the patch engine serves eagerly.
@@ -204,10 +208,14 @@ class StepBench:
         return {each: Lane(side, model.device) for each, side in found.items() if each.side in sides}
 
     def measure(self, combination: Combination) -> Row:
-        """Measure one combination; returns its row. Raises RunError: a pass could not be recorded."""
-        lanes = self.lanes(combination)
-        time_lanes(lanes.values(), self.settings)
-        self._check_recorded()
+        """Measure one combination; returns its row.
+
+        A contender whose passes cannot be recorded has run eagerly instead, and is left out.
+        """
+        timed = self.lanes(combination)
+        time_lanes(timed.values(), self.settings)
+        failures = {each: self._recording_failure(each) for each in timed}
+        lanes = {each: lane for each, lane in timed.items() if failures[each] is None}
         best = {side: fastest(lanes, side) for side in get_args(SideName)}
         plain = min((best["one_by_one"], best["same_resolution"]), key=lambda each: lanes[each].median_ms)
         patched = best["patched"]
@@ -231,6 +239,7 @@ class StepBench:
             "patched_is_plain": self._is_plain(combination, patched.effort),
             **{f"{side}_share_of_peak": share for side, share in shares.items()},
             "times": [_times_of(each, lane) for each, lane in lanes.items()],
+            "left_out": {each.name: failure for each, failure in failures.items() if failure is not None},
             "intervals": {"ratio": median_interval(ratios)},
             "repeats": self.settings.repeats,
         }
@@ -244,14 +253,12 @@ class StepBench:
         assert stepper.batch is not None, "requests of a benchmark do not finish in their first step"
         return stepper.batch.is_plain
 
-    def _check_recorded(self) -> None:
-        """A side that ran eagerly must not stand in a column of recorded ones."""
-        for effort in self.efforts:
-            passes = [patched_stepper(self.patched[effort]).model.captured]
-            passes += [models.captured for models in self.plain[effort].values()]
-            for each in passes:
-                if each is not None and each.failure is not None:
-                    raise RunError(f"--cuda-graphs: {each.failure}")
+    def _recording_failure(self, contender: Contender) -> str | None:
+        """Why its passes are not recorded, though that is its effort."""
+        effort, form = contender.effort, contender.format
+        patched, plain = patched_stepper(self.patched[effort]).model, self.plain[effort][form]
+        captured = patched.captured if contender.side == "patched" else plain.captured
+        return None if captured is None else captured.failure
 
 
 def fastest(lanes: Mapping[Contender, Lane], side: SideName) -> Contender:
@@ -308,7 +315,7 @@ def run_bench(
 
     Raises:
         UsageError: if the model or the engine's options do not fit a resolution; nothing has run then.
-        RunError: if a request fails, or a pass cannot be recorded.
+        RunError: if a request fails.
         KeyboardInterrupt: on Ctrl-C before the first row is finished; later the outcome says so.
         OSError: if results cannot be written.
     """

@@ -40,8 +40,9 @@ def bench_steps(
 ) -> None:
     """Time one denoising step of mixed batches: patched against plain diffusers.
 
-    Plain diffusers takes the same requests one by one, and in batches of one resolution. With --compile, --cuda-graphs
-    or both, each side runs without and with them, and the fastest patched side is compared with the fastest plain one.
+    Plain diffusers takes the same requests one by one, and in batches of one resolution. Each side runs eagerly, on a
+    GPU with CUDA graphs as well, and with --compile also with compiled blocks; the fastest patched side is compared
+    with the fastest plain one.
     The sides take turns, guidance and sampler are included. Result and plot go to the workspace. Ctrl-C ends the run
     early and keeps what is measured.
 
@@ -79,8 +80,10 @@ def bench_steps(
     from ...profiling.report.tables import breakdown_tables, step_tables
     from ...profiling.steps.bench import STEPS, BenchSettings, run_bench
     from ...profiling.steps.breakdown import BREAKDOWN
-    from ...profiling.steps.sides import efforts_of
+    from ...profiling.steps.sides import EAGER, efforts_of
 
+    is_recorded = patched.cuda_graphs or served.device.type == "cuda"
+    efforts = (EAGER,) if breakdown else efforts_of(compiled=patched.compile, recorded=is_recorded)
     with out.phases() as start:
         advance = start("combinations", len(chosen))
         outcome = run_bench(
@@ -89,7 +92,7 @@ def bench_steps(
             chosen,
             place,
             BenchSettings(repeats, warmup, seed),
-            efforts=efforts_of(compiled=patched.compile, recorded=patched.cuda_graphs),
+            efforts=efforts,
             on_start=lambda combination: advance.show(combination.label),
             on_row=advance,
         )

@@ -12,7 +12,6 @@ from diffusers import DDIMScheduler, DPMSolverMultistepScheduler, EulerAncestral
 from PIL import Image
 from torch._dynamo.utils import counters
 
-from patchedserve.data.errors import RunError
 from patchedserve.data.workspace import ModelWorkspace
 from patchedserve.profiling.steps.bench import STEPS, BenchSettings, StepBench, ratios_of, run_bench, summarize
 from patchedserve.profiling.steps.sides import (
@@ -107,6 +106,13 @@ def test_requests_start_anew_when_their_schedule_ends(scheduler: Any) -> None:
     assert min(row["one_by_one_ms"], row["same_resolution_ms"], row["patched_ms"]) > 0
 
 
+def ends_ms(row: dict[str, Any], side: str) -> tuple[float, float]:
+    """The shorter and the longer of the two timings of a side's fastest contender, which its percentiles tell."""
+    fastest = min((each for each in row["times"] if each["side"] == side), key=lambda each: each["ms"])
+    low, high = fastest["p10_ms"], fastest["p90_ms"]
+    return low - (high - low) / 8, high + (high - low) / 8
+
+
 @pytest.mark.slow
 def test_rows_and_summary(sdxl: ServedModel, tmp_path: Path) -> None:
     seen: list[str] = []
@@ -131,7 +137,9 @@ def test_rows_and_summary(sdxl: ServedModel, tmp_path: Path) -> None:
         assert row["baseline"] in ("one_by_one", "same_resolution")
         best = min(row["one_by_one_ms"], row["same_resolution_ms"])
         assert row[f"{row['baseline']}_ms"] == best
-        assert row["ratio"] == pytest.approx(best / row["patched_ms"], rel=0.5)
+        baseline, patched = (ends_ms(row, side) for side in (row["baseline"], "patched"))
+        assert baseline[0] / patched[1] <= row["ratio"] * 1.001
+        assert row["ratio"] * 0.999 <= baseline[1] / patched[0]
         assert row["same_resolution_format"] in ("default", "channels-last")
     assert (single["patched_is_plain"], single["combination"]) == (True, {"32x32": 2, "48x48": 0, "64x64": 0})
     assert [row["patched_is_plain"] for row in mixed] == [False, False]
@@ -186,14 +194,23 @@ def test_every_side_runs_with_every_effort(tmp_path: Path) -> None:
         assert largest_error(latents, expected) < 1e-4, contender
 
 
-def test_a_side_that_cannot_be_recorded_is_no_baseline(sdxl: ServedModel, tmp_path: Path) -> None:
+def test_a_side_that_cannot_be_recorded_is_left_out(sdxl: ServedModel) -> None:
     class Refuses(Rerun):
         def __call__(self, work: Callable[[], torch.Tensor]) -> Any:
             raise RuntimeError("operation not permitted when stream is capturing")
 
     bench = StepBench(sdxl, FAST, efforts=(EAGER, GRAPHS), make_recorder=lambda _: Refuses())
-    with pytest.raises(RunError, match="--cuda-graphs: recording a pass: RuntimeError: operation not permitted"):
-        bench.measure(squares(1, 1, 0))
+    row = bench.measure(squares(1, 1, 0))
+    assert {each["effort"] for each in row["times"]} == {"eager"}
+    assert row["left_out"] == dict.fromkeys(
+        (
+            "one by one, graphs",
+            "same resolution, graphs, default",
+            "same resolution, graphs, channels-last",
+            "patched, graphs",
+        ),
+        "recording a pass: RuntimeError: operation not permitted when stream is capturing",
+    )
 
 
 def test_ratios_do_not_see_the_moods_of_the_machine() -> None:
