@@ -1,9 +1,10 @@
 """Steps of edits that read a template's record, beside the same edits computed whole, by turns.
 
     python tests/benchmarks/bench_edit_steps.py [--model emoji-xl] [--side 256] [--batch 8] [--device auto]
-        [--dtype auto] [--shares 0.1,0.3] [--memory-mb 16000] [--output-file edit.json]
+        [--dtype auto] [--shares 0.1,0.3] [--templates 1] [--cuda-graphs] [--memory-mb 16000] [--output-file edit.json]
 
-The masks are boxes that cover more and more of the image. Nothing else may run.
+The masks are boxes that cover more and more of the image. With `--templates 4` the edits are of four pictures, by
+turns; with `--cuda-graphs` both sides play back recorded passes. Nothing else may run.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,15 +26,19 @@ from patchedserve.data.files import write_json
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.profiling.machine import cpu_name
+from patchedserve.profiling.steps.sides import patched_stepper
+from patchedserve.serving.core.captured import CudaRecorder
 from patchedserve.serving.core.prepared import PreparedRequest
 from patchedserve.serving.core.timing import synchronize
 from patchedserve.serving.editing.templates import TemplateStore
+from patchedserve.serving.models.build import check_graphs
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
 from patchedserve.serving.options import TemplateTiers
 from patchedserve.tests.support.kernel_time import kernel_s
 
-_STEPS, _WARM_UP, _REPEATS = 4, 1, 5
+_STEPS, _REPEATS = 4, 5
+_DISK_MB = 100_000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +55,65 @@ class Point:
     whole_kernels_s: float | None
 
 
-def edits_of(model: ServedModel, side: int, batch: int, cells: int) -> list[Request]:
-    """Edits of one picture, whose mask is a square of so many cells on a side."""
+@dataclass(frozen=True, slots=True)
+class EditBench:
+    """What is measured.
+
+    Attributes:
+        side: of the pictures, in pixels.
+        batch: edits at once.
+        shares: of a picture that masks cover, about.
+        num_templates: pictures that the edits are of, by turns.
+        repeats: batches of each mask.
+    """
+
+    side: int
+    batch: int
+    shares: Sequence[float]
+    num_templates: int = 1
+    repeats: int = _REPEATS
+
+
+def edits_of(model: ServedModel, bench: EditBench, cells: int) -> list[Request]:
+    """Edits whose mask is a square of so many cells on a side."""
+    side = bench.side
     geometry, size = model.family.geometry, Resolution(side, side)
     mask = np.zeros((side, side), bool)
     mask[: cells * geometry.cell * geometry.latent_factor, : cells * geometry.cell * geometry.latent_factor] = True
-    image = np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8)
-    edit, scale = EditSpec(image, mask, template=TemplateSpec()), model.defaults.guidance_scale
-    return [Request(number, "a red hat", size, _STEPS, scale, seed=number, edit=edit) for number in range(batch)]
+    generators = map(np.random.default_rng, range(bench.num_templates))
+    images = [generator.integers(0, 256, (side, side, 3), np.uint8) for generator in generators]
+    edits, scale = [EditSpec(image, mask, template=TemplateSpec()) for image in images], model.defaults.guidance_scale
+    return [
+        Request(number, "a red hat", size, _STEPS, scale, seed=number, edit=edits[number % len(edits)])
+        for number in range(bench.batch)
+    ]
 
 
-def measured(model: ServedModel, requests: list[Request]) -> Point:
+def edit_points(model: ServedModel, bench: EditBench, folder: Path, memory_mb: float) -> Iterator[Point]:
+    """Yield a point for each mask, from small to large.
+
+    Args:
+        model: on the patch engine, with graphs if they are to be used.
+        bench: what is measured.
+        folder: gets the records, and what tuning measures, where it does not have them.
+        memory_mb: a larger record is read from its files.
+    """
+    model.reuse.masked_up_to = 1.0
+    model.reuse.store = TemplateStore(folder / "templates", TemplateTiers(memory_mb=memory_mb, disk_mb=_DISK_MB))
+    model.tune([Resolution(bench.side, bench.side)], folder)
+    geometry = model.family.geometry
+    most = bench.side // (geometry.cell * geometry.latent_factor)
+    for cells in sorted({max(1, round(most * share**0.5)) for share in bench.shares}):
+        requests = edits_of(model, bench, cells)
+        for request in requests[: bench.num_templates]:
+            model.reuse.use_template(request, folder / "templates", lambda count: None)
+        yield measured(model, requests, bench.repeats)
+
+
+def measured(model: ServedModel, requests: list[Request], repeats: int) -> Point:
     """Steps with and without the record, by turns."""
+    # The first pass of a batch works out what it keeps, and with graphs the second one is recorded.
+    warm_up = 1 if patched_stepper(model).model.captured is None else 2
     masked_s, whole_s = [], []
     kernels_s: list[float | None] = []
 
@@ -71,13 +124,13 @@ def measured(model: ServedModel, requests: list[Request]) -> Point:
         assert not failures, failures
         return time.perf_counter() - start_s
 
-    for _ in range(_REPEATS):
+    for _ in range(repeats):
         masked = [model.prepare(request) for request in requests]
         whole = [replace(model.prepare(request), template=None) for request in requests]
         assert all(each.template is not None for each in masked)
         for number in range(_STEPS - (not kernels_s)):
             pair = step(masked), step(whole)
-            if number >= _WARM_UP:
+            if number >= warm_up:
                 masked_s.append(pair[0])
                 whole_s.append(pair[1])
         if not kernels_s:
@@ -97,23 +150,23 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--shares", default="0.05,0.1,0.2,0.3,0.5,0.7,1.0", help="about so much of the image is masked")
+    parser.add_argument("--templates", type=int, default=1, help="pictures that the edits are of, by turns")
+    parser.add_argument("--cuda-graphs", action="store_true", help="play back recorded passes, on a GPU")
     parser.add_argument("--memory-mb", type=float, default=16_000.0, help="a larger record is read from its files")
     parser.add_argument("--output-file", type=Path)
     given = parser.parse_args()
+    if not 1 <= given.templates <= given.batch:
+        parser.error(f"--templates is {given.templates}, but it must be from 1 to the batch of {given.batch}")
     model = load_model(given.model, given.device, given.dtype)
-    model.reuse.masked_up_to = 1.0
+    if given.cuda_graphs:
+        check_graphs(model.device)
+        patched_stepper(model).model.use_graphs(CudaRecorder(model.device), patience=1)
     points: list[Point] = []
+    bench = EditBench(given.side, given.batch, [float(each) for each in given.shares.split(",")], given.templates)
     with tempfile.TemporaryDirectory() as folder:
-        model.reuse.store = TemplateStore(Path(folder) / "templates", TemplateTiers(memory_mb=given.memory_mb))
-        model.tune([Resolution(given.side, given.side)], Path(folder))
-        geometry = model.family.geometry
-        most = given.side // (geometry.cell * geometry.latent_factor)
-        shares = [float(each) for each in given.shares.split(",")]
-        for cells in sorted({max(1, round(most * share**0.5)) for share in shares}):
-            requests = edits_of(model, given.side, given.batch, cells)
-            model.reuse.use_template(requests[0], Path(folder) / "templates", lambda count: None)
-            points.append(measured(model, requests))
-            print(points[-1], file=sys.stderr, flush=True)
+        for point in edit_points(model, bench, Path(folder), given.memory_mb):
+            points.append(point)
+            print(point, file=sys.stderr, flush=True)
     x, y = (np.array([getattr(point, name) for point in points]) for name in ("active_share", "masked_s"))
     about = {
         "machine": cpu_name() if model.device.type == "cpu" else torch.cuda.get_device_name(model.device),
@@ -122,9 +175,13 @@ def main() -> None:
         "model": given.model,
         "side": given.side,
         "batch": given.batch,
+        "templates": given.templates,
+        "cuda_graphs": given.cuda_graphs,
+        "recording_failure": patched_stepper(model).recording_failure,
         "memory_mb": given.memory_mb,
     }
-    result = {**about, "points": [asdict(point) for point in points], "r2_linear": float(np.corrcoef(x, y)[0, 1] ** 2)}
+    r2 = float(np.corrcoef(x, y)[0, 1] ** 2) if len(points) > 1 else None
+    result = {**about, "points": [asdict(point) for point in points], "r2_linear": r2}
     print(json.dumps(result, indent=1))
     if given.output_file is not None:
         write_json(given.output_file, result)

@@ -9,12 +9,13 @@ One device is enough: ranks of a real group compute the same. Steps are guided (
 
 import argparse
 import sys
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from patchedserve.data.files import write_json
-from patchedserve.data.resolution import parse_list
+from patchedserve.data.resolution import Resolution, parse_list
 from patchedserve.profiling.machine import run_facts
 from patchedserve.profiling.parallel.bench import alone_of, difference
 from patchedserve.profiling.steps.bench import BenchSettings, Lane, time_lanes
@@ -39,8 +40,15 @@ def options_of(count: int) -> ParallelOptions:
     return ParallelOptions(f"virtual:{count}", mode="sync", cfg_split="off")
 
 
-def measure(model: ServedModel, size: Any, counts: list[int], repeats: int) -> list[dict[str, Any]]:
-    """The rows of one resolution."""
+def strip_rows(model: ServedModel, size: Resolution, counts: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+    """The rows of one resolution: the whole image by plain diffusers, then one strip for each number of ranks.
+
+    Args:
+        model: on the plain engine.
+        size: of the image.
+        counts: numbers of ranks.
+        repeats: timings of each.
+    """
     combination, lanes = Combination((size,), (1,)), {}
     requests = RequestPool(model).take(combination)
     for form in PlainModels(model.denoiser).formats:
@@ -86,7 +94,7 @@ def main() -> None:
     result = run_facts(model).to_json() | {"virtual_2_difference": apart, "rows": []}
     print(f"two virtual ranks: {result['virtual_2_difference']:.2e}", file=sys.stderr)
     for size in sizes:
-        result["rows"] += measure(model, size, counts, given.repeats)
+        result["rows"] += strip_rows(model, size, counts, given.repeats)
         if given.output_file is not None:
             write_json(given.output_file, result)
 

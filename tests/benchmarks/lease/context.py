@@ -1,0 +1,133 @@
+"""What a part of a lease works with: sizes, the worker's model, the time that is left. Imports no torch by itself."""
+
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .scale import Scale
+
+if TYPE_CHECKING:
+    import torch
+
+    from patchedserve.data.resolution import Resolution
+    from patchedserve.profiling.steps.combinations import Combination
+    from patchedserve.serving.core.captured import Recorder
+    from patchedserve.serving.models.served import ServedModel
+
+Row = dict[str, Any]
+"""A result. Its `label` is unique within the part; with an `error` it has nothing else."""
+Task = tuple[str, Callable[[], Row]]
+_LEAST_TASK_S = 1.0
+
+
+class Bench:
+    """The model of a worker, drawn when it is first needed."""
+
+    def __init__(self, name: str, scale: Scale) -> None:
+        self.name, self.scale = name, scale
+
+    @cached_property
+    def model(self) -> "ServedModel":
+        """On the patch engine, eager."""
+        from .models import drawn_model
+
+        return drawn_model(self.name, self.scale)
+
+
+@dataclass(slots=True)
+class Context:
+    """One part's run.
+
+    Attributes:
+        bench: the worker's model.
+        folder: of the state: tables that are kept between runs.
+        known: labels of rows that an earlier run has measured.
+        end_s: when the part has to stop, on the monotonic clock.
+        notes: what stands beside the rows, by name.
+        stopped: why rows are missing; "" if none is.
+    """
+
+    bench: Bench
+    folder: Path
+    known: frozenset[str]
+    end_s: float
+    notes: dict[str, Any] = field(default_factory=dict)
+    stopped: str = ""
+
+    @property
+    def scale(self) -> Scale:
+        return self.bench.scale
+
+    @property
+    def model(self) -> "ServedModel":
+        """The worker's model, on the patch engine, eager."""
+        return self.bench.model
+
+    @property
+    def device(self) -> "torch.device":
+        import torch
+
+        return torch.device(self.scale.device)
+
+    @property
+    def seconds_left(self) -> float:
+        return self.end_s - time.monotonic()
+
+    @property
+    def tables(self) -> Path:
+        """Folder of tuning results."""
+        folder = self.folder / "tables" / self.bench.name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def make_recorder(self, device: "torch.device") -> "Recorder":
+        """What records passes on this device."""
+        if self.scale.is_rehearsal:
+            from patchedserve.tests.support.rerun import Rerun
+
+            return Rerun()
+        from patchedserve.serving.core.captured import CudaRecorder
+
+        return CudaRecorder(device)
+
+    @property
+    def tuned(self) -> "list[Resolution]":
+        """Sizes for which strategies and formats are measured before."""
+        from patchedserve.data.resolution import Resolution
+
+        return [Resolution(side, side) for side in self.scale.sides[: self.scale.num_tuned]]
+
+    def combinations(self, counts: Iterable[tuple[int, ...]]) -> "list[Combination]":
+        """Combinations of the scale's sizes."""
+        from patchedserve.data.resolution import Resolution
+        from patchedserve.profiling.steps.combinations import Combination
+
+        sizes = tuple(Resolution(side, side) for side in self.scale.sides)
+        return [Combination(sizes, each) for each in counts]
+
+    def measured(self, tasks: Iterable[Task]) -> Iterator[Row]:
+        """The rows of tasks that no earlier run has measured, as long as there is time for as long a task as any
+        before. A task that raises has a row with its error, and the others go on.
+        """
+        longest_s, missing = _LEAST_TASK_S, list[str]()
+        for label, run in tasks:
+            if label in self.known:
+                continue
+            if self.seconds_left < longest_s:
+                missing.append(label)
+                continue
+            start_s = time.monotonic()
+            try:
+                row = {"label": label} | run() | {"seconds": time.monotonic() - start_s}
+            except Exception as error:  # noqa: BLE001  the other rows are as good without this one
+                traceback.print_exc(file=sys.stderr)
+                row = {"label": label, "error": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"}
+            longest_s = max(longest_s, time.monotonic() - start_s)
+            yield row
+        if missing:
+            self.stopped = f"no time for {', '.join(missing)}"

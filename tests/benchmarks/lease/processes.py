@@ -1,0 +1,133 @@
+"""The worker processes of a lease as their parent sees them: started late, killed when a part takes too long."""
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .context import Row
+from .plan import Part
+
+_READ_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a part ended: `done`, `partial`, `failed` or `killed`, why, and what it says beside its rows."""
+
+    status: str
+    reason: str
+    notes: dict[str, Any]
+
+
+class Worker:
+    """A process that runs parts. It is a process group, so that what it starts is killed with it.
+
+    Args:
+        name: of its model.
+        folder: of the state; the log goes there.
+        options: of the worker's command line.
+    """
+
+    def __init__(self, name: str, folder: Path, options: Sequence[str]) -> None:
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "patchedserve.tests.benchmarks.lease.worker",
+            name,
+            str(folder),
+            *options,
+        ]
+        # What compilers have made is of use to all workers, and to the next run.
+        caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
+        with (folder / f"{name}.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=os.environ | caches,
+                process_group=0,  # of this session, so that it ends with the session at the latest,
+            )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        os.set_blocking(self._stdout.fileno(), False)
+        self._received = b""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def run(
+        self, part: Part, known: Sequence[str], seconds: float, limit_s: float, on_row: Callable[[Row], None]
+    ) -> End:
+        """Run a part; where it does not end in time, or the process dies, the process is killed.
+
+        Args:
+            part: what runs.
+            known: labels of rows that are measured already.
+            seconds: how long the part may plan for.
+            limit_s: after so long the process is killed.
+            on_row: called with each row.
+        """
+        end_s = time.monotonic() + limit_s
+        asked = {"part": part.name, "source": part.source, "known": list(known), "seconds": seconds}
+        try:
+            self._stdin.write(json.dumps(asked).encode() + b"\n")
+            self._stdin.flush()
+        except BrokenPipeError:
+            return self._died()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._stdout, selectors.EVENT_READ)
+            while True:
+                while (line := self._line()) is not None:
+                    message = json.loads(line)
+                    if "end" in message:
+                        return End(message["end"], message["reason"], message["notes"])
+                    on_row(message["row"])
+                if not selector.select(max(0.0, end_s - time.monotonic())):
+                    self.kill()
+                    return End("killed", f"killed after {limit_s:.0f} s", {})
+                chunk = os.read(self._stdout.fileno(), _READ_BYTES)
+                if not chunk:
+                    return self._died()
+                self._received += chunk
+
+    def kill(self) -> None:
+        """End the process and all that it has started."""
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself, with all of its own
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._stdout.close()
+
+    def close(self) -> None:
+        """Let the process end, which waits for a part."""
+        if self.is_alive:
+            self.kill()
+
+    def _line(self) -> bytes | None:
+        line, newline, rest = self._received.partition(b"\n")
+        if not newline:
+            return None
+        self._received = rest
+        return line
+
+    def _died(self) -> End:
+        self.kill()
+        code = self._process.returncode
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return End("failed", f"the worker has ended ({how})", {})

@@ -1,0 +1,97 @@
+"""Sizes of a lease: a GPU's, or those of its rehearsal on a CPU. Imports no torch."""
+
+from dataclasses import dataclass
+from typing import Any
+
+Counts = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How large everything is that parts measure.
+
+    Attributes:
+        is_rehearsal: tiny models on the CPU, where `tests.support.rerun.Rerun` stands for CUDA graphs.
+        device: as torch names it.
+        dtypes: of the models, by name.
+        sides: of the images in pixels, from small to large.
+        combinations, compiled: requests of each of them, in the order in which they are measured; for FLUX the first
+            few of them.
+        num_of_flux: how many of these FLUX gets.
+        repeats, warmup: of timings of steps.
+        num_first_seen: compositions whose first passes are timed, of up to 12 requests.
+        served_sides, served_steps, served_mix: of Dataset C.
+        rates, num_prompts: requests a second, and requests of each trace.
+        profiled: requests of each size.
+        edit_side, edit_batch, templates: of edits: size, how many at once, and numbers of templates.
+        strip_sides, ranks: of strips.
+        least_share, most_share: by which a plan's limits are multiplied.
+        tests: what pytest runs.
+        num_tuned, num_decoded: of the sizes, for which strategies and formats are measured before, and that the
+            autoencoder decodes.
+        max_text_tokens: of FLUX; None for the pipeline's own default.
+    """
+
+    is_rehearsal: bool = False
+    device: str = "cuda:0"
+    dtypes: tuple[tuple[str, str], ...] = (("sdxl", "float16"), ("flux-dev", "bfloat16"))
+    sides: tuple[int, ...] = (512, 768, 1024)
+    combinations: tuple[Counts, ...] = ((1, 1, 1), (0, 0, 1), (1, 0, 0), (2, 2, 2), (4, 4, 4))
+    compiled: tuple[Counts, ...] = ((1, 1, 1), (0, 0, 1), (4, 4, 4), (1, 0, 0), (2, 2, 2))
+    num_of_flux: int = 2
+    repeats: int = 5
+    warmup: int = 2
+    num_first_seen: int = 8
+    served_sides: tuple[int, ...] = (512, 768, 1024, 1536)
+    served_steps: tuple[int, ...] = (20, 20, 25, 35)
+    served_mix: tuple[float, ...] = (15.0, 25.0, 45.0, 15.0)
+    rates: tuple[float, ...] = (1.2, 0.8)
+    num_prompts: int = 20
+    profiled: tuple[Counts, ...] = ((1, 1, 1), (4, 4, 4))
+    edit_side: int = 1024
+    edit_batch: int = 4
+    templates: tuple[int, ...] = (1, 4)
+    strip_sides: tuple[int, ...] = (1024, 2048)
+    ranks: tuple[int, ...] = (2, 4, 8)
+    least_share: float = 1.0
+    most_share: float = 1.0
+    tests: tuple[str, ...] = ("tests/kernels", "tests/gpu")
+    num_tuned: int = 4
+    num_decoded: int = 3
+    max_text_tokens: int | None = None
+
+    def dtype(self, model: str) -> str:
+        """Of a model, by name."""
+        return dict(self.dtypes)[model]
+
+
+FULL = Scale()
+_TINY: dict[str, Any] = {
+    "device": "cpu",
+    "dtypes": (("sdxl", "float32"), ("flux-dev", "float32")),
+    "sides": (64, 96, 128),
+    "combinations": ((1, 1, 1),),
+    "compiled": ((1, 0, 0),),
+    "num_of_flux": 1,
+    "repeats": 1,
+    "warmup": 1,
+    "num_first_seen": 1,
+    "served_sides": (64,),
+    "served_steps": (3,),
+    "served_mix": (1.0,),
+    "rates": (20.0,),
+    "num_prompts": 3,
+    "edit_side": 64,
+    "profiled": ((1, 1, 1),),
+    "edit_batch": 2,
+    "templates": (1, 2),
+    "strip_sides": (256,),
+    "ranks": (2,),
+    "least_share": 0.05,
+    "most_share": 1.5,
+    "num_tuned": 1,
+    "num_decoded": 1,
+    "max_text_tokens": 16,
+    "tests": ("tests/kernels/test_launch.py::test_choice",),
+}
+REHEARSAL = Scale(is_rehearsal=True, **_TINY)
