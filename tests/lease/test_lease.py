@@ -142,6 +142,7 @@ def test_nothing_is_measured_twice_and_failures_come_last(tmp_path: Path) -> Non
         assert _rehearse(tmp_path, plan) == 0
     order = [line.strip().partition(":")[0] for line in seen if " in " in line]
     assert order == ["slow", "dies"]
+    assert _labels(tmp_path, "dies") == ["before"]
     assert (tmp_path / "measured.txt").read_text().split() == ["one", "two"]
 
 

@@ -77,13 +77,16 @@ class Lease:
             options = ["--rehearse"] if self.scale.is_rehearsal else []
             worker = self.workers[part.worker] = Worker(part.worker, self.state.folder, options)
 
+        known = [row["label"] for row in result["rows"]]
+
         def keep(row: Row) -> None:
+            if row["label"] in known:
+                return
             self.state.keep_row(result, row)
             self.state.save(time.monotonic() - self.started_s)
 
         most_s = part.most_s * self.scale.most_share
         limit_s = min(most_s, left_s)
-        known = [row["label"] for row in result["rows"]]
         end = worker.run(part, known, max(0.5, limit_s - _GRACE_S), limit_s, keep)
         taken_s, status = time.monotonic() - start_s, end.status
         if status == "killed":
