@@ -71,7 +71,8 @@ class PlainModels:
     ) -> None:
         self.adapters = adapters or AdaptedLayers()
         self._model = _compiled_copy(model) if is_compiled else model
-        self._weights, self._is_compiled, self._always = weights, is_compiled, always
+        self._weights, self._is_compiled = weights, is_compiled
+        self._always: Format | None = always
         self.captured = captured
         self.channels_last: nn.Module | None = None
         self.points: list[Point] = []
@@ -102,10 +103,11 @@ class PlainModels:
         points = [point for point in self.points if point.size == latents.shape[2:]]
         if self._always is not None:
             return self._always
-        if not points:
-            return "default"
-        nearest = min(points, key=lambda point: abs(point.rows - len(latents)))
-        return "channels-last" if nearest.channels_last_us < nearest.default_us else "default"
+        if points:
+            nearest = min(points, key=lambda point: abs(point.rows - len(latents)))
+            if nearest.channels_last_us < nearest.default_us:
+                return "channels-last"
+        return "default"
 
     def _predict_in(
         self,
