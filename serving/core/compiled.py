@@ -48,8 +48,14 @@ def compiler_settings() -> Iterator[None]:
 def compile_blocks(model: nn.Module, *, backend: str | Callable[..., Any] = "inductor") -> int:
     """Let the blocks of a model compile when they first run, within `compiler_settings`; returns how many."""
     transformer = transformer_of(model)
-    kinds = {"BasicTransformerBlock"} if transformer is None else {each.kind for each in transformer.lists}
-    blocks = [module for module in model.modules() if type(module).__name__ in kinds]
+    if transformer is None:
+        blocks = [module for module in model.modules() if type(module).__name__ == "BasicTransformerBlock"]
+    else:
+        # Not those that refine the text alone, which the patch engine runs once for a batch.
+        found = (
+            (each.kind, module) for each in transformer.lists for module in model.get_submodule(each.name).children()
+        )
+        blocks = [module for kind, module in found if type(module).__name__ == kind]
     for block in blocks:
         for part in block.modules():
             if isinstance(part, FusedLinear):

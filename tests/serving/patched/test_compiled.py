@@ -82,6 +82,7 @@ def graphs_after(name: str, way: Way, batches: Sequence[Sequence[tuple[int, int]
         given = [node.meta for node in graph.graph.find_nodes(op="placeholder")]
         numbers = [each for each in given if isinstance(each["example_value"], torch.SymInt)]
         symbols.update(each["grapharg"].source.name for each in numbers)
+        assert not graph.graph.find_nodes(op="call_method", target="item"), "a float of the model is no constant"
         return graph.forward
 
     patched = way.build(model)
