@@ -163,12 +163,9 @@ def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def traced_only(fresh_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.compile traces and makes graphs, which then run as they are: code for them takes a minute to generate."""
-    from functools import partial, partialmethod
+def traced_only(fresh_compiler: None) -> Iterator[None]:
+    """torch.compile without generated code, see `support.traced_only`."""
+    from .support.traced_only import traced_only
 
-    from patchedserve.serving.core.compiled import compile_blocks
-    from patchedserve.serving.patched.patched_model import PatchedModel
-
-    monkeypatch.setattr("patchedserve.serving.plain.formats.compile_blocks", partial(compile_blocks, backend="eager"))
-    monkeypatch.setattr(PatchedModel, "compile", partialmethod(PatchedModel.compile, backend="eager"))
+    with traced_only():
+        yield

@@ -6,8 +6,9 @@ from statistics import fmean
 from typing import Any
 
 from ...profiling.report.block_plots import summarize_block_changes
-from ...profiling.steps.bench import STEPS, BenchSettings, run_bench
+from ...profiling.steps.bench import STEPS, run_bench
 from ...profiling.steps.combinations import Combination
+from ...profiling.steps.lanes import BenchSettings
 from ...serving.cache.options import CacheOptions
 from ..cache.bench import CacheBenchSettings, run_cache_bench
 from ..cache.quality import QualityOptions

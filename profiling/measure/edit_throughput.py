@@ -33,7 +33,7 @@ from ...serving.scheduling.policies import get_policy
 from ..machine import run_facts
 from ..report.table import Table
 from ..report.words import DASH
-from ..steps.bench import ratios_of
+from ..steps.lanes import ratios_of
 from ..steps.rows import BenchOutcome, Row, measure_rows, median_interval
 from ..steps.sides import patched_stepper
 

@@ -36,7 +36,7 @@ from ...serving.editing.step_latency import terms_of
 from ...serving.families.geometry import Geometry
 from ...serving.models.served import ServedModel
 from ..machine import run_facts
-from ..steps.bench import Lane
+from ..steps.lanes import Lane
 from ..steps.sides import EngineSide
 
 RECORDED_STEPS = 8

@@ -28,12 +28,12 @@ from ...serving.models.served import ServedModel
 from ...training.latency.predictor import LatencyPredictor, load_workspace_predictor
 from ..machine import run_facts
 from ..report.latency_plots import plot_latencies
-from ..steps.bench import Lane
 from ..steps.combinations import Combination, single_combinations, stratified_combinations
+from ..steps.lanes import Lane
 from ..steps.sides import EngineSide, RequestPool
 
 TIMINGS_PER_VISIT = 2
-"""A timing is one step, or several if they are short (`steps.bench.Lane`). What differs is the minute, not the step: on
+"""A timing is one step, or several if they are short (`steps.lanes.Lane`). What differs is the minute, not the step: on
 a machine that others use, steps of one visit agree within 2 % and visits within 10 to 20 %."""
 _EVEN_ROUNDS = 3
 _UNSURE_SHARE = 1 / 3

@@ -32,8 +32,8 @@ from ...serving.plain.formats import PlainModels
 from ..machine import run_facts
 from ..report.table import Table
 from ..report.words import DASH
-from ..steps.bench import BenchSettings, Lane, ratios_of, time_lanes
 from ..steps.combinations import Combination
+from ..steps.lanes import BenchSettings, Lane, ratios_of, time_lanes
 from ..steps.rows import BenchOutcome, Row, measure_rows, median_interval, name_of
 from ..steps.sides import EngineSide, RequestPool, plain_side
 from .ways import WAYS

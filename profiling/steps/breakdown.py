@@ -19,8 +19,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ...data.errors import RunError
 from ...serving.core.timing import synchronize
 from .attribution import CATEGORIES, MODEL_SCOPE, SCOPE_PREFIX, STEP_SCOPE, Kernel, Span, attribute
-from .bench import BenchKind, Lane, StepBench, fastest, time_lanes
+from .bench import BenchKind, StepBench, fastest
 from .combinations import Combination
+from .lanes import Lane, time_lanes
 from .plots import plot_breakdown
 from .rows import Row, name_of
 from .sides import EAGER, patched_stepper

@@ -20,7 +20,7 @@ def plot_steps(result: dict[str, Any]) -> bytes:
     ax = figure.subplots()
     ends = [row["intervals"]["ratio"] or (row["ratio"], row["ratio"]) for row in rows]
     lows, highs = zip(*ends, strict=True)
-    ax.hlines(range(len(rows)), lows, highs, color=THEME.grid, linewidth=3, zorder=1)
+    ax.hlines(range(len(rows)), lows, highs, color=THEME.series[0], alpha=0.35, linewidth=3, zorder=1)
     for (name, label), marker in zip(_BASELINES.items(), "os", strict=True):
         own = [(row["ratio"], place) for place, row in enumerate(rows) if row["baseline"] == name]
         if own:

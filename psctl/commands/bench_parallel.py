@@ -56,7 +56,7 @@ def bench_parallel(
 
     served, place = target.load(out, EngineOptions("plain"))
     from ...profiling.parallel.bench import parallel_table, run_parallel_bench
-    from ...profiling.steps.bench import BenchSettings
+    from ...profiling.steps.lanes import BenchSettings
 
     chosen = [Combination(sizes, tuple(batch_size * (each == size) for each in sizes)) for size in sizes]
     with out.phases() as start:

@@ -78,8 +78,9 @@ def bench_steps(
     served, place = target.load(out, replace(patched, compile=False, cuda_graphs=False))
     from ...profiling.report.table import to_rich
     from ...profiling.report.tables import breakdown_tables, step_tables
-    from ...profiling.steps.bench import STEPS, BenchSettings, run_bench
+    from ...profiling.steps.bench import STEPS, run_bench
     from ...profiling.steps.breakdown import BREAKDOWN
+    from ...profiling.steps.lanes import BenchSettings
     from ...profiling.steps.sides import EAGER, efforts_of
 
     is_recorded = patched.cuda_graphs or served.device.type == "cuda"

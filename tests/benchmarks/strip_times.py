@@ -18,8 +18,8 @@ from patchedserve.data.files import write_json
 from patchedserve.data.resolution import Resolution, parse_list
 from patchedserve.profiling.machine import run_facts
 from patchedserve.profiling.parallel.bench import alone_of, difference
-from patchedserve.profiling.steps.bench import BenchSettings, Lane, time_lanes
 from patchedserve.profiling.steps.combinations import Combination
+from patchedserve.profiling.steps.lanes import BenchSettings, Lane, time_lanes
 from patchedserve.profiling.steps.sides import EngineSide, RequestPool, plain_side
 from patchedserve.serving.models.build import with_engine
 from patchedserve.serving.models.loading import load_model

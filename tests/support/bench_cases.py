@@ -5,8 +5,8 @@ import copy
 import torch
 
 from patchedserve.data.resolution import parse_list
-from patchedserve.profiling.steps.bench import BenchSettings
 from patchedserve.profiling.steps.combinations import Combination
+from patchedserve.profiling.steps.lanes import BenchSettings
 from patchedserve.profiling.steps.sides import EngineSide, OneByOne
 from patchedserve.serving.core.prepared import PreparedRequest
 from patchedserve.serving.models.served import ServedModel

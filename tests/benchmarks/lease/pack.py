@@ -13,7 +13,7 @@ from .versions import REPOSITORY, pins
 
 FOLDER = ".lease"
 _LACKING = ("diffusers", "pydantic", "pydantic-core", "annotated-types", "typing-inspection", "importlib-metadata")
-"""Of what the parts import; all else is there (torch, triton, transformers and so on)."""
+"""Packages that the parts import and the machine lacks; it has torch, triton, transformers and the rest."""
 _PYTHON = "3.12"
 _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 _MIB = 1 << 20

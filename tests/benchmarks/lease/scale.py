@@ -61,7 +61,7 @@ class Scale:
     max_text_tokens: int | None = None
 
     def dtype(self, model: str) -> str:
-        """Of a model, by name."""
+        """The dtype of a model, by name."""
         return dict(self.dtypes)[model]
 
 

@@ -74,7 +74,7 @@ class State:
         self.manifest["parts"][result["part"]] = about
 
     def tables(self, name: str) -> list[Table]:
-        """Of a part's result."""
+        """The tables of a part's result."""
         return tables_of(name, self.result_of(name))
 
     def save(self, elapsed_s: float) -> None:

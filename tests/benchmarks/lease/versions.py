@@ -17,7 +17,7 @@ def pins() -> dict[str, str]:
 
 
 def versions() -> list[dict[str, str | bool | None]]:
-    """Of each package: `here`, `pinned` (None: not installed, not pinned), and whether they differ."""
+    """The versions of each package `here` and `pinned` (None: not installed, not pinned), and whether they differ."""
     pinned, found = pins(), []
     for name in _NAMES:
         try:

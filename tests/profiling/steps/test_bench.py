@@ -13,7 +13,8 @@ from PIL import Image
 from torch._dynamo.utils import counters
 
 from patchedserve.data.workspace import ModelWorkspace
-from patchedserve.profiling.steps.bench import STEPS, BenchSettings, StepBench, ratios_of, run_bench, summarize
+from patchedserve.profiling.steps.bench import STEPS, StepBench, run_bench, summarize
+from patchedserve.profiling.steps.lanes import BenchSettings, ratios_of
 from patchedserve.profiling.steps.sides import (
     BOTH,
     COMPILED,

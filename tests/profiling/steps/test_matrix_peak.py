@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from patchedserve.profiling.steps.bench import operations_of
+from patchedserve.profiling.steps.lanes import operations_of
 from patchedserve.profiling.steps.matrix_peak import count_operations, matrix_peak
 from patchedserve.profiling.steps.sides import EngineSide, OneByOne, RequestPool, plain_models, plain_side
 from patchedserve.serving.models.build import build_model

@@ -95,7 +95,7 @@ def _varlen(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> R
 
 
 def _kernels(context: Context) -> Iterator[Task]:
-    """Of one image of the largest size and of one of each, guided, at the first two levels of SDXL."""
+    """Shapes for one image of the largest size and for one of each, guided, at the first two levels of SDXL."""
     device, dtype = context.device, getattr(torch, context.scale.dtype("sdxl"))
     sides, choices = context.scale.sides, ("triton", "torch") if device.type == "cuda" else ("torch",)
     for mix, chosen in (("L", sides[-1:]), ("SML", sides)):

@@ -9,9 +9,10 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
 from patchedserve.profiling.steps.attribution import CATEGORIES
-from patchedserve.profiling.steps.bench import BenchSettings, StepBench
+from patchedserve.profiling.steps.bench import StepBench
 from patchedserve.profiling.steps.breakdown import BREAKDOWN
 from patchedserve.profiling.steps.combinations import Combination
+from patchedserve.profiling.steps.lanes import BenchSettings
 from patchedserve.profiling.steps.sides import EngineSide
 from patchedserve.serving.core.timing import synchronize
 

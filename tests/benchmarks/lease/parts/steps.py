@@ -4,13 +4,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 
-from patchedserve.profiling.steps.bench import BenchSettings, StepBench
+from patchedserve.profiling.steps.bench import StepBench
 from patchedserve.profiling.steps.combinations import Combination
+from patchedserve.profiling.steps.lanes import BenchSettings
 from patchedserve.profiling.steps.matrix_peak import matrix_peak
 from patchedserve.profiling.steps.sides import BOTH, COMPILED, EAGER, GRAPHS, Effort
+from patchedserve.tests.support.traced_only import traced_only
 
 from ..context import Context, Row
-from .rehearsal import uncompiled, use_small_products
+from .rehearsal import use_small_products
 
 
 def eager_and_graphs(context: Context) -> Iterator[Row]:
@@ -20,7 +22,7 @@ def eager_and_graphs(context: Context) -> Iterator[Row]:
 
 def all_efforts(context: Context) -> Iterator[Row]:
     """Every side eagerly, recorded, compiled, and both."""
-    with uncompiled() if context.scale.is_rehearsal else nullcontext():
+    with traced_only() if context.scale.is_rehearsal else nullcontext():
         yield from _rows(context, (EAGER, GRAPHS, COMPILED, BOTH), context.scale.compiled)
 
 

@@ -1,0 +1,100 @@
+"""Timing of steps by turns: lanes, each of one side, which a repeat times one after the other."""
+
+import math
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ...serving.core.timing import synchronize
+from .matrix_peak import count_operations
+from .sides import Side
+
+SHORTEST_TIMING_S = 0.005
+"""Steps that are shorter are repeated within one timing until it takes this long."""
+_MOST_STEPS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSettings:
+    """How much is measured: timings of every side, rounds before them (each of a step of a new batch and one of the
+    same batch), and the seed of the first request's noise.
+    """
+
+    repeats: int = 15
+    warmup: int = 3
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Lane:
+    """One side and what was measured of it: the steps that start anew (in the warm-up), and the repeats, each of so
+    many steps that it is not too short for the clock.
+    """
+
+    side: Side
+    device: torch.device
+    first_ms: list[float] = field(default_factory=list)
+    samples_ms: list[float] = field(default_factory=list)
+    steps_per_timing: int = 1
+
+    def warm_up(self) -> None:
+        self.side.begin()
+        self.first_ms.append(self._time(1))
+        steady_ms = self._time(1)
+        wanted = math.ceil(SHORTEST_TIMING_S * 1e3 / steady_ms)
+        self.steps_per_timing = max(1, min(wanted, _MOST_STEPS, self.side.steps_left - 1))
+
+    def measure(self) -> None:
+        self.make_room()
+        self.samples_ms.append(self._time(self.steps_per_timing))
+
+    def make_room(self) -> None:
+        """Start anew if the next timing would reach the end of the schedule; the first step then is not counted."""
+        if self.side.steps_left <= self.steps_per_timing:
+            self.side.begin()
+            self.side.step()
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.samples_ms)
+
+    def _time(self, num_steps: int) -> float:
+        synchronize(self.device)
+        start = time.perf_counter()
+        for _ in range(num_steps):
+            self.side.step()
+        synchronize(self.device)
+        return (time.perf_counter() - start) / num_steps * 1e3
+
+
+def ratios_of(base_ms: Sequence[float], patched_ms: Sequence[float]) -> list[float]:
+    """How many times as long a side takes, in every repeat: what slows the machine down meets both sides of one alike,
+    so that their ratios are as good as independent. Times are not.
+    """
+    return [own / ours for own, ours in zip(base_ms, patched_ms, strict=True)]
+
+
+def operations_of(side: Side) -> int:
+    """Operations of one step of a batch that stays the same."""
+    side.begin()
+    side.step()
+    operations = count_operations(side.step)
+    if operations:
+        return operations
+    # A recorded pass was played back. The first of a batch is not; it works out what the batch keeps besides.
+    side.begin()
+    return count_operations(side.step)
+
+
+def time_lanes(lanes: Iterable[Lane], settings: BenchSettings) -> None:
+    """Warm up all lanes, then measure them in turn."""
+    lanes = list(lanes)
+    for _ in range(settings.warmup):
+        for lane in lanes:
+            lane.warm_up()
+    for _ in range(settings.repeats):
+        for lane in lanes:
+            lane.measure()
