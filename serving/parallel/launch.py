@@ -137,7 +137,7 @@ class ProcessRanks:
         causes = [reason for reason in told.values() if reason]
         lost = [rank for rank, reason in told.items() if reason is None]
         for rank in lost:
-            self.losses.append(f"rank {rank} has gone, or does not answer: {error}")
+            self.losses.append(f"rank {rank} {_what_befell(self.processes[rank])}: {error}")
             # At once and wherever it is served: a summary comes late, and a server has none.
             sys.stderr.write(f"Warning: {self.losses[-1]}; its work is done without it\n")
             _end({rank: self.processes.pop(rank)})
@@ -255,6 +255,11 @@ def _devices_of(device: torch.device, options: ParallelOptions, is_here: bool) -
             "name some more than once (--parallel-devices), or try virtual ranks"
         )
     return [f"cuda:{start + rank}" for rank in range(options.count)]
+
+
+def _what_befell(process: Process) -> str:
+    """To a rank that has left no word."""
+    return "does not answer" if process.exitcode is None else f"has ended with code {process.exitcode}"
 
 
 def _end(processes: Mapping[int, Process]) -> None:

@@ -4,7 +4,6 @@ import json
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -29,6 +28,7 @@ GroupKind = Literal["meet", "decode"]
 """What ranks do in a group: they call the model, or beside that decode images."""
 
 _LOOK_EVERY_S = 0.2
+_END_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +158,7 @@ def serve_rank(
         _serve_groups(settings, store, ours, decoder, watch)
     except dist.DistError:
         return 1  # The store has gone with rank 0.
+    watch.end()
     return 0
 
 
@@ -167,13 +168,14 @@ def _serve_groups(
     """Be a rank of one group after the other, until told to stop."""
     number = 0
     while settings.rank in (members := _members_of(store, number)):
-        reason = ""
+        reason, beside = "", None
         try:
             rank, size = members.index(settings.rank), len(members)
             ends = [end_of("meet", number, settings, store, rank, size)]
             if decoder is not None:
                 ends.append(end_of("decode", number, settings, store, rank, size))
-                threading.Thread(target=_decode_beside, args=(ends[1], decoder), daemon=True).start()
+                beside = threading.Thread(target=_decode_beside, args=(ends[1], decoder), daemon=True)
+                beside.start()
             watch.follow(number, ends)
             follow(ends[0], model)
         except GroupError:
@@ -182,8 +184,11 @@ def _serve_groups(
             reason = f"rank {settings.rank}: {type(error).__name__}: {error}"
         else:
             ends[0].close()
+            if beside is not None:
+                ends[1].break_off()
+                beside.join(_END_S)
             return
-        watch.leave()
+        watch.leave(number)
         model.clear()
         store.set(key_of("left", number, settings.rank), reason)
         number += 1
@@ -219,19 +224,27 @@ class _Watch:
         self._is_wanted, self._connect = is_wanted, connect
         self._lock = threading.Lock()
         self._now: tuple[int, Sequence[ProcessEnd]] | None = None
-        threading.Thread(target=self._look, daemon=True).start()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
 
     def follow(self, number: int, ends: Sequence[ProcessEnd]) -> None:
         """Look after a group."""
         with self._lock:
             self._now = number, ends
 
-    def leave(self) -> None:
-        """Break the group off, if it stands."""
+    def leave(self, number: int) -> None:
+        """Break a group off, if this process is still in it."""
         with self._lock:
-            for end in () if self._now is None else self._now[1]:
-                end.break_off()
-            self._now = None
+            if self._now is not None and self._now[0] == number:
+                for end in self._now[1]:
+                    end.break_off()
+                self._now = None
+
+    def end(self) -> None:
+        """Look no more. An interpreter that ends would kill the thread within a call of torch, and abort of it."""
+        self._is_over.set()
+        self._thread.join()
 
     def _look(self) -> None:
         try:
@@ -239,7 +252,9 @@ class _Watch:
             while self._is_wanted():
                 now = self._now
                 if now is not None and store.check([key_of("over", now[0])]):
-                    self.leave()
-                time.sleep(_LOOK_EVERY_S)
-        finally:  # also where the store has gone, which is rank 0's
-            os._exit(1)
+                    self.leave(now[0])
+                if self._is_over.wait(_LOOK_EVERY_S):
+                    return
+        finally:
+            if not self._is_over.is_set():  # rank 0 has gone, maybe with the store, which is its
+                os._exit(1)

@@ -178,8 +178,14 @@ def test_ranks_in_processes_draw_what_virtual_ranks_draw(
         ("--parallel 2 --engine plain", "--parallel 2 is not for --engine plain"),
         ("--engine parallel", "--engine parallel needs --parallel with two ranks"),
         ("--parallel 2 --cache patch", "--cache: only for --engine patched"),
-        ("--parallel 2 --cuda-graphs", "--cuda-graphs: only for --engine patched"),
-        ("--parallel 2 --compile", "--compile makes graphs of whole models"),
+        (
+            "--parallel 2 --cuda-graphs",
+            "--cuda-graphs records whole passes, but with --parallel ranks talk within them",
+        ),
+        (
+            "--parallel 2 --compile",
+            "--compile makes graphs of whole blocks, but with --parallel ranks talk within them",
+        ),
         ("--parallel 3 --parallel-shares 2,1", "--parallel-shares are 2, but there are 3 ranks"),
         ("--parallel 2 --parallel-shares 2,x", "--parallel-shares are '2,x', but they must be positive numbers"),
         (

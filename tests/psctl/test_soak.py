@@ -27,6 +27,7 @@ def test_soak(tmp_path: Path) -> None:
     assert found.num_open == 0
     _, half, end = found.usage
     assert end.rss_mb - half.rss_mb <= 40, found.usage
-    assert end.threads <= half.threads, found.usage
+    # Pools start threads as they are wanted, up to their size.
+    assert end.threads <= half.threads + 4, found.usage
     assert end.files <= half.files + 4, found.usage
     assert found.duration_s <= 240

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from .psctl_process import PsctlProcess
 
@@ -19,17 +20,18 @@ def until(is_so: Callable[[], bool], timeout_s: float = 30.0, every_s: float = 0
 
 
 def is_alive(process: int) -> bool:
-    """Whether there is a process of this number."""
+    """Whether a process of this number is running: one that has ended may wait for a while to be reaped."""
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
+        stat = Path(f"/proc/{process}/stat")
+        return not stat.exists() or stat.read_text().rpartition(") ")[2][0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
         return False
-    return True
 
 
 def killed_with_others(code: str, *arguments: str) -> list[int]:
     """Run Python code that prints the numbers of processes that it has started, and kill it; returns these. Raises
-    AssertionError: one of them is not there before that, or outlives it by 5 s.
+    AssertionError: one of them is not there before that, or outlives it by 30 s.
     """
     command = [sys.executable, "-c", code, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -37,7 +39,7 @@ def killed_with_others(code: str, *arguments: str) -> list[int]:
         others = [int(number) for number in process.stdout.readline().split()]
         assert all(map(is_alive, others))
         process.kill()
-    until(lambda: not any(map(is_alive, others)), timeout_s=5)
+    until(lambda: not any(map(is_alive, others)), timeout_s=30)
     return others
 
 

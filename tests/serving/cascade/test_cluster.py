@@ -1,5 +1,6 @@
 """Real workers: processes that draw what the engine draws, change models, die and come back."""
 
+import math
 import os
 import signal
 import threading
@@ -78,6 +79,23 @@ def dispatcher(plans: list[Plan], models: Mapping[Leg, LegModel] = MODELS) -> Di
     return Dispatcher(models, Controller(allocate, [0.5]), Balancer(), lambda number: 0.0, "discard", "plan")
 
 
+class FewAtOnce(TraceSource):
+    """The next one comes when of those before at most two are still open, however fast they are drawn."""
+
+    is_full = False
+
+    @property
+    def next_s(self) -> float:
+        return math.inf if self.is_full else super().next_s
+
+    def take(self, dispatcher: Dispatcher, now_s: float) -> None:
+        self.is_full = False
+        while super().next_s <= now_s and dispatcher.num_open <= 2:
+            dispatcher.arrive(self._requests[self._place], now_s)
+            self._place += 1
+        self.is_full = dispatcher.num_open > 2
+
+
 def median_threshold(template: WorkerSettings, requests: list[Request]) -> tuple[float, dict[int, float]]:
     """Half of the light images are below it; and the confidence of each, as drawn in this process."""
     images = drawn(template, requests, "light")
@@ -154,11 +172,10 @@ def test_workers_draw_what_the_engine_draws_and_change_models(template: WorkerSe
 
 @pytest.mark.slow
 def test_a_worker_that_shares_batches_draws_light_and_heavy_images_at_once(template: WorkerSettings) -> None:
-    # Gaps from 4 to 120 ms: on a processor of any speed, some arrive while others are being drawn.
-    requests = [replace(request, arrival_s=request.arrival_s**2) for request in trace(16, 1.0)]
+    requests = [replace(request, arrival_s=0.0) for request in trace(16, 1.0)]
     threshold, _ = median_threshold(template, requests)
     sharing = dispatcher([Plan(1, 1, 4, 4, threshold, 0.5, is_shared=True)])
-    result = CascadeCluster(settings_for(template, 1, 2), sharing).run(TraceSource(requests))
+    result = CascadeCluster(settings_for(template, 1, 2), sharing).run(FewAtOnce(requests))
     # Of the very images: in mixed batches one value of one may differ by a level, and this judge is a sharp one.
     judge, confidences = load_discriminator(template.discriminator), dict[int, float]()
     for request in requests:

@@ -15,6 +15,7 @@ from typing import Any, cast, get_args
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from patchedserve.data.errors import RunError, UsageError
@@ -155,7 +156,8 @@ def test_what_a_lost_rank_was_to_draw_is_drawn_by_the_others(
         assert time.monotonic() - start_s < 15
         assert not ranks.processes
         said = capfd.readouterr().err
-        assert [f"Warning: rank {rank} has gone" in said for rank in (0, 1, 2)] == [False, True, True]
+        assert "Warning: rank 1 has ended with code -9: " in said
+        assert "Warning: rank 2 does not answer: " in said
         assert relative(predict_together(ranks, rows), wanted) <= 1e-5
 
 
@@ -284,3 +286,31 @@ def test_ranks_of_torchrun(tmp_path: Path) -> None:
     wrong = draw(command, "--parallel", "3", "-o", "three.png")
     assert wrong.returncode != 0
     assert "torchrun has started 2 processes, but --parallel is 3" in wrong.stderr
+
+
+_ENDS = """
+import os, sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from patchedserve.serving.parallel import worker
+
+worker._LOOK_EVERY_S = 0.0  # it is nearly always within a call of torch
+port = int(sys.argv[1])
+for _ in range(3):
+    child = os.fork()
+    if not child:
+        store = lambda: dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+        watch = worker._Watch(lambda: True, store)
+        watch.follow(0, [])
+        time.sleep(0.05)
+        watch.end()
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_rank_ends_well_while_its_watch_looks() -> None:
+    """As its process is torchrun's, it ends as any Python does, which kills threads where they are."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    done = subprocess.run([sys.executable, "-c", _ENDS, str(store.port)], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0"] * 3, done.stderr
