@@ -22,9 +22,11 @@ StrategyName = Literal["auto", "stitch", "regroup"]
 KernelsName = Literal["auto", "torch", "triton"]
 OffloadName = Literal["none", "text"]
 QuantizeName = Literal["int8", "fp8"]
-StagesName = Literal["threads", "processes", "inline"]
+StagesName = Literal["auto", "threads", "processes", "inline"]
 RecordTemplates = Literal["first", "never"]
 """Whether a server records the template of an edit that has found no record, or only reads those made ahead."""
+_FEW_CORES = 4
+"""Measured with 2 (docs/benchmarks.md), where `inline` serves more, and 1; of many, a stage takes a small share."""
 PATCH_OPTIONS = ("order", "patch_size", "strategy", "kernels", "compile", "cuda_graphs")
 """Names of what `EngineOptions` says beside the engine and the cache."""
 
@@ -207,7 +209,8 @@ class EngineOptions:
         prompt_cache_mb: most that is kept of the conditioning of earlier prompts; 0 encodes every text anew.
         offload: `text`: text encoders are on the device only while they encode.
         stages: where texts are encoded and images decoded: in `threads` beside the denoise loop, in `processes` of
-            their own, or `inline`, between its steps, which is the baseline of InstGenIE's section 4.3.
+            their own, or `inline`, between its steps, which is the baseline of InstGenIE's section 4.3; auto is what
+            `stages_on` says.
 
     Raises:
         UsageError: if a value is not allowed, or an option of one engine is given for another.
@@ -225,7 +228,7 @@ class EngineOptions:
     model: ModelOptions = field(default_factory=ModelOptions)
     prompt_cache_mb: int = 0
     offload: OffloadName = "none"
-    stages: StagesName = "threads"
+    stages: StagesName = "auto"
 
     def __post_init__(self) -> None:
         choices = {
@@ -301,6 +304,19 @@ class EngineOptions:
     def patch_options(self) -> dict[str, Any]:
         """All but the engine and the cache, by name."""
         return {name: getattr(self, name) for name in PATCH_OPTIONS}
+
+
+def stages_on(device_type: str, cores: int) -> StagesName:
+    """What `--stages auto` is: between the steps where a CPU of few cores does everything.
+
+    There every operator of a step waits for the one of its threads whose core another stage has. A GPU computes steps
+    while the processor is free for the rest.
+
+    Args:
+        device_type: of the denoising model, as torch names it.
+        cores: that this process may use.
+    """
+    return "inline" if device_type == "cpu" and cores <= _FEW_CORES else "threads"
 
 
 def _refuse_with(option: str, given: dict[str, bool]) -> None:

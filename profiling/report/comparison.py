@@ -58,14 +58,10 @@ class ComparedRun:
 
 
 def headline(runs: Sequence[ComparedRun]) -> str:
-    """The last run against the first, in one sentence."""
-    first, last = runs[0], runs[-1]
-    total = len(last.data.judged)
-    times = f"{last.num_met / first.num_met:.1f} times as many" if first.num_met else "against none"
-    return (
-        f"{last.name}: {last.num_met} of {total} requests in time ({last.attainment:.0%}); "
-        f"{first.name}: {first.num_met} ({first.attainment:.0%}): {times}"
-    )
+    """All runs in one sentence, the last first."""
+    last, *others = reversed(runs)
+    said = f"{last.name}: {last.num_met} of {len(last.data.judged)} requests in time ({last.attainment:.0%})"
+    return "; ".join([said, *(f"{run.name}: {run.num_met} ({run.attainment:.0%})" for run in others)])
 
 
 def write_comparison(folder: Path, runs: Sequence[ComparedRun], facts: Sequence[str]) -> Path:

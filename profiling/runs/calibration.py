@@ -61,7 +61,7 @@ class Calibration:
 
     Attributes:
         prepare_s, postprocess_s: seconds of the stages by resolution, as in "128x128", while nothing works beside them.
-        scales, first_scale, between_s, slowdown, reuse: of `StepDurations`.
+        scales, first_scale, between_s, slowdown, reuse, is_inline: of `StepDurations`.
         told_scale: time of all measured steps over what was profiled for steady ones: what a policy's predictor that
             learns on line (`OnlineCorrection`) comes to multiply by.
         num_steps: steps that it was fitted to.
@@ -80,6 +80,7 @@ class Calibration:
     error: float = 0.0
     ratios: tuple[float, ...] = ()
     reuse: Reuse | None = None
+    is_inline: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.told_scale < math.inf or not all(0 < ratio < math.inf for ratio in self.ratios):
@@ -94,7 +95,9 @@ class Calibration:
 
     def durations(self, steps: ProfiledSteps) -> StepDurations:
         """How long the steps last of which `steps` were profiled."""
-        return StepDurations(steps, self.scales, self.first_scale, self.between_s, self.slowdown, self.reuse)
+        return StepDurations(
+            steps, self.scales, self.first_scale, self.between_s, self.slowdown, self.reuse, self.is_inline
+        )
 
 
 def step_sources(table: LatencyTable) -> tuple[TableLatency, TableLatency | None]:
@@ -109,13 +112,16 @@ def step_sources(table: LatencyTable) -> tuple[TableLatency, TableLatency | None
     return steady, source(firsts) if all(ms is not None for ms in firsts.values()) else None
 
 
-def calibrate(runs: Sequence[ServedRun], steps: ProfiledSteps, *, warmup_steps: int = 0) -> Calibration:
+def calibrate(
+    runs: Sequence[ServedRun], steps: ProfiledSteps, *, warmup_steps: int = 0, is_inline: bool = False
+) -> Calibration:
     """Work out what served runs tell beyond the step latencies that were profiled.
 
     Args:
         runs: of one engine.
         steps: its profile.
         warmup_steps: first steps of every request in which its cache reuses nothing.
+        is_inline: the engine's other stages worked between its steps.
 
     Raises:
         RunError: no request was completed, or there are fewer than 20 steps.
@@ -129,7 +135,8 @@ def calibrate(runs: Sequence[ServedRun], steps: ProfiledSteps, *, warmup_steps: 
         raise RunError(
             f"the calibration runs took {len(rows)} steps, but at least {_MIN_STEPS} are needed: give more requests"
         )
-    works = [_works_of(run) for run in runs]
+    between_s = _between_s(runs, is_inline)
+    works = [_works_of(run, between_s if is_inline else None) for run in runs]
     measured_s = np.array([row.duration_s for row in rows])
     # What the model ran for; where that is nothing, a step lasts as long as reuse takes aside.
     batches = [_batch(row.ran) for row in rows]
@@ -168,13 +175,14 @@ def calibrate(runs: Sequence[ServedRun], steps: ProfiledSteps, *, warmup_steps: 
         alone[DECODE],
         dict(zip(sizes, scales, strict=True)),
         first_scale,
-        _between_s(runs),
+        between_s,
         (shares[PREPARE], shares[STEP], shares[DECODE]),
         float(measured_s.sum() / full_s),
         len(rows),
         float(np.abs(step.fitted_s - measured_s).sum() / measured_s.sum()),
         tuple(float(measured.sum() / fitted.sum()) for measured, fitted in parts if len(measured)),
         _reuse(runs, warmup_steps, aside_s) if is_reusing.any() else None,
+        is_inline,
     )
 
 
@@ -255,21 +263,41 @@ def _fit(works: Sequence[_Works], stage: int, columns: np.ndarray, expected_s: n
     return _Fit(weights, tuple(slowdowns), columns @ weights + lost_s)
 
 
-def _works_of(run: ServedRun) -> _Works:
-    """When the stages worked, step after step and request after request."""
+def _works_of(run: ServedRun, between_s: float | None) -> _Works:
+    """When the stages worked, step after step and request after request.
+
+    Where the others work between steps, they begin `between_s` after one, and what is prepared comes before what is
+    decoded. A request is `preparing` from when that is its turn.
+    """
     records = [record for record in run.records if record.prepare_end_s is not None]
     records.sort(key=lambda record: record.prepare_end_s or 0.0)
     done = [record for record in run.records if record.status == "completed"]
     done.sort(key=lambda record: record.finish_s or 0.0)
-    prepare = [(record.prepare_start_s or 0.0, record.prepare_end_s or 0.0) for record in records]
-    # Decoding starts when the image before is done.
-    free_s = [0.0, *(record.finish_s or 0.0 for record in done)]
-    decode = [(max(record.denoise_end_s or 0.0, free_s[i]), record.finish_s or 0.0) for i, record in enumerate(done)]
+    prepared = [(record.prepare_start_s or 0.0, record.prepare_end_s or 0.0) for record in records]
+    decoded = [(record.denoise_end_s or 0.0, record.finish_s or 0.0) for record in done]
     step = [(row.start_s, row.start_s + row.duration_s) for row in run.steps]
+    if between_s is None:
+        prepare, decode = prepared, _one_by_one(decoded)
+    else:
+        stepped = [(start_s, end_s + between_s) for start_s, end_s in step]
+        prepare = _one_by_one(prepared, stepped, decoded)
+        decode = _one_by_one(decoded, stepped, prepared)
     names = [[str(record.resolution) for record in each] for each in (records, done)]
     spans = prepare, step, decode
     starts, ends = ([[span[end] for span in each] for each in spans] for end in (0, 1))
     return _Works(starts, ends, [names[0], [], names[1]])
+
+
+def _one_by_one(
+    spans: Sequence[tuple[float, float]], *others: Sequence[tuple[float, float]]
+) -> list[tuple[float, float]]:
+    """Spans sorted by their ends, each of which starts when the one before has ended, and others that end before it."""
+    found = list[tuple[float, float]]()
+    for start_s, end_s in spans:
+        places = [(each, bisect_right(each, end_s, key=lambda span: span[1])) for each in (found, *others)]
+        start_s = max([start_s, *(each[place - 1][1] for each, place in places if place)])
+        found.append((min(start_s, end_s), end_s))
+    return found
 
 
 def _changed(run: ServedRun) -> list[set[Resolution]]:
@@ -284,14 +312,17 @@ def _changed(run: ServedRun) -> list[set[Resolution]]:
     return changed
 
 
-def _between_s(runs: Sequence[ServedRun]) -> float:
-    """Mean seconds between steps where the batch did not run empty."""
+def _between_s(runs: Sequence[ServedRun], is_inline: bool) -> float:
+    """Mean seconds between steps where the batch did not run empty, and no other stage worked there."""
     gaps_s = []
     for run in runs:
         left_s = sorted(record.denoise_end_s for record in run.records if record.denoise_end_s is not None)
+        ends = [time_s for record in run.records for time_s in (record.prepare_end_s, record.finish_s)]
+        worked_s = sorted(time_s for time_s in ends if is_inline and time_s is not None)
         for row, following in pairwise(run.steps):
             end_s = row.start_s + row.duration_s
             num_left = bisect_right(left_s, end_s + _EQUAL_S) - bisect_left(left_s, end_s - _EQUAL_S)
-            if num_left < row.active:
+            others = bisect_right(worked_s, following.start_s + _EQUAL_S) - bisect_right(worked_s, end_s)
+            if num_left < row.active and not others:
                 gaps_s.append(max(0.0, following.start_s - end_s))
     return fmean(gaps_s) if gaps_s else 0.0

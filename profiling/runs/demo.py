@@ -1,4 +1,6 @@
-"""The point in two minutes: one overloaded trace of mixed resolutions, served by diffusers in buckets and by psctl."""
+"""The point in three minutes: one overloaded trace of mixed resolutions, served by diffusers in buckets and by psctl,
+exactly and with its cache.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,7 +12,7 @@ from ...data.requests import Request
 from ...data.run_facts import describe
 from ...data.traces.traces import assign_slos
 from ...data.workspace import ModelWorkspace
-from ...serving.models.build import as_plain
+from ...serving.models.build import as_plain, without_cache
 from ...serving.models.served import ServedModel
 from ...serving.scheduling.systems import System, get_system
 from ...training.latency.online_correction import OnlineCorrection
@@ -22,8 +24,8 @@ from .serve import ServeOutcome, run_serve
 from .step_latencies import latencies_for_serving
 from .trace_settings import DEFAULT_SLO_SCALE, TraceSettings, draw_requests
 
-SYSTEMS = ("bucketed", "patchedserve")
-_BASE = SYSTEMS[0]
+SYSTEMS = ("bucketed", "patched-slack", "patchedserve")
+_BASE, _EXACT = SYSTEMS[:2]
 _WARM_UP, _NEVER_LATE_S = 32, 600.0
 """Requests that each system serves before its run counts, all at once, and their SLO."""
 _Tell = Callable[[str], None]
@@ -69,14 +71,14 @@ def run_demo(
     on_warning: _Tell,
     on_start: Callable[[str, Sequence[Request]], Callable[[], None]],
 ) -> DemoOutcome:
-    """Serve the same trace with both systems, one after the other, and write a page that compares them.
+    """Serve the same trace with all systems, one after the other, and write a page that compares them.
 
-    Both are warmed up alike, and share the weights and the SLOs. The rate follows from how fast bucketed diffusers
+    All are warmed up alike, and share the weights and the SLOs. The rate follows from how fast bucketed diffusers
     serve the requests of the warm-up.
 
     Args:
         model: loaded for the patch engine, with a cache or without.
-        workspace: of the model; both runs go there.
+        workspace: of the model; the runs go there.
         folder: where the page, its picture and all images go.
         settings: what is served.
         on_note, on_warning: told what happens, and what may be inexact.
@@ -88,8 +90,9 @@ def run_demo(
         OSError: results cannot be written.
     """
     sizes = model.defaults.resolutions
-    plain = as_plain(model)
-    for served in (plain, model):
+    plain, exact = as_plain(model), without_cache(model)
+    models = {name: plain if get_system(name).engine == "plain" else model for name in SYSTEMS} | {_EXACT: exact}
+    for served in (plain, exact, model):
         served.tune(sizes, workspace.tables)
     latency = latencies_for_serving(
         model, workspace, sizes, settings.max_batch_size, on_note=on_note, on_warning=on_warning
@@ -110,7 +113,7 @@ def run_demo(
     ) -> tuple[System, ServeOutcome]:
         system = get_system(name)
         outcome = run_serve(
-            plain if system.engine == "plain" else model,
+            models[name],
             requests,
             system,
             workspace,

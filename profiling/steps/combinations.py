@@ -160,15 +160,20 @@ def stratified_combinations(
     """Draw different combinations that cover small and large batches, and pure and mixed ones, evenly.
 
     Always among them, and first: one request of each resolution and the largest batch of each, the corners between
-    which a latency model interpolates. The others are drawn by turns from all batch sizes, and there by turns from all
-    numbers of different resolutions. An even draw among all ways to split a batch would hold next to no batch of a
-    single resolution, which is what a policy that never mixes runs.
+    which a latency model interpolates, and a small and a large batch of all resolutions. Then come pairs. Without mixed
+    batches a model cannot tell what mixing costs, and a short table would have none. The others are drawn by turns from
+    all batch sizes, and there by turns from all numbers of different resolutions. An even draw among all ways to split
+    a batch would hold next to no batch of a single resolution, which is what a policy that never mixes runs.
 
-    All are returned if there are not `count`, and the corners even if it is less.
+    All are returned if there are not `count`, and corners and mixes of all even if it is less.
     """
     generator = random.Random(seed)
     size = len(resolutions)
     chosen = dict.fromkeys(_pure(size, dict.fromkeys((1, max_batch_size))))
+    chosen |= dict.fromkeys(_even(size, range(size), max_batch_size))
+    pairs = [row for pair in choose(range(size), 2) for row in _even(size, pair, max_batch_size)]
+    random.Random(seed).shuffle(pairs)
+    chosen |= dict.fromkeys(pairs[: max(0, count - len(chosen))])
     strata = [_splits(total, size, generator, chosen) for total in range(1, max_batch_size + 1)]
     while strata and len(chosen) < count:
         generator.shuffle(strata)
@@ -202,6 +207,17 @@ def _pure(size: int, numbers: Iterable[int]) -> Iterator[tuple[int, ...]]:
     """The counts of batches of one resolution: of each number, one for every resolution."""
     for number, index in product(numbers, range(size)):
         yield tuple(number if index == other else 0 for other in range(size))
+
+
+def _even(size: int, members: Sequence[int], max_batch_size: int) -> Iterator[tuple[int, ...]]:
+    """One request of each of some resolutions, and the largest batch of them, as even as it can be; as far as they fit
+    a batch.
+    """
+    for number in dict.fromkeys((len(members), max_batch_size)):
+        if len(members) <= number <= max_batch_size:
+            each, rest = divmod(number, len(members))
+            counts = {member: each + (place < rest) for place, member in enumerate(members)}
+            yield tuple(counts.get(index, 0) for index in range(size))
 
 
 def _splits(

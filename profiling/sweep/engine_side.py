@@ -198,8 +198,10 @@ class EngineSide:
         found: dict[EngineName, Calibration] = {}
         for name in self._models:
             runs = [self._folder.load_calibration(name, *key) for key in self._calibrating]
-            cache = self._models[name].options.cache
-            found[name] = calibrate(runs, self._profiled[name], warmup_steps=cache.warmup_steps if cache.is_on else 0)
+            options = self._models[name].options
+            warmup_steps = options.cache.warmup_steps if options.cache.is_on else 0
+            is_inline = options.stages == "inline"
+            found[name] = calibrate(runs, self._profiled[name], warmup_steps=warmup_steps, is_inline=is_inline)
         content = {name: asdict(each) for name, each in (self._known | found).items()}
         write_json(self._folder.path / CALIBRATION_FILE, content)
         return {name: SimulatedEngine.of(self._profiled[name], each) for name, each in found.items()}

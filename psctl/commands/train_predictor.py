@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from ...data.errors import UsageError
+from ...data.errors import RunError, UsageError
 from ...data.files import require_folder, write_bytes
 from ...serving.cache.options import CacheOptions
 from ..flags import flag
@@ -36,6 +36,7 @@ def train_predictor_latency(
         Path | None,
         flag("--output-file", "Write the predictor here. Default: the workspace's predictors.", dir_okay=False),
     ] = None,
+    force: Annotated[bool, flag("--force", "Save a predictor that is far off, too.")] = False,
     seed: Seed = 0,
     target: Annotated[Target, WHERE.without("dtype")],
     out: Output,
@@ -44,7 +45,8 @@ def train_predictor_latency(
 
     A support vector regression on top of a linear model is fitted to 80 % of the combinations and tested on the others;
     where it does not help, the linear model alone is kept. Next to the errors stands the noise floor, what the table is
-    off itself. Predictor and plot go to the workspace, where serving and simulating find them.
+    off itself. Predictor and plot go to the workspace, where serving and simulating find them; one that is off by more
+    than 25 %, or by more than a look-up by pixels, is not saved without --force.
 
     Examples:
 
@@ -76,12 +78,19 @@ def train_predictor_latency(
     require_folder(place.absolute().parent)
     from ...profiling.report.latency_plots import plot_predictions
     from ...profiling.report.tables import latency_training_table
-    from ...training.latency.fitting import fit_latency_predictor, time_predictions
+    from ...training.latency.fitting import fit_latency_predictor, time_predictions, why_unfit
 
     with out.phases() as start:
         fitted = start(f"combinations of {table_file}", len(measured.rows), expected_s=len(measured.rows) * _FIT_S)
         predictor = fit_latency_predictor(measured.rows, seed=seed, circumstances=measured.circumstances)
         fitted(len(measured.rows))
+    if (reason := why_unfit(predictor.about.fit)) is not None:
+        if not force:
+            raise RunError(
+                f"the predictor is not saved: {reason}; measure the table again while nothing else runs (psctl profile "
+                "latency), or save it all the same with --force"
+            )
+        out.warn(f"the predictor is saved all the same: {reason}")
     predictor.save(place)
     plot_file = place.with_suffix(".png")
     write_bytes(plot_file, plot_predictions(measured, predictor))

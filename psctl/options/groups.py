@@ -183,7 +183,7 @@ _OFFLOAD = flag(
 _STAGES = flag(
     "--stages",
     "Where texts are encoded and images decoded: beside the denoise loop in threads, or in processes of their own; "
-    "inline: between its steps.",
+    "inline: between its steps; auto: inline on a CPU of up to 4 cores, else threads.",
     is_shared=True,
 )
 _OF_MODELS = {"model": MODEL, "prompt_cache_mb": _PROMPT_CACHE, "offload": _OFFLOAD, "stages": _STAGES}

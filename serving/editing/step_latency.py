@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-from scipy.optimize import nnls
 
 from ...data.errors import UsageError
 from ...data.resolution import Resolution
 from ...data.work import Work
+from ...training.latency.least_squares import relative_line
 from ..scheduling.policies.base import StepLatencyPredictor
 
 TERMS = ("step", "edit", "image", "tokens", "attention")
@@ -40,10 +40,7 @@ def terms_of(works: Sequence[Work]) -> tuple[float, ...]:
 
 def fitted_line(terms: Sequence[Sequence[float]], times_s: Sequence[float]) -> tuple[float, ...]:
     """Seconds for each term, none negative, of the line through times with the least relative error."""
-    measured_s = np.array(times_s)
-    # Divided by what was measured: a millisecond matters more to a short step.
-    relative = np.array(terms) / measured_s[:, None]
-    return tuple(nnls(relative, np.ones(len(measured_s)))[0].tolist())
+    return tuple(relative_line(np.array(terms), np.array(times_s)).tolist())
 
 
 def on_line(coefficients: Sequence[float], terms: Sequence[float]) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...data.errors import MissingExtraError, UsageError
+from ...data.run_facts import usable_cores
 from ...data.tables.block_facts import BlockFacts
 from ...kernels.launch import KERNELS, is_triton_installed, use_triton
 from ..cache.options import CacheOptions
@@ -17,7 +18,7 @@ from ..core.captured import CapturedPasses, CudaRecorder
 from ..core.denoiser import denoiser_of
 from ..core.stepper import Stepper
 from ..families import Family, build_family
-from ..options import EngineOptions
+from ..options import EngineOptions, StagesName, stages_on
 from ..parallel.launch import ProcessRanks
 from ..parallel.options import ParallelOptions
 from ..parallel.recovery import RankGroup
@@ -53,6 +54,8 @@ def build_model(
     defaults, options = defaults or ModelDefaults(), options or EngineOptions()
     family = build_family(pipe, max_sequence_length=defaults.max_sequence_length)
     check_options(type(pipe).__name__, options)
+    if options.stages == "auto":
+        options = replace(options, stages=stages_on(denoiser_of(pipe).device.type, usable_cores()))
     facts = partial(block_facts, pipe, name, fingerprint)
     if options.cache.is_on:
         suited = facts(options.cache.patch_size).patch_size
@@ -95,8 +98,9 @@ def as_plain(model: ServedModel, *, is_eager: bool = False) -> ServedModel:
     """
     options = model.options
     is_compiled, is_recorded = options.compile and not is_eager, options.cuda_graphs and not is_eager
-    wanted = EngineOptions("plain", compile=is_compiled, cuda_graphs=is_recorded)
-    has_others = options.prompt_cache_mb or options.stages != "threads"
+    stages: StagesName = "auto" if options.stages == "processes" else options.stages
+    wanted = EngineOptions("plain", compile=is_compiled, cuda_graphs=is_recorded, stages=stages)
+    has_others = options.prompt_cache_mb or stages != options.stages
     has_efforts = (options.compile, options.cuda_graphs) == (is_compiled, is_recorded)
     return model if options.engine == "plain" and has_efforts and not has_others else with_engine(model, wanted)
 

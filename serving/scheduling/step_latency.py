@@ -5,11 +5,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from scipy.optimize import nnls
 
 from ...data.errors import UsageError
 from ...data.resolution import Resolution
 from ...data.work import Work
+from ...training.latency.least_squares import relative_line
 from .policies.base import StepLatencyPredictor
 
 Batch = tuple[Resolution | Work, ...]
@@ -75,9 +75,10 @@ class TableLatency:
 
         latency = a + b * (distinct resolutions) + sum over resolutions of c * (requests)
 
-    so that no batch gets faster by growing. Then, because batches do not grow along a line (small ones do not fill the
-    device), its value is multiplied by how far the table is off the line nearby: the mean of measured / fitted over
-    the four nearest batches, weighted by the inverse distance, which is the number of requests to add or remove.
+    so that no batch gets faster by growing; what the table cannot tell apart counts once (`relative_line`). Then,
+    because batches do not grow along a line (small ones do not fill the device), its value is multiplied by how far the
+    table is off the line nearby: the mean of measured / fitted over the four nearest batches, weighted by the inverse
+    distance, which is the number of requests to add or remove.
 
     Args:
         latencies: seconds of one step by batch; the order of a batch's resolutions does not matter.
@@ -109,8 +110,7 @@ class TableLatency:
         self.resolutions = tuple(sorted({resolution for batch in self._measured for resolution in batch}))
         self._counts = np.array([self._count(batch) for batch in self._measured], dtype=float)
         measured_s = np.array(list(self._measured.values()))
-        # Divided by what was measured: a millisecond matters more to a short step.
-        self._weights = nnls(self._features(self._counts) / measured_s[:, None], np.ones(len(measured_s)))[0]
+        self._weights = relative_line(self._features(self._counts), measured_s)
         self._off_line = measured_s / (self._features(self._counts) @ self._weights)
 
     def step_latency_s(self, active: Sequence[Resolution | Work]) -> float:
@@ -156,6 +156,6 @@ class TableLatency:
 
     @staticmethod
     def _features(counts: np.ndarray) -> np.ndarray:
-        """(n, resolutions) requests of each -> (n, 2 + resolutions)."""
+        """(n, resolutions) requests of each -> (n, resolutions + 2)."""
         distinct = (counts > 0).sum(axis=1, keepdims=True)
-        return np.hstack([np.ones((len(counts), 1)), distinct, counts])
+        return np.hstack([counts, np.ones((len(counts), 1)), distinct])

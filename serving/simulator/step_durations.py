@@ -109,6 +109,7 @@ class StepDurations:
         between_s: from the end of a step to the start of the next, while there is a batch.
         slowdown: of steps and the other stages by each other.
         reuse: which requests of a batch the model runs for; None: all of them.
+        is_inline: the other stages work between the steps (`--stages inline`), not beside them.
 
     Raises:
         UsageError: a number is out of its range.
@@ -120,6 +121,7 @@ class StepDurations:
     between_s: float = 0.0
     slowdown: Slowdown = UNDISTURBED
     reuse: Reuse | None = None
+    is_inline: bool = False
 
     def __post_init__(self) -> None:
         if not self.scales or list(self.scales) != sorted(self.scales):

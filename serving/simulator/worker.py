@@ -4,6 +4,7 @@ Stages that work at the same time share the processor: each then runs at 1 / (1 
 others) of its speed, and whenever one begins or ends, the ends of the others move.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappush
@@ -105,6 +106,9 @@ class SimulatedWorker:
         self._keep_steps = keep_steps
         self._works: list[_Work | None] = [None, None, None]
         self._is_between = False
+        # Where stages work between the steps: what is due before the next, and whether who takes it has been decided.
+        self._due: deque[RequestState] = deque()
+        self._is_decided = False
         self._held = None if edits is None else HeldRecords(edits)
         self._num_waiting = 0
         self._ran: list[Resolution | Work] = []
@@ -173,10 +177,17 @@ class SimulatedWorker:
         if self._is_between or self._works[STEP] is not None:
             return
         scheduler, clock = self.scheduler, self._clock
-        for state in scheduler.decide(now_s):
-            clock.close(state.record)
-        self._prepare_next(now_s)
-        if scheduler.can_step:
+        if not self._is_decided:
+            for state in scheduler.decide(now_s):
+                clock.close(state.record)
+            self._prepare_next(now_s)
+        was_decided, self._is_decided = self._is_decided, self._durations.is_inline and self._serve_inline(now_s)
+        if self._is_decided:
+            return
+        if was_decided and not scheduler.can_step:
+            # Nobody was there before, but who has been prepared meanwhile is.
+            self.proceed(now_s)
+        elif scheduler.can_step:
             self._num_waiting = scheduler.num_waiting
             ran = self._ran = self._computed()
             is_reusing = len(ran) < len(scheduler.works)
@@ -212,17 +223,36 @@ class SimulatedWorker:
 
     def _prepare_next(self, now_s: float) -> None:
         state = self.scheduler.next_to_prepare(now_s)
-        if state is not None:
-            request = state.request
-            record = state.view.record
-            read_s = 0.0 if record is None or self._held is None else self._held.read(record)
-            work_s = self._times.prepare_of(request.resolution) + read_s
-            self._begin(PREPARE, request.request_id, work_s, now_s)
+        if state is not None and self._durations.is_inline:
+            self._due.append(state)
+        elif state is not None:
+            self._prepare(state, now_s)
+
+    def _prepare(self, state: RequestState, now_s: float) -> None:
+        request = state.request
+        record = state.view.record
+        read_s = 0.0 if record is None or self._held is None else self._held.read(record)
+        work_s = self._times.prepare_of(request.resolution) + read_s
+        self._begin(PREPARE, request.request_id, work_s, now_s)
 
     def _decode_next(self, now_s: float) -> None:
-        if self._decoding and self._works[DECODE] is None:
-            request_id, state = next(iter(self._decoding.items()))
-            self._begin(DECODE, request_id, self._times.postprocess_of(state.request.resolution), now_s)
+        if self._decoding and self._works[DECODE] is None and not self._durations.is_inline:
+            self._decode(now_s)
+
+    def _decode(self, now_s: float) -> None:
+        request_id, state = next(iter(self._decoding.items()))
+        self._begin(DECODE, request_id, self._times.postprocess_of(state.request.resolution), now_s)
+
+    def _serve_inline(self, now_s: float) -> bool:
+        """Go on with what is due between steps, in the order of `engine.side_stages`; whether there is anything."""
+        if self._works[PREPARE] is None and self._works[DECODE] is None:
+            if self._due:
+                self._prepare(self._due.popleft(), now_s)
+            elif self._decoding:
+                self._decode(now_s)
+            else:
+                return False
+        return True
 
     def _begin(self, stage: int, request_id: int, work_s: float, now_s: float) -> None:
         """Let a stage work for what takes it `work_s` seconds alone."""

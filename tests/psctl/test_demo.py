@@ -1,4 +1,4 @@
-"""`psctl demo`: both systems serve the same requests, and one page says what became of them."""
+"""`psctl demo`: all systems serve the same requests, and one page says what became of them."""
 
 import json
 from pathlib import Path
@@ -11,23 +11,24 @@ from ..support.tiny_models import save_tiny, tiny_sdxl
 
 
 @pytest.mark.slow
-def test_one_trace_two_systems_one_page(run_psctl: RunPsctl, tmp_path: Path) -> None:
+def test_one_trace_three_systems_one_page(run_psctl: RunPsctl, tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "tiny", tiny_sdxl(), guidance_scale=3.0, resolutions=["32", "48"])
     arguments = ("demo", "--model", model, "--dtype", "float32", "--duration", "4", "--num-inference-steps", "3")
     done = run_psctl(*arguments, "--load", "0.5", "--output-dir", "shown", "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert list(result["systems"]) == ["bucketed", "patchedserve"]
+    assert list(result["systems"]) == ["bucketed", "patched-slack", "patchedserve"]
     runs = [
         [json.loads(line) for line in (tmp_path / summary["run_dir"] / "trace.jsonl").read_text().splitlines()]
         for summary in result["systems"].values()
     ]
-    assert runs[0] == runs[1], "not the same requests and SLOs"
+    assert runs[0] == runs[1] == runs[2], "not the same requests and SLOs"
     assert {summary["total_requests"] for summary in result["systems"].values()} == {len(runs[0])}
     # The last line says the point, in the numbers of the runs.
     met = [summary["slo_met_success"] for summary in result["systems"].values()]
     assert done.stderr.splitlines()[-1] == result["headline"]
-    assert f"patchedserve: {met[1]} of {len(runs[0])} requests in time" in result["headline"]
+    assert f"patchedserve: {met[2]} of {len(runs[0])} requests in time" in result["headline"]
+    assert f"patched-slack: {met[1]} (" in result["headline"]
     assert f"bucketed: {met[0]} (" in result["headline"]
     page = (tmp_path / "shown" / "comparison.html").read_text()
     assert result["headline"] in page

@@ -157,10 +157,10 @@ def test_a_system_sets_engine_and_policy_and_single_options_override(
         config = summary_of(simulate(capsys, *base, "--quiet", *options))["config"]
         return config["system"], config["policy"], config["engine"]
 
-    assert chosen() == ("patchedserve", "slack", "patched")
+    assert chosen() == ("patched-slack", "slack", "patched")
     assert chosen("--system", "nirvana") == ("nirvana", "continuous", "plain")
     assert chosen("--policy", "edf", "--system", "nirvana", "--engine", "patched") == ("nirvana", "edf", "patched")
-    assert chosen("--engine", "plain") == ("patchedserve", "slack", "plain")
+    assert chosen("--engine", "plain") == ("patched-slack", "slack", "plain")
     # The systems that --policy had before there were any.
     for old in ("bucketed", "nirvana", "patched-fcfs", "distrifusion-fcfs"):
         system = get_system(old, is_simulated=True)

@@ -72,10 +72,13 @@ def test_no_stage_outlives_a_server_that_is_killed(model: Path, tmp_path: Path) 
 
 def test_images_are_the_same(model: Path, run_psctl: RunPsctl, tmp_path: Path) -> None:
     common = ("generate", "a cat", "--model", model, "--seed", "3", "--resolution", "64x32", "--dtype", "float32")
-    for stages in ("threads", "processes", "inline"):
+    ways = ("threads", "processes", "inline", "auto")
+    for stages in ways:
         done = run_psctl(*common, "--stages", stages, "--output", tmp_path / f"{stages}.png")
         assert done.returncode == 0, done.stderr
-    images = [np.asarray(Image.open(tmp_path / f"{stages}.png")) for stages in ("threads", "processes", "inline")]
+    images = [
+        np.asarray(Image.open(tmp_path / f"{stages}.png")) for stages in ("threads", "processes", "inline", "auto")
+    ]
     assert all(np.array_equal(images[0], image) for image in images[1:])
     refused = run_psctl(*common, "--stages", "processes", "--offload", "text")
     assert refused.returncode == 2

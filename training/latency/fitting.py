@@ -11,23 +11,27 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import numpy as np
-from scipy.optimize import nnls
 
 from ...data.errors import UsageError
 from ...data.resolution import Resolution
 from ...data.run_facts import RunFacts
 from ...data.tables.latency import LatencyRow, noise_floor
 from .file import PredictorAbout, StepModel, SupportVectors
+from .least_squares import relative_line
 from .predictor import LatencyPredictor
 
 MIN_ROWS = 10
 HELD_OUT_SHARE = 0.2
+MOST_ERROR = 0.25
+"""Mean relative error above which a predictor is of no use to a scheduler."""
+_WORSE_THAN_LOOK_UP = 1.1
+"""A fifth of a small table is a dozen rows, on which two equals differ by so much."""
 _FOLDS = 5
 GRID = {"C": (0.1, 1.0), "gamma": (0.01, 0.03, 0.1, 0.3), "epsilon": (0.005, 0.02, 0.05)}
 """Parameters that are tried; epsilon and C are in units of the logarithm of measured over linear. With a C of 10
@@ -40,7 +44,8 @@ def fit_latency_predictor(
     """Fit the predictor; its `about.fit` says how well.
 
     `about.fit` holds `seed`, `num_train`, `held_out` (labels of the rows), `parameters`, `kept` ("svr", or "linear"
-    unless the former is better on the training rows by one standard error, cross-validated), `noise_floor` of the table
+    unless the former is better on the training rows by one standard error, cross-validated, and not worse on those that
+    are held out), `noise_floor` of the table
     (see `tables.latency`), and `errors`: for `svr` and the baselines `linear` (what it stands on: non-negative least
     squares of relative errors on the paper's features) and `pixels` (a look-up by the number of pixels alone,
     interpolated), all fitted to the same rows, the held-out `mse_ms2`, `mape` and `r2`.
@@ -65,13 +70,14 @@ def fit_latency_predictor(
     parameters, validated, is_better = _search(features[train], measured_ms[train], seed)
     svr = _fit_svr(features[train], measured_ms[train], parameters)
     linear = StepModel(svr.weights)
-    kept = svr if is_better else linear
     pixels = np.array([sum(size.pixels * count for size, count in row.counts.items()) for row in rows])
     predicted_ms = {
         "svr": svr.ms(features[test]),
         "linear": linear.ms(features[test]),
         "pixels": _look_up(pixels[train], measured_ms[train], pixels[test]),
     }
+    errors = {name: _errors(measured_ms[test], ms) for name, ms in predicted_ms.items()}
+    kept = svr if is_better and (errors["svr"]["mape"] or 0) <= (errors["linear"]["mape"] or 0) else linear
     assert svr.vectors is not None
     fit = {
         "seed": seed,
@@ -83,9 +89,20 @@ def fit_latency_predictor(
         "target": "log_ratio_to_linear",
         "num_support_vectors": len(svr.vectors.dual),
         "noise_floor": noise_floor(rows),
-        "errors": {name: _errors(measured_ms[test], ms) for name, ms in predicted_ms.items()},
+        "errors": errors,
     }
     return LatencyPredictor(kept, replace(about, fit=fit))
+
+
+def why_unfit(fit: Mapping[str, Any]) -> str | None:
+    """Why `about.fit` says that a predictor should not be served with; None where nothing speaks against it."""
+    found, look_up = fit["errors"][fit["kept"]]["mape"], fit["errors"]["pixels"]["mape"]
+    said = f"it is off by {found:.1%} on combinations that it has not seen"
+    if found > MOST_ERROR:
+        return f"{said}, more than {MOST_ERROR:.0%}"
+    if found > max(_WORSE_THAN_LOOK_UP * look_up, fit["noise_floor"] or 0.0):
+        return f"{said}, a look-up by pixels by {look_up:.1%} only"
+    return None
 
 
 def features_of(about: PredictorAbout, row: LatencyRow) -> list[float]:
@@ -159,9 +176,11 @@ def _search(
 
 def _fit_linear(features: np.ndarray, measured_ms: np.ndarray) -> np.ndarray:
     """Weights of non-negative least squares of relative errors, first the constant, last a 0 for the logarithm."""
-    everything = np.hstack([np.ones((len(features), 1)), features[:, :-1]])
-    # Divided by what was measured: a millisecond matters more to a short step.
-    return np.append(nnls(everything / measured_ms[:, None], np.ones(len(measured_ms)))[0], 0.0)
+    *counts, distinct, patches, _ = features.T
+    # Patches are the counts once more, and have no weight: lines on the counts are all those on both.
+    columns = np.stack([*counts, np.ones(len(features)), distinct, patches], axis=1)
+    *weights, constant, per_distinct, per_patch = relative_line(columns, measured_ms)
+    return np.array([constant, *weights, per_distinct, per_patch, 0.0])
 
 
 def _fit_svr(

@@ -185,6 +185,20 @@ def test_calibration_finds_what_was_put_in(by_resolution: bool) -> None:
     assert blind.durations(steps).scale_of(4) > 1.03 * truth.scale_of(4)
 
 
+def test_calibration_of_stages_between_the_steps_finds_what_was_put_in() -> None:
+    steps = ProfiledSteps(Steps(), Steps(1.5))
+    truth = StepDurations(steps, {1: 1.1, 16: 1.4}, 0.6, 0.002, is_inline=True)
+    results = [serve(truth, rate, count) for rate, count in ((0.7, 40), (2.0, 80), (20.0, 120))]
+    found = calibrate([ServedRun(result.records, result.steps) for result in results], steps, is_inline=True)
+    assert found.is_inline
+    assert found.between_s == pytest.approx(0.002, rel=0.01)
+    assert found.prepare_s == pytest.approx({"128x128": 0.004, "256x256": 0.004}, rel=0.02)
+    assert found.postprocess_s == pytest.approx({"128x128": 0.03, "256x256": 0.09}, rel=0.02)
+    assert max(map(max, found.slowdown)) < 0.01
+    assert parse(Calibration, json.loads(json.dumps(asdict(found))), "x") == found
+    check_means(truth, found, (1.0, 3.0, 6.0))
+
+
 def test_calibration_finds_how_often_the_cache_computes() -> None:
     steps = ProfiledSteps(Steps(), Steps(1.5))
     truth = StepDurations(steps, {1: 1.1, 8: 1.3}, 0.6, 0.001, reuse=Reuse(3, 3.0, 0.002))

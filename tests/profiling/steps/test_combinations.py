@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from patchedserve.data.errors import UsageError
@@ -102,9 +103,24 @@ def test_combinations_are_stratified() -> None:
     # All that there are of the smallest, and as many as of any other of the larger ones.
     assert [by_size[size] for size in (1, 2, 3, 4)] == [3, 6, 10, 15]
     assert set(by_size) == set(range(1, 17))
-    assert all(20 <= by_size[size] <= 26 for size in range(6, 17))
+    assert all(20 <= by_size[size] <= 26 for size in range(6, 16))
+    assert by_size[16] <= 31, "of pairs and of all sizes, too"
     # Every batch of a single resolution is among them; an even draw would hold about 15 of the 48.
     assert sum(not each.is_mixed for each in drawn) == 48
+
+
+@pytest.mark.parametrize("num_sizes", range(1, 7))
+@pytest.mark.parametrize("count", [1, 16, 48, 300])
+def test_every_table_can_tell_what_mixing_costs(num_sizes: int, count: int) -> None:
+    """Requests of each resolution, how many resolutions there are, and what every step takes are columns of their own:
+    together they have full rank.
+    """
+    sizes = tuple(Resolution(64 * side, 64 * side) for side in range(1, num_sizes + 1))
+    drawn = stratified_combinations(sizes, count, 16, seed=0)
+    columns = np.array([[1, *each.counts, len(each.present)] for each in drawn])
+    wanted = num_sizes + 1 + (num_sizes > 1)  # of one resolution all batches have one
+    assert np.linalg.matrix_rank(columns) == wanted
+    assert len(drawn) <= max(count, 2 * num_sizes + 2)
 
 
 @pytest.mark.parametrize(("num_sizes", "largest"), [(1, 16), (2, 5), (3, 4), (5, 1)])

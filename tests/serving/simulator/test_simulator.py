@@ -18,6 +18,7 @@ from patchedserve.serving.scheduling.systems import SYSTEMS
 from patchedserve.serving.simulator.distrifusion import PUBLISHED
 from patchedserve.serving.simulator.simulator import SimulationResult, simulate
 from patchedserve.serving.simulator.stage_times import StageTimes, standalone_latency_s
+from patchedserve.serving.simulator.step_durations import ProfiledSteps, StepDurations
 
 from ...support.function_policy import FunctionPolicy
 
@@ -119,6 +120,21 @@ def test_a_request_joins_only_once_it_is_prepared() -> None:
     result = simulate([request(0), request(1)], get_policy("static"), Unit(), times=StageTimes({S: 3.0}, {}))
     assert [record.admitted_s for record in result.records] == [3.0, 6.0]
     assert [record.denoise_end_s for record in result.records] == [10.0, 10.0]
+
+
+def test_stages_between_the_steps_by_hand() -> None:
+    # The first is prepared until 0.5. The second comes in its first step and is prepared when that is over, from 1.5
+    # to 2; who takes the step after was decided before. It joins at 3, when the first has taken its last step, whose
+    # image comes before the next one.
+    times = StageTimes({S: 0.5}, {S: 2.0})
+    durations = StepDurations(ProfiledSteps(Unit()), is_inline=True)
+    requests = [request(0), request(1, 1.0), request(2, 20.0, steps=1)]
+    result = simulate(requests, get_policy("continuous"), Unit(), times=times, durations=durations, keep_steps=True)
+    assert times_of(result.records[0]) == (0.0, 0.5, 0.5, 3.0, 5.0)
+    assert times_of(result.records[1])[2:] == (3.0, 7.0, 9.0)
+    assert [(row.start_s, row.active) for row in result.steps] == [(0.5, 1), (2.0, 1), (5.0, 1), (6.0, 1), (20.5, 1)]
+    # One that comes when nobody is there.
+    assert times_of(result.records[2]) == (20.0, 20.5, 20.5, 21.5, 23.5)
 
 
 def test_several_gpus_take_the_fewest_pixel_steps() -> None:
