@@ -1,5 +1,5 @@
 # The commands of a working day. Each sets up `.venv` first if pyproject.toml or constraints.txt has changed.
-#   make demo     one overloaded trace, served by bucketed diffusers and by psctl: about two minutes
+#   make demo     one overloaded trace, served by bucketed diffusers and by psctl: about three minutes
 #   make test     the whole test suite
 #   make check    lint, the fast tests, and all tests of what differs from CHECK_SINCE: before a commit
 #   make gate     quality gates on both bundled models, as CI judges them
