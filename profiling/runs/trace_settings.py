@@ -1,13 +1,13 @@
 """What trace the user asked for, and the requests that it stands for. This module imports no torch."""
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...data.errors import UsageError
 from ...data.requests import Request
-from ...data.resolution import parse_list
+from ...data.resolution import Resolution, parse, parse_list
 from ...serving.models.defaults import ModelDefaults
 
 if TYPE_CHECKING:
@@ -79,6 +79,8 @@ class TraceSettings:
         curve: CSV file of the rate of a shape trace over time; None for the one in the box.
         rate_range: its least and its greatest rate, as "1:8"; its length is `duration_s`.
         edits: which of the requests are edits.
+        slo: seconds that requests have which bring no SLO, as text: "2.5", or "128x128=1.5,256=3" by resolution; None,
+            and for resolutions that are not there: a multiple of their standalone latency.
     """
 
     trace: str = "poisson"
@@ -99,6 +101,7 @@ class TraceSettings:
     curve: Path | None = None
     rate_range: str | None = None
     edits: EditSettings = field(default_factory=EditSettings)
+    slo: str | None = None
 
     def to_config(self) -> dict[str, Any]:
         """What was asked for, by the names of the options, as JSON: for summaries and reports."""
@@ -106,6 +109,8 @@ class TraceSettings:
         given |= {name: str(given[name]) for name in ("arrivals", "prompts", "curve") if given[name] is not None}
         if not self.edits.share:
             del given["edits"]
+        if self.slo is None:
+            del given["slo"]
         # Infinity is no number in JSON.
         return given | {"request_rate": self.request_rate if math.isfinite(self.request_rate) else "inf"}
 
@@ -142,6 +147,35 @@ def draw_requests(
 
 def draw_trace(settings: TraceSettings, defaults: ModelDefaults) -> list[Request]:
     """The same, with edits as the trace names them, without their pixels. Raises as `draw_requests`, but for edits."""
+    requests = _without_slos(settings, defaults)
+    if settings.slo is None:
+        return requests
+    slo_of = parse_slo(settings.slo)
+    return [
+        request if request.slo_s is not None else replace(request, slo_s=slo_of(request.resolution))
+        for request in requests
+    ]
+
+
+def parse_slo(text: str) -> "Callable[[Resolution], float | None]":
+    """Seconds by resolution of `"2.5"` or `"128x128=1.5,256=3"`; None for those it does not name. Raises UsageError."""
+    by_size: dict[Resolution | None, float] = {}
+    for part in text.split(","):
+        size, _, seconds = part.rpartition("=")
+        try:
+            value = float(seconds)
+        except ValueError:
+            value = math.nan
+        if not 0 < value < math.inf or (not size and "," in text):
+            raise UsageError(
+                f"--slo is {text!r}, but it must be seconds above 0, as 2.5, or by resolution, as 128x128=1.5,256=3"
+            )
+        by_size[parse(size) if size else None] = value
+    return lambda resolution: by_size.get(resolution, by_size.get(None))
+
+
+def _without_slos(settings: TraceSettings, defaults: ModelDefaults) -> list[Request]:
+    """A trace where only requests of a file have SLOs, those that it names."""
     # Here, because the command line reads the settings' defaults, and its help must not wait for numpy.
     from ...data.prompts.captions import load_prompts
     from ...data.traces import files, traces

@@ -25,7 +25,7 @@ def bench_serve(
     served_model: Annotated[
         str | None, flag("--served-model", "Name that is asked for. Default: whichever the server has.")
     ] = None,
-    trace: Annotated[TraceSettings, TRACE],
+    trace: Annotated[TraceSettings, TRACE.without("slo")],
     random_request_config: Annotated[
         str | None,
         flag(

@@ -34,7 +34,7 @@ _SHARED = {
     "--cascade", "--workers", "--system", "--gpus", "--slo-scale", "--prompts", "--output-file", "--workspace",
     "--device", "--dtype", "--json", "--quiet", "--seed", "--trace", "--request-rate", "--cv", "--amplitude",
     "--period", "--arrivals", "--num-prompts", "--duration", "--resolutions", "--mix", "--from-zero", "--curve",
-    "--rate-range", "--http",
+    "--rate-range", "--http", "--slo",
 } | Flags.of(HttpFlags).names()  # fmt: skip
 
 

@@ -243,6 +243,12 @@ TRACE = Flags(
         "guidance_scale": _SCALE,
         "seed": _SEED,
         "from_zero": flag("--from-zero", "Start a trace file with its first request, whatever its clock says."),
+        "slo": flag(
+            "--slo",
+            "Seconds that a request may take which brings no SLO, as 2.5, or 128x128=1.5,256=3. Default: --slo-scale "
+            "times its latency alone.",
+            metavar="SECONDS|WxH=SECONDS,...",
+        ),
     },
 )
 EDITS = Flags(

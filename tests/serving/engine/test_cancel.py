@@ -28,7 +28,7 @@ REASON = "the client has left"
 
 @pytest.fixture(params=["patched", "plain"])
 def model(pipe: Any, request: pytest.FixtureRequest) -> ServedModel:
-    return build_model(pipe, name="tiny", options=EngineOptions(request.param))
+    return build_model(pipe, name="tiny", options=EngineOptions(request.param, stages="threads"))
 
 
 class Held:

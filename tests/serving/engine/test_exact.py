@@ -73,6 +73,7 @@ def serve(
     engine.close()
     engine.start()
     while all_at_once and len(engine._stages.prepared) < len(requests):
+        engine._stages.serve()
         time.sleep(0.001)
     result = engine.run()
     assert [record.reason for record in result.records] == [None] * len(requests)
