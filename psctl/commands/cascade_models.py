@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ...eval.options import EvalOptions, EvalPlan, plan_eval
+from ...serving.cascade.leg_model import ENGINE
 from ...serving.cascade.legs import LEGS, Leg, LegSpec
 from ..options.target import Target
 from ..output import Output
@@ -46,7 +47,7 @@ def load_both(specs: dict[Leg, LegSpec], target: Target, out: Output) -> "Loaded
             for each in (found.models, found.places, found.load_s):
                 each[leg] = each["light"]  # type: ignore[index]  of each mapping its own
             continue
-        found.models[leg], found.places[leg] = replace(target, model=specs[leg].model).load(out)
+        found.models[leg], found.places[leg] = replace(target, model=specs[leg].model).load(out, ENGINE)
         found.load_s[leg] = time.perf_counter() - start_s
     return found
 

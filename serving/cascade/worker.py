@@ -21,8 +21,7 @@ from ...data.requests import Request
 from ...data.resolution import Resolution, parse
 from ..core.request_state import RequestRecord
 from ..engine.collectors import Collector, InMemory
-from ..options import EngineOptions
-from .leg_model import LegModel, policy_for
+from .leg_model import ENGINE, LegModel, policy_for
 from .legs import LEGS, Leg
 
 if TYPE_CHECKING:
@@ -104,9 +103,7 @@ class _WorkerProcess:
             if each == "heavy" and settings.names["heavy"] == settings.names["light"]:
                 self._models[each] = self._models["light"]
                 continue
-            # As the profile of a cascade was measured.
-            options = EngineOptions(stages="threads")
-            self._models[each] = load_model(settings.names[each], settings.device, settings.dtype, options)
+            self._models[each] = load_model(settings.names[each], settings.device, settings.dtype, ENGINE)
             self._models[each].tune(self._sizes(each), settings.tables[each])
         self._discriminator = load_discriminator(settings.discriminator).to(self._models["light"].device)
         for each in LEGS:

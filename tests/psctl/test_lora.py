@@ -191,7 +191,8 @@ def test_an_adapter_is_fused_by_every_command(psctl: Any, model_dir: Path, lora:
         edited.append(pixels(Image.open(tmp_path / name)))
     assert np.abs(edited[0] - edited[1]).max() > 0
 
-    done = psctl("serve", "--num-prompts", "3", "--num-inference-steps", "2", *given, "--prompt-cache", "1", "--json")
+    serve = ("serve", "--system", "patchedserve", "--num-prompts", "3", "--num-inference-steps", "2", "--slo", "600")
+    done = psctl(*serve, *given, "--prompt-cache", "1", "--json")
     assert done.returncode == 0, done.stderr
     assert "With --sampler, --lora or --quantize no patch is reused" in done.stderr
     summary = json.loads(done.stdout)
@@ -264,8 +265,8 @@ def test_each_request_has_its_own_adapters(psctl: Any, model_dir: Path, lora: Pa
 
     lines = [{"arrival_s": 0, "lora": "ink"}, {"arrival_s": 0}, {"arrival_s": 0.1, "lora": "ink:0.5"}]
     (tmp_path / "trace.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    serve = ("serve", "--trace", "trace.jsonl", "--num-inference-steps", "2", "--slo-scale", "1000", "--json", *given)
-    done = psctl(*serve)
+    serve = ("serve", "--trace", "trace.jsonl", "--num-inference-steps", "2", "--slo", "600", "--json", *given)
+    done = psctl(*serve, "--system", "patchedserve")
     assert done.returncode == 0, done.stderr
     assert "With --adapter no patch is reused" in done.stderr
     summary = json.loads(done.stdout)
