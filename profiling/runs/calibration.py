@@ -266,38 +266,27 @@ def _fit(works: Sequence[_Works], stage: int, columns: np.ndarray, expected_s: n
 def _works_of(run: ServedRun, between_s: float | None) -> _Works:
     """When the stages worked, step after step and request after request.
 
-    Where the others work between steps, they begin `between_s` after one, and what is prepared comes before what is
-    decoded. A request is `preparing` from when that is its turn.
+    Decoding starts when the image before is done; where the stages work between steps, `between_s` after a request's
+    last one, and after what is prepared before the same step.
     """
     records = [record for record in run.records if record.prepare_end_s is not None]
     records.sort(key=lambda record: record.prepare_end_s or 0.0)
     done = [record for record in run.records if record.status == "completed"]
     done.sort(key=lambda record: record.finish_s or 0.0)
-    prepared = [(record.prepare_start_s or 0.0, record.prepare_end_s or 0.0) for record in records]
-    decoded = [(record.denoise_end_s or 0.0, record.finish_s or 0.0) for record in done]
+    prepare = [(record.prepare_start_s or 0.0, record.prepare_end_s or 0.0) for record in records]
+    decode, free_s, ready_s = list[tuple[float, float]](), 0.0, [0.0, *(end_s for _, end_s in prepare)]
+    for record in done:
+        end_s, start_s = record.finish_s or 0.0, max(record.denoise_end_s or 0.0, free_s)
+        if between_s is not None:
+            before_s = ready_s[bisect_right(ready_s, end_s) - 1]
+            start_s = min(max((record.denoise_end_s or 0.0) + between_s, free_s, before_s), end_s)
+        decode.append((start_s, end_s))
+        free_s = end_s
     step = [(row.start_s, row.start_s + row.duration_s) for row in run.steps]
-    if between_s is None:
-        prepare, decode = prepared, _one_by_one(decoded)
-    else:
-        stepped = [(start_s, end_s + between_s) for start_s, end_s in step]
-        prepare = _one_by_one(prepared, stepped, decoded)
-        decode = _one_by_one(decoded, stepped, prepared)
     names = [[str(record.resolution) for record in each] for each in (records, done)]
     spans = prepare, step, decode
     starts, ends = ([[span[end] for span in each] for each in spans] for end in (0, 1))
     return _Works(starts, ends, [names[0], [], names[1]])
-
-
-def _one_by_one(
-    spans: Sequence[tuple[float, float]], *others: Sequence[tuple[float, float]]
-) -> list[tuple[float, float]]:
-    """Spans sorted by their ends, each of which starts when the one before has ended, and others that end before it."""
-    found = list[tuple[float, float]]()
-    for start_s, end_s in spans:
-        places = [(each, bisect_right(each, end_s, key=lambda span: span[1])) for each in (found, *others)]
-        start_s = max([start_s, *(each[place - 1][1] for each, place in places if place)])
-        found.append((min(start_s, end_s), end_s))
-    return found
 
 
 def _changed(run: ServedRun) -> list[set[Resolution]]:

@@ -247,14 +247,18 @@ class Engine:
                 if self._is_aborted or stages.error is not None:
                     return
                 ended = self._end_cancelled()
-                ended += scheduler.decide(self.now_s())
-                stages.prepare_next()
+                # What is due between steps comes first, so that who has been prepared may take the next one.
+                if not (is_due := stages.is_due):
+                    ended += scheduler.decide(self.now_s())
+                    stages.prepare_next()
                 num_waiting = scheduler.num_waiting
                 batch = [stages.prepared[state.request.request_id] for state in scheduler.active]
                 can_step, may_record = scheduler.can_step, self._may_record
             for state in ended:
                 stages.let_go(state)
-            stages.serve()
+            if is_due:
+                stages.serve()
+                continue
             if can_step:
                 self._step(batch, num_waiting)
             if may_record and stages.recorder is not None:

@@ -241,6 +241,10 @@ class SideStages:
 
     def _prepare_one(self, request: Request) -> None:
         prepared = failure = share = None
+        with self.changed:
+            if (waiting := self.open.get(request.request_id)) is not None:
+                # Between steps its turn comes some time after it was put here.
+                waiting.record.prepare_start_s = self._now_s()
         try:
             prepared = self._model.prepare(request)
             if request.edit is not None:

@@ -106,9 +106,8 @@ class SimulatedWorker:
         self._keep_steps = keep_steps
         self._works: list[_Work | None] = [None, None, None]
         self._is_between = False
-        # Where stages work between the steps: what is due before the next, and whether who takes it has been decided.
+        # What is prepared before the next step, where stages work between the steps.
         self._due: deque[RequestState] = deque()
-        self._is_decided = False
         self._held = None if edits is None else HeldRecords(edits)
         self._num_waiting = 0
         self._ran: list[Resolution | Work] = []
@@ -176,23 +175,20 @@ class SimulatedWorker:
         """Ask the policy and start a step, unless one is running."""
         if self._is_between or self._works[STEP] is not None:
             return
-        scheduler, clock = self.scheduler, self._clock
-        if not self._is_decided:
-            for state in scheduler.decide(now_s):
-                clock.close(state.record)
-            self._prepare_next(now_s)
-        was_decided, self._is_decided = self._is_decided, self._durations.is_inline and self._serve_inline(now_s)
-        if self._is_decided:
+        if self._durations.is_inline and self._serve_inline(now_s):
             return
-        if was_decided and not scheduler.can_step:
-            # Nobody was there before, but who has been prepared meanwhile is.
-            self.proceed(now_s)
-        elif scheduler.can_step:
+        scheduler, clock = self.scheduler, self._clock
+        for state in scheduler.decide(now_s):
+            clock.close(state.record)
+        self._prepare_next(now_s)
+        if scheduler.can_step:
             self._num_waiting = scheduler.num_waiting
             ran = self._ran = self._computed()
             is_reusing = len(ran) < len(scheduler.works)
             work_s = self._durations.undisturbed_s(ran, scheduler.changed, is_reusing=is_reusing)
             self._begin(STEP, -1, work_s, now_s)
+        elif self._durations.is_inline:
+            self._serve_inline(now_s)
 
     def _computed(self) -> list[Resolution | Work]:
         """What the model does for the active requests in the next step, without those that reuse, sorted."""
@@ -231,6 +227,7 @@ class SimulatedWorker:
     def _prepare(self, state: RequestState, now_s: float) -> None:
         request = state.request
         record = state.view.record
+        state.record.prepare_start_s = now_s
         read_s = 0.0 if record is None or self._held is None else self._held.read(record)
         work_s = self._times.prepare_of(request.resolution) + read_s
         self._begin(PREPARE, request.request_id, work_s, now_s)
@@ -244,7 +241,7 @@ class SimulatedWorker:
         self._begin(DECODE, request_id, self._times.postprocess_of(state.request.resolution), now_s)
 
     def _serve_inline(self, now_s: float) -> bool:
-        """Go on with what is due between steps, in the order of `engine.side_stages`; whether there is anything."""
+        """Go on with what is due between steps, prepare before decode as in the engine; whether there is anything."""
         if self._works[PREPARE] is None and self._works[DECODE] is None:
             if self._due:
                 self._prepare(self._due.popleft(), now_s)

@@ -123,16 +123,15 @@ def test_a_request_joins_only_once_it_is_prepared() -> None:
 
 
 def test_stages_between_the_steps_by_hand() -> None:
-    # The first is prepared until 0.5. The second comes in its first step and is prepared when that is over, from 1.5
-    # to 2; who takes the step after was decided before. It joins at 3, when the first has taken its last step, whose
-    # image comes before the next one.
+    # The first is prepared until 0.5. The second comes in its first step, is prepared when that is over, from 1.5 to 2,
+    # and joins: the first is done at 4, and its image, until 6, comes before the second's last step.
     times = StageTimes({S: 0.5}, {S: 2.0})
     durations = StepDurations(ProfiledSteps(Unit()), is_inline=True)
     requests = [request(0), request(1, 1.0), request(2, 20.0, steps=1)]
     result = simulate(requests, get_policy("continuous"), Unit(), times=times, durations=durations, keep_steps=True)
-    assert times_of(result.records[0]) == (0.0, 0.5, 0.5, 3.0, 5.0)
-    assert times_of(result.records[1])[2:] == (3.0, 7.0, 9.0)
-    assert [(row.start_s, row.active) for row in result.steps] == [(0.5, 1), (2.0, 1), (5.0, 1), (6.0, 1), (20.5, 1)]
+    assert times_of(result.records[0]) == (0.0, 0.5, 0.5, 4.0, 6.0)
+    assert times_of(result.records[1]) == (1.5, 2.0, 2.0, 7.0, 9.0)
+    assert [(row.start_s, row.active) for row in result.steps] == [(0.5, 1), (2.0, 2), (6.0, 1), (20.5, 1)]
     # One that comes when nobody is there.
     assert times_of(result.records[2]) == (20.0, 20.5, 20.5, 21.5, 23.5)
 
