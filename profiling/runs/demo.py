@@ -25,7 +25,7 @@ from .step_latencies import latencies_for_serving
 from .trace_settings import DEFAULT_SLO_SCALE, TraceSettings, draw_requests
 
 SYSTEMS = ("bucketed", "patched-slack", "patchedserve")
-_BASE, _EXACT = SYSTEMS[:2]
+_BASE = SYSTEMS[0]
 _WARM_UP, _NEVER_LATE_S = 32, 600.0
 """Requests that each system serves before its run counts, all at once, and their SLO."""
 _Tell = Callable[[str], None]
@@ -90,9 +90,8 @@ def run_demo(
         OSError: results cannot be written.
     """
     sizes = model.defaults.resolutions
-    plain, exact = as_plain(model), without_cache(model)
-    models = {name: plain if get_system(name).engine == "plain" else model for name in SYSTEMS} | {_EXACT: exact}
-    for served in (plain, exact, model):
+    models = dict(zip(SYSTEMS, (as_plain(model), without_cache(model), model), strict=True))
+    for served in models.values():
         served.tune(sizes, workspace.tables)
     latency = latencies_for_serving(
         model, workspace, sizes, settings.max_batch_size, on_note=on_note, on_warning=on_warning
@@ -142,8 +141,8 @@ def run_demo(
         seed=settings.seed,
     )
     requests = draw_requests(trace, model.defaults)
-    alone_s = standalone_latencies(plain, requests, workspace.tables)
-    requests = assign_slos(requests, lambda request: alone_s[shape_of(plain, request)], settings.slo_scale)
+    alone_s = standalone_latencies(models[_BASE], requests, workspace.tables)
+    requests = assign_slos(requests, lambda request: alone_s[shape_of(models[_BASE], request)], settings.slo_scale)
     on_note(
         f"{len(requests)} requests of {', '.join(map(str, sizes))} px arrive in {settings.duration_s:g} s: "
         f"{rate:.3g}/s, {settings.load:g} times what {_BASE} serves of a queue"

@@ -4,9 +4,11 @@ A latency model needs many of them (300 random ones in PatchedServe section 6.1)
 short names are those of its figure 5.
 """
 
+import itertools
 import math
 import random
 import re
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations as choose
@@ -174,15 +176,21 @@ def stratified_combinations(
     pairs = [row for pair in choose(range(size), 2) for row in _even(size, pair, max_batch_size)]
     random.Random(seed).shuffle(pairs)
     chosen |= dict.fromkeys(pairs[: max(0, count - len(chosen))])
-    strata = [_splits(total, size, generator, chosen) for total in range(1, max_batch_size + 1)]
-    while strata and len(chosen) < count:
+    held = Counter(map(sum, chosen))
+    strata = [(total, _splits(total, size, generator, chosen)) for total in range(1, max_batch_size + 1)]
+    for least in itertools.count(1):
+        if not strata or len(chosen) >= count:
+            break
         generator.shuffle(strata)
-        for stratum in list(strata):
+        for total, stratum in list(strata):
+            if held[total] >= least:  # by those that always are among them
+                continue
             drawn = next(stratum, None)
             if drawn is None:
-                strata.remove(stratum)
+                strata.remove((total, stratum))
             elif len(chosen) < count:
                 chosen[drawn] = None
+                held[total] += 1
     return tuple(Combination(resolutions, row) for row in chosen)
 
 

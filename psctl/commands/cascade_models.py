@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ...eval.options import EvalOptions, EvalPlan, plan_eval
-from ...serving.cascade.leg_model import ENGINE
-from ...serving.cascade.legs import LEGS, Leg, LegSpec
+from ...serving.cascade.legs import ENGINE, LEGS, Leg, LegSpec
 from ..options.target import Target
 from ..output import Output
 

@@ -5,14 +5,10 @@ from dataclasses import dataclass, field
 
 from ...data.requests import steps_taken
 from ...data.resolution import Resolution
-from ..options import EngineOptions
 from ..scheduling.policies.base import Policy
 from .legs import Leg
 from .policy import CascadePolicy, SharedPolicy
 from .problem import ModelTimes
-
-ENGINE = EngineOptions(stages="threads")
-"""Of both models: where they are profiled, and in workers, each of which has one processor."""
 
 
 @dataclass(frozen=True, slots=True)

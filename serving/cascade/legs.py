@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from ...data.errors import UsageError
 from ..models.defaults import ModelDefaults
+from ..options import EngineOptions
 
 Leg = Literal["light", "heavy"]
 LEGS: tuple[Leg, Leg] = ("light", "heavy")
@@ -26,6 +27,8 @@ CascadeSystemName = Literal[
 ]
 CASCADE_SYSTEM_NAMES: tuple[CascadeSystemName, ...] = get_args(CascadeSystemName)
 """Here, because the command line reads them, and its help must not wait for scipy: see `systems`."""
+ENGINE = EngineOptions(stages="threads")
+"""Of both models: where they are profiled, and in workers, each of which has one processor."""
 _WITH_STEPS = re.compile(r"(?P<model>.+):(?P<steps>\d+)")
 
 

@@ -21,8 +21,8 @@ from ...data.requests import Request
 from ...data.resolution import Resolution, parse
 from ..core.request_state import RequestRecord
 from ..engine.collectors import Collector, InMemory
-from .leg_model import ENGINE, LegModel, policy_for
-from .legs import LEGS, Leg
+from .leg_model import LegModel, policy_for
+from .legs import ENGINE, LEGS, Leg
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -67,7 +67,8 @@ def test_from_profile_to_predictor(run_psctl: RunPsctl, environment: dict[str, s
 
     # How far a table of two repeats is off depends on what else the machine does.
     done = run_psctl("train-predictor", "latency", "--force", "--json", "--quiet", **environment)
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr.count("\n") <= 1) == (0, True), done.stderr
+    assert done.stderr.startswith(("Warning: the predictor is saved all the same: ", "\n")) or not done.stderr
     trained = json.loads(done.stdout)
     assert trained["table"] == profiled["table"]
     assert (trained["fit"]["num_train"], len(trained["fit"]["held_out"])) == (16, 4)

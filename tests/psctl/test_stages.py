@@ -76,9 +76,7 @@ def test_images_are_the_same(model: Path, run_psctl: RunPsctl, tmp_path: Path) -
     for stages in ways:
         done = run_psctl(*common, "--stages", stages, "--output", tmp_path / f"{stages}.png")
         assert done.returncode == 0, done.stderr
-    images = [
-        np.asarray(Image.open(tmp_path / f"{stages}.png")) for stages in ("threads", "processes", "inline", "auto")
-    ]
+    images = [np.asarray(Image.open(tmp_path / f"{stages}.png")) for stages in ways]
     assert all(np.array_equal(images[0], image) for image in images[1:])
     refused = run_psctl(*common, "--stages", "processes", "--offload", "text")
     assert refused.returncode == 2

@@ -31,7 +31,7 @@ def is_alive(process: int) -> bool:
 
 def killed_with_others(code: str, *arguments: str) -> list[int]:
     """Run Python code that prints the numbers of processes that it has started, and kill it; returns these. Raises
-    AssertionError: one of them is not there before that, or outlives it by 30 s.
+    AssertionError: one of them is not there before that, or outlives it by 5 s.
     """
     command = [sys.executable, "-c", code, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -39,7 +39,7 @@ def killed_with_others(code: str, *arguments: str) -> list[int]:
         others = [int(number) for number in process.stdout.readline().split()]
         assert all(map(is_alive, others))
         process.kill()
-    until(lambda: not any(map(is_alive, others)), timeout_s=30)
+    until(lambda: not any(map(is_alive, others)), timeout_s=5)
     return others
 
 

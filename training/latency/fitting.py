@@ -45,10 +45,9 @@ def fit_latency_predictor(
 
     `about.fit` holds `seed`, `num_train`, `held_out` (labels of the rows), `parameters`, `kept` ("svr", or "linear"
     unless the former is better on the training rows by one standard error, cross-validated, and not worse on those that
-    are held out), `noise_floor` of the table
-    (see `tables.latency`), and `errors`: for `svr` and the baselines `linear` (what it stands on: non-negative least
-    squares of relative errors on the paper's features) and `pixels` (a look-up by the number of pixels alone,
-    interpolated), all fitted to the same rows, the held-out `mse_ms2`, `mape` and `r2`.
+    are held out), `noise_floor` of the table (see `tables.latency`), and `errors`: for `svr` and the baselines `linear`
+    (what it stands on: non-negative least squares of relative errors on the paper's features) and `pixels` (a look-up
+    by the number of pixels alone, interpolated), all fitted to the same rows, the held-out `mse_ms2`, `mape` and `r2`.
 
     Args:
         rows: of one table.
@@ -175,12 +174,12 @@ def _search(
 
 
 def _fit_linear(features: np.ndarray, measured_ms: np.ndarray) -> np.ndarray:
-    """Weights of non-negative least squares of relative errors, first the constant, last a 0 for the logarithm."""
-    *counts, distinct, patches, _ = features.T
+    """Weights of non-negative least squares of relative errors, first the constant; patches and logarithm have none."""
+    *counts, distinct, _, _ = features.T
     # Patches are the counts once more, and have no weight: lines on the counts are all those on both.
-    columns = np.stack([*counts, np.ones(len(features)), distinct, patches], axis=1)
-    *weights, constant, per_distinct, per_patch = relative_line(columns, measured_ms)
-    return np.array([constant, *weights, per_distinct, per_patch, 0.0])
+    columns = np.stack([*counts, np.ones(len(features)), distinct], axis=1)
+    *weights, constant, per_distinct = relative_line(columns, measured_ms)
+    return np.array([constant, *weights, per_distinct, 0.0, 0.0])
 
 
 def _fit_svr(

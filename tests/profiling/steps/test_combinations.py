@@ -7,6 +7,8 @@ import pytest
 
 from patchedserve.data.errors import UsageError
 from patchedserve.data.resolution import Resolution, parse_list
+from patchedserve.data.tables.latency import read_latencies
+from patchedserve.data.tables.published import published_table
 from patchedserve.profiling.steps.combinations import (
     Combination,
     count_combinations,
@@ -103,8 +105,7 @@ def test_combinations_are_stratified() -> None:
     # All that there are of the smallest, and as many as of any other of the larger ones.
     assert [by_size[size] for size in (1, 2, 3, 4)] == [3, 6, 10, 15]
     assert set(by_size) == set(range(1, 17))
-    assert all(20 <= by_size[size] <= 26 for size in range(6, 16))
-    assert by_size[16] <= 31, "of pairs and of all sizes, too"
+    assert all(20 <= by_size[size] <= 26 for size in range(6, 17))
     # Every batch of a single resolution is among them; an even draw would hold about 15 of the 48.
     assert sum(not each.is_mixed for each in drawn) == 48
 
@@ -121,6 +122,16 @@ def test_every_table_can_tell_what_mixing_costs(num_sizes: int, count: int) -> N
     wanted = num_sizes + 1 + (num_sizes > 1)  # of one resolution all batches have one
     assert np.linalg.matrix_rank(columns) == wanted
     assert len(drawn) <= max(count, 2 * num_sizes + 2)
+
+
+@pytest.mark.parametrize("model", ["emoji-xl", "emoji-3"])
+def test_the_tables_in_the_box_can_tell_what_mixing_costs(model: str) -> None:
+    path = published_table(model)
+    assert path is not None
+    rows = read_latencies(path).rows
+    sizes = sorted({size for row in rows for size in row.counts})
+    columns = np.array([[1, *(row.counts.get(size, 0) for size in sizes), len(row.counts)] for row in rows])
+    assert np.linalg.matrix_rank(columns) == len(sizes) + 2
 
 
 @pytest.mark.parametrize(("num_sizes", "largest"), [(1, 16), (2, 5), (3, 4), (5, 1)])

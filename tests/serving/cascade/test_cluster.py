@@ -82,18 +82,13 @@ def dispatcher(plans: list[Plan], models: Mapping[Leg, LegModel] = MODELS) -> Di
 class FewAtOnce(TraceSource):
     """The next one comes when of those before at most two are still open, however fast they are drawn."""
 
-    is_full = False
+    def __init__(self, requests: list[Request], dispatcher: Dispatcher) -> None:
+        super().__init__(requests)
+        self._dispatcher = dispatcher
 
     @property
     def next_s(self) -> float:
-        return math.inf if self.is_full else super().next_s
-
-    def take(self, dispatcher: Dispatcher, now_s: float) -> None:
-        self.is_full = False
-        while super().next_s <= now_s and dispatcher.num_open <= 2:
-            dispatcher.arrive(self._requests[self._place], now_s)
-            self._place += 1
-        self.is_full = dispatcher.num_open > 2
+        return math.inf if self._dispatcher.num_open > 2 else super().next_s
 
 
 def median_threshold(template: WorkerSettings, requests: list[Request]) -> tuple[float, dict[int, float]]:
@@ -175,7 +170,7 @@ def test_a_worker_that_shares_batches_draws_light_and_heavy_images_at_once(templ
     requests = [replace(request, arrival_s=0.0) for request in trace(16, 1.0)]
     threshold, _ = median_threshold(template, requests)
     sharing = dispatcher([Plan(1, 1, 4, 4, threshold, 0.5, is_shared=True)])
-    result = CascadeCluster(settings_for(template, 1, 2), sharing).run(FewAtOnce(requests))
+    result = CascadeCluster(settings_for(template, 1, 2), sharing).run(FewAtOnce(requests, sharing))
     # Of the very images: in mixed batches one value of one may differ by a level, and this judge is a sharp one.
     judge, confidences = load_discriminator(template.discriminator), dict[int, float]()
     for request in requests:

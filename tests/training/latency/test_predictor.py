@@ -428,9 +428,10 @@ def test_the_linear_model_is_kept_where_it_is_no_worse(tmp_path: Path) -> None:
 
 def test_small_noisy_tables_are_predicted_as_well_as_the_noise_allows() -> None:
     """What one quick profile on a machine that others use looks like: 60 combinations, off by 10 % each."""
-    kept = []
-    for seed in range(3):
+    found = []
+    for seed in range(6):
         fit = fit_latency_predictor(law_rows(60, noise=0.1, seed=seed), seed=seed).about.fit
-        kept.append(fit["errors"][fit["kept"]]["mape"])
-        assert kept[-1] <= 1.1 * fit["errors"]["linear"]["mape"]
-    assert statistics.fmean(kept) <= 0.11  # 8 % of it is the noise of the rows that are held out
+        found.append(fit["errors"][fit["kept"]]["mape"])
+        assert found[-1] <= fit["errors"]["linear"]["mape"]
+    # 8 % of it is the noise of the rows that are held out; of the dozen of one table it is 5 to 11 %.
+    assert statistics.fmean(found) <= 0.11
