@@ -90,7 +90,7 @@ def run_demo(
         OSError: results cannot be written.
     """
     sizes = model.defaults.resolutions
-    models = dict(zip(SYSTEMS, (as_plain(model), without_cache(model), model), strict=True))
+    models = dict[str, ServedModel](zip(SYSTEMS, (as_plain(model), without_cache(model), model), strict=True))
     for served in models.values():
         served.tune(sizes, workspace.tables)
     latency = latencies_for_serving(
