@@ -7,7 +7,7 @@
 #
 # A second run on the same machine goes on where the first stopped: PSCTL_LEASE_STATE (/tmp/psctl-lease) keeps results.
 set -euo pipefail
-started=$(date +%s.%N)
+started=$EPOCHREALTIME
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 state=${PSCTL_LEASE_STATE:-/tmp/psctl-lease}
 python=${PYTHON:-python3}

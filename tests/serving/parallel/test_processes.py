@@ -305,7 +305,8 @@ for _ in range(3):
         time.sleep(0.05)
         watch.end()
         sys.exit()
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    # Flushed, or the next child would print what its buffer has inherited.
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 

@@ -28,6 +28,7 @@ from ...support.patched_cases import IMAGE, PATCH_STITCH, TOLERANCE, model_of
 from ...support.patched_models import Way, call_patched, draw_rows, relative_error, run_patched, run_plain
 from ...support.rerun import Rerun
 from ...support.tiny_models import tiny_sd3, tiny_sdxl
+from ...support.tools import need_tools
 
 TWO = [[(16, 16), (8, 16)], [(8, 8), (8, 8), (16, 24)], [(8, 16)] * 3 + [(24, 16)] * 2]
 THREE = [[(8, 8), (8, 16), (16, 16)], [(8, 8), (16, 16), (16, 16), (24, 16)]]
@@ -103,6 +104,7 @@ def graphs_after(name: str, way: Way, batches: Sequence[Sequence[tuple[int, int]
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_kernels_give_the_images_of_plain_diffusers(tmp_path: Path) -> None:
     """Served with --compile through inductor's kernels: one resolution (the plain model) and two (patches)."""
+    need_tools("g++")
     pipe = tiny_sd3()
     compiled = build_model(pipe, name="tiny", options=EngineOptions(compile=True))
     compiled.tune([Resolution(32, 32), Resolution(64, 64)], tmp_path)

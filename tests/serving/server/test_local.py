@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import pytest
 
@@ -13,8 +13,10 @@ from patchedserve.data.errors import UsageError
 from patchedserve.data.requests import Request
 from patchedserve.data.resolution import Resolution
 from patchedserve.serving.core.request_state import RequestRecord, RequestState, Stage
+from patchedserve.serving.engine.side_stages import SideStages
 from patchedserve.serving.models.loading import load_model
 from patchedserve.serving.models.served import ServedModel
+from patchedserve.serving.options import EngineOptions
 from patchedserve.serving.scheduling.scheduler import Scheduler
 from patchedserve.serving.scheduling.systems import get_system
 from patchedserve.serving.server.backend import FIRST_ID, Follower, Health
@@ -28,9 +30,13 @@ Bomb = Callable[[Sequence[RequestState]], bool]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    return load_model(str(save_tiny(folder, tiny_sdxl(), guidance_scale=3.0)), "cpu", "float32")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny(tmp_path_factory.mktemp("model") / "tiny", tiny_sdxl(), guidance_scale=3.0))
+
+
+@pytest.fixture(scope="module")
+def model(folder: str) -> ServedModel:
+    return load_model(folder, "cpu", "float32")
 
 
 class Ending(Follower):
@@ -73,17 +79,26 @@ def run(work: Callable[[LocalBackend], Coroutine[Any, Any, None]], model: Served
 def bombed(monkeypatch: pytest.MonkeyPatch, goes_off: Bomb) -> list[str]:
     """Let the engine's loop crash where `goes_off` says so of the requests that are open; returns when it did."""
     crashes: list[str] = []
-    real = Scheduler.decide
+    decide, serve = Scheduler.decide, SideStages.serve
 
-    def decide(scheduler: Scheduler, now_s: float) -> Sequence[RequestState]:
+    def look(scheduler: Scheduler) -> None:
         # The one step of the warm-up is left alone.
-        states = [state for state in scheduler._open.values() if state.num_iterations > 1]
+        states = [state for state in list(scheduler._open.values()) if state.num_iterations > 1]
         if states and goes_off(states):
             crashes.append(threading.current_thread().name)
             raise RuntimeError("a fault in the loop")
-        return real(scheduler, now_s)
 
-    monkeypatch.setattr(Scheduler, "decide", decide)
+    def looking_decide(scheduler: Scheduler, now_s: float) -> Sequence[RequestState]:
+        look(scheduler)
+        return decide(scheduler, now_s)
+
+    def looking_serve(stages: SideStages) -> None:
+        look(stages._scheduler)
+        serve(stages)
+
+    monkeypatch.setattr(Scheduler, "decide", looking_decide)
+    # With stages between the steps, a decision never finds a request that is decoded.
+    monkeypatch.setattr(SideStages, "serve", looking_serve)
     return crashes
 
 
@@ -101,8 +116,20 @@ def once_at(stage: str) -> Bomb:
     return goes_off
 
 
-@pytest.mark.parametrize("stage", get_args(Stage))
-def test_after_a_crash_the_next_engine_serves(stage: str, model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+# Between steps a request is prepared before the policy is asked about it, so that none joins.
+@pytest.mark.parametrize(
+    ("stages", "stage"),
+    [
+        (stages, stage)
+        for stages in ("inline", "threads")
+        for stage in get_args(Stage)
+        if (stages, stage) != ("inline", "joining")
+    ],
+)
+def test_after_a_crash_the_next_engine_serves(
+    stages: Literal["inline", "threads"], stage: str, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(folder, "cpu", "float32", EngineOptions(stages=stages))
     crashes = bombed(monkeypatch, once_at(stage))
 
     async def work(backend: LocalBackend) -> None:
